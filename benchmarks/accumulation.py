@@ -99,17 +99,17 @@ def main() -> None:
     print(f"a batch of {BATCH} rows of {TIME} tokens")
     seconds = times(args.num_steps)
     print(f"{'micro-batches':<16}{'seconds a step':>16}{'/ one batch':>14}")
-    for n, one in zip(NUM_MICRO_BATCHES, seconds, strict=True):
-        print(f"{n:<16}{one:>16.4f}{one / seconds[0]:>14.3f}")
+    for n, second in zip(NUM_MICRO_BATCHES, seconds, strict=True):
+        print(f"{n:<16}{second:>16.4f}{second / seconds[0]:>14.3f}")
     names = ("temporary memory", "matmul flops", "collective bytes")
     heads = "".join(f"{name:>20}{'/ one':>8}" for name in names)
     print(f"\n{'split over data':<28}{'micro-batches':>14}{heads}")
     spec = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), random_batch())
     for layout, settings in LAYOUTS.items():
         for n in NUM_MICRO_BATCHES:
-            found = figures(partitioner_of(n, **settings).train_step.lower(spec).compile())
-            one = found if n == 1 else one
-            row = "".join(f"{found[x]:>20,.6g}{found[x] / one[x]:>8.3f}" for x in names)
+            result = figures(partitioner_of(n, **settings).train_step.lower(spec).compile())
+            second = result if n == 1 else second
+            row = "".join(f"{result[x]:>20,.6g}{result[x] / second[x]:>8.3f}" for x in names)
             print(f"{layout:<28}{n:>14}{row}", flush=True)
 
 

@@ -44,7 +44,7 @@ DATA = {"next_batch": 0, "skipped": []}
 def init(key, num_layers):
     """Returns the params of an MLP: a list of matrices [D, D]."""
     keys = jax.random.split(key, num_layers)
-    return [jax.random.normal(one, (DIMS, DIMS)) * DIMS**-0.5 for one in keys]
+    return [jax.random.normal(item, (DIMS, DIMS)) * DIMS**-0.5 for item in keys]
 
 
 def loss(params, inputs, key):
@@ -96,8 +96,8 @@ def step_times(partitioner: Partitioner, directory: Path, num_rounds: int) -> No
                 while is_in_flight():
                     with_save.append(_seconds(step))
                 flights.append(time.perf_counter() - start)
-            one, other = statistics.median(with_save), statistics.median(without)
-            row(f"step with a save in flight / without, {name}", one, other, 1.05)
+            item, other = statistics.median(with_save), statistics.median(without)
+            row(f"step with a save in flight / without, {name}", item, other, 1.05)
             print(f"    {len(with_save)} steps in {num_rounds} saves of "
                   f"{statistics.median(flights):.2f} s; save() itself returned after "
                   f"{statistics.median(blocking):.3f} s")
@@ -126,9 +126,9 @@ def verification(partitioner: Partitioner, directory: Path, num_rounds: int) -> 
             for seconds, act in ((verified, restore), (plain, unverified)):
                 before()
                 seconds.append(_seconds(act))
-        one, other = statistics.median(verified), statistics.median(plain)
-        row(f"restore, verified / not, {name}", one, other, None)
-        print(f"    verification adds {(one - other) / (size / GIB):.2f} s per GiB; goal: under 1")
+        item, other = statistics.median(verified), statistics.median(plain)
+        row(f"restore, verified / not, {name}", item, other, None)
+        print(f"    verification adds {(item - other) / (size / GIB):.2f} s per GiB; goal: under 1")
 
 
 def memory(mib: int, directory: Path) -> None:

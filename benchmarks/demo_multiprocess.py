@@ -37,9 +37,9 @@ def main() -> None:
         run([EXPERIMENT, f"--job_log_dir={job}", *SETTINGS], count)
         run(["--mode=eval", f"--job_log_dir={job}"], count)
         print(f"{title}: trained and evaluated in {time.perf_counter() - began:.0f} s: {job}\n")
-    two, one = jobs.values()
+    two, item = jobs.values()
     for name in ("metrics.jsonl", "eval_metrics.jsonl"):
-        ours, theirs = losses(two / name), losses(one / name)
+        ours, theirs = losses(two / name), losses(item / name)
         assert len(ours) == len(theirs), name
         greatest = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
         print(

@@ -101,8 +101,8 @@ def main() -> None:
     parser.add_argument("--dims", type=int, default=1024, help="of the model, a multiple of 128")
     parser.add_argument("--layers", type=int, default=40)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as made:
-        directory = Path(made)
+    with tempfile.TemporaryDirectory() as result:
+        directory = Path(result)
         write_llama(directory, options.dims, options.layers)
         mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 4, 2)))
         # A tiny model first: what JAX sets up once is not of the reading.

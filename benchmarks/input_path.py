@@ -93,7 +93,7 @@ def main() -> None:
                 for _ in itertools.islice(batches, count - 1):
                     pass
                 seconds[name].append((time.perf_counter() - start) / (count - 1))
-    medians = {name: statistics.median(found) for name, found in seconds.items()}
+    medians = {name: statistics.median(second) for name, second in seconds.items()}
     plain = medians["Grain alone, by index"]
     print(f"{'a batch of ' + str(size) + ' rows':<38}{'ms':>8}{'Mtokens/s':>11}{'of Grain':>10}")
     for name, one in medians.items():

@@ -119,7 +119,7 @@ def main() -> None:
     for name in LAYERS:
         counts = [hlo.summarise(hlo.collectives(c)) for c in (forward[name], both[name][0])]
         for kind in sorted(set().union(*counts)):
-            (n, size), (total, total_size) = (one.get(kind, (0, 0)) for one in counts)
+            (n, size), (total, total_size) = (count.get(kind, (0, 0)) for count in counts)
             print(
                 f"  {name:<24}{kind:<20}{n:>3} ({format_bytes(size)}) /{total:>3} "
                 f"({format_bytes(total_size)})"

@@ -130,7 +130,7 @@ def median_host_times(steps: dict[str, Callable[[], Any]], num_steps: int) -> di
             outputs = steps[name]()
             times[name].append(time.perf_counter() - start)
             jax.block_until_ready(outputs)
-    return {name: statistics.median(found[num_steps // 10 :]) for name, found in times.items()}
+    return {name: statistics.median(result[num_steps // 10 :]) for name, result in times.items()}
 
 
 def main() -> None:

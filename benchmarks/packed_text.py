@@ -82,10 +82,10 @@ def write(folder: Path, count: int) -> tuple[str, str]:
         records.append(json.dumps({"text": text[start : start + length]}).encode())
     paths = folder / "documents.array_record", folder / "documents.jsonl"
     writer = ArrayRecordWriter(str(paths[0]), "group_size:1")  # As Grain wants it.
-    for one in records:
-        writer.write(one)
+    for record in records:
+        writer.write(record)
     writer.close()
-    paths[1].write_bytes(b"".join(one + b"\n" for one in records))
+    paths[1].write_bytes(b"".join(item + b"\n" for item in records))
     return str(paths[0]), str(paths[1])
 
 
@@ -123,12 +123,12 @@ def main() -> None:
                 for _ in itertools.islice(batches, BATCHES):
                     pass
                 seconds[name].append((time.perf_counter() - start) / BATCHES)
-    medians = {name: statistics.median(found) for name, found in seconds.items()}
+    medians = {name: statistics.median(second) for name, second in seconds.items()}
     plain = medians["Grain alone"]
     print(f"{size} rows of {TOKENS:<26}{'ms':>8}{'Mtokens/s':>11}{'of Grain':>10}{'of 50 ms':>10}")
-    for name, one in medians.items():
-        rate = size * TOKENS / one / 1e6
-        print(f"{name:<38}{one * 1e3:>8.2f}{rate:>11.1f}{one / plain:>10.2f}{one / 0.05:>10.1%}")
+    for name, item in medians.items():
+        rate = size * TOKENS / item / 1e6
+        print(f"{name:<38}{item * 1e3:>8.2f}{rate:>11.1f}{item / plain:>10.2f}{item / 0.05:>10.1%}")
 
 
 if __name__ == "__main__":

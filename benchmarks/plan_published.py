@@ -56,8 +56,8 @@ def compiled(run: Run, cache: Path) -> dict[str, Any]:
             record["peak"] = hlo.memory_per_device(step).peak
             program.write_bytes(gzip.compress(step.as_text().encode(), 3))
         except Exception as error:  # One run of many: the others go on.
-            wanted = out_of_memory(error)
-            record = {"too_large": wanted[1]} if wanted else {"failed": str(error)[:300]}
+            expected = out_of_memory(error)
+            record = {"too_large": expected[1]} if expected else {"failed": str(error)[:300]}
         record["compile_seconds"] = time.monotonic() - start
         kept.write_text(json.dumps(record))
     record = json.loads(kept.read_text())
@@ -115,17 +115,17 @@ def fit(rows: Sequence[Row]) -> Efficiencies:
         return dataclasses.replace(FITTED, **dict(zip(names, values, strict=True)))
 
     def errors(logs: np.ndarray) -> np.ndarray:
-        made = efficiencies(logs)
-        misses = [np.log(row.predict(made)) for row in rows]
+        built = efficiencies(logs)
+        misses = [np.log(row.predict(built)) for row in rows]
         # A pull towards where it starts, for what no run tells apart. How strong: leaving out one
         # family of the fitted half in turn, its median error was 5.1%, 3.9%, 4.7% with pulls of
         # 0.05, 0.15, 0.4 (mean square 6.5%, 6.6%, 7.2%).
         return np.array([*misses, *(0.15 * (logs - start))])
 
-    found = least_squares(
+    result = least_squares(
         errors, start, bounds=(low, high), loss="soft_l1", f_scale=0.1, diff_step=0.02, max_nfev=20
     )
-    return efficiencies(found.x)
+    return efficiencies(result.x)
 
 
 def spread(rows: Sequence[Row], efficiencies: Efficiencies) -> float:

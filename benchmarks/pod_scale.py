@@ -122,7 +122,7 @@ def partitioner_of(options: argparse.Namespace, row: str) -> Partitioner:
     compiler_options = dict(COMPILER_OPTIONS.get(options.preset, {}).get("tpu", {}))
     if topology.startswith("v5p"):
         compiler_options |= UNREADABLE
-    compiler_options |= dict(one.split("=", 1) for one in options.compiler_option)
+    compiler_options |= dict(item.split("=", 1) for item in options.compiler_option)
     settings = {"compiler_options": {"tpu": compiler_options}}
     if options.by_hand:
         axes = tuple(options.by_hand.split(","))
@@ -146,23 +146,23 @@ def measured(options: argparse.Namespace, row: str) -> None:
             file.write(text)
     shape = dict(partitioner.mesh.shape)
     mesh = Mesh(shape, np.zeros(partitioner.mesh.size, int))
-    found, one_link = (
+    result, one_link = (
         schedule(text, CHIPS[chip], mesh, AS_THE_PEERS, both_links=both) for both in (True, False)
     )
-    cycles = (found.compute + found.memory) * CHIPS[chip].clock
+    cycles = (result.compute + result.memory) * CHIPS[chip].clock
     figures = (
-        compiled.memory_analysis().peak_memory_in_bytes / 1e6, cycles / 1e9, found.seconds
+        compiled.memory_analysis().peak_memory_in_bytes / 1e6, cycles / 1e9, result.seconds
     )
     print(f"{row}  {topology}  {options.preset}  {partitioner.mesh.shape_tuple}")
     print(f"  peak {figures[0]:.0f} MB  {figures[1]:.4f} Gcycles  {figures[2]:.4f} s, of which "
-          f"{found.exposed:.4f} s wait for the wire; {one_link.seconds:.4f} s with rings on one "
+          f"{result.exposed:.4f} s wait for the wire; {one_link.seconds:.4f} s with rings on one "
           "link")
     print(f"  {hlo.flops(compiled):.4g} flops, compiled in {seconds:.0f} s")
     for peer, of_peer in PEERS.get(row, {}).items():
         if not options.layers:
             ratios = [ours / theirs for ours, theirs in zip(figures, of_peer, strict=True)]
             print("  / {:8} {:.2f} peak  {:.2f} cycles  {:.2f} s".format(peer, *ratios))
-    for name, seconds in found.of.most_common(options.top):
+    for name, seconds in result.of.most_common(options.top):
         of_it = seconds * CHIPS[chip].clock
         print(f"  {of_it / 1e6:9.2f} Mcycles {100 * of_it / cycles:5.1f}%  {name[-130:]}")
 

@@ -183,9 +183,9 @@ def _learner(run: Run) -> Learner:
     optimizer = run["optimizer"]
     mu = jnp.bfloat16 if optimizer["mu_dtype"] == "bfloat16" else None
     decays = {} if optimizer["name"].startswith("adam ") else {"weight_decay": 0.1}
-    made = optax.adamw if decays else optax.adam
+    result = optax.adamw if decays else optax.adam
     return Learner(
-        optimizer=fdl.build(fdl.Partial(made, b1=0.9, b2=0.95, eps=1e-8, mu_dtype=mu, **decays)),
+        optimizer=fdl.build(fdl.Partial(result, b1=0.9, b2=0.95, eps=1e-8, mu_dtype=mu, **decays)),
         learning_rate=optax.linear_schedule(0.0, 3e-5, 100),
         **({} if run["chip"] == "v4" else {"clip_gradient_norm_to_value": 1.0}),
     )

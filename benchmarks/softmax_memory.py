@@ -65,10 +65,10 @@ def main() -> None:
         formula = 4 * tokens * num_classes
         print(f"{tokens:>7}{'whole':>8}{whole:>15,}{formula:>15,}{whole / formula:>8.2f}")
         for chunk_size in CHUNK_SIZES:
-            found = temporary_bytes(num_classes, INPUT_DIMS, tokens, chunk_size)
+            result = temporary_bytes(num_classes, INPUT_DIMS, tokens, chunk_size)
             formula = allowed_bytes(tokens, INPUT_DIMS, chunk_size)
             print(
-                f"{tokens:>7}{chunk_size:>8}{found:>15,}{formula:>15,}{found / formula:>8.2f}"
+                f"{tokens:>7}{chunk_size:>8}{result:>15,}{formula:>15,}{result / formula:>8.2f}"
             )
 
 

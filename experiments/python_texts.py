@@ -49,7 +49,7 @@ def code() -> Texts:
 def licences() -> Texts:
     """Yields the licences of the packages that are installed, each text once."""
     seen = set()
-    for package in sorted(importlib.metadata.distributions(), key=lambda one: one.name.lower()):
+    for package in sorted(importlib.metadata.distributions(), key=lambda item: item.name.lower()):
         for file in sorted(package.files or (), key=str):
             path = Path(file.locate())
             if file.name.lower().startswith(("licen", "copying", "notice")) and path.is_file():
@@ -99,8 +99,8 @@ class PythonTexts(lm.Llama):
         }
         rows = functools.partial(fdl.Config, PackedText, seq_len=256)
         sources = {
-            name: rows(one, "train", batch_size=16, shuffle=True)
-            for name, one in documents.items()
+            name: rows(document, "train", batch_size=16, shuffle=True)
+            for name, document in documents.items()
         }
         train = fdl.Config(
             Mixture, sources, unit="tokens", batch_size=16,
@@ -110,8 +110,8 @@ class PythonTexts(lm.Llama):
             ],
         )
         heldout = {
-            f"heldout_{name}": rows(one, "heldout", batch_size=16, shuffle=False)
-            for name, one in documents.items() if name != "licences"
+            f"heldout_{name}": rows(item, "heldout", batch_size=16, shuffle=False)
+            for name, item in documents.items() if name != "licences"
         }
         return {"train": train, **heldout}
 

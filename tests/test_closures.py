@@ -90,7 +90,7 @@ def of_parts(modules, *parts):
 def test_the_core_imports_itself_alone_and_has_room():
     brought = closure(*modules_in("core"))
     assert brought - AT_THE_TOP == set(modules_in("core"))
-    lines = sum(len(path_of(one).read_text().splitlines()) for one in brought)
+    lines = sum(len(path_of(item).read_text().splitlines()) for item in brought)
     assert len(brought) <= MOST_FILES and lines <= MOST_LINES, (len(brought), lines)
 
 

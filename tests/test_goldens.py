@@ -13,8 +13,8 @@ TESTED_BY_NAME = {"function": "masks", "init": "weight_init", "schedules": "sche
 
 
 def test_a_case_of_pax_has_its_arrays_and_a_test():
-    found = {path.stem for path in GOLDENS.glob("pax/**/*.npz")}
-    assert found == set(pax_cases())
+    actual = {path.stem for path in GOLDENS.glob("pax/**/*.npz")}
+    assert actual == set(pax_cases())
     for name, case in pax_cases().items():
         assert case["kind"] in TESTED_BY_KIND or TESTED_BY_NAME[case["kind"]] == name
 

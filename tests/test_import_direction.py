@@ -134,13 +134,13 @@ def test_tasks_and_experiments_are_packages_of_the_library_by_that_name_alone(na
     assert (ROOT / "praxis_lite" / name).readlink() == Path("..") / name
     assert importlib.import_module(f"praxis_lite.{name}").__file__.startswith(str(ROOT))
     # A second copy of a class is another class: isinstance says no, and it registers twice.
-    with pytest.raises(ImportError, match=f"are praxis_lite.{name}: import them"):
+    with pytest.raises(ImportError, match=f"praxis_lite.{name}"):
         importlib.import_module(name)
 
 
 def test_the_library_imports_only_what_comes_before():
     for folder, order in ORDERS.items():
-        rank = {name: one for one, names in enumerate(order) for name in names}
+        rank = {name: item for item, names in enumerate(order) for name in names}
         package = folder.replace("/", ".")
         for path in LIBRARY:
             if not path.is_relative_to(ROOT / folder):
@@ -156,15 +156,15 @@ def test_the_library_imports_only_what_comes_before():
             for name in imports(path):
                 assert name.split(".")[0] not in FOREIGN, (path, name)
                 if name.startswith(f"{package}."):
-                    found = name.removeprefix(f"{package}.").split(".")[0]
+                    actual = name.removeprefix(f"{package}.").split(".")[0]
                     # A name of the package's own __init__ is of no part.
-                    is_below = found == part or rank.get(found, len(order)) < rank[part]
+                    is_below = actual == part or rank.get(actual, len(order)) < rank[part]
                     assert is_below, f"{name_of(path)} imports {name}"
 
 
 def test_no_folder_of_the_library_holds_more_than_sixteen_entries():
     counts = {
-        name_of(folder): len({one.stem for one in folder.iterdir() if one.name != "__pycache__"})
+        name_of(folder): len({item.stem for item in folder.iterdir() if item.name != "__pycache__"})
         for folder in {path.parent for path in LIBRARY} - {ROOT / "praxis_lite"}
     }
     assert {name: count for name, count in counts.items() if count > 16} == {}

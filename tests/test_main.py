@@ -177,9 +177,9 @@ BAD_SETTINGS = {
 @pytest.mark.parametrize("case", BAD_SETTINGS)
 def test_a_bad_setting_is_named_with_its_fix_before_anything_compiles(case, tmp_path):
     setting, culprits, fixes = BAD_SETTINGS[case]
-    said = refused(TINY, f"--job_log_dir={tmp_path}", "--set", setting)
+    message = refused(TINY, f"--job_log_dir={tmp_path}", "--set", setting)
     for words in [*culprits, *fixes]:
-        assert words in said
+        assert words in message
     # The next launch, mended, may take the directory.
     assert os.listdir(tmp_path) == []
 
@@ -204,28 +204,28 @@ BAD_EXPERIMENTS = {
 @pytest.mark.parametrize("name", BAD_EXPERIMENTS)
 def test_bad_batches_are_named_with_their_fix_before_anything_compiles(name, tmp_path):
     culprits, fixes = BAD_EXPERIMENTS[name]
-    said = refused(f"--exp=jobzoo.experiments.{name}", f"--job_log_dir={tmp_path}")
+    message = refused(f"--exp=jobzoo.experiments.{name}", f"--job_log_dir={tmp_path}")
     for words in [*culprits, *fixes]:
-        assert words in said
+        assert words in message
 
 
 def test_a_batch_of_prompts_without_a_key_is_named(tmp_path, monkeypatch):
     from praxis_lite.tasks.language_model import LanguageModelTask
 
     monkeypatch.setattr(LanguageModelTask, "required_decode_inputs", ("ids", "prefix_length"))
-    said = refused(TINY, "--mode=explain")
-    assert "reads the key 'prefix_length'" in said and "decode_datasets.prompts" in said
-    assert "Did you mean prefix_lengths?" in said
+    message = refused(TINY, "--mode=explain")
+    assert "reads the key 'prefix_length'" in message and "decode_datasets.prompts" in message
+    assert "Did you mean prefix_lengths?" in message
 
 
 def test_an_empty_text_file_is_named(tmp_path):
     empty = tmp_path / "empty.txt"
     empty.touch()
-    said = refused(
+    message = refused(
         TINY, f"--job_log_dir={tmp_path / 'job'}", "--set", f"datasets.train.corpus.files={empty}"
     )
-    assert f"the text file '{empty}' is empty" in said
-    assert "Fill it, or leave it out of files" in said
+    assert f"the text file '{empty}' is empty" in message
+    assert "Fill it, or leave it out of files" in message
 
 
 class Gpu:
@@ -237,9 +237,9 @@ class Gpu:
 def test_a_mesh_smaller_than_the_accelerators_is_refused_unless_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [Gpu()] * 8)
     argv = (TINY, f"--job_log_dir={tmp_path}", "--set", "mesh.ici_mesh_shape=1,2,2")
-    said = refused(*argv)
-    assert "'data': 2, 'mdl': 2} uses 4 of 8 gpu devices; the others would idle" in said
-    assert "Enlarge mesh.ici_mesh_shape, or say mesh.allow_unused_devices=true" in said
+    message = refused(*argv)
+    assert "'data': 2, 'mdl': 2} uses 4 of 8 gpu devices; the others would idle" in message
+    assert "Enlarge mesh.ici_mesh_shape, or say mesh.allow_unused_devices=true" in message
     # The words given are a setting that is taken: the next obstacle is that these are no devices.
     monkeypatch.setattr(
         "praxis_lite.core.sharding.devices.grid.mesh_utils.create_device_mesh",
@@ -250,8 +250,8 @@ def test_a_mesh_smaller_than_the_accelerators_is_refused_unless_asked_for(tmp_pa
 
 def test_what_is_missing_on_the_command_line_is_named(tmp_path):
     for mode in ("train", "explain"):
-        said = refused(f"--mode={mode}", f"--job_log_dir={tmp_path}")
-        assert f"--mode={mode} needs --exp=NAME" in said and "--list shows" in said
+        message = refused(f"--mode={mode}", f"--job_log_dir={tmp_path}")
+        assert f"--mode={mode} needs --exp=NAME" in message and "--list shows" in message
     assert "--mode=train needs --job_log_dir=DIR" in refused(TINY)
     for mode in ("eval", "decode", "summary"):
         assert f"--mode={mode} needs --job_log_dir=DIR" in refused(f"--mode={mode}")
@@ -259,18 +259,18 @@ def test_what_is_missing_on_the_command_line_is_named(tmp_path):
 
 def test_a_foreign_directory_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").touch()
-    said = refused(TINY, f"--job_log_dir={tmp_path}")
-    assert f"--job_log_dir={tmp_path} holds thesis.tex but no config.json" in said
-    assert "Name a new or an empty directory" in said
+    message = refused(TINY, f"--job_log_dir={tmp_path}")
+    assert f"--job_log_dir={tmp_path} holds thesis.tex but no config.json" in message
+    assert "Name a new or an empty directory" in message
     assert os.listdir(tmp_path) == ["thesis.tex"]
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path):
     # Root may write everywhere, but not below a file. (test_job_dir tries a user's rights.)
     (tmp_path / "file").touch()
-    said = refused(TINY, f"--job_log_dir={tmp_path}/file/job")
-    assert f"--job_log_dir={tmp_path}/file/job cannot be made (Not a directory)" in said
-    assert "Name one below a directory you can write" in said
+    message = refused(TINY, f"--job_log_dir={tmp_path}/file/job")
+    assert f"--job_log_dir={tmp_path}/file/job cannot be made (Not a directory)" in message
+    assert "Name one below a directory you can write" in message
 
 
 def begun_job(folder: Path):
@@ -285,11 +285,11 @@ def begun_job(folder: Path):
 @pytest.mark.parametrize("mode", ["decode", "eval"])
 def test_a_job_without_a_checkpoint_is_named(mode, tmp_path):
     begun_job(tmp_path)
-    said = refused(f"--mode={mode}", f"--job_log_dir={tmp_path}")
-    assert f"There is no checkpoint in {tmp_path}/checkpoints" in said
-    assert "Train first with --mode=train" in said
-    said = refused(f"--mode={mode}", f"--job_log_dir={tmp_path / 'typo'}")
-    assert f"{tmp_path}/typo does not exist" in said and "Train first" in said
+    message = refused(f"--mode={mode}", f"--job_log_dir={tmp_path}")
+    assert f"There is no checkpoint in {tmp_path}/checkpoints" in message
+    assert "Train first with --mode=train" in message
+    message = refused(f"--mode={mode}", f"--job_log_dir={tmp_path / 'typo'}")
+    assert f"{tmp_path}/typo does not exist" in message and "Train first" in message
 
 
 def test_reading_a_job_makes_nothing_in_its_directory(tmp_path):
@@ -302,8 +302,8 @@ def test_reading_a_job_makes_nothing_in_its_directory(tmp_path):
 def test_the_job_of_another_experiment_is_refused(tmp_path):
     begun_job(tmp_path)
     for argv in ((), ("--mode=decode",)):
-        said = refused("--exp=jobzoo.experiments.Wasteful", f"--job_log_dir={tmp_path}", *argv)
-        assert "jobzoo.experiments.Tiny" in said and "jobzoo.experiments.Wasteful" in said
+        message = refused("--exp=jobzoo.experiments.Wasteful", f"--job_log_dir={tmp_path}", *argv)
+        assert "jobzoo.experiments.Tiny" in message and "jobzoo.experiments.Wasteful" in message
 
 
 def test_list_shows_names_and_summaries():

@@ -12,8 +12,8 @@ from praxis_lite import ConfigError
 from praxis_lite.tools.pax.checkpoints import read_pax_checkpoint
 
 ROOT = Path(__file__).parents[1]
-FILES = sorted(one for name in ("praxis_lite", "tasks", "experiments")
-               for one in (ROOT / name).rglob("*.py"))  # fmt: skip
+FILES = sorted(path for name in ("praxis_lite", "tasks", "experiments")
+               for path in (ROOT / name).rglob("*.py"))  # fmt: skip
 
 # Modules that load objects, or that compile or run text.
 MODULES = {
@@ -53,7 +53,7 @@ def _dangers(node: ast.AST) -> Iterator[str]:
         names = [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom):
         names = [f"{node.module}.{alias.name}" for alias in node.names]
-        yield from (one.name for one in node.names if one.name in BUILTINS | FUNCTIONS)
+        yield from (item.name for item in node.names if item.name in BUILTINS | FUNCTIONS)
     elif isinstance(node, ast.Name) and node.id in BUILTINS:
         yield node.id
         return
@@ -91,12 +91,12 @@ def _of_call(node: ast.Call) -> Iterator[str]:
 
 
 def test_no_data_becomes_code():
-    found = {}
+    actual = {}
     for file in FILES:
         name = str(file.relative_to(ROOT))
-        found[name] = list(dangers(file.read_text(encoding="utf-8"), name))
-    assert len(found) > 200
-    assert {name: what for name, what in found.items() if what} == {}
+        actual[name] = list(dangers(file.read_text(encoding="utf-8"), name))
+    assert len(actual) > 200
+    assert {name: what for name, what in actual.items() if what} == {}
 
 
 def test_every_exception_is_needed():
@@ -146,7 +146,7 @@ PLANTED = {
 
 
 def test_it_would_be_found():
-    assert [one for one, what in PLANTED.items() if what not in dangers(one)] == []
+    assert [item for item, what in PLANTED.items() if what not in dangers(item)] == []
 
 
 HARMLESS = [
@@ -156,7 +156,7 @@ HARMLESS = [
 
 
 def test_what_only_looks_like_it_is_left_alone():
-    assert [one for one in HARMLESS if list(dangers(one))] == []
+    assert [item for item in HARMLESS if list(dangers(item))] == []
 
 
 def _array(dtype, shape, data):

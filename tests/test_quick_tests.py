@@ -58,7 +58,7 @@ def quick_parts(path: Path) -> Iterator[ast.stmt]:
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node) == f"pytestmark = {SLOW}":
             return
-        if SLOW not in [ast.unparse(one) for one in getattr(node, "decorator_list", [])]:
+        if SLOW not in [ast.unparse(item) for item in getattr(node, "decorator_list", [])]:
             yield node
 
 

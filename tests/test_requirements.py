@@ -44,7 +44,7 @@ def arguments() -> dict:
 
 def names(requirements: list[str]) -> set[str]:
     """Returns the names of packages, of their extras too."""
-    return {re.match(r"[\w.-]+(\[\w+\])?", one)[0] for one in requirements}
+    return {re.match(r"[\w.-]+(\[\w+\])?", requirement)[0] for requirement in requirements}
 
 
 def imports(path: Path) -> list[tuple[str, bool]]:

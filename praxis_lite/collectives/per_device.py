@@ -79,7 +79,7 @@ def _of_loop(error: Exception, axes: Sequence[str]) -> str:
     root = os.path.dirname(os.path.dirname(jax.__file__))
     hidden = tuple(os.path.join(root, name, "") for name in ("jax", "flax"))
     frames = traceback.extract_tb(error.__traceback__)
-    place = [one for one in frames if not one.filename.startswith(hidden)][-1]
+    place = [frame for frame in frames if not frame.filename.startswith(hidden)][-1]
     found = [line.strip(" *;") for line in str(error).splitlines() if "manual axis" in line]
     return (
         f"{place.name} ({os.path.basename(place.filename)}:{place.lineno}) has a loop or a branch "

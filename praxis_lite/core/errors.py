@@ -80,8 +80,8 @@ def require(
       ConfigError: the condition is False.
     """
     if not condition:
-        said = f"{setting} is {shown(repr(found))}; wanted is {wanted}."
-        raise ConfigError(f"{said} {change}".rstrip())
+        message = f"{setting} is {shown(repr(found))}; wanted is {wanted}."
+        raise ConfigError(f"{message} {change}".rstrip())
 
 
 def require_choice(setting: str, found: object, choices: Collection[str]) -> None:
@@ -105,8 +105,8 @@ def is_whole(value: object, least: int = 1) -> bool:
 def did_you_mean(name: str, candidates: Iterable[str], *, limit: int = 3) -> str:
     """Returns ' Did you mean a, b?' with the candidates nearest to `name`, or ''."""
     # Compared without case: adamW is adamw before it is adam.
-    of = {one.casefold(): one for one in candidates}
-    near = [of[one] for one in difflib.get_close_matches(name.casefold(), of, limit, 0.5)]
+    of = {candidate.casefold(): candidate for candidate in candidates}
+    near = [of[match] for match in difflib.get_close_matches(name.casefold(), of, limit, 0.5)]
     return f" Did you mean {', '.join(near)}?" if near else ""
 
 

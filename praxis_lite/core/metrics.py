@@ -47,11 +47,11 @@ def sharing() -> Iterator[dict[str, Any]]:
 
 def check_metrics(task: str, metrics: Any) -> dict[str, Metric]:
     """Returns a task's metrics; raises ConfigError unless they are functions by name."""
-    wanted = '{"entropy": fdl.Partial(entropy)}, a function of (outputs, inputs) for each name'
+    expected = '{"entropy": fdl.Partial(entropy)}, a function of (outputs, inputs) for each name'
     is_named = isinstance(metrics, Mapping) and all(
         isinstance(name, str) and name for name in metrics
     )
-    require(metrics is None or is_named, f"{task}.metrics", metrics, wanted)
+    require(metrics is None or is_named, f"{task}.metrics", metrics, expected)
     for name, function in (metrics or {}).items():
         check_takes(f"{task}.metrics[{name!r}]", function, "outputs", "inputs")
     return dict(metrics or {})
@@ -134,18 +134,18 @@ def weighted_mean(found: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array]
       weights: the batch's, [B, ...].
     """
     is_pair = isinstance(found, tuple | list) and len(found) == 2
-    value, own = [_real(x) for x in (found if is_pair else (found, weights))]
-    if value is None or own is None or value.shape != own.shape:
+    value, local = [_real(x) for x in (found if is_pair else (found, weights))]
+    if value is None or local is None or value.shape != local.shape:
         return None
     if value.ndim == 0:
-        return (value, own) if is_pair else None
+        return (value, local) if is_pair else None
     if value.shape[:1] != weights.shape[:1]:
         return None
     if is_pair:
         is_row = jnp.any(weights != 0, axis=tuple(range(1, weights.ndim)))
-        own = jnp.where(is_row.reshape(-1, *[1] * (value.ndim - 1)), own, 0.0)
-    total = jnp.sum(own)
-    weighted_sum = jnp.sum(jnp.where(own != 0, value * own, 0.0))
+        local = jnp.where(is_row.reshape(-1, *[1] * (value.ndim - 1)), local, 0.0)
+    total = jnp.sum(local)
+    weighted_sum = jnp.sum(jnp.where(local != 0, value * local, 0.0))
     return weighted_sum / jnp.where(total == 0, 1.0, total), total
 
 
@@ -186,8 +186,8 @@ def checked_scalars(name: str, found: Any) -> Pairs:
     return dict(found)
 
 
-def _is_scalar(found: Any) -> bool:
-    return isinstance(found, int | float) or getattr(found, "shape", None) == ()
+def _is_scalar(result: Any) -> bool:
+    return isinstance(result, int | float) or getattr(result, "shape", None) == ()
 
 
 def kind_of(found: Any) -> str:

@@ -92,12 +92,13 @@ class Task(abc.ABC):
                 f"{name}.learner is a {type(learner).__name__}; wanted is a Learner: "
                 "fdl.Config(Learner, optimizer=..., learning_rate=...)."
             )
-        for setting, found, kind, example in (
+        for setting, actual, kind, example in (
             ("weight_sharding", weight_sharding, WeightSharding, "fdl.Config(WeightSharding, ...)"),
             ("inputs_split_mapping", inputs_split_mapping, Mapping, '{"map_2d": ("data", None)}'),
         ):
-            wanted = f"None, or a {kind.__name__}, such as {example}"
-            require(found is None or isinstance(found, kind), f"{name}.{setting}", found, wanted)
+            expected = f"None, or a {kind.__name__}, such as {example}"
+            is_right = actual is None or isinstance(actual, kind)
+            require(is_right, f"{name}.{setting}", actual, expected)
         self.model = model if isinstance(model, Model) else NnxModel(model)
         self.learner = learner
         self.weight_sharding = weight_sharding
@@ -123,11 +124,11 @@ class Task(abc.ABC):
         is_sharded = lambda x: isinstance(x, ShardedWeight)  # noqa: E731
         params = jax.tree.map(cast, mdl_vars["params"], is_leaf=is_sharded)
         module = self.model.module({**mdl_vars, "params": params}, key, eval_key)
-        own = getattr(module, "linen_module", module)
-        if hasattr(own, "fprop_dtype"):
+        local = getattr(module, "linen_module", module)
+        if hasattr(local, "fprop_dtype"):
             raise ConfigError(
                 f"{type(self).__name__}.fprop_dtype is {jnp.dtype(self.fprop_dtype).name}, but "
-                f"{type(own).__name__} has an fprop_dtype of its own. Leave the task's out, and "
+                f"{type(local).__name__} has an fprop_dtype of its own. Leave the task's out, and "
                 "set the model's: task.model.fprop_dtype."
             )
         return module
@@ -203,9 +204,9 @@ class Task(abc.ABC):
         name = f"{type(self).__name__}.{callable_name(method).rpartition('.')[2]}"
         check_takes(name, method, "model", "inputs", "key")
         with sharing() as shared:
-            found, examples = method(model, inputs, key), {}
-        if isinstance(found, tuple) and [isinstance(x, Mapping) for x in found] == [True, True]:
-            found, examples = found
+            result, examples = method(model, inputs, key), {}
+        if isinstance(result, tuple) and [isinstance(x, Mapping) for x in result] == [True, True]:
+            result, examples = result
         num_rows = num_rows_of(inputs)
         for output, x in examples.items():
             if jnp.shape(x)[:1] != (num_rows,):
@@ -214,7 +215,7 @@ class Task(abc.ABC):
                     f"an array with the {num_rows} rows of the batch first. A mean over rows is a "
                     "metric."
                 )
-        scalars = checked_scalars(name, found)
+        scalars = checked_scalars(name, result)
         added = values_of(type(self).__name__, self.metrics, shared, inputs, scalars)
         return scalars | added, dict(examples)
 

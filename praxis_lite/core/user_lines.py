@@ -24,7 +24,7 @@ def user_line(error: BaseException) -> traceback.FrameSummary | None:
         text = (error.text or "").strip()
         return traceback.FrameSummary(error.filename, error.lineno, "<module>", line=text)
     frames = traceback.extract_tb(error.__traceback__)
-    return next((one for one in reversed(frames) if _is_users(one.filename)), None)
+    return next((frame for frame in reversed(frames) if _is_users(frame.filename)), None)
 
 
 def _is_users(file: str) -> bool:

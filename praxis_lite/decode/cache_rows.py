@@ -57,9 +57,9 @@ def take_hyps(cache: PyTree, dims: PyTree, hyps_BK: jax.Array) -> PyTree:
 def put_row(cache: PyTree, dims: PyTree, new: PyTree, row: jax.Array) -> PyTree:
     """Returns the cache with the row of `new` at `row`, and shared leaves from `new`."""
 
-    def put(x: jax.Array, one: jax.Array, dim: int) -> jax.Array:
+    def put(x: jax.Array, array: jax.Array, dim: int) -> jax.Array:
         if dim < 0:
-            return one
-        return jax.lax.dynamic_update_slice_in_dim(x, one.astype(x.dtype), row, axis=dim)
+            return array
+        return jax.lax.dynamic_update_slice_in_dim(x, array.astype(x.dtype), row, axis=dim)
 
     return jax.tree.map(put, cache, new, dims)

@@ -151,8 +151,8 @@ class ContinuousBatching:
         self, mdl_vars: PyTree, state: DecodeState, row: int, prompt: Prompt
     ) -> DecodeState:
         """Returns the state with a prompt in a row; the state that is given is donated."""
-        shape, wanted = np.shape(prompt.ids), (self._prompt_length,)
-        require(shape == wanted, "The shape of a prompt's ids", shape, f"{wanted}", "Pad it.")
+        shape, expected = np.shape(prompt.ids), (self._prompt_length,)
+        require(shape == expected, "The shape of a prompt's ids", shape, f"{expected}", "Pad it.")
         ids, length, key, temperature, max_steps = prompt
         if temperature is None:
             temperature = self._decoder.temperature

@@ -80,21 +80,21 @@ class Decoder(abc.ABC):
         Raises:
           ConfigError: one is not.
         """
-        own = [i for i in self.eos_ids if i not in of_tokenizer]
+        local = [i for i in self.eos_ids if i not in of_tokenizer]
         self._require(
-            "eos_id", all(i < size for i in own),
+            "eos_id", all(i < size for i in local),
             f"of tokens from 0 to {size - 1}, for the model's vocab_size is {size}",
         )
 
     def _check_types(self) -> None:
         for field in dataclasses.fields(self):
-            found = getattr(self, field.name)
-            for kind, (types, wanted) in _TYPES.items():
-                if field.type in (kind, kind | None) and (found is not None or field.type is kind):
-                    is_right = isinstance(found, types)
-                    is_right &= kind is bool or not isinstance(found, bool)
+            actual = getattr(self, field.name)
+            for kind, (types, expected) in _TYPES.items():
+                if field.type in (kind, kind | None) and (actual is not None or field.type is kind):
+                    is_right = isinstance(actual, types)
+                    is_right &= kind is bool or not isinstance(actual, bool)
                     absent = "" if field.type is kind else ", or None"
-                    self._require(field.name, is_right, f"{wanted}{absent}")
+                    self._require(field.name, is_right, f"{expected}{absent}")
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -148,8 +148,8 @@ class Decoder(abc.ABC):
     def decode(self, model: Any, prompts: Prompts) -> Outputs:
         """Returns the result of `__call__`."""
 
-    def _require(self, name: str, holds: bool, wanted: str) -> None:
-        require(holds, f"{type(self).__name__}.{name}", getattr(self, name), wanted)
+    def _require(self, name: str, holds: bool, expected: str) -> None:
+        require(holds, f"{type(self).__name__}.{name}", getattr(self, name), expected)
 
 
 _TYPES = {

@@ -153,9 +153,9 @@ def ends_in(
     sequences: Sequence[Sequence[int]], output_ids: jax.Array, lengths: jax.Array
 ) -> jax.Array:
     """Returns bool [R]: True if the first `lengths` of a row's ids end in any of `sequences`."""
-    found = jnp.zeros(lengths.shape, bool)
+    result = jnp.zeros(lengths.shape, bool)
     for sequence in sequences:
         last = lengths[:, None] + jnp.arange(-len(sequence), 0)[None, :]
         ids = jnp.take_along_axis(output_ids, jnp.maximum(last, 0), axis=1)
-        found |= jnp.all((last >= 0) & (ids == jnp.asarray(sequence)[None, :]), axis=1)
-    return found
+        result |= jnp.all((last >= 0) & (ids == jnp.asarray(sequence)[None, :]), axis=1)
+    return result

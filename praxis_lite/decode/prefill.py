@@ -25,8 +25,8 @@ class Prefix(NamedTuple):
 
 def cache_length(decoder: Decoder, prompt_length: int) -> int:
     """Returns how many tokens a row of the cache must hold."""
-    wanted = prompt_length + decoder.max_decode_steps
-    return wanted if decoder.seqlen is None else max(prompt_length, min(wanted, decoder.seqlen))
+    expected = prompt_length + decoder.max_decode_steps
+    return expected if decoder.seqlen is None else max(prompt_length, min(expected, decoder.seqlen))
 
 
 def prefill(decoder: Decoder, model: Any, prompts: Prompts) -> Prefix:
@@ -75,8 +75,8 @@ def _step_by_step(
         logits = jnp.where((t <= last)[:, None], new[:, 0].astype(jnp.float32), logits)
         return (logits, cache), logprobs
 
-    one = jax.eval_shape(lambda cache: rebuilt(model)(ids[:, :1], cache=cache)[0], cache)
-    logits = jnp.zeros((one.shape[0], one.shape[-1]), jnp.float32)
+    item = jax.eval_shape(lambda cache: rebuilt(model)(ids[:, :1], cache=cache)[0], cache)
+    logits = jnp.zeros((item.shape[0], item.shape[-1]), jnp.float32)
     carry = varying_alike((logits, cache), ids)
     (logits, cache), logprobs = jax.lax.scan(step, carry, jnp.arange(ids.shape[1]))
     has_logprob = (paddings == 0) & (jnp.arange(ids.shape[1]) > 0)[None, :]

@@ -32,10 +32,10 @@ def is_nested(value: Any, most: int) -> bool:
     level = [value]
     for _ in range(most):
         level = [
-            inner for one in level if isinstance(one, dict | list)
-            for inner in (one.values() if isinstance(one, dict) else one)
+            inner for item in level if isinstance(item, dict | list)
+            for inner in (item.values() if isinstance(item, dict) else item)
         ]
-    return any(isinstance(one, dict | list) for one in level)
+    return any(isinstance(element, dict | list) for element in level)
 
 
 def opened(path: str | os.PathLike[str]) -> IO[bytes]:
@@ -91,12 +91,12 @@ def read_json(path: Path) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in result:
             raise ValueError(f"the key {key[:80]!r} stands twice in one object")
-        found[key] = value
-    return found
+        result[key] = value
+    return result
 
 
 def _constant(word: str) -> Any:

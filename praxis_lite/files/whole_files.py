@@ -47,7 +47,7 @@ def new_directory(path: Path, last: str) -> Iterator[Path]:
       ConfigError: the directory has files, or the disk does not take some.
     """
     partial, moved = path / PARTIAL, []
-    made = not path.exists()
+    result = not path.exists()
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -56,7 +56,7 @@ def new_directory(path: Path, last: str) -> Iterator[Path]:
             "can write."
         ) from error
     try:
-        there = sorted(one.name for one in path.iterdir() if one.name != PARTIAL)
+        there = sorted(item.name for item in path.iterdir() if item.name != PARTIAL)
         if there:
             half = ", half written when a command was ended" if partial.exists() else ""
             raise ConfigError(
@@ -72,18 +72,18 @@ def new_directory(path: Path, last: str) -> Iterator[Path]:
             os.replace(partial / name, path / name)
         partial.rmdir()
     except BaseException as error:
-        _take_back(path, partial, moved, made)
+        _take_back(path, partial, moved, result)
         if isinstance(error, OSError) and not isinstance(error, ConfigError):
             raise not_written(path, error, "it writes them anew") from error
         raise
 
 
-def _take_back(path: Path, partial: Path, moved: list[Path], made: bool) -> None:
+def _take_back(path: Path, partial: Path, moved: list[Path], result: bool) -> None:
     with contextlib.suppress(OSError):
         shutil.rmtree(partial, ignore_errors=True)
         for file in moved:
             file.unlink(missing_ok=True)
-        if made:
+        if result:
             path.rmdir()
 
 

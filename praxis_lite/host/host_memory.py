@@ -33,10 +33,10 @@ def available_bytes(root: Path = Path("/")) -> float:
     and /sys are below `root`.
     """
     meminfo = _read(root / "proc/meminfo")
-    found = {name: 1024 * int(kilobytes) for name, kilobytes in
+    result = {name: 1024 * int(kilobytes) for name, kilobytes in
              re.findall(r"^(\w+):\s+(\d+) kB", meminfo, re.MULTILINE)}
-    left = [found.get("MemAvailable", math.inf), *_left_in_groups(root)]
-    return min(min(left) + found.get("SwapFree", 0), _left_of_own_limit())
+    left = [result.get("MemAvailable", math.inf), *_left_in_groups(root)]
+    return min(min(left) + result.get("SwapFree", 0), _left_of_own_limit())
 
 
 def check_room_for_devices(num_simulated: int) -> None:

@@ -82,8 +82,8 @@ def described(error: BaseException) -> str | None:
         where += f", in {line.name}"
     code = f": `{shown(line.line, 200)}`" if line.line else ""
     words = shown(own_words(error), 1000).rstrip(".")
-    said = f"{where}{code}: {type(error).__name__}: {words}".rstrip(": ") + "."
+    message = f"{where}{code}: {type(error).__name__}: {words}".rstrip(": ") + "."
     if isinstance(error, AttributeError) and re.search(r"split_dims_mapping\.\w", line.line or ""):
         # As Pax's users write it.
-        said += " A split-dims mapping has no fields here: assign the sequence itself."
-    return said
+        message += " A split-dims mapping has no fields here: assign the sequence itself."
+    return message

@@ -20,21 +20,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> None:
     parser = Parser(prog="python -m praxis_lite.inputs", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="{digest,prepare}")
-    one = commands.add_parser(
+    item = commands.add_parser(
         "digest", help="SHA-256 of whole batches",
         description="Prints the SHA-256 of the global batches of a dataset. It is the same for "
         "any number of processes: each makes its rows alone.",
     )
-    one.add_argument("--dataset", metavar="NAME", default=TRAIN, help=f"default: {TRAIN}")
-    one.add_argument("--processes", type=int, default=1, metavar="N", help="default: 1")
-    one.add_argument("--batches", type=int, default=10, metavar="M", help="default: 10")
-    one.add_argument("--start", type=int, default=0, metavar="K", help="the first batch")
+    item.add_argument("--dataset", metavar="NAME", default=TRAIN, help=f"default: {TRAIN}")
+    item.add_argument("--processes", type=int, default=1, metavar="N", help="default: 1")
+    item.add_argument("--batches", type=int, default=10, metavar="M", help="default: 10")
+    item.add_argument("--start", type=int, default=0, metavar="K", help="the first batch")
     other = commands.add_parser(
         "prepare", help="indexes, tokens and packed rows of all datasets, before a job needs them",
         description="Checks all datasets of an experiment: files are indexed and tokenised on all "
         "cores, and what is wrong with them is told. A job that starts then finds all of it ready.",
     )
-    for command, function in ((one, _print_digest), (other, _prepare)):
+    for command, function in ((item, _print_digest), (other, _prepare)):
         command.set_defaults(command=function)
         command.add_argument("--exp", metavar="NAME", required=True, help="as of main.py")
         command.add_argument("--packages", metavar="NAME,...", default="", help="as of main.py")

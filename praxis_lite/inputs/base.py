@@ -118,8 +118,8 @@ class InputPipeline(abc.ABC):
         """Returns the class's name and these attributes, or the fingerprints of these."""
         values = {name: getattr(self, name) for name in settings}
         return {"pipeline": self.class_name()} | {
-            name: one.fingerprint() if isinstance(one, Fingerprinted) else one
-            for name, one in values.items()
+            name: value.fingerprint() if isinstance(value, Fingerprinted) else value
+            for name, value in values.items()
         }
 
     def require_at_least(self, minimum: int, *settings: str) -> None:
@@ -208,7 +208,7 @@ def require_same_classes(pipelines: Mapping[str, InputPipeline]) -> None:
 
     Names that only one of them has are no error: a split may lack classes.
     """
-    clashes = class_clashes({path: one.classes() for path, one in pipelines.items()})
+    clashes = class_clashes({path: pipeline.classes() for path, pipeline in pipelines.items()})
     for label, name, (path, number), (other, expected) in clashes:
         raise ConfigError(
             f"The {label!r} of {path} counts the class {shown(repr(name))} as {number}, that of "
@@ -285,13 +285,13 @@ def digest_of(batches: Iterable[Mapping[str, np.ndarray]]) -> str:
 def described(value: Any) -> Any:
     """Returns a function with its arguments, or an argument, as JSON alike in every process."""
     if isinstance(value, functools.partial):
-        arguments = {str(n): described(one) for n, one in enumerate(value.args)}
-        arguments |= {name: described(one) for name, one in value.keywords.items()}
+        arguments = {str(n): described(argument) for n, argument in enumerate(value.args)}
+        arguments |= {name: described(keyword) for name, keyword in value.keywords.items()}
         return {"function": described(value.func), **arguments}
     if isinstance(value, Mapping):
-        return {str(name): described(one) for name, one in value.items()}
+        return {str(name): described(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [described(one) for one in value]
+        return [described(element) for element in value]
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Fingerprinted):
@@ -302,8 +302,8 @@ def described(value: Any) -> Any:
 
 def function_name(function: Any) -> str:
     """Returns the full name of a function, or of the function that a functools.partial calls."""
-    found = described(function)
-    return found["function"] if isinstance(found, dict) else str(found)
+    result = described(function)
+    return result["function"] if isinstance(result, dict) else str(result)
 
 
 _log = logging.getLogger(__name__)

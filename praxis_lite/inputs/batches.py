@@ -53,7 +53,7 @@ def check_data(pipeline: InputPipeline, name: str) -> None:
         pipeline.check()
     except BadExample as error:
         sources = dict(_sources(pipeline, name))
-        there = [path for path, one in sources.items() if one.has(error.where)]
+        there = [path for path, source in sources.items() if source.has(error.where)]
         paths = there or list(sources)
         if len(paths) != 1:
             raise
@@ -65,8 +65,8 @@ def _sources(node: Any, path: str) -> Iterator[tuple[str, Source]]:
     if isinstance(node, Source):
         yield path, node
     elif isinstance(node, Mapping):
-        for name, one in node.items():
-            yield from _sources(one, f"{path}.{name}")
+        for name, item in node.items():
+            yield from _sources(item, f"{path}.{name}")
     elif dataclasses.is_dataclass(node):
         names = [field.name for field in dataclasses.fields(node)]
         for name in names:
@@ -168,15 +168,15 @@ def _found(leaf: Any) -> str:
     return f"{narrow_dtype(leaf.dtype)}{list(leaf.shape)}"
 
 
-def _difference(what: str, found: Mapping[str, str], wanted: Mapping[str, str]) -> str:
+def _difference(what: str, actual: Mapping[str, str], expected: Mapping[str, str]) -> str:
     mend = "Every batch must be as the pipeline's element_spec says. Mend the pipeline."
-    if "" in found:
-        return f"{what} is {found['']}; wanted is a dict of arrays: {sorted(wanted)}. {mend}"
-    if found.keys() != wanted.keys():
-        return f"{what} has the leaves {sorted(found)}; wanted are {sorted(wanted)}. {mend}"
+    if "" in actual:
+        return f"{what} is {actual['']}; wanted is a dict of arrays: {sorted(expected)}. {mend}"
+    if actual.keys() != expected.keys():
+        return f"{what} has the leaves {sorted(actual)}; wanted are {sorted(expected)}. {mend}"
     differing = [
-        f"'{path}' is {found[path]}, wanted {one}"
-        for path, one in wanted.items()
-        if found[path] != one
+        f"'{path}' is {actual[path]}, wanted {item}"
+        for path, item in expected.items()
+        if actual[path] != item
     ]
     return f"{what} has other shapes or dtypes: {'; '.join(differing)}. {mend}"

@@ -99,14 +99,14 @@ class FromDataset(ReplayedPipeline):
         leaves = {}
         for name, (shape, dtype) in self._element.items():
             narrow("FromDataset", name, np.empty(0, dtype))
-            own = shape[1:] if self.is_batched else shape
-            if None in own or (self.is_batched and not shape):
+            local = shape[1:] if self.is_batched else shape
+            if None in local or (self.is_batched and not shape):
                 raise ConfigError(
                     f"FromDataset: {name!r} has the shape {shape} in {self._name}; all but a "
                     "batch's rows must be known and the same for every example. Pad it, or state "
                     "it with tf.ensure_shape."
                 )
-            leaves[name] = np.empty((0, *own), narrow_dtype(np.dtype(dtype)))
+            leaves[name] = np.empty((0, *local), narrow_dtype(np.dtype(dtype)))
         return spec_of_rows(with_weights(leaves), self.batch_size)
 
     def batches_from(self, start: int, rows: slice) -> Iterator[dict[str, np.ndarray]]:
@@ -167,8 +167,8 @@ class FromDataset(ReplayedPipeline):
             for _ in range(2)
         )
         differences = (difference(*pair) for pair in zip(first, again, strict=True))
-        found = next((one for one in differences if one), None)
-        return why_nondeterministic(self._tf, self._dataset) or found, digest_of(first)
+        result = next((item for item in differences if item), None)
+        return why_nondeterministic(self._tf, self._dataset) or result, digest_of(first)
 
     @functools.cached_property
     def _dataset(self) -> Any:
@@ -194,23 +194,23 @@ class FromDataset(ReplayedPipeline):
     @functools.cached_property
     def _num_elements(self) -> int | None:
         """The number of the dataset's elements, or None if it has no end."""
-        found = int(self._dataset.cardinality())
-        if found == self._tf.data.UNKNOWN_CARDINALITY:
-            found = self._counted()
-        if found == 0:
+        result = int(self._dataset.cardinality())
+        if result == self._tf.data.UNKNOWN_CARDINALITY:
+            result = self._counted()
+        if result == 0:
             raise ConfigError(f"FromDataset: {self._name} has no elements.")
-        return None if found == self._tf.data.INFINITE_CARDINALITY else found
+        return None if result == self._tf.data.INFINITE_CARDINALITY else result
 
     def _counted(self) -> int:
         """Returns the number of elements of a pass, after reading them all."""
         _log.info("counting the elements of %s, once through: %s", self._name, _INSTEAD)
-        found, said_at = 0, time.monotonic()
+        result, said_at = 0, time.monotonic()
         for _ in self._read(iter(self._dataset)):
-            found += 1
+            result += 1
             if time.monotonic() - said_at > _SECONDS_BETWEEN_COUNTS:
-                _log.info("counted %s elements of %s so far", f"{found:,}", self._name)
+                _log.info("counted %s elements of %s so far", f"{result:,}", self._name)
                 said_at = time.monotonic()
-        return found
+        return result
 
     @functools.cached_property
     def _element(self) -> dict[str, tuple[tuple[int | None, ...], Any]]:
@@ -224,8 +224,8 @@ class FromDataset(ReplayedPipeline):
                 "that makes one."
             )
         return {
-            name: (tuple(one.shape.as_list()), one.dtype.as_numpy_dtype)
-            for name, one in spec.items()
+            name: (tuple(item.shape.as_list()), item.dtype.as_numpy_dtype)
+            for name, item in spec.items()
         }
 
     @property

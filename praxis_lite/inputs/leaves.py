@@ -87,19 +87,19 @@ def stacked(
     Raises:
         ConfigError: they do not; names the pipeline `owner` and `where` they come from.
     """
-    for one in elements:
-        if not isinstance(one, Mapping) or one.keys() != elements[0].keys():
-            is_dict = isinstance(one, Mapping)
-            found = f"a dict of {sorted(map(str, one))}" if is_dict else f"a {type(one).__name__}"
+    for item in elements:
+        if not isinstance(item, Mapping) or item.keys() != elements[0].keys():
+            is_dict = isinstance(item, Mapping)
+            kind = f"a dict of {sorted(map(str, item))}" if is_dict else f"a {type(item).__name__}"
             raise ConfigError(
-                f"{owner}: an element of {where} is {found}; wanted is a dict of arrays or "
+                f"{owner}: an element of {where} is {kind}; wanted is a dict of arrays or "
                 "numbers by name, the same names in each, such as {'ids': ..., 'labels': ...}. "
                 "Make one with a map."
             )
     leaves = {}
     for name in elements[0]:
-        arrays = [np.asarray(one[name]) for one in elements]
-        if len({one.shape for one in arrays}) > 1:
+        arrays = [np.asarray(element[name]) for element in elements]
+        if len({array.shape for array in arrays}) > 1:
             raise ConfigError(
                 f"{owner}: {name!r} of {where} has the shapes "
                 f"{sorted({one.shape for one in arrays})}; all must be alike. Pad or cut it with a "

@@ -62,4 +62,4 @@ class DataPosition:
 
 def step_of(data: Mapping[str, Any]) -> int:
     """Returns the number of steps made at a position that `as_json` serialised."""
-    return data["next_batch"] - sum(one < data["next_batch"] for one in data.get("skipped", ()))
+    return data["next_batch"] - sum(item < data["next_batch"] for item in data.get("skipped", ()))

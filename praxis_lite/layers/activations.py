@@ -56,10 +56,10 @@ def activation_fn(activation: str | ActivationFn, layer: object) -> ActivationFn
     """
     if callable(activation):
         return activation
-    found = _BY_FOLDED_NAME.get(_folded(str(activation)))
-    if found is None:
+    result = _BY_FOLDED_NAME.get(_folded(str(activation)))
+    if result is None:
         raise ConfigError(
             f"{type(layer).__name__}.activation is {activation!r}; wanted is a function or one of "
             f"{', '.join(ACTIVATIONS)}.{did_you_mean(str(activation), ACTIVATIONS)}"
         )
-    return found
+    return result

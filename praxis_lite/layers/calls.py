@@ -37,7 +37,7 @@ def takes_settings_of(*bases: type, but: Collection[str] = ()) -> Callable[[Init
     """
 
     def decorated(init: Init) -> Init:
-        own = {
+        local = {
             name: parameter
             for name, parameter in inspect.signature(init).parameters.items()
             if parameter.kind is not parameter.VAR_KEYWORD
@@ -46,9 +46,9 @@ def takes_settings_of(*bases: type, but: Collection[str] = ()) -> Callable[[Init
             name: parameter.replace(kind=parameter.KEYWORD_ONLY)
             for base in bases
             for name, parameter in inspect.signature(base.__init__).parameters.items()
-            if name not in own and name not in but
+            if name not in local and name not in but
         }
-        signature = inspect.Signature([*own.values(), *shared.values()])
+        signature = inspect.Signature([*local.values(), *shared.values()])
 
         @functools.wraps(init)
         def checked(self: Any, *args: Any, **kwargs: Any) -> None:

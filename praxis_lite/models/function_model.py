@@ -68,9 +68,9 @@ class FunctionModel(Model):
         for path, x in leaves:
             is_number = isinstance(x, jax.Array | np.ndarray | np.generic | float | int)
             if not (is_number and jnp.issubdtype(jnp.result_type(x), jnp.floating)):
-                found = jnp.result_type(x) if is_number else type(x).__name__
+                result = jnp.result_type(x) if is_number else type(x).__name__
                 raise ConfigError(
-                    f"params/{_path(path)}: {init} returns {found}, which has no gradient; wanted "
+                    f"params/{_path(path)}: {init} returns {result}, which has no gradient; wanted "
                     "are floats. Leave it out of the params and bind it to the loss with "
                     "functools.partial, or make it a float and freeze it "
                     "(Learner.bprop_variable_exclusion)."
@@ -128,19 +128,19 @@ def _spec_of_leaves(params: PyTree, specs: Any, path: str) -> Iterator[Spec]:
                 f"specs has {specs!r} at {_where(path)}, where the params have {_kind(params)}; "
                 f"wanted is a PartitionSpec, None {axes}."
             )
-        children, found = _children(params), _children(specs)
-        for name in found:
+        children, result = _children(params), _children(specs)
+        for name in result:
             if name not in children:
                 raise ConfigError(
                     f"specs names '{_join(path, name)}', but at {_where(path)} the params have "
                     f"{_kind(params)}.{did_you_mean(name, children)}"
                 )
         for name, child in children.items():
-            if name not in found and jax.tree.leaves(child):
+            if name not in result and jax.tree.leaves(child):
                 raise ConfigError(
                     f"specs has no entry for '{_join(path, name)}'. Add one: None declares nothing."
                 )
-            yield from _spec_of_leaves(child, found.get(name), _join(path, name))
+            yield from _spec_of_leaves(child, result.get(name), _join(path, name))
 
 
 def _children(node: PyTree) -> dict[str, PyTree]:

@@ -37,10 +37,10 @@ def boxed_spec(path: str, leaf: Any, own_shape: tuple[int, ...] | None) -> Weigh
     function = "nn.with_logical_partitioning" if is_logical else "nn.with_partitioning"
     by = f"{function} {names}"
     names = named_dims(path, by, names, spec.shape)
-    stacked, own = names[:num_stacked], names[num_stacked:]
+    stacked, local = names[:num_stacked], names[num_stacked:]
     if not is_logical:
         return dataclasses.replace(
-            spec, split_dims_mapping=own, stack_split_dims_mapping=stacked, declared_by=by
+            spec, split_dims_mapping=local, stack_split_dims_mapping=stacked, declared_by=by
         )
     return dataclasses.replace(
         spec, logical_axes=names, logical_axis_rules=tuple(leaf.rules or ()), declared_by=by,

@@ -92,15 +92,15 @@ def check_arguments(
     """Raises ConfigError if a module's method cannot be called so; `given` are the user's names.
     """
     signature = inspect.signature(function)
-    own = list(signature.parameters)[1:]
+    local = list(signature.parameters)[1:]
     try:
         signature.bind(None, *args, **kwargs)
     except TypeError as error:
         name = getattr(function, "__name__", "__call__")
         has = f"{len(args)} by position" if args else f"{sorted(given)}"
-        near = "".join(did_you_mean(one, own) for one in given if one not in own)
+        near = "".join(did_you_mean(item, local) for item in given if item not in local)
         raise ConfigError(
-            f"{type(module).__name__}.{name}({', '.join(own)}) cannot be initialised: {error}. "
+            f"{type(module).__name__}.{name}({', '.join(local)}) cannot be initialised: {error}. "
             f"LinenModel.init_inputs has {has}.{near} Add what is missing, for instance "
             'init_inputs={"x": (1, 28, 28), "ids": ("int32", (1, 16))}.'
         ) from None
@@ -176,8 +176,8 @@ def _struct(x: Any, name: str) -> Any:
     return jax.ShapeDtypeStruct(tuple(x), jnp.float32) if _is_shape(x) else x
 
 
-def _no_input(name: str, found: Any) -> ConfigError:
+def _no_input(name: str, result: Any) -> ConfigError:
     return ConfigError(
-        f"LinenModel.{name} is {found!r}; wanted is a shape such as (1, 784), a pair of dtype and "
+        f"LinenModel.{name} is {result!r}; wanted is a shape such as (1, 784), a pair of dtype and "
         'shape such as ("int32", (1, 128)), or an array.'
     )

@@ -100,8 +100,8 @@ class LinenModel(Model):
         return BoundLinen(module, _as(kept, variables), key)
 
     def non_trainable(self, module: "BoundLinen") -> dict[str, Any]:
-        wanted = self._weight_specs["non_trainable"]
-        return _as(wanted, {name: _plain(module.variables[name]) for name in wanted})
+        expected = self._weight_specs["non_trainable"]
+        return _as(expected, {name: _plain(module.variables[name]) for name in expected})
 
     @functools.cached_property
     def _abstract(self) -> tuple[dict[str, Any], OwnShapes]:

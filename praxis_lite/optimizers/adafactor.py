@@ -239,6 +239,6 @@ def _rms(x: jax.Array) -> jax.Array:
 def _tree_per_field(tree: PyTree, kind: type[NamedTuple]) -> list[PyTree]:
     """Returns, for each field of the named tuples in a tree, the tree of what they have there."""
     return [
-        jax.tree.map(lambda one, i=i: one[i], tree, is_leaf=lambda x: isinstance(x, kind))
+        jax.tree.map(lambda item, i=i: item[i], tree, is_leaf=lambda x: isinstance(x, kind))
         for i in range(len(kind._fields))
     ]

@@ -39,7 +39,7 @@ class DynamicLossScale:
     def __post_init__(self):
         lowest, highest = self.min_scale, self.max_scale
         is_integer = isinstance(self.growth_interval, int) and self.growth_interval is not True
-        for setting, is_right, wanted in (
+        for setting, is_right, expected in (
             ("growth_interval", is_integer and self.growth_interval > 0, "a number of steps"),
             ("growth_factor", 1.0 < self.growth_factor < math.inf, "a number above 1"),
             ("backoff_factor", 0.0 < self.backoff_factor < 1.0, "a number between 0 and 1"),
@@ -50,7 +50,7 @@ class DynamicLossScale:
                 f"a number from min_scale ({lowest}) to max_scale ({highest})",
             ),
         ):
-            require(is_right, f"DynamicLossScale.{setting}", getattr(self, setting), wanted)
+            require(is_right, f"DynamicLossScale.{setting}", getattr(self, setting), expected)
 
     def init(self) -> dict[str, jax.Array]:
         """Returns scalars: scale (float32), and num_good_steps (int32) since it last changed."""

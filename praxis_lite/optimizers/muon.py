@@ -73,17 +73,17 @@ def muon_matrices(
         a weight: one of three dims or more has no equation, or an equation of another number of
         dims; names the path.
     """
-    own = [
+    local = [
         (pattern, path_mask(include=pattern), equation, equation and _dims(equation))
         for pattern, equation in (equations or {}).items()
     ]
 
     def matrices(weights: PyTree) -> PyTree:
-        masks = [mask(weights) for _, mask, _, _ in own]
+        masks = [mask(weights) for _, mask, _, _ in local]
 
         def matrix(path: tuple, weight: Any, *matches: bool) -> MuonDimensionNumbers | None:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
-            for (pattern, _, equation, dims), is_match in zip(own, matches, strict=True):
+            for (pattern, _, equation, dims), is_match in zip(local, matches, strict=True):
                 if not is_match:
                     continue
                 if equation is None:
@@ -117,23 +117,23 @@ def _library_matrix(name: str, weight: Any) -> MuonDimensionNumbers | None:
 
 def _letters(equation: str) -> tuple[str, str, str]:
     """Returns the letters of inputs, weight and outputs."""
-    found = re.fullmatch(r"([a-z]+),([a-z]+)->([a-z]+)", re.sub(r"[ .]", "", str(equation)))
-    if not found:
+    result = re.fullmatch(r"([a-z]+),([a-z]+)->([a-z]+)", re.sub(r"[ .]", "", str(equation)))
+    if not result:
         raise ConfigError(
             f"muon_matrices: {equation!r} is not an einsum of inputs and a weight, such as "
             "'d,dnk->nk'. Write one, or None for AdamW."
         )
-    return found.groups()
+    return result.groups()
 
 
 def _dims(equation: str) -> MuonDimensionNumbers:
     inputs, weight, outputs = _letters(equation)
     summed = tuple(i for i, dim in enumerate(weight) if dim in inputs and dim not in outputs)
-    made = tuple(i for i, dim in enumerate(weight) if dim in outputs and dim not in inputs)
+    result = tuple(i for i, dim in enumerate(weight) if dim in outputs and dim not in inputs)
     unused = set(weight) - set(inputs) - set(outputs)
-    if not summed or not made or unused or len(set(weight)) < len(weight):
+    if not summed or not result or unused or len(set(weight)) < len(weight):
         raise ConfigError(
             f"muon_matrices: {equation!r} makes no matrix of the weight. It needs a dim that the "
             "inputs share with it, a dim that the outputs share with it, and each dim once."
         )
-    return MuonDimensionNumbers(summed, made)
+    return MuonDimensionNumbers(summed, result)

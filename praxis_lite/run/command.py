@@ -97,11 +97,11 @@ def _run(
             where = (described(error) or "").rstrip(".")
             print_error(out_of_memory(where or lacking), wraps=wraps)
             sys.exit(2)
-        found = explained(error, traceback_txt())
-        if found is None:
+        result = explained(error, traceback_txt())
+        if result is None:
             raise
-        print_error(found.words, wraps=wraps)
-        sys.exit(found.status)
+        print_error(result.words, wraps=wraps)
+        sys.exit(result.status)
 
 
 def _find_users_packages() -> None:
@@ -137,10 +137,10 @@ class Parser(argparse.ArgumentParser):
         if word in self.former:
             return f"There is no option --{word}. {self.former[word]}"
         parsers = [self, *(
-            one for action in self._actions if isinstance(action, argparse._SubParsersAction)
-            for one in action.choices.values()
+            choice for action in self._actions if isinstance(action, argparse._SubParsersAction)
+            for choice in action.choices.values()
         )]
-        actions = [action for one in parsers for action in one._actions]
+        actions = [action for parser in parsers for action in parser._actions]
         flags = [flag for action in actions for flag in action.option_strings]
         hint = did_you_mean(f"--{word}", flags, limit=1)
         if value and "." in word:

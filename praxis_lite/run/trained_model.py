@@ -270,9 +270,9 @@ def _in_memory(data: Batch | Iterable[Batch]) -> InMemory:
     batches = [data] if isinstance(data, Mapping) else list(data)
     for batch in batches:
         if not isinstance(batch, Mapping) or batch.keys() != batches[0].keys():
-            found = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
+            result = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
             raise ConfigError(
-                f"evaluate was given a batch of {found}; give NumPy arrays by name, the same "
+                f"evaluate was given a batch of {result}; give NumPy arrays by name, the same "
                 "names in every batch."
             )
     if not batches:

@@ -36,8 +36,8 @@ def piecewise_constant(*, boundaries: Sequence[int], values: Sequence[float]) ->
 def cycle_schedule(*, schedules: Sequence[Schedule], steps: Sequence[int]) -> Schedule:
     """Returns schedules[i] for steps[i] steps, over and over; each is given the absolute count."""
     name = "cycle_schedule"
-    wanted = f"as many as schedules ({len(schedules)}), and at least one of each"
-    require(len(schedules) == len(steps) > 0, f"{name}: steps", steps, wanted)
+    expected = f"as many as schedules ({len(schedules)}), and at least one of each"
+    require(len(schedules) == len(steps) > 0, f"{name}: steps", steps, expected)
     require_positive(name, **{f"steps[{i}]": n for i, n in enumerate(steps)})
     ends = [sum(steps[: i + 1]) for i in range(len(steps))]
 

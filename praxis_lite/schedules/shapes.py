@@ -103,8 +103,8 @@ def continuous_schedule(
       min: the least share of initial_value.
     """
     require_positive("continuous_schedule", half_life_steps=half_life_steps)
-    wanted = "a share of initial_value, 0 < min < 1"
-    require(0 < min < 1, "continuous_schedule: min", min, wanted)
+    expected = "a share of initial_value, 0 < min < 1"
+    require(0 < min < 1, "continuous_schedule: min", min, expected)
     end = start_step + half_life_steps * math.log2(1 / min)
     return scaled(initial_value, exponential(start=(start_step, 1.0), limit=(end, min)))
 

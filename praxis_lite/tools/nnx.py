@@ -32,7 +32,7 @@ def mdl_vars_from_nnx(model: NnxModel, directory: str | Path) -> MdlVars:
         have another shape or dtype. Lists them.
     """
     saved = NnxCheckpoint(Path(directory))
-    errors, unused, found = [], set(saved.arrays.values()), {}
+    errors, unused, actual = [], set(saved.arrays.values()), {}
     for path, leaf in leaves_of(model.abstract_module()):
         if collection(leaf) is None:
             unused.discard(saved.arrays.get(path_text(path)))
@@ -43,11 +43,11 @@ def mdl_vars_from_nnx(model: NnxModel, directory: str | Path) -> MdlVars:
             errors.append(f"{name} is missing.{did_you_mean(name, saved.arrays)}")
             continue
         unused.discard(array)
-        found[path] = array
+        actual[path] = array
         there = f"{array.dtype}{list(array.shape)}"
-        wanted = f"{np.dtype(spec.dtype)}{list(spec.shape)}"
-        if there != wanted:
-            errors.append(f"{name} is {there} there, {wanted} in the model.")
+        expected = f"{np.dtype(spec.dtype)}{list(spec.shape)}"
+        if there != expected:
+            errors.append(f"{name} is {there} there, {expected} in the model.")
     left_over = sorted(array.path.removesuffix("/value") for array in unused)
     errors += [f"{path} is left over." for path in left_over]
     if errors:
@@ -55,5 +55,5 @@ def mdl_vars_from_nnx(model: NnxModel, directory: str | Path) -> MdlVars:
             f"{saved.directory} does not fit the model: {few(errors, 5, ' ')} Build the model as "
             "the one that was saved."
         )
-    arrays = {path: array.read() for path, array in found.items()}
+    arrays = {path: array.read() for path, array in actual.items()}
     return {"params": {}, "non_trainable": {}, **unflatten_dict(arrays, sep="/")}

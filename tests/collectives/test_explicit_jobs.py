@@ -89,9 +89,9 @@ def test_a_checkpoint_goes_on_in_the_other_partitioner_and_back(jobs, tmp_path):
     assert "ExplicitCollectives" not in mixed.config_txt.read_text()
     done = succeed(*settings, steps(9), f"--job_log_dir={mixed.path}")
     assert "restored the checkpoint of step 8" in done.out
-    wanted, found = (lines_of(job.metrics_jsonl)[NUM_STEPS:] for job in (by_hand, mixed))
-    assert [one["step"] for one in found] == [8, 9]
-    for a, b in zip(found, wanted, strict=True):
+    expected, actual = (lines_of(job.metrics_jsonl)[NUM_STEPS:] for job in (by_hand, mixed))
+    assert [item["step"] for item in actual] == [8, 9]
+    for a, b in zip(actual, expected, strict=True):
         assert a == pytest.approx(b, rel=1e-5)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),

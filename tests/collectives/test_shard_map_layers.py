@@ -101,18 +101,18 @@ def test_gradients_on_a_devices_rows_add_up_to_those_of_all_rows(mesh_of, name, 
         return jnp.sum(jnp.sin(values(params, x)))
 
     def on_a_device(params, x):
-        found = jax.value_and_grad(loss)(varying_over(params, by_hand), x)
-        return jax.lax.psum(found, by_hand)
+        result = jax.value_and_grad(loss)(varying_over(params, by_hand), x)
+        return jax.lax.psum(result, by_hand)
 
-    wanted = jax.jit(jax.value_and_grad(loss))(params, x)
+    expected = jax.jit(jax.value_and_grad(loss))(params, x)
     with jax.set_mesh(mesh_of(1, 4, 2)):
         mapped = jax.shard_map(
             on_a_device, in_specs=(P(), P(by_hand)), out_specs=P(), axis_names=set(by_hand)
         )
-        found = jax.jit(mapped)(params, x)
+        actual = jax.jit(mapped)(params, x)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max()),
-        found, wanted,
+        actual, expected,
     )
 
 
@@ -132,9 +132,9 @@ def test_each_device_decodes_its_rows_until_the_last_device_has_ended(mesh_of, n
         return decoder(model, ids, lengths, keys)
 
     args = prompts, lengths.astype(np.int32), row_keys(8)
-    wanted = jax.jit(decoded)(*args)
+    expected = jax.jit(decoded)(*args)
     with jax.set_mesh(mesh_of(1, 4, 1)):
         mapped = jax.shard_map(decoded, in_specs=P("data"), out_specs=P("data"))
-        found = jax.jit(mapped)(*args)
-    assert len(set(np.asarray(wanted["decode_lengths"]).ravel())) > 1
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, wanted)
+        actual = jax.jit(mapped)(*args)
+    assert len(set(np.asarray(expected["decode_lengths"]).ravel())) > 1
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), actual, expected)

@@ -17,8 +17,8 @@ def test_it_compiles_the_step_of_the_strategy_and_warns(mesh_of):
         former = ShardMapPartitioner(task, mesh, data_axes=("data",))
     spec = structs(lm_batches("uneven")[0])
     texts = [
-        one.train_step.lower(spec).as_text()
-        for one in (former, explicit_partitioner(task, mesh), Partitioner(task, mesh))
+        item.train_step.lower(spec).as_text()
+        for item in (former, explicit_partitioner(task, mesh), Partitioner(task, mesh))
     ]
     assert texts[0] == texts[1] != texts[2]
 
@@ -27,5 +27,5 @@ def test_it_compiles_the_step_of_the_strategy_and_warns(mesh_of):
 def test_its_former_packages_show_it_and_warn(package):
     with pytest.warns(DeprecationWarning, match="praxis_lite.collectives.ShardMapPartitioner"):
         vars(importlib.import_module(package)).pop("ShardMapPartitioner", None)
-        found = importlib.import_module(package).ShardMapPartitioner
-    assert found is ShardMapPartitioner
+        actual = importlib.import_module(package).ShardMapPartitioner
+    assert actual is ShardMapPartitioner

@@ -201,6 +201,6 @@ def _on_device(inputs):
 def test_outputs_by_the_name_of_a_method_come_with_a_warning():
     task, params, inputs = task_of(), init(jax.random.key(0)), _on_device(batch())
     by_method = task.outputs(task.compute_loss, params, inputs, None)
-    with pytest.warns(DeprecationWarning, match="the method itself now, task.compute_loss"):
+    with pytest.warns(DeprecationWarning, match="task.compute_loss"):
         by_name = task.outputs("compute_loss", params, inputs, None)
     jax.tree.map(np.testing.assert_array_equal, by_name, by_method)

@@ -19,7 +19,7 @@ def is_flax_module(node):
 
 def is_experiment(node):
     return isinstance(node, ast.ClassDef) and any(
-        isinstance(one, ast.Name) and one.id == "register" for one in node.decorator_list
+        isinstance(item, ast.Name) and item.id == "register" for item in node.decorator_list
     )
 
 
@@ -33,9 +33,9 @@ def names_of(node):
 
 def docstring_lines(node):
     lines = set()
-    for one in ast.walk(node):
-        if isinstance(one, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(one) is not None:
-            lines |= set(range(one.body[0].lineno, one.body[0].end_lineno + 1))
+    for item in ast.walk(node):
+        if isinstance(item, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(item) is not None:
+            lines |= set(range(item.body[0].lineno, item.body[0].end_lineno + 1))
     return lines
 
 
@@ -50,18 +50,18 @@ def user_lines(source, models=()):
     defined = {name: node for node in tree.body for name in names_of(node)}
 
     def lines_of(node):
-        first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
+        first = min([node.lineno, *(item.lineno for item in getattr(node, "decorator_list", ()))])
         lines = set(range(first, node.end_lineno + 1)) - docstring_lines(node)
         return {n for n in lines if text[n - 1].strip() and not text[n - 1].strip().startswith("#")}
 
-    def needed(node, found):
-        found.append(node)
+    def needed(node, actual):
+        actual.append(node)
         for name in {one.id for one in ast.walk(node) if isinstance(one, ast.Name)} - set(models):
             other = defined.get(name)
-            if other is None or is_flax_module(other) or is_experiment(other) or other in found:
+            if other is None or is_flax_module(other) or is_experiment(other) or other in actual:
                 continue
-            needed(other, found)
-        return found
+            needed(other, actual)
+        return actual
 
     counts = {}
     for node in filter(is_experiment, tree.body):

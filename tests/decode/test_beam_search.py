@@ -56,69 +56,69 @@ WIDE = {
 def test_a_beam_as_wide_as_all_there_is_finds_what_enumeration_finds(name):
     settings = WIDE[name]
     # Hypotheses that go on: at most 4 x 4; the beam holds them all.
-    found = search(beam_size=17, tokens_per_beam=V, **settings)
+    actual = search(beam_size=17, tokens_per_beam=V, **settings)
     for row in np.flatnonzero(LENGTHS):
         prompt = PROMPTS[row, : LENGTHS[row]]
         min_steps = settings.get("min_decode_steps", 0)
-        wanted = all_texts(prompt, settings["length_norm_alpha"], min_steps=min_steps)[:17]
-        for hyp, (score, tokens, logprobs) in enumerate(wanted):
-            length = found["decode_lengths"][row, hyp]
-            assert tuple(found["output_ids"][row, hyp, :length]) == tokens
-            assert not found["output_ids"][row, hyp, length:].any()
-            np.testing.assert_allclose(found["logprobs"][row, hyp, :length], logprobs, atol=1e-5)
-            assert found["scores"][row, hyp] == pytest.approx(score, abs=1e-5)
+        expected = all_texts(prompt, settings["length_norm_alpha"], min_steps=min_steps)[:17]
+        for hyp, (score, tokens, logprobs) in enumerate(expected):
+            length = actual["decode_lengths"][row, hyp]
+            assert tuple(actual["output_ids"][row, hyp, :length]) == tokens
+            assert not actual["output_ids"][row, hyp, length:].any()
+            np.testing.assert_allclose(actual["logprobs"][row, hyp, :length], logprobs, atol=1e-5)
+            assert actual["scores"][row, hyp] == pytest.approx(score, abs=1e-5)
         # Where there are fewer texts than places, the others are empty.
-        for hyp in range(len(wanted), 17):
-            assert found["decode_lengths"][row, hyp] == 0 and found["scores"][row, hyp] < -1e8
+        for hyp in range(len(expected), 17):
+            assert actual["decode_lengths"][row, hyp] == 0 and actual["scores"][row, hyp] < -1e8
 
 
 def test_two_ends_of_text_keep_the_likelier_of_each_hypothesis():
-    found = search(beam_size=10, tokens_per_beam=V, eos_id=(EOS, 4), length_norm_alpha=0.0)
+    actual = search(beam_size=10, tokens_per_beam=V, eos_id=(EOS, 4), length_norm_alpha=0.0)
     for row in np.flatnonzero(LENGTHS):
         texts = all_texts(PROMPTS[row, : LENGTHS[row]], 0.0, eos_ids=(EOS, 4))
         best = {}
         for score, tokens, _ in texts:
             best.setdefault(tokens[:-1], (score, tokens))
-        wanted = [tokens for _, tokens in sorted(best.values(), key=lambda one: -one[0])]
-        ids = zip(found["output_ids"][row], found["decode_lengths"][row], strict=True)
-        assert [tuple(tokens[:length]) for tokens, length in ids] == wanted[:10]
+        expected = [tokens for _, tokens in sorted(best.values(), key=lambda item: -item[0])]
+        ids = zip(actual["output_ids"][row], actual["decode_lengths"][row], strict=True)
+        assert [tuple(tokens[:length]) for tokens, length in ids] == expected[:10]
 
 
 @pytest.mark.slow
 def test_the_empty_row_is_empty_and_the_others_need_no_company():
-    found = search(beam_size=3)
+    actual = search(beam_size=3)
     empty = list(LENGTHS).index(0)
-    assert not found["output_ids"][empty].any() and not found["decode_lengths"][empty].any()
+    assert not actual["output_ids"][empty].any() and not actual["decode_lengths"][empty].any()
     decoder = BeamSearch(max_decode_steps=M, eos_id=EOS, beam_size=3)
     for row in (1, 3):
         alone = decoded(decoder, slice(row, row + 1))
-        np.testing.assert_array_equal(alone["output_ids"][0], found["output_ids"][row])
-        np.testing.assert_allclose(alone["scores"][0], found["scores"][row], rtol=1e-5)
+        np.testing.assert_array_equal(alone["output_ids"][0], actual["output_ids"][row])
+        np.testing.assert_allclose(alone["scores"][0], actual["scores"][row], rtol=1e-5)
 
 
 def test_a_rows_own_limits_end_its_texts():
     limits = np.asarray([1, 2, 3, 3], np.int32)
     decoder = BeamSearch(max_decode_steps=M, eos_id=EOS, beam_size=17, tokens_per_beam=V, seqlen=4)
-    found = decoded(decoder, per_example_max_decode_steps=limits)
+    actual = decoded(decoder, per_example_max_decode_steps=limits)
     for row, num_steps in ((0, 1), (1, 2), (3, 2)):
-        wanted = all_texts(PROMPTS[row, : LENGTHS[row]], 0.8, num_steps=num_steps)[:17]
-        lengths = np.asarray(found["decode_lengths"][row])
-        assert (lengths > 0).sum() == len(wanted)
-        for hyp, (_, tokens, _) in enumerate(wanted):
-            assert tuple(found["output_ids"][row, hyp, : lengths[hyp]].tolist()) == tokens
+        expected = all_texts(PROMPTS[row, : LENGTHS[row]], 0.8, num_steps=num_steps)[:17]
+        lengths = np.asarray(actual["decode_lengths"][row])
+        assert (lengths > 0).sum() == len(expected)
+        for hyp, (_, tokens, _) in enumerate(expected):
+            assert tuple(actual["output_ids"][row, hyp, : lengths[hyp]].tolist()) == tokens
 
 
 def test_early_exit_with_one_hypothesis_stops_where_greedy_does():
     decoder = BeamSearch(max_decode_steps=9, eos_id=EOS, beam_size=1, early_exit=True)
-    wanted = decoded(Greedy(max_decode_steps=9, eos_id=EOS))["decode_lengths"]
-    assert 0 < wanted.max() < 9
-    found = decoded(decoder)
-    assert (found["decode_lengths"][:, 0] <= wanted.max()).all()
-    assert found["done"].all() and not found["hyp_ids"].any()
+    expected = decoded(Greedy(max_decode_steps=9, eos_id=EOS))["decode_lengths"]
+    assert 0 < expected.max() < 9
+    actual = decoded(decoder)
+    assert (actual["decode_lengths"][:, 0] <= expected.max()).all()
+    assert actual["done"].all() and not actual["hyp_ids"].any()
 
 
 def test_what_went_on_says_where_it_was_a_step_before_and_whether_it_ended():
-    found = search(beam_size=17, tokens_per_beam=V, length_norm_alpha=0.0)
+    actual = search(beam_size=17, tokens_per_beam=V, length_norm_alpha=0.0)
     others = [token for token in range(V) if token != EOS]
     for row in np.flatnonzero(LENGTHS):
         # 4 x 4 hypotheses of two tokens, best first, go on to 17 of three.
@@ -133,8 +133,8 @@ def test_what_went_on_says_where_it_was_a_step_before_and_whether_it_ended():
             return sorted(totals, key=totals.get, reverse=True)
 
         two, three = sums(2), sums(3)[:17]
-        assert found["hyp_ids"][row].tolist() == [two.index(words[:2]) for words in three]
-        assert not found["done"][row].any()
+        assert actual["hyp_ids"][row].tolist() == [two.index(words[:2]) for words in three]
+        assert not actual["done"][row].any()
 
 
 @pytest.mark.parametrize(

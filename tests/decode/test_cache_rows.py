@@ -33,9 +33,9 @@ ROWS = {
 }
 
 
-def assert_rows(found, cache, rows):
+def assert_rows(actual, cache, rows):
     for name, take in ROWS.items():
-        np.testing.assert_array_equal(found[name], take(cache[name], rows), name)
+        np.testing.assert_array_equal(actual[name], take(cache[name], rows), name)
 
 
 def test_the_dim_of_the_batch_is_found_and_none_where_rows_share():
@@ -48,17 +48,17 @@ def test_repeated_rows_stand_beside_each_other():
 
 def test_hypotheses_are_taken_within_their_row():
     hyps = np.asarray([[2, 0, 0], [1, 1, 2]])
-    found = take_hyps(filled(6), DIMS, jnp.asarray(hyps))
-    assert_rows(found, filled(6), (hyps + np.asarray([[0], [3]])).reshape(-1))
+    actual = take_hyps(filled(6), DIMS, jnp.asarray(hyps))
+    assert_rows(actual, filled(6), (hyps + np.asarray([[0], [3]])).reshape(-1))
 
 
 def test_a_row_is_put_and_the_others_stay():
     cache, new = filled(4), filled(1, seed=1)
-    found = put_row(cache, DIMS, new, jnp.asarray(2))
+    actual = put_row(cache, DIMS, new, jnp.asarray(2))
     rows = np.asarray([0, 1, 3])
     for name in ("scanned", "plain", "last"):
-        np.testing.assert_array_equal(ROWS[name](found[name], rows), ROWS[name](cache[name], rows))
+        np.testing.assert_array_equal(ROWS[name](actual[name], rows), ROWS[name](cache[name], rows))
         np.testing.assert_array_equal(
-            ROWS[name](found[name], np.asarray([2])), ROWS[name](new[name], np.asarray([0]))
+            ROWS[name](actual[name], np.asarray([2])), ROWS[name](new[name], np.asarray([0]))
         )
-    np.testing.assert_array_equal(found["shared"], new["shared"])
+    np.testing.assert_array_equal(actual["shared"], new["shared"])

@@ -93,15 +93,15 @@ def decode(model, weights, decoder, ids, lengths, inputs=None):
     return jax.device_get(run(mdl_vars, ids, lengths, keys))
 
 
-def assert_equals_pax(found, wanted, what):
-    for name, of_pax in wanted.items():
-        assert found[name].shape == of_pax.shape, f"{what} {name}"
+def assert_equals_pax(actual, expected, what):
+    for name, of_pax in expected.items():
+        assert actual[name].shape == of_pax.shape, f"{what} {name}"
         if np.issubdtype(of_pax.dtype, np.floating):
             np.testing.assert_allclose(
-                found[name], of_pax, atol=1e-4, rtol=1e-4, err_msg=f"{what} {name}"
+                actual[name], of_pax, atol=1e-4, rtol=1e-4, err_msg=f"{what} {name}"
             )
         else:
-            np.testing.assert_array_equal(found[name], of_pax, f"{what} {name}")
+            np.testing.assert_array_equal(actual[name], of_pax, f"{what} {name}")
 
 
 @functools.cache
@@ -116,7 +116,7 @@ GOLDENS = [name for name, case in pax_cases().items() if case["kind"] == "decode
 @pytest.mark.parametrize("name", slow_but(QUICK, GOLDENS))
 def test_the_goldens_hold(name):
     case, arrays = pax_cases()[name], pax_arrays(name)
-    ids, wanted = arrays["in"]["ids"], arrays["out"]
+    ids, expected = arrays["in"]["ids"], arrays["out"]
     lengths = (1 - arrays["in"]["paddings"]).sum(axis=1).astype(np.int32)
     # The keys of the steps are the same in every program of Pax's.
     keys = options()["keys"][""]
@@ -124,8 +124,8 @@ def test_the_goldens_hold(name):
     model = lm(rotary=case["flags"].get("rotary", False))
     outputs = decode(model, arrays["w"], decoder, ids, lengths)
     length = None if decoder.fprop_for_prefix else seqlen
-    found = pax_outputs(decoder, ids, lengths, outputs, seqlen=length)
-    assert_equals_pax(found, wanted, name)
+    actual = pax_outputs(decoder, ids, lengths, outputs, seqlen=length)
+    assert_equals_pax(actual, expected, name)
 
 
 CASES = json.loads(str(options()["cases"][""]))
@@ -142,10 +142,10 @@ def test_further_settings_give_what_pax_gives(name):
     inputs = {key: jnp.asarray(value) for key, value in case["inputs"].items()}
     outputs = decode(lm(), arrays["w"], decoder, ids, lengths, inputs)
     length = None if decoder.fprop_for_prefix else seqlen
-    found = pax_outputs(decoder, ids, lengths, outputs, seqlen=length)
-    wanted = {
+    actual = pax_outputs(decoder, ids, lengths, outputs, seqlen=length)
+    expected = {
         key.removeprefix(f"{name}/"): value for key, value in arrays["out"].items()
         if key.startswith(f"{name}/")
     }
-    assert set(wanted) >= {"output_ids", "decode_lengths", "logprobs"}
-    assert_equals_pax(found, wanted, name)
+    assert set(expected) >= {"output_ids", "decode_lengths", "logprobs"}
+    assert_equals_pax(actual, expected, name)

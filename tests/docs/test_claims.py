@@ -49,21 +49,21 @@ def test_numbers_in_the_pages_are_those_of_the_code():
     most = number(ARCHITECTURE, r"as many devices as the mesh has, at most (\d+)")
     assert most == mesh.MAX_SIMULATED_DEVICES
     assert "about twenty lines a run" in ARCHITECTURE and progress.LINES_PER_RUN == 20
-    said, found = number(ARCHITECTURE, r"about ([\d,]+) lines"), lines_below(LIBRARY)
-    assert abs(said - found) < 0.1 * found, f"docs/architecture.md: it has {found} lines"
+    message, actual = number(ARCHITECTURE, r"about ([\d,]+) lines"), lines_below(LIBRARY)
+    assert abs(message - actual) < 0.1 * actual, f"docs/architecture.md: it has {actual} lines"
     assert "a fifth of them layers" in " ".join(ARCHITECTURE.split())
-    assert 0.15 < lines_below(LIBRARY / "layers") / found < 0.25
+    assert 0.15 < lines_below(LIBRARY / "layers") / actual < 0.25
 
 
 @pytest.mark.parametrize("page", [name for name in PAGES if name != "coming_from_pax.md"])
 def test_every_flag_that_a_page_names_exists(page):
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z_-]+", PAGES[page])) - OTHERS_FLAGS
-    own = {flag for flag in named if not flag.startswith("--xla_")}
+    local = {flag for flag in named if not flag.startswith("--xla_")}
     texts = [text for path in LIBRARY.rglob("*.py") if "add_argument" in (text := path.read_text())]
     texts += [path.read_text() for path in (ROOT / "Makefile", ROOT / "tests/support/api_page.py")]
     for folder in ("benchmarks", "tests/faults"):
         texts += [path.read_text() for path in (ROOT / folder).glob("*.py")]
-    unknown = {flag for flag in own - FLAGS if not any(f'"{flag}"' in text for text in texts)}
+    unknown = {flag for flag in local - FLAGS if not any(f'"{flag}"' in text for text in texts)}
     assert not unknown
 
 
@@ -95,8 +95,8 @@ def test_the_partitioners_there_are_stand_beside_paxs():
     kinds = {Partitioner, *Partitioner.__subclasses__()}
     (row,) = [line for line in FROM_PAX.splitlines() if line.startswith("| `PjitPartitioner`")]
     # Another one is a former name.
-    own = {kind.__name__ for kind in kinds if kind.__module__.startswith("praxis_lite.core.")}
-    assert set(re.findall(r"`(\w*Partitioner)`", row)) - {"PjitPartitioner"} == own
+    local = {kind.__name__ for kind in kinds if kind.__module__.startswith("praxis_lite.core.")}
+    assert set(re.findall(r"`(\w*Partitioner)`", row)) - {"PjitPartitioner"} == local
 
 
 def drawn_house():
@@ -125,7 +125,7 @@ def test_every_file_that_the_architecture_names_exists():
     named = set(re.findall(r"[\w/]+/[\w/]*\.py|\b[a-z_]+/(?:[a-z_]+/)*(?=`)", ARCHITECTURE))
     assert len(named) > 10
     places = (ROOT, LIBRARY)
-    assert not {name for name in named if not any((one / name).exists() for one in places)}
+    assert not {name for name in named if not any((place / name).exists() for place in places)}
 
 
 @pytest.mark.parametrize("page", [name for name in PAGES if name != "coming_from_pax.md"])

@@ -65,8 +65,8 @@ def block_of(name: str) -> str:
 
 def rows() -> list[list[str]]:
     cells = [line.strip("|").split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
-    found = [[cell.strip() for cell in row] for row in cells]
-    return [row for row in found if row[0] not in ("Pax", "notebook", "Big Vision", "---")]
+    actual = [[cell.strip() for cell in row] for row in cells]
+    return [row for row in actual if row[0] not in ("Pax", "notebook", "Big Vision", "---")]
 
 
 NAMES = sorted({name for row in rows() for name in re.findall(r"`([^`]+)`", row[1])})
@@ -93,7 +93,7 @@ def exists(name):
     if name.startswith("--"):
         flag, _, value = name.partition("=")
         parser = parser_of("train", main.MODES["train"], main.MODES)
-        assert flag in {one for action in parser._actions for one in action.option_strings}
+        assert flag in {string for action in parser._actions for string in action.option_strings}
         assert not value or value in main.MODES
     elif name in ("fdl.Partial", "optax"):
         pass
@@ -102,20 +102,20 @@ def exists(name):
         assert name.strip('"') in known
     else:
         owner, _, setting = name.partition(".")
-        found = [
+        actual = [
             getattr(place, owner) for place in PLACES
             if (place.__name__, owner) not in former_names.NAMES and hasattr(place, owner)
         ]
-        assert found, f"no module has {owner}"
-        assert not setting or any(has(one, setting) for one in found), name
+        assert actual, f"no module has {owner}"
+        assert not setting or any(has(item, setting) for item in actual), name
 
 
 @pytest.mark.parametrize("of_pax", ["Learner", "MultiOptimizerLearner", "BaseOptimizer"])
 def test_every_setting_of_paxs_learner_and_optimizers_is_in_a_table(of_pax):
-    found = set(re.findall(r"[a-z_0-9]+", " ".join(row[0] for row in rows())))
-    wanted = set(golden("pax/cases.json")["class_defaults"][of_pax])
+    actual = set(re.findall(r"[a-z_0-9]+", " ".join(row[0] for row in rows())))
+    expected = set(golden("pax/cases.json")["class_defaults"][of_pax])
     # These have their rows under the names of the classes, and nothing but a name.
-    assert wanted - found - {"name"} == set()
+    assert expected - actual - {"name"} == set()
 
 
 def test_a_setting_of_paxs_learner_that_is_absent_is_an_error_that_names_it():
@@ -149,16 +149,16 @@ def test_the_experiment_after_has_paxs_weights_and_its_step_traces(monkeypatch):
     small = configured(names["MyLmSpmd2B"], ["NUM_LAYERS=2", "BATCH_SIZE=16"])
     assert (small.task.model.num_layers, small.datasets["train"].batch_size) == (2, 16)
     job = fdl.build(names["MyLmSpmd2B"]().config())
-    made = partitioner.Partitioner(job.task, make_mesh(job.mesh))
-    made.train_step.trace(job.datasets["train"].element_spec())
+    result = partitioner.Partitioner(job.task, make_mesh(job.mesh))
+    result.train_step.trace(job.datasets["train"].element_spec())
     attention = 4 * 3072**2 + 128  # Queries, keys, values, the way out; a scale per dim of a head.
     feed_forward = 2 * 3072 * 12288 + 12288 + 3072
     a_layer = attention + feed_forward + 2 * 2 * 3072
     softmax = 32000 * 3072 + 32000
     assert sum(
-        math.prod(leaf.shape) for leaf in made.layout.select("mdl_vars").leaves()
+        math.prod(leaf.shape) for leaf in result.layout.select("mdl_vars").leaves()
     ) == 18 * a_layer + softmax + 2 * 3072
-    assert not any(leaf.shape != leaf.padded_shape for leaf in made.layout.leaves())
+    assert not any(leaf.shape != leaf.padded_shape for leaf in result.layout.leaves())
 
 
 def test_the_words_of_paxs_experiments_and_functions_are_found():
@@ -186,5 +186,5 @@ def test_names_of_pax_are_said_as_that(argv, words, tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
         main.main(argv)
-    said = " ".join(capsys.readouterr().err.split())
-    assert stop.value.code == 2 and words in said and "docs/coming_from_pax.md" in said
+    message = " ".join(capsys.readouterr().err.split())
+    assert stop.value.code == 2 and words in message and "docs/coming_from_pax.md" in message

@@ -29,7 +29,7 @@ def test_the_pages_blocks_run(tmp_path, monkeypatch):
     )
     assert done.code == 0, done.err
     (digest,) = re.findall(r"^python -m praxis_lite.inputs (digest.*)", PAGE, re.MULTILINE)
-    found, env = set(), {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
+    actual, env = set(), {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
     for num_processes in (1, 2, 3, 5, 8):
         arguments = shlex.split(digest.replace("processes=3", f"processes={num_processes}"))
         done = subprocess.run(
@@ -37,8 +37,8 @@ def test_the_pages_blocks_run(tmp_path, monkeypatch):
             text=True, check=False, env=env,
         )
         assert done.returncode == 0, done.stderr
-        found.add(done.stdout.split()[0])
-    assert len(found) == 1
+        actual.add(done.stdout.split()[0])
+    assert len(actual) == 1
 
 
 @pytest.mark.parametrize(

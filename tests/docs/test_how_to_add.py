@@ -153,10 +153,10 @@ def test_the_metrics_are_means_over_true_rows_on_a_mesh(mesh_of):
     def model(rngs):
         return Linear(4, 3, rngs=rngs)
 
-    own = {"entropy": module("metrics").entropy, "long": module("metrics").accuracy_of_long_rows}
+    local = {"entropy": module("metrics").entropy, "long": module("metrics").accuracy_of_long_rows}
     splits = {"map_2d": (("replica", "data"), None)}
     task = LossTask(model, loss, Learner(module("optimizers").signed_mean, learning_rate=0.5),
-                    inputs_split_mapping=splits, metrics=own)
+                    inputs_split_mapping=splits, metrics=local)
     random = np.random.default_rng(0)
     weights = np.ones((5, 9), np.float32)
     weights[1, 3:] = 0
@@ -171,11 +171,11 @@ def test_the_metrics_are_means_over_true_rows_on_a_mesh(mesh_of):
     is_right = logits.argmax(-1) == batch["labels"]
     inputs = partitioner.global_batch(batch)
     _, outputs = partitioner.train_step(state, inputs, partitioner.key(0))
-    found = {name: outputs["metrics"][name] for name in own}
+    actual = {name: outputs["metrics"][name] for name in local}
     entropy = np.average(-(probs * np.log(probs)).sum(-1), weights=weights)
-    np.testing.assert_allclose(found["entropy"], (entropy, weights.sum()), rtol=1e-5)
+    np.testing.assert_allclose(actual["entropy"], (entropy, weights.sum()), rtol=1e-5)
     long = np.delete(is_right, 1, axis=0)
-    np.testing.assert_allclose(found["long"], (long.mean(), long.size), rtol=1e-5)
+    np.testing.assert_allclose(actual["long"], (long.mean(), long.size), rtol=1e-5)
 
 
 def test_the_hook_logs_goes_on_where_it_was_and_is_checked(monkeypatch, tmp_path):

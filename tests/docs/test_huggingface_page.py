@@ -18,17 +18,17 @@ PAGE = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text("utf-8"
 def test_the_blocks_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    found = {}
-    exec(block.replace("path/of/Llama-3.2-1B", str(GOLDENS / "hf" / "llama")), found)
-    assert found["logits"].shape == (1, 3, 101)
-    assert [len(row) for row in found["tokens"]] == [16, 16]
+    actual = {}
+    exec(block.replace("path/of/Llama-3.2-1B", str(GOLDENS / "hf" / "llama")), actual)
+    assert actual["logits"].shape == (1, 3, 101)
+    assert [len(row) for row in actual["tokens"]] == [16, 16]
     assert Path("path/of/copy/model.safetensors").is_file()
 
     with_vocabulary(GOLDENS / "hf" / "llama", Path("DIR"))
     (command,) = re.findall(r"```\n(python main.py .*?)```", PAGE, re.DOTALL)
     words = shlex.split(command.replace("\\\n", ""))[2:]
-    said = succeed(*words, "run.num_train_steps=1").out
-    assert "step 1" in said
+    message = succeed(*words, "run.num_train_steps=1").out
+    assert "step 1" in message
 
 
 def test_the_table_has_every_family():

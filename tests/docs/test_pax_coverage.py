@@ -40,16 +40,16 @@ def test_every_option_is_a_setting_or_has_a_reason(name):
             assert not option.endswith(": None"), f"say in AS or WITHOUT what {option} is"
     for option in options_of(name):
         if ours := found(AS, name, option):
-            assert all(setting_exists(name, one) for one in ours.split(", ")), (option, ours)
+            assert all(setting_exists(name, word) for word in ours.split(", ")), (option, ours)
 
 
 def test_no_entry_is_stale():
     for table in (AS, WITHOUT):
         for name, option in table:
             names = [name] if name != "*" else COVERED
-            used = [one for one in names if option in options_of(one)]
+            used = [item for item in names if option in options_of(item)]
             assert used, (name, option)
-            same = [f"`{option}`" in option_row(one)[0] for one in used]
+            same = [f"`{option}`" in option_row(element)[0] for element in used]
             assert not all(same), f"{(name, option)} is a setting of the same name by now"
 
 

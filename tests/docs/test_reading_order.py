@@ -82,10 +82,10 @@ def test_it_has_every_file_of_the_core_once():
 
 
 def test_what_it_lists_imports_hardly_anything_else():
-    own = set().union(*FILES)
-    assert num_lines(closure(own)) <= 1.2 * num_lines(own)
+    local = set().union(*FILES)
+    assert num_lines(closure(local)) <= 1.2 * num_lines(local)
     first = {CORE / name for read, _ in ROWS for name in read}
-    assert num_lines(closure(first)) <= 1.2 * num_lines(own)
+    assert num_lines(closure(first)) <= 1.2 * num_lines(local)
 
 
 def test_no_row_needs_a_later_one():
@@ -103,6 +103,6 @@ def test_it_says_how_much_there_is_to_read():
         (num_lines(set().union(*FILES)), r"about ([\d,]+) lines, which"),
         (num_lines(first), r"first ones are about\s([\d,]+) lines"),
     ):
-        said = int(re.search(pattern, SECTION)[1].replace(",", ""))
-        assert abs(said - actual) < 0.1 * actual, f"README.md: they are {actual} lines"
+        message = int(re.search(pattern, SECTION)[1].replace(",", ""))
+        assert abs(message - actual) < 0.1 * actual, f"README.md: they are {actual} lines"
     assert f"The {len(first)} first ones" in SECTION and len(ROWS) == len(first)

@@ -21,10 +21,10 @@ def test_the_pages_blocks_run(tmp_path, monkeypatch):
     argv = shlex.split(training[1].replace("\\\n", "").replace("~/texts/**", "texts"))
     assert argv[:2] == ["python", "main.py"]
     short = ("run.num_train_steps=1", "corpus.heldout_percent=50", "task.model.num_layers=1")
-    argv = [f"--job_log_dir={tmp_path}/job" if "--job" in one else one for one in argv[2:]]
+    argv = [f"--job_log_dir={tmp_path}/job" if "--job" in item else item for item in argv[2:]]
     succeed(*argv, *short)
-    found = {}
+    actual = {}
     for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
-        exec(block, found)
-    assert found["text"] == "né 😀" and found["vocab_size"] == 280
-    assert found["tokenizer"].decode(found["prompt"]).endswith("assistant\n")
+        exec(block, actual)
+    assert actual["text"] == "né 😀" and actual["vocab_size"] == 280
+    assert actual["tokenizer"].decode(actual["prompt"]).endswith("assistant\n")

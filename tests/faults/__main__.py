@@ -126,7 +126,7 @@ def _bring_up_to_date(
     text = report.read_text(encoding="utf-8") if report.exists() else ""
     sections = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", text, flags=re.S | re.M))
     title = name.capitalize()
-    stack = ", ".join(f"{one} {version(one)}" for one in ("jax", "orbax-checkpoint"))
+    stack = ", ".join(f"{item} {version(item)}" for item in ("jax", "orbax-checkpoint"))
     when = time.strftime("%Y-%m-%d")
     _, *body = report_lines(title, rows)
     sections[title] = "\n".join([

@@ -140,18 +140,18 @@ class Damage:
         """Fills the row with what becomes of stray and half-deleted folders."""
         for index in range(len(list(strays(self.job / "checkpoints")))):
             job = self.copy()
-            what, wanted, act = list(strays(job / "checkpoints"))[index]
+            what, expected, act = list(strays(job / "checkpoints"))[index]
             act()
-            self._goes_on(row, job, what, wanted, "")
+            self._goes_on(row, job, what, expected, "")
         return row
 
     def _goes_on(self, row: Row, job: Path, told: str, *words: str) -> None:
         """Launches a damaged job; words: what one line that it prints must have."""
         launch = self._zygote.launch(train_argv(job, *SETTINGS))
         row.tried += 1
-        found = self._wrong(launch, job, [word for word in words if word])
-        if found:
-            row.failures.append(f"{told}: {found}")
+        actual = self._wrong(launch, job, [word for word in words if word])
+        if actual:
+            row.failures.append(f"{told}: {actual}")
             return
         shutil.rmtree(job)
 
@@ -160,8 +160,8 @@ class Damage:
             return f"crash: {tail(launch)}"
         kept = job / "checkpoints"
         # After the experiment, the mesh; before the training.
-        said = re.split(r"restored the checkpoint|initialising the state", launch.out)[0]
-        lines = said.splitlines()[2:]
+        message = re.split(r"restored the checkpoint|initialising the state", launch.out)[0]
+        lines = message.splitlines()[2:]
         if words and not any(all(_has(line, word) for word in words) for line in lines):
             return f"silent: restored {restored_step(launch)}, no line has {words}: {lines}"
         differing = outcome_of(job).differences(self.whole)

@@ -118,12 +118,12 @@ def _paths(args: tuple[Any, ...]) -> str:
 def _at_step(fault: Mapping[str, Any]) -> None:
     from praxis_lite.run.job.processes.stopping import StopRequest
 
-    step_ended, made = StopRequest.step_ended, []
+    step_ended, result = StopRequest.step_ended, []
 
     def counted(self):
         step_ended(self)
-        made.append(self)
-        if len(made) == fault["nth"]:
+        result.append(self)
+        if len(result) == fault["nth"]:
             _do(fault)
 
     StopRequest.step_ended = counted

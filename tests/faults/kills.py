@@ -126,7 +126,7 @@ class _Chain:
         failures = self._lost(launch, lines, kill)
         if kill.name == "KILL" and launch.code != -signal.SIGKILL:
             failures.append(tail(launch))
-        if not any("damaged" in one.point for one in (*self._history, kill)):
+        if not any("damaged" in item.point for item in (*self._history, kill)):
             failures += _broken_steps(self.job)
         row = self._rows.setdefault((kill.name, kill.phase), Row(f"{kill.name} {kill.phase}"))
         if kill.name == "TERM":
@@ -153,7 +153,7 @@ class _Chain:
         if restored is None:
             return []
         lost, kills = self._reached - restored, self._since_restore
-        most = 2 * SAVE_EVERY if any(one.name == "KILL" for one in kills) else 0
+        most = 2 * SAVE_EVERY if any(item.name == "KILL" for item in kills) else 0
         # The damage costs the newest step, whatever the signal.
         is_damaged = any("damaged" in one.point for one in (*kills, *([kill] if kill else [])))
         most += SAVE_EVERY * is_damaged
@@ -164,7 +164,7 @@ class _Chain:
         self._reached = restored if self._metrics() == lines_before else last_step(self.job)
         if lost <= most:
             return []
-        told = ", ".join(f"{one.name} {one.phase}" for one in kills)
+        told = ", ".join(f"{element.name} {element.phase}" for element in kills)
         return [f"{lost} steps lost to {told}: of {restored + lost} made, {restored} were restored"]
 
     def _launch(self, name: str, point: dict[str, Any]) -> Launch:
@@ -187,8 +187,8 @@ class _Chain:
         if not any("damaged" in kill.point for kill in self._history):
             # A kill damages nothing: what it broke off has no plain number yet, or no longer.
             left += sorted(path.name for path in self.job.glob("checkpoints/*.damaged*"))
-        found = [f"left behind: {', '.join(left)}"] if left else []
-        return self.failures + outcome_of(self.job).differences(whole) + found
+        actual = [f"left behind: {', '.join(left)}"] if left else []
+        return self.failures + outcome_of(self.job).differences(whole) + actual
 
 
 def _broken_steps(job: Path) -> list[str]:

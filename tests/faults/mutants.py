@@ -60,8 +60,8 @@ def _replaced(path: Path, chance: random.Random) -> str:
 
         here = os.getcwd()
         os.chdir(path.parent)  # The path of a socket has 107 bytes at most.
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(path.name)
+        with socket.socket(socket.AF_UNIX) as result:
+            result.bind(path.name)
         os.chdir(here)
     return f"is {kind} now"
 

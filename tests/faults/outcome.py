@@ -55,18 +55,18 @@ class Outcome:
         Args:
           all_steps: compare all steps that stayed, not the last one only.
         """
-        found = []
+        actual = []
         for name in ("metrics", "evaluations"):
             ours, theirs = getattr(self, name), getattr(other, name)
             if ours != theirs:
                 steps = [a.get("step") for a, b in zip(ours, theirs, strict=False) if a != b]
                 where = f"first at step {steps[0]}" if steps else f"{len(ours)}, {len(theirs)}"
-                found.append(f"{name} differ: {where}")
+                actual.append(f"{name} differ: {where}")
         last = max(other.digests)
-        digests, wanted = dict(self.digests), dict(other.digests)
-        if digests != wanted if all_steps else digests.get(last) != wanted[last]:
-            found.append(f"digests differ: {digests}, wanted {wanted}")
-        return found
+        digests, expected = dict(self.digests), dict(other.digests)
+        if digests != expected if all_steps else digests.get(last) != expected[last]:
+            actual.append(f"digests differ: {digests}, wanted {expected}")
+        return actual
 
 
 def outcome_of(job: Path) -> Outcome:
@@ -107,9 +107,9 @@ def last_step(job: Path) -> int:
 
 def restored_step(launch: Launch) -> int | None:
     """Returns the step that a launch went on from, 0 for a new job, None if it got not so far."""
-    found = re.search(r"restored the checkpoint of step (\d+)", launch.out)
-    if found:
-        return int(found[1])
+    actual = re.search(r"restored the checkpoint of step (\d+)", launch.out)
+    if actual:
+        return int(actual[1])
     return 0 if "initialising the state" in launch.out else None
 
 

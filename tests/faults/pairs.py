@@ -21,7 +21,7 @@ def run(say: Callable[[str], None] = print, *, phases=("start", "step", "save"))
     """Returns a row per signal and phase, each process in turn the one that gets it."""
     whole = home() / "pair_whole"
     done = _pair(whole)
-    assert [one.code for one in done] == [0, 0], done
+    assert [item.code for item in done] == [0, 0], done
     rows = []
     for name in ("TERM", "KILL"):
         for phase in phases:
@@ -29,8 +29,8 @@ def run(say: Callable[[str], None] = print, *, phases=("start", "step", "save"))
                       f"two processes, {name} to one, at the start")
             for victim in (0, 1):
                 row.tried += 1
-                found = _case(row, name, phase, victim, outcome_of(whole))
-                row.failures += [f"to process {victim}: {one}" for one in found]
+                actual = _case(row, name, phase, victim, outcome_of(whole))
+                row.failures += [f"to process {victim}: {element}" for element in actual]
             say(f"  {row.line()}")
             rows.append(row)
     return rows
@@ -54,30 +54,30 @@ def _case(row: Row, name: str, phase: str, victim: int, whole: Outcome) -> list[
     process_pairs.wait_until(lambda: _has_come(job, phase), processes)
     sent = process_pairs.kill(processes[victim], getattr(signal, f"SIG{name}"))
     done = process_pairs.ended(processes)
-    row.most("seconds to the last end", round(max(one.at for one in done) - sent, 1))
+    row.most("seconds to the last end", round(max(item.at for item in done) - sent, 1))
     other = done[1 - victim]
-    found = []
+    actual = []
     if name == "KILL":
         if other.code == 0 or other.at - sent > END_SECONDS:
-            found.append(f"the other: status {other.code} after {other.at - sent:.0f} s")
+            actual.append(f"the other: status {other.code} after {other.at - sent:.0f} s")
         if f"process {victim}" not in other.out + other.err:
-            found.append(f"the other does not name it: {_short(other)}")
+            actual.append(f"the other does not name it: {_short(other)}")
     else:
-        codes = [one.code for one in done]
+        codes = [element.code for element in done]
         # Before training has begun: nothing was made, and the status says what ended it.
         before = phase == "start" and codes == [128 + signal.SIGTERM] * 2
         if codes != [0, 0] and not before:
-            found += [_short(one) for one in done]
+            actual += [_short(one) for one in done]
         lost = last_step(job) - max(steps_of(job), default=0)
         if lost:
-            found.append(f"{lost} steps lost")
+            actual.append(f"{lost} steps lost")
     done = _pair(job)
     if [one.code for one in done] != [0, 0]:
-        return [*found, *(f"does not go on: {_short(one)}" for one in done)]
-    found += outcome_of(job).differences(whole)
-    if not found:
+        return [*actual, *(f"does not go on: {_short(one)}" for one in done)]
+    actual += outcome_of(job).differences(whole)
+    if not actual:
         shutil.rmtree(job)
-    return found
+    return actual
 
 
 def _has_come(job: Path, phase: str) -> bool:
@@ -88,5 +88,5 @@ def _has_come(job: Path, phase: str) -> bool:
     return last_step(job) >= 10 and any((job / "checkpoints").glob("*.saving*"))
 
 
-def _short(one: process_pairs.Ended) -> str:
-    return f"status {one.code}: {one.out[-200:]} | {' '.join(one.err.split())[-700:]}"
+def _short(ended: process_pairs.Ended) -> str:
+    return f"status {ended.code}: {ended.out[-200:]} | {' '.join(ended.err.split())[-700:]}"

@@ -147,7 +147,7 @@ def _records(folder: Path) -> None:
 
     feature = b"\x0a\x04text\x12\x06\x0a\x04\x0a\x02a\xff"
     ids = b"\x0a\x03ids\x12\x0f\x1a\x0d\x0a\x0b\x03" + b"\xfc" + b"\xff" * 8 + b"\x01"
-    entries = b"".join(b"\x0a" + bytes([len(one)]) + one for one in (feature, ids))
+    entries = b"".join(b"\x0a" + bytes([len(item)]) + item for item in (feature, ids))
     record = b"\x0a" + bytes([len(entries)]) + entries
     length = struct.pack("<Q", len(record))
     framed = length + masked(length) + record + masked(record)

@@ -51,7 +51,7 @@ def run(
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Row]:
     """Returns a row per reader; as many files in all, shared out."""
-    shares = sum(one.share for one in readers)
+    shares = sum(item.share for item in readers)
     rows = []
     for reader in readers:
         count = max(1, round(num_files * reader.share / shares))

@@ -52,12 +52,12 @@ def run(zygote: Zygote, job: Path, targets: Sequence[tuple[str, ...]]) -> Row:
         before = _content(copy)
         launch = zygote.launch(train_argv(copy, *damage.SETTINGS, *setting.split()))
         row.tried += 1
-        said = " ".join(launch.err.split())
-        missing = [word for word in words if word not in said]
+        message = " ".join(launch.err.split())
+        missing = [word for word in words if word not in message]
         if launch.code != 2 or "Traceback" in launch.err:
             row.failures.append(f"{setting}: {tail(launch)}")
         elif missing:
-            row.failures.append(f"{setting}: the error lacks {missing}: {said}")
+            row.failures.append(f"{setting}: the error lacks {missing}: {message}")
         elif _content(copy) != before:
             row.failures.append(f"{setting}: the job's files were changed")
         shutil.rmtree(copy)

@@ -115,9 +115,9 @@ def _filled(
         if launch.code != 0:
             return [f"did not go on: {tail(launch)}"]
     else:
-        found = _unlike_a_full_disk(launch, job, step)
-        if found:
-            return [found]
+        actual = _unlike_a_full_disk(launch, job, step)
+        if actual:
+            return [actual]
     # A retry saves the newest state, not the one whose save failed.
     return _wrong_in_the_end(zygote, job, whole, all_steps=not retries)
 
@@ -143,8 +143,8 @@ def _wrong_in_the_end(
     if launch.code != 0:
         return [f"does not go on: {tail(launch)}"]
     left = temporary_files(job)
-    found = outcome_of(job).differences(whole, all_steps=all_steps)
-    return [*found, *([f"left behind: {', '.join(left)}"] if left else [])]
+    actual = outcome_of(job).differences(whole, all_steps=all_steps)
+    return [*actual, *([f"left behind: {', '.join(left)}"] if left else [])]
 
 
 def can_mount() -> bool:

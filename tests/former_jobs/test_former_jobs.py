@@ -31,10 +31,10 @@ def test_a_config_that_was_written_before_still_builds(path):
 
 
 def test_conversations_of_before_are_read_as_those_of_today():
-    def settings(one):
-        found = dataclasses.asdict(one)
-        found["documents"]["tokenizer"] = type(one.tokenizer)
-        return type(one), found
+    def settings(item):
+        actual = dataclasses.asdict(item)
+        actual["documents"]["tokenizer"] = type(item.tokenizer)
+        return type(item), actual
 
     before = fdl.build(load_config_file(FORMER / "configs/huggingface.ChatLora.json").config)
     today = fdl.build(ChatLora().config())
@@ -56,14 +56,14 @@ def test_a_job_that_was_begun_before_goes_on_and_decodes_to_the_same_numbers(tmp
 
     config = json.loads(job.config_json.read_text())
     resumed = succeed(f"--exp={config['experiment']}", f"--job_log_dir={tmp_path}",
-                      *(f"--set={one}" for one in config["overrides"]))
+                      *(f"--set={item}" for item in config["overrides"]))
     assert "step 10" in resumed.out and "step 11/20" in resumed.out
     succeed("--mode=decode", f"--job_log_dir={tmp_path}")
 
     assert [line["loss"] for line in lines_of(job.metrics_jsonl)] == pytest.approx(losses, **CLOSE)
-    for found, wanted in zip(lines_of(job.eval_metrics_jsonl), evaluations, strict=True):
-        assert found["loss"] == pytest.approx(wanted["loss"], **CLOSE)
+    for record, expected in zip(lines_of(job.eval_metrics_jsonl), evaluations, strict=True):
+        assert record["loss"] == pytest.approx(expected["loss"], **CLOSE)
     found_records = [json.loads(line) for line in records_path.read_text().splitlines()]
-    for found, wanted in zip(found_records, records, strict=True):
-        assert found["output_ids"] == wanted["output_ids"]
-        assert found["log_prob"] == pytest.approx(wanted["log_prob"], rel=1e-4, abs=1e-5)
+    for record, expected in zip(found_records, records, strict=True):
+        assert record["output_ids"] == expected["output_ids"]
+        assert record["log_prob"] == pytest.approx(expected["log_prob"], rel=1e-4, abs=1e-5)

@@ -24,15 +24,15 @@ def golden():
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_that_share_a_character_with_an_answer_are_learnt(kind, is_marked):
     tokenizer, wrong = load_tokenizer(FOLDER / kind), []
-    chosen = [one for one in golden()["answers"] if one[0] == kind]
+    chosen = [item for item in golden()["answers"] if item[0] == kind]
     assert len(chosen) == len(golden()["templates"]) * len(golden()["conversations"])
     for _, name, number, ids, mask in chosen:
         template = golden()["templates"][name]
         for mark, tag in MARKED.items():
             template = template.replace(mark, tag if is_marked else "")
         tokenizer.chat = ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"})
-        found = tokens_of(golden()["conversations"][number], tokenizer, "here")
-        assert found.ids.tolist() == ids
-        if "".join(map(str, found.is_answer.astype(int))) != mask:
-            wrong.append((name, number, mask, "".join(map(str, found.is_answer.astype(int)))))
+        actual = tokens_of(golden()["conversations"][number], tokenizer, "here")
+        assert actual.ids.tolist() == ids
+        if "".join(map(str, actual.is_answer.astype(int))) != mask:
+            wrong.append((name, number, mask, "".join(map(str, actual.is_answer.astype(int)))))
     assert not wrong

@@ -38,8 +38,8 @@ def squares(num_examples=37, shuffle=0, repeat=False, parallel=False, draws=Fals
 
 
 def endless(seed=3, batch_size=5, **options):
-    made = functools.partial(squares, shuffle=13, repeat=True, parallel=True, **options)
-    return FromDataset(made, batch_size, seed)
+    result = functools.partial(squares, shuffle=13, repeat=True, parallel=True, **options)
+    return FromDataset(result, batch_size, seed)
 
 
 def one_pass(batch_size=5, **options):
@@ -188,7 +188,7 @@ def test_a_resume_says_that_it_reads_again():
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
-    assert [one.getMessage() for one in records] == [
+    assert [record.getMessage() for record in records] == [
         "reading the 2 batches before the next one again (FromDataset)"
     ]
 
@@ -199,9 +199,9 @@ def wrong(kind):
     return {
         "no dataset": lambda: [1, 2],
         "no dict": lambda: dataset,
-        "filtered": lambda: squares().filter(lambda one: one["labels"] < 0),
+        "filtered": lambda: squares().filter(lambda item: item["labels"] < 0),
         "empty": lambda: squares(0),
-        "ragged": lambda: squares().batch(5).map(lambda one: {"x": one["labels"]}),
+        "ragged": lambda: squares().batch(5).map(lambda element: {"x": element["labels"]}),
         "text": lambda: dataset.map(lambda i: {"x": tf.strings.as_string(i)}),
     }[kind]()
 
@@ -252,16 +252,16 @@ def test_a_file_of_records_is_counted_and_num_batches_takes_as_many(tmp_path):
     assert taken_three.num_batches == 3 and "num_elements" not in taken_three.fingerprint()
     assert_same(list(taken_three.batches()), batches[:3])
     assert_same(list(taken_three.batches(2)), batches[2:3])
-    with pytest.raises(ConfigError, match="ended after 5 batches, but num_batches is 7. Lower it"):
+    with pytest.raises(ConfigError, match="5.*num_batches.*7"):
         list(FromDataset(make, 5, num_batches=7).batches())
-    with pytest.raises(ConfigError, match="has 8 batches, but num_batches is 11. Lower it"):
+    with pytest.raises(ConfigError, match="8.*num_batches.*11"):
         FromDataset(squares, 5, num_batches=11).check()
-    with pytest.raises(ConfigError, match="num_batches is 0"):
+    with pytest.raises(ConfigError, match="num_batches.*0"):
         FromDataset(make, 5, num_batches=0).check()
 
 
 def test_bad_settings_and_batches_too_large_are_refused():
-    with pytest.raises(ConfigError, match="batch_size is 0"):
+    with pytest.raises(ConfigError, match="batch_size.*0"):
         FromDataset(squares, 0).check()
-    with pytest.raises(ConfigError, match="'x': 7.* at most batch_size, which is 5"):
+    with pytest.raises(ConfigError, match="'x'.*7.*batch_size.*5"):
         next(FromDataset(functools.partial(global_batches, True), 5, is_batched=True).batches())

@@ -59,22 +59,22 @@ def taken(pipeline, count, start=0, rows=None):
 
 
 def test_batches_are_grains_own():
-    found, theirs = taken(made(seed=3, repeat=True), 20), squares(seed=3, repeat=True, batch=5)
-    for index, batch in enumerate(found):
+    actual, theirs = taken(made(seed=3, repeat=True), 20), squares(seed=3, repeat=True, batch=5)
+    for index, batch in enumerate(actual):
         np.testing.assert_array_equal(batch["x"], theirs[index]["x"])
         np.testing.assert_array_equal(batch["labels"], theirs[index]["labels"])
         assert batch["x"].dtype == np.float32 and batch["labels"].dtype == np.int32
         assert batch["weights"].tolist() == [1.0] * 5
-    np.testing.assert_equal(taken(in_order(seed=3, repeat=True), 20), found)
+    np.testing.assert_equal(taken(in_order(seed=3, repeat=True), 20), actual)
     assert made(seed=3, repeat=True).num_batches is None
 
 
 def test_one_pass_ends_in_filler():
     batches = list(made().batches())
     assert len(batches) == made().num_batches == 5
-    weights = np.concatenate([one["weights"] for one in batches])
+    weights = np.concatenate([batch["weights"] for batch in batches])
     assert weights.tolist() == [1.0] * 23 + [0.0] * 2
-    labels = np.concatenate([one["labels"] for one in batches])
+    labels = np.concatenate([item["labels"] for item in batches])
     assert labels[:23].tolist() == list(range(23)) and not labels[23:].any()
     np.testing.assert_equal(list(in_order(num_batches=5).batches()), batches)
     np.testing.assert_equal(made().rows(4, slice(4, 5))["weights"], [0.0])
@@ -97,7 +97,7 @@ def test_a_resume_and_parts_of_rows_are_the_same_stream(pipeline):
     np.testing.assert_equal(taken(pipeline, 3, start=6), whole[6:])
     parts = [taken(pipeline, 9, rows=rows) for rows in (slice(0, 2), slice(2, 5))]
     joined = [
-        {name: np.concatenate([one[name] for one in pair]) for name in pair[0]}
+        {name: np.concatenate([item[name] for item in pair]) for name in pair[0]}
         for pair in zip(*parts, strict=True)
     ]
     np.testing.assert_equal(joined, whole)
@@ -109,10 +109,10 @@ def test_workers_and_mixtures_take_it():
     ahead = WithWorkers(pipeline, num_workers=2)
     np.testing.assert_equal(taken(ahead, 5, start=2), taken(pipeline, 5, start=2))
     mixture = Mixture({"a": pipeline, "b": made(length=7)}, {"a": 2, "b": 1}, 6)
-    labels = np.concatenate([one["labels"] for one in taken(mixture, 4)])
-    own = np.concatenate([one["labels"] for one in taken(pipeline, 4)])
+    labels = np.concatenate([item["labels"] for item in taken(mixture, 4)])
+    local = np.concatenate([element["labels"] for element in taken(pipeline, 4)])
     from_b = mixture.sources_of(0, 24) == 1
-    assert labels[~from_b].tolist() == own[:16].tolist()
+    assert labels[~from_b].tolist() == local[:16].tolist()
     assert labels[from_b].tolist() == [*range(7), 0]
 
 
@@ -121,7 +121,7 @@ def test_the_fingerprint_has_the_function_its_arguments_and_the_data():
     assert first == made(seed=1).fingerprint()
     assert first["make_dataset"]["seed"] == 1
     assert first["make_dataset"]["function"].endswith("test_from_grain.squares")
-    hashes = {one.fingerprint()["first_batches_sha256"] for one in (made(seed=1), made(seed=2))}
+    hashes = {item.fingerprint()["first_batches_sha256"] for item in (made(seed=1), made(seed=2))}
     assert len(hashes) == 2
     assert made(seed=1).nondeterminism() is None
 
@@ -168,7 +168,7 @@ def test_what_is_wrong_is_said(pipeline, words):
 
 def test_a_filter_reads_on_in_order():
     pipeline = in_order(only=4, num_batches=2, batch_size=4)
-    labels = np.concatenate([one["labels"] for one in pipeline.batches()])
+    labels = np.concatenate([batch["labels"] for batch in pipeline.batches()])
     assert labels.tolist() == [0, 4, 8, 12, 16, 20, 0, 0]
 
 

@@ -27,21 +27,21 @@ def test_rows_come_in_their_sources_order_whatever_the_sources_batches_are():
         {"a": numbered(0, 7, batch_size=3), "b": numbered(100, 5, batch_size=8)},
         {"a": 0.75, "b": 0.25}, 4,
     )
-    found = xs(mixture, 6)
-    assert [x for x in found if x < 100] == [k % 7 for k in range(18)]
-    assert [x for x in found if x >= 100] == [100 + k % 5 for k in range(6)]
+    actual = xs(mixture, 6)
+    assert [x for x in actual if x < 100] == [k % 7 for k in range(18)]
+    assert [x for x in actual if x >= 100] == [100 + k % 5 for k in range(6)]
     # From any batch on, and any rows of it.
-    assert xs(mixture, 3, start=3) == found[12:]
+    assert xs(mixture, 3, start=3) == actual[12:]
     part = next(mixture.batches(2, rows=slice(1, 3)))["x"].tolist()
-    assert part == found[9:11]
-    assert mixture.sources_of(0, 24).tolist() == [int(x >= 100) for x in found]
+    assert part == actual[9:11]
+    assert mixture.sources_of(0, 24).tolist() == [int(x >= 100) for x in actual]
 
 
 def test_an_endless_source_goes_on_from_epoch_to_epoch():
     source = numbered(0, 6, shuffle=True)
     mixture = Mixture({"a": source, "b": numbered(100, 5)}, {"a": 1, "b": 1}, 4)
-    own = source.batches()
-    expected = np.concatenate([next(own)["x"] for _ in range(4)]).tolist()
+    local = source.batches()
+    expected = np.concatenate([next(local)["x"] for _ in range(4)]).tolist()
     assert [x for x in xs(mixture, 8) if x < 100] == expected
 
 
@@ -50,13 +50,13 @@ def test_weights_change_at_a_batch():
         {"a": numbered(0, 50), "b": numbered(100, 50)},
         [(0, {"a": 1, "b": 0}), (2, {"a": 1, "b": 3}), (4, {"a": 0, "b": 1})], 4,
     )
-    found = xs(mixture, 6)
-    assert found[:8] == list(range(8))
-    assert sum(x < 100 for x in found[8:16]) == 2
-    assert found[16:] == list(range(106, 114))
-    assert xs(mixture, 2, start=3) == found[12:20]
+    actual = xs(mixture, 6)
+    assert actual[:8] == list(range(8))
+    assert sum(x < 100 for x in actual[8:16]) == 2
+    assert actual[16:] == list(range(106, 114))
+    assert xs(mixture, 2, start=3) == actual[12:20]
     whole = mixture.rows(1, slice(0, 4)), mixture.rows(2, slice(0, 4))
-    assert np.concatenate([one["x"] for one in whole]).tolist() == found[4:12]
+    assert np.concatenate([item["x"] for item in whole]).tolist() == actual[4:12]
 
 
 def test_shares_of_a_row_are_carried_over_changes_of_weights():
@@ -94,9 +94,9 @@ def test_it_stops_with_the_first_source_that_ends():
     assert mixture.num_batches == -(-end // 4)
     batches = list(mixture.batches())
     assert len(batches) == mixture.num_batches
-    weights = np.concatenate([one["weights"] for one in batches])
+    weights = np.concatenate([batch["weights"] for batch in batches])
     assert weights.tolist() == [1.0] * end + [0.0] * (len(weights) - end)
-    x = np.concatenate([one["x"] for one in batches])[:end]
+    x = np.concatenate([item["x"] for item in batches])[:end]
     assert sorted(x[x < 100].tolist()) == list(range(7))
     # It ends in the second stretch.
     later = Mixture(sources, [(0, {"a": 0, "b": 1}), (3, {"a": 1, "b": 0})], 4, stop="first")
@@ -138,7 +138,7 @@ def test_a_source_may_say_how_many_tokens_its_rows_have():
     for wrong in (0, -1.0, float("nan"), float("inf")):
         long.mean = wrong
         mixture = Mixture({"long": long, "other": other}, {"long": 1, "other": 1}, 7, unit="tokens")
-        with pytest.raises(ConfigError, match="tokens_per_row.*a number above 0"):
+        with pytest.raises(ConfigError, match="tokens_per_row.*0"):
             mixture.check()
 
 
@@ -165,7 +165,7 @@ def test_workers_and_parts_of_rows_make_the_same_stream():
                 mixture.rows(index, slice(first, min(first + each, 10)))
                 for first in range(0, 10, each)
             ]
-            joined = {name: np.concatenate([one[name] for one in parts]) for name in whole}
+            joined = {name: np.concatenate([part[name] for part in parts]) for name in whole}
             np.testing.assert_equal(joined, whole)
         np.testing.assert_equal(next(ahead), whole)
 
@@ -234,11 +234,11 @@ def test_the_digest_is_of_the_stream_and_not_of_who_makes_it():
     for index in range(3, 5):
         for name, leaf in sorted(made().rows(index, slice(0, 10)).items()):
             whole.update(f"{name} {leaf.dtype} {leaf.shape} ".encode() + leaf.tobytes())
-    found = {stream_digest(made(), 2, start=3, num_processes=count) for count in (1, 3, 8)}
-    assert found == {whole.hexdigest()}
+    actual = {stream_digest(made(), 2, start=3, num_processes=count) for count in (1, 3, 8)}
+    assert actual == {whole.hexdigest()}
     ahead = WithWorkers(made(), kind="threads")
     assert stream_digest(ahead, 2, start=3) == whole.hexdigest()
-    assert stream_digest(made(a=SyntheticLm(17, 4, 5, 7)), 2, start=3) not in found
+    assert stream_digest(made(a=SyntheticLm(17, 4, 5, 7)), 2, start=3) not in actual
 
 
 def test_twenty_switches_of_hosts_and_workers_leave_the_stream_as_it_is():
@@ -258,7 +258,7 @@ def test_twenty_switches_of_hosts_and_workers_leave_the_stream_as_it_is():
         ]
         for expected in whole[index : index + count]:
             parts = [next(host) for host in hosts]
-            joined = {name: np.concatenate([one[name] for one in parts]) for name in expected}
+            joined = {name: np.concatenate([part[name] for part in parts]) for name in expected}
             np.testing.assert_equal(joined, expected)
         index += count
 

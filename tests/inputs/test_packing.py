@@ -20,8 +20,8 @@ def rows_of(packing):
 
 
 def require_all_labels_once(rows, counts):
-    found = sorted((d, k) for row in rows for d, first, n in row for k in range(first, first + n))
-    assert found == [(d, k) for d, count in enumerate(counts) for k in range(count)]
+    actual = sorted((d, k) for row in rows for d, first, n in row for k in range(first, first + n))
+    assert actual == [(d, k) for d, count in enumerate(counts) for k in range(count)]
     assert max(sum(n for _, _, n in row) for row in rows) <= T
 
 
@@ -31,7 +31,7 @@ def test_first_fit_puts_each_piece_into_the_first_open_row_with_room(window, see
     counts = counts_of(seed)
     rows = rows_of(first_fit(counts, T, window))
     require_all_labels_once(rows, counts)
-    wanted, open_rows = [], []
+    expected, open_rows = [], []
     for document, count in enumerate(counts.tolist()):
         for first in range(0, count, T):
             n = min(T, count - first)
@@ -39,11 +39,11 @@ def test_first_fit_puts_each_piece_into_the_first_open_row_with_room(window, see
             if not fits:
                 open_rows = open_rows[-(window - 1):] if window > 1 else []
                 open_rows.append([])
-                wanted.append(open_rows[-1])
+                expected.append(open_rows[-1])
                 fits = open_rows[-1:]
             fits[0].append((document, first, n))
             open_rows = [row for row in open_rows if sum(p[2] for p in row) < T]
-    assert rows == wanted
+    assert rows == expected
 
 
 def test_more_rows_that_wait_fill_rows_better():

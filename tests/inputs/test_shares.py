@@ -33,7 +33,7 @@ def assert_within_one_row(schedule, phases, first, count):
     given = schedule.counts_before(first).tolist()
     for place, source in enumerate(schedule.sources_at(first, count).tolist(), start=first):
         given[source] += 1
-        targets = [target(phases, one, place + 1) for one in range(len(given))]
+        targets = [target(phases, item, place + 1) for item in range(len(given))]
         assert all(abs(a - b) < 1 for a, b in zip(given, targets, strict=True)), place
     assert schedule.counts_before(first + count).tolist() == given
 
@@ -84,8 +84,8 @@ def test_phases_of_many_turns_are_counted_and_not_walked(seed):
     for start, parts in phases[1:]:
         for first in (start - far // 2, start - sum(parts), start, start + far // 2):
             assert_within_one_row(schedule, phases, first, 2 * sum(parts))
-    made = sum(len(piece.order) for piece in schedule.pieces)
-    assert made <= 3 * sum(sum(parts) for _, parts in phases)
+    result = sum(len(piece.order) for piece in schedule.pieces)
+    assert result <= 3 * sum(sum(parts) for _, parts in phases)
 
 
 def test_the_order_of_shares_that_never_change_stays_what_it_was():
@@ -100,8 +100,8 @@ def test_counts_far_on_are_sums_of_what_stands_before():
     schedule = shares.Schedule([(0, (5, 0, 3, 11))])
     order = [int(schedule.sources_at(n, 1)[0]) for n in range(100)]
     for place in (0, 1, 18, 19, 20, 77):
-        found = schedule.counts_before(place)
-        assert found.tolist() == [order[:place].count(source) for source in range(4)]
+        actual = schedule.counts_before(place)
+        assert actual.tolist() == [order[:place].count(source) for source in range(4)]
     third_of_last = [n for n, source in enumerate(order) if source == 3][20]
     assert schedule.place_of(3, 20) == third_of_last
     assert schedule.place_of(1, 0) is None

@@ -25,8 +25,8 @@ FORGOTTEN = {
 def directory(path, base, files):
     """Writes a directory of a tokenizer."""
     path.mkdir(exist_ok=True)
-    own = "tokenizer.json" if base.endswith(".json") else "tokenizer.model"
-    shutil.copyfile(HOME / base, path / own)
+    local = "tokenizer.json" if base.endswith(".json") else "tokenizer.model"
+    shutil.copyfile(HOME / base, path / local)
     for name, content in files.items():
         text = content if isinstance(content, str) else json.dumps(content)
         (path / name).write_text(text, "utf-8")
@@ -70,7 +70,7 @@ def test_an_empty_text_is_no_token_but_the_model_has_its_own(tmp_path):
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.eos_ids) == (1, 2, (2,))
     typed = {"tokenizer_config.json": {name: {"content": ""} for name in empty}}
     assert load_tokenizer(directory(tmp_path / "b", "llama.model", typed)).eos_id == 2
-    with pytest.raises(ConfigError, match=r"tokenizer_config.json: eos_token is an empty text"):
+    with pytest.raises(ConfigError, match=r"tokenizer_config.json.*eos_token"):
         _ = load_tokenizer(directory(tmp_path / "c", "unmarked.json", files)).eos_id
     files |= {"config.json": {"eos_token_id": 1}}
     assert load_tokenizer(directory(tmp_path / "c", "unmarked.json", files)).eos_id == 1
@@ -140,7 +140,7 @@ def test_files_that_disagree_on_an_id_are_refused_with_both(tmp_path):
             _ = load_tokenizer(path).vocab_size
     twice = {"added_tokens.json": {"<a>": 400, "<b>": 400}}
     path = directory(tmp_path / "two", "llama.model", twice)
-    with pytest.raises(ConfigError, match="the id 400 is '<a>' by .* and '<b>'"):
+    with pytest.raises(ConfigError, match="400.*'<a>'.*'<b>'"):
         _ = load_tokenizer(path).vocab_size
 
 
@@ -173,7 +173,7 @@ def test_data_keeps_its_fingerprint_where_its_tokens_are_the_same(tmp_path):
         files = {"tokenizer_config.json": {}, **more}
         path = directory(tmp_path / f"{number}", "llama3.json", files)
         others.append(load_tokenizer(path).fingerprint())
-    assert len({one["sha256"] for one in others}) == 3
+    assert len({other["sha256"] for other in others}) == 3
 
 
 @pytest.mark.parametrize(
@@ -187,13 +187,13 @@ def test_data_keeps_its_fingerprint_where_its_tokens_are_the_same(tmp_path):
 def test_a_template_stands_in_the_config_in_each_form_of_transformers(tmp_path, template):
     files = {"tokenizer_config.json": {"chat_template": template}}
     tokenizer = load_tokenizer(directory(tmp_path, "llama.model", files))
-    said = [{"role": "user", "content": "a"}]
-    assert tokenizer.apply_chat_template(said, tokenize=False) == "<s>!"
+    message = [{"role": "user", "content": "a"}]
+    assert tokenizer.apply_chat_template(message, tokenize=False) == "<s>!"
 
 
 def test_a_template_that_is_no_text_is_refused(tmp_path):
     files = {"tokenizer_config.json": {"chat_template": 7}}
-    with pytest.raises(ConfigError, match="chat_template is 7; wanted is a text"):
+    with pytest.raises(ConfigError, match="chat_template.*7"):
         _ = load_tokenizer(directory(tmp_path, "llama.model", files)).chat
 
 
@@ -214,8 +214,8 @@ def test_directories_of_other_tokenizers_are_refused_by_name(tmp_path):
     path.mkdir()
     (path / "vocab.json").write_text("{}")
     (path / "merges.txt").write_text("")
-    with pytest.raises(ConfigError, match="found are merges.txt, vocab.json. Let transformers"):
+    with pytest.raises(ConfigError, match="merges.txt.*vocab.json"):
         load_tokenizer(path)
     files = {"tokenizer_config.json": {"tokenizer_class": "XLMRobertaTokenizer"}}
-    with pytest.raises(ConfigError, match="XLMRobertaTokenizer, whose ids are not the model's own"):
+    with pytest.raises(ConfigError, match="XLMRobertaTokenizer"):
         load_tokenizer(directory(tmp_path / "xlmr", "llama.model", files)).encode("a")

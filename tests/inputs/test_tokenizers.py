@@ -71,23 +71,23 @@ def tokenizer(request):
 
 def test_ids_and_texts_are_those_of_transformers():
     tokenizer = huggingface.load_tokenizer(LLAMA)
-    for one in golden(OF_LLAMA)["strings"]:
-        assert tokenizer.encode(one["text"]).tolist() == one["ids"]
-        assert tokenizer.encode(one["text"], False).tolist() == one["ids_without_special"]
-        assert tokenizer.decode(one["ids"]) == one["decoded"]
-        assert tokenizer.decode(one["ids"], True) == one["decoded_skipping_special"]
+    for item in golden(OF_LLAMA)["strings"]:
+        assert tokenizer.encode(item["text"]).tolist() == item["ids"]
+        assert tokenizer.encode(item["text"], False).tolist() == item["ids_without_special"]
+        assert tokenizer.decode(item["ids"]) == item["decoded"]
+        assert tokenizer.decode(item["ids"], True) == item["decoded_skipping_special"]
     special = golden(OF_LLAMA)["special_ids"]
-    found = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
-    assert found == {name: special[name] for name in found}
+    actual = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
+    assert actual == {name: special[name] for name in actual}
     assert tokenizer.vocab_size == golden(OF_LLAMA)["size_with_added_tokens"]
 
 
 def test_chats_are_those_of_transformers():
     tokenizer = huggingface.load_tokenizer(LLAMA)
-    for one in golden(OF_LLAMA)["conversations"]:
-        given = one["messages"], one["add_generation_prompt"]
-        assert tokenizer.apply_chat_template(*given, tokenize=False) == one["text"]
-        assert tokenizer.apply_chat_template(*given).tolist() == one["ids"]
+    for item in golden(OF_LLAMA)["conversations"]:
+        given = item["messages"], item["add_generation_prompt"]
+        assert tokenizer.apply_chat_template(*given, tokenize=False) == item["text"]
+        assert tokenizer.apply_chat_template(*given).tolist() == item["ids"]
 
 
 def test_text_comes_back_whole(tokenizer):
@@ -95,8 +95,8 @@ def test_text_comes_back_whole(tokenizer):
         assert tokenizer.decode(tokenizer.encode(text, False)) == text
         assert tokenizer.encode(text).dtype == np.int32
     documents = tokenizer.encode_documents([text.encode() for text in TEXTS])
-    for text, found in zip(TEXTS, documents, strict=True):
-        assert found.tolist() == tokenizer.encode(text, False).tolist()
+    for text, document in zip(TEXTS, documents, strict=True):
+        assert document.tolist() == tokenizer.encode(text, False).tolist()
 
 
 def test_what_is_no_text_is_refused(tokenizer):
@@ -119,8 +119,8 @@ def test_tokens_know_where_they_stand_in_the_text(tokenizer):
     assert (spans[1:, 0] <= spans[:-1, 1]).all() and (spans[:, 1] > places).all()
     # From each token that begins a character on, its ids are the rest of the text.
     for i in np.flatnonzero(np.diff(places, prepend=-1) > 0):
-        found = tokenizer.decode(ids[i:])
-        assert text[places[i] :] in (found, f" {found}"), (i, found)
+        actual = tokenizer.decode(ids[i:])
+        assert text[places[i] :] in (actual, f" {actual}"), (i, actual)
 
 
 def test_pieces_of_a_stream_are_whole_characters_and_add_up(tokenizer):
@@ -134,11 +134,11 @@ def test_pieces_of_a_stream_are_whole_characters_and_add_up(tokenizer):
     for skips in (False, True):
         for ids in streams:
             stream = StreamingDecoder(tokenizer, skips)
-            found = [stream.push(one) for one in ids]
-            assert "".join([*found, stream.flush()]) == tokenizer.decode(ids, skips)
+            actual = [stream.push(item) for item in ids]
+            assert "".join([*actual, stream.flush()]) == tokenizer.decode(ids, skips)
     whole = "é 😀"
     stream = StreamingDecoder(tokenizer)
-    assert not any("\ufffd" in stream.push(one) for one in tokenizer.encode(whole).tolist())
+    assert not any("\ufffd" in stream.push(element) for element in tokenizer.encode(whole).tolist())
 
 
 def test_a_sentencepiece_model_has_its_special_tokens_and_the_blanks_of_transformers(pieces):
@@ -154,10 +154,10 @@ def test_a_sentencepiece_model_has_its_special_tokens_and_the_blanks_of_transfor
 
 def test_what_is_no_tokenizer_is_refused_with_what_is_there(tmp_path):
     (tmp_path / "vocab.json").write_text("{}")
-    for path, said in (
+    for path, message in (
         (tmp_path / "absent", "There is no directory"), (tmp_path, "found are vocab.json"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             load_tokenizer(path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -185,11 +185,11 @@ def test_a_template_is_sandboxed_and_its_words_reach_the_user(tmp_path, template
 def test_a_command_trains_one_with_a_template_that_marks_answers(trained):
     tokenizer = load_tokenizer(trained)
     assert tokenizer.vocab_size == 300 and len(tokenizer.encode(" the the")) == 2
-    said = [{"role": "user", "content": "fox?"}, {"role": "assistant", "content": "dog"}]
-    text, spans = tokenizer.chat.answers(said)
-    assert [text[slice(*one)] for one in spans] == ["dog<|end_of_turn|>"]
-    assert text == tokenizer.apply_chat_template(said, tokenize=False)
-    asked = tokenizer.apply_chat_template(said[:1], True, tokenize=False)
+    message = [{"role": "user", "content": "fox?"}, {"role": "assistant", "content": "dog"}]
+    text, spans = tokenizer.chat.answers(message)
+    assert [text[slice(*span)] for span in spans] == ["dog<|end_of_turn|>"]
+    assert text == tokenizer.apply_chat_template(message, tokenize=False)
+    asked = tokenizer.apply_chat_template(message[:1], True, tokenize=False)
     assert text.startswith(asked + "dog")
     # An answer ends with its turn.
     assert set(tokenizer.eos_ids) == {tokenizer.eos_id, int(tokenizer.encode("<|end_of_turn|>")[0])}
@@ -210,7 +210,7 @@ def test_a_corpus_and_its_prompts_have_the_tokens_of_their_tokenizer(trained):
     tokenizer = load_tokenizer(trained)
     tokens, texts = corpus.tokens("train"), [text for _, text in of_bytes.documents("train")]
     documents = np.split(tokens, np.flatnonzero(tokens == tokenizer.eos_id))
-    assert [tokenizer.decode(one[1:]).encode() for one in documents[1:-1]] == texts
+    assert [tokenizer.decode(document[1:]).encode() for document in documents[1:-1]] == texts
     windows = TextWindows(corpus, "train", 4, 16, shuffle=True)
     assert windows.largest_id() < tokenizer.vocab_size == 300
     assert windows.baselines()["tokens_per_byte"] == (len(tokens) - 1) / (
@@ -230,9 +230,9 @@ def test_a_model_with_a_beginning_of_a_text_has_it_before_each_document(tmp_path
     (tmp_path / "a.txt").write_text("one")
     tokens = TextCorpus(f"{tmp_path}/*.txt", 0, str(LLAMA)).tokens("train")
     tokenizer = load_tokenizer(LLAMA)
-    one = tokenizer.encode("one", False).tolist()
-    assert tokens.tolist() == [tokenizer.eos_id, tokenizer.bos_id, *one, tokenizer.eos_id]
-    assert tokenizer.encode_prompt("one").tolist() == [tokenizer.bos_id, *one]
+    item = tokenizer.encode("one", False).tolist()
+    assert tokens.tolist() == [tokenizer.eos_id, tokenizer.bos_id, *item, tokenizer.eos_id]
+    assert tokenizer.encode_prompt("one").tolist() == [tokenizer.bos_id, *item]
     assert TokenIds().decode([3, 17]) == "3 17"
 
 

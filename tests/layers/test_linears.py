@@ -69,12 +69,12 @@ def test_einsum_equals_numpy_with_a_bias_of_the_dims_that_the_weight_gives(name)
     )
     x = rng.normal(size=input_shape).astype(np.float32)
     w, b = np.asarray(layer.w[...], np.float64), np.asarray(layer.b[...])
-    wanted = {
+    expected = {
         "into_heads": lambda: np.tensordot(x, w, axes=([2], [0])) + b,
         "out_of_heads": lambda: np.tensordot(x, w, axes=([2, 3], [1, 2])) + b,
         "per_expert": lambda: np.stack([x[e] @ w[e] + b[e] for e in range(2)]),
     }[name]()
-    np.testing.assert_allclose(layer(jnp.asarray(x)), wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(layer(jnp.asarray(x)), expected, rtol=1e-5, atol=1e-5)
     assert layer(jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16
 
 

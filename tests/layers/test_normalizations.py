@@ -73,8 +73,8 @@ def test_a_norm_without_weights_equals_numpy(name):
         "rms": partial(layers.RmsNormNoScale, epsilon=0.2),
     }[name](7, rngs=nnx.Rngs(0))
     mean = x.mean(-1, keepdims=True) if name == "layer" else 0.0
-    wanted = (x - mean) / np.sqrt(np.square(x - mean).mean(-1, keepdims=True) + 0.2)
-    np.testing.assert_allclose(layer(jnp.asarray(x)), wanted, rtol=1e-5, atol=1e-6)
+    expected = (x - mean) / np.sqrt(np.square(x - mean).mean(-1, keepdims=True) + 0.2)
+    np.testing.assert_allclose(layer(jnp.asarray(x)), expected, rtol=1e-5, atol=1e-6)
     assert not jax.tree.leaves(NnxModel(lambda rngs: layer).init(jax.random.key(0)))
 
 
@@ -143,9 +143,9 @@ def test_batch_statistics_equal_numpy_over_the_true_elements():
     build, _, x = cases("uneven")["batch"]
     true = x[paddings_of(len(x)) == 0]
     before = drawn(NnxModel(build))["non_trainable"]
-    found = results("uneven", (1, 4, 2))["batch"]["statistics"]
+    actual = results("uneven", (1, 4, 2))["batch"]["statistics"]
     for name, value in (("moving_mean", true.mean(0)), ("moving_variance", true.var(0))):
-        np.testing.assert_allclose(found[name], 0.7 * before[name] + 0.3 * value, rtol=2e-5)
+        np.testing.assert_allclose(actual[name], 0.7 * before[name] + 0.3 * value, rtol=2e-5)
 
 
 @pytest.mark.parametrize("norm", ["batch", "group", "layer", "rms"])
@@ -160,12 +160,12 @@ def test_bfloat16_is_close_to_float32_and_statistics_stay_float32(norm):
         module = model.module(mdl_vars)
         return call(module, x, jax.random.key(0)), mdl_vars_of(module)["non_trainable"]
 
-    (half, statistics), (whole, wanted) = run(x), run(np.float32(x))
+    (half, statistics), (whole, expected) = run(x), run(np.float32(x))
     assert half.dtype == jnp.bfloat16
     # All is float32 but the inputs, the same here, and one rounding of the outputs, to 8 bits.
     np.testing.assert_allclose(np.float32(half), whole, rtol=2**-8, atol=1e-6)
     assert np.abs(np.float32(half) - whole).max() > 1e-4
-    assert_near(statistics, wanted)
+    assert_near(statistics, expected)
     assert {a.dtype for a in jax.tree.leaves(statistics)} <= {jnp.dtype("float32")}
 
 
@@ -211,8 +211,8 @@ def test_scanned_batch_norms_equal_unrolled_ones_statistics_too():
         return jax.jit(jax.grad(objective, has_aux=True))(mdl_vars["params"])
 
     grads, (outputs, statistics) = run(scanned, mdl_vars)
-    found = run(unrolled, {kind: unstacked(tree) for kind, tree in mdl_vars.items()})
-    assert_near(found, (unstacked(grads), (outputs, unstacked(statistics))))
+    actual = run(unrolled, {kind: unstacked(tree) for kind, tree in mdl_vars.items()})
+    assert_near(actual, (unstacked(grads), (outputs, unstacked(statistics))))
     moved = statistics["blocks"]["norm"]["moving_mean"] - mdl_vars["non_trainable"]["blocks"][
         "norm"]["moving_mean"]
     assert (np.abs(moved).max(axis=1) > 1e-2).all()  # Of every layer.
@@ -241,18 +241,18 @@ def test_training_moves_statistics_and_evaluation_uses_them(mesh_of):
     state, _ = partitioner.train_step(state, batch, key)
     norm = jax.device_get(state.mdl_vars["non_trainable"]["norm"])
     np.testing.assert_allclose(norm["moving_mean"][:7], 0.4 * x.mean(0), rtol=1e-5, atol=1e-6)
-    wanted = 0.6 + 0.4 * x.var(0)
-    np.testing.assert_allclose(norm["moving_variance"][:7], wanted, rtol=1e-5)
+    expected = 0.6 + 0.4 * x.var(0)
+    np.testing.assert_allclose(norm["moving_variance"][:7], expected, rtol=1e-5)
     # No slot of the optimizer belongs to them.
     slots = jax.tree_util.tree_leaves_with_path(state.opt_states)
     assert not [path for path, _ in slots if "moving" in jax.tree_util.keystr(path)]
-    found = partitioner.eval_step(state.mdl_vars, batch)["loss"][0]
+    actual = partitioner.eval_step(state.mdl_vars, batch)["loss"][0]
     weights = jax.device_get(state.mdl_vars["params"])
     normed = (x - norm["moving_mean"][:7]) / np.sqrt(norm["moving_variance"][:7] + 1e-3)
     normed = normed * (1 + weights["norm"]["gamma"][:7]) + weights["norm"]["beta"][:7]
     logits = normed @ weights["logits"]["w"][:7]
-    wanted = np.log(np.exp(logits).sum(-1)) - logits[np.arange(13), host_batch["labels"]]
-    assert float(found) == pytest.approx(wanted.mean(), rel=1e-5)
+    expected = np.log(np.exp(logits).sum(-1)) - logits[np.arange(13), host_batch["labels"]]
+    assert float(actual) == pytest.approx(expected.mean(), rel=1e-5)
     after = jax.device_get(state.mdl_vars["non_trainable"]["norm"])
     assert_near(after, norm, tolerance=0.0)
 

@@ -56,10 +56,10 @@ def test_bfloat16_is_close_to_float32_and_keeps_float32_weights_and_logits(mdl_v
     assert {x.dtype for x in jax.tree.leaves(jax.eval_shape(half.init, jax.random.key(0)))} == {
         jnp.dtype("float32")
     }
-    found, wanted = logits_of(half, mdl_vars, IDS), logits_of(lm(), mdl_vars, IDS)
-    assert found.dtype == jnp.float32
+    actual, expected = logits_of(half, mdl_vars, IDS), logits_of(lm(), mdl_vars, IDS)
+    assert actual.dtype == jnp.float32
     # bfloat16 keeps 8 bits of mantissa; a handful of roundings one after the other.
-    error = np.abs(found - wanted).max() / np.abs(wanted).max()
+    error = np.abs(actual - expected).max() / np.abs(expected).max()
     assert 1e-5 < error < 0.03  # Above nothing: otherwise bfloat16 was not used.
 
 
@@ -89,7 +89,7 @@ def test_attention_equals_numpy_with_rotary_positions_that_start_anywhere():
         scale_query_by_dim_per_head=True, internal_enable_per_dim_scale=False, rngs=nnx.Rngs(1),
     )
     x = np.random.default_rng(5).normal(size=(2, 6, 5)).astype(np.float32)
-    found = layer(jnp.asarray(x), positions=jnp.arange(6)[None])[0]
+    actual = layer(jnp.asarray(x), positions=jnp.arange(6)[None])[0]
 
     def rotate(heads):
         angle = np.arange(6)[:, None] / 10_000.0 ** (np.arange(0, dim, 2) / dim)
@@ -106,5 +106,5 @@ def test_attention_equals_numpy_with_rotary_positions_that_start_anywhere():
     probs = np.exp(logits - logits.max(-1, keepdims=True))
     probs /= probs.sum(-1, keepdims=True)
     encoded = np.einsum("bnts,bsnk->btnk", probs, v)
-    wanted = np.einsum("btnk,dnk->btd", encoded, np.asarray(layer.post.w[...]))
-    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    expected = np.einsum("btnk,dnk->btd", encoded, np.asarray(layer.post.w[...]))
+    np.testing.assert_allclose(actual, expected, atol=1e-6)

@@ -24,19 +24,19 @@ def pax_defaults() -> dict[str, dict[str, Any]]:
 
 def shared_settings() -> list[tuple[str, str]]:
     """Returns (layer, setting) for each one that both sides have, with a default on ours."""
-    found = []
+    actual = []
     for name, defaults in sorted(pax_defaults().items()):
         layer = getattr(layers, name, None)
         if layer is None:
             continue
         for setting, parameter in inspect.signature(layer).parameters.items():
             if setting in defaults and parameter.default is not inspect.Parameter.empty:
-                found.append((name, setting))
-    return found
+                actual.append((name, setting))
+    return actual
 
 
 def test_every_setting_of_pax_has_its_default():
-    assert_each(has_its_default, ((".".join(one), one) for one in shared_settings()))
+    assert_each(has_its_default, ((".".join(setting), setting) for setting in shared_settings()))
 
 
 def has_its_default(layer_and_setting):

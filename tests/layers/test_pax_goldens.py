@@ -149,16 +149,16 @@ def load(name: str) -> tuple[Arrays, dict[str, float]]:
     return pax_arrays(name), pax_cases()[name]["tolerance"]
 
 
-def assert_close(found, wanted, tolerance, what: str) -> None:
-    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
-    assert found.shape == wanted.shape, what
+def assert_close(actual, expected, tolerance, what: str) -> None:
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert actual.shape == expected.shape, what
     allowed = (
         tolerance["atol"]
-        + tolerance["rtol"] * np.abs(wanted)
-        + tolerance.get("atol_of_max", 0.0) * np.abs(wanted).max(initial=0.0)
+        + tolerance["rtol"] * np.abs(expected)
+        + tolerance.get("atol_of_max", 0.0) * np.abs(expected).max(initial=0.0)
     )
-    excess = np.abs(found - wanted) - allowed
-    assert (excess <= 0).all(), f"{what}: off by {np.abs(found - wanted).max():.2e}"
+    excess = np.abs(actual - expected) - allowed
+    assert (excess <= 0).all(), f"{what}: off by {np.abs(actual - expected).max():.2e}"
 
 
 def params_of(model: NnxModel, weights: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -193,10 +193,10 @@ def test_outputs_and_gradients_equal_pax(name):
     grads, input_grads = jax.jit(jax.grad(objective, argnums=(0, 1)))(params, wrt)
     wanted_grads = params_of(model, golden.get("grad", {}))
     for path, grad in jax.tree_util.tree_leaves_with_path(grads):
-        wanted = functools.reduce(lambda node, part: node[part.key], path, wanted_grads)
-        assert_close(grad, wanted, tolerance, f"{name} gradient of {path}")
-    for path, found in input_grads.items():
-        assert_close(found, golden["gin"][path], tolerance, f"{name} gradient of {path}")
+        expected = functools.reduce(lambda node, part: node[part.key], path, wanted_grads)
+        assert_close(grad, expected, tolerance, f"{name} gradient of {path}")
+    for path, actual in input_grads.items():
+        assert_close(actual, golden["gin"][path], tolerance, f"{name} gradient of {path}")
 
 
 @pytest.mark.parametrize("kernel", slow_but({"chunked"}, ["chunked", "dot_product"]))
@@ -218,12 +218,12 @@ def test_a_query_that_sees_nothing_gets_paxs_average_from_every_kernel(kernel):
     run = jax.jit(jax.grad(objective, argnums=(0, 1, 2), has_aux=True))
     (grads, *input_grads), y = run(params, inputs["x"], inputs["paddings"])
     assert_close(y, golden["out"]["y"], tolerance, kernel)
-    wanted = params_of(model, golden["grad"]), golden["gin"]["x"], golden["gin"]["paddings"]
-    for found, (path, of_pax) in zip(
-        jax.tree.leaves((grads, *input_grads)), jax.tree_util.tree_leaves_with_path(wanted),
+    expected = params_of(model, golden["grad"]), golden["gin"]["x"], golden["gin"]["paddings"]
+    for leaf, (path, of_pax) in zip(
+        jax.tree.leaves((grads, *input_grads)), jax.tree_util.tree_leaves_with_path(expected),
         strict=True,
     ):
-        assert_close(found, of_pax, tolerance, f"{kernel} gradient of {path}")
+        assert_close(leaf, of_pax, tolerance, f"{kernel} gradient of {path}")
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.output == "logits"])
@@ -246,12 +246,12 @@ def test_every_output_of_a_softmax_and_its_gradients_equal_pax(name, chunk_size)
     (grads, *input_grads), outputs = run(params, inputs["x"], inputs["class_weights"])
     missing = {"logits", "log_probs"} if chunk_size else set()
     assert set(outputs) == set(golden["out"]) - {"y"} - missing
-    for path, found in outputs.items():
-        assert_close(found, golden["out"][path], tolerance, path)
-    wanted = params_of(model, golden["grad"])
-    for found, (path, of_pax) in zip(
-        jax.tree.leaves(grads), jax.tree_util.tree_leaves_with_path(wanted), strict=True
+    for path, output in outputs.items():
+        assert_close(output, golden["out"][path], tolerance, path)
+    expected = params_of(model, golden["grad"])
+    for output, (path, of_pax) in zip(
+        jax.tree.leaves(grads), jax.tree_util.tree_leaves_with_path(expected), strict=True
     ):
-        assert_close(found, of_pax, tolerance, f"gradient of {path}")
-    for path, found in zip(("x", "class_weights"), input_grads, strict=True):
-        assert_close(found, golden["gin"][path], tolerance, f"gradient of {path}")
+        assert_close(output, of_pax, tolerance, f"gradient of {path}")
+    for path, output in zip(("x", "class_weights"), input_grads, strict=True):
+        assert_close(output, golden["gin"][path], tolerance, f"gradient of {path}")

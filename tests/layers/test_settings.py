@@ -143,7 +143,7 @@ def test_no_function_takes_keywords_that_it_does_not_use():
     assert len(files) > 100
 
     def only_text(node):
-        return all(isinstance(one, ast.Expr) for one in node.body)
+        return all(isinstance(item, ast.Expr) for item in node.body)
 
     for path in files:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -246,9 +246,9 @@ every_run = pytest.mark.parametrize(
 def test_sharded_equals_unsharded(name, sizes, mesh_shape):
     sharded, whole = results(sizes, mesh_shape)[name], results(sizes, None)[name]
     flat, _ = jax.tree_util.tree_flatten_with_path(sharded)
-    for (path, found), wanted in zip(flat, jax.tree.leaves(whole), strict=True):
-        tolerance = 2e-6 * max(1.0, np.abs(wanted).max())
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=tolerance, err_msg=str(path))
+    for (path, actual), expected in zip(flat, jax.tree.leaves(whole), strict=True):
+        tolerance = 2e-6 * max(1.0, np.abs(expected).max())
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=tolerance, err_msg=str(path))
 
 
 @every_run

@@ -85,7 +85,7 @@ def test_more_names_than_dims_are_refused_with_the_weights_path():
             bias = nn.with_partitioning(nn.initializers.zeros, ("data", "mdl"))
             return nn.Dense(3, bias_init=bias, name="out")(x)
 
-    with pytest.raises(ConfigError, match=r"params/out/bias: .* 2 entries, .* 1 dims, \(3,\)"):
+    with pytest.raises(ConfigError, match=r"params/out/bias.*2.*1.*\(3,\)"):
         LinenModel(Long(), [(1, 5)]).weight_specs()
 
 

@@ -94,8 +94,8 @@ def test_a_job_that_died_ends_in_the_same_bits():
     assert [line["step"] for line in steps] == list(range(1, NUM_STEPS + 1))
     assert lines_of(resumed.metrics_jsonl) == steps
     assert lines_of(resumed.eval_metrics_jsonl) == lines_of(whole.eval_metrics_jsonl)
-    one, other = state_of(whole.path)[0], state_of(resumed.path)[0]
-    jax.tree.map(np.testing.assert_array_equal, one, other)
+    item, other = state_of(whole.path)[0], state_of(resumed.path)[0]
+    jax.tree.map(np.testing.assert_array_equal, item, other)
 
 
 def test_evaluation_is_that_of_flax_with_the_weights_of_the_job():
@@ -120,17 +120,17 @@ def test_the_lm_decodes_as_flax_does():
     whole, _ = jobs()
     succeed("--mode=decode", f"--job_log_dir={whole.path}")
     text = whole.decode_jsonl("prompts", NUM_STEPS).read_text()
-    found = [json.loads(line)["ids"] for line in text.splitlines()]
+    actual = [json.loads(line)["ids"] for line in text.splitlines()]
     variables, job = {"params": params_of(whole.path)}, state_of(whole.path)[2]
     pipeline = job.decode_datasets["prompts"]
     prompts = pipeline.rows(0, slice(0, 3))
-    assert len(found) == 3
+    assert len(actual) == 3
     apply = jax.jit(lambda ids: job.task.model.linen_module.apply(variables, ids, train=False))
     ids = np.pad(prompts["ids"], ((0, 0), (0, 4)))
     for n in range(4):
         last = prompts["prefix_lengths"] - 1 + n
         ids[np.arange(3), last + 1] = np.argmax(apply(jnp.asarray(ids)), -1)[np.arange(3), last]
-    assert found == ids.tolist()
+    assert actual == ids.tolist()
 
 
 def params_layout(task, mesh):

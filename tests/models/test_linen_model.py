@@ -55,8 +55,8 @@ def tiny() -> tuple[LinenModel, Any, jax.Array]:
 
 def test_init_is_bitwise_that_of_flax():
     model, mdl_vars, x = tiny()
-    wanted = Tiny().init(KEY, x, train=False)
-    jax.tree.map(np.testing.assert_array_equal, mdl_vars["params"], wanted["params"])
+    expected = Tiny().init(KEY, x, train=False)
+    jax.tree.map(np.testing.assert_array_equal, mdl_vars["params"], expected["params"])
     specs = jax.tree.map(lambda spec: spec.shape, model.weight_specs(), is_leaf=is_spec)
     assert specs == jax.tree.map(jnp.shape, mdl_vars)
 
@@ -85,8 +85,8 @@ def test_calls_of_a_pass_follow_each_other_and_draw_other_masks():
     assert jnp.mean((first == 0) == (second == 0)) < 0.8
     variables = {"params": mdl_vars["params"], "counters": {"count": jnp.int32(0)},
                  "carry": {"state": (jnp.zeros(2), jnp.ones(3))}}
-    wanted = Tiny().apply(variables, x, True, rngs={"dropout": KEY}, mutable=True)[0]
-    np.testing.assert_array_equal(first, wanted)
+    expected = Tiny().apply(variables, x, True, rngs={"dropout": KEY}, mutable=True)[0]
+    np.testing.assert_array_equal(first, expected)
 
 
 def test_evaluation_changes_nothing_and_draws_nothing():
@@ -155,8 +155,8 @@ def test_a_block_of_a_weight_is_gathered_at_entry():
     kernel = mdl_vars["params"]["Dense_0"]["kernel"]
     block = ShardedWeight(jnp.pad(kernel, ((0, 1), (0, 0))), lambda block: block[:5])
     params = {"Dense_0": {**mdl_vars["params"]["Dense_0"], "kernel": block}}
-    found = model.module({**mdl_vars, "params": params})(x)
-    np.testing.assert_array_equal(found, model.module(mdl_vars)(x))
+    actual = model.module({**mdl_vars, "params": params})(x)
+    np.testing.assert_array_equal(actual, model.module(mdl_vars)(x))
 
 
 def boxed_stack(transform: str) -> nn.Module:

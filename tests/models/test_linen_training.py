@@ -153,11 +153,11 @@ def plain() -> tuple[list, list, Any, Any, float]:
 @pytest.mark.slow
 def test_training_is_that_of_flax_and_optax_on_one_device():
     losses, sown, fresh, trained, heldout = on_mesh((2, 2, 2))
-    wanted_losses, wanted_sown, wanted_fresh, wanted, wanted_heldout = plain()
+    wanted_losses, wanted_sown, wanted_fresh, expected, wanted_heldout = plain()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), fresh, wanted_fresh)
     np.testing.assert_allclose(losses, wanted_losses, atol=1e-5)
     np.testing.assert_allclose(sown, wanted_sown, atol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), trained, wanted)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), trained, expected)
     assert heldout == pytest.approx(wanted_heldout, abs=1e-5)
 
 
@@ -211,9 +211,9 @@ def test_an_optimizer_of_whole_tensors_sees_one_layer_of_a_scan(mesh_of):
     slots = jax.jit(transform.init)(layers)
     for _ in range(3):
         state, outputs = partitioner.train_step(state, batch, KEY)
-        layers, slots, wanted = step(layers, slots)
-        assert float(outputs["metrics"]["loss"][0]) == pytest.approx(float(wanted), abs=1e-6)
-    assert wanted < 0.9 * loss_fn([{n: w[i] for n, w in stacked.items()} for i in range(3)])
+        layers, slots, expected = step(layers, slots)
+        assert float(outputs["metrics"]["loss"][0]) == pytest.approx(float(expected), abs=1e-6)
+    assert expected < 0.9 * loss_fn([{n: w[i] for n, w in stacked.items()} for i in range(3)])
 
 
 def test_activations_find_the_rules_and_the_mesh(mesh_of):

@@ -70,12 +70,12 @@ def pax_optimizer(settings: Mapping[str, Any]) -> Callable[..., optax.GradientTr
     name = settings["class"] if settings.get("sharded_adam", True) else "Adam, optax"
     ours = COUNTERPARTS[name]
     ignored = {"class", "learning_rate", "lr_schedule", *OF_THE_LEARNER, *OF_REGULARIZED}
-    own = {
+    local = {
         ours.names.get(name, name): value
         for name, value in settings.items()
         if name not in ignored and name not in ours.without
     }
-    optimizer = functools.partial(ours.optimizer, **{**ours.defaults, **own})
+    optimizer = functools.partial(ours.optimizer, **{**ours.defaults, **local})
     regularization = {name: settings[name] for name in OF_REGULARIZED if name in settings}
     if not regularization:
         return optimizer
@@ -199,11 +199,11 @@ def flat(tree: Any) -> Flat:
     }
 
 
-def assert_within(found: Any, wanted: Any, name: str, *, atol, rtol, atol_of_max=0.0) -> None:
+def assert_within(actual: Any, expected: Any, name: str, *, atol, rtol, atol_of_max=0.0) -> None:
     """Checks |found - wanted| against the tolerance that the goldens state."""
-    found, wanted = np.asarray(found, np.float32), np.asarray(wanted, np.float32)
-    assert found.shape == wanted.shape, name
-    largest = np.abs(wanted).max(initial=0.0)
+    actual, expected = np.asarray(actual, np.float32), np.asarray(expected, np.float32)
+    assert actual.shape == expected.shape, name
+    largest = np.abs(expected).max(initial=0.0)
     np.testing.assert_allclose(
-        found, wanted, rtol=rtol, atol=atol + atol_of_max * largest, err_msg=name
+        actual, expected, rtol=rtol, atol=atol + atol_of_max * largest, err_msg=name
     )

@@ -43,9 +43,9 @@ def test_some_settings_equal_optax():
         start = [params, params], [ours.init(params), theirs.init(params)]
         return jax.lax.scan(step, start, grads)[0][0]
 
-    found, wanted = after_three_steps(params, grads)
-    for name, weight in found.items():
-        np.testing.assert_allclose(weight, wanted[name], rtol=2e-5, atol=1e-6, err_msg=name)
+    actual, expected = after_three_steps(params, grads)
+    for name, weight in actual.items():
+        np.testing.assert_allclose(weight, expected[name], rtol=2e-5, atol=1e-6, err_msg=name)
 
 
 EDGES = {"one": (1, 1), "row": (1, 7), "scalar": (), "square": (5, 5), "vector": (3,)}

@@ -87,25 +87,25 @@ def test_golden_of_pax(name):
     assert state.count == 5
     tolerance = {key: case["tolerance"].get(key, 0.0) for key in ("rtol", "atol", "atol_of_max")}
 
-    def assert_near(found, wanted, path):
+    def assert_near(actual, wanted, path):
         atol = tolerance["atol"] + tolerance["atol_of_max"] * np.abs(wanted).max()
-        np.testing.assert_allclose(found, wanted, tolerance["rtol"], atol, err_msg=path)
+        np.testing.assert_allclose(actual, wanted, tolerance["rtol"], atol, err_msg=path)
 
     for i in range(5):
-        wanted = at(f"out/w{i}")
-        assert history.keys() == wanted.keys() and len(wanted) == 4
+        expected = at(f"out/w{i}")
+        assert history.keys() == expected.keys() and len(expected) == 4
         for path, weights in history.items():
-            assert_near(weights[i], wanted[path], f"w{i}/{path}")
+            assert_near(weights[i], expected[path], f"w{i}/{path}")
     for kind in SLOTS:
-        wanted, slots = at(f"out/state/2/{kind}"), flattened(getattr(state, kind))
-        assert slots.keys() == wanted.keys() and len(wanted) == 4
+        expected, slots = at(f"out/state/2/{kind}"), flattened(getattr(state, kind))
+        assert slots.keys() == expected.keys() and len(expected) == 4
         for path, slot in slots.items():
             # Of the same shapes and dtypes, those that stand for an absent slot too.
-            assert (slot.shape, slot.dtype) == (wanted[path].shape, wanted[path].dtype), path
+            assert (slot.shape, slot.dtype) == (expected[path].shape, expected[path].dtype), path
             if slot.dtype == np.int8:  # A tie may round the other way.
-                assert np.abs(slot.astype(int) - wanted[path].astype(int)).max() <= 1
+                assert np.abs(slot.astype(int) - expected[path].astype(int)).max() <= 1
             else:
-                assert_near(slot, wanted[path], f"{kind}/{path}")
+                assert_near(slot, expected[path], f"{kind}/{path}")
 
 
 @pytest.mark.parametrize("name", [
@@ -133,8 +133,8 @@ def test_options_equal_real_pax(name):
 
     def init(params):
         return [
-            vmapped(optimizer.init)({name: params[name] for name in own})
-            for own, vmapped in groups.items()
+            vmapped(optimizer.init)({name: params[name] for name in local})
+            for local, vmapped in groups.items()
         ]
 
     def update(params, states, grads):
@@ -169,10 +169,10 @@ def test_options_equal_real_pax(name):
         }
         assert bool(present) == (f"{name}/{kind}" in numbers)
         if present:
-            found, wanted = raveled(present), numbers[f"{name}/{kind}"]
+            actual, expected = raveled(present), numbers[f"{name}/{kind}"]
             if kind == "m" and np.issubdtype(present["one/w"].dtype, np.integer):
-                assert np.abs(found - wanted).max() <= 1
+                assert np.abs(actual - expected).max() <= 1
             else:
-                np.testing.assert_allclose(found, wanted, **tolerance)
+                np.testing.assert_allclose(actual, expected, **tolerance)
             num_compared += len(present)
     assert num_compared >= 6

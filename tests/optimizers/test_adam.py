@@ -30,9 +30,9 @@ def trained(optimizer, num_steps, dtype=jnp.float32):
 def test_without_clipping_it_is_optax_adam_with_slots_of_corrected_bias():
     settings = dict(beta1=0.8, beta2=0.95, epsilon=1e-3, epsilon_root=0.1)
     weights, state = trained(adam(0.1, clip_threshold=0.0, **settings), 7)
-    wanted, optax_state = trained(optax.adam(0.1, b1=0.8, b2=0.95, eps=1e-3, eps_root=0.1), 7)
+    expected, optax_state = trained(optax.adam(0.1, b1=0.8, b2=0.95, eps=1e-3, eps_root=0.1), 7)
     for name in SHAPES:
-        np.testing.assert_allclose(weights[name], wanted[name], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(weights[name], expected[name], rtol=1e-5, atol=1e-6)
         corrected = optax_state[0].mu[name] / (1 - 0.8**7), optax_state[0].nu[name] / (1 - 0.95**7)
         np.testing.assert_allclose(state[0].m[name], corrected[0], rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(state[0].v[name], corrected[1], rtol=1e-5)
@@ -59,8 +59,8 @@ def test_weight_decay_is_added_after_the_clipping():
     optimizer = adam(0.1, epsilon=0.0, clip_threshold=0.25, weight_decay=3.0)
     updates, _ = optimizer.update(grads, optimizer.init(weights), weights)
     for name in SHAPES:
-        wanted = -0.1 * (0.25 * np.sign(grads[name]) + 3.0 * weights[name])
-        np.testing.assert_allclose(updates[name], wanted, rtol=1e-5, atol=1e-6)
+        expected = -0.1 * (0.25 * np.sign(grads[name]) + 3.0 * weights[name])
+        np.testing.assert_allclose(updates[name], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_first_update_has_no_rounding_of_the_bias_correction():
@@ -86,5 +86,5 @@ def test_slots_of_bfloat16_weights_are_float32_and_remain_so():
      ("clip_threshold", -1.0), ("clip_threshold", None), ("weight_decay", float("nan"))],
 )  # fmt: skip
 def test_a_setting_out_of_range_is_named(setting, value):
-    with pytest.raises(ConfigError, match=f"adam: {setting} is {value!r}; wanted is"):
+    with pytest.raises(ConfigError, match=f"{setting}.*{value!r}"):
         adam(0.1, **{setting: value})

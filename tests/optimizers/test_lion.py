@@ -25,8 +25,8 @@ def trained(optimizer, num_steps):
 def test_with_a_float32_momentum_it_is_optax_lion():
     settings = dict(beta1=0.7, beta2=0.8, weight_decay=0.3, m_dtype=jnp.float32)
     weights, state = trained(lion(0.1, **settings), 7)
-    wanted, optax_state = trained(optax.lion(0.1, b1=0.7, b2=0.8, weight_decay=0.3), 7)
-    np.testing.assert_allclose(weights, wanted, rtol=1e-5, atol=1e-6)
+    expected, optax_state = trained(optax.lion(0.1, b1=0.7, b2=0.8, weight_decay=0.3), 7)
+    np.testing.assert_allclose(weights, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(state[0].m["w"], optax_state[0].mu["w"], rtol=1e-5, atol=1e-6)
 
 
@@ -46,8 +46,8 @@ def test_a_bfloat16_momentum_is_rounded_once_a_step():
 def test_an_update_is_clipped_only_by_a_threshold_below_1(clip_threshold, size):
     optimizer = lion(0.5, clip_threshold=clip_threshold, weight_decay=3.0)
     updates, _ = optimizer.update(draw(1), optimizer.init(draw(0)), draw(0))
-    wanted = -0.5 * (size * np.sign(draw(1)["w"]) + 3.0 * draw(0)["w"])
-    np.testing.assert_allclose(updates["w"], wanted, rtol=1e-6, atol=1e-6)
+    expected = -0.5 * (size * np.sign(draw(1)["w"]) + 3.0 * draw(0)["w"])
+    np.testing.assert_allclose(updates["w"], expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_an_update_is_clipped_only_by_a_threshold_below_1(clip_threshold, size):
     [("beta1", 1.0), ("beta2", -0.1), ("clip_threshold", -1), ("weight_decay", -1)],
 )
 def test_a_setting_out_of_range_is_named(setting, value):
-    with pytest.raises(ConfigError, match=f"lion: {setting} is {value!r}; wanted is"):
+    with pytest.raises(ConfigError, match=f"{setting}.*{value!r}"):
         lion(0.1, **{setting: value})
 
 

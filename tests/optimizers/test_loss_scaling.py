@@ -49,11 +49,11 @@ def test_the_scale_halves_on_overflow_and_grows_after_as_many_good_steps_as_said
     counts = [1, 2, 0, 0, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
     state, update = loss_scale.init(), jax.jit(loss_scale.update)
     assert (state["scale"].dtype, state["num_good_steps"].dtype) == (jnp.float32, jnp.int32)
-    found = []
-    for one in is_finite:
-        state = update(state, jnp.bool_(one))
-        found.append((int(state["scale"]), int(state["num_good_steps"])))
-    assert found == list(zip(scales, counts, strict=True))
+    actual = []
+    for item in is_finite:
+        state = update(state, jnp.bool_(item))
+        actual.append((int(state["scale"]), int(state["num_good_steps"])))
+    assert actual == list(zip(scales, counts, strict=True))
     assert (state["scale"].dtype, state["num_good_steps"].dtype) == (jnp.float32, jnp.int32)
 
 

@@ -28,7 +28,7 @@ def test_five_steps_equal_pax(name):
     case = CASES[name]
     arrays = golden_arrays(f"pax/learner/{name}.npz")
     wanted = {kind: under(arrays, f"out/{kind}/params/") for kind in ("w0", "w1", "w2", "w3", "w4")}
-    found = run(
+    actual = run(
         pax_learner(case["hparams"]),
         under(arrays, "w/params/"),
         [under(arrays, f"in/grad{i}/params/") for i in range(5)],
@@ -37,28 +37,28 @@ def test_five_steps_equal_pax(name):
     tolerance = case["tolerance"]
     for i in range(5):
         for path, weight in wanted[f"w{i}"].items():
-            assert_within(found.weights[path][i], weight, f"step {i}: {path}", **tolerance)
+            assert_within(actual.weights[path][i], weight, f"step {i}: {path}", **tolerance)
         # What Pax reports is the rate at the step; what it and we apply is the rate at the count of
         # updates, and that is what we report.
         rate = pax_rate(case["hparams"]["optimizer"])
         assert_within(rate(i), arrays[f"out/lr{i}"], f"rate {i}", **tolerance)
         num_skipped = case["nan_at"] is not None and i > case["nan_at"]
-        assert found.learning_rates[i] == rate(i - num_skipped)
-    assert set(found.weights) == set(wanted["w4"])
-    assert_slots_equal(found, under(arrays, "out/state/"), tolerance)
+        assert actual.learning_rates[i] == rate(i - num_skipped)
+    assert set(actual.weights) == set(wanted["w4"])
+    assert_slots_equal(actual, under(arrays, "out/state/"), tolerance)
 
 
-def assert_slots_equal(found: Run, state: dict[str, np.ndarray], tolerance: dict) -> None:
+def assert_slots_equal(actual: Run, state: dict[str, np.ndarray], tolerance: dict) -> None:
     compared = set()
     for path, slot in state.items():
         transformation, _, weight = path.partition("/params/")
         field = transformation.split("/")[-1]
         if field == "count":
-            assert found.counts == {int(count) for count in np.ravel(slot)}
+            assert actual.counts == {int(count) for count in np.ravel(slot)}
         else:
-            assert_within(found.slots[field][weight], slot, path, **tolerance)
+            assert_within(actual.slots[field][weight], slot, path, **tolerance)
             compared.add((field, weight))
-    assert compared == {(field, weight) for field in found.slots for weight in found.slots[field]}
+    assert compared == {(field, weight) for field in actual.slots for weight in actual.slots[field]}
 
 
 def under(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:

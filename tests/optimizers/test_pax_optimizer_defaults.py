@@ -25,12 +25,12 @@ def test_a_setting_of_pax_has_its_default_or_another_one_that_is_stated(name):
     for setting, pax in pax_defaults(name).items():
         if setting in ELSEWHERE or setting in ours.without:
             continue
-        own = ours.names.get(setting, setting)
-        if own in ours.defaults:
-            assert ours.defaults[own] == pax, setting
-            assert parameters[own].default != pax, f"{setting}: no longer different"
+        local = ours.names.get(setting, setting)
+        if local in ours.defaults:
+            assert ours.defaults[local] == pax, setting
+            assert parameters[local].default != pax, f"{setting}: no longer different"
         else:
-            assert parameters[own].default == pax, setting
+            assert parameters[local].default == pax, setting
 
 
 def test_every_optimizer_of_pax_that_is_tested_here_has_the_same_regularisation_and_clipping():

@@ -47,23 +47,23 @@ def ravelled(arrays: Flat) -> np.ndarray:
     [(family, name) for family, cases in FAMILIES.items() for name in cases if name != "in"],
 )
 def test_five_steps_equal_pax(family, name):
-    inputs, wanted = FAMILIES[family]["in"], dict(FAMILIES[family][name])
+    inputs, expected = FAMILIES[family]["in"], dict(FAMILIES[family][name])
     shapes = STACKED_SHAPES if family == "stacked" else SHAPES
-    found = run(
-        pax_learner(json.loads(wanted.pop("hparams").tobytes())),
+    actual = run(
+        pax_learner(json.loads(expected.pop("hparams").tobytes())),
         unravelled(inputs["w"], shapes),
         [unravelled(grads, shapes) for grads in inputs["grads"]],
         stacked=("dense",) if family == "stacked" else (),
         dtype=jnp.bfloat16 if family == "bfloat16" else jnp.float32,
     )
     tolerance = BFLOAT16_TOLERANCE if family == "bfloat16" else TOLERANCE
-    assert found.counts == {int(wanted.pop("count"))}
-    if "w" in wanted:
-        last = {path: weight[-1] for path, weight in found.weights.items()}
-        assert_within(ravelled(last), wanted.pop("w"), "weights", **tolerance)
-    assert set(found.slots) == set(wanted)
-    for field, slots in wanted.items():
-        assert_within(ravelled(found.slots[field]), slots, field, **tolerance)
+    assert actual.counts == {int(expected.pop("count"))}
+    if "w" in expected:
+        last = {path: weight[-1] for path, weight in actual.weights.items()}
+        assert_within(ravelled(last), expected.pop("w"), "weights", **tolerance)
+    assert set(actual.slots) == set(expected)
+    for field, slots in expected.items():
+        assert_within(ravelled(actual.slots[field]), slots, field, **tolerance)
 
 
 @pytest.mark.parametrize(

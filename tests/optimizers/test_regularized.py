@@ -66,22 +66,22 @@ def test_ewc_draws_weights_towards_those_they_began_with():
             optimizer=optax.sgd, ewc_regularizer_weight=weight,
         )
         first = {"w": W, "b": B}
-        weights, state, found = first, optimizer.init(first), []
-        wanted = {name: [w] for name, w in first.items()}
+        weights, state, actual = first, optimizer.init(first), []
+        expected = {name: [w] for name, w in first.items()}
         for t in range(3):
             grads = jax.tree.map(lambda w, t=t: np.full_like(w, t + 1.0), first)
             updates, state = optimizer.update(grads, state, weights)
             weights = optax.apply_updates(weights, updates)
-            found.append(weights)
+            actual.append(weights)
             lr = 1.0 if rate == "one" else rates[t]
-            for name, path in wanted.items():
+            for name, path in expected.items():
                 drawn = weight / 2 * (path[-1] - first[name])
                 path.append(path[-1] - lr * (t + 1.0 + drawn))
-        for name, path in wanted.items():
-            for one, other in zip(found, path[1:], strict=True):
-                np.testing.assert_allclose(one[name], other, rtol=1e-6, atol=1e-6)
+        for name, path in expected.items():
+            for item, other in zip(actual, path[1:], strict=True):
+                np.testing.assert_allclose(item[name], other, rtol=1e-6, atol=1e-6)
         if rate == "one":
-            np.testing.assert_allclose(found[-1]["w"] - W, -4.25, rtol=1e-6)
+            np.testing.assert_allclose(actual[-1]["w"] - W, -4.25, rtol=1e-6)
 
 
 def test_without_regularisation_it_is_the_optimizer():

@@ -85,8 +85,8 @@ def test_seven_steps_equal_numpy():
     for grad in grads:
         params, opt_states = update(grad, opt_states, params)
     for name, start in tree(0).items():
-        wanted = numpy_soap(start, [g[name] for g in grads])
-        np.testing.assert_allclose(params[name], wanted, atol=2e-5, err_msg=name)
+        expected = numpy_soap(start, [g[name] for g in grads])
+        np.testing.assert_allclose(params[name], expected, atol=2e-5, err_msg=name)
     state = opt_states["slots"]["unstacked"][0]
     for basis in jax.tree.leaves(state.bases):
         if len(basis) > 1:
@@ -121,8 +121,8 @@ def test_matrices_are_decomposed_only_when_due_in_a_stack_too(num_stacks):
     for _ in range(num_stacks):
         init, update = jax.vmap(init), jax.vmap(update)
     grads = {"w": jnp.ones((3,) * num_stacks + (5, 7))}
-    found = list(decompositions(jax.make_jaxpr(update)(grads, init(grads)).jaxpr))
-    assert len(found) == 6 and all(found)
+    actual = list(decompositions(jax.make_jaxpr(update)(grads, init(grads)).jaxpr))
+    assert len(actual) == 6 and all(actual)
 
 
 @pytest.mark.slow
@@ -130,14 +130,14 @@ def test_a_regression_on_correlated_inputs_is_solved_faster_than_by_adam():
     rng = np.random.default_rng(3)
     rotation = np.linalg.qr(rng.normal(size=(13, 13)))[0]
     mixing = jnp.asarray(np.geomspace(1.0, 0.03, 13)[:, None] * rotation.T)
-    wanted = jnp.ones((13, 5))
+    expected = jnp.ones((13, 5))
 
     def mean_loss(w):
-        return 0.5 * jnp.mean((mixing @ (w - wanted)) ** 2)
+        return 0.5 * jnp.mean((mixing @ (w - expected)) ** 2)
 
     def grad(w, key):
         inputs = jax.random.normal(key, (64, 13)) @ mixing
-        return inputs.T @ (inputs @ (w - wanted)) / 64
+        return inputs.T @ (inputs @ (w - expected)) / 64
 
     def best(make):
         def final(rate):

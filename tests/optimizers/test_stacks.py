@@ -82,17 +82,17 @@ def test_a_scanned_stack_trains_as_an_unrolled_one(name):
         params, opt_states = jax.lax.scan(step, start, grads)[0]
         return params, bound.eval_params(params, opt_states, use_ema=False)
 
-    def assert_close(found, wanted, start):
+    def assert_close(result, expected, start):
         # A weight of 100 that is now 0.1 has the rounding errors of 100.
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6 * np.abs(start).max())
+        np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6 * np.abs(start).max())
 
     grads = jax.tree.map(lambda *g: jnp.stack(g), *(layers(10 + i) for i in range(NUM_STEPS)))
-    for found in trained(layers(0), grads):
+    for actual in trained(layers(0), grads):
         for i in range(NUM_LAYERS):
-            layer = jax.tree.map(lambda x, i=i: x[i], found["scanned"])
+            layer = jax.tree.map(lambda x, i=i: x[i], actual["scanned"])
             start = layers(0)[f"layer_{i}"]
-            jax.tree.map(assert_close, layer, found[f"layer_{i}"], start)
+            jax.tree.map(assert_close, layer, actual[f"layer_{i}"], start)
             for before, after in zip(
-                jax.tree.leaves(start), jax.tree.leaves(found[f"layer_{i}"]), strict=True
+                jax.tree.leaves(start), jax.tree.leaves(actual[f"layer_{i}"]), strict=True
             ):
                 assert np.abs(after - before).max() > 1e-3

@@ -119,7 +119,7 @@ def test_a_signal_ends_a_command_with_its_number(capfd):
 
 @pytest.mark.parametrize("goes_on, code", [(True, 0), (False, 128 + signal.SIGPIPE)])
 def test_a_command_whose_output_is_lost_makes_what_it_makes(goes_on, code, monkeypatch, capfd):
-    null, made = os.open(os.devnull, os.O_WRONLY), []
+    null, result = os.open(os.devnull, os.O_WRONLY), []
 
     class Closed(io.StringIO):
         def write(self, text):
@@ -132,11 +132,11 @@ def test_a_command_whose_output_is_lost_makes_what_it_makes(goes_on, code, monke
 
     def command():
         print("made it", flush=True)
-        made.append(7)
+        result.append(7)
 
     assert status_of(command, goes_on=goes_on) == code
     os.close(null)
-    assert made == [7] * goes_on
+    assert result == [7] * goes_on
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -175,7 +175,7 @@ def test_a_directory_is_written_whole_or_stays_as_it_was(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", moves)
     with (
-        pytest.raises(ConfigError, match="Input/output error"),
+        pytest.raises(ConfigError, match="Input/output"),
         new_directory(target, "last.json") as folder,
     ):
         write(folder)
@@ -185,7 +185,7 @@ def test_a_directory_is_written_whole_or_stays_as_it_was(tmp_path, monkeypatch):
     assert sorted(os.listdir(target)) == ["a.bin", "b.bin", "last.json"]
     assert order[-1] == "last.json"
     with (
-        pytest.raises(ConfigError, match="has files already .a.bin, b.bin, last.json., and only"),
+        pytest.raises(ConfigError, match=".a.bin.*b.bin.*last.json"),
         new_directory(target, "last.json"),
     ):
         pytest.fail("files are written over")
@@ -213,7 +213,7 @@ def test_a_job_that_was_half_begun_is_begun_anew(tmp_path):
     (path / "huggingface").mkdir()
     (path / "config.txt").write_text("half")
     with (
-        pytest.raises(ConfigError, match="holds checkpoints, config.txt, .* is no job of praxis"),
+        pytest.raises(ConfigError, match="config.txt"),
         beginning(path, SYNTHETIC),
     ):
         pytest.fail("what is not known is removed")

@@ -150,7 +150,7 @@ def test_a_job_trains_within_the_positions_of_its_model(rotary):
         return dict.fromkeys(task.required_inputs, leaf)
 
     task.check_inputs(spec(16), task.required_inputs, "datasets.train")
-    with pytest.raises(ConfigError, match="max_positions is 16, but a sequence has up to 17"):
+    with pytest.raises(ConfigError, match="max_positions.*16.*17"):
         task.check_inputs(spec(17), task.required_inputs, "datasets.train")
 
 

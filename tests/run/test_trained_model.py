@@ -39,8 +39,8 @@ def model_on_eight(job):
 
 
 def evaluated(job, line=-1):
-    found = [x for x in read_json_lines(job.eval_metrics_jsonl) if x["dataset"] == "heldout"]
-    return {k: v for k, v in found[line].items() if k not in ("step", "dataset")}
+    actual = [x for x in read_json_lines(job.eval_metrics_jsonl) if x["dataset"] == "heldout"]
+    return {k: v for k, v in actual[line].items() if k not in ("step", "dataset")}
 
 
 def decoded(job):
@@ -59,8 +59,8 @@ def test_it_has_the_checkpoints_weights_at_their_true_shapes(job, model, model_o
     assert model.step == model_on_eight.step == 7
     assert dict(model.partitioner.mesh.shape) == {"replica": 1, "data": 1, "mdl": 1}
     assert dict(model_on_eight.partitioner.mesh.shape) == {"replica": 1, "data": 4, "mdl": 2}
-    for one in (model, model_on_eight):
-        weights = one.weights
+    for item in (model, model_on_eight):
+        weights = item.weights
         assert weights.keys() == wanted.keys()
         for path, x in weights.items():
             np.testing.assert_array_equal(x, wanted[path].read(), err_msg=path)
@@ -77,7 +77,7 @@ def test_evaluate_gives_the_numbers_of_mode_eval(job, model, model_on_eight):
 
 
 def test_evaluate_takes_batches_of_any_numbers_of_rows(job, model, model_on_eight):
-    wanted = evaluated(job)
+    expected = evaluated(job)
     rows = {}
     for batch in model.job.datasets["heldout"].batches():
         for name, x in batch.items():
@@ -85,9 +85,9 @@ def test_evaluate_takes_batches_of_any_numbers_of_rows(job, model, model_on_eigh
     batches = [{n: x[start : start + 7] for n, x in rows.items()}
                for start in range(0, len(rows["ids"]), 7)]
     assert len({len(batch["ids"]) for batch in batches}) == 2, "the last is not shorter"
-    for found in (model_on_eight.evaluate(batches), model_on_eight.evaluate(rows)):
-        for name, value in found.items():
-            assert value == pytest.approx(wanted[name], abs=1e-5), name
+    for actual in (model_on_eight.evaluate(batches), model_on_eight.evaluate(rows)):
+        for name, value in actual.items():
+            assert value == pytest.approx(expected[name], abs=1e-5), name
 
 
 def test_samples_are_drawn_anew_for_the_checkpoint_of_another_step(model):
@@ -107,29 +107,29 @@ def test_predict_is_the_models_own_call(model, model_on_eight):
             node = node.setdefault(parent, {})
         node[name] = x
     module = model.partitioner.task.model.module(mdl_vars)
-    wanted = module(np.asarray(ids, np.int32))[0]
-    for one in (model, model_on_eight):
-        logits, cache = one.predict(ids)
+    expected = module(np.asarray(ids, np.int32))[0]
+    for item in (model, model_on_eight):
+        logits, cache = item.predict(ids)
         assert isinstance(logits, np.ndarray) and logits.shape == (5, 13, 257) and cache is None
-        np.testing.assert_allclose(logits, wanted, atol=1e-5)
+        np.testing.assert_allclose(logits, expected, atol=1e-5)
     hidden = model.predict(ids, paddings=np.zeros((5, 13), np.float32))[0]
-    np.testing.assert_allclose(hidden, wanted, atol=1e-5)
+    np.testing.assert_allclose(hidden, expected, atol=1e-5)
 
 
 def without_scores(records):
-    return [{k: v for k, v in one.items() if k not in ("log_prob", "score")} for one in records]
+    return [{k: v for k, v in item.items() if k not in ("log_prob", "score")} for item in records]
 
 
 def test_decode_and_generate_give_the_records_of_mode_decode(job, model, model_on_eight):
-    wanted, before = decoded(job), files_of(job)
-    assert model.decode("prompts") == wanted
-    texts = [record["prompt"] for record in wanted]
+    expected, before = decoded(job), files_of(job)
+    assert model.decode("prompts") == expected
+    texts = [record["prompt"] for record in expected]
     ids = [[256, *text.encode()] for text in texts]
-    for found in (model.generate(texts), model_on_eight.generate(texts), model.generate(ids)):
-        assert without_scores(found) == without_scores(wanted)
-        for one, other in zip(found, wanted, strict=True):
-            assert one["log_prob"] == pytest.approx(other["log_prob"], abs=1e-4)
-    assert without_scores(model.generate(texts[0])) == without_scores(wanted[:1])
+    for actual in (model.generate(texts), model_on_eight.generate(texts), model.generate(ids)):
+        assert without_scores(actual) == without_scores(expected)
+        for item, other in zip(actual, expected, strict=True):
+            assert item["log_prob"] == pytest.approx(other["log_prob"], abs=1e-4)
+    assert without_scores(model.generate(texts[0])) == without_scores(expected[:1])
     assert files_of(job) == before
 
 
@@ -139,13 +139,13 @@ def test_settings_of_the_decoder_are_those_of_the_command_line(job, model):
         "--mode=decode", f"--job_log_dir={job.path}", "--set", ONE_DEVICE, "run.seed=7",
         "task.decoder.temperature=1.5", "task.decoder.num_samples=2",
     )
-    wanted = decoded(job)
-    found = model.generate(texts, temperature=1.5, num_samples=2, seed=7)
-    assert without_scores(found) == without_scores(wanted) and len(found) == 6
+    expected = decoded(job)
+    actual = model.generate(texts, temperature=1.5, num_samples=2, seed=7)
+    assert without_scores(actual) == without_scores(expected) and len(actual) == 6
     stopped = model.generate(texts, decoder=Greedy(max_decode_steps=2))
-    assert {one["decode_length"] for one in stopped} <= {1, 2}
+    assert {item["decode_length"] for item in stopped} <= {1, 2}
     # The job's decoder is as it was.
-    assert {one["decode_length"] for one in model.generate(texts)} & {3, 4, 5}
+    assert {element["decode_length"] for element in model.generate(texts)} & {3, 4, 5}
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_a_job_that_is_not_as_wanted_is_refused(job, settings, words):
 def test_where_no_job_is_is_said(tmp_path):
     with pytest.raises(ConfigError, match="does not exist .*Train first"):
         praxis_lite.load(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="has no config.json"):
+    with pytest.raises(ConfigError, match="config.json"):
         praxis_lite.load(tmp_path)
 
 

@@ -37,7 +37,7 @@ class Browser:
         self._commands, self._answers = os.fdopen(from_us, "wb"), os.fdopen(from_browser, "rb")
         self._number, self._session, self._rest = 0, None, b""
         targets = self.send("Target.getTargets")["targetInfos"]
-        target = next(one["targetId"] for one in targets if one["type"] == "page")
+        target = next(item["targetId"] for item in targets if item["type"] == "page")
         self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)[
             "sessionId"
         ]

@@ -99,9 +99,9 @@ CONVERSATIONS = [
 
 def tokenizers() -> dict[str, Tokenizer]:
     """Returns small ones of the kinds of GPT-2, of GPT-2 with trimmed places, and of Llama 2."""
-    texts = [one["content"] for turns in CONVERSATIONS for one in turns]
+    texts = [turn["content"] for turns in CONVERSATIONS for turn in turns]
     texts += ["USER: hello there ASSISTANT: yes it is fine", "[INST] hello [/INST] yes it is"] * 20
-    made = {}
+    result = {}
     for name, trims in (("byte_level", None), ("byte_level_trimmed", True), ("metaspace", None)):
         tokenizer = Tokenizer(models.BPE(byte_fallback=name == "metaspace", unk_token=None))
         if name == "metaspace":
@@ -121,8 +121,8 @@ def tokenizers() -> dict[str, Tokenizer]:
             from tokenizers import processors
 
             tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-        made[name] = tokenizer
-    return made
+        result[name] = tokenizer
+    return result
 
 
 def main(folder: Path) -> None:
@@ -138,15 +138,15 @@ def main(folder: Path) -> None:
         for template, text in TEMPLATES.items():
             marked = text.replace("[[", "{% generation %}").replace("]]", "{% endgeneration %}")
             for number, messages in enumerate(CONVERSATIONS):
-                made = fast.apply_chat_template(
+                result = fast.apply_chat_template(
                     messages, chat_template=marked, tokenize=True, return_dict=True,
                     return_assistant_tokens_mask=True,
                 )
-                mask = "".join(map(str, made["assistant_masks"]))
-                answers.append([name, template, number, list(made["input_ids"]), mask])
-    found = {"templates": TEMPLATES, "conversations": CONVERSATIONS}
-    lines = ",\n".join(json.dumps(one) for one in answers)
-    text = json.dumps(found, indent=1)[:-2] + f',\n "answers": [\n{lines}\n]}}\n'
+                mask = "".join(map(str, result["assistant_masks"]))
+                answers.append([name, template, number, list(result["input_ids"]), mask])
+    actual = {"templates": TEMPLATES, "conversations": CONVERSATIONS}
+    lines = ",\n".join(json.dumps(answer) for answer in answers)
+    text = json.dumps(actual, indent=1)[:-2] + f',\n "answers": [\n{lines}\n]}}\n'
     (folder / "answers.json").write_text(text)
 
 

@@ -23,7 +23,7 @@ def config_texts() -> dict[str, str]:
     stdlib = sysconfig.get_path("stdlib")
     texts: dict[str, str] = {}
     # Not list_experiments: it has what other tests of the process registered as well.
-    for binding in sorted(registered_in(HOME), key=lambda one: one.name):
+    for binding in sorted(registered_in(HOME), key=lambda item: item.name):
         experiment = get_experiment(binding.name)
         name = binding.name.removeprefix(f"{HOME}.")
         module = name.partition(".")[0]

@@ -26,11 +26,11 @@ def golden_arrays(path: str) -> dict[str, np.ndarray]:
 
 def by_kind(arrays: dict[str, np.ndarray]) -> Arrays:
     """Returns arrays by the first part of their names, then by the rest."""
-    found: Arrays = {}
+    actual: Arrays = {}
     for name, array in arrays.items():
         kind, _, rest = name.partition("/")
-        found.setdefault(kind, {})[rest] = array
-    return found
+        actual.setdefault(kind, {})[rest] = array
+    return actual
 
 
 def pax_cases() -> dict[str, dict[str, Any]]:
@@ -50,11 +50,11 @@ def pax_options(name: str) -> dict[str, Arrays]:
     Kinds: w (weights), stat (statistics before), new (after), out, grad (of weights), gin (of x).
     The inputs under "in" are those of all cases, which is case "".
     """
-    found: dict[str, Arrays] = {}
+    actual: dict[str, Arrays] = {}
     for entry, array in golden_arrays(f"pax_options/layers/{name}.npz").items():
         case, kind, *path = ("/" * entry.startswith("in/") + entry).split("/")
-        found.setdefault(case, {}).setdefault(kind, {})["/".join(path)] = array
-    return found
+        actual.setdefault(case, {}).setdefault(kind, {})["/".join(path)] = array
+    return actual
 
 
 def trimmed(spec: Any) -> list:

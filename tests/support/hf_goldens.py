@@ -96,7 +96,7 @@ def made(family: str) -> Any:
 
 def goldens(model: Any) -> dict[str, np.ndarray]:
     """Returns the arrays of tests/goldens/README.md."""
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     rows = [torch.randint(3, 101, (n,)) for n in LENGTHS]
     pad = torch.zeros(len(rows), T, dtype=torch.long)
 
@@ -109,33 +109,33 @@ def goldens(model: Any) -> dict[str, np.ndarray]:
 
     ids, mask = padded("right")
     outputs = model(ids, attention_mask=mask, output_hidden_states=True)
-    found |= {"right_ids": ids, "right_mask": mask, "right_logits": outputs.logits,
+    actual |= {"right_ids": ids, "right_mask": mask, "right_logits": outputs.logits,
               "right_hidden_states": torch.stack(outputs.hidden_states),
               "right_last_hidden_state": outputs.hidden_states[-1]}
     left_ids, left_mask = padded("left")
     positions = (left_mask.cumsum(1) - 1).clamp(min=0)
     left = model(left_ids, attention_mask=left_mask, position_ids=positions)
-    found |= {"left_ids": left_ids, "left_mask": left_mask, "left_position_ids": positions,
+    actual |= {"left_ids": left_ids, "left_mask": left_mask, "left_position_ids": positions,
               "left_logits": left.logits}
-    found |= packed(model)
+    actual |= packed(model)
     shifted = torch.randint(3, 101, (1, T))
     position_ids = torch.arange(7, 7 + T)[None]
     logits = model(shifted, position_ids=position_ids).logits
-    found |= {"shifted_ids": shifted, "shifted_position_ids": position_ids,
+    actual |= {"shifted_ids": shifted, "shifted_position_ids": position_ids,
               "shifted_logits": logits}
-    found |= greedy(model)
+    actual |= greedy(model)
     loss = next_token_loss(model, ids, mask)
     loss.backward()
-    found["right_loss"] = loss
+    actual["right_loss"] = loss
     grads: dict[str, torch.Tensor] = {}
     for name, weight in model.named_parameters():
         if name == "lm_head.weight":
             name = HEADS.get(model.config.model_type, name)
         is_as_named = model.config.model_type == "gpt_oss"
         grads |= {name: weight.grad} if is_as_named else in_the_file(name, weight.grad)
-    found["tensor_names"] = np.array(list(grads))
-    found["gradient_norms"] = np.array([x.double().norm().item() for x in grads.values()])
-    return {k: x.detach().numpy() if isinstance(x, torch.Tensor) else x for k, x in found.items()}
+    actual["tensor_names"] = np.array(list(grads))
+    actual["gradient_norms"] = np.array([x.double().norm().item() for x in grads.values()])
+    return {k: x.detach().numpy() if isinstance(x, torch.Tensor) else x for k, x in actual.items()}
 
 
 def packed(model: Any) -> dict[str, torch.Tensor]:
@@ -207,15 +207,15 @@ def trained(
     }
 
 
-def training(folder: Path, found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def training(folder: Path, actual: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns what ten steps make of the model in a folder, and how far rounding takes it.
 
     Args:
       found: the folder's other arrays.
     """
-    ids, mask = (torch.tensor(found[f"right_{x}"]).long() for x in ("ids", "mask"))
-    kind, names = transformers.AutoModelForCausalLM, [str(x) for x in found["tensor_names"]]
-    made = trained(read(kind, folder), ids, mask, names)
+    ids, mask = (torch.tensor(actual[f"right_{x}"]).long() for x in ("ids", "mask"))
+    kind, names = transformers.AutoModelForCausalLM, [str(x) for x in actual["tensor_names"]]
+    result = trained(read(kind, folder), ids, mask, names)
     # The same ten steps with weights that are off by one unit of rounding.
     nudged = read(kind, folder)
     with torch.no_grad():
@@ -223,10 +223,10 @@ def training(folder: Path, found: dict[str, np.ndarray]) -> dict[str, np.ndarray
             weight.mul_(1 + 2.0**-23 * torch.sign(torch.randn_like(weight)))
     other = trained(nudged, ids, mask, names)
     for name in ("sums", "norms"):
-        moved = np.abs(made[f"train_{name}"] - other[f"train_{name}"])
-        least = 1e-5 * made["train_norms"] + 1e-5
-        made[f"train_{name}_tolerance"] = np.maximum(10 * moved, least)
-    return made
+        moved = np.abs(result[f"train_{name}"] - other[f"train_{name}"])
+        least = 1e-5 * result["train_norms"] + 1e-5
+        result[f"train_{name}_tolerance"] = np.maximum(10 * moved, least)
+    return result
 
 
 def read(kind: type, folder: Path) -> Any:
@@ -256,18 +256,18 @@ def main(directory: str, *families: str) -> None:
     for family in families or FAMILIES:
         folder = Path(directory) / family
         if family not in FAMILIES:
-            found = dict(np.load(folder / "goldens.npz"))
-            np.savez_compressed(folder / "goldens.npz", **found, **training(folder, found))
+            actual = dict(np.load(folder / "goldens.npz"))
+            np.savez_compressed(folder / "goldens.npz", **actual, **training(folder, actual))
             continue
         model = made(family)
         model.save_pretrained(folder)
         (folder / "generation_config.json").unlink(missing_ok=True)
-        found = goldens(read(type(model), folder))
-        found |= training(folder, found)
-        np.savez_compressed(folder / "goldens.npz", **found)
+        actual = goldens(read(type(model), folder))
+        actual |= training(folder, actual)
+        np.savez_compressed(folder / "goldens.npz", **actual)
         about = {
-            "case": family, "logits_std": float(found["right_logits"].std()),
-            "smallest_greedy_margin": float(found["greedy_margin"]),
+            "case": family, "logits_std": float(actual["right_logits"].std()),
+            "smallest_greedy_margin": float(actual["greedy_margin"]),
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         }
         (folder / "goldens.json").write_text(json.dumps(about, indent=1) + "\n")

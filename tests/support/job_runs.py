@@ -324,7 +324,7 @@ def as_it_died(job: JobDir, step: int) -> JobDir:
 
 
 def _packages(argv: tuple[str, ...]) -> list[str]:
-    has_own = any(one == "--mode=summary" or one.startswith("--packages") for one in argv)
+    has_own = any(item == "--mode=summary" or item.startswith("--packages") for item in argv)
     return [] if has_own else ["--packages=jobzoo"]
 
 

@@ -119,12 +119,12 @@ def trained(size, optimizer, shape):
     state = partitioner.init(key)
     initial = on_host(partitioner.layout, state)
     losses, grad_norms, num_left = [], [], 0
-    for one in inputs:
+    for item in inputs:
         old = state
-        state, outputs = partitioner.train_step(old, partitioner.global_batch(one), key)
+        state, outputs = partitioner.train_step(old, partitioner.global_batch(item), key)
         losses.append(float(outputs["metrics"]["loss"][0]))
         grad_norms.append(float(outputs["learner"]["grad_norm"]))
         num_left += sum(not x.is_deleted() for x in jax.tree.leaves(old))
-        assert float(outputs["metrics"]["loss"][1]) == one["weights"].sum()
+        assert float(outputs["metrics"]["loss"][1]) == item["weights"].sum()
     assert partitioner.train_step.num_compiled() == 1
     return Run(partitioner, initial, state, losses, grad_norms, compiled, num_left)

@@ -15,5 +15,5 @@ needs_tensorflow = pytest.mark.skipif(
 def slow_but(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
     """Returns the values as parameters, which are slow tests but for some."""
     return [
-        pytest.param(one, marks=() if one in quick else pytest.mark.slow) for one in values
+        pytest.param(value, marks=() if value in quick else pytest.mark.slow) for value in values
     ]

@@ -123,7 +123,7 @@ class TinyTask(Task):
         # One pass for all the models: compiled apart they would take longer than the optimizers.
         models = [getattr(model, name) for name in OPTIMIZERS]
         together = jax.tree.map(lambda *weights: jnp.stack(weights), *models)
-        log_probs = jax.vmap(lambda one: one(inputs["ids"]))(together)
+        log_probs = jax.vmap(lambda item: item(inputs["ids"]))(together)
         of_labels = jax.nn.one_hot(inputs["labels"], log_probs.shape[-1])
         num_rows = len(inputs["ids"])
         loss = -jnp.einsum("nbv,bv->", log_probs, of_labels) / num_rows
@@ -181,8 +181,8 @@ def one_device(size):
     opt_states = jax.jit(bound.init)(mdl_vars["params"])
     history = [TrainState(np.int32(0), mdl_vars, opt_states)]
     step = jax.jit(lambda *args: steps.train_step(task, *args)[0])
-    for one in batches(size):
-        history.append(step(history[-1], one, jax.random.key(0)))
+    for batch in batches(size):
+        history.append(step(history[-1], batch, jax.random.key(0)))
     return jax.device_get(history)
 
 
@@ -212,6 +212,6 @@ def trained(name):
 
 
 def continued(partitioner, step, state, size, first, last):
-    for one in batches(size)[first:last]:
-        state, _ = step(state, partitioner.global_batch(one), partitioner.key(0))
+    for batch in batches(size)[first:last]:
+        state, _ = step(state, partitioner.global_batch(batch), partitioner.key(0))
     return state

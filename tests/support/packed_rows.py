@@ -39,10 +39,10 @@ class Packing:
 
         They are cast to the filler's dtype.
         """
-        found = filler.copy()
+        actual = filler.copy()
         for number, x in enumerate(of_documents):
-            found[self.document == number] = x
-        return found
+            actual[self.document == number] = x
+        return actual
 
 
 def packing(lengths: Lengths, length: int) -> Packing:
@@ -68,7 +68,7 @@ def of_each_document(
     batch: Mapping[str, np.ndarray], packing: Packing
 ) -> list[dict[str, np.ndarray]]:
     """Returns the batch, and for each document the batch in which it alone has weights."""
-    masks = [packing.document == one for one in range(packing.document.max() + 1)]
+    masks = [packing.document == item for item in range(packing.document.max() + 1)]
     return [{**batch, "weights": batch["weights"] * mask} for mask in (sum(masks), *masks)]
 
 
@@ -105,7 +105,7 @@ def nats_and_gradients(
         return jax.value_and_grad(objective)(mdl_vars["params"])
 
     with jax.set_mesh(mesh) if mesh else jax.default_device(jax.devices()[0]):
-        return [jax.device_get(run(mdl_vars, one)) for one in of_each_document(batch, packing)]
+        return [jax.device_get(run(mdl_vars, item)) for item in of_each_document(batch, packing)]
 
 
 def table_rows(document: int, ids_per_document: int) -> slice:
@@ -114,7 +114,7 @@ def table_rows(document: int, ids_per_document: int) -> slice:
 
 
 def check(
-    found: list[NatsAndGradients], wanted: list[NatsAndGradients], tables: Mapping[str, int],
+    actual: list[NatsAndGradients], wanted: list[NatsAndGradients], tables: Mapping[str, int],
     tolerance: float = 1e-6,
 ) -> None:
     """Checks nats and gradients of packed rows against those of rows apart.
@@ -123,18 +123,18 @@ def check(
       tables: of embeddings, by name: how many ids each document has for itself.
       tolerance: of gradients, relative to the largest one.
     """
-    nats, nats_apart = ([one for one, _ in runs] for runs in (found, wanted))
+    nats, nats_apart = ([element for element, _ in runs] for runs in (actual, wanted))
     np.testing.assert_allclose(nats, nats_apart, rtol=1e-6)
-    for document, (_, grads) in enumerate(found[1:]):
+    for document, (_, grads) in enumerate(actual[1:]):
         for name, ids_per_document in tables.items():
-            table, own = grads[name]["emb_var"], table_rows(document, ids_per_document)
-            has_any = np.any(wanted[1 + document][1][name]["emb_var"][own] != 0.0)
-            assert np.any(table[own] != 0.0) == has_any
-            others = np.delete(table, own, axis=0)
+            table, local = grads[name]["emb_var"], table_rows(document, ids_per_document)
+            has_any = np.any(wanted[1 + document][1][name]["emb_var"][local] != 0.0)
+            assert np.any(table[local] != 0.0) == has_any
+            others = np.delete(table, local, axis=0)
             np.testing.assert_array_equal(others, 0.0, err_msg=f"{document} sees another: {name}")
-    of_packed = jax.tree.leaves(found[0][1])
+    of_packed = jax.tree.leaves(actual[0][1])
     sums = jax.tree.leaves(jax.tree.map(lambda *x: np.sum(x, axis=0), *[g for _, g in wanted[1:]]))
     # Of all weights: the gradient of a key's bias is 0 but for what rounding leaves.
     near = tolerance * max(np.abs(x).max() for x in sums)
-    for one, total in zip(of_packed, sums, strict=True):
-        np.testing.assert_allclose(one, total, rtol=0, atol=near)
+    for item, total in zip(of_packed, sums, strict=True):
+        np.testing.assert_allclose(item, total, rtol=0, atol=near)

@@ -356,7 +356,7 @@ def option_row(name: str) -> tuple[list[str], list[str], list[str]]:
         if option in parameters:
             same.append(f"`{option}`")
         elif ours := found(AS, name, option):
-            names = ", ".join(f"`{one}`" for one in ours.split(", "))
+            names = ", ".join(f"`{word}`" for word in ours.split(", "))
             renamed.append(f"`{option}`: {names}")
         else:
             without.append(f"`{option}`: {found(WITHOUT, name, option)}")

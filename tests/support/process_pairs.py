@@ -26,9 +26,9 @@ class Ended:
 
 def free_port() -> int:
     """Returns a port of this machine that was free just now."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+    with socket.socket() as item:
+        item.bind(("127.0.0.1", 0))
+        return item.getsockname()[1]
 
 
 def start_processes(
@@ -53,12 +53,12 @@ def start_processes(
 
 def ended(processes: Sequence[subprocess.Popen], timeout: float = 240) -> list[Ended]:
     """Waits for all and returns how each ended; kills them if one does not."""
-    deadline, found = time.monotonic() + timeout, {}
+    deadline, actual = time.monotonic() + timeout, {}
     try:
-        while len(found) < len(processes):
+        while len(actual) < len(processes):
             for k, process in enumerate(processes):
-                if k not in found and process.poll() is not None:
-                    found[k] = time.monotonic()
+                if k not in actual and process.poll() is not None:
+                    actual[k] = time.monotonic()
             assert time.monotonic() < deadline, "a process does not end"
             time.sleep(0.05)
     finally:
@@ -66,7 +66,7 @@ def ended(processes: Sequence[subprocess.Popen], timeout: float = 240) -> list[E
             process.kill()
         texts = [process.communicate() for process in processes]
     return [
-        Ended(process.returncode, *texts[k], found[k]) for k, process in enumerate(processes)
+        Ended(process.returncode, *texts[k], actual[k]) for k, process in enumerate(processes)
     ]
 
 

@@ -35,13 +35,13 @@ def rows_that_arrived(mesh: Mesh, num_rows: int) -> bool:
         "ids": np.arange(1, num_rows * 5 + 1, dtype=np.int32).reshape(num_rows, 5),
         "scale": np.float32(0.3),
     }
-    own = process_rows(num_rows, mesh)
-    batch = global_batch({**inputs, "ids": inputs["ids"][own]}, mesh, num_rows)
+    local = process_rows(num_rows, mesh)
+    batch = global_batch({**inputs, "ids": inputs["ids"][local]}, mesh, num_rows)
     whole = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))(batch.inputs)
     ids = np.asarray(whole["ids"])
-    wanted = np.zeros((-(-num_rows // mesh.size) * mesh.size, 5), np.int32)
-    wanted[:num_rows] = inputs["ids"]
-    return bool(np.array_equal(ids, wanted) and whole["scale"] == inputs["scale"])
+    expected = np.zeros((-(-num_rows // mesh.size) * mesh.size, 5), np.int32)
+    expected[:num_rows] = inputs["ids"]
+    return bool(np.array_equal(ids, expected) and whole["scale"] == inputs["scale"])
 
 
 class Silent:
@@ -67,8 +67,8 @@ def examples_are_those_of_one_process(mesh: Mesh) -> bool:
         1, mdl_vars, examples=examples
     )
     wanted = np.square(3 * x)
-    found = np.array([one["loss"] for one in examples["all"]])
-    return bool(np.array_equal(found, wanted) and np.isclose(means["all"]["loss"], wanted.mean()))
+    actual = np.array([example["loss"] for example in examples["all"]])
+    return bool(np.array_equal(actual, wanted) and np.isclose(means["all"]["loss"], wanted.mean()))
 
 
 def mesh_of(order: list[int]) -> Mesh:

@@ -9,12 +9,12 @@ def counted_reads(monkeypatch):
 
     Threads of an earlier test may not be over yet.
     """
-    found, pread, here = [], os.pread, threading.get_ident()
+    actual, pread, here = [], os.pread, threading.get_ident()
 
     def counted(file, size, start):
         if threading.get_ident() == here:
-            found.append((start, size))
+            actual.append((start, size))
         return pread(file, size, start)
 
     monkeypatch.setattr(os, "pread", counted)
-    return found
+    return actual

@@ -84,8 +84,8 @@ def test_what_the_softmax_is_set_to_counts():
     smooth[np.arange(7), labels] = 0.9
     z_loss = 0.5 * np.mean(log_z**2)
     assert float(metrics["aux_loss"][0]) == pytest.approx(z_loss, rel=1e-5)
-    wanted = -np.mean((smooth * log_probs).sum(-1)) + z_loss
-    assert float(metrics["loss"][0]) == pytest.approx(wanted, rel=1e-5)
+    expected = -np.mean((smooth * log_probs).sum(-1)) + z_loss
+    assert float(metrics["loss"][0]) == pytest.approx(expected, rel=1e-5)
     assert float(metrics["accuracy"][0]) == pytest.approx((logits.argmax(-1) == labels).mean())
 
 

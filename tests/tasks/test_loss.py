@@ -37,21 +37,21 @@ def scalars(task, inputs=BATCH):
 
 
 def test_a_value_per_row_is_averaged_with_the_weights_and_filler_counts_for_nothing():
-    wanted = float((X * WEIGHTS)[WEIGHTS > 0].sum() / WEIGHTS.sum())
+    expected = float((X * WEIGHTS)[WEIGHTS > 0].sum() / WEIGHTS.sum())
 
     def loss(model, inputs, key):
         return inputs["x"], {"is_positive": inputs["x"] > 0, "rows": np.int32(5)}
 
-    found = scalars(task_of(loss))
-    assert found["loss"] == (pytest.approx(wanted, rel=1e-6), 4.5)
-    assert found["is_positive"] == (pytest.approx(4.0 / 4.5), 4.5)
-    assert found["rows"] == (5.0, 4.5)
+    actual = scalars(task_of(loss))
+    assert actual["loss"] == (pytest.approx(expected, rel=1e-6), 4.5)
+    assert actual["is_positive"] == (pytest.approx(4.0 / 4.5), 4.5)
+    assert actual["rows"] == (5.0, 4.5)
 
 
 def test_a_scalar_is_a_mean_already_and_a_pair_has_a_weight_of_its_own():
     assert scalars(returning(lambda inputs: jnp.float32(3.0))) == {"loss": (3.0, 4.5)}
-    found = scalars(returning((2.0, {"masked": (jnp.bfloat16(0.5), jnp.int32(17))})))
-    assert found == {"loss": (2.0, 4.5), "masked": (0.5, 17.0)}
+    actual = scalars(returning((2.0, {"masked": (jnp.bfloat16(0.5), jnp.int32(17))})))
+    assert actual == {"loss": (2.0, 4.5), "masked": (0.5, 17.0)}
     assert scalars(returning(lambda inputs: (inputs["x"][0], 2))) == {"loss": (3.0, 2.0)}
 
 
@@ -59,10 +59,10 @@ def test_tokens_weigh_by_token_and_rows_without_weights_by_row():
     rng = np.random.default_rng(41)
     x, weights = rng.normal(size=(5, 7)), rng.integers(0, 2, (5, 7)).astype(np.float32)
     inputs = {"x": jnp.asarray(x, jnp.float32), "weights": jnp.asarray(weights)}
-    found = scalars(returning(lambda inputs: inputs["x"]), inputs)
-    assert found["loss"] == (pytest.approx(x[weights > 0].mean(), rel=1e-5), weights.sum())
-    found = scalars(returning(lambda inputs: inputs["x"][:, 0]), {"x": inputs["x"]})
-    assert found["loss"] == (pytest.approx(x[:, 0].mean(), rel=1e-5), 5.0)
+    actual = scalars(returning(lambda inputs: inputs["x"]), inputs)
+    assert actual["loss"] == (pytest.approx(x[weights > 0].mean(), rel=1e-5), weights.sum())
+    actual = scalars(returning(lambda inputs: inputs["x"][:, 0]), {"x": inputs["x"]})
+    assert actual["loss"] == (pytest.approx(x[:, 0].mean(), rel=1e-5), 5.0)
 
 
 def test_a_batch_of_filler_alone_weighs_nothing():
@@ -145,7 +145,7 @@ def test_an_array_by_itself_is_the_prediction_and_rows_without_weights_are_all_t
     ],
 )
 def test_what_a_loss_returns_is_refused_with_its_name(value, message):
-    with pytest.raises(ConfigError, match=f"returning.<locals>.<lambda> returns.*{message}"):
+    with pytest.raises(ConfigError, match=f"returning.<locals>.<lambda>.*{message}"):
         returning(value).compute_loss(None, BATCH, None)
 
 
@@ -153,9 +153,9 @@ def test_what_predict_returns_needs_the_rows_first():
     cases = ((jnp.ones(3), r"float32\(3,\) as 'prediction'"), ({"a": 3}, "int as 'a'"))
     for value, message in cases:
         task = task_of(lambda *_: 0.0, predict=lambda model, inputs, key, value=value: value)
-        with pytest.raises(ConfigError, match=f"{message}; wanted is an array with the 5 rows"):
+        with pytest.raises(ConfigError, match=f"{message}.*5"):
             task.decode(None, BATCH, None)
-    with pytest.raises(ConfigError, match="LossTask.predict is not set"):
+    with pytest.raises(ConfigError, match="LossTask.predict"):
         task_of(lambda *_: 0.0).decode(None, BATCH, None)
 
 
@@ -166,13 +166,13 @@ def test_functions_of_other_arguments_are_refused_in_the_constructor():
     def four(params, scale, inputs, key):
         return scale
 
-    with pytest.raises(ConfigError, match=r"loss is called with \(model, inputs, key\), but .*two"):
+    with pytest.raises(ConfigError, match=r"\(model"):
         task_of(two)
-    with pytest.raises(ConfigError, match="four takes .*bind the others with functools.partial"):
+    with pytest.raises(ConfigError, match="functools.partial"):
         task_of(four)
-    with pytest.raises(ConfigError, match=r"LossTask.predict is called with"):
+    with pytest.raises(ConfigError, match=r"LossTask.predict"):
         task_of(lambda *_: 0.0, predict=two)
-    with pytest.raises(ConfigError, match="LossTask.loss is 3; wanted is a function"):
+    with pytest.raises(ConfigError, match="LossTask.loss.*3"):
         task_of(3)
     bound = functools.partial(lambda scale, params, inputs, key: scale, 2.0)
     assert scalars(task_of(bound)) == {"loss": (2.0, 4.5)}

@@ -82,11 +82,11 @@ def test_filler_rows_enter_no_loss_of_experts_and_take_no_places(optional):
     def metrics_of(batch):
         return task().compute_loss(model.module(mdl_vars), batch, None)
 
-    wanted, *found = map(metrics_of, (batch, padded(0), padded(1)))
-    assert "aux_loss" in wanted
-    for one in found:
-        for name, pair in wanted.items():
-            np.testing.assert_allclose(one[name], pair, rtol=2e-6, err_msg=name)
+    expected, *actual = map(metrics_of, (batch, padded(0), padded(1)))
+    assert "aux_loss" in expected
+    for item in actual:
+        for name, pair in expected.items():
+            np.testing.assert_allclose(item[name], pair, rtol=2e-6, err_msg=name)
 
 
 def test_records_of_true_rows_say_whether_the_target_was_found():
@@ -113,7 +113,7 @@ def test_records_of_true_rows_say_whether_the_target_was_found():
 
 
 def test_places_shared_by_rows_of_other_sources_are_refused():
-    with pytest.raises(ConfigError, match="num_cache_slots is .*; wanted is 0"):
+    with pytest.raises(ConfigError, match="num_cache_slots.*0"):
         task(decoder=Greedy(num_cache_slots=3))
 
 

@@ -88,7 +88,7 @@ class BoundLearner:
         is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
         norms = dict.fromkeys(learner.limits_by_optimizer, grad_norm)
         if learner.apply_separate_scaling:
-            norms = {name: global_norm(own) for name, own in groups.by_optimizer(grads).items()}
+            norms = {name: global_norm(local) for name, local in groups.by_optimizer(grads).items()}
         is_small = jnp.stack([learner.limits.keeps(norm) for norm in norms.values()]).all()
         num_updates = opt_states["num_updates"]
         rates = {"learning_rate": rate_at(learner.learning_rate, num_updates)}
@@ -135,10 +135,10 @@ class BoundLearner:
         for name, group in self.groups.by_name.items():
             limits = self.learner.limits_by_optimizer[group.optimizer_name]
             norm = norms[group.optimizer_name]
-            own = group.per_weight(functools.partial(_clipped, limits, norm), group.of(grads))
+            local = group.per_weight(functools.partial(_clipped, limits, norm), group.of(grads))
             update = functools.partial(_updated, group.optimizer, loss)
             group_updates, new_slots[name] = group.per_layer(update)(
-                own, slots[name], group.of(weights)
+                local, slots[name], group.of(weights)
             )
             updates = merged(updates, group_updates)
         return updates, new_slots

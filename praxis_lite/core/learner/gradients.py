@@ -90,18 +90,18 @@ def limits_by_optimizer(
         )
     limits = {"": main}
     for aux in auxiliary:
-        own = GradientLimits(
+        local = GradientLimits(
             aux.clip_gradient_norm_to_value, aux.clip_gradient_single_norm_to_value,
             owner=f"AuxiliaryOptimizer '{aux.name}'",
         )  # fmt: skip
-        is_limited = own.clip_gradient_norm_to_value or own.clip_gradient_single_norm_to_value
+        is_limited = local.clip_gradient_norm_to_value or local.clip_gradient_single_norm_to_value
         if is_limited and not apply_separate_scaling:
             raise ConfigError(
-                f"{own.owner} sets a clip_gradient_... of its own, but "
+                f"{local.owner} sets a clip_gradient_... of its own, but "
                 "Learner.apply_separate_scaling is False, so that all gradients would be clipped "
                 "together by the Learner's. Set apply_separate_scaling=True, or remove it."
             )
-        limits[aux.name] = own if apply_separate_scaling else main
+        limits[aux.name] = local if apply_separate_scaling else main
     return limits
 
 

@@ -126,8 +126,8 @@ class Learner:
             isinstance(steps, int) and not isinstance(steps, bool) and steps > 0,
             "Learner.gradient_accumulation_steps", steps, "a positive integer",
         )
-        wanted = f"a sequence of mesh axes, such as ({axes!r},)"
-        require(not isinstance(axes, str), "Learner.slot_mesh_axes", axes, wanted)
+        expected = f"a sequence of mesh axes, such as ({axes!r},)"
+        require(not isinstance(axes, str), "Learner.slot_mesh_axes", axes, expected)
         self.ema_decay = ema_decay
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.loss_scale, self.variational_noise = loss_scale, variational_noise
@@ -156,9 +156,9 @@ class Learner:
         names = self._optimizer_names(list(items))
         together = []
         for name, optimizer in self._optimizers.items():
-            own = dict(items[path] for path, its_name in names.items() if its_name == name)
+            local = dict(items[path] for path, its_name in names.items() if its_name == name)
             owner = f"AuxiliaryOptimizer '{name}'" if name else "Learner"
-            if own and looks_beyond(optimizer, own, owner):
+            if local and looks_beyond(optimizer, local, owner):
                 together.append(name)
         by_name = grouped(
             weight_specs, names, self._optimizers, by_stack=self.vectorize_on_repeat_prefix,

@@ -36,8 +36,8 @@ def made(
             f"one. Write {example} in place of optax.adamw(1e-3, b2=0.98), and give the rate as "
             f"{owner}.learning_rate."
         )
-    wanted = "a function that builds an optimizer"
-    require(callable(optimizer), setting, optimizer, f"{wanted}, such as {example}")
+    expected = "a function that builds an optimizer"
+    require(callable(optimizer), setting, optimizer, f"{expected}, such as {example}")
     name = function_name(optimizer)
     try:
         inspect.signature(optimizer).bind(learning_rate=learning_rate)
@@ -75,24 +75,24 @@ def checked_rate(setting: str, learning_rate: float | Schedule) -> float | Sched
             "A model learns nothing at this one.",
         )
     elif not isinstance(learning_rate, jax.Array | np.number):
-        wanted = "a number, or a schedule: a function of the number of updates made"
-        require(callable(learning_rate), setting, learning_rate, wanted)
-        _check_schedule(setting, learning_rate, wanted)
+        expected = "a number, or a schedule: a function of the number of updates made"
+        require(callable(learning_rate), setting, learning_rate, expected)
+        _check_schedule(setting, learning_rate, expected)
     return learning_rate
 
 
 def _check_schedule(setting: str, schedule: Schedule, wanted: str) -> None:
     try:
         rate = jax.eval_shape(schedule, jax.ShapeDtypeStruct((), jnp.int32))
-        found = f"returns {rate}"
+        actual = f"returns {rate}"
     except TypeError as error:
         if user_line(error) is not None:
             raise
-        rate, found = None, str(error)
+        rate, actual = None, str(error)
     if getattr(rate, "shape", None) != ():
         name = _last(function_name(schedule))
         raise ConfigError(
-            f"{setting} has to be {wanted}. {name}, called with that number: {found}. Configure a "
+            f"{setting} has to be {wanted}. {name}, called with that number: {actual}. Configure a "
             f"schedule as fdl.Config({name}, ...): it is built before it is called."
         )
 

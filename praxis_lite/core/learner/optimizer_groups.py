@@ -98,14 +98,14 @@ def optimizer_names(
     names = {path: "" for path in paths if path not in frozen}
     for aux in auxiliary:
         setting = f"The regex of the auxiliary optimizer '{aux.name}'"
-        found = _matched(paths, (aux.regex,), setting)
-        if found <= frozen:
+        result = _matched(paths, (aux.regex,), setting)
+        if result <= frozen:
             raise ConfigError(
                 f"{setting}, {aux.regex!r}, matches frozen weights only: "
-                f"{few(sorted(found), 5)}. Remove the optimizer, or train these weights "
+                f"{few(sorted(result), 5)}. Remove the optimizer, or train these weights "
                 "(bprop_variable_exclusion, bprop_variable_inclusion)."
             )
-        for path in sorted(found - frozen):
+        for path in sorted(result - frozen):
             if names[path]:
                 raise ConfigError(
                     f"The weight {path} is matched by the auxiliary optimizers '{names[path]}' "
@@ -127,15 +127,15 @@ def _matched(
     matched: set[str] = set()
     match = re.fullmatch if whole else re.match
     for pattern in patterns:
-        found = {path for path in paths if match(pattern, path)}
-        if not found:
+        result = {path for path in paths if match(pattern, path)}
+        if not result:
             hint = ", which does not begin with params/" if pattern.startswith("params/") else ""
             raise ConfigError(
                 f"{setting}: {pattern!r} matches no weight.{did_you_mean(pattern, paths)} "
                 f"{_paths_there(paths)} A pattern has to match "
                 f"{'the whole of a path' if whole else 'the start of a path'}{hint}."
             )
-        matched |= found
+        matched |= result
     return matched
 
 

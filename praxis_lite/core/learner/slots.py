@@ -129,11 +129,11 @@ def _group_slot_specs(group: Group, weight_specs: PyTree, partition_specs: PyTre
         dims = _recognise(slot.shape, shape, candidates)
         # A dim that comes twice, as in a preconditioner [d, d], splits once: an axis cannot split
         # two dims.
-        own = [
+        local = [
             None if dim is None or dim in dims[:position] else spec[stack_rank + dim]
             for position, dim in enumerate(dims)
         ]
-        specs.append(PartitionSpec(*spec[:stack_rank], *own))
+        specs.append(PartitionSpec(*spec[:stack_rank], *local))
     return jax.tree.unflatten(jax.tree.structure(slots), specs)
 
 

@@ -90,10 +90,10 @@ class WeightGroups:
 
     def by_optimizer(self, tree: PyTree) -> dict[str, list[PyTree]]:
         """Returns the trained weights' leaves of a tree by the name of their optimizer."""
-        own: dict[str, list[PyTree]] = {}
+        local: dict[str, list[PyTree]] = {}
         for group in self.by_name.values():
-            own.setdefault(group.optimizer_name, []).append(group.of(tree))
-        return own
+            local.setdefault(group.optimizer_name, []).append(group.of(tree))
+        return local
 
     def lay_out(self, tree: PyTree) -> PyTree:
         """Returns `tree` with the layout of `update_specs` stated to XLA, or as it is without them.

@@ -86,7 +86,7 @@ def takes_loss(optimizer: optax.GradientTransformation) -> bool:
     if not isinstance(optimizer, optax.GradientTransformationExtraArgs):
         return False
     parameters = inspect.signature(optimizer.update).parameters.values()
-    return any(one.name == "value" or one.kind is one.VAR_KEYWORD for one in parameters)
+    return any(item.name == "value" or item.kind is item.VAR_KEYWORD for item in parameters)
 
 
 def looks_beyond(
@@ -123,7 +123,7 @@ def looks_beyond(
     except Exception as error:
         _refuse_what_optax_refuses(error, owner)
         return False  # It may need what is there only in a step, such as a mesh.
-    shapes = [[leaf.shape for leaf in jax.tree.leaves(one)] for one in (updates, tree)]
+    shapes = [[leaf.shape for leaf in jax.tree.leaves(item)] for item in (updates, tree)]
     if shapes[0] != shapes[1]:
         raise ConfigError(
             f"{owner}.optimizer returns updates of shapes {few(list(map(str, shapes[0])))} for "
@@ -131,10 +131,10 @@ def looks_beyond(
             "shape of its weight."
         )
     count = len(jax.tree.leaves(tree))
-    own = [frozenset({number}) for number in range(count)]
+    local = [frozenset({number}) for number in range(count)]
     others = [_OF_SLOTS] * (len(traced.jaxpr.invars) - 2 * count)
     reader = _Reader()
-    results = reader.read(traced.jaxpr, [*own, *own, *others])
+    results = reader.read(traced.jaxpr, [*local, *local, *others])
     return reader.draws or any(len(read - _OF_SLOTS) > 1 for read in results)
 
 
@@ -231,6 +231,6 @@ class _Reader:
         is_call = eqn.primitive.name not in ("scan", "while") and len(inner) == 1
         if is_call and len(inner[0].invars) == len(read):
             return self.read(inner[0], read)
-        is_random = any(one.primitive.name.startswith(_RANDOM) for one in with_inner([eqn]))
+        is_random = any(item.primitive.name.startswith(_RANDOM) for item in with_inner([eqn]))
         self.draws |= is_random and any(read)
         return [_NOTHING.union(*read)] * len(eqn.outvars)

@@ -39,7 +39,7 @@ def layer_path(traceback: TracebackType | None) -> str:
     per_layer = [list(same) for _, same in itertools.groupby(_module_frames(traceback), _layer_id)]
     names = []
     for frames, children in itertools.pairwise(per_layer):
-        constructors = [one for one in frames if one[0].f_code.co_name == "__init__"]
+        constructors = [item for item in frames if item[0].f_code.co_name == "__init__"]
         # The innermost, perhaps a base class's, was building the child.
         (frame, position), (child_frame, _) = (constructors[-1:] or frames)[0], children[0]
         if constructors:

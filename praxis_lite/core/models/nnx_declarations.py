@@ -38,10 +38,10 @@ def declared_spec(path: str, leaf: Leaf) -> WeightSpec:
         return spec
     names = _names(path, metadata["out_sharding"])
     stack = spec.stack_split_dims_mapping
-    own = named_dims(path, f"out_sharding {names}", names, spec.shape[len(stack) :])
+    local = named_dims(path, f"out_sharding {names}", names, spec.shape[len(stack) :])
     return dataclasses.replace(
         spec,
-        logical_axes=(*stack, *own),
+        logical_axes=(*stack, *local),
         logical_axis_rules=_rules(path, metadata.get("sharding_rules")),
         declared_by=f"nnx out_sharding {names}",
     )
@@ -52,13 +52,13 @@ def _names(path: str, out_sharding: Any) -> tuple:
 
     The mesh of a NamedSharding is not looked at: a job has its own.
     """
-    found = out_sharding
-    if isinstance(found, jax.experimental.layout.Format):
-        found = found.sharding
-    if isinstance(found, NamedSharding):
-        found = found.spec
-    is_sequence = isinstance(found, PartitionSpec | Sequence) and not isinstance(found, str)
-    entries = tuple(found) if is_sequence else (object(),)
+    result = out_sharding
+    if isinstance(result, jax.experimental.layout.Format):
+        result = result.sharding
+    if isinstance(result, NamedSharding):
+        result = result.spec
+    is_sequence = isinstance(result, PartitionSpec | Sequence) and not isinstance(result, str)
+    entries = tuple(result) if is_sequence else (object(),)
     if not all(_is_entry(entry) for entry in entries):
         raise ConfigError(
             f"{path}: out_sharding is {out_sharding!r}; wanted is a name or None for each "

@@ -123,7 +123,7 @@ class NnxModel(Model):
                     f"{path_text(path)}: the pass made this weight, which no learner trains. Make "
                     "it in the module's constructor."
                 )
-        kept = [one for one in before.items() if collection(one[1]) == "non_trainable"]
+        kept = [item for item in before.items() if collection(item[1]) == "non_trainable"]
         return nested(kept, lambda path, leaf: _as_before(path, leaf, after[path]))["non_trainable"]
 
     def abstract_module(self) -> nnx.Module:
@@ -154,13 +154,13 @@ def mdl_vars_of(module: nnx.Module) -> MdlVars:
 
 
 def _as_before(path: Path, before: Leaf, after: Leaf) -> jax.Array:
-    value, wanted = jnp.asarray(value_of(after)), value_of(before)
-    if value.shape != wanted.shape:
+    value, expected = jnp.asarray(value_of(after)), value_of(before)
+    if value.shape != expected.shape:
         raise ConfigError(
-            f"{path_text(path)}: the constructor made it of shape {wanted.shape}, and a pass of "
+            f"{path_text(path)}: the constructor made it of shape {expected.shape}, and a pass of "
             f"{value.shape}. A train step keeps it, so its shape must stay the same."
         )
-    return value.astype(wanted.dtype)
+    return value.astype(expected.dtype)
 
 
 _LINEN = (
@@ -186,17 +186,17 @@ def _takes_rngs(build: Callable[..., nnx.Module]) -> bool:
     if function is object.__init__:
         return False
     parameters = inspect.signature(function).parameters
-    own = [one for one in parameters if one not in ("self", "rngs")]
+    local = [parameter for parameter in parameters if parameter not in ("self", "rngs")]
     missing = [
-        one for one in own[num_positional:]
-        if one not in settings and parameters[one].default is inspect.Parameter.empty
-        and parameters[one].kind not in _VARIADIC
+        item for item in local[num_positional:]
+        if item not in settings and parameters[item].default is inspect.Parameter.empty
+        and parameters[item].kind not in _VARIADIC
     ]
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     if not takes_any and (unknown := sorted(settings - set(parameters))):
         raise ConfigError(
-            f"{name} has no setting '{unknown[0]}'; it has {', '.join(own) or 'none'}."
-            f"{did_you_mean(unknown[0], own)}"
+            f"{name} has no setting '{unknown[0]}'; it has {', '.join(local) or 'none'}."
+            f"{did_you_mean(unknown[0], local)}"
         )
     if missing:
         function_model = ""

@@ -156,9 +156,9 @@ def check_key(key: Any, name: str, may_be_none: bool = False) -> None:
 
 
 def _check_leaf(leaf: Any, actual: Any, name: str, mesh: Mesh | None) -> None:
-    wanted = f"{leaf.dtype.name} {leaf.padded_shape}"
+    expected = f"{leaf.dtype.name} {leaf.padded_shape}"
     if not hasattr(actual, "shape") or not hasattr(actual, "dtype"):
-        raise ConfigError(f"{name} is {_described(actual)}; wanted is an array, {wanted}.")
+        raise ConfigError(f"{name} is {_described(actual)}; wanted is an array, {expected}.")
     if _is_deleted(actual):
         raise ConfigError(
             f"{name} is deleted: a train step takes the memory of the state that it is given. Go "
@@ -173,7 +173,7 @@ def _check_leaf(leaf: Any, actual: Any, name: str, mesh: Mesh | None) -> None:
             "It is of another model, or of a Partitioner with another mesh."
         )
         raise ConfigError(
-            f"{name} has the shape {tuple(actual.shape)}; wanted is {wanted}"
+            f"{name} has the shape {tuple(actual.shape)}; wanted is {expected}"
             f"{', padded' if leaf.shape != leaf.padded_shape else ''}. {hint}"
         )
     require(
@@ -188,10 +188,10 @@ def _check_devices(x: Any, name: str, mesh: Mesh, instead: str) -> None:
     # Of one device alone JAX places an array, if it is not said to stay there.
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or not x.committed:
         return
-    devices, own = x.sharding.device_set, set(mesh.devices.flat)
-    if devices != own:
+    devices, local = x.sharding.device_set, set(mesh.devices.flat)
+    if devices != local:
         raise ConfigError(
-            f"{name} lies on {len(devices)} devices that are not the {len(own)} of this "
+            f"{name} lies on {len(devices)} devices that are not the {len(local)} of this "
             f"Partitioner's mesh {dict(mesh.shape)}. Give {instead}."
         )
     if isinstance(x.sharding, NamedSharding) and dict(x.sharding.mesh.shape) != dict(mesh.shape):

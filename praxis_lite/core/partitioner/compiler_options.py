@@ -40,9 +40,9 @@ def step_options(options: CompilerOptions | None, mesh: Mesh) -> dict[str, Any] 
     try:
         jax.jit(lambda: 0, out_shardings=whole, compiler_options=chosen).lower().compile()
     except jax.errors.JaxRuntimeError as error:
-        said = str(error).partition(": ")[2] or str(error)
+        text = str(error).partition(": ")[2] or str(error)
         raise ConfigError(
-            f"mesh.compiler_options of {platform}: {said.strip().rstrip('.')}. Wanted are options "
+            f"mesh.compiler_options of {platform}: {text.strip().rstrip('.')}. Wanted are options "
             "that XLA has in this version of jaxlib or libtpu, by their names without dashes."
         ) from None
     return chosen

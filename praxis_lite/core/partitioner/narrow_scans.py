@@ -65,12 +65,12 @@ def _narrow_outputs(
         elif eqn.primitive in (primitives.remat_p, primitives.jit_p):
             of_call.setdefault(id(eqn), (eqn, []))[1].append(index)
     eqns = list(jaxpr.eqns)
-    for eqn, found in of_call.values():
-        places = {index: eqn.outvars.index(outvars[index]) for index in found}
+    for eqn, result in of_call.values():
+        places = {index: eqn.outvars.index(outvars[index]) for index in result}
         new = _with_narrow_outputs(eqn, sorted(set(places.values())))
         if new is None:
             continue
-        at = next(i for i, one in enumerate(eqns) if one is eqn)
+        at = next(i for i, item in enumerate(eqns) if item is eqn)
         eqns[at : at + 1] = new
         for index, place in places.items():
             var = new[0].outvars[place]

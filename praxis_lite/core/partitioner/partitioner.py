@@ -151,8 +151,8 @@ class Partitioner:
     @property
     def steps(self) -> dict[str, Step]:
         """The steps by their kinds: "train", "eval", "eval_examples" and "decode"."""
-        made = (self.train_step, self.eval_step, self.eval_examples, self.decode_step)
-        return {step.kind: step for step in made}
+        result = (self.train_step, self.eval_step, self.eval_examples, self.decode_step)
+        return {step.kind: step for step in result}
 
     def key(self, seed: int) -> jax.Array:
         """Returns the run's key, on every device."""

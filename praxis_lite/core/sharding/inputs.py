@@ -48,9 +48,9 @@ def num_rows_of(inputs: PyTree) -> int:
     leaves = jax.tree_util.tree_flatten_with_path(inputs)[0]
     rows = {_name(path): leaf.shape for path, leaf in leaves if leaf.ndim}
     if len({shape[0] for shape in rows.values()}) > 1:
-        found = ", ".join(f"{name} {shape}" for name, shape in rows.items())
+        result = ", ".join(f"{name} {shape}" for name, shape in rows.items())
         raise ConfigError(
-            f"The leaves of a batch disagree on the number of rows (the first dim): {found}. Make "
+            f"The leaves of a batch disagree on the number of rows (the first dim): {result}. Make "
             "the input pipeline give every leaf the same first dim."
         )
     return next(iter(rows.values()))[0] if rows else 0
@@ -80,7 +80,7 @@ def process_rows(num_rows: int, mesh: Mesh, process_index: int | None = None) ->
     """
     index = jax.process_index() if process_index is None else process_index
     rows_per_device = math.ceil(num_rows / mesh.size)
-    places = [place for place, one in enumerate(mesh.devices.flat) if one.process_index == index]
+    places = [place for place, item in enumerate(mesh.devices.flat) if item.process_index == index]
     if not places:
         return slice(0, 0)
     start, stop = places[0] * rows_per_device, (places[-1] + 1) * rows_per_device

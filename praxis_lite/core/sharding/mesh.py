@@ -55,11 +55,11 @@ class MeshConfig:
                 isinstance(size, int) and not isinstance(size, bool) and (size > 0 or size == -1)
                 for size in shape
             )
-            wanted = f"one positive integer for each of the axes {names}" + (
+            expected = f"one positive integer for each of the axes {names}" + (
                 ", or -1 for one of them" if may_fill else ""
             )
             change = f"Fix mesh.{field} or mesh.axis_names."
-            require(is_right, f"mesh.{field}", tuple(shape), wanted, change)
+            require(is_right, f"mesh.{field}", tuple(shape), expected, change)
 
     @property
     def shape(self) -> tuple[int, ...]:

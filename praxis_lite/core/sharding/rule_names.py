@@ -172,7 +172,7 @@ def _called(node: ast.expr, text: str) -> Rule:
         )
     try:
         args = [ast.literal_eval(arg) for arg in call.args]
-        keywords = {one.arg: ast.literal_eval(one.value) for one in call.keywords}
+        keywords = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
         return REGISTERED[name](*args, **keywords)
     except ConfigError:
         raise

@@ -92,8 +92,8 @@ class Fsdp:
                 fit = [dim for dim in free if leaf.shape[dim] >= num_shards]
             if fit:
                 return Outcome((*spec[: fit[0]], axes, *spec[fit[0] + 1 :]))
-        wanted = "has as many elements as" if job_mesh.allow_padding else "divides by"
-        return Outcome(spec, note=f"no free dim {wanted} the {num_shards} devices")
+        expected = "has as many elements as" if job_mesh.allow_padding else "divides by"
+        return Outcome(spec, note=f"no free dim {expected} the {num_shards} devices")
 
 
 @register_rule("shard_dim")
@@ -186,5 +186,5 @@ class LogicalPartitioning:
 def _check_axes(axis: Any, rule: Rule) -> None:
     names = (axis,) if isinstance(axis, str) else axis
     is_list = isinstance(names, Sequence) and all(isinstance(name, str) for name in names)
-    wanted = "a mesh axis's name or a tuple of names"
-    require(is_list and len(names) > 0, f"{rule_text(rule)}: the axis", axis, wanted)
+    expected = "a mesh axis's name or a tuple of names"
+    require(is_list and len(names) > 0, f"{rule_text(rule)}: the axis", axis, expected)

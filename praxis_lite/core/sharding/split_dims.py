@@ -47,46 +47,46 @@ def to_partition_spec(
             f"dimension, for instance ({split_dims_mapping!r},)."
         )
     mapping = tuple(split_dims_mapping)
-    said = f"{path}: split dims {mapping}"
+    message = f"{path}: split dims {mapping}"
     rank = len(mapping) if rank is None else rank
     if len(mapping) > rank:
         raise ConfigError(
-            f"{said} have {len(mapping)} entries, but the array has {rank} dimensions. Remove "
+            f"{message} have {len(mapping)} entries, but the array has {rank} dimensions. Remove "
             f"{len(mapping) - rank} of them."
         )
-    entries = [_axes_named(entry, axis_names, said) for entry in mapping]
+    entries = [_axes_named(entry, axis_names, message) for entry in mapping]
     used = [axis for axes in entries for axis in axes]
     for axis in used:
         if used.count(axis) > 1:
             raise ConfigError(
-                f"{said} use the axis '{axis}' twice, but a mesh axis can split one dimension "
+                f"{message} use the axis '{axis}' twice, but a mesh axis can split one dimension "
                 f"only. The mesh has {axis_names}."
             )
     return PartitionSpec(*map(entry_of, entries), *(None,) * (rank - len(mapping)))
 
 
-def _axes_named(entry: DimSplit, axis_names: tuple[str, ...], said: str) -> tuple[str, ...]:
+def _axes_named(entry: DimSplit, axis_names: tuple[str, ...], text: str) -> tuple[str, ...]:
     """Returns the axis names that an entry of a mapping stands for, () for not split."""
     if entry is None:
         return ()
     if isinstance(entry, str):
         if entry not in axis_names:
             raise ConfigError(
-                f"{said} name the axis '{entry}', but the mesh has {axis_names}."
+                f"{text} name the axis '{entry}', but the mesh has {axis_names}."
                 f"{did_you_mean(entry, axis_names)} Fix the mapping or mesh.axis_names."
             )
         return (entry,)
     if isinstance(entry, int) and not isinstance(entry, bool):
         if entry >= len(axis_names):
             raise ConfigError(
-                f"{said} have the axis index {entry}, but the mesh has the {len(axis_names)} axes "
+                f"{text} have the axis index {entry}, but the mesh has the {len(axis_names)} axes "
                 f"{axis_names}. Use an index below {len(axis_names)} or a name."
             )
         return () if entry < 0 else (axis_names[entry],)
     if isinstance(entry, Sequence):
-        return tuple(axis for part in entry for axis in _axes_named(part, axis_names, said))
+        return tuple(axis for part in entry for axis in _axes_named(part, axis_names, text))
     raise ConfigError(
-        f"{said} have the entry {entry!r}. An entry is an axis name of {axis_names}, an index, a "
+        f"{text} have the entry {entry!r}. An entry is an axis name of {axis_names}, an index, a "
         "tuple of them, or None."
     )
 

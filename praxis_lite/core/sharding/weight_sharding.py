@@ -55,8 +55,8 @@ class WeightSharding:
             unmapped in ("error", "replicate"), "WeightSharding.unmapped_logical_axes", unmapped,
             "'error' or 'replicate'",
         )
-        wanted = f"a sequence of names, such as ({names!r},)"
-        require(not isinstance(names, str), "WeightSharding.stack_axis_names", names, wanted)
+        expected = f"a sequence of names, such as ({names!r},)"
+        require(not isinstance(names, str), "WeightSharding.stack_axis_names", names, expected)
         if self.strategy is not None and not len(self.strategy):
             raise ConfigError(
                 f"WeightSharding.strategy is {self.strategy!r}, which says nothing; wanted are "
@@ -83,7 +83,7 @@ class WeightSharding:
                     "name, or give several lists by name."
                 )
             return checked_rules(rules, setting)
-        checked = {key: checked_rules(one, f"{setting}[{key!r}]") for key, one in rules.items()}
+        checked = {key: checked_rules(rule, f"{setting}[{key!r}]") for key, rule in rules.items()}
         if name not in checked:
             raise ConfigError(
                 f"{setting}_name is {name!r}, and the lists are {', '.join(checked) or 'none'}."
@@ -137,12 +137,12 @@ def decide_shardings(
         index = first_match(declared.pairs, leaf.path) if is_param else None
         if index is not None:
             used.add(index)
-            split, by, said = _by_strategy(spec, leaf, *declared.pairs[index], job_mesh)
+            split, by, message = _by_strategy(spec, leaf, *declared.pairs[index], job_mesh)
         elif leaf.logical_axes is not None:
-            split, by, said = _by_names(spec, leaf, job_mesh)
+            split, by, message = _by_names(spec, leaf, job_mesh)
         else:
-            split, by, said = _as_declared(spec, leaf, is_noted=has_rules and is_param)
-        for note in said:
+            split, by, message = _as_declared(spec, leaf, is_noted=has_rules and is_param)
+        for note in message:
             notes.setdefault(note, []).append(f"{leaf.path} {list(spec.shape)}")
         if split is None:
             return dataclasses.replace(spec, declared_by=by)

@@ -85,15 +85,15 @@ class Mixture(IndexedPipeline):
     def _check_leaves(self) -> None:
         require_same_classes({f"Mixture.sources.{k}": v for k, v in self.sources.items()})
         rows = {
-            name: {leaf: (*one.shape[1:], str(np.dtype(one.dtype)))
-                   for leaf, one in source.element_spec().items()}
+            name: {leaf: (*item.shape[1:], str(np.dtype(item.dtype)))
+                   for leaf, item in source.element_spec().items()}
             for name, source in self.sources.items()
         }
         first = next(iter(rows))
-        for name, found in rows.items():
-            if found != rows[first]:
+        for name, row in rows.items():
+            if row != rows[first]:
                 raise ConfigError(
-                    f"Mixture: a row of {name!r} has {found}, one of {first!r} {rows[first]}. "
+                    f"Mixture: a row of {name!r} has {row}, one of {first!r} {rows[first]}. "
                     "Give all sources the same leaves and the same seq_len."
                 )
 
@@ -106,8 +106,8 @@ class Mixture(IndexedPipeline):
     def _phases(self) -> list[tuple[int, tuple[int, ...]]]:
         """`[(first_batch, weights)]`: the phases of the schedule."""
         given = self.weights
-        listed = [(0, given)] if isinstance(given, Mapping) else [tuple(one) for one in given]
-        starts = [one[0] for one in listed]
+        listed = [(0, given)] if isinstance(given, Mapping) else [tuple(item) for item in given]
+        starts = [element[0] for element in listed]
         require(
             all(isinstance(one, int) for one in starts) and starts[:1] == [0]
             and all(a < b for a, b in pairwise(starts)),
@@ -134,7 +134,7 @@ class Mixture(IndexedPipeline):
             )
         values = [weights[name] for name in self.sources]
         is_right = all(
-            isinstance(one, int | float) and math.isfinite(one) and one >= 0 for one in values
+            isinstance(item, int | float) and math.isfinite(item) and item >= 0 for item in values
         )
         require(
             is_right and sum(values) > 0, "Mixture.weights", dict(weights),
@@ -142,7 +142,7 @@ class Mixture(IndexedPipeline):
         )
         if self.unit == "tokens":
             return shares.rounded_parts([
-                one / tokens for one, tokens in zip(values, self._tokens, strict=True)
+                value / tokens for value, tokens in zip(values, self._tokens, strict=True)
             ])
         parts = shares.parts_of(values)
         if parts is None:
@@ -168,7 +168,7 @@ class Mixture(IndexedPipeline):
             self._schedule.place_of(number, length)
             for number, length in enumerate(self._lengths.values()) if length is not None
         ]
-        return min((one for one in places if one is not None), default=None)
+        return min((place for place in places if place is not None), default=None)
 
     @property
     def num_batches(self) -> int | None:
@@ -182,8 +182,8 @@ class Mixture(IndexedPipeline):
 
     def largest_id(self) -> int:
         """Returns the largest id of the sources that know theirs, or 0."""
-        largest = (one.largest_id() for one in self.sources.values())
-        return max((one for one in largest if one is not None), default=0)
+        largest = (source.largest_id() for source in self.sources.values())
+        return max((item for item in largest if item is not None), default=0)
 
     def sources_of(self, first: int, count: int) -> np.ndarray:
         """Returns int16[count]: from which source, counted in order, rows of the stream are."""
@@ -204,7 +204,7 @@ class Mixture(IndexedPipeline):
         return batch
 
     def fingerprint(self) -> dict[str, Any]:
-        found = self.settings_fingerprint("batch_size", "stop", "unit") | {
+        result = self.settings_fingerprint("batch_size", "stop", "unit") | {
             "weights": [
                 [start, dict(zip(self.sources, parts, strict=True))]
                 for start, parts in self._phases
@@ -212,7 +212,7 @@ class Mixture(IndexedPipeline):
             "sources": {name: source.fingerprint() for name, source in self.sources.items()},
         }
         # Once, rows were counted anew from each change of weights: jobs of then had other batches.
-        return found | ({"counted": "over all weights"} if self._schedule.has_fractions else {})
+        return result | ({"counted": "over all weights"} if self._schedule.has_fractions else {})
 
 
 def _num_rows(source: IndexedPipeline) -> int | None:

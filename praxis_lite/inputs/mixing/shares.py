@@ -36,11 +36,11 @@ def parts_of(weights: Sequence[float]) -> tuple[int, ...] | None:
     Args:
       weights: none below 0, one above.
     """
-    exact = [Fraction(repr(one)) for one in weights]
-    whole = math.lcm(*(one.denominator for one in exact))
-    counts = [int(one * whole) for one in exact]
+    exact = [Fraction(repr(weight)) for weight in weights]
+    whole = math.lcm(*(item.denominator for item in exact))
+    counts = [int(element * whole) for element in exact]
     divisor = math.gcd(*counts)
-    parts = tuple(one // divisor for one in counts)
+    parts = tuple(count // divisor for count in counts)
     return parts if sum(parts) <= MOST_PARTS else None
 
 
@@ -54,7 +54,7 @@ def rounded_parts(weights: Sequence[float], total: int = 10_000) -> tuple[int, .
     left = total - parts.sum()
     parts[np.argsort(parts - shares, kind="stable")[:left]] += 1
     parts[(np.array(weights) > 0) & (parts == 0)] = 1
-    return tuple(int(one) for one in parts // np.gcd.reduce(parts))
+    return tuple(int(part) for part in parts // np.gcd.reduce(parts))
 
 
 class Piece(NamedTuple):
@@ -85,7 +85,7 @@ class Schedule:
     def __init__(self, phases: Sequence[tuple[int, Sequence[int]]]) -> None:
         targets = [_Target(phases, source) for source in range(len(phases[0][1]))]
         # Whether the shares change at a place where some target is no whole number.
-        self.has_fractions = any(one.denominator > 1 for own in targets for one in own.at_starts)
+        self.has_fractions = any(item.denominator > 1 for own in targets for item in own.at_starts)
         self.pieces: list[Piece] = []
         given = np.zeros(len(targets), np.int64)
         for number in range(len(phases)):
@@ -102,17 +102,17 @@ class Schedule:
 
     def sources_at(self, first: int, count: int) -> np.ndarray:
         """Returns int16[count]: the source at places first, first + 1, ..."""
-        found, place, stop = [np.empty(0, np.int16)], first, first + count
+        result, place, stop = [np.empty(0, np.int16)], first, first + count
         while place < stop:
             piece = self.pieces[self._piece_at(place)]
             until = int(min(stop, piece.stop))
-            found.append(piece.order[(np.arange(place, until) - piece.start) % len(piece.order)])
+            result.append(piece.order[(np.arange(place, until) - piece.start) % len(piece.order)])
             place = until
-        return np.concatenate(found)
+        return np.concatenate(result)
 
     def place_of(self, source: int, row: int) -> int | None:
         """Returns the place of a source's row (counted from 0), or None if it is never drawn."""
-        number = bisect.bisect_right(self.pieces, row, key=lambda one: one.before[source]) - 1
+        number = bisect.bisect_right(self.pieces, row, key=lambda item: item.before[source]) - 1
         piece = self.pieces[number]
         in_turn = np.flatnonzero(piece.order == source)
         if len(in_turn) == 0:
@@ -121,7 +121,7 @@ class Schedule:
         return piece.start + turns * len(piece.order) + int(in_turn[rest])
 
     def _piece_at(self, place: int) -> int:
-        return bisect.bisect_right(self.pieces, place, key=lambda one: one.start) - 1
+        return bisect.bisect_right(self.pieces, place, key=lambda item: item.start) - 1
 
 
 class _Target:
@@ -155,7 +155,7 @@ class _Phase:
         self._start, self._parts = phases[number]
         self._end = math.inf if is_last else phases[number + 1][0]
         self._turn = sum(self._parts)
-        self._at_start = [own.at_starts[number] for own in targets]
+        self._at_start = [local.at_starts[number] for local in targets]
         self._at_end = self._at_start if is_last else [own.at_starts[number + 1] for own in targets]
         # A row is begun where the target is a part of it. Those of the end are due at:
         self._late_dues = [
@@ -179,7 +179,7 @@ class _Phase:
         if last - first <= turn:
             return [(start, end, end - start)]
         three = [(start, first, first - start), (first, last, turn), (last, end, end - last)]
-        return [one for one in three if one[0] < one[1]]
+        return [item for item in three if item[0] < item[1]]
 
     def _longest_begun(self, targets: Sequence[Fraction]) -> int:
         """Returns how many places the rows take at most that are begun at these targets."""
@@ -201,7 +201,7 @@ class _Phase:
             target * turn - part * self._start
             for target, part in zip(self._at_start, parts, strict=True)
         ]
-        lower, upper = [math.floor(one) for one in offsets], [math.ceil(one) for one in offsets]
+        lower, upper = [math.floor(item) for item in offsets], [math.ceil(one) for one in offsets]
         waiting, ready = [], []
         for source, part in enumerate(parts):
             if part:

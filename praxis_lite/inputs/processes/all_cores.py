@@ -53,11 +53,11 @@ def on_all_cores(
             ended, waiting = concurrent.futures.wait(
                 waiting, _SECONDS_BETWEEN_LINES, concurrent.futures.FIRST_COMPLETED
             )
-            for one in ended:
-                one.result()
+            for element in ended:
+                element.result()
             progress.add(sum(size_of[one] for one in ended))
         progress.end()
-        return [one.result() for one in futures]
+        return [future.result() for future in futures]
 
 
 def num_cores() -> int:

@@ -36,9 +36,9 @@ def take(compared: Compared) -> None:
     _compared.update(compared)
 
 
-def _state(found: os.stat_result) -> _State:
+def _state(result: os.stat_result) -> _State:
     # The time of change (ctime) cannot be set, unlike that of modification.
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return result.st_dev, result.st_ino, result.st_size, result.st_mtime_ns, result.st_ctime_ns
 
 
 _compared: Compared = {}

@@ -38,8 +38,8 @@ def stream_digest(
     edges = [min(pipeline.batch_size, each * k) for k in range(num_processes + 1)]
     parts = [slice(edges[k], edges[k + 1]) for k in range(num_processes)]
     return digest_of(
-        {name: np.concatenate([one[name] for one in made]) for name in made[0]}
-        for made in _made(pipeline, num_batches, start, parts)
+        {name: np.concatenate([item[name] for item in result]) for name in result[0]}
+        for result in _made(pipeline, num_batches, start, parts)
     )
 
 

@@ -133,8 +133,8 @@ class WorkerProcess:
 
 def _work(orders: Connection, batches: Connection, num_prefetched: int) -> None:
     """Runs in a worker process, until it has made its last batch or its parent is gone."""
-    for one in _SIGNALS:
-        signal.signal(one, signal.SIG_IGN)
+    for item in _SIGNALS:
+        signal.signal(item, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     # Before the pipeline's module imports JAX: the accelerators belong to the parent.
     os.environ["JAX_PLATFORMS"] = "cpu"

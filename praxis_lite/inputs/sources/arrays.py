@@ -35,11 +35,11 @@ class NpyFiles(FileSource):
     name: str = "x"
 
     def index_file(self, path: str) -> Made:
-        counts = {name: len(one) if one.ndim else 0 for name, one in self._arrays(path).items()}
+        counts = {name: len(item) if item.ndim else 0 for name, item in self._arrays(path).items()}
         if len(set(counts.values())) != 1:
-            said = few([f"{name!r}: {count}" for name, count in counts.items()], 10)
+            text = few([f"{name!r}: {count}" for name, count in counts.items()], 10)
             raise ConfigError(
-                f"{path} has arrays of {{{shown(said, 500)}}} rows; wanted are arrays of the same "
+                f"{path} has arrays of {{{shown(text, 500)}}} rows; wanted are arrays of the same "
                 "first dimension, of which an example is a row. Write them so."
             )
         return {"num_examples": next(iter(counts.values()))}, {}
@@ -48,10 +48,10 @@ class NpyFiles(FileSource):
         if index.path not in self._open:
             index.require_unchanged()
             arrays = self._arrays(index.path)
-            for one in arrays.values():
-                index.require_rows(len(one) if one.ndim else 0)
+            for array in arrays.values():
+                index.require_rows(len(array) if array.ndim else 0)
             self._open[index.path] = arrays
-        return {name: np.array(one[row]) for name, one in self._open[index.path].items()}
+        return {name: np.array(item[row]) for name, item in self._open[index.path].items()}
 
     @functools.cached_property
     def _open(self) -> dict[str, dict[str, np.ndarray]]:
@@ -63,8 +63,8 @@ class NpyFiles(FileSource):
                 if zipfile.is_zipfile(opened):
                     with zipfile.ZipFile(opened) as file:
                         return {
-                            one.filename.removesuffix(".npy"): _member(file, one)
-                            for one in file.infolist()
+                            item.filename.removesuffix(".npy"): _member(file, item)
+                            for item in file.infolist()
                         }
                 opened.seek(0)
                 if opened.read(len(_MAGIC)) != _MAGIC:
@@ -80,18 +80,18 @@ class NpyFiles(FileSource):
         return {"name": self.name}
 
 
-def _member(file: zipfile.ZipFile, one: zipfile.ZipInfo) -> np.ndarray:
+def _member(file: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
     """Reads an array of a .npz. Raises ValueError if its header gives another size than it has."""
-    if one.file_size > _MOST_UNPACKED and one.file_size > _MOST_TIMES * one.compress_size:
+    if info.file_size > _MOST_UNPACKED and info.file_size > _MOST_TIMES * info.compress_size:
         raise ValueError(
-            f"{one.filename} has {format_bytes(one.file_size)} packed into "
-            f"{format_bytes(one.compress_size)}; a file of zeros is written with np.savez"
+            f"{info.filename} has {format_bytes(info.file_size)} packed into "
+            f"{format_bytes(info.compress_size)}; a file of zeros is written with np.savez"
         )
-    with file.open(one) as member:
+    with file.open(info) as member:
         size = _header_size(member)
-    if size != one.file_size:
-        raise ValueError(f"{one.filename} has {one.file_size:,} bytes; its header says {size:,}")
-    with file.open(one) as member:
+    if size != info.file_size:
+        raise ValueError(f"{info.filename} has {info.file_size:,} bytes; its header says {size:,}")
+    with file.open(info) as member:
         return np.lib.format.read_array(member, allow_pickle=False)
 
 

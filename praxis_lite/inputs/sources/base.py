@@ -99,8 +99,8 @@ class Source(abc.ABC):
 
     def check(self) -> None:
         """Looks at the files. Raises ConfigError if there are no examples, or files are damaged."""
-        for one in self.skip:
-            require_choice(f"{type(self).__name__}.skip", one, FAULTS)
+        for item in self.skip:
+            require_choice(f"{type(self).__name__}.skip", item, FAULTS)
 
     def faults_of_files(self) -> dict[str, int]:
         """Returns how many faults of whole files are skipped, by name."""
@@ -128,15 +128,15 @@ class Source(abc.ABC):
             try:
                 if isinstance(example, BadExample):
                     raise example
-                made = make(example, number)
+                result = make(example, number)
             except BadExample as error:
                 if error.fault not in self.skip:
                     raise
-                made = error.fault
-            if isinstance(made, str):
-                left_out[made] += 1
+                result = error.fault
+            if isinstance(result, str):
+                left_out[result] += 1
             else:
-                yield number, made
+                yield number, result
 
 
 @dataclasses.dataclass(eq=False)
@@ -209,19 +209,19 @@ class FileSource(GlobSource):
     @functools.cached_property
     def indexes(self) -> list[FileIndex]:
         """Index of each file. Raises BadExample for a truncated file, unless that is skipped."""
-        found = indexes_of(self.paths, self.cache_folder(), type(self).__name__, self.index_file)
-        for one in found:
-            if "truncated" in one.values and "truncated" not in self.skip:
+        result = indexes_of(self.paths, self.cache_folder(), type(self).__name__, self.index_file)
+        for item in result:
+            if "truncated" in item.values and "truncated" not in self.skip:
                 raise BadExample(
-                    "truncated", one.path, f"is cut off or damaged: {one.values['truncated']}",
+                    "truncated", item.path, f"is cut off or damaged: {item.values['truncated']}",
                     "Make or copy the file again.",
                 )
-        return found
+        return result
 
     @functools.cached_property
     def first_numbers(self) -> np.ndarray:
         """int64[files + 1]: the number of the first example of each file, and that of all."""
-        return np.cumsum([0, *(one.num_examples for one in self.indexes)], dtype=np.int64)
+        return np.cumsum([0, *(index.num_examples for index in self.indexes)], dtype=np.int64)
 
     def cache_folder(self) -> str:
         if self.cache_dir is not None:
@@ -238,7 +238,7 @@ class FileSource(GlobSource):
             )
 
     def faults_of_files(self) -> dict[str, int]:
-        count = sum("truncated" in one.values for one in self.indexes)
+        count = sum("truncated" in index.values for index in self.indexes)
         return {"truncated": count} if count else {}
 
     def __len__(self) -> int:
@@ -266,22 +266,22 @@ class FileSource(GlobSource):
         return where.startswith(tuple(self.paths))
 
     def parts(self) -> list[Part]:
-        found = []
-        for one, first in zip(self.indexes, self.first_numbers.tolist(), strict=False):
-            for start, stop in ranges_of_parts(one.num_examples):
+        result = []
+        for index, first in zip(self.indexes, self.first_numbers.tolist(), strict=False):
+            for start, stop in ranges_of_parts(index.num_examples):
                 # A digest of a large file need not notice what its time of change does.
-                changed = f"{one.digest[:12]}.{one.state[1]:x}"
-                name = f"{os.path.basename(one.path)}.{changed}.{start}"
-                found.append(Part(first + start, first + stop, name))
-        return found
+                changed = f"{index.digest[:12]}.{index.state[1]:x}"
+                name = f"{os.path.basename(index.path)}.{changed}.{start}"
+                result.append(Part(first + start, first + stop, name))
+        return result
 
     def fingerprint(self) -> dict[str, Any]:
         names = [os.path.basename(path) for path in self.paths]
         return {
             "source": type(self).__name__, "skip": sorted(self.skip), **self.settings(),
             "files": {
-                name if names.count(name) == 1 else f"{number}/{name}": one.digest
-                for number, (name, one) in enumerate(zip(names, self.indexes, strict=True))
+                name if names.count(name) == 1 else f"{number}/{name}": index.digest
+                for number, (name, index) in enumerate(zip(names, self.indexes, strict=True))
             },
         }
 

@@ -51,12 +51,12 @@ class ArrowFiles(FileSource):
         batches = mapped(path).batches
         # Batches that are not compressed lie in the file, which is mapped.
         allocated = pyarrow.total_allocated_bytes() - before
-        for one in batches:
-            validate(one, path)
+        for batch in batches:
+            validate(batch, path)
         return {
-            "num_examples": sum(one.num_rows for one in batches),
+            "num_examples": sum(item.num_rows for item in batches),
             "columns": _distinct(batches[0].schema.names, path) if batches else [],
-            "is_copied": 2 * allocated > sum(one.nbytes for one in batches),
+            "is_copied": 2 * allocated > sum(element.nbytes for element in batches),
         }, {}
 
     def check(self) -> None:
@@ -94,11 +94,11 @@ class ArrowFiles(FileSource):
             index.require_unchanged()
             is_copied = index.values["is_copied"]
             if is_copied:
-                found = mapped(copy_of(self.cache_folder(), index, self._copy))
+                result = mapped(copy_of(self.cache_folder(), index, self._copy))
             else:
-                found = mapped(index.path)
-            index.require_rows(int(found.stops[-1]) if found.batches else 0)
-            self._open[index.path] = found, np.full(len(found.batches), is_copied)
+                result = mapped(index.path)
+            index.require_rows(int(result.stops[-1]) if result.batches else 0)
+            self._open[index.path] = result, np.full(len(result.batches), is_copied)
         return self._open[index.path]
 
     @functools.cached_property
@@ -108,8 +108,8 @@ class ArrowFiles(FileSource):
     def _copy(self, path: str) -> None:
         """Writes an uncompressed copy of a file."""
         batches = mapped(path).batches
-        for one in batches:
-            validate(one, path)
+        for batch in batches:
+            validate(batch, path)
         self._write_copy(path, batches[0].schema, batches)
 
     def _write_copy(self, path: str, schema: Any, batches: Iterable[Any]) -> None:
@@ -133,8 +133,8 @@ class Parquet(ArrowFiles):
 
     def index_file(self, path: str) -> Made:
         with _parquet(path) as file:
-            found = file.metadata
-            sizes = [found.row_group(k).num_rows for k in range(found.num_row_groups)]
+            result = file.metadata
+            sizes = [result.row_group(k).num_rows for k in range(result.num_row_groups)]
             values = {
                 "num_examples": sum(sizes), "is_copied": True,
                 "columns": _distinct(file.schema_arrow.names, path),
@@ -163,18 +163,18 @@ class Parquet(ArrowFiles):
     def _group(self, index: FileIndex, group: int, is_last: bool) -> list[Any]:
         """Returns a row group as record batches; it is kept for the next part, unless `is_last`."""
         key = (index.path, group)
-        found = self._last_group.pop(key, None)
+        result = self._last_group.pop(key, None)
         self._last_group.clear()
-        if found is None:
+        if result is None:
             index.require_unchanged()
             with _parquet(index.path) as file:
                 table = file.read_row_group(group, columns=list(self.columns) or None)
             stops = index.arrays["group_stops"]
             index.require_rows(table.num_rows, int(np.diff(stops, prepend=0)[group]))
-            found = table.to_batches()
+            result = table.to_batches()
         if not is_last:
-            self._last_group[key] = found
-        return found
+            self._last_group[key] = result
+        return result
 
     @functools.cached_property
     def _last_group(self) -> dict[tuple[str, int], list[Any]]:
@@ -216,9 +216,9 @@ def mapped(path: str) -> Batches:
             source.seek(max(0, source.size() - len(_END_OF_STREAM)))
             if source.read() != _END_OF_STREAM:
                 raise OSError("the stream does not end as one does") from None
-        for one in batches[:1]:
-            _ = one.schema.names  # They may be no UTF-8.
-    return Batches(batches, np.cumsum([one.num_rows for one in batches], dtype=np.int64))
+        for batch in batches[:1]:
+            _ = batch.schema.names  # They may be no UTF-8.
+    return Batches(batches, np.cumsum([item.num_rows for item in batches], dtype=np.int64))
 
 
 @contextlib.contextmanager

@@ -58,29 +58,29 @@ def derived(
         # For people who wonder what a folder is.
         kept.write_note(folder, "recipe.json", json.dumps(recipe, indent=1))
         missing = [parts[number] for number in numbers]
-        sizes = [one.stop - one.start for one in missing]
+        sizes = [item.stop - item.start for item in missing]
         on_all_cores(
             _Make(folder, make), missing, sizes, f"{what} into {folder}", "examples",
             is_worth_it=sum(sizes) >= _WORTH_PROCESSES,
         )
 
-    found = kept.entries(folder, [one.name for one in parts], made)
+    result = kept.entries(folder, [element.name for element in parts], made)
     return [
         DerivedPart(part, one.values, one.arrays, one.digests)
-        for part, one in zip(parts, found, strict=True)
+        for part, one in zip(parts, result, strict=True)
     ]
 
 
 def left_out(source: Source, parts: Sequence[DerivedPart]) -> dict[str, int]:
     """Returns how many examples are left out, by fault, or "filtered"; says so if there are any."""
     counts = collections.Counter(source.faults_of_files())
-    for one in parts:
-        counts.update(one.values["left_out"])
-    found = dict(sorted(counts.items()))
-    if found:
-        said = ", ".join(f"{count:,} ({name})" for name, count in found.items())
-        _log.info("%s: examples left out: %s", source.location, said)
-    return found
+    for part in parts:
+        counts.update(part.values["left_out"])
+    result = dict(sorted(counts.items()))
+    if result:
+        message = ", ".join(f"{count:,} ({name})" for name, count in result.items())
+        _log.info("%s: examples left out: %s", source.location, message)
+    return result
 
 
 class _Make(NamedTuple):

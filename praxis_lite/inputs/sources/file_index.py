@@ -41,11 +41,11 @@ class FileIndex(NamedTuple):
 
     def require_unchanged(self) -> None:
         """Raises ConfigError, with the name, if the file is gone or no longer what was indexed."""
-        found = state_of(self.path)
-        if found != self.state:
+        result = state_of(self.path)
+        if result != self.state:
             raise ConfigError(
                 f"{self.path} has changed while it was in use: its index is of {self.state[0]:,} "
-                f"bytes, and it has {found[0]:,} now, or another time of change. Put the file "
+                f"bytes, and it has {result[0]:,} now, or another time of change. Put the file "
                 "back; or launch again, which makes the index anew and compares the data with "
                 "the checkpoint's."
             )
@@ -91,13 +91,13 @@ def indexes_of(
             _Make(folder, kind, make), missing, sizes, f"indexing {len(missing)} files", "B"
         )
 
-    found = kept.entries(
+    result = kept.entries(
         folder, [f"{name_beside(path)}.{kind}" for path in paths], made,
-        lambda number, one: _is_of(one.values, state_of(paths[number])),
+        lambda number, item: _is_of(item.values, state_of(paths[number])),
     )
     return [
         FileIndex(path, one.values["digest"], tuple(one.values["state"]), one.values, one.arrays)
-        for path, one in zip(paths, found, strict=True)
+        for path, one in zip(paths, result, strict=True)
     ]
 
 
@@ -148,10 +148,10 @@ def digest_of_file(path: str) -> str:
 def state_of(path: str) -> _State:
     """Returns a file's size and time of change. Raises ConfigError if it is gone."""
     try:
-        found = os.stat(path)
+        result = os.stat(path)
     except OSError as error:
         raise unreadable(path, error) from None
-    return found.st_size, found.st_mtime_ns
+    return result.st_size, result.st_mtime_ns
 
 
 def unreadable(path: str, error: OSError) -> ConfigError:

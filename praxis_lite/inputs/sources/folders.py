@@ -50,7 +50,7 @@ class _FilePerExample(GlobSource):
     def listed(self) -> list[_Listed]:
         """The files, each with its size and time of change."""
         return [
-            _Listed(path, (found := os.stat(path)).st_size, found.st_mtime_ns)
+            _Listed(path, (result := os.stat(path)).st_size, result.st_mtime_ns)
             for path in matching_files(self.files, type(self).__name__)
             if ".praxis_lite" not in path.split(os.sep)
         ]
@@ -67,51 +67,51 @@ class _FilePerExample(GlobSource):
         return len(self.listed)
 
     def __getitem__(self, index: int) -> Example:
-        one = self.listed[index]
-        if one.size > self.largest:
+        item = self.listed[index]
+        if item.size > self.largest:
             raise BadExample(
-                "damaged", one.path, f"has {format_bytes(one.size)}; wanted are at most "
+                "damaged", item.path, f"has {format_bytes(item.size)}; wanted are at most "
                 f"{format_bytes(self.largest)} of an example", "Cut it into several files.",
             )
         try:
-            with open(one.path, "rb") as file:
-                found = os.fstat(file.fileno())
+            with open(item.path, "rb") as file:
+                result = os.fstat(file.fileno())
                 data = file.read()
         except OSError as error:
-            raise unreadable(one.path, error) from None
-        if (found.st_size, found.st_mtime_ns) != (one.size, one.mtime_ns):
+            raise unreadable(item.path, error) from None
+        if (result.st_size, result.st_mtime_ns) != (item.size, item.mtime_ns):
             raise ConfigError(
-                f"{one.path} has changed since it was listed: it had {one.size:,} bytes, and has "
-                f"{found.st_size:,} now, or another time of change. Put it back, or launch again, "
+                f"{item.path} has changed since it was listed: it had {item.size:,} bytes, and has "
+                f"{result.st_size:,} now, or another time of change. Put it back, or launch again, "
                 "which compares the data with the checkpoint's."
             )
-        return self.decoded(data, one.path)
+        return self.decoded(data, item.path)
 
     def where(self, index: int) -> str:
         return self.listed[index].path
 
     def has(self, where: str) -> bool:
-        return any(where.startswith(one.path) for one in self.listed)
+        return any(where.startswith(item.path) for item in self.listed)
 
     def name_of(self, path: str) -> str:
         """Returns a file's name, below the folder that all have in common."""
         return os.path.relpath(os.path.abspath(path), self._root)
 
     def parts(self) -> list[Part]:
-        found = []
+        result = []
         for start, stop in ranges_of_parts(len(self)):
             some = self.listed[start:stop]
             # Times, too: a text may be mended without another size.
-            text = repr([(self.name_of(one.path), one.size, one.mtime_ns) for one in some])
+            text = repr([(self.name_of(item.path), item.size, item.mtime_ns) for item in some])
             name = f"files.{xxhash.xxh3_64_hexdigest(text.encode())}.{start}"
-            found.append(Part(start, stop, name))
-        return found
+            result.append(Part(start, stop, name))
+        return result
 
     def cache_folder(self) -> str:
         return os.path.expanduser(self.cache_dir or os.path.join(self._root, ".praxis_lite"))
 
     def fingerprint(self) -> dict[str, Any]:
-        names = [[self.name_of(one.path), one.size] for one in self.listed]
+        names = [[self.name_of(item.path), item.size] for item in self.listed]
         return {
             "source": type(self).__name__, "skip": sorted(self.skip), "files": len(names),
             "names_and_sizes": xxhash.xxh3_128_hexdigest(repr(names).encode()),
@@ -158,7 +158,7 @@ class ImageFiles(_FilePerExample):
         if self.classes is not None and not isinstance(self.classes, ImageFiles):
             require(
                 isinstance(self.classes, Sequence) and not isinstance(self.classes, str)
-                and all(isinstance(one, str) for one in self.classes)
+                and all(isinstance(cls_name, str) for cls_name in self.classes)
                 and len(set(self.classes)) == len(self.classes) > 0,
                 f"{type(self).__name__}.classes", self.classes,
                 "a list of the names of folders, each once",
@@ -178,7 +178,7 @@ class ImageFiles(_FilePerExample):
 
     @property
     def _one_of_each_folder(self) -> list[str]:
-        return list({os.path.dirname(one.path): one.path for one in self.listed}.values())
+        return list({os.path.dirname(item.path): item.path for item in self.listed}.values())
 
     def classes_of_labels(self) -> dict[str, tuple[str, ...]]:
         return {"label": self.class_names}

@@ -73,8 +73,8 @@ class _OfGrain(InputPipeline):
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker process makes the dataset anew.
-        made = ("dataset", "_first_batch")
-        return {name: value for name, value in vars(self).items() if name not in made}
+        result = ("dataset", "_first_batch")
+        return {name: value for name, value in vars(self).items() if name not in result}
 
 
 class FromGrain(_OfGrain, IndexedPipeline):
@@ -174,15 +174,15 @@ class FromGrainIter(_OfGrain, ReplayedPipeline):
     def batches_from(self, start: int, rows: slice) -> Iterator[dict[str, np.ndarray]]:
         elements = itertools.islice(iter(self.dataset), start * self.batch_size, None)
         end = self.num_batches
-        wanted = itertools.count(start) if end is None else range(start, end)
-        for index in wanted:
-            found = list(itertools.islice(elements, self.batch_size))
+        expected = itertools.count(start) if end is None else range(start, end)
+        for index in expected:
+            actual = list(itertools.islice(elements, self.batch_size))
             is_last = end is not None and index + 1 == end
-            if not found or (len(found) < self.batch_size and not is_last):
+            if not actual or (len(actual) < self.batch_size and not is_last):
                 has = f"has {end} batches, as num_batches says"
                 wants = "repeats without end" if end is None else has
                 raise ConfigError(
                     f"FromGrainIter: {self._name} ended in batch {index}; wanted is one that "
                     f"{wants}. Add .repeat(), or change num_batches."
                 )
-            yield {name: x[rows] for name, x in self._batch(found, self.batch_size).items()}
+            yield {name: x[rows] for name, x in self._batch(actual, self.batch_size).items()}

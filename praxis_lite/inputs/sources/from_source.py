@@ -72,7 +72,7 @@ class FromSource(NumberedPipeline):
             self.source, "kept", {"keep": code_of(self.keep), "transform": code_of(self.transform)},
             self._made, "filtering",
         )
-        numbers = [one.part.start + one.arrays["rows"].astype(np.int64) for one in parts]
+        numbers = [part.part.start + part.arrays["rows"].astype(np.int64) for part in parts]
         return np.concatenate([np.empty(0, np.int64), *numbers]), left_out(self.source, parts)
 
     @property
@@ -115,10 +115,10 @@ class FromSource(NumberedPipeline):
         return stacked("FromSource", self.source.where(0), [self._example(0)], 1)
 
     def classes(self) -> dict[str, tuple[str, ...]]:
-        found = self.source.classes_of_labels()
+        result = self.source.classes_of_labels()
         # A transform may leave labels out, and calls them by another name at times.
-        has_labels = self.transform is None or self._first.keys() & {"label", "labels", *found}
-        return found if has_labels else {}
+        has_labels = self.transform is None or self._first.keys() & {"label", "labels", *result}
+        return result if has_labels else {}
 
     def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
         return spec_of_rows(self._first, self.batch_size)
@@ -131,8 +131,8 @@ class FromSource(NumberedPipeline):
         return stacked("FromSource", type(self.source).__name__, elements, count)
 
     def fingerprint(self) -> dict[str, Any]:
-        wanted, missing = self._wanted
-        digest = None if wanted is None else hashlib.sha256(wanted.tobytes()).hexdigest()
+        expected, missing = self._wanted
+        digest = None if expected is None else hashlib.sha256(expected.tobytes()).hexdigest()
         return self.settings_fingerprint("batch_size", "seed", "shuffle", "source") | {
             "transform": json.loads(json.dumps(described(self.transform))),
             "left_out": missing, "kept_sha256": digest,

@@ -132,8 +132,8 @@ class Tfds(_Prepared):
         json_inside(self.folder, "dataset_info.json")
         require_own_features(self.folder)
         try:
-            found = tfds.builder_from_directory(str(self.folder))
-            decode_images_safely(found.info.features)
+            result = tfds.builder_from_directory(str(self.folder))
+            decode_images_safely(result.info.features)
         except ConfigError:
             raise
         except Exception as error:  # TFDS raises whatever comes of what it reads.
@@ -141,7 +141,7 @@ class Tfds(_Prepared):
                 f"{self.folder} holds no dataset of TFDS: {shown(str(error), 300)}. Name the "
                 "folder of a version, with its dataset_info.json."
             ) from None
-        return found
+        return result
 
     @functools.cached_property
     def dataset(self) -> Any:
@@ -169,16 +169,16 @@ class Tfds(_Prepared):
     def _require_whole_files(self) -> None:
         """Raises ConfigError for shards elsewhere, or cut off, where TFDS would read zeros."""
         split = self._builder.info.splits[self.split.partition("[")[0]]
-        for path, wanted in zip(split.filepaths, split.shard_lengths, strict=True):
+        for path, expected in zip(split.filepaths, split.shard_lengths, strict=True):
             name = os.path.relpath(path, self.folder) if path.is_relative_to(self.folder) else path
             try:
-                found = len(RecordFile(file_inside(self.folder, str(name), "dataset_info.json")))
+                actual = len(RecordFile(file_inside(self.folder, str(name), "dataset_info.json")))
             except RuntimeError as error:
-                found = f"cannot be read ({error})"
-            if found != wanted:
+                actual = f"cannot be read ({error})"
+            if actual != expected:
                 raise ConfigError(
-                    f"{path} {found if isinstance(found, str) else f'has {found:,} records'}; "
-                    f"wanted are {wanted:,} records, as its dataset_info.json says. Copy or "
+                    f"{path} {actual if isinstance(actual, str) else f'has {actual:,} records'}; "
+                    f"wanted are {expected:,} records, as its dataset_info.json says. Copy or "
                     "prepare the dataset again."
                 )
 
@@ -186,7 +186,7 @@ class Tfds(_Prepared):
         label = optional_module("tensorflow_datasets.core.features", "Tfds").ClassLabel
         features = self._builder.info.features
         items = features.items() if hasattr(features, "items") else ()
-        return {name: tuple(one.names) for name, one in items if isinstance(one, label)}
+        return {name: tuple(item.names) for name, item in items if isinstance(item, label)}
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -141,19 +141,19 @@ def parsed(line: bytes, where: str) -> Example:
     # A byte order mark before a line RFC 8259 lets a reader ignore.
     text = decoded(line, where)
     try:
-        found = json.loads(text)
+        result = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise BadExample("not_json", where, f"is no JSON: {error}", "Mend the line.") from None
-    if text.count("[") + text.count("{") > MOST_NESTED and is_nested(found, MOST_NESTED):
+    if text.count("[") + text.count("{") > MOST_NESTED and is_nested(result, MOST_NESTED):
         raise BadExample(
             "not_json", where, f"is nested more than {MOST_NESTED} deep", "Mend the line."
         )
-    if not isinstance(found, dict):
+    if not isinstance(result, dict):
         raise BadExample(
             "not_json", where, f"is {shown(text.strip())}; wanted is an object",
             'Write {"text": ...}, say.',
         )
-    return found
+    return result
 
 
 def _is_compressed(path: str) -> bool:

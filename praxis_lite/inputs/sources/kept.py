@@ -59,7 +59,7 @@ def entries(
     folder: str,
     names: Sequence[str],
     make: Callable[[list[int]], None],
-    is_current: Callable[[int, Kept], bool] = lambda number, found: True,
+    is_current: Callable[[int, Kept], bool] = lambda number, result: True,
 ) -> list[Kept]:
     """Returns the entry of each name, read from a folder, or made now.
 
@@ -72,33 +72,33 @@ def entries(
     """
 
     def current(number: int, reasons: list[str] | None = None) -> Kept | None:
-        found = read(folder, names[number], reasons)
-        return found if found is not None and is_current(number, found) else None
+        actual = read(folder, names[number], reasons)
+        return actual if actual is not None and is_current(number, actual) else None
 
     began = time.monotonic()
     with ThreadPoolExecutor(_THREADS) as pool:
-        found = list(pool.map(lambda number: current(number, []), range(len(names))))
+        result = list(pool.map(lambda number: current(number, []), range(len(names))))
     if (seconds := time.monotonic() - began) > _WORTH_A_LINE:
         _log.info("compared what %s has with its digests, in %.0f s", folder, seconds)
-    if None not in found:
-        return found
+    if None not in result:
+        return result
     with locked(folder):
         # Another process may have made some by now.
         reasons: list[str] = []
-        found = [one or current(number, reasons) for number, one in enumerate(found)]
+        result = [element or current(number, reasons) for number, element in enumerate(result)]
         for reason in few(reasons, separator="\n").splitlines():
             _log.warning("%s", reason)
-        missing = [number for number, one in enumerate(found) if one is None]
+        missing = [number for number, one in enumerate(result) if one is None]
         if missing:
             make(missing)
-        found = [one or current(number) for number, one in enumerate(found)]
-    for name, one in zip(names, found, strict=True):
-        if one is None:
+        result = [one or current(number) for number, one in enumerate(result)]
+    for name, item in zip(names, result, strict=True):
+        if item is None:
             raise ConfigError(
                 f"{folder} does not have {name} as it was just written there. Look after the disk, "
                 "or set the source's cache_dir to a folder on another."
             )
-    return found
+    return result
 
 
 def read(folder: str, name: str, reasons: list[str] | None = None) -> Kept | None:
@@ -129,12 +129,12 @@ def _read(place: Path, name: str) -> Kept:
     for key, (size, digest) in content["files"].items():
         path = place / f"{_stem(name)}.{key}"
         with opened(path) as file:
-            found = os.fstat(file.fileno())
-            if found.st_size != size:
-                raise ValueError(f"{path.name} has {found.st_size:,} bytes of {size:,}")
+            result = os.fstat(file.fileno())
+            if result.st_size != size:
+                raise ValueError(f"{path.name} has {result.st_size:,} bytes of {size:,}")
             # A process may map 65,530 files, so small ones are read.
             data = file.read() if size <= compared.SMALLEST else None
-            _compare(path, file, data, found, digest)
+            _compare(path, file, data, result, digest)
             if key.endswith(".npy"):
                 key = key.removesuffix(".npy")
                 arrays[key] = _array(file if data is None else io.BytesIO(data), data is None)
@@ -145,13 +145,13 @@ def _read(place: Path, name: str) -> Kept:
 
 
 def _compare(
-    path: Path, file: IO[bytes], data: bytes | None, found: os.stat_result, digest: str
+    path: Path, file: IO[bytes], data: bytes | None, result: os.stat_result, digest: str
 ) -> None:
-    if compared.is_compared(str(path), found, digest):
+    if compared.is_compared(str(path), result, digest):
         return
     if (digest_of(file) if data is None else xxhash.xxh3_128_hexdigest(data)) != digest:
         raise ValueError(f"the bytes of {path.name} are not those that were written")
-    compared.add(str(path), found, digest)
+    compared.add(str(path), result, digest)
 
 
 def _array(file: IO[bytes], is_mapped: bool) -> np.ndarray:

@@ -109,12 +109,12 @@ def copy_of(folder: str, index: FileIndex, make: Callable[[str], Any]) -> str:
         _log.info("copying %s into %s, to find any row", index.path, folder)
         make(index.path)
 
-    def is_current(_: int, one: kept.Kept) -> bool:
+    def is_current(_: int, item: kept.Kept) -> bool:
         # A digest of a large file need not notice what its time of change does.
-        return one.values.get("state") == list(index.state)
+        return item.values.get("state") == list(index.state)
 
-    (found,) = kept.entries(folder, [_name_of(index.path)], made, is_current)
-    (path,) = found.files.values()
+    (result,) = kept.entries(folder, [_name_of(index.path)], made, is_current)
+    (path,) = result.files.values()
     return path
 
 

@@ -52,16 +52,16 @@ class ArrayRecords(FileSource):
         if self.decode is None:
             return _features(record, where)
         try:
-            found = self.decode(record)
+            result = self.decode(record)
         except Exception as error:
             error.add_note(f"It was raised for {where}.")
             raise
-        if not isinstance(found, Mapping):
+        if not isinstance(result, Mapping):
             raise ConfigError(
                 f"{type(self).__name__}: {function_name(self.decode)} returns a "
-                f"{type(found).__name__} for {where}; wanted is a dict. Return one, by name."
+                f"{type(result).__name__} for {where}; wanted is a dict. Return one, by name."
             )
-        return found
+        return result
 
     def _opened(self, index: FileIndex) -> Any:
         file = _record_file(index.path)
@@ -181,11 +181,11 @@ def _next_record(file: Any, path: str, number: int) -> bytes | None:
     return data[:-4]
 
 
-def _require_sum(data: bytes, wanted: bytes, path: str, number: int) -> None:
-    found = optional_module("google_crc32c", path).value(data)
+def _require_sum(data: bytes, expected: bytes, path: str, number: int) -> None:
+    actual = optional_module("google_crc32c", path).value(data)
     # As TFRecord masks it, so that a checksum of checksums is none of zeros.
-    masked = (((found >> 15) | (found << 17)) + 0xA282EAD8) & 0xFFFFFFFF
-    if _CRC.pack(masked) != wanted:
+    masked = (((actual >> 15) | (actual << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+    if _CRC.pack(masked) != expected:
         raise BadExample(
             "damaged", f"{path}, row {number},", "does not have the checksum that was written",
             "Make or copy the file again; a compressed file's name must end in .gz.",

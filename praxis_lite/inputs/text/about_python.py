@@ -14,9 +14,9 @@ def about_python(folder: str = "") -> Iterator[dict[str, Any]]:
     """
     last = None
     for name, text in language_reference():
-        paragraphs = [" ".join(one.split()) for one in text.decode().split("\n\n")]
-        plain = (one for one in paragraphs if one[:1].isalpha() and one.endswith("."))
-        answer = next((one for one in plain if len(one) < 400), None)
+        paragraphs = [" ".join(word.split()) for word in text.decode().split("\n\n")]
+        plain = (item for item in paragraphs if item[:1].isalpha() and item.endswith("."))
+        answer = next((element for element in plain if len(element) < 400), None)
         if answer is None:
             continue
         if last is not None:

@@ -35,9 +35,9 @@ def tokens_of(
         follow, and has no `{% generation %}`.
       ConfigError: there is no template, or it refuses the conversation.
     """
-    answers = [index for index, one in enumerate(messages) if one["role"] == ASSISTANT]
+    answers = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
     if not any(index >= first for index in answers):
-        roles = sorted({str(one["role"]) for one in messages[first:]})
+        roles = sorted({str(item["role"]) for item in messages[first:]})
         raise BadExample(
             "no_answer", f"{where}:", "no message has the role assistant, so nothing is to learn; "
             f"its roles are {roles}", "Give what the model is to say the role assistant.",

@@ -108,37 +108,37 @@ class Documents:
 
         def made(example: Example, number: int) -> tuple[Tokens | Pair, int] | str:
             """Returns the tokens of an example, and its place of 100, by its content."""
-            found = self._of_example(example, number)
-            if isinstance(found, str):
-                return found
-            if isinstance(found, Pair):
+            actual = self._of_example(example, number)
+            if isinstance(actual, str):
+                return actual
+            if isinstance(actual, Pair):
                 content = json.dumps(example, sort_keys=True, default=repr).encode()
-                return found, int(hashlib.sha256(content).hexdigest(), 16) % 100
-            digest = hashlib.sha256(found.ids.tobytes() + found.is_answer.tobytes())
-            return found, int.from_bytes(digest.digest()[:8], "little") % 100
+                return actual, int(hashlib.sha256(content).hexdigest(), 16) % 100
+            digest = hashlib.sha256(actual.ids.tobytes() + actual.is_answer.tobytes())
+            return actual, int.from_bytes(digest.digest()[:8], "little") % 100
 
-        for number, (found, place) in self.source.made_of(part, made, missing):
-            if isinstance(found, Pair):
-                chosen_lengths.append(len(found.chosen.ids))
-                found = Tokens(*map(np.concatenate, zip(*found, strict=True)))
-            documents.append(found)
+        for number, (result, place) in self.source.made_of(part, made, missing):
+            if isinstance(result, Pair):
+                chosen_lengths.append(len(result.chosen.ids))
+                result = Tokens(*map(np.concatenate, zip(*result, strict=True)))
+            documents.append(result)
             rows.append(number - part.start)
             places.append(place)
-            if (most := int(found.ids.max())) > largest:
+            if (most := int(result.ids.max())) > largest:
                 largest, largest_row = most, number - part.start
         arrays = {
-            "lengths": np.array([len(one.ids) for one in documents], np.int32),
+            "lengths": np.array([len(document.ids) for document in documents], np.int32),
             "rows": np.array(rows, np.int32),
             "places": np.array(places, np.uint8),
         }
         if self.holds == "preference":
             arrays["chosen_lengths"] = np.array(chosen_lengths, np.int32)
         if self.ahead:
-            ids = np.concatenate([np.empty(0, np.int32), *(one.ids for one in documents)])
+            ids = np.concatenate([np.empty(0, np.int32), *(item.ids for item in documents)])
             arrays["ids"] = ids.astype(np.min_scalar_type(max(largest, 0)))
             if self.has_answers:
                 arrays["answers"] = np.concatenate(
-                    [np.empty(0, bool), *(one.is_answer for one in documents)]
+                    [np.empty(0, bool), *(element.is_answer for element in documents)]
                 )
         values = {"left_out": dict(missing), "largest": largest, "largest_row": largest_row}
         return values, arrays
@@ -150,11 +150,11 @@ class Documents:
             example = applied(self.transform, example, where)
         if self.keep is not None and not applied(self.keep, example, where):
             return "filtered"
-        found = encoded(self.holds, self.key, example, self.tokenizer, where)
-        if found is None:
+        result = encoded(self.holds, self.key, example, self.tokenizer, where)
+        if result is None:
             return "empty"
         # Nothing to predict.
-        return "too_short" if isinstance(found, Tokens) and len(found.ids) < 2 else found
+        return "too_short" if isinstance(result, Tokens) and len(result.ids) < 2 else result
 
     @property
     def has_answers(self) -> bool:
@@ -195,13 +195,13 @@ class Documents:
         there = self.parts[part]
         if not self.ahead:
             row = self._row_of(number)
-            found = self._of_example(self.source[row], row)
-            if isinstance(found, str) or len(found.ids) != there.arrays["lengths"][within]:
+            result = self._of_example(self.source[row], row)
+            if isinstance(result, str) or len(result.ids) != there.arrays["lengths"][within]:
                 raise ConfigError(
                     f"{self.source.where(row)} gives another document than when its length was "
                     "counted. Let transform and keep depend on the example alone."
                 )
-            return found
+            return result
         start, stop = self._starts[part][within : within + 2]
         ids = there.arrays["ids"][start:stop]
         answers = there.arrays.get("answers")
@@ -214,9 +214,9 @@ class Documents:
 
     def pair(self, number: int) -> Pair:
         """Returns the tokens of a preference."""
-        found, size = self[number], self.chosen_lengths[number]
+        result, size = self[number], self.chosen_lengths[number]
         return Pair(*(
-            Tokens(found.ids[part], found.is_answer[part])
+            Tokens(result.ids[part], result.is_answer[part])
             for part in (slice(0, size), slice(size, None))
         ))
 
@@ -236,7 +236,7 @@ class Documents:
 
     def largest_id(self) -> tuple[int, str]:
         """Returns the largest id of all documents, and where it is first: "file:line"."""
-        most = max(self.parts, key=lambda one: one.values["largest"])
+        most = max(self.parts, key=lambda item: item.values["largest"])
         if most.values["largest"] < 0:
             return 0, ""
         where = self.source.where(most.part.start + most.values["largest_row"])

@@ -71,7 +71,7 @@ def _key(holds: str, example: Mapping[str, Any]) -> str:
 
 
 def _of_messages(messages: list[Any], tokenizer: Tokenizer, where: str) -> Tokens | None:
-    answers = [one for one in messages if one["role"] == ASSISTANT]
+    answers = [message for message in messages if message["role"] == ASSISTANT]
     if not messages or (answers and all(map(is_empty, answers))):
         return None
     return tokens_of(messages, tokenizer, where)

@@ -26,7 +26,7 @@ def conversation(value: Any, where: str) -> list[Message]:
       BadExample: it is no list of messages, or a text has half of a character.
     """
     value = plain(value, where)
-    messages = [_message(one) for one in value] if isinstance(value, list) else [None]
+    messages = [_message(item) for item in value] if isinstance(value, list) else [None]
     if None in messages:
         raise BadExample(
             "no_answer", f"{where}:",
@@ -40,14 +40,14 @@ def conversation(value: Any, where: str) -> list[Message]:
 def _message(value: Any) -> Message | None:
     if not isinstance(value, dict):
         return None
-    found = {name: one for name, one in value.items() if one is not None}
-    if "from" in found and "value" in found and not {"role", "content"} & found.keys():
-        role = found.pop("from")
-        content = found.pop("value")
-        found = {"role": _SHAREGPT_ROLES.get(str(role), role), "content": content, **found}
-    has_more = bool(found.keys() - {"role", "content", "name"})
-    is_message = isinstance(found.get("role"), str) and ("content" in found or has_more)
-    return {"content": None, **found} if is_message else None
+    result = {name: item for name, item in value.items() if item is not None}
+    if "from" in result and "value" in result and not {"role", "content"} & result.keys():
+        role = result.pop("from")
+        content = result.pop("value")
+        result = {"role": _SHAREGPT_ROLES.get(str(role), role), "content": content, **result}
+    has_more = bool(result.keys() - {"role", "content", "name"})
+    is_message = isinstance(result.get("role"), str) and ("content" in result or has_more)
+    return {"content": None, **result} if is_message else None
 
 
 def is_empty(message: Message) -> bool:

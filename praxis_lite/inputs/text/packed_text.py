@@ -86,9 +86,9 @@ class PackedText(OfDocuments):
         self.documents.check()
         if not self.table.num_rows:
             left_out = self.documents.left_out
-            found = len(self.documents.lengths)
+            result = len(self.documents.lengths)
             raise ConfigError(
-                f"PackedText: the {self.split!r} split is empty: {found:,} documents in all, "
+                f"PackedText: the {self.split!r} split is empty: {result:,} documents in all, "
                 f"heldout_percent {self.documents.heldout_percent}, left out {left_out or 'none'}. "
                 "Give more documents, or change heldout_percent, keep or too_long."
             )
@@ -101,12 +101,12 @@ class PackedText(OfDocuments):
         folder, name = self.documents.source.cache_folder(), f"rows-{digest[:16]}"
 
         def made(_: list[int]) -> None:
-            said, table = self._packed()
-            kept.write(folder, name, {"said": said}, table._asdict())
+            message, table = self._packed()
+            kept.write(folder, name, {"said": message}, table._asdict())
 
-        (found,) = kept.entries(folder, [name], made)
-        _log.info("%s, %s", self.documents.source.location, found.values["said"])
-        return Packing(**found.arrays)
+        (result,) = kept.entries(folder, [name], made)
+        _log.info("%s, %s", self.documents.source.location, result.values["said"])
+        return Packing(**result.arrays)
 
     def _packed(self) -> tuple[str, Packing]:
         """Returns a line on the rows, and the rows."""
@@ -124,21 +124,21 @@ class PackedText(OfDocuments):
             num_cut = int((counts > self.seq_len).sum())
             counts = counts.clip(max=self.seq_len)
         if self.split_documents:
-            found = without_gaps(counts, self.seq_len)
+            result = without_gaps(counts, self.seq_len)
         elif self.packing:
-            found = first_fit(counts, self.seq_len, self.window)
+            result = first_fit(counts, self.seq_len, self.window)
         else:
-            found = unpacked(counts, self.seq_len)
-        num_labels = int(found.counts.sum(dtype=np.int64))
-        full = 100 * num_labels / max(1, found.num_rows * self.seq_len)
+            result = unpacked(counts, self.seq_len)
+        num_labels = int(result.counts.sum(dtype=np.int64))
+        full = 100 * num_labels / max(1, result.num_rows * self.seq_len)
         changes = [f"{num_documents - len(chosen):,} dropped"] if self.too_long == "drop" else []
         changes += [f"{num_cut:,} cut"] if num_cut else []
         longer = f"; longer than a row: {', '.join(changes)}" if changes else ""
-        said = (
+        message = (
             f"{self.split}: {len(chosen):,} documents, {num_labels:,} tokens, in "
-            f"{found.num_rows:,} rows of {self.seq_len:,}, {full:.1f}% full{longer}"
+            f"{result.num_rows:,} rows of {self.seq_len:,}, {full:.1f}% full{longer}"
         )
-        return said, found._replace(documents=chosen[found.documents])
+        return message, result._replace(documents=chosen[result.documents])
 
     def _refuse(self, document: int) -> None:
         length = int(self.documents.lengths[document])

@@ -33,8 +33,8 @@ def pair_of(example: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> Pai
     prompt, *answers = (
         plain(example.get(name), where) for name in ("prompt", "chosen", "rejected")
     )
-    is_text = all(isinstance(one, str) for one in answers)
-    is_right = is_text or all(isinstance(one, list) and one for one in answers)
+    is_text = all(isinstance(answer, str) for answer in answers)
+    is_right = is_text or all(isinstance(item, list) and item for item in answers)
     if not is_right or not isinstance(prompt, str | list | None):
         names = [shown(str(name), 40) for name in sorted(map(str, example))[:20]]
         raise BadExample(
@@ -51,10 +51,10 @@ def pair_of(example: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> Pai
     if is_text and not isinstance(prompt, list):
         return _of_texts(prompt, answers, tokenizer)
     if is_text:
-        answers = [[{"role": ASSISTANT, "content": one}] for one in answers]
+        answers = [[{"role": ASSISTANT, "content": element}] for element in answers]
     answers = [conversation(one, where) for one in answers]
     before, answers = _split(prompt, answers, where)
-    if any(all(is_empty(one) for one in turns if one["role"] == ASSISTANT)
+    if any(all(is_empty(turn) for turn in turns if turn["role"] == ASSISTANT)
            and any(one["role"] == ASSISTANT for one in turns) for turns in answers):
         return None
     return Pair(*(
@@ -68,11 +68,11 @@ def _split(
     """Returns the messages of the prompt, and those of each answer."""
     if isinstance(prompt, list) and prompt:
         before = conversation(prompt, where)
-        if all(one[: len(before)] == before for one in answers):
-            answers = [one[len(before) :] for one in answers]
+        if all(answer[: len(before)] == before for answer in answers):
+            answers = [item[len(before) :] for item in answers]
     else:
         count = _num_alike(*answers)
-        before, answers = answers[0][:count], [one[count:] for one in answers]
+        before, answers = answers[0][:count], [element[count:] for element in answers]
         if not count and isinstance(prompt, str) and all(
             one[0]["role"] == ASSISTANT for one in answers
         ):
@@ -98,10 +98,10 @@ def _of_texts(prompt: str | None, answers: Sequence[str], tokenizer: Tokenizer) 
         count = _num_alike(*answers)
         # The blank before a word belongs to it, as in its token.
         count -= count > 0 and answers[0][count - 1] == " "
-        prompt, answers = answers[0][:count], [one[count:] for one in answers]
+        prompt, answers = answers[0][:count], [answer[count:] for answer in answers]
     if not all(answers):
         return None
-    return Pair(*(prompted(prompt, one, tokenizer) for one in answers))
+    return Pair(*(prompted(prompt, item, tokenizer) for item in answers))
 
 
 def prompted(prompt: str, answer: str, tokenizer: Tokenizer) -> Tokens:

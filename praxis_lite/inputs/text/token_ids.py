@@ -25,17 +25,17 @@ def token_ids(
     Raises:
       ConfigError: it is something else; names the first number that is not there.
     """
-    wanted = f"whole numbers, int[{', '.join('BTDE'[:ndim] if ndim > 1 else 'T')}]"
+    expected = f"whole numbers, int[{', '.join('BTDE'[:ndim] if ndim > 1 else 'T')}]"
     try:
         x = np.asarray(given)
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
-            f"{what} cannot be an array ({shown(str(error))}); wanted are {wanted}, with rows of "
+            f"{what} cannot be an array ({shown(str(error))}); wanted are {expected}, with rows of "
             "one length. Pad them, and say so by a mask."
         ) from None
     if x.ndim != ndim or not x.size or x.dtype.kind not in "iu":
         raise ConfigError(
-            f"{what} is {x.dtype}{list(x.shape)}; wanted are {wanted}, at least one of them."
+            f"{what} is {x.dtype}{list(x.shape)}; wanted are {expected}, at least one of them."
         )
     most = _MOST if size is None else size - 1
     is_wrong = (x < 0) | (x > most)

@@ -19,7 +19,7 @@ def why_nondeterministic(tf: ModuleType, dataset: Any) -> str | None:
         input_dataset=variant, external_state_policy=ignore_state, strip_device_assignment=True
     )
     graph = tf.compat.v1.GraphDef.FromString(serialized.numpy())
-    functions = {one.signature.name: list(one.node_def) for one in graph.library.function}
+    functions = {item.signature.name: list(item.node_def) for item in graph.library.function}
     for node in [*graph.node, *(node for nodes in functions.values() for node in nodes)]:
         if node.attr["deterministic"].s == b"false":
             return f"{node.op} has deterministic=False"

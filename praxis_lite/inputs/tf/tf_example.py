@@ -17,17 +17,17 @@ def tf_example(record: bytes) -> dict[str, Any]:
     Raises:
       google.protobuf.message.DecodeError: the bytes are none.
     """
-    found = {}
+    result = {}
     for name, feature in _example_class().FromString(record).features.feature.items():
         kind = feature.WhichOneof("kind")
         values = getattr(feature, kind).value if kind else []
         if kind == "int64_list":
-            found[name] = np.array(values, np.int64)
+            result[name] = np.array(values, np.int64)
         elif kind == "float_list":
-            found[name] = np.array(values, np.float32)
+            result[name] = np.array(values, np.float32)
         else:
-            found[name] = values[0] if len(values) == 1 else list(values)
-    return found
+            result[name] = values[0] if len(values) == 1 else list(values)
+    return result
 
 
 @functools.cache
@@ -41,17 +41,17 @@ def _example_class() -> Any:
     )
 
     def message(messages: Any, name: str, *fields: tuple[str, int | str, bool]) -> Any:
-        made = messages.add(name=name)
+        result = messages.add(name=name)
         for number, (name, kind, is_repeated) in enumerate(fields, 1):
             label = field.LABEL_REPEATED if is_repeated else field.LABEL_OPTIONAL
             if isinstance(kind, str):
-                made.field.add(
+                result.field.add(
                     name=name, number=number, label=label, type=field.TYPE_MESSAGE,
                     type_name=f".tensorflow.{kind}",
                 )
             else:
-                made.field.add(name=name, number=number, label=label, type=kind)
-        return made
+                result.field.add(name=name, number=number, label=label, type=kind)
+        return result
 
     message(file.message_type, "BytesList", ("value", field.TYPE_BYTES, True))
     message(file.message_type, "FloatList", ("value", field.TYPE_FLOAT, True))
@@ -60,8 +60,8 @@ def _example_class() -> Any:
         file.message_type, "Feature", *((name, kind, False) for name, kind in _LISTS.items())
     )
     feature.oneof_decl.add(name="kind")
-    for one in feature.field:
-        one.oneof_index = 0
+    for item in feature.field:
+        item.oneof_index = 0
     features = message(file.message_type, "Features", ("feature", "Features.FeatureEntry", True))
     entry = message(
         features.nested_type, "FeatureEntry", ("key", field.TYPE_STRING, False),

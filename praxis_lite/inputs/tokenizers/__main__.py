@@ -64,12 +64,12 @@ def _train(
 ) -> None:
     library = optional_module("tokenizers", "Training a tokenizer")
     decoders, pre_tokenizers = library.decoders, library.pre_tokenizers
-    made = library.Tokenizer(library.models.BPE())
-    made.pre_tokenizer = pre_tokenizers.Sequence([
+    result = library.Tokenizer(library.models.BPE())
+    result.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(library.Regex(PIECES), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ])
-    made.decoder = decoders.ByteLevel()
+    result.decoder = decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=special, show_progress=sys.stderr.isatty(),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -81,17 +81,17 @@ def _train(
             for _, text in read_documents(path):
                 yield text.decode(errors="replace")
 
-    made.train_from_iterator(texts(), trainer)
+    result.train_from_iterator(texts(), trainer)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "pad_token": END,
         "clean_up_tokenization_spaces": False, "additional_special_tokens": special[1:],
         "model_max_length": 10**9,
     }
-    (target / TOKENIZER_JSON).write_text(made.to_str(pretty=True), "utf-8")
+    (target / TOKENIZER_JSON).write_text(result.to_str(pretty=True), "utf-8")
     (target / TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     (target / TEMPLATE).write_text(chat_template, "utf-8")
     # What ends an answer, besides the end of a text.
-    ends = {"eos_token_id": [made.token_to_id(END), made.token_to_id(END_TURN)]}
+    ends = {"eos_token_id": [result.token_to_id(END), result.token_to_id(END_TURN)]}
     (target / "generation_config.json").write_text(json.dumps(ends) + "\n", "utf-8")
 
 
@@ -105,12 +105,12 @@ def _run(argv: Sequence[str] | None) -> None:
     commands = parser.add_subparsers(required=True, metavar="train|show", dest="command")
     other = commands.add_parser("show", help="a directory's special tokens, and what ends a text")
     other.add_argument("directory", metavar="DIR", help="of a tokenizer")
-    one = commands.add_parser("train", help="a byte-level BPE of a text", description=__doc__)
-    one.add_argument("files", metavar="FILES", help="globs of text files, separated by commas")
-    one.add_argument("directory", metavar="OUT_DIR", help="a new or an empty directory")
-    one.add_argument("--vocab-size", type=int, default=8192, help="default: 8192")
-    one.add_argument("--special", nargs="+", default=[], metavar="TOKEN", help="special tokens")
-    one.add_argument(
+    item = commands.add_parser("train", help="a byte-level BPE of a text", description=__doc__)
+    item.add_argument("files", metavar="FILES", help="globs of text files, separated by commas")
+    item.add_argument("directory", metavar="OUT_DIR", help="a new or an empty directory")
+    item.add_argument("--vocab-size", type=int, default=8192, help="default: 8192")
+    item.add_argument("--special", nargs="+", default=[], metavar="TOKEN", help="special tokens")
+    item.add_argument(
         "--chat-template", metavar="FILE",
         help="a Jinja template of conversations; default: ChatML's form",
     )
@@ -120,15 +120,15 @@ def _run(argv: Sequence[str] | None) -> None:
         return
     template = CHAT if args.chat_template is None else _template(Path(args.chat_template))
     directory = local_directory(args.directory)
-    made = train(args.files, directory, args.vocab_size, args.special, template)
+    result = train(args.files, directory, args.vocab_size, args.special, template)
     texts = [text for path in matching_files(args.files) for _, text in read_documents(path)]
     num_bytes = sum(map(len, texts))
-    num_tokens = sum(map(len, made.encode_documents(texts)))
+    num_tokens = sum(map(len, result.encode_documents(texts)))
     require(num_tokens > 0, "The text of the files", "empty", "some text")
-    if made.vocab_size < args.vocab_size:
-        print(f"The text has no more pairs: {made.vocab_size} tokens, not {args.vocab_size}.")
+    if result.vocab_size < args.vocab_size:
+        print(f"The text has no more pairs: {result.vocab_size} tokens, not {args.vocab_size}.")
     print(
-        f"{made.vocab_size} tokens in {args.directory}: {num_bytes:,} bytes of text are "
+        f"{result.vocab_size} tokens in {args.directory}: {num_bytes:,} bytes of text are "
         f"{num_tokens:,} tokens, {num_bytes / num_tokens:.2f} bytes each."
     )
 

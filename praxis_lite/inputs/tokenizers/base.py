@@ -59,8 +59,8 @@ class Tokenizer(abc.ABC):
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        own = () if self.eos_id is None else (self.eos_id,)
-        return tuple(dict.fromkeys((*own, *self.model_eos_ids, *self.turn_end_ids)))
+        local = () if self.eos_id is None else (self.eos_id,)
+        return tuple(dict.fromkeys((*local, *self.model_eos_ids, *self.turn_end_ids)))
 
     def has_text(self, token: int, skip_special_tokens: bool = False) -> bool:
         """Returns False for an id that `decode` passes over."""
@@ -83,7 +83,7 @@ class Tokenizer(abc.ABC):
 
         Bytes that are no UTF-8, as where a file was cut within a character, become U+FFFD.
         """
-        return [self.encode(one.decode(errors="replace"), False) for one in texts]
+        return [self.encode(text.decode(errors="replace"), False) for text in texts]
 
     def cut(self, text: bytes, length: int) -> bytes:
         """Returns the first bytes of a text, at most `length`, without a part of a character."""

@@ -126,18 +126,18 @@ class JsonTokenizer(DirectoryTokenizer):
     @functools.cached_property
     def special(self) -> SpecialTokens:
         self._say_what_is_not_followed()
-        own = self._own
-        size = max([own.get_vocab_size(with_added_tokens=False), *(i + 1 for i in self._own_ids)])
-        return resolved(self._files, Vocabulary(own.token_to_id, size, self._own_tokens))
+        local = self._own
+        size = max([local.get_vocab_size(with_added_tokens=False), *(i + 1 for i in self._own_ids)])
+        return resolved(self._files, Vocabulary(local.token_to_id, size, self._own_tokens))
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
         added_token = optional_module("tokenizers", f"The tokenizer {self._file}").AddedToken
-        own = self._own_tokens
+        local = self._own_tokens
         new = {
             number: added_token(token.text, special=token.is_special, **token.flags)
             for number, token in sorted(self.special.tokens.items())
-            if number not in own or token is not own[number]
+            if number not in local or token is not local[number]
         }
         # All at once: the library goes through all of the vocabulary's added tokens each time.
         with errors_of_rust(self._file):

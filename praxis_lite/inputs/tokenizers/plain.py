@@ -29,13 +29,13 @@ class ByteTokenizer(Tokenizer):
 
     def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns the bytes, and the character of each."""
-        sizes = [len(one.encode()) for one in checked_text(text)]
+        sizes = [len(item.encode()) for item in checked_text(text)]
         first = np.repeat(np.arange(len(text)), sizes)
         return self.encode(text), np.stack([first, first + 1], axis=-1)
 
     def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Returns the bytes of each text as they are."""
-        return [self.encode(one) for one in texts]
+        return [self.encode(text) for text in texts]
 
     def cut(self, text: bytes, length: int) -> bytes:
         """Returns the first bytes of a text, whatever they are."""

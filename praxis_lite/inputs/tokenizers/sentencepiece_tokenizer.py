@@ -209,8 +209,8 @@ class SentencePieceTokenizer(DirectoryTokenizer):
             return self.path
         paths = [self.path / name for name in MODEL_FILES if (self.path / name).is_file()]
         if not paths:
-            wanted = ", ".join(MODEL_FILES)
-            raise ConfigError(f"There is no SentencePiece model ({wanted}) in {self.path}.")
+            expected = ", ".join(MODEL_FILES)
+            raise ConfigError(f"There is no SentencePiece model ({expected}) in {self.path}.")
         return paths[0]
 
     @functools.cached_property

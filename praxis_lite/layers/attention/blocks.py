@@ -78,14 +78,14 @@ class _Block(NamedTuple):
         def part(x: jax.Array | None, of_block: Any) -> jax.Array | None:
             return None if x is None else of_block(x)
 
-        own = dataclasses.replace(
+        local = dataclasses.replace(
             mask,
             q_segments_BT=part(mask.q_segments_BT, self.queries),
             kv_segments_BS=part(mask.kv_segments_BS, self.keys),
             kv_visible_BS=part(mask.kv_visible_BS, self.keys),
         )
         index_T = jnp.arange(self.start, self.stop, dtype=jnp.int32)[None]
-        visible = own.visible_at(index_T, jnp.arange(self.first, self.end, dtype=jnp.int32))
+        visible = local.visible_at(index_T, jnp.arange(self.first, self.end, dtype=jnp.int32))
         return options.applied(logits), None if visible is None else visible[:, None, None]
 
 

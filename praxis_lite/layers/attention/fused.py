@@ -267,8 +267,8 @@ def _without_vma(
         def grads(grad: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array):
             return jax.vjp(lambda q, k, v: attend(q, k, v, *rest), q, k, v)[1](grad)
 
-        found = mapped(grads, (specs[0], *specs, *of_rest), specs)(grad, *args)
-        return (*varying_over(found, varying_axes((args, grad))), *[None] * len(of_rest))
+        result = mapped(grads, (specs[0], *specs, *of_rest), specs)(grad, *args)
+        return (*varying_over(result, varying_axes((args, grad))), *[None] * len(of_rest))
 
     attended_inside.defvjp(lambda *args: (attended_inside(*args), args), backward)
     is_inside = bool(jax.sharding.get_abstract_mesh().manual_axes)

@@ -129,8 +129,8 @@ class Gating:
         for name, plain in (
             ("num_expert_groups", 1), ("num_expert_groups_per_token", 1), ("gates_scale", 1.0)
         ):
-            wanted = f"{plain} but with score_func 'sigmoid'"
-            check(is_sigmoid or getattr(self, name) == plain, name, wanted)
+            expected = f"{plain} but with score_func 'sigmoid'"
+            check(is_sigmoid or getattr(self, name) == plain, name, expected)
         per_group, rest = divmod(self.num_experts, max(groups, 1))
         check(
             groups == 1 or (groups > 1 and not rest and per_group >= 2), "num_expert_groups",

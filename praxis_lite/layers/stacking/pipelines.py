@@ -195,10 +195,10 @@ class Pipeline(BaseLayer):
 
             def one(x: jax.Array, microbatch: Any, cache: PyTree) -> tuple:
                 # A copy that belongs to this trace, so that what it assigns does not leave it.
-                own = jax.tree.map(lambda a: a, block)
+                local = jax.tree.map(lambda a: a, block)
                 inputs = jax.tree.map(lambda a: pick(a, microbatch), inputs_M)
                 return apply_layer(
-                    own, x, index, microbatch, key=key, cache=cache, **inputs, **others
+                    local, x, index, microbatch, key=key, cache=cache, **inputs, **others
                 )
 
             if num_microbatches == 1:
@@ -230,10 +230,10 @@ class Pipeline(BaseLayer):
     def _num_microbatches_of(self, num_rows: int) -> int:
         """Returns M for a batch, checked."""
         name = "num_microbatches" if self.microbatch_size is None else "microbatch_size"
-        found = getattr(self, name)
-        wanted = f"a divisor of {num_rows}, the rows of the batch"
-        require(num_rows % found == 0, f"Pipeline.{name}", found, wanted)
-        num_microbatches = found if self.microbatch_size is None else num_rows // found
+        actual = getattr(self, name)
+        expected = f"a divisor of {num_rows}, the rows of the batch"
+        require(num_rows % actual == 0, f"Pipeline.{name}", actual, expected)
+        num_microbatches = actual if self.microbatch_size is None else num_rows // actual
         self._check_schedule(num_microbatches)
         return num_microbatches
 

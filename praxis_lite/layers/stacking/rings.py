@@ -81,11 +81,11 @@ def in_ring(
     def sent(piece: jax.Array, way: int) -> jax.Array:
         return jax.lax.ppermute(piece, axis, [(i, (i + way) % num) for i in range(num)])
 
-    pieces, own, sums = cut(x), [], []
+    pieces, local, sums = cut(x), [], []
     for turn in range(num):
         terms = cut(term(joined(pieces), jax.tree.map(lambda a, t=turn: of_turn(a, t), rows)))
         if turn == 0:
-            own = terms
+            local = terms
         elif turn == 1:
             sums = terms
         else:
@@ -96,5 +96,5 @@ def in_ring(
         if turn < num - 1:
             pieces = [sent(piece, way) for piece, way in zip(pieces, directions, strict=True)]
     return joined([
-        sent(total, way) + part for total, way, part in zip(sums, directions, own, strict=True)
+        sent(total, way) + part for total, way, part in zip(sums, directions, local, strict=True)
     ])

@@ -114,10 +114,10 @@ def by_hand(
         ))
         for name, row in rows.items()
     }
-    wanted = x.shape[: half.num_row_dims]
+    expected = x.shape[: half.num_row_dims]
     rows = {
         name: of_shape(row, [
-            n if n == 1 or d >= len(wanted) else wanted[d] for d, n in enumerate(row.shape)
+            n if n == 1 or d >= len(expected) else expected[d] for d, n in enumerate(row.shape)
         ])
         for name, row in rows.items()
     }
@@ -139,7 +139,7 @@ def by_hand(
         return in_ring(term, x, rows, axis, dim, halved_dim if how == "two_way_ring" else None)
 
     weight_specs = [weight.spec for weight in weights]
-    axes = {axis, *(one for p in (spec, *weight_specs) for entry in p for one in axes_of(entry))}
+    axes = {axis, *(item for p in (spec, *weight_specs) for entry in p for item in axes_of(entry))}
     is_inside = bool(mesh.manual_axes)
     # JAX (0.10 to 0.12) cannot lower a shard_map inside another that hands values on to its own
     # gradient: inside and around it they are computed again.
@@ -158,23 +158,23 @@ def _dim_of_tokens(half: HalfBlock, axis: str, spec: PartitionSpec) -> int | Non
     how, name = half.how, half.name
     dims = [dim for dim, entry in enumerate(spec) if axis in axes_of(entry)]
     dim = dims[0] if dims else None
-    said = f"inputs and outputs that split as {tuple(spec)}"
+    message = f"inputs and outputs that split as {tuple(spec)}"
     require(
         how == "gather" or dim is not None, name, how,
-        f"'gather' for {said}, of which {axis!r} splits nothing",
+        f"'gather' for {message}, of which {axis!r} splits nothing",
         f"Or split their rows over {axis!r} too: residual_batch in a preset.",
     )
     others = [entry for entry in spec[1:2] if set(axes_of(entry)) - {axis}]
     is_right = dim in (None, 0) or (dim == 1 and (how == "gather" or not half.reads_sequences))
     require(
         is_right and not (half.reads_sequences and others) and spec[2] is None, name, how,
-        f"None for {said}: time is to be whole here" if half.reads_sequences else
-        f"None for {said}: {axis!r} is to split rows or time",
+        f"None for {message}: time is to be whole here" if half.reads_sequences else
+        f"None for {message}: {axis!r} is to split rows or time",
         f"Or split the rows over {axis!r}, not time: residual_batch in a preset.",
     )
     require(
         dim is None or axes_of(spec[dim])[-1] == axis, name, how,
-        f"None for {said}, where {axis!r} is not the last axis of its dim",
+        f"None for {message}, where {axis!r} is not the last axis of its dim",
         "Or name it last.",
     )
     return dim

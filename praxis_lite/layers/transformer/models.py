@@ -113,7 +113,7 @@ class TransformerLm(BaseLayer):
     def num_positions(self) -> int | None:
         """The number of positions; None: they have no end."""
         learned = getattr(self.position_emb, "max_seq_length", None)
-        limits = [one for one in (learned, self.max_positions) if one is not None]
+        limits = [item for item in (learned, self.max_positions) if item is not None]
         return min(limits, default=None)
 
     def init_cache(self, batch_size: int, max_seq_length: int) -> Any:

@@ -196,16 +196,16 @@ class Transformer(BaseLayer):
                 f"Pax a mask alone says what a token sees. Leave it out, and {HIDE_LATER}."
             )
         keys = dict(zip(_KEYS, split_keys(key, len(_KEYS)), strict=True))
-        own = {"segment_ids": segment_ids, "paddings": paddings}
+        local = {"segment_ids": segment_ids, "paddings": paddings}
         if atten_mask is not None:
-            own = {"atten_mask": atten_mask}
+            local = {"atten_mask": atten_mask}
         elif cache is None and paddings is not None:
             # As in Pax's stacks, a padded token attends to its segment, 0.
             is_masked = self.mask_self_attention is not False
             if segment_ids is None and (self.fold_padding_with_segment_mask or is_masked):
-                own["segment_ids"] = (1.0 - paddings).astype(jnp.int32)
+                local["segment_ids"] = (1.0 - paddings).astype(jnp.int32)
             if self.fold_padding_with_segment_mask:
-                own["paddings"] = None
+                local["paddings"] = None
         has_both = self.cross_attention is not None
         caches = dict(cache) if has_both and cache is not None else {"self_attention": cache}
 
@@ -225,7 +225,7 @@ class Transformer(BaseLayer):
             self.norm_policy,
             (self.layer_norm, self.pre_layer_norm, self.post_layer_norm),
             inputs,
-            lambda x: attend("self_attention", x, positions=positions, **own),
+            lambda x: attend("self_attention", x, positions=positions, **local),
             functools.partial(join, name="self_attention"),
             key,
         )

@@ -90,8 +90,8 @@ class ResNetBlock(BaseLayer):
         self, input_dim: int, output_dim: int, kernel_size: int, stride: int
     ) -> list[Filter]:
         """Returns shape and stride of each convolution."""
-        name, wanted = f"{type(self).__name__}.output_dim", "4 or more: the middle has a quarter"
-        require(output_dim >= 4, name, output_dim, wanted)
+        name, expected = f"{type(self).__name__}.output_dim", "4 or more: the middle has a quarter"
+        require(output_dim >= 4, name, output_dim, expected)
         inner = output_dim // 4
         return [
             ((1, 1, input_dim, inner), 1),

@@ -169,10 +169,10 @@ def _einsum(equation: str, *factors: tuple[jax.Array, str]) -> jax.Array:
         qwix.quantize(
             factor.astype(jnp.float32),
             jnp.dtype(qtype),
-            channelwise_axes=[i for i, letter in enumerate(own) if letter in outputs],
+            channelwise_axes=[i for i, letter in enumerate(local) if letter in outputs],
             calibration_method=_CALIBRATION[qtype],
         )
-        for own, (factor, qtype) in zip(letters.split(","), factors, strict=True)
+        for local, (factor, qtype) in zip(letters.split(","), factors, strict=True)
     ]
     return qwix.einsum(equation, *rounded)
 

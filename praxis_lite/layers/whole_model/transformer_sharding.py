@@ -118,8 +118,8 @@ def _set_splits(
         config.position_emb_tpl = fdl.Partial(TrainablePositionalEmbedding)
     for name, templates in _templates(config, parameters):
         ones = templates if isinstance(templates, list | tuple) else [templates]
-        new = [_with_splits(one, preset, is_told, unsplit) for one in ones]
-        if any(one is not old for one, old in zip(new, ones, strict=True)):
+        new = [_with_splits(item, preset, is_told, unsplit) for item in ones]
+        if any(element is not old for element, old in zip(new, ones, strict=True)):
             setattr(config, name, new if ones is templates else new[0])
         inner = (row or {}).get(name)
         if inner is not None and isinstance(new[0], fdl.Buildable):
@@ -143,7 +143,7 @@ def _templates(
     defaults = {name: p.default for name, p in parameters.items() if name not in given}
     for name, value in (defaults | given).items():
         ones = value if isinstance(value, list | tuple) else (value,)
-        is_config = any(isinstance(one, fdl.Buildable) for one in ones)
+        is_config = any(isinstance(item, fdl.Buildable) for item in ones)
         if isinstance(name, str) and (is_config or name.endswith("_tpl") or name == "block"):
             yield name, value
 

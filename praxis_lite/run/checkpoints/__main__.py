@@ -37,7 +37,7 @@ def _run(argv: Sequence[str] | None) -> int:
 def _ls(directory: Path, *, step: int | None) -> int:
     steps = tools.list_steps(directory, _progress)
     if step is not None:
-        steps = [one for one in steps if one.name.partition(".")[0] == str(step)]
+        steps = [item for item in steps if item.name.partition(".")[0] == str(step)]
     _print(tools.listing(steps))
     return 0
 
@@ -69,7 +69,7 @@ def _diff(
     if step is None and other_directory == directory:
         steps = step_dirs.committed_steps(directory)
         newer = max(steps, default=0) if other_step is None else other_step
-        step = max((one for one in steps if one < newer), default=None)
+        step = max((item for item in steps if item < newer), default=None)
     first = tools.step_dir_of(directory, step)
     second = tools.step_dir_of(other_directory, other_step)
     if first == second:

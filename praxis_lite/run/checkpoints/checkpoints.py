@@ -242,8 +242,8 @@ class Checkpoints:
         step, manifest = self._chosen(step)
         saved = {p: leaf for p, leaf in manifest["leaves"].items() if f"{p}/".startswith(kept)}
         leaves = {x.path: x for x in layout.leaves() if f"{x.path}/".startswith(kept)}
-        wanted = {path: manifest_leaf(leaf) for path, leaf in leaves.items()}
-        check_same(self.directory / str(step), saved, wanted)
+        expected = {path: manifest_leaf(leaf) for path, leaf in leaves.items()}
+        check_same(self.directory / str(step), saved, expected)
         arrays = self._read(step, leaves, mesh)
         shapes = layout.shapes.mdl_vars, {key: layout.shapes.opt_states[key] for key in keys}
         restored = jax.tree.unflatten(jax.tree.structure(shapes), arrays.values())
@@ -262,18 +262,18 @@ class Checkpoints:
           ConfigError: there is no such array, or it has another unpadded shape or dtype.
         """
         step, manifest = self._chosen(step)
-        wanted = {path: manifest_leaf(leaf) for path, leaf in leaves.items()}
-        there = {path: leaf for path, leaf in manifest["leaves"].items() if path in wanted}
-        check_same(self.directory / str(step), there, wanted)
+        expected = {path: manifest_leaf(leaf) for path, leaf in leaves.items()}
+        there = {path: leaf for path, leaf in manifest["leaves"].items() if path in expected}
+        check_same(self.directory / str(step), there, expected)
         return self._read(step, leaves, mesh)
 
     def _chosen(self, step: Step) -> tuple[int, Mapping[str, Any]]:
         """Returns the step that is meant, verified, and its manifest."""
-        found = from_first(self._name, lambda: self._steps.choose(step, self._best))
-        manifest = self._steps.manifest(found)
+        result = from_first(self._name, lambda: self._steps.choose(step, self._best))
+        manifest = self._steps.manifest(result)
         if not manifest:
-            raise self._deleted(found)
-        return found, manifest
+            raise self._deleted(result)
+        return result, manifest
 
     def _read(
         self, step: int, leaves: Mapping[str, LeafLayout], mesh: Mesh

@@ -86,7 +86,7 @@ def non_finite_leaves(state: TrainState) -> list[str]:
     if not leaves:
         return []
     bad = jax.device_get(_checker(leaves[0].sharding)(leaves, tuple(is_weight)))
-    return [path for path, one in zip(paths, bad, strict=True) if one]
+    return [path for path, item in zip(paths, bad, strict=True) if item]
 
 
 @functools.cache

@@ -29,15 +29,15 @@ def read_arrays(
     Raises:
       ConfigError: an array cannot be decoded, or does not fit into the host's memory.
     """
-    found = {}
+    result = {}
     sizes = {
         path: prod(leaf.padded_shape) * leaf.dtype.itemsize for path, leaf in leaves.items()
     }
     for batch in in_groups(sizes, _MOST_BYTES_AT_ONCE):
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
             read = pool.map(lambda path: _read(arrays[path], leaves[path], mesh), batch)
-            found |= dict(zip(batch, read, strict=True))
-    return found
+            result |= dict(zip(batch, read, strict=True))
+    return result
 
 
 def in_groups(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
@@ -57,7 +57,7 @@ def _read(array: StoredArray, leaf: LeafLayout, mesh: Mesh) -> jax.Array:
 
     def block(index: tuple[slice, ...]) -> np.ndarray:
         ends = tuple(
-            one.indices(size)[:2] for one, size in zip(index, leaf.padded_shape, strict=True)
+            item.indices(size)[:2] for item, size in zip(index, leaf.padded_shape, strict=True)
         )
         if ends not in blocks:
             inner = [(min(a, n), min(b, n)) for (a, b), n in zip(ends, leaf.shape, strict=True)]

@@ -25,40 +25,40 @@ def step_differences(first: Path, second: Path, progress: Progress = no_progress
       ConfigError: a step is damaged, or is not what its manifest says.
     """
     manifests = [manifest_of(step_dir) for step_dir in (first, second)]
-    arrays = [stored_arrays(*one) for one in zip((first, second), manifests, strict=True)]
+    arrays = [stored_arrays(*element) for element in zip((first, second), manifests, strict=True)]
     for key, what in _ORIGINS.items():
         yield from _origin(what, *(manifest[key] for manifest in manifests))
     for array in told(dict(sorted((arrays[1] | arrays[0]).items())), progress):
-        path, one, other = array.path, *(found.get(array.path) for found in arrays)
-        if one is None or other is None:
-            only = "second" if one is None else "first"
+        path, item, other = array.path, *(result.get(array.path) for result in arrays)
+        if item is None or other is None:
+            only = "second" if item is None else "first"
             yield f"{path}: only in the {only}, {array.dtype.name}{list(array.shape)}"
             continue
-        if one.shape != other.shape:
-            yield f"{path}: shape {list(one.shape)} and {list(other.shape)}"
-        if one.dtype != other.dtype:
-            yield f"{path}: dtype {one.dtype.name} and {other.dtype.name}"
-        elif one.shape == other.shape:
-            yield from _values(path, one, other)
+        if item.shape != other.shape:
+            yield f"{path}: shape {list(item.shape)} and {list(other.shape)}"
+        if item.dtype != other.dtype:
+            yield f"{path}: dtype {item.dtype.name} and {other.dtype.name}"
+        elif item.shape == other.shape:
+            yield from _values(path, item, other)
 
 
-def _origin(what: str, one: Any, other: Any) -> Iterator[str]:
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        for key in sorted(one.keys() | other.keys()):
-            yield from _origin(f"{what}: {key}", one.get(key), other.get(key))
-    elif one != other:
-        yield f"{what}: {_shown(one)} and {_shown(other)}"
+def _origin(what: str, item: Any, other: Any) -> Iterator[str]:
+    if isinstance(item, Mapping) and isinstance(other, Mapping):
+        for key in sorted(item.keys() | other.keys()):
+            yield from _origin(f"{what}: {key}", item.get(key), other.get(key))
+    elif item != other:
+        yield f"{what}: {_shown(item)} and {_shown(other)}"
 
 
 def _shown(value: Any) -> str:
     return "not known" if value in (None, "") else str(value)
 
 
-def _values(path: str, one: StoredArray, other: StoredArray) -> Iterator[str]:
+def _values(path: str, array: StoredArray, other: StoredArray) -> Iterator[str]:
     num_different = num_not_finite = 0
     largest: Any = 0
-    for rows in one.parts():
-        x, y = np.ravel(one.read(rows)), np.ravel(other.read(rows))
+    for rows in array.parts():
+        x, y = np.ravel(array.read(rows)), np.ravel(other.read(rows))
         bits = [np.ascontiguousarray(a).view(np.uint8).reshape(a.size, -1) for a in (x, y)]
         different = (bits[0] != bits[1]).any(axis=1)
         num_different += int(different.sum())
@@ -69,7 +69,7 @@ def _values(path: str, one: StoredArray, other: StoredArray) -> Iterator[str]:
         shown = f"{largest:.6g}" if isinstance(largest, float) else largest
         rest = f", {num_not_finite} of them not finite" if num_not_finite else ""
         yield (
-            f"{path}: {num_different} of {math.prod(one.shape)} values differ, by {shown} at most"
+            f"{path}: {num_different} of {math.prod(array.shape)} values differ, by {shown} at most"
             f"{rest}"
         )
 

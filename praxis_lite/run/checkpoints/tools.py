@@ -217,8 +217,8 @@ def _listed(step_dir: Path, state: str) -> ListedStep:
     return ListedStep(step_dir.name, state, num_bytes, saved, metrics)
 
 
-def _pairs(found: Mapping[str, Any]) -> str:
-    shown = {key: f"{x:.6g}" if isinstance(x, float) else x for key, x in found.items()}
+def _pairs(result: Mapping[str, Any]) -> str:
+    shown = {key: f"{x:.6g}" if isinstance(x, float) else x for key, x in result.items()}
     return ", ".join(f"{key}={value}" for key, value in shown.items()) or "none"
 
 

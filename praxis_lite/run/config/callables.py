@@ -55,9 +55,9 @@ def _full_name(value: Any) -> str | None:
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, dict):
-        return all(_is_plain(one) for pair in value.items() for one in pair)
+        return all(_is_plain(item) for pair in value.items() for item in pair)
     if type(value) in (list, tuple, set, frozenset):
-        return all(_is_plain(one) for one in value)
+        return all(_is_plain(element) for element in value)
     return type(value) in _PLAIN
 
 

@@ -36,16 +36,16 @@ def configured(
         ConfigError: no such path, or no value of that field's type; or the class's constructor
             requires arguments.
     """
-    made, known = _made(experiment), _attributes(experiment)
-    own = [one for one in settings if _first_key(one) in known]
-    named = {_first_key(one) for one in own}
+    result, known = _made(experiment), _attributes(experiment)
+    local = [setting for setting in settings if _first_key(setting) in known]
+    named = {_first_key(item) for item in local}
     # Copies, for what the class holds is shared by all instances.
     values = fdl.Config(_attributes_of, **copy.deepcopy({name: known[name] for name in named}))
-    apply_overrides(values, own, packages)
+    apply_overrides(values, local, packages)
     for name in named:
-        setattr(made, name, getattr(values, name))
-    config = made.config()
-    apply_overrides(config, [one for one in settings if one not in own], packages, known)
+        setattr(result, name, getattr(values, name))
+    config = result.config()
+    apply_overrides(config, [one for one in settings if one not in local], packages, known)
     return config
 
 
@@ -62,12 +62,12 @@ def _made(experiment: type[_Experiment]) -> _Experiment:
 
 
 def _attributes(experiment: type) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for base in reversed(experiment.__mro__):
-        found |= vars(base)
+        result |= vars(base)
     no_values = (types.FunctionType, property, classmethod, staticmethod)
     return {
-        name: value for name, value in found.items()
+        name: value for name, value in result.items()
         if not name.startswith("_") and not isinstance(value, no_values)
     }
 

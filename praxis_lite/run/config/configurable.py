@@ -144,11 +144,11 @@ def may_be_called(module: str, name: str, value: Any) -> bool:
     if name in _FACTORIES_WITHOUT_A_TYPE:
         return True
     try:
-        made = str(inspect.signature(value, eval_str=False).return_annotation)
+        result = str(inspect.signature(value, eval_str=False).return_annotation)
     except (TypeError, ValueError):
         return False
     kinds = ("GradientTransformation", "Callable[", "Schedule", "Initializer")
-    return any(kind in made for kind in kinds)
+    return any(kind in result for kind in kinds)
 
 
 def refused(where: str, module: str, name: str) -> str:

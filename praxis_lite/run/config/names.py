@@ -48,22 +48,22 @@ def imported(module: str, name: str, *, is_called: bool = False) -> Any:
         f"config.json names {module}.{name}, which is not there: the code has changed since the "
         "job began, or its package is not on sys.path. Restore it, or start a new job."
     )
-    found = _holder(module)
+    result = _holder(module)
     for depth, part in enumerate(name.split(".")):
         # Not getattr of an instance: a name leads to what stands in modules and classes only.
-        if depth > 0 and not isinstance(found, type):
+        if depth > 0 and not isinstance(result, type):
             raise ConfigError(refused("config.json", module, name))
-        found = getattr(found, part, None)
-        if found is None:
+        result = getattr(result, part, None)
+        if result is None:
             raise ConfigError(gone)
         # `os.system` is an attribute of every module that imports os.
-        if not _is_defined_in(found, module, depth):
+        if not _is_defined_in(result, module, depth):
             raise ConfigError(refused("config.json", module, name))
-    if not is_of_kind(module, name, found):
+    if not is_of_kind(module, name, result):
         raise ConfigError(refused("config.json", module, name))
-    if is_called and callable(found) and not may_be_called(module, name, found):
+    if is_called and callable(result) and not may_be_called(module, name, result):
         raise ConfigError(refused_call("config.json", module, name))
-    return found
+    return result
 
 
 def named(text: str, packages: Collection[str], beside: Sequence[str] = ()) -> Any:
@@ -93,8 +93,8 @@ def named(text: str, packages: Collection[str], beside: Sequence[str] = ()) -> A
 def names_in(beside: Sequence[str]) -> list[str]:
     """Returns the bare names of functions and classes that `named` knows."""
     names = {
-        name for place in (*beside, *SHORT) for name, one in vars(_loaded(place) or object).items()
-        if callable(one) and not name.startswith("_")
+        name for place in (*beside, *SHORT) for name, item in vars(_loaded(place) or object).items()
+        if callable(item) and not name.startswith("_")
         and (place in beside or is_allowed(place, name, ()) and is_shown(place, name))
     }
     # Of ours they are there when they are asked for.
@@ -128,10 +128,10 @@ def name_of(value: Any) -> tuple[str, str] | None:
 
 
 def _shown_in(module: str, name: str) -> Any:
-    found = _holder(module)
+    result = _holder(module)
     for depth, part in enumerate(name.split(".")):
-        found = getattr(found, part, None) if depth == 0 or isinstance(found, type) else None
-    return found
+        result = getattr(result, part, None) if depth == 0 or isinstance(result, type) else None
+    return result
 
 
 def _holder(module: str) -> Any:
@@ -176,8 +176,8 @@ def _name_in(holder: Any, value: Any, former: Collection[str] = ()) -> str | Non
     # An instance at the top of a module, such as some of JAX's remat policies.
     names = vars(holder).items() if holder is not None else ()
     return next(
-        (name for name, one in names
-         if one is value and name not in former and not name.startswith("__")), None
+        (name for name, item in names
+         if item is value and name not in former and not name.startswith("__")), None
     )
 
 

@@ -49,8 +49,8 @@ def children(node: dict[str, Any], kind: str) -> Iterator[tuple[str, Any]]:
             yield "key", key
             yield str(key), value
     elif type(node[kind]) is list:
-        yield from ((str(index), one) for index, one in enumerate(node[kind]))
-    yield from ((str(index), one) for index, one in enumerate(node.get("items", ())))
+        yield from ((str(index), item) for index, item in enumerate(node[kind]))
+    yield from ((str(index), element) for index, element in enumerate(node.get("items", ())))
     yield from node.get("arguments", {}).items()
 
 

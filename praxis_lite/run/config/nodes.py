@@ -102,8 +102,8 @@ class _Writer:
         if type(value) is slice:
             return {"slice": self._items((value.start, value.stop, value.step), path)}
         if type(value) is dict:
-            pairs = [[self.write(key, path), self.write(one, join(path, key))]
-                     for key, one in value.items()]
+            pairs = [[self.write(key, path), self.write(item, join(path, key))]
+                     for key, item in value.items()]
             return {"dict": pairs}
         if type(value) in (set, frozenset):
             # In an order that is the same in every process.
@@ -115,11 +115,11 @@ class _Writer:
         return {"name": self._name(value, path)}
 
     def _items(self, values: Collection[Any], path: str) -> list[Any]:
-        return [self.write(one, join(path, index)) for index, one in enumerate(values)]
+        return [self.write(value, join(path, index)) for index, value in enumerate(values)]
 
     def _arguments(self, arguments: dict[str | int, Any], path: str) -> dict[str, Any]:
         # Positional ones have numbers, which no name of a parameter looks like.
-        return {str(key): self.write(one, join(path, key)) for key, one in arguments.items()}
+        return {str(key): self.write(item, join(path, key)) for key, item in arguments.items()}
 
     def _name(self, value: Any, path: str, *, is_called: bool = False) -> str:
         symbol = name_of(value)
@@ -176,7 +176,7 @@ class _Reader:
             import numpy as np
 
             return np.dtype(content)
-        pairs = [(key, self.read(one, f"{path}.{key}")) for key, one in children(node, kind)]
+        pairs = [(key, self.read(item, f"{path}.{key}")) for key, item in children(node, kind)]
         values = [value for _, value in pairs]
         if kind in SEQUENCES:
             return SEQUENCES[kind](values)

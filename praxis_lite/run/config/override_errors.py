@@ -26,27 +26,27 @@ _LONGEST_PATH, _LONGEST_VALUE = 500, 10_000
 def check_form(setting: str, following: Sequence[str]) -> None:
     """Checks that a setting is `path=value`; `following` are those behind it."""
     path, equals, text = setting.partition("=")
-    path, said = path.strip(), f"--set {shown(setting)}"
+    path, message = path.strip(), f"--set {shown(setting)}"
     if not equals:
         # `a.b 20`, `a.b = 20` and `a.b:20`, as other programs take them.
-        value = next((one.removeprefix("=") for one in following if one != "="), "")
+        value = next((item.removeprefix("=") for item in following if item != "="), "")
         if ":" in path:
             path, _, value = path.partition(":")
         is_meant = value and "=" not in value
         meant = f"{path}={value}" if is_meant else f"{path}=VALUE"
         raise ConfigError(
-            f"{said} has no '='; wanted is path=value, such as run.seed=7. Write --set "
+            f"{message} has no '='; wanted is path=value, such as run.seed=7. Write --set "
             f"{shown(meant)}, without blanks around the '='."
         )
     if not path:
         raise ConfigError(
-            f"{said} names no field before the '='; wanted is path=value, such as run.seed=7, "
+            f"{message} names no field before the '='; wanted is path=value, such as run.seed=7, "
             "without blanks around the '='."
         )
     for part, what, most in ((path, "path", _LONGEST_PATH), (text, "value", _LONGEST_VALUE)):
         if len(part) > most:
             raise ConfigError(
-                f"{said}: the {what} has {len(part)} characters, wanted are at most {most}."
+                f"{message}: the {what} has {len(part)} characters, wanted are at most {most}."
             )
 
 
@@ -106,7 +106,7 @@ def no_such_path(config: fdl.Buildable, path: str, attributes: Collection[str]) 
         else f"Paths begin with {', '.join(roots)}; config.txt in the job's directory lists all."
     )
     if path.isupper() and not attributes:
-        beside = [one.path for one in fields if _last(one.path) == path.lower()]
+        beside = [field.path for field in fields if _last(field.path) == path.lower()]
         hint = (
             "An attribute of the experiment's class is set where that makes its config, in "
             "training and --mode=explain; eval and decode take the job's as it is. "
@@ -136,15 +136,15 @@ def _nearest(path: str, fields: Sequence[Field]) -> list[str]:
             return whole + 1  # A step too far.
         return whole + difflib.SequenceMatcher(None, last, _last(field.path)).ratio()
 
-    scored = sorted(((likeness(one), one.path) for one in fields), reverse=True)
-    return [one for score, one in scored[:5] if score >= 1.2]
+    scored = sorted(((likeness(item), item.path) for item in fields), reverse=True)
+    return [element for score, element in scored[:5] if score >= 1.2]
 
 
 def _beside(path: str, fields: Sequence[Field]) -> list[str]:
     """Returns the fields of the config that the path leads to but for its last name."""
     above = path[: -len(_last(path))]
-    beside = [one.path for one in fields if above and one.path.startswith(above)]
-    return [one for one in beside if _last(one) == one[len(above) :]]
+    beside = [field.path for field in fields if above and field.path.startswith(above)]
+    return [item for item in beside if _last(item) == item[len(above) :]]
 
 
 def _last(path: str) -> str:

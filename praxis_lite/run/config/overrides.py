@@ -121,11 +121,11 @@ class _Step(NamedTuple):
 def _resolve(config: fdl.Buildable, path: str) -> list[_Step] | None:
     node, annotation, trail = config, UNKNOWN, []
     for token in _split(path):
-        found = _child(node, annotation, token)
-        if found is None:
+        result = _child(node, annotation, token)
+        if result is None:
             return None
-        trail.append(_Step(node, *found))
-        _, node, annotation = found
+        trail.append(_Step(node, *result))
+        _, node, annotation = result
     return trail or None
 
 
@@ -173,17 +173,17 @@ def _checked_value(
     may_be_named = takes(annotation) or (is_config and _is_single(present))
     is_named = is_config or "." in text or text.endswith("()")  # A bare word may be just that.
     if may_be_named and is_named:
-        found = parse_callable(text, present, annotation, packages)
-        if found is not None:
-            return found
+        result = parse_callable(text, present, annotation, packages)
+        if result is not None:
+            return result
     try:
         if is_config and (annotation in (UNKNOWN, Any) or not _is_single(present)):
             raise WrongType("a function, a class or a config, by its name")
         return parse_value(text, annotation, None if isinstance(present, Unknown) else present)
     except WrongType as wrong:
-        found = parse_callable(text, present, annotation, packages) if may_be_named else None
-        if found is not None:
-            return found
+        result = parse_callable(text, present, annotation, packages) if may_be_named else None
+        if result is not None:
+            return result
         if is_config and not _is_single(present):
             raise ConfigError(
                 f"{path}: holds configs, and --set sets them one by one, by the fields below it."

@@ -67,7 +67,7 @@ def children(node: Any, annotation: Any) -> list[tuple[str | int, Any, Any]]:
     if isinstance(node, dict):
         return [(key, value, _item_type(annotation, key)) for key, value in node.items()]
     if isinstance(node, list | tuple):
-        return [(index, one, _item_type(annotation, index)) for index, one in enumerate(node)]
+        return [(index, item, _item_type(annotation, index)) for index, item in enumerate(node)]
     settings = settings_of(node)
     return [] if settings is None else children(settings, annotation)
 
@@ -112,8 +112,8 @@ def describe(value: Any) -> str:
     if isinstance(value, fdl.Buildable):
         return f"<{type(value).__name__} {callable_name(fdl.get_callable(value))}>"
     if isinstance(value, functools.partial):
-        given = [repr(one) for one in value.args]
-        given += [f"{key}={one!r}" for key, one in value.keywords.items()]
+        given = [repr(argument) for argument in value.args]
+        given += [f"{key}={keyword!r}" for key, keyword in value.keywords.items()]
         return f"<partial {callable_name(value.func)}({', '.join(given)})>"
     if isinstance(value, dict):
         return f"<dict of {', '.join(map(str, value))}>"
@@ -138,9 +138,9 @@ def _walk(node: Any, annotation: Any, path: str) -> Iterator[Field]:
 def holds_only_literals(value: Any) -> bool:
     """Returns True if `value` neither is nor holds a config, function or dataclass instance."""
     if isinstance(value, dict):
-        return all(holds_only_literals(one) for one in value.values())
+        return all(holds_only_literals(item) for item in value.values())
     if isinstance(value, list | tuple | set | frozenset):
-        return all(holds_only_literals(one) for one in value)
+        return all(holds_only_literals(element) for element in value)
     has_settings = isinstance(value, fdl.Buildable) or dataclasses.is_dataclass(value)
     return is_dtype(value) or isinstance(value, Unknown) or not (has_settings or callable(value))
 
@@ -186,8 +186,8 @@ def _resolved_annotations(function: Any) -> dict[str, Any]:
         if "__dataclass_fields__" in vars(owner):
             annotations = {}
             for base in reversed(owner.__mro__):
-                own = _own_annotations(base).items()
-                annotations |= {key: _evaluate(hint, base) for key, hint in own}
+                local = _own_annotations(base).items()
+                annotations |= {key: _evaluate(hint, base) for key, hint in local}
             return annotations
         function = function.__init__
     function = inspect.unwrap(function)
@@ -204,9 +204,9 @@ def _evaluate(hint: Any, owner: Any) -> Any:
     namespace = getattr(owner, "__globals__", None)
     if namespace is None:
         namespace = vars(inspect.getmodule(owner) or typing)
-    one = types.SimpleNamespace(__annotations__={"hint": hint})
+    item = types.SimpleNamespace(__annotations__={"hint": hint})
     try:
-        return typing.get_type_hints(one, namespace, include_extras=True)["hint"]
+        return typing.get_type_hints(item, namespace, include_extras=True)["hint"]
     except (NameError, AttributeError, TypeError, SyntaxError):
         return UNKNOWN
 

@@ -99,7 +99,7 @@ def _loaded(parsed: Any, packages: Collection[str]) -> LoadedConfig:
     is_name = type(experiment) is str and re.fullmatch(r"\w+(\.\w+)+", experiment)
     if not is_name or len(experiment) > 200:
         raise damaged("experiment", "it is not module.Class")
-    if type(overrides) is not list or not all(type(one) is str for one in overrides):
+    if type(overrides) is not list or not all(type(override) is str for override in overrides):
         raise damaged("overrides", "they are not a list of texts")
     names = check(parsed["config"], packages)
     for name in sorted(set(names.values())):
@@ -130,7 +130,7 @@ def config_difference(old: fdl.Config, new: fdl.Config) -> list[str]:
     ]
 
     def said(path: str, texts: dict[str, str]) -> str:
-        below = any(one.startswith((f"{path}.", f"{path}[")) for one in texts)
+        below = any(text.startswith((f"{path}.", f"{path}[")) for text in texts)
         return texts.get(path, "(below)" if below else "(absent)")
 
     return [f"{path}: {said(path, texts[0])} -> {said(path, texts[1])}" for path in differing]

@@ -76,15 +76,15 @@ def format_value(value: Any, annotation: Any) -> str | None:
     return None
 
 
-def _are_same(one: Any, other: Any) -> bool:
-    if type(one) in (int, float) and type(other) in (int, float):
+def _are_same(item: Any, other: Any) -> bool:
+    if type(item) in (int, float) and type(other) in (int, float):
         # A field of floats may hold a 1.
-        return one == other or (one != one and other != other)
-    if type(one) is not type(other):
+        return item == other or (item != item and other != other)
+    if type(item) is not type(other):
         return False
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_are_same, one, other))
-    return repr(one) == repr(other)
+    if isinstance(item, list | tuple):
+        return len(item) == len(other) and all(map(_are_same, item, other))
+    return repr(item) == repr(other)
 
 
 def type_name(annotation: Any) -> str:
@@ -149,28 +149,29 @@ def _read(text: str) -> Any:
     return _Word(text.strip())
 
 
-def _fit(read: Any, text: str | None, wanted: Any, lenient: bool) -> Any:
+def _fit(read: Any, text: str | None, expected: Any, lenient: bool) -> Any:
     """Returns `read` as `wanted`; `text` is its source, None inside a container."""
-    if wanted in (UNKNOWN, Any, object) or isinstance(wanted, typing.TypeVar):
+    if expected in (UNKNOWN, Any, object) or isinstance(expected, typing.TypeVar):
         return _plain(read)
-    if wanted is None or wanted is types.NoneType:
-        return _require(read is None, read, wanted)
+    if expected is None or expected is types.NoneType:
+        return _require(read is None, read, expected)
     for alias in ("__value__", "__supertype__"):  # `type X = ...` of Python 3.12; NewType.
-        if hasattr(wanted, alias):
-            return _fit(read, text, getattr(wanted, alias), lenient)
-    origin, args = typing.get_origin(wanted), typing.get_args(wanted)
+        if hasattr(expected, alias):
+            return _fit(read, text, getattr(expected, alias), lenient)
+    origin, args = typing.get_origin(expected), typing.get_args(expected)
     if origin is typing.Annotated:
         return _fit(read, text, args[0], lenient)
-    if (members := union_parts(wanted)) != (wanted,):
-        for one in members:
+    if (members := union_parts(expected)) != (expected,):
+        for member in members:
             with contextlib.suppress(WrongType):
-                return _fit(read, text, one, lenient)
-        raise WrongType(type_name(wanted))
+                return _fit(read, text, member, lenient)
+        raise WrongType(type_name(expected))
     if origin is typing.Literal:
         # "none" and "true" may be words here.
-        found = text if lenient and text in args else _plain(read)
-        return _require(any(type(a) is type(found) and a == found for a in args), found, wanted)
-    kind = origin or wanted
+        actual = text if lenient and text in args else _plain(read)
+        is_right = any(type(a) is type(actual) and a == actual for a in args)
+        return _require(is_right, actual, expected)
+    kind = origin or expected
     if kind is float and lenient and type(read) is int:
         return float(read)
     if kind is float and isinstance(read, _Word) and read.text.lower() in ("inf", "-inf", "nan"):
@@ -180,41 +181,41 @@ def _fit(read: Any, text: str | None, wanted: Any, lenient: bool) -> Any:
     if kind is str and lenient and text is not None and type(read) is not str:
         return text
     if kind in (bool, int, float, str):
-        return _require(type(read) is kind, read, wanted)
+        return _require(type(read) is kind, read, expected)
     if kind in _MAPPINGS:
-        _require(type(read) is dict, read, wanted)
+        _require(type(read) is dict, read, expected)
         key, value = args if len(args) == 2 else (UNKNOWN, UNKNOWN)
         return {_fit(k, None, key, lenient): _fit(v, None, value, lenient) for k, v in read.items()}
     if kind in (tuple, list, set, frozenset, *_SEQUENCES):
-        return _fit_items(read, wanted, kind, args, lenient)
+        return _fit_items(read, expected, kind, args, lenient)
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        _require(isinstance(read, _Word) and read.text in kind.__members__, read, wanted)
+        _require(isinstance(read, _Word) and read.text in kind.__members__, read, expected)
         return kind[read.text]
-    raise WrongType(type_name(wanted))
+    raise WrongType(type_name(expected))
 
 
-def _fit_items(read: Any, wanted: Any, kind: Any, args: tuple[Any, ...], lenient: bool) -> Any:
+def _fit_items(read: Any, expected: Any, kind: Any, args: tuple[Any, ...], lenient: bool) -> Any:
     kinds = (set, list, tuple) if kind in (set, frozenset) else (list, tuple)
-    _require(type(read) in kinds, read, wanted)
+    _require(type(read) in kinds, read, expected)
     if kind is tuple and args and args[-1] is not Ellipsis:
-        _require(len(args) == len(read), read, wanted)
+        _require(len(args) == len(read), read, expected)
         item_types = list(args)
     else:
         item_types = [args[0] if args else UNKNOWN] * len(read)
-    items = [_fit(one, None, want, lenient) for one, want in zip(read, item_types, strict=True)]
+    items = [_fit(item, None, want, lenient) for item, want in zip(read, item_types, strict=True)]
     return (type(read) if kind in _SEQUENCES else kind)(items)
 
 
-def _require(holds: bool, value: Any, wanted: Any) -> Any:
+def _require(holds: bool, value: Any, expected: Any) -> Any:
     if not holds:
-        raise WrongType(type_name(wanted))
+        raise WrongType(type_name(expected))
     return value
 
 
 def _plain(read: Any) -> Any:
     if isinstance(read, _Word):
         return read.text
-    return tuple(_plain(one) for one in read) if type(read) is tuple else read
+    return tuple(_plain(item) for item in read) if type(read) is tuple else read
 
 
 def _type_of(present: Any) -> Any:
@@ -222,7 +223,7 @@ def _type_of(present: Any) -> Any:
     if present is None or present is UNKNOWN:
         return UNKNOWN
     if type(present) in (tuple, list) and present:
-        kinds = {type(one) for one in present}
+        kinds = {type(element) for element in present}
         if len(kinds) == 1 and (item := kinds.pop()) in (int, float, str, bool):
             return tuple[item, ...] if type(present) is tuple else list[item]
     return type(present)
@@ -243,10 +244,10 @@ def _parse_dtype(text: str, annotation: Any, present: Any) -> Any:
     optional = types.NoneType in union_parts(annotation) or annotation is UNKNOWN
     if name.lower() == "none" and (optional or present is None):
         return None
-    wanted = "a dtype by name, such as float32 or bfloat16"
+    expected = "a dtype by name, such as float32 or bfloat16"
     scalar = getattr(sys.modules.get("jax.numpy", np), name, None)
     if not is_dtype(scalar):
-        raise WrongType(wanted)
+        raise WrongType(expected)
     # As the present value is written: jnp.bfloat16, np.float32 or a dtype instance.
     if isinstance(present, np.dtype):
         return np.dtype(scalar)

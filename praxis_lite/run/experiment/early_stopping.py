@@ -68,10 +68,10 @@ class EarlyStopping:
                 num_since += 1
         if num_since < self.patience:
             return None
-        found = (
+        result = (
             "was never a number"
             if best_step is None
             else f"was best at step {best_step} ({sign * best:.4f})"
         )
         times = "evaluation" if num_since == 1 else "evaluations"
-        return f"{self.metric} {found} and has not got better in {num_since} {times}"
+        return f"{self.metric} {result} and has not got better in {num_since} {times}"

@@ -109,9 +109,9 @@ class Experiment:
         Raises:
             ConfigError: a method is missing, or returns something else than it should.
         """
-        found, base = {one: getattr(type(self), one) for one in _EXAMPLES}, vars(Experiment)
-        if missing := [one for one, own in found.items()
-                       if own in base.values() or not callable(own)]:
+        result, base = {item: getattr(type(self), item) for item in _EXAMPLES}, vars(Experiment)
+        if missing := [element for element, local in result.items()
+                       if local in base.values() or not callable(local)]:
             raise self._missing(*missing)
         run = self._checked("run", self.run())
         function = fdl.get_callable(run)
@@ -145,37 +145,37 @@ class Experiment:
             _set_preset(config, self.SHARDING_PRESET)
         return config
 
-    def _checked(self, method: str, found: Any, what: str = "") -> fdl.Config:
-        if isinstance(found, fdl.Config):
-            return found
-        name = type(found).__name__
-        if found is None:
-            said = "None, wanted an fdl.Config: is a `return` missing?"
-        elif isinstance(found, fdl.Partial):
-            name = _callable_name(found)
-            said = f"an fdl.Partial of {name}, wanted a Config: write fdl.Config({name}, ...)."
-        elif isinstance(found, type):
-            name = found.__name__
-            said = f"the class {name}, wanted its config: write fdl.Config({name}, ...)."
-        elif type(found).__module__ == "builtins":
+    def _checked(self, method: str, result: Any, what: str = "") -> fdl.Config:
+        if isinstance(result, fdl.Config):
+            return result
+        name = type(result).__name__
+        if result is None:
+            message = "None, wanted an fdl.Config: is a `return` missing?"
+        elif isinstance(result, fdl.Partial):
+            name = _callable_name(result)
+            message = f"an fdl.Partial of {name}, wanted a Config: write fdl.Config({name}, ...)."
+        elif isinstance(result, type):
+            name = result.__name__
+            message = f"the class {name}, wanted its config: write fdl.Config({name}, ...)."
+        elif type(result).__module__ == "builtins":
             example = "" if what else f", such as {_EXAMPLES[method]}"
-            said = f"a {name}, wanted an fdl.Config{example}."
+            message = f"a {name}, wanted an fdl.Config{example}."
         else:
-            said = (
+            message = (
                 f"a built {name}, wanted its config, so that --set can reach its fields: write "
                 f"fdl.Config({name}, ...) in place of {name}(...)."
             )
-        raise ConfigError(f"{self._name()}.{method}(){what} returns {said}")
+        raise ConfigError(f"{self._name()}.{method}(){what} returns {message}")
 
-    def _checked_datasets(self, method: str, found: Any) -> dict[str, fdl.Config]:
-        if not isinstance(found, Mapping):
+    def _checked_datasets(self, method: str, result: Any) -> dict[str, fdl.Config]:
+        if not isinstance(result, Mapping):
             raise ConfigError(
-                f"{self._name()}.{method}() returns {type(found).__name__}, wanted configs by "
+                f"{self._name()}.{method}() returns {type(result).__name__}, wanted configs by "
                 'name: return {"name": fdl.Config(MyPipeline, ...)}.'
             )
-        for name in found:
+        for name in result:
             check_dataset_name(name, f"{self._name()}.{method}()")
-        return {name: self._checked(method, one, f"[{name!r}]") for name, one in found.items()}
+        return {name: self._checked(method, item, f"[{name!r}]") for name, item in result.items()}
 
     def _checked_hooks(self) -> list[fdl.Config]:
         hooks = self.hooks()
@@ -183,13 +183,13 @@ class Experiment:
             isinstance(hooks, list | tuple), f"The result of {self._name()}.hooks()", hooks,
             "a list of configs: return [fdl.Config(MyHook, every=100)]",
         )
-        return [self._checked("hooks", one, f"[{index}]") for index, one in enumerate(hooks)]
+        return [self._checked("hooks", hook, f"[{index}]") for index, hook in enumerate(hooks)]
 
     def _missing(self, *methods: str) -> ConfigError:
-        examples = "; ".join(f"def {one}(self): return {_EXAMPLES[one]}" for one in methods)
-        named = ", ".join(f"{one}()" for one in methods)
-        said = f"no methods {named}. Add them" if methods[1:] else f"no method {named}. Add it"
-        return ConfigError(f"{self._name()} has {said} to the class, for instance: {examples}")
+        examples = "; ".join(f"def {item}(self): return {_EXAMPLES[item]}" for item in methods)
+        named = ", ".join(f"{method}()" for method in methods)
+        message = f"no methods {named}. Add them" if methods[1:] else f"no method {named}. Add it"
+        return ConfigError(f"{self._name()} has {message} to the class, for instance: {examples}")
 
     def _name(self) -> str:
         return f"{type(self).__module__}.{type(self).__qualname__}"
@@ -212,9 +212,9 @@ def _set_preset(config: fdl.Config, preset: str) -> None:
             rank: (batch, *dims[1:]) for rank, dims in mapping.items()
         }
     if preset in COMPILER_OPTIONS:
-        own = getattr(config.mesh, "compiler_options", None) or {}
-        config.mesh.compiler_options = dict(own) | {
-            platform: dict(options) | dict(own.get(platform, {}))
+        local = getattr(config.mesh, "compiler_options", None) or {}
+        config.mesh.compiler_options = dict(local) | {
+            platform: dict(options) | dict(local.get(platform, {}))
             for platform, options in COMPILER_OPTIONS[preset].items()
         }
 

@@ -33,10 +33,10 @@ def recorded_config(job_dir: JobDir, packages: Collection[str]) -> LoadedConfig:
       ConfigError: as `load_config_file`.
     """
     loaded = load_config_file(job_dir.config_json, packages=packages)
-    own = _kept_tokenizers(job_dir)
+    local = _kept_tokenizers(job_dir)
     copies = [
-        f"{path}={own[directory]}" for path, directory in _tokenizers(loaded.config)
-        if directory in own
+        f"{path}={local[directory]}" for path, directory in _tokenizers(loaded.config)
+        if directory in local
     ]
     apply_overrides(loaded.config, copies, packages)
     return loaded
@@ -49,12 +49,12 @@ def keep_tokenizers(config: fdl.Buildable, job_dir: JobDir) -> None:
       ConfigError: a file cannot be read or written.
     """
     directories = dict.fromkeys(directory for _, directory in _tokenizers(config))
-    own = _kept_tokenizers(job_dir)
+    local = _kept_tokenizers(job_dir)
     for directory in directories:
         source = Path(directory).expanduser()
         if not has_tokenizer(source):
             continue
-        target = own.setdefault(directory, job_dir.tokenizers / str(len(own)))
+        target = local.setdefault(directory, job_dir.tokenizers / str(len(local)))
         try:
             target.mkdir(parents=True, exist_ok=True)
             # config.json too, which may name the ends of a text.
@@ -98,7 +98,7 @@ def keep_only(config: fdl.Buildable, mode: str, *, has_prompts: bool = False) ->
     if "hooks" in config.__arguments__:
         del config.hooks  # They may reach for what is there in training alone.
     if mode == "eval" and isinstance(config.datasets, Mapping):
-        config.datasets = {name: one for name, one in config.datasets.items() if name != TRAIN}
+        config.datasets = {name: item for name, item in config.datasets.items() if name != TRAIN}
         config.decode_datasets = {}
     if mode == "decode":
         config.datasets = {}

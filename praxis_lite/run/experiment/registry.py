@@ -99,18 +99,18 @@ def get_experiment(name: str, packages: Sequence[str] = ()) -> "type[Experiment]
             "lm.PyDocs."
         )
     allowed = allowed_packages(packages)
-    found = _found({name}, allowed)
-    if not found and "." in name:
-        found = _found({f"{package}.{name}" for package in (*allowed, _LIBRARY)}, allowed)
-    elif not found:
-        found = _found(_with_class_name(name, allowed), allowed)
-    if len(found) > 1:
+    result = _found({name}, allowed)
+    if not result and "." in name:
+        result = _found({f"{package}.{name}" for package in (*allowed, _LIBRARY)}, allowed)
+    elif not result:
+        result = _found(_with_class_name(name, allowed), allowed)
+    if len(result) > 1:
         raise ConfigError(
-            f"--exp={name} may mean {' or '.join(sorted(found))}: give one of these names."
+            f"--exp={name} may mean {' or '.join(sorted(result))}: give one of these names."
         )
-    if not found:
+    if not result:
         raise ConfigError(_unknown(name, allowed, list(list_experiments(packages))))
-    full, place = found.popitem()
+    full, place = result.popitem()
     if isinstance(place, type):
         return place
     return _imported(full, place)
@@ -122,9 +122,9 @@ def list_experiments(packages: Sequence[str] = ()) -> dict[str, str]:
     Of the library's experiments, those of `packages` and those registered; in order.
     """
     listed = {
-        one.name.removeprefix(f"{HOME}."): one.summary
+        item.name.removeprefix(f"{HOME}."): item.summary
         for package in allowed_packages(packages)
-        for one in source_scan.registered_in(package)
+        for item in source_scan.registered_in(package)
     }
     for key, experiment in registered.items():
         listed[key.removeprefix(f"{HOME}.")] = source_scan.first_line(experiment.__doc__)
@@ -133,13 +133,13 @@ def list_experiments(packages: Sequence[str] = ()) -> dict[str, str]:
 
 def _found(names: set[str], allowed: Sequence[str]) -> "dict[str, type | source_scan.Binding]":
     """Returns the object of each full name; names without an object are left out."""
-    found = {}
+    result = {}
     for full in names:
         is_allowed = any(_is_in(package, full) for package in allowed)
         place = registered.get(full) or (source_scan.find(full) if is_allowed else None)
         if place is not None:
-            found[full] = place
-    return found
+            result[full] = place
+    return result
 
 
 def _is_in(package: str, full: str) -> bool:
@@ -148,13 +148,13 @@ def _is_in(package: str, full: str) -> bool:
 
 def _with_class_name(name: str, allowed: Sequence[str]) -> set[str]:
     def named(places: list[source_scan.Binding]) -> set[str]:
-        return {one.name for one in places if one.name.rpartition(".")[2] == name}
+        return {place.name for place in places if place.name.rpartition(".")[2] == name}
 
     names = {full for full in registered if full.rpartition(".")[2] == name}
     for package in allowed:
         names |= named(source_scan.registered_in(package))
     # If there are none, a class that lacks @register may be meant.
-    return names or {full for one in allowed for full in named(source_scan.classes_of(one))}
+    return names or {full for item in allowed for full in named(source_scan.classes_of(item))}
 
 
 def _imported(full: str, place: source_scan.Binding) -> "type[Experiment]":
@@ -182,19 +182,19 @@ def _unknown(name: str, allowed: Sequence[str], known: Sequence[str]) -> str:
     if not near and "." not in short:  # Of one's own packages, whose full names look unlike.
         classes = {full.rpartition(".")[2]: full for full in known if not _is_in(HOME, full)}
         alike = difflib.get_close_matches(name.rpartition(".")[2], classes, cutoff=0.7)
-        near = [classes[one] for one in alike]
+        near = [classes[item] for item in alike]
     hint = f" Did you mean {', '.join(near[:3])}?" if near else did_you_mean(short, known)
     if not hint and known:
         hint = f" There are {', '.join(known[:7])}{', ...' if len(known) > 7 else ''}."
     where = f"the package {HOME} was" if len(allowed) == 1 else f"{', '.join(allowed)} were"
-    said = f"No experiment is called {shown(name)}: {where} searched.{hint}"
+    text = f"No experiment is called {shown(name)}: {where} searched.{hint}"
     if name.startswith(("tasks.", "paxml.", "praxis.")):
-        return f"{said} That is a name of Pax's: docs/coming_from_pax.md says what it is here."
-    is_module = any(one.startswith(f"{top}.") for one in known)
+        return f"{text} That is a name of Pax's: docs/coming_from_pax.md says what it is here."
+    is_module = any(element.startswith(f"{top}.") for element in known)
     if "." not in name or top in (*allowed, *sys.stdlib_module_names) or is_module:
-        return f"{said} Packages of your own are searched with --packages=mypackage."
+        return f"{text} Packages of your own are searched with --packages=mypackage."
     return (
-        f"{said} If {shown(top)} is a package of your own, on sys.path (the current directory is, "
+        f"{text} If {shown(top)} is a package of your own, on sys.path (the current directory is, "
         f"under `python -m praxis_lite.main`), add --packages={shown(top)}."
     )
 

@@ -69,7 +69,7 @@ def classes_of(top: str) -> list[Binding]:
 def registered_in(top: str) -> list[Binding]:
     """Returns the classes with `@register` in the source of the package (or module) `top`."""
     # Parsing takes most of the time: a package such as jax has 300,000 lines.
-    sources = (one for one in _sources(top) if _MAY_REGISTER.search(one[0]))
+    sources = (item for item in _sources(top) if _MAY_REGISTER.search(item[0]))
     return [place for source in sources for place in _classes(*source) if place.is_registered]
 
 
@@ -115,7 +115,7 @@ def _sources(top: str) -> Iterator[tuple[bytes, Path, str]]:
 def _python_files(root: Path) -> Iterator[Path]:
     for folder, folders, names in os.walk(root):
         # A virtual environment within the package has folders with other names.
-        folders[:] = sorted(one for one in folders if one.isidentifier())
+        folders[:] = sorted(item for item in folders if item.isidentifier())
         yield from (Path(folder, name) for name in sorted(names) if name.endswith(".py"))
 
 
@@ -136,7 +136,7 @@ def _places(source: bytes, file: Path, module: str) -> list[Binding]:
             decorators |= {a.asname for a in node.names if a.name == "register" and a.asname}
     for node in _statements(tree.body):
         if isinstance(node, ast.ClassDef):
-            is_registered = any(_last_name(one) in decorators for one in node.decorator_list)
+            is_registered = any(_last_name(item) in decorators for item in node.decorator_list)
             summary = first_line(ast.get_docstring(node))
             name = f"{module}.{node.name}"
             places.append(Binding(name, file, node.lineno, is_registered, summary))

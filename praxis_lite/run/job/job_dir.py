@@ -178,12 +178,12 @@ def open_for_training(path: str | os.PathLike[str], experiment: str) -> JobDir:
             )
     _check_writable(job)
     if job.config_json.is_file():
-        found = recorded_experiment(job)
-        if found != experiment:
+        result = recorded_experiment(job)
+        if result != experiment:
             _refuse(
                 job,
-                f"belongs to the experiment {shown(found)}, and this run is {experiment}. Name "
-                f"another directory, or launch --exp={shown(found)} to go on with that job",
+                f"belongs to the experiment {shown(result)}, and this run is {experiment}. Name "
+                f"another directory, or launch --exp={shown(result)} to go on with that job",
             )
     return job
 
@@ -196,7 +196,7 @@ def open_for_reading(path: str | os.PathLike[str], *, writes: bool = True) -> Jo
     """
     job = _named(path)
     if not job.path.exists():
-        near = next(one for one in job.path.parents if one.exists())
+        near = next(parent for parent in job.path.parents if parent.exists())
         _refuse(
             job,
             f"does not exist (the nearest that does is {near}). Train first with "
@@ -220,16 +220,16 @@ def recorded_experiment(job: JobDir) -> str:
     Raises ConfigError if praxis_lite did not write the file.
     """
     try:
-        found = read_json(job.config_json)["experiment"]
+        result = read_json(job.config_json)["experiment"]
     except (ConfigError, LookupError, TypeError):
-        found = None
-    if not isinstance(found, str):
+        result = None
+    if not isinstance(result, str):
         _refuse(
             job,
             "has a config.json that praxis_lite did not write, or that is damaged. Name another "
             "directory",
         )
-    return found
+    return result
 
 
 def _named(path: str | os.PathLike[str]) -> JobDir:

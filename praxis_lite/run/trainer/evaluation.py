@@ -86,16 +86,16 @@ class Evaluator:
             results[name] = {**mean.result(), **pipeline.baselines()}
             if not all(map(math.isfinite, mean.result().values())):
                 self._note_non_finite(name, rows)
-        for name, one in results.items() if self.writer is not None else ():
-            self.writer.write({"step": step, "dataset": name, **one})
+        for name, item in results.items() if self.writer is not None else ():
+            self.writer.write({"step": step, "dataset": name, **item})
         return results
 
     def _note_non_finite(self, name: str, rows: slice) -> None:
         """Notes the first batch whose numbers are not finite; reads the data again up to it."""
         batches = self.pipelines[name].batches(rows=rows)
         for index, inputs in enumerate(itertools.islice(batches, self.max_eval_batches)):
-            if found := non_finite_rows(inputs, rows.start):
-                self.note(f"datasets.{name}: batch {index} (counted from 0) has {found}")
+            if result := non_finite_rows(inputs, rows.start):
+                self.note(f"datasets.{name}: batch {index} (counted from 0) has {result}")
                 return
 
 
@@ -113,7 +113,7 @@ def _add(
 
 def watched_values(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Returns an evaluation's metrics as settings name them: `heldout/loss`."""
-    return {f"{name}/{n}": value for name, one in results.items() for n, value in one.items()}
+    return {f"{name}/{n}": value for name, result in results.items() for n, value in result.items()}
 
 
 def evaluation_line(step: int, dataset: str, results: Mapping[str, float]) -> str:

@@ -52,7 +52,7 @@ class JobOnMesh:
     @property
     def eval_sets(self) -> dict[str, InputPipeline]:
         """The datasets that are evaluated on."""
-        return {name: one for name, one in self.datasets.items() if name != TRAIN}
+        return {name: dataset for name, dataset in self.datasets.items() if name != TRAIN}
 
 
 def partitioner_of(job: Job, mode: str) -> Partitioner:
@@ -111,7 +111,7 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
             check_members(pipeline, f"{root}.{name}")
             check_data(pipeline, f"{root}.{name}")
             specs[name] = checked_spec(pipeline, f"{root}.{name}")
-        require_same_classes({f"{root}.{name}": one for name, one in getattr(job, root).items()})
+        require_same_classes({f"{root}.{name}": item for name, item in getattr(job, root).items()})
         if root == "datasets" and mode != "explain":
             check_num_batches(job.datasets, job.run)
         for name, pipeline in getattr(job, root).items():

@@ -78,15 +78,15 @@ def _wasteful(layout: StateLayout) -> list[tuple[str, float]]:
         for dim, (true, padded) in enumerate(zip(leaf.shape, leaf.padded_shape, strict=True)):
             if padded and 1 - true / padded > WASTEFUL_PADDING:
                 wasteful[(dim, true, padded, leaf.spec[dim])].append(leaf)
-    found = []
+    result = []
     for (dim, true, padded, axes), leaves in wasteful.items():
         share = 1 - true / padded
-        found.append((
+        result.append((
             f"{leaves[0].path}: dim {dim}{_others(leaves)} is padded from {true} to {padded} to "
             f"split over {axes}: {share:.0%} of it is padding.",
             share * sum(leaf.bytes_per_device for leaf in leaves),
         ))
-    return found
+    return result
 
 
 def _others(leaves: Sequence[LeafLayout]) -> str:

@@ -70,11 +70,11 @@ def explain(
         start = time.monotonic()
         compiled = step.lower(spec).compile()
         seconds = time.monotonic() - start
-        one = explained_step(partitioner, step, name, spec, compiled)
+        item = explained_step(partitioner, step, name, spec, compiled)
         if figures_of is not None:
             figures = figures_of(step, spec, compiled, seconds)
-            one = dataclasses.replace(one, figures=figures)
-        explained.append(one)
+            item = dataclasses.replace(item, figures=figures)
+        explained.append(item)
         for line in _step_text(explained[-1]).splitlines():
             print_text(f"  {line}".rstrip())
     if html is not None:

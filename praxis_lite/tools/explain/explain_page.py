@@ -64,7 +64,7 @@ def page(
         "notes": list(layout.notes),
         "warnings": list(warnings),
         "leaves": [_leaf(leaf, kind_of(leaf)) for leaf in layout.leaves()],
-        "steps": [_step(one) for one in steps],
+        "steps": [_step(step) for step in steps],
     }
     # In a script element only "<" can end it; names may hold anything.
     text = json.dumps(document, separators=(",", ":")).replace("<", "\\u003c")
@@ -111,40 +111,40 @@ def _leaf(leaf: LeafLayout, kind: str) -> dict[str, Any]:
     }
 
 
-def _step(one: ExplainedStep) -> dict[str, Any]:
-    step = f"{one.step}_step"
-    kind = f"batch of {one.dataset} ({step})"
-    groups = hlo.by_layer(one.collectives)
+def _step(item: ExplainedStep) -> dict[str, Any]:
+    step = f"{item.step}_step"
+    kind = f"batch of {item.dataset} ({step})"
+    groups = hlo.by_layer(item.collectives)
     return {
         "step": step,
-        "dataset": one.dataset,
-        "batch": [_leaf(leaf, kind) for leaf in one.batch.leaves()],
+        "dataset": item.dataset,
+        "batch": [_leaf(leaf, kind) for leaf in item.batch.leaves()],
         "collectives": [
             {
                 "kind": group[0].kind,
                 "layer": group[0].layer,
                 "layers": _bytes_by_layer(group),
-                "count": sum(one.count for one in group),
+                "count": sum(element.count for element in group),
                 "bytes": sum(one.count * one.bytes for one in group),
                 "bound": hlo.bound(group),
             }
             for group in groups
         ],
         "bounds": {
-            kind: hlo.bound(c for c in one.collectives if c.kind == kind)
-            for kind in hlo.summarise(one.collectives)
+            kind: hlo.bound(c for c in item.collectives if c.kind == kind)
+            for kind in hlo.summarise(item.collectives)
         },
-        "memory": one.memory and vars(one.memory),
-        "donated": one.donated,
-        "flops": one.flops,
-        "figures": one.figures,
+        "memory": item.memory and vars(item.memory),
+        "donated": item.donated,
+        "flops": item.flops,
+        "figures": item.figures,
     }
 
 
 def _bytes_by_layer(group: Sequence[hlo.Collective]) -> list[tuple[str, int]]:
     """Returns (layer, bytes of all executions), most bytes first."""
     totals = collections.Counter()
-    for one in group:
-        for layer, size in one.layers:
-            totals[layer] += one.count * size
+    for item in group:
+        for layer, size in item.layers:
+            totals[layer] += item.count * size
     return totals.most_common()

@@ -100,7 +100,7 @@ def collectives(
     Args:
       axis_sizes: of the mesh, for the axes of each.
     """
-    program, found, seen = parse(compiled), [], set()
+    program, result, seen = parse(compiled), [], set()
     for site in executed(program):
         opcode, attributes = site.instruction.opcode, site.instruction.attributes
         kind = opcode.removesuffix("-start")
@@ -127,10 +127,10 @@ def collectives(
         axes = axes_of_groups(groups, axis_sizes) if groups is not None else ()
         source = source_line(source_frames(program, site.instruction))
         dims = tuple(array.dims for array in arrays)
-        found.append(
+        result.append(
             Collective(kind, size, dtypes, *bounds, group_size, op_name, layers, axes, source, dims)
         )
-    return found
+    return result
 
 
 def _scattered(site: Site) -> str | None:
@@ -139,23 +139,23 @@ def _scattered(site: Site) -> str | None:
         return None
     root = root_of(site.computation)
     results = [site.computation[n] for n in root.operands] if root.opcode == "tuple" else [root]
-    return root.shape if all(one.opcode == "dynamic-slice" for one in results) else None
+    return root.shape if all(result.opcode == "dynamic-slice" for result in results) else None
 
 
 def summarise(collectives: Iterable[Collective]) -> dict[str, tuple[int, int]]:
     """Returns {kind: (executions, bytes of all executions)} of the kinds that occur."""
     totals = {kind: (0, 0) for kind in KINDS}
-    for one in collectives:
-        count, size = totals[one.kind]
-        totals[one.kind] = count + one.count, size + one.count * one.bytes
+    for item in collectives:
+        count, size = totals[item.kind]
+        totals[item.kind] = count + item.count, size + item.count * item.bytes
     return {kind: total for kind, total in totals.items() if total != (0, 0)}
 
 
 def by_layer(collectives: Iterable[Collective]) -> list[list[Collective]]:
     """Returns the collectives in groups of a kind and a layer, by kind, most bytes first."""
     groups: dict[tuple[str, str], list[Collective]] = {}
-    for one in collectives:
-        groups.setdefault((one.kind, one.layer), []).append(one)
+    for collective in collectives:
+        groups.setdefault((collective.kind, collective.layer), []).append(collective)
     return sorted(
         groups.values(),
         key=lambda group: (KINDS.index(group[0].kind), -sum(c.count * c.bytes for c in group)),
@@ -169,7 +169,7 @@ def collectives_table(collectives: Iterable[Collective]) -> str:
     """
     collectives, lines = list(collectives), []
     for kind in summarise(collectives):
-        same = [one for one in collectives if one.kind == kind]
+        same = [collective for collective in collectives if collective.kind == kind]
         lines.append(_row(kind, same))
         lines += [_row(f"  {group[0].layer}", group) for group in by_layer(same)]
     if not lines:
@@ -180,13 +180,13 @@ def collectives_table(collectives: Iterable[Collective]) -> str:
 
 
 def _row(name: str, same: Sequence[Collective]) -> tuple[str, str, str]:
-    mark, count = bound(same), sum(one.count for one in same)
+    mark, count = bound(same), sum(item.count for item in same)
     return name, f"{mark}{count:,}", mark + format_bytes(sum(c.count * c.bytes for c in same))
 
 
 def bound(same: Iterable[Collective]) -> str:
     """Returns '>=' or '<=' if a sum over collectives is only that bound, '~' if both, or ''."""
-    flags = [(one.at_least, one.at_most) for one in same]
+    flags = [(item.at_least, item.at_most) for item in same]
     at_least, at_most = any(least for least, _ in flags), any(most for _, most in flags)
     return "~" if at_least and at_most else ">=" if at_least else "<=" if at_most else ""
 

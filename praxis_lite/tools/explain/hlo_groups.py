@@ -18,10 +18,10 @@ def device_groups(attributes: str, program: Program) -> np.ndarray | None:
     if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", attributes):
         numbers = [int(number) for number in re.findall(r"\d+", pairs.group(1))]
         return np.array(numbers).reshape(-1, 2)
-    found = re.search(r"replica_groups=(.*)", attributes)
-    if found is None:
+    result = re.search(r"replica_groups=(.*)", attributes)
+    if result is None:
         return None
-    text = found.group(1)
+    text = result.group(1)
     # [4,2]<=[8], or [4,2]<=[2,4]T(1,0)
     if iota := re.match(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
         groups, size = int(iota.group(1)), int(iota.group(2))
@@ -32,9 +32,9 @@ def device_groups(attributes: str, program: Program) -> np.ndarray | None:
     if mesh := re.match(r"mesh\[(.*?)\][^{]*\{(.*?)\}", text):
         return _groups_of_mesh(mesh.group(1), mesh.group(2))
     if listed := re.match(r"\{(\{[\d,]+\}(?:,\{[\d,]+\})*)\}", text):  # {{0,1},{2,3}}
-        groups = [_numbers(one) for one in re.findall(r"\{([\d,]+)\}", listed.group(1))]
+        groups = [_numbers(item) for item in re.findall(r"\{([\d,]+)\}", listed.group(1))]
         size = max(map(len, groups))
-        return np.array([one for one in groups if len(one) == size])
+        return np.array([group for group in groups if len(group) == size])
     everyone = re.findall(r"(?:num_partitions|replica_count)=(\d+)", program.header)
     return np.arange(math.prod(int(size) for size in everyone))[None]  # {}
 
@@ -57,7 +57,7 @@ def _groups_of_mesh(mesh: str, among: str) -> np.ndarray:
             at, dim = before * part, dim + 2
         shape.append(size // at)
         dim += 1
-    others = [one for one in range(dim) if one not in dims]
+    others = [item for item in range(dim) if item not in dims]
     places = np.arange(math.prod(sizes.values())).reshape(shape)
     return places.transpose([*others, *dims]).reshape(-1, math.prod(part for *_, part in parts))
 

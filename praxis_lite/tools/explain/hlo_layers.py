@@ -32,22 +32,22 @@ def layers_of(program: Program, site: Site) -> dict[str, int]:
     """
     # XLA takes apart again what it merged; each part has the name and the line that it had.
     parts = [
-        one
-        for one in site.computation.values()
-        if one.opcode == "get-tuple-element"
-        and one.operands[0] == site.instruction.name
-        and op_name_of(one)
+        item
+        for item in site.computation.values()
+        if item.opcode == "get-tuple-element"
+        and item.operands[0] == site.instruction.name
+        and op_name_of(item)
     ]
     bytes_of: dict[str, int] = {}
-    for one in parts if len(parts) > 1 else [site.instruction]:
-        layers = layers_of_name(op_name_of(one), source_line(source_frames(program, one)))
+    for part in parts if len(parts) > 1 else [site.instruction]:
+        layers = layers_of_name(op_name_of(part), source_line(source_frames(program, part)))
         if not any(layers):
             # If an argument is gathered before it is used, only the argument has a name.
-            operands = [site.computation.get(name) for name in one.operands]
+            operands = [site.computation.get(name) for name in part.operands]
             arguments = [x for x in operands if x is not None and x.opcode == "parameter"]
             layers = [argument_path(op_name_of(x)) for x in arguments] or [""]
         for layer in layers:
-            size = sum(array.bytes for array in arrays_of(one.shape)) // len(layers)
+            size = sum(array.bytes for array in arrays_of(part.shape)) // len(layers)
             bytes_of[layer] = bytes_of.get(layer, 0) + size
     return bytes_of
 
@@ -57,16 +57,16 @@ def nearest_layer(program: Program, site: Site) -> str:
 
     For collectives without a name: XLA drops it where a program runs on several slices.
     """
-    computation, found = site.computation, [site.instruction]
+    computation, result = site.computation, [site.instruction]
     gathers = "reduce" not in site.instruction.opcode and site.instruction.opcode != "send"
     for _ in range(_HOPS):
         if gathers:
-            names = {one.name for one in found}
-            found = [one for one in computation.values() if names & set(one.operands)]
+            names = {element.name for element in result}
+            result = [one for one in computation.values() if names & set(one.operands)]
         else:
-            found = [computation[n] for one in found for n in one.operands if n in computation]
-        for one in found:
-            layers = layers_of_name(op_name_of(one), source_line(source_frames(program, one)))
+            result = [computation[n] for one in result for n in one.operands if n in computation]
+        for item in result:
+            layers = layers_of_name(op_name_of(item), source_line(source_frames(program, item)))
             if any(layers):
                 return next(filter(None, layers))
     return ""
@@ -96,8 +96,8 @@ def _unmerged(op_name: str) -> Iterator[str]:
         yield op_name
         return
     before = "/".join(parts[:-1])
-    for one in _split(parts[-1][1:-1], ":"):
-        yield from _unmerged(f"{before}/{one}" if before else one)
+    for item in _split(parts[-1][1:-1], ":"):
+        yield from _unmerged(f"{before}/{item}" if before else item)
 
 
 def _scopes(parts: Iterable[str]) -> tuple[list[str], bool]:
@@ -159,9 +159,9 @@ def source_line(frames: Sequence[tuple[str, int]]) -> str:
 
     The user's own line if there is one, otherwise this package's, or "".
     """
-    own = own_frames(frames)
-    users = [one for one in own if not one[0].startswith(PACKAGE_FOLDER)]
-    file, line = next(iter([*users, *own]), ("", 0))
+    local = own_frames(frames)
+    users = [item for item in local if not item[0].startswith(PACKAGE_FOLDER)]
+    file, line = next(iter([*users, *local]), ("", 0))
     return f"{os.path.basename(file)}:{line}" if file else ""
 
 
@@ -170,12 +170,12 @@ def own_frames(frames: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
 
     Without the frames of libraries, and without those that launched this package.
     """
-    own = [
+    local = [
         (file, line) for file, line in frames
         if file.startswith(PACKAGE_FOLDER) or not _LIBRARY.search(file)
     ]
-    ours = [place for place, (file, _) in enumerate(own) if file.startswith(PACKAGE_FOLDER)]
-    return own[: ours[-1] + 1] if ours else own
+    ours = [place for place, (file, _) in enumerate(local) if file.startswith(PACKAGE_FOLDER)]
+    return local[: ours[-1] + 1] if ours else local
 
 
 def source_frames(program: Program, instruction: Instruction) -> list[tuple[str, int]]:

@@ -89,8 +89,8 @@ def _lines(text: str) -> Iterator[str]:
 def _tables(text: str) -> dict[str, dict[int, str]]:
     tables = {}
     for name in ("FileNames", "FileLocations", "StackFrames"):
-        found = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
-        rows = (row.split(" ", 1) for row in found.group(1).splitlines()) if found else ()
+        result = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
+        rows = (row.split(" ", 1) for row in result.group(1).splitlines()) if result else ()
         tables[name] = {int(number): row for number, row in rows}
     return tables
 
@@ -137,8 +137,8 @@ def arrays_of(shape: str) -> list[Array]:
 
 def op_name_of(instruction: Instruction) -> str:
     """Returns the JAX operation that an instruction comes from, or an empty string."""
-    found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.attributes)
-    return found.group(1) if found else ""
+    result = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.attributes)
+    return result.group(1) if result else ""
 
 
 class Site(NamedTuple):
@@ -161,12 +161,12 @@ def executed(program: Program) -> Iterator[Site]:
 
 def _walk(program: Program, like: Site) -> Iterator[Site]:
     """Yields the sites that a computation reaches; `like` is a site in it."""
-    for one in like.computation.values():
-        site = like._replace(instruction=one)
+    for item in like.computation.values():
+        site = like._replace(instruction=item)
         yield site
         for key, changes in _calls(program, site):
-            for callee in callees(one, key):
-                inside = {"scope": (*site.scope, one.name, callee), **changes}
+            for callee in callees(item, key):
+                inside = {"scope": (*site.scope, item.name, callee), **changes}
                 computation = program.computations[callee]
                 yield from _walk(program, site._replace(computation=computation, **inside))
 
@@ -196,8 +196,8 @@ def _calls(program: Program, site: Site) -> list[tuple[str, dict]]:
 
 def callees(instruction: Instruction, key: str) -> list[str]:
     """Returns the computations that an attribute of an instruction names."""
-    found = re.search(rf" {key}=(\{{[^}}]*\}}|[%\w.\-]+)", instruction.attributes)
-    return re.findall(r"[\w.\-]+", found.group(1)) if found else []
+    result = re.search(rf" {key}=(\{{[^}}]*\}}|[%\w.\-]+)", instruction.attributes)
+    return re.findall(r"[\w.\-]+", result.group(1)) if result else []
 
 
 # A scalar in a loop: (element of the loop's state or None, constant to add to it).
@@ -243,7 +243,7 @@ def trip_count(program: Program, computation: _Computation, loop: Instruction) -
 
 def root_of(computation: _Computation) -> Instruction:
     """Returns the instruction that a computation returns."""
-    return next(one for one in computation.values() if one.is_root)
+    return next(item for item in computation.values() if item.is_root)
 
 
 def _comparison(
@@ -265,35 +265,35 @@ def _scalar(
     program: Program, computation: _Computation, name: str,
     argument: Callable[[int], _Affine | None],
 ) -> _Affine | None:
-    one = computation[name]
+    item = computation[name]
 
     def operand(index: int) -> _Affine | None:
-        return _scalar(program, computation, one.operands[index], argument)
+        return _scalar(program, computation, item.operands[index], argument)
 
-    if one.opcode == "constant":
-        return (None, int(one.operands[0])) if re.fullmatch(r"-?\d+", one.operands[0]) else None
-    if one.opcode == "parameter":
-        return argument(int(one.operands[0]))
-    if one.opcode in ("copy", "bitcast", "reshape", "convert"):
+    if item.opcode == "constant":
+        return (None, int(item.operands[0])) if re.fullmatch(r"-?\d+", item.operands[0]) else None
+    if item.opcode == "parameter":
+        return argument(int(item.operands[0]))
+    if item.opcode in ("copy", "bitcast", "reshape", "convert"):
         return operand(0)
-    if one.opcode == "get-tuple-element":
-        index = int(re.search(r"index=(\d+)", one.attributes).group(1))
-        source = computation[one.operands[0]]
+    if item.opcode == "get-tuple-element":
+        index = int(re.search(r"index=(\d+)", item.attributes).group(1))
+        source = computation[item.operands[0]]
         if source.opcode == "tuple":
             return _scalar(program, computation, source.operands[index], argument)
         return (index, 0) if operand(0) == _STATE else None
-    if one.opcode in ("add", "subtract"):
+    if item.opcode in ("add", "subtract"):
         left, right = operand(0), operand(1)
-        if one.opcode == "subtract" and right is not None:
+        if item.opcode == "subtract" and right is not None:
             right = (None, -right[1]) if right[0] is None else None
         if left is None or right is None or None not in (left[0], right[0]):
             return None
         return (left[0] if right[0] is None else right[0]), left[1] + right[1]
-    if one.opcode in ("fusion", "call"):
-        callee = _called(program, one)
+    if item.opcode in ("fusion", "call"):
+        callee = _called(program, item)
         return _scalar(program, callee, root_of(callee).name, operand)
     return None
 
 
-def _called(program: Program, one: Instruction) -> _Computation:
-    return program.computations[(callees(one, "calls") or callees(one, "to_apply"))[0]]
+def _called(program: Program, item: Instruction) -> _Computation:
+    return program.computations[(callees(item, "calls") or callees(item, "to_apply"))[0]]

@@ -25,21 +25,21 @@ def merged_weights(
     arrays: Mapping[str, jax.Array], leaves: Sequence[LeafLayout], layers: Layers
 ) -> dict[str, jax.Array]:
     """Returns the weights by path, as padded and split as they are, with the adapters in them."""
-    leaf_of, found = {leaf.path: leaf for leaf in leaves}, dict(arrays)
+    leaf_of, result = {leaf.path: leaf for leaf in leaves}, dict(arrays)
     for path, layer in layers.items():
         names = [f"params/{path}/{name}" for name in ("w", "lora_a", "lora_b")]
-        own = [leaf_of[name] for name in names]
+        local = [leaf_of[name] for name in names]
 
         def added(
-            *padded: jax.Array, own: Sequence[LeafLayout] = own, layer: Any = layer
+            *padded: jax.Array, own: Sequence[LeafLayout] = local, layer: Any = layer
         ) -> jax.Array:
             true = [x[tuple(map(slice, leaf.shape))] for x, leaf in zip(padded, own, strict=True)]
             sizes = zip(own[0].shape, own[0].padded_shape, strict=True)
             return jnp.pad(merged(*true, layer), [(0, much - size) for size, much in sizes])
 
         given = [arrays[name] for name in names]
-        found[names[0]] = jax.jit(added, out_shardings=given[0].sharding)(*given)
-    return found
+        result[names[0]] = jax.jit(added, out_shardings=given[0].sharding)(*given)
+    return result
 
 
 def write_peft(
@@ -144,10 +144,10 @@ def einops_groups(side: str) -> list[str]:
 def _targets(modules: Sequence[str]) -> list[str]:
     """Returns the last names of the modules, or whole names if not every layer has an adapter."""
     counts: dict[str, int] = {}
-    for one in modules:
-        last = one.rpartition(".")[2]
+    for module in modules:
+        last = module.rpartition(".")[2]
         counts[last] = counts.get(last, 0) + 1
-    layers = {part for one in modules for part in one.split(".") if part.isdecimal()}
+    layers = {part for item in modules for part in item.split(".") if part.isdecimal()}
     highest = max(map(int, layers), default=0) + 1
     is_each = len(layers) == highest and set(counts.values()) == {highest}
     return sorted(counts) if is_each else list(modules)

@@ -84,13 +84,13 @@ def _block(settings: DecoderSettings, norm: Any, kind: LayerKind) -> "fdl.Partia
             feed_forward_tpl.swiglu_limit = settings.swiglu_limit
             if settings.swiglu_alpha != DecoderSettings.swiglu_alpha:
                 feed_forward_tpl.swiglu_alpha = settings.swiglu_alpha
-    own = {"is_parallel": True} if settings.is_parallel else {}
+    local = {"is_parallel": True} if settings.is_parallel else {}
     for name in ("atten_dropout_prob", "residual_dropout_prob"):
         if getattr(settings, name):
-            own[name] = getattr(settings, name)
+            local[name] = getattr(settings, name)
     return fdl.Partial(
         Transformer, norm_policy=settings.norm_policy, ln_tpl=norm, tr_atten_tpl=attention,
-        tr_fflayer_tpl=feed_forward_tpl, **own,
+        tr_fflayer_tpl=feed_forward_tpl, **local,
     )
 
 

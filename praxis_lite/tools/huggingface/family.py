@@ -179,13 +179,13 @@ def settings_in(directory: str | os.PathLike[str]) -> DecoderSettings:
 @functools.cache
 def families() -> dict[str, Family]:
     """Returns all families by the architectures that they describe."""
-    found = {}
+    result = {}
     for file in resources.files(__package__).joinpath("families").iterdir():
         name = file.name.removesuffix(".toml")
         if file.name.endswith(".toml") and name != "common":
             family = _family(name)
-            found |= dict.fromkeys(family.architectures, family)
-    return found
+            result |= dict.fromkeys(family.architectures, family)
+    return result
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

@@ -146,7 +146,7 @@ class HuggingFaceModel:
         what = "generate: max_new_tokens"
         max_new_tokens = whole_number(max_new_tokens, what, 1)
         rows = self._prompts(prompts)
-        lengths = np.array([len(one) for one in rows], np.int32)
+        lengths = np.array([len(element) for element in rows], np.int32)
         longest = int(lengths.max())
         self._require_positions(
             longest + max_new_tokens, f"{what}={max_new_tokens} after a prompt of {longest} tokens"
@@ -157,19 +157,19 @@ class HuggingFaceModel:
                 token_ids(ends, "generate: eos_id", self._sizes["ids"], ndim=1).tolist()
             )
         ids = np.zeros((len(lengths), longest), np.int32)
-        for row, one in zip(ids, rows, strict=True):
-            row[: len(one)] = one
+        for row, item in zip(ids, rows, strict=True):
+            row[: len(item)] = item
         partitioner = self._greedy(max_new_tokens, TokenIds.eos_id if eos_id is None else eos_id)
         batch = partitioner.global_batch({
             "ids": ids, "prefix_lengths": lengths, "weights": np.ones(len(lengths), np.float32),
         })
         inputs = self.mdl_vars, batch, partitioner.key(0)
-        found = jax.device_get(
+        result = jax.device_get(
             self._runs.run(partitioner.decode_step, *inputs, key=ids.shape)
         )
         return [
             row[0, : length[0]].tolist()
-            for row, length in zip(found["output_ids"], found["decode_lengths"], strict=True)
+            for row, length in zip(result["output_ids"], result["decode_lengths"], strict=True)
         ]
 
     def export(
@@ -211,8 +211,8 @@ class HuggingFaceModel:
         if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
             prompts = ()
         rows = [
-            token_ids(one, f"generate: prompt {number}", self._sizes["ids"], ndim=1)
-            for number, one in enumerate(prompts)
+            token_ids(prompt, f"generate: prompt {number}", self._sizes["ids"], ndim=1)
+            for number, prompt in enumerate(prompts)
         ]
         require(
             bool(rows), "generate: prompts", prompts, "a list of prompts, each a list of token ids"

@@ -66,14 +66,14 @@ class Pretrained:
         self.layout, self.files = layout, TensorFiles(path)
         self._not_followed = family.not_followed(self.config)
         shapes = {leaf.path: leaf.shape for leaf in self._leaves()}
-        own = {path: x for path, x in shapes.items() if not path.startswith(_REFERENCE)}
+        local = {path: x for path, x in shapes.items() if not path.startswith(_REFERENCE)}
         settings = family.decoder_settings(self.config)
         num_layers = settings.num_layers
         left_out = range(num_layers, num_layers + settings.num_prediction_layers)
         try:
-            self.parts = stored(family, parts(family, settings, own), self.files, left_out)
+            self.parts = stored(family, parts(family, settings, local), self.files, left_out)
         except ConfigError as error:
-            message = difference(path, settings, own)
+            message = difference(path, settings, local)
             raise (error if message is None else ConfigError(message)) from None
         self.of_reference = [
             dataclasses.replace(part, path=path) for part in self.parts

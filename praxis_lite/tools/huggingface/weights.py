@@ -89,11 +89,11 @@ def as_tensor(of_tensor: Sequence[Part], pieces: Sequence[np.ndarray]) -> np.nda
     back = f"{ours} -> {theirs}"
     if first.of_heads is not None:
         return rearranged(np.stack(pieces), back, **first.sizes)
-    found = [
+    result = [
         rearranged(piece, back, **part.sizes)
         for part, piece in zip(of_tensor, pieces, strict=True)
     ]
-    return found[0] if first.dim is None else np.concatenate(found, axis=first.dim)
+    return result[0] if first.dim is None else np.concatenate(result, axis=first.dim)
 
 
 def parts(
@@ -107,18 +107,18 @@ def parts(
     Raises:
       ConfigError: a weight of ours has no tensor in the family's table.
     """
-    found, pattern_length = [], len(settings.pattern)
+    result, pattern_length = [], len(settings.pattern)
     for name, entry in family.tensors.items():
         paths = [entry["to"]] if isinstance(entry["to"], str) else entry["to"]
         for layer in range(settings.num_layers) if "{layer}" in name else [0]:
-            found += _of_tensor(name, entry, paths, layer, settings, pattern_length, weights)
-    missing = sorted(set(weights) - {part.path for part in found})
+            result += _of_tensor(name, entry, paths, layer, settings, pattern_length, weights)
+    missing = sorted(set(weights) - {part.path for part in result})
     if missing:
         raise ConfigError(
             f"The table of {family.name} has no tensor for {few(missing)}: the config asks for "
             "what the family's table does not describe."
         )
-    return found
+    return result
 
 
 def _of_tensor(

@@ -73,10 +73,10 @@ class OriginSearch:
         is_known, turns = turn < self._num_turns - 1, []
         for loop in reversed(operation.loops):
             length = loop.length or NUM_WHILE_TURNS
-            turn, one = divmod(turn, length)
-            if loop.length is None and one == length - 1:
-                one = None
+            turn, item = divmod(turn, length)
+            if loop.length is None and item == length - 1:
+                item = None
             elif loop.is_reversed:
-                one = length - 1 - one
-            turns.insert(0, one if is_known else None)
+                item = length - 1 - item
+            turns.insert(0, item if is_known else None)
         return Origin(operation, tuple(turns))

@@ -103,8 +103,8 @@ class NonFiniteReports:
                 "together (digits kept between them in bfloat16 or float16), or does not come back."
             ]
         if first.operation is not None and first.operation.argument is not None:
-            found = leaves[first.operation.argument]
-            return _argument_reasons(*found, self._partitioner.replicated)
+            result = leaves[first.operation.argument]
+            return _argument_reasons(*result, self._partitioner.replicated)
         loss_nan, gradient_nan = self.search(args, only_nan=True)
         return _reasons(first, loss_nan if loss else gradient_nan, is_forward=loss is not None)
 
@@ -187,7 +187,7 @@ def _source_lines(tracebacks: Sequence[Any]) -> str:
     """
     frames = _frames(tracebacks)
     outer = itertools.islice(frames, 1, None)
-    users = [one for one in outer if not one[0].startswith(PACKAGE_FOLDER)]
+    users = [item for item in outer if not item[0].startswith(PACKAGE_FOLDER)]
     names = [f"{os.path.basename(file)}:{line}" for file, line in (*frames[:1], *users[:1])]
     is_ours = frames and frames[0][0].startswith(PACKAGE_FOLDER)
     return ", called at ".join(names if is_ours else names[:1])
@@ -196,6 +196,6 @@ def _source_lines(tracebacks: Sequence[Any]) -> str:
 def _frames(tracebacks: Sequence[Any]) -> list[tuple[str, int]]:
     """Returns (file, line) of the calls from the step inwards, innermost first."""
     return own_frames([
-        (one.file_name, one.line_num) for traceback in tracebacks if traceback is not None
-        for one in traceback.frames
+        (frame.file_name, frame.line_num) for traceback in tracebacks if traceback is not None
+        for frame in traceback.frames
     ])

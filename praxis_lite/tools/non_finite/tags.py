@@ -62,7 +62,7 @@ class TaggedRun(Interpreter):
             args, tags = _apart(operands)
             is_array = [not jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in args]
             held = iter(lax.optimization_barrier(list(itertools.compress(args, is_array))))
-            args = [next(held) if one else x for x, one in zip(args, is_array, strict=True)]
+            args = [next(held) if item else x for x, item in zip(args, is_array, strict=True)]
             operands = _pairs(args, tags)
         return super().results(eqn, operands)
 

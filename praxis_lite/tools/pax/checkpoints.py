@@ -111,16 +111,16 @@ def read_pax_checkpoint(directory: str | Path, step: int | None = None) -> PaxCh
     directory = local_directory(directory)
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory. Name a Pax job's checkpoints.")
-    if (directory / "state").is_dir() and (found := _STEP.fullmatch(directory.name)):
-        steps = {int(found[1]): directory}
+    if (directory / "state").is_dir() and (result := _STEP.fullmatch(directory.name)):
+        steps = {int(result[1]): directory}
     else:
         inner = directory / "checkpoints"
         directory = inner if inner.is_dir() else directory
         steps = {
-            int(found[1]): path
+            int(result[1]): path
             for path in directory.iterdir()
             # What a save has not finished has a longer name, so it does not match.
-            if path.is_dir() and (found := _STEP.fullmatch(path.name))
+            if path.is_dir() and (result := _STEP.fullmatch(path.name))
         }
     if not steps or (step is not None and step not in steps):
         missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
@@ -178,11 +178,11 @@ def _msgpack_arrays(state: Path, shapes: Shapes) -> dict[str, np.ndarray]:
         )
     arrays = list(arrays.values() if isinstance(arrays, Mapping) else arrays)
     # A train state is (step, mdl_vars, opt_states, ...).
-    found = dict(zip(shapes, arrays[1:], strict=False))
+    result = dict(zip(shapes, arrays[1:], strict=False))
     for path, shape in shapes.items():
-        if not isinstance(found.get(path), np.ndarray) or found[path].shape != shape:
+        if not isinstance(result.get(path), np.ndarray) or result[path].shape != shape:
             raise ConfigError(
-                f"{file} has shape {np.shape(found.get(path))} where {shown(path, 300)} should "
+                f"{file} has shape {np.shape(result.get(path))} where {shown(path, 300)} should "
                 f"stand, but its metadata says {shape}. The two are not of one checkpoint"
             )
-    return found
+    return result

@@ -52,10 +52,10 @@ def begin_job(
     from praxis_lite.tools.pax.initial_state import FromPax
 
     # Before the memory of the model is counted: the path may be wrong.
-    found = read_pax_checkpoint(pax_directory, step)
+    result = read_pax_checkpoint(pax_directory, step)
 
     def source(partitioner: "Partitioner", job: "Job") -> "InitialState":
-        return FromPax(found, partitioner, ignore=ignore, new=new, seed=job.run.seed)
+        return FromPax(result, partitioner, ignore=ignore, new=new, seed=job.run.seed)
 
     with beginning(job_log_dir, experiment, packages) as job_dir:
         return begin_job_with(source, experiment, job_dir, settings, packages)

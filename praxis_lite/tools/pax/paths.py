@@ -64,8 +64,8 @@ def place_of(path: str) -> Place:
             end, has_dims = end + len(level), True
             if end < len(tokens) and tokens[end].isdigit():  # A list of blocks.
                 end, has_dims, block = end + 1, False, int(tokens[end])
-        if end < len(tokens) and (found := _UNROLLED.fullmatch(tokens[end])):
-            end, inner = end + 1, int(found[1])
+        if end < len(tokens) and (result := _UNROLLED.fullmatch(tokens[end])):
+            end, inner = end + 1, int(result[1])
         if end > start:
             stack, rest = "/".join(tokens[:start]), "/".join(tokens[end:])
             return Place(stack, rest, has_dims, block, inner)

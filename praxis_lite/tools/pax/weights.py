@@ -71,10 +71,10 @@ def mdl_vars_from_pax(
     """
     all_leaves = list(_leaves(model))
     leaves = [leaf for leaf in all_leaves if not _is_any(leaf.path.partition("/")[2], new)]
-    found = flat_pax_vars(pax_vars)
-    found = {path: array for path, array in found.items() if not _is_any(path, ignore)}
-    found = _below_the_model(found, {_first_name(leaf.pax_path) for leaf in leaves})
-    layers = _PaxLayers(leaves, found)
+    result = flat_pax_vars(pax_vars)
+    result = {path: array for path, array in result.items() if not _is_any(path, ignore)}
+    result = _below_the_model(result, {_first_name(leaf.pax_path) for leaf in leaves})
+    layers = _PaxLayers(leaves, result)
     layers.check_names()
     arrays = {leaf.path: layers.array_of(leaf) for leaf in leaves}
     layers.check_shapes()
@@ -92,7 +92,7 @@ def pax_vars_from_mdl_vars(model: NnxModel, mdl_vars: MdlVars) -> dict[str, np.n
     """
     leaves = list(_leaves(model))
     per_block, arrays = _per_block(leaf.place for leaf in leaves), flatten_dict(mdl_vars, sep="/")
-    found: dict[str, np.ndarray] = {}
+    result: dict[str, np.ndarray] = {}
     for leaf in leaves:
         array = np.asarray(arrays[leaf.path])
         collection, place = leaf.path.split("/")[0], leaf.place
@@ -105,8 +105,8 @@ def pax_vars_from_mdl_vars(model: NnxModel, mdl_vars: MdlVars) -> dict[str, np.n
             else:
                 levels = [f"x_layers_{layer}"]
             names = [collection, place.stack, *levels, place.rest]
-        found["/".join(filter(None, names))] = array
-    return found
+        result["/".join(filter(None, names))] = array
+    return result
 
 
 def _is_any(path: str, patterns: Sequence[str]) -> bool:
@@ -186,12 +186,12 @@ class _PaxLayers:
 
     def check_names(self) -> None:
         self.check_shapes()
-        wanted: dict[tuple[str, str, int], str] = {}
+        expected: dict[tuple[str, str, int], str] = {}
         for leaf in self.leaves:
             for layer in leaf.layers(self.per_block):
-                wanted[*leaf.place.name, layer] = leaf.path
-        missing = _by_path({key: wanted[key] for key in wanted.keys() - self.found_in.keys()})
-        over = {key: self.found_in[key][0] for key in self.found_in.keys() - wanted.keys()}
+                expected[*leaf.place.name, layer] = leaf.path
+        missing = _by_path({key: expected[key] for key in expected.keys() - self.found_in.keys()})
+        over = {key: self.found_in[key][0] for key in self.found_in.keys() - expected.keys()}
         left_over = _by_path(over)
         if missing or left_over:
             lines = [

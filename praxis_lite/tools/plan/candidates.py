@@ -90,19 +90,19 @@ def _pipelines(
         replica=math.prod(sizes.values()), data=of_stages, mdl=mdl, splits_features=mdl > 1,
         gathers_weights=False,
     )
-    repeats = [one for one in (1, 2, 4) if layers % (one * stages) == 0]
+    repeats = [element for element in (1, 2, 4) if layers % (element * stages) == 0]
     numbers = [one for one in (1, 2, 4, 8, 16, 32) if shape.rows % one == 0]
     for repeat, number, policy in itertools.product(repeats, numbers, POLICIES):
         if repeat > 1 and number < stages:
             continue
-        one = dataclasses.replace(layout, policy=policy)
+        item = dataclasses.replace(layout, policy=policy)
         idle = Schedule(stages, number, repeat).bubble_share
         settings = [f"{path}={number}", f"{stack}.circular_repeat={repeat}"]
         settings += [f"{where}={policy}" for where in paths]
         yield Candidate(
-            tuple(settings), one, f"{number} microbatches, {repeat} times round,",
-            step_seconds(shape, one, topology.chip) / (1 - idle),
-            peak_bytes(shape, one),
+            tuple(settings), item, f"{number} microbatches, {repeat} times round,",
+            step_seconds(shape, item, topology.chip) / (1 - idle),
+            peak_bytes(shape, item),
         )
 
 
@@ -112,13 +112,13 @@ def spread(found: Sequence[Candidate]) -> Iterator[Candidate]:
     while left:
         seen: set[tuple[str, str]] = set()
         later = []
-        for one in left:
-            key = (one.preset, one.layout.policy)
+        for item in left:
+            key = (item.preset, item.layout.policy)
             if key in seen:
-                later.append(one)
+                later.append(item)
             else:
                 seen.add(key)
-                yield one
+                yield item
         left = later
 
 

@@ -102,8 +102,8 @@ _BOOK = "https://jax-ml.github.io/scaling-book/tpus/ (links, and to other slices
 # memory for programs is what libtpu 0.0.51 says is there when a program does not fit. Clocks follow
 # from peak / (matmul units x 2 x their size), and reproduce the compiler's cycles.
 CHIPS: dict[str, Chip] = {
-    one.name: one
-    for one in (
+    item.name: item
+    for item in (
         Chip(
             name="v4", flops={"bf16": 275e12, "s8": 275e12}, hbm_bytes=int(30.75 * _GIB),
             hbm_bandwidth=1228e9, clock=1.05e9, torus_dims=3, link_bandwidth=45e9, wraps_at=4,

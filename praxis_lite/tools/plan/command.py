@@ -41,9 +41,9 @@ def plan(
     experiment = launched.experiment
     plans = plan_job(build(launched.config), topology, steps, title=experiment, html=html)
     if file is not None:
-        first, *others = (one.to_json() for one in plans)
+        first, *others = (item.to_json() for item in plans)
         file.write_text(json.dumps(first | {"other_steps": others}, indent=1) + "\n", "utf-8")
-    if not all(one.fits for one in plans):
+    if not all(element.fits for element in plans):
         too_large = next(one for one in plans if not one.fits)
         raise ConfigError(
             f"{experiment} does not fit on {topology.name}: its {too_large.step} step needs "
@@ -54,9 +54,9 @@ def plan(
 
 def measured(launched: LaunchedConfig, *, file: Path | None = None) -> None:
     """Trains ten steps as `measure` does, and writes the plan and their seconds into a file."""
-    made, seconds = measure(build(launched.config))
+    result, seconds = measure(build(launched.config))
     if file is not None:
-        record = made.to_json() | {"measured_seconds": seconds}
+        record = result.to_json() | {"measured_seconds": seconds}
         file.write_text(json.dumps(record, indent=1), "utf-8")
 
 
@@ -69,8 +69,8 @@ def chosen_topology(name: str, num_slices: int) -> Topology:
     if "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")  # No device is asked for: none need be there.
     topology = topology_of(name, num_slices)
-    if topology.compiled_for == "tpu" and (said := mismatch()):
-        print(f"WARNING: {said}")
+    if topology.compiled_for == "tpu" and (message := mismatch()):
+        print(f"WARNING: {message}")
     if topology.compiled_for == "tpu":
         # JAX (0.10 to 0.12) cannot read back a program for devices that are not there, and warns.
         jax.config.update("jax_enable_compilation_cache", False)
@@ -99,13 +99,13 @@ def plan_job(
     for step, name, spec in step_specs(job, partitioner, chosen):
         print(f"\n{step.name}, batches of {name}: compiling", flush=True)
         with explained_warnings(print):
-            one = plan_step(partitioner, step, spec, topology)
-        plans.append(one)
-        print(plan_text(one), flush=True)
-        if html is not None and one.compiled is not None:
-            shown = explained_step(partitioner, step, name, spec, one.compiled)
-            explained.append(dataclasses.replace(shown, figures=figures(one)))
-        plans[-1] = dataclasses.replace(one, compiled=None)  # Large, and no longer needed.
+            item = plan_step(partitioner, step, spec, topology)
+        plans.append(item)
+        print(plan_text(item), flush=True)
+        if html is not None and item.compiled is not None:
+            shown = explained_step(partitioner, step, name, spec, item.compiled)
+            explained.append(dataclasses.replace(shown, figures=figures(item)))
+        plans[-1] = dataclasses.replace(item, compiled=None)  # Large, and no longer needed.
     if html is not None:
         html.write_text(page(title, mesh, layout, warnings, explained), "utf-8")
         print(f"\nThe page to look at in a browser: {html.absolute()}")

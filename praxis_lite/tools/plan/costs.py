@@ -67,8 +67,8 @@ def compute_seconds(
     efficiencies: Efficiencies,
 ) -> float:
     """Returns the seconds of an instruction that is no collective, loop, branch or call."""
-    if found := _CYCLES.search(one.attributes):
-        return int(found.group(1)) / (chip.clock or 1e9) / efficiencies.cycles
+    if result := _CYCLES.search(one.attributes):
+        return int(result.group(1)) / (chip.clock or 1e9) / efficiencies.cycles
     if 'custom_call_target="tpu_custom_call"' in one.attributes:
         return kernel_flops(one, around) / (chip.peak() * efficiencies.kernel)
     if chip.clock is not None:
@@ -91,8 +91,8 @@ def kernel_flops(one: Instruction, around: Mapping[str, Instruction]) -> int:
     operands = [arrays_of(around[name].shape) for name in one.operands if name in around]
     # Integers say which blocks are computed, and of which segments tokens are.
     wide = [
-        found[0].dims for found in operands
-        if found and found[0].dtype in ("bf16", "f16", "f32") and len(found[0].dims) in (3, 4)
+        operand[0].dims for operand in operands
+        if operand and operand[0].dtype in ("bf16", "f16", "f32") and len(operand[0].dims) in (3, 4)
     ]
     if not matmuls or len(wide) < 2:
         return 0
@@ -113,14 +113,14 @@ def is_matmul(one: Instruction, program: Program) -> bool:
 
 
 def _matmul(
-    one: Instruction, around: Mapping[str, Instruction], program: Program
+    instruction: Instruction, around: Mapping[str, Instruction], program: Program
 ) -> tuple[int, str]:
     """Returns the matmul flops of an instruction and its calls, and its operands' type."""
-    flops, dtype = hlo.matmul_flops(one, around), "bf16"
+    flops, dtype = hlo.matmul_flops(instruction, around), "bf16"
     if flops:
-        return flops, arrays_of(around[one.operands[0]].shape)[0].dtype
-    if one.opcode in ("fusion", "call"):
-        for name in callees(one, "calls") or callees(one, "to_apply"):
+        return flops, arrays_of(around[instruction.operands[0]].shape)[0].dtype
+    if instruction.opcode in ("fusion", "call"):
+        for name in callees(instruction, "calls") or callees(instruction, "to_apply"):
             inside = program.computations[name]
             for inner in inside.values():
                 more, of = _matmul(inner, inside, program)
@@ -134,20 +134,20 @@ def bytes_of(shape: str) -> int:
 
 
 def _bytes_moved(
-    one: Instruction, around: Mapping[str, Instruction], program: Program
+    instruction: Instruction, around: Mapping[str, Instruction], program: Program
 ) -> int:
     """Returns the bytes that an instruction reads and writes; of a slice only the part taken."""
-    if one.opcode in _FREE:
+    if instruction.opcode in _FREE:
         return 0
-    result = bytes_of(one.shape)
-    if one.opcode in _SLICES:
+    result = bytes_of(instruction.shape)
+    if instruction.opcode in _SLICES:
         return 2 * result
-    if one.opcode == "dynamic-update-slice":
-        return 2 * bytes_of(around[one.operands[1]].shape)
-    reads = [bytes_of(around[name].shape) for name in one.operands if name in around]
-    if one.opcode != "fusion":
+    if instruction.opcode == "dynamic-update-slice":
+        return 2 * bytes_of(around[instruction.operands[1]].shape)
+    reads = [bytes_of(around[name].shape) for name in instruction.operands if name in around]
+    if instruction.opcode != "fusion":
         return result + sum(reads)
-    inside = program.computations[callees(one, "calls")[0]]
+    inside = program.computations[callees(instruction, "calls")[0]]
     root = root_of(inside)
     if root.opcode == "dynamic-update-slice":
         result = bytes_of(inside[root.operands[1]].shape)

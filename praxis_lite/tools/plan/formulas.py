@@ -173,9 +173,9 @@ def bubble_share(model: Any, rows: int) -> float | None:
         return None
     shares = [
         Schedule(
-            one.num_stages, one.num_microbatches or rows // one.microbatch_size,
-            one.circular_repeat,
+            item.num_stages, item.num_microbatches or rows // item.microbatch_size,
+            item.circular_repeat,
         ).bubble_share
-        for _, one in nnx.iter_modules(module) if isinstance(one, Pipeline)
+        for _, item in nnx.iter_modules(module) if isinstance(item, Pipeline)
     ]
     return max(shares, default=None)

@@ -101,12 +101,12 @@ def bytes_of_stacks(text: str) -> tuple[int, int]:
         if not trips or root.opcode != "tuple":
             continue
         # By most names in it: with several slices XLA drops the loop's own.
-        names = [name for one in body.values() if (name := op_name_of(one))]
+        names = [name for element in body.values() if (name := op_name_of(element))]
         is_backward = 2 * sum("transpose(" in name for name in names) > len(names)
         for index, name in enumerate(root.operands):
-            one = body[name]
-            kept = one.opcode == "get-tuple-element" and f"index={index}," in one.attributes + ","
-            arrays = arrays_of(one.shape)
+            item = body[name]
+            kept = item.opcode == "get-tuple-element" and f"index={index}," in item.attributes + ","
+            arrays = arrays_of(item.shape)
             # With several slices XLA takes the last turn out of the loop.
             if not kept and arrays and arrays[0].dims[:1] in ((trips,), (trips + 1,)):
                 totals[is_backward] += sum(array.bytes for array in arrays)
@@ -115,14 +115,14 @@ def bytes_of_stacks(text: str) -> tuple[int, int]:
 
 def out_of_memory(error: Exception) -> tuple[int, str] | None:
     """Returns the bytes that a compiler wanted of a device, and its words; None: another error."""
-    said = str(error)
-    if "RESOURCE_EXHAUSTED" not in said and "Ran out of memory" not in said:
+    message = str(error)
+    if "RESOURCE_EXHAUSTED" not in message and "Ran out of memory" not in message:
         return None
     sizes = [
         float(number) * 1024 ** " KMGT".index(unit or " ")
-        for number, unit in re.findall(r"([\d.]+)([KMGT])?(?:iB|B)?\b(?= of|\))", said)
+        for number, unit in re.findall(r"([\d.]+)([KMGT])?(?:iB|B)?\b(?= of|\))", message)
     ]
-    first = said.strip().partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ")
+    first = message.strip().partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ")
     return (int(max(sizes)) if sizes else 0), first[:300]
 
 

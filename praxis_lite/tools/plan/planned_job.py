@@ -64,7 +64,7 @@ def step_specs(
     Raises:
       ConfigError: there is no dataset for a step, or the task cannot take its batches.
     """
-    found = []
+    result = []
     for step in steps:
         is_decoded = step is partitioner.decode_step
         root = "decode_datasets" if is_decoded else "datasets"
@@ -79,5 +79,5 @@ def step_specs(
         pipeline = getattr(job, root)[names[0]]
         spec = checked_spec(pipeline, f"{root}.{names[0]}")
         check_reads(step, spec, f"{root}.{names[0]}")
-        found.append((step, names[0], spec))
-    return found
+        result.append((step, names[0], spec))
+    return result

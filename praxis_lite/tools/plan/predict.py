@@ -92,17 +92,17 @@ class StepPlan:
                 "tokens_per_second", "unit", "bubble_share", "why_not",
             )
         }
-        found = self.timeline.collectives.values() if self.timeline else ()
+        result = self.timeline.collectives.values() if self.timeline else ()
         return fields | {
             "memory": self.memory and dataclasses.asdict(self.memory),
             "notes": list(self.notes),
             "collectives": [
                 {
-                    "kind": one.kind, "axes": list(one.axes), "layer": one.layer,
-                    "count": one.count, "bytes": one.bytes, "seconds": one.seconds,
-                    "exposed_seconds": one.exposed_seconds, "crosses_slices": one.crosses,
+                    "kind": item.kind, "axes": list(item.axes), "layer": item.layer,
+                    "count": item.count, "bytes": item.bytes, "seconds": item.seconds,
+                    "exposed_seconds": item.exposed_seconds, "crosses_slices": item.crosses,
                 }
-                for one in sorted(found, key=lambda one: -one.seconds)
+                for item in sorted(result, key=lambda element: -element.seconds)
             ],
         }
 
@@ -125,13 +125,13 @@ def plan_step(
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        wanted = out_of_memory(error)
-        if wanted is None:
+        expected = out_of_memory(error)
+        if expected is None:
             raise
         return StepPlan(
             **_common(partitioner, step, element_spec, topology), fits=False,
-            peak_bytes_per_device=max(wanted[0], chip.hbm_bytes + 1),
-            compile_seconds=time.monotonic() - start, notes=(f"the compiler: {wanted[1]}",),
+            peak_bytes_per_device=max(expected[0], chip.hbm_bytes + 1),
+            compile_seconds=time.monotonic() - start, notes=(f"the compiler: {expected[1]}",),
             why_not=what_to_change(None, partitioner.layout, chip.hbm_bytes),
         )
     return plan_of_compiled(
@@ -192,8 +192,8 @@ def timed(
       num_units: tokens, or rows, of a global batch.
     """
     chip, num_devices = topology.chip, len(topology.devices)
-    found = schedule(text, chip, mesh, efficiencies)
-    low, middle, high = (efficiencies.step_seconds + found.seconds,) * 3
+    result = schedule(text, chip, mesh, efficiencies)
+    low, middle, high = (efficiencies.step_seconds + result.seconds,) * 3
     notes = []
     if topology.compiled_for == "tpu":
         # A ring that turns both ways uses both links of an axis; the text does not tell which.
@@ -208,8 +208,8 @@ def timed(
             "kernels of libraries that are no matmuls (cuDNN) count as no time"
         )
     elif chip.name != "cpu":
-        work = found.compute + found.memory
-        low, middle = max(work, found.wire), (max(work, found.wire) + found.seconds) / 2
+        work = result.compute + result.memory
+        low, middle = max(work, result.wire), (max(work, result.wire) + result.seconds) / 2
         notes.append(
             f"modelled, not compiled: flops, bytes and collectives are those of the program that "
             f"XLA makes for {num_devices} CPU devices (reduce-scatters are all-reduces there, and "
@@ -217,18 +217,18 @@ def timed(
             "all collectives overlapped to none. With JAX's plugin for CUDA installed it is "
             "compiled: pip install jax-cuda12-plugin jax-cuda12-pjrt, of jax's version"
         )
-    if found.unknown_kernels:
-        names = ", ".join(sorted(found.unknown_kernels)[:3])
+    if result.unknown_kernels:
+        names = ", ".join(sorted(result.unknown_kernels)[:3])
         notes.append(f"kernels that the plan knows nothing of count as no time: {names}")
     spread, peak = efficiencies.spread, chip.peak()
-    useful = found.flops - found.recomputed_flops
+    useful = result.flops - result.recomputed_flops
     return {
         "step_seconds": middle, "step_seconds_low": low / (1 + spread),
-        "step_seconds_high": high * (1 + spread), "compute_seconds": found.compute,
-        "memory_seconds": found.memory, "network_seconds": found.wire,
-        "exposed_seconds": found.exposed, "flops_per_device": found.flops,
-        "recomputed_flops": found.recomputed_flops, "mfu": useful / (middle * peak),
-        "hfu": found.flops / (middle * peak), "timeline": found, "notes": tuple(notes),
+        "step_seconds_high": high * (1 + spread), "compute_seconds": result.compute,
+        "memory_seconds": result.memory, "network_seconds": result.wire,
+        "exposed_seconds": result.exposed, "flops_per_device": result.flops,
+        "recomputed_flops": result.recomputed_flops, "mfu": useful / (middle * peak),
+        "hfu": result.flops / (middle * peak), "timeline": result, "notes": tuple(notes),
         "tokens_per_second": num_units / num_devices / middle,
     }
 
@@ -261,7 +261,7 @@ def mesh_of(mesh: DeviceMesh, topology: Topology) -> Mesh:
         coords = np.array([device.coords for device in devices])
         return Mesh(dict(mesh.shape), slices, coords, (*topology.dims, *(1,) * 3)[:3])
     place = {device.id: index for index, device in enumerate(topology.devices)}
-    return Mesh(dict(mesh.shape), np.array([place[one.id] // per_slice for one in devices]))
+    return Mesh(dict(mesh.shape), np.array([place[item.id] // per_slice for item in devices]))
 
 
 def text_of(compiled: jax.stages.Compiled, topology: Topology) -> str:

@@ -22,7 +22,7 @@ def figures(plan: StepPlan) -> list[tuple[str, str]]:
     share = plan.peak_bytes_per_device / plan.hbm_bytes_per_device
     room = plan.hbm_bytes_per_device - plan.peak_bytes_per_device
     spare = f"{format_bytes(room)} to spare" if room >= 0 else f"{format_bytes(-room)} too much"
-    found = [
+    result = [
         ("fits", f"{'yes' if plan.fits else 'NO'}: {format_bytes(plan.peak_bytes_per_device)} of "
          f"{format_bytes(plan.hbm_bytes_per_device)} ({share:.0%}), {spare}"),
     ]
@@ -36,7 +36,7 @@ def figures(plan: StepPlan) -> list[tuple[str, str]]:
             f"{plan.tokens_per_second:,.0f} {plan.unit} per second and device, MFU {plan.mfu:.1%}, "
             f"HFU {plan.hfu:.1%}"
         )
-        found += [
+        result += [
             ("step", f"{seconds_text(plan.step_seconds)}{speed}"),
             ("of it", f"{seconds_text(plan.compute_seconds)} in matmuls, "
              f"{seconds_text(plan.memory_seconds)} in other work, "
@@ -46,11 +46,11 @@ def figures(plan: StepPlan) -> list[tuple[str, str]]:
              f"{plan.recomputed_flops / flops:.0%} of it computed again by remat"),
         ]
     if plan.bubble_share is not None:
-        found.append(
+        result.append(
             ("pipeline", f"its stages idle in {plan.bubble_share:.1%} of the ticks (bubbles)")
         )
-    found += [("compiled", f"in {plan.compile_seconds:.0f} s")]
-    return found
+    result += [("compiled", f"in {plan.compile_seconds:.0f} s")]
+    return result
 
 
 def plan_text(plan: StepPlan) -> str:
@@ -68,13 +68,13 @@ def plan_text(plan: StepPlan) -> str:
 
 def collectives_text(plan: StepPlan) -> str:
     """Returns bytes and seconds of collectives, by kind and axes, and of the costliest layers."""
-    found = list(plan.timeline.collectives.values())
-    if not found:
+    result = list(plan.timeline.collectives.values())
+    if not result:
         return "no collectives"
     rows: list[Sequence[str]] = [("collective", "axes", "count", "sent", "on the wire", "exposed")]
     groups: dict[tuple[str, tuple[str, ...]], list] = {}
-    for one in found:
-        groups.setdefault((one.kind, one.axes), []).append(one)
+    for element in result:
+        groups.setdefault((element.kind, element.axes), []).append(element)
     by_time = sorted(groups.items(), key=lambda item: -sum(one.seconds for one in item[1]))
     for (kind, axes), group in by_time:
         named = "+".join(axes) or "-"
@@ -90,8 +90,8 @@ def collectives_text(plan: StepPlan) -> str:
 
 def _sums(group: Sequence) -> tuple[str, str, str, str]:
     return (
-        f"{sum(one.count for one in group):,}",
-        format_bytes(int(sum(one.wire_bytes for one in group))),
+        f"{sum(item.count for item in group):,}",
+        format_bytes(int(sum(element.wire_bytes for element in group))),
         seconds_text(sum(one.seconds for one in group)),
         seconds_text(sum(one.exposed_seconds for one in group)),
     )

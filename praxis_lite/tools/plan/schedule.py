@@ -89,34 +89,34 @@ class _Walk:
             entry.exposed_seconds += max(0.0, until - now) * count
             return max(now, until)
 
-        for one in computation.values():
-            kind = one.opcode.removesuffix("-start")
-            if one.opcode == "while":
-                trips = trip_count(self.program, computation, one) or 1
-                now += trips * self.run(callees(one, "body")[0], count * trips)
-            elif one.opcode == "conditional":
-                now += self.run(self.costliest(one), count)
-            elif one.opcode == "call":
-                now += self.run(callees(one, "to_apply")[0], count)
-            elif one.opcode == "async-start" and (held := self.wrapped(one)):
-                pending[one.name] = sent(*held)
-            elif kind in hlo.KINDS or self.is_transfer(one):
-                end, entry = sent(one, computation)
-                if one.opcode.endswith("-start") or one.opcode in ("send", "recv"):
-                    pending[one.name] = end, entry
+        for item in computation.values():
+            kind = item.opcode.removesuffix("-start")
+            if item.opcode == "while":
+                trips = trip_count(self.program, computation, item) or 1
+                now += trips * self.run(callees(item, "body")[0], count * trips)
+            elif item.opcode == "conditional":
+                now += self.run(self.costliest(item), count)
+            elif item.opcode == "call":
+                now += self.run(callees(item, "to_apply")[0], count)
+            elif item.opcode == "async-start" and (held := self.wrapped(item)):
+                pending[item.name] = sent(*held)
+            elif kind in hlo.KINDS or self.is_transfer(item):
+                end, entry = sent(item, computation)
+                if item.opcode.endswith("-start") or item.opcode in ("send", "recv"):
+                    pending[item.name] = end, entry
                 else:
                     now = waited(end, entry)
-            elif one.opcode.endswith("-done") and one.operands and one.operands[0] in pending:
-                now = waited(*pending.pop(one.operands[0]))
+            elif item.opcode.endswith("-done") and item.operands and item.operands[0] in pending:
+                now = waited(*pending.pop(item.operands[0]))
             else:
-                started = {chain for chain, *_ in self.fused(one)} - pending.keys()
-                for chain, instruction, around in self.fused(one):
+                started = {chain for chain, *_ in self.fused(item)} - pending.keys()
+                for chain, instruction, around in self.fused(item):
                     if chain in started:
                         pending[chain] = sent(instruction, around, ends_in[chain])
                         started.discard(chain)
-                now += self.computed(one, computation, count)
-                for chain, *_ in self.fused(one):
-                    if ends_in[chain] == one.name and chain in pending:
+                now += self.computed(item, computation, count)
+                for chain, *_ in self.fused(item):
+                    if ends_in[chain] == item.name and chain in pending:
                         now = waited(*pending.pop(chain))
         return now
 
@@ -175,11 +175,11 @@ class _Walk:
 
     def _inside(self, name: str) -> Iterator[tuple[Instruction, Mapping]]:
         computation = self.program.computations[name]
-        for one in computation.values():
-            if one.opcode in hlo.KINDS:
-                yield one, computation
-            elif one.opcode in ("fusion", "call"):
-                for callee in callees(one, "calls"):
+        for item in computation.values():
+            if item.opcode in hlo.KINDS:
+                yield item, computation
+            elif item.opcode in ("fusion", "call"):
+                for callee in callees(item, "calls"):
                     yield from self._inside(callee)
 
     def on_the_wire(
@@ -198,8 +198,8 @@ class _Walk:
         crosses = kind == "send" or self._crosses(groups)
         if kind == "send":
             operands = sum(array.bytes for array in arrays_of(one.shape)[:1])
-            found = re.search(r'_xla_megascale_transfer_type="(\w+)"', one.attributes)
-            kind = found.group(1).lower().replace("_", "-")
+            result = re.search(r'_xla_megascale_transfer_type="(\w+)"', one.attributes)
+            kind = result.group(1).lower().replace("_", "-")
             kind = kind if kind in hlo.KINDS else "collective-permute"
         # With a slice of its result in one fusion an all-reduce is a reduce-scatter.
         slices = any(inner.opcode == "dynamic-slice" for inner in around.values())
@@ -219,19 +219,19 @@ class _Walk:
         return seconds, crosses, entry
 
     def _entry(
-        self, one: Instruction, around: Mapping, kind: str, groups: np.ndarray | None,
+        self, instruction: Instruction, around: Mapping, kind: str, groups: np.ndarray | None,
         fusion: Instruction | None, outside: Mapping,
     ) -> OnWire:
         axes = axes_of_groups(groups, self.mesh.axis_sizes) if groups is not None else ()
-        if one.opcode == "send":
+        if instruction.opcode == "send":
             axes = self.mesh.axes_between_slices()
-        site = Site(one, around, 1, False, False, (), False)
+        site = Site(instruction, around, 1, False, False, (), False)
         layer = together(layers_of(self.program, site))
         if not layer:
-            whole = fusion._replace(opcode=kind) if fusion else one
+            whole = fusion._replace(opcode=kind) if fusion else instruction
             near = site._replace(instruction=whole, computation=outside if fusion else around)
             layer = nearest_layer(self.program, near) or "unknown"
-        source = source_line(source_frames(self.program, one))
+        source = source_line(source_frames(self.program, instruction))
         return self.made.collectives.setdefault(
             (kind, axes, layer), OnWire(kind, axes, layer, source)
         )
@@ -243,16 +243,16 @@ class _Walk:
         return bool((slices != slices[:, :1]).any())
 
     def _links(
-        self, one: Instruction, kind: str, groups: np.ndarray | None
+        self, instruction: Instruction, kind: str, groups: np.ndarray | None
     ) -> tuple[int, bool]:
         """Returns the links that carry a collective at once, and whether they close into rings."""
         if not self.chip.torus_dims:
             return 1, True
         if kind == "collective-permute":
             return (2 if self.both_links else 1), True
-        if colors := re.search(r"UniDirection\w*\{colors:(\d+)", one.attributes):
+        if colors := re.search(r"UniDirection\w*\{colors:(\d+)", instruction.attributes):
             return int(colors.group(1)), True
-        if dims := re.search(r"num_dims:(\d+)", one.attributes):
+        if dims := re.search(r"num_dims:(\d+)", instruction.attributes):
             return 2 * int(dims.group(1)), True
         # One ring, both ways round: through a plane it always closes, along one dim if that wraps.
         if groups is None or self.mesh.coords is None or not len(groups):

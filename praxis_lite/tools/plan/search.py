@@ -58,22 +58,22 @@ def search(
         f"for {minutes:g} minutes", flush=True,
     )
     plans: list[tuple[Candidate, StepPlan]] = []
-    for index, one in enumerate(spread(fitting)):
+    for index, item in enumerate(spread(fitting)):
         best = fastest(plans)
         late = time.monotonic() > until
-        if best is not None and (late or one.seconds > _SLACK_SECONDS * best[0].seconds):
+        if best is not None and (late or item.seconds > _SLACK_SECONDS * best[0].seconds):
             break
         if late and plans:
             break
         left = max(0.0, until - time.monotonic())
-        print(f"[{index + 1}] {one.name}: {seconds_text(one.seconds)} by formulas; compiling, "
+        print(f"[{index + 1}] {item.name}: {seconds_text(item.seconds)} by formulas; compiling, "
               f"{left / 60:.1f} minutes left", flush=True)
-        made = planned(launched, packages, one, topology)
-        if made is not None:
-            plans.append((one, made))
-            said = "fits" if made.fits else "does not fit"
-            took = seconds_text(made.step_seconds) if made.step_seconds else "no time known"
-            print(f"    {said}, {made.peak_bytes_per_device / 2**30:.2f} GiB, {took}", flush=True)
+        result = planned(launched, packages, item, topology)
+        if result is not None:
+            plans.append((item, result))
+            text = "fits" if result.fits else "does not fit"
+            took = seconds_text(result.step_seconds) if result.step_seconds else "no time known"
+            print(f"    {text}, {result.peak_bytes_per_device / 2**30:.2f} GiB, {took}", flush=True)
     best = fastest(plans)
     print(f"\n{table(plans)}")
     if best is None:
@@ -88,8 +88,8 @@ def search(
 
 def fastest(plans: Sequence[tuple[Candidate, StepPlan]]) -> tuple[Candidate, StepPlan] | None:
     """Returns the fitting plan that takes least time, or None."""
-    fitting = [one for one in plans if one[1].fits and one[1].step_seconds is not None]
-    return min(fitting, key=lambda one: one[1].step_seconds, default=None)
+    fitting = [plan for plan in plans if plan[1].fits and plan[1].step_seconds is not None]
+    return min(fitting, key=lambda item: item[1].step_seconds, default=None)
 
 
 def shape_of(config: "fdl.Config", topology: Topology) -> Shape:
@@ -145,11 +145,11 @@ def planned(
         partitioner = planned_partitioner(job, topology)
         ((step, _, spec),) = step_specs(job, partitioner, [partitioner.train_step])
         with explained_warnings(lambda warning: None):
-            made = plan_step(partitioner, step, spec, topology)
+            result = plan_step(partitioner, step, spec, topology)
     except (ConfigError, jax.errors.JaxRuntimeError) as error:
         print(f"    refused: {str(error).splitlines()[0][:160]}", flush=True)
         return None
-    return dataclasses.replace(made, compiled=None)
+    return dataclasses.replace(result, compiled=None)
 
 
 def _write(
@@ -159,20 +159,20 @@ def _write(
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / "__init__.py").write_text('"""What --mode=plan --search found."""\n', "utf-8")
     settings = [*launched.settings, *best[0].settings]
-    made = written_class(launched.experiment, topology, settings, best)
-    (FOLDER / "best.py").write_text(made.text, "utf-8")
+    result = written_class(launched.experiment, topology, settings, best)
+    (FOLDER / "best.py").write_text(result.text, "utf-8")
     drawn = f"The picture: {FOLDER / 'pareto.png'}."
     try:
         picture(plans, topology, FOLDER / "pareto.png")
     except ConfigError as error:
         drawn = f"note: {error}"
     records = [
-        {"settings": list(one.settings), "seconds_by_formulas": one.seconds, **plan.to_json()}
-        for one, plan in plans
+        {"settings": list(item.settings), "seconds_by_formulas": item.seconds, **plan.to_json()}
+        for item, plan in plans
     ]
     (FOLDER / "plans.json").write_text(json.dumps(records, indent=1) + "\n", "utf-8")
-    lines = " \\\n    ".join(f"'{one}'" for one in settings)
+    lines = " \\\n    ".join(f"'{setting}'" for setting in settings)
     print(f"\nThe fastest that fits: {best[0].name}\n  --set {lines}")
     listed = ",".join([str(FOLDER), *packages])
-    print(f"\nAs an experiment: --packages={listed} --exp={FOLDER}.best.{made.name}\n"
+    print(f"\nAs an experiment: --packages={listed} --exp={FOLDER}.best.{result.name}\n"
           f"{drawn} All plans: {FOLDER / 'plans.json'}")

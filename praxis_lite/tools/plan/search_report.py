@@ -27,25 +27,25 @@ def front(plans: Plans) -> list[StepPlan]:
         (plan for _, plan in plans if plan.fits and plan.step_seconds is not None),
         key=lambda plan: (plan.step_seconds, plan.peak_bytes_per_device),
     )
-    found, least = [], math.inf
+    result, least = [], math.inf
     for plan in fitting:
         if plan.peak_bytes_per_device < least:
-            found.append(plan)
+            result.append(plan)
             least = plan.peak_bytes_per_device
-    return found
+    return result
 
 
 def table(plans: Plans) -> str:
     """Returns a line per plan, the fastest first; '*' marks the Pareto front of memory and time."""
     best = front(plans)
     lines = [f"  {'step':>9}  {'GiB':>7}  {'MFU':>6}  {'fits':<5} layout"]
-    for one, plan in sorted(plans, key=lambda pair: pair[1].step_seconds or math.inf):
+    for item, plan in sorted(plans, key=lambda pair: pair[1].step_seconds or math.inf):
         seconds = seconds_text(plan.step_seconds) if plan.step_seconds else "-"
         mfu = f"{plan.mfu:.1%}" if plan.mfu is not None else "-"
         mark = "*" if any(plan is other for other in best) else " "
         lines.append(
             f"{mark} {seconds:>9}  {plan.peak_bytes_per_device / 2**30:>7.2f}  {mfu:>6}  "
-            f"{'yes' if plan.fits else 'no':<5} {one.name}"
+            f"{'yes' if plan.fits else 'no':<5} {item.name}"
         )
     return "\n".join(lines)
 
@@ -55,7 +55,7 @@ def picture(plans: Plans, topology: Topology, path: Path) -> None:
     figures = optional_module("matplotlib.figure", str(path))
     figure = figures.Figure(figsize=(9, 6), layout="constrained")
     axes = figure.subplots()
-    timed = [(one, plan) for one, plan in plans if plan.step_seconds is not None]
+    timed = [(element, plan) for element, plan in plans if plan.step_seconds is not None]
     for is_fitting, colour in ((True, "tab:blue"), (False, "tab:red")):
         some = [plan for _, plan in timed if plan.fits == is_fitting]
         axes.scatter(
@@ -63,9 +63,9 @@ def picture(plans: Plans, topology: Topology, path: Path) -> None:
             [plan.step_seconds for plan in some], color=colour,
             label="fits" if is_fitting else "does not fit",
         )
-    for one, plan in timed:
+    for item, plan in timed:
         axes.annotate(
-            one.name, (plan.peak_bytes_per_device / 2**30, plan.step_seconds), fontsize=6,
+            item.name, (plan.peak_bytes_per_device / 2**30, plan.step_seconds), fontsize=6,
             xytext=(4, 3), textcoords="offset points",
         )
     best = front(plans)
@@ -87,7 +87,7 @@ def written_class(
     module, _, base = experiment.rpartition(".")
     name = f"{base}Planned"
     candidate, plan = best
-    own = "\n".join(f"    {setting!r}," for setting in settings)
+    local = "\n".join(f"    {setting!r}," for setting in settings)
     slices = f", {topology.num_slices} slices" if topology.num_slices > 1 else ""
     text = f'''"""What --mode=plan --search found for {experiment} on {topology.name}{slices}."""
 
@@ -96,7 +96,7 @@ from praxis_lite import register
 from praxis_lite.run.config.class_attributes import configured
 
 SETTINGS = [
-{own}
+{local}
 ]
 
 

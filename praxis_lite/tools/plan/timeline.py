@@ -89,9 +89,9 @@ class Timeline:
     @property
     def wire(self) -> float:
         """Seconds of all collectives, overlapped or not."""
-        return sum(one.seconds for one in self.collectives.values())
+        return sum(collective.seconds for collective in self.collectives.values())
 
     @property
     def exposed(self) -> float:
         """Seconds in which the device waits for a collective."""
-        return sum(one.exposed_seconds for one in self.collectives.values())
+        return sum(collective.exposed_seconds for collective in self.collectives.values())

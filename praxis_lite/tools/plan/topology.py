@@ -83,15 +83,15 @@ def topology_of(name: str, num_slices: int = 1) -> Topology:
         )
     if chip.torus_dims:
         return Topology(name, chip, dims, num_slices, _tpus(name, chip, dims, num_slices))
-    wanted = 1 if kind == "cpu" else 2
-    if len(dims) != wanted:
+    expected = 1 if kind == "cpu" else 2
+    if len(dims) != expected:
         raise _unknown(name, f"{shape!r} has {len(dims)} dims")
-    if kind != "cpu" and (found := _gpus(name, chip, dims)):
-        return Topology(name, chip, dims, dims[0], found)
+    if kind != "cpu" and (actual := _gpus(name, chip, dims)):
+        return Topology(name, chip, dims, dims[0], actual)
     devices = simulated_devices(math.prod(dims))
     if kind == "cpu":
         chip = _share_of_this_machine(chip, len(devices))
-    return Topology(name, chip, dims, dims[0] if wanted == 2 else 1, devices)
+    return Topology(name, chip, dims, dims[0] if expected == 2 else 1, devices)
 
 
 def _share_of_this_machine(chip: Chip, count: int) -> Chip:
@@ -108,7 +108,7 @@ def attached_topology(devices: Sequence[jax.Device]) -> Topology | None:
         "tpu v6 lite": "v6e", "tpu v6e": "v6e", "tpu7x": "tpu7x",
     }
     name = "cpu" if platform == "cpu" else names.get(kind) or next(
-        (one for one in _GPUS if one in kind), None
+        (item for item in _GPUS if item in kind), None
     )
     if name is None:
         return None
@@ -164,7 +164,7 @@ def _gpus(name: str, chip: Chip, dims: tuple[int, ...]) -> Sequence[jax.Device] 
 
 def _unknown(name: str, why: str) -> ConfigError:
     shapes = "; ".join(
-        f"{', '.join(one for one in _TPUS if CHIPS[one].torus_dims == dims)} with {examples}"
+        f"{', '.join(item for item in _TPUS if CHIPS[item].torus_dims == dims)} with {examples}"
         for dims, examples in _EXAMPLES.items()
     )
     return ConfigError(

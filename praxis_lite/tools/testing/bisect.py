@@ -42,7 +42,7 @@ def first_difference(
         layer = _first_layer(check, mesh, first.step)
     same = [x for x in failed if x.what == first.what and x.step == first.step]
     here = [x for x in same if layer and f"{layer}/" in f"{x.leaf}/"]
-    leaf = max(here or same, key=lambda one: one.share)
+    leaf = max(here or same, key=lambda item: item.share)
     if not layer:
         layer = layer_of(leaf.leaf, names_of(check.plain_one.layout.shapes.mdl_vars["params"]))
     return FirstDifference(
@@ -59,10 +59,10 @@ def layer_of(leaf: str, weights: Iterable[str]) -> str:
       weights: the paths of all weights. A gradient, a slot or an average has that of its own weight
         at its end.
     """
-    own = max((x for x in weights if f"/{leaf}".endswith(f"/{x}")), key=len, default="")
-    if not own and leaf.startswith("mdl_vars/non_trainable/"):
-        own = leaf.removeprefix("mdl_vars/non_trainable/")
-    return own.rpartition("/")[0] or own
+    local = max((x for x in weights if f"/{leaf}".endswith(f"/{x}")), key=len, default="")
+    if not local and leaf.startswith("mdl_vars/non_trainable/"):
+        local = leaf.removeprefix("mdl_vars/non_trainable/")
+    return local.rpartition("/")[0] or local
 
 
 def _fewest_axes(
@@ -75,14 +75,14 @@ def _fewest_axes(
                 size if axis in some else 1 for axis, size in mesh.mesh.shape.items()
             )
             try:
-                one = check.on_mesh(shape)
-                found = (
-                    check.compare_initial(one) if first.what == "initial state"
-                    else check.compare_training(one, (first.step or 0) + 1)
+                item = check.on_mesh(shape)
+                result = (
+                    check.compare_initial(item) if first.what == "initial state"
+                    else check.compare_training(item, (first.step or 0) + 1)
                 )
             except REFUSALS:
                 continue
-            if any(not x.is_equal and x.what == first.what for x in found):
+            if any(not x.is_equal and x.what == first.what for x in result):
                 return list(some)
     return list(axes)
 
@@ -93,9 +93,9 @@ def _first_layer(check: Check, mesh: OnMesh, step: int) -> str:
     if step:
         _, state, _ = reference.train(state, check.batches[:step], check.seed)
     try:
-        wanted, moved, found = (
-            one.by_layer(given, check.batches[step], check.seed)
-            for one, given in ((reference, state), (reference, nudged(state)), (mesh, state))
+        expected, moved, actual = (
+            item.by_layer(given, check.batches[step], check.seed)
+            for item, given in ((reference, state), (reference, nudged(state)), (mesh, state))
         )
     except REFUSALS as error:
         check.remark(f"The program's layers were not compared: {str(error).splitlines()[0]}")
@@ -104,15 +104,15 @@ def _first_layer(check: Check, mesh: OnMesh, step: int) -> str:
     by_hand = mesh.partitioner.gradients.num_parts is not None
     skipped = (*_NO_LAYERS, GRADIENT_OF) if by_hand else _NO_LAYERS
     there: dict[str, list[np.ndarray]] = {}
-    for key, x in found.items():
+    for key, x in actual.items():
         there.setdefault(_layer_of_key(key), []).append(x)
-    for key in sorted(wanted):
-        layer, x = _layer_of_key(key), wanted[key]
+    for key in sorted(expected):
+        layer, x = _layer_of_key(key), expected[key]
         if not layer or layer.startswith(skipped):
             continue
         moved_by = np.max(np.abs(moved[key] - x), initial=0.0)
         atol = 1e-9 * max(np.max(np.abs(x), initial=0.0), 1e-3) + 1000.0 * moved_by
-        candidates = [one for one in there.get(layer, []) if one.shape == x.shape]
+        candidates = [element for element in there.get(layer, []) if element.shape == x.shape]
         if candidates and not any(np.max(np.abs(one - x)) <= atol for one in candidates):
             plain = layer.removeprefix(GRADIENT_OF)
             return "" if plain.startswith("learner") else plain

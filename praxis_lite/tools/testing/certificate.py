@@ -98,22 +98,22 @@ class Certificate:
 
     @property
     def certified(self) -> bool:
-        return self.first_difference is None and all(one.is_equal for one in self.comparisons)
+        return self.first_difference is None and all(item.is_equal for item in self.comparisons)
 
     def rows(self) -> list[tuple[Comparison, int]]:
         """Returns for each mesh and kind the comparison nearest to its tolerance, and how many."""
         groups: dict[tuple[str, str], list[Comparison]] = {}
-        for one in self.comparisons:
-            groups.setdefault((one.mesh, one.what), []).append(one)
-        return [(max(same, key=lambda one: one.share), len(same)) for same in groups.values()]
+        for comparison in self.comparisons:
+            groups.setdefault((comparison.mesh, comparison.what), []).append(comparison)
+        return [(max(same, key=lambda item: item.share), len(same)) for same in groups.values()]
 
     def table(self) -> str:
         """Returns a line of text for each mesh and kind."""
         lines = [("mesh", "what", "number", "difference", "tolerance", "why")]
         lines += [
-            (one.mesh, one.what, f"{number:,}", _number(one.difference), _number(one.tolerance),
-             one.why if one.is_equal else f"DIFFERS at {_place(one)}")
-            for one, number in self.rows()
+            (item.mesh, item.what, f"{number:,}", _number(item.difference), _number(item.tolerance),
+             item.why if item.is_equal else f"DIFFERS at {_place(item)}")
+            for item, number in self.rows()
         ]
         return "\n".join(table_lines(lines, right=(2, 3, 4)))
 
@@ -133,8 +133,8 @@ class Certificate:
             "certified": self.certified,
             "num_comparisons": len(self.comparisons),
             "comparisons": [
-                {**_finite(dataclasses.asdict(one)), "number": number}
-                for one, number in self.rows()
+                {**_finite(dataclasses.asdict(item)), "number": number}
+                for item, number in self.rows()
             ],
             "meshes": [{"name": name, "shape": shape} for name, shape in self.meshes.items()],
             "notes": self.notes,
@@ -155,17 +155,17 @@ def differences(
     }
 
 
-def _difference(wanted: Any, found: Any) -> float:
-    wanted, found = np.asarray(wanted), np.asarray(found)
-    if wanted.shape != found.shape:
+def _difference(expected: Any, actual: Any) -> float:
+    expected, actual = np.asarray(expected), np.asarray(actual)
+    if expected.shape != actual.shape:
         return math.inf
-    if not wanted.size:
+    if not expected.size:
         return 0.0
-    if not np.issubdtype(wanted.dtype, np.inexact):
-        return float(np.max(np.abs(wanted.astype(np.float64) - found.astype(np.float64))))
-    same = (wanted == found) | (np.isnan(wanted) & np.isnan(found))
+    if not np.issubdtype(expected.dtype, np.inexact):
+        return float(np.max(np.abs(expected.astype(np.float64) - actual.astype(np.float64))))
+    same = (expected == actual) | (np.isnan(expected) & np.isnan(actual))
     with np.errstate(invalid="ignore"):
-        apart = np.where(same, 0.0, np.abs(wanted - found))
+        apart = np.where(same, 0.0, np.abs(expected - actual))
     return math.inf if np.isnan(apart).any() else float(apart.max())
 
 
@@ -175,8 +175,8 @@ def largest(x: Any) -> float:
     return float(np.max(x, initial=0.0, where=np.isfinite(x)))
 
 
-def _place(one: Comparison) -> str:
-    return one.leaf + ("" if one.step is None else f", step {one.step}")
+def _place(comparison: Comparison) -> str:
+    return comparison.leaf + ("" if comparison.step is None else f", step {comparison.step}")
 
 
 def _number(x: float) -> str:

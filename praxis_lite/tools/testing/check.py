@@ -102,7 +102,7 @@ class Check:
                 f"A step and an evaluation are of all {pipeline.batch_size} rows of a batch, all "
                 f"else of {self.num_rows}."
             )
-        self.batches = [self.known(data.with_rows(one, slice(self.num_rows))) for one in batches]
+        self.batches = [self.known(data.with_rows(item, slice(self.num_rows))) for item in batches]
         self.evaluated = {"": self.batches[0], **self._own_sizes()}
         if self.couplings:
             self.remark(
@@ -117,7 +117,7 @@ class Check:
     def _own_sizes(self) -> dict[str, Batch]:
         """Returns the first batch of each form that the job evaluates, and the training batch."""
         whole = {} if self.whole is None else {f", all {num_rows_of(self.whole)} rows": self.whole}
-        seen = [data.structs(one) for one in (self.batches[0], *whole.values())]
+        seen = [data.structs(item) for item in (self.batches[0], *whole.values())]
         for name, pipeline in self.job.datasets.items():
             if name != TRAIN and pipeline.element_spec() not in seen:
                 (batch,) = data.first_batches(pipeline, 1)
@@ -205,10 +205,10 @@ class Check:
             return []
         reference = self.reference_of(one)
         runs = ((reference, self.state), (one, self.state), (reference, self.nudged))
-        wanted, found, moved = (
+        expected, actual, moved = (
             on.train(state, [self.whole], self.seed)[0][0] for on, state in runs
         )
-        compared = tolerances.by_kind(one.name, wanted, found, moved, 0)
+        compared = tolerances.by_kind(one.name, expected, actual, moved, 0)
         return tolerances.of(f"all {num_rows_of(self.whole)} rows", compared)
 
     def train_once(
@@ -223,9 +223,9 @@ class Check:
 
     def compare_initial(self, one: OnMesh) -> list[Comparison]:
         """Returns comparisons of the initial state on a mesh with that of a single device."""
-        found, padding = cut(one.layout, jax.device_get(one.init(self.seed)))
+        result, padding = cut(one.layout, jax.device_get(one.init(self.seed)))
         return tolerances.exact(
-            one.name, "initial state", leaves_of(self.initial), leaves_of(found)
+            one.name, "initial state", leaves_of(self.initial), leaves_of(result)
         ) + tolerances.padding(one.name, padding)
 
     def compare_training(self, one: OnMesh, num_steps: int) -> list[Comparison]:
@@ -234,18 +234,18 @@ class Check:
         Of the reports of the first and the last step, then of the last state.
         """
         reference = self.reference_of(one)
-        wanted, wanted_state = self.trained_on_one(reference, num_steps)
+        expected, wanted_state = self.trained_on_one(reference, num_steps)
         moved, moved_state = self.trained_on_one(reference, num_steps, nudged=True)
         reports, last, padding = one.train(self.state, self.batches[:num_steps], self.seed)
-        found = []
+        actual = []
         for step in dict.fromkeys((0, num_steps - 1)):
-            found += tolerances.by_kind(
-                one.name, wanted[step], reports[step], moved[step], step
+            actual += tolerances.by_kind(
+                one.name, expected[step], reports[step], moved[step], step
             )
-        found += tolerances.by_kind(
+        actual += tolerances.by_kind(
             one.name, wanted_state, leaves_of(last), moved_state, num_steps - 1
         )
-        return found + tolerances.padding(one.name, padding, num_steps - 1)
+        return actual + tolerances.padding(one.name, padding, num_steps - 1)
 
     # What is said.
 

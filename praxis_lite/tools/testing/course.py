@@ -27,18 +27,18 @@ def run(check: Check, meshes: Sequence[Shape] | None) -> Certificate:
     num_devices, platform = attached_devices()
     check.note(f"{num_devices} {platform} devices, jax {jax.__version__}")
     mesh = filled_mesh(check.job.mesh, num_devices)
-    own = reduced(mesh, num_devices)
-    if own != mesh.shape:
+    local = reduced(mesh, num_devices)
+    if local != mesh.shape:
         check.remark(
             f"The experiment's mesh {mesh.shape} is larger than the {num_devices} "
-            f"devices; it is checked as {own}."
+            f"devices; it is checked as {local}."
         )
-    shapes = meshes or chosen_meshes(own, check.plain_one.layout, num_devices)
+    shapes = meshes or chosen_meshes(local, check.plain_one.layout, num_devices)
     try:
         if check.makes("data"):
             check.note("the data, twice")
             check.add(None, data.repeatable(check.job))
-        check.prepare(own if own in shapes else shapes[-1])
+        check.prepare(local if local in shapes else shapes[-1])
         for shape in shapes:
             _check_mesh(check, shape)
         if check.own_shape in check.meshes:
@@ -54,24 +54,24 @@ def _check_mesh(check: Check, shape: Shape) -> None:
     check.note(f"mesh {name}")
     first = []
     try:
-        one = check.on_mesh(shape)
-        one.partitioner.train_step.trace(data.structs(check.batches[0]))
+        item = check.on_mesh(shape)
+        item.partitioner.train_step.trace(data.structs(check.batches[0]))
         if check.makes("initial weights"):
-            first += check.compare_initial(one)
+            first += check.compare_initial(item)
         if check.makes("training"):
-            first += check.compare_training(one, 1)
+            first += check.compare_training(item, 1)
             if shape == check.own_shape:
-                first += check.compare_whole_batch(one)
+                first += check.compare_whole_batch(item)
     except REFUSALS as error:
-        said = str(error.args[0]).splitlines()[0]
+        message = str(error.args[0]).splitlines()[0]
         if shape == check.own_shape:
-            raise ConfigError(f"The mesh {name} cannot be checked. {said}") from error
-        check.remark(f"The mesh {name} is left out. {said}")
+            raise ConfigError(f"The mesh {name} cannot be checked. {message}") from error
+        check.remark(f"The mesh {name} is left out. {message}")
         return
-    check.found.meshes[name], check.meshes[shape] = dict(one.mesh.shape), one
-    check.add(one, first)
+    check.found.meshes[name], check.meshes[shape] = dict(item.mesh.shape), item
+    check.add(item, first)
     # The other meshes show in a few steps what they have to show.
     longest = check.num_steps if shape == check.own_shape else min(check.num_steps, FEW_STEPS)
     if check.makes("training") and longest > 1:
         check.note(f"mesh {name}: {longest} steps")
-        check.add(one, check.compare_training(one, longest))
+        check.add(item, check.compare_training(item, longest))

@@ -24,7 +24,7 @@ def parse_meshes(text: str, axis_names: Sequence[str]) -> list[Shape]:
     for word in filter(None, re.split(r"[;,\s]+", text.strip())):
         sizes = word.split("x")
         is_right = len(sizes) == len(axis_names) and all(
-            one.isdecimal() and int(one) > 0 for one in sizes
+            size.isdecimal() and int(size) > 0 for size in sizes
         )
         example = "x".join("2" for _ in axis_names)
         require(
@@ -59,7 +59,7 @@ def chosen_meshes(own: Shape, layout: StateLayout, num_devices: int) -> list[Sha
     """
     num_axes = len(own)
     alone = [
-        tuple(max(own[axis], 2) if axis == one else 1 for one in range(num_axes))
+        tuple(max(own[axis], 2) if axis == item else 1 for item in range(num_axes))
         for axis in range(num_axes)
     ]
     pairs = [(2,) * num_axes]
@@ -68,8 +68,8 @@ def chosen_meshes(own: Shape, layout: StateLayout, num_devices: int) -> list[Sha
         if 1 < math.prod(shape) <= num_devices
     ]
     uneven = max(fitting, key=lambda shape: (_num_uneven(shape, layout), math.prod(shape)))
-    found = dict.fromkeys([*alone, *pairs, uneven, own])
-    return [shape for shape in found if 1 < math.prod(shape) <= num_devices]
+    result = dict.fromkeys([*alone, *pairs, uneven, own])
+    return [shape for shape in result if 1 < math.prod(shape) <= num_devices]
 
 
 def _num_uneven(shape: Shape, layout: StateLayout) -> int:

@@ -33,26 +33,26 @@ def shrunk(config: "fdl.Config") -> "tuple[fdl.Config, list[str]]":
     Raises:
       ConfigError: no setting of the model has a name that is known.
     """
-    config, said = copy.deepcopy(config), []
-    is_refused = any(_refuses_long(one) for one in buildables(config.datasets))
+    config, message = copy.deepcopy(config), []
+    is_refused = any(_refuses_long(item) for item in buildables(config.datasets))
     of_data, layers = IDS if is_refused else IDS | LENGTHS, _fewest_layers(config)
     for root, names in (("task", of_data | LAYERS | DIMS | DECODED), ("datasets", of_data)):
-        for one in buildables(getattr(config, root)):
-            for name, value in list(fdl.ordered_arguments(one).items()):
+        for buildable in buildables(getattr(config, root)):
+            for name, value in list(fdl.ordered_arguments(buildable).items()):
                 if name not in names or not isinstance(value, int) or isinstance(value, bool):
                     continue
                 new = min(value, layers) if name in LAYERS else _smaller(name, value)
                 if new != value:
-                    setattr(one, name, new)
-                    said.append(f"{name} {value} ({new} was checked)")
-    if not said:
+                    setattr(buildable, name, new)
+                    message.append(f"{name} {value} ({new} was checked)")
+    if not message:
         known = ", ".join(sorted(LAYERS | DIMS | IDS))
         raise ConfigError(
             "--shrink found nothing to make smaller in the task's config; it knows settings of "
             f"these names, where they are larger than it makes them: {known}. Leave --shrink out, "
             "or make a smaller model with --set."
         )
-    return config, list(dict.fromkeys(said))
+    return config, list(dict.fromkeys(message))
 
 
 def _refuses_long(data: "fdl.Buildable") -> bool:
@@ -64,8 +64,8 @@ def _refuses_long(data: "fdl.Buildable") -> bool:
 def _fewest_layers(config: "fdl.Config") -> int:
     """Returns how many layers a stack keeps: two, or as many as its pipeline needs."""
     repeats = [
-        getattr(one, "num_stages", 1) * getattr(one, "circular_repeat", 1)
-        for one in buildables(config.task) if hasattr(one, "num_stages")
+        getattr(buildable, "num_stages", 1) * getattr(buildable, "circular_repeat", 1)
+        for buildable in buildables(config.task) if hasattr(buildable, "num_stages")
     ]
     return math.lcm(MOST_LAYERS, *repeats)
 
@@ -82,10 +82,10 @@ def _like(value: int, most: int) -> int:
     """Returns the largest number up to about `most` that the same FACTORS divide."""
     if value <= most:
         return value
-    wanted = {factor: value % factor == 0 for factor in FACTORS}
-    for one in range(most, 1, -1):
-        if all((one % factor == 0) == divides for factor, divides in wanted.items()):
-            return one
-    return math.lcm(*(factor for factor, divides in wanted.items() if divides))
+    expected = {factor: value % factor == 0 for factor in FACTORS}
+    for item in range(most, 1, -1):
+        if all((item % factor == 0) == divides for factor, divides in expected.items()):
+            return item
+    return math.lcm(*(factor for factor, divides in expected.items() if divides))
 
 

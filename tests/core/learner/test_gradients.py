@@ -27,8 +27,8 @@ def clipped(grad_norm=None, **limits):
     return jax.jit(GradientLimits(**limits).clipped)(JAX_GRADS, grad_norm)
 
 
-def assert_trees_close(found, wanted):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, wanted)
+def assert_trees_close(actual, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), actual, expected)
 
 
 def test_the_global_norm_is_that_of_all_gradients_and_float32():
@@ -41,34 +41,34 @@ def test_the_global_norm_is_that_of_all_gradients_and_float32():
 
 def test_a_global_norm_scales_all_by_one_factor_and_only_down():
     assert norm(GRADS) > 5
-    found = clipped(clip_gradient_norm_to_value=5.0)
-    assert_trees_close(found, jax.tree.map(lambda g: g * 5.0 / norm(GRADS), GRADS))
-    np.testing.assert_allclose(norm(found), 5.0, rtol=1e-6)
+    actual = clipped(clip_gradient_norm_to_value=5.0)
+    assert_trees_close(actual, jax.tree.map(lambda g: g * 5.0 / norm(GRADS), GRADS))
+    np.testing.assert_allclose(norm(actual), 5.0, rtol=1e-6)
     jax.tree.map(
         np.testing.assert_array_equal, clipped(clip_gradient_norm_to_value=1e4), GRADS
     )
 
 
 def test_the_norm_that_counts_is_the_one_given_not_that_of_the_group():
-    found = clipped(grad_norm=50.0, clip_gradient_norm_to_value=5.0)
-    assert_trees_close(found, jax.tree.map(lambda g: g * np.float32(0.1), GRADS))
+    actual = clipped(grad_norm=50.0, clip_gradient_norm_to_value=5.0)
+    assert_trees_close(actual, jax.tree.map(lambda g: g * np.float32(0.1), GRADS))
 
 
 def test_a_single_norm_scales_each_by_its_own():
     assert norm(GRADS["small"]) < 2 < norm(GRADS["large"])
-    found = clipped(clip_gradient_single_norm_to_value=2.0)
-    np.testing.assert_array_equal(found["small"], GRADS["small"])
+    actual = clipped(clip_gradient_single_norm_to_value=2.0)
+    np.testing.assert_array_equal(actual["small"], GRADS["small"])
     large = GRADS["large"]["w"]
-    np.testing.assert_allclose(found["large"]["w"], large * 2.0 / norm(large), rtol=1e-5)
-    np.testing.assert_array_equal(found["zero"], GRADS["zero"])  # Not NaN.
+    np.testing.assert_allclose(actual["large"]["w"], large * 2.0 / norm(large), rtol=1e-5)
+    np.testing.assert_array_equal(actual["zero"], GRADS["zero"])  # Not NaN.
 
 
 def test_a_value_clips_each_element():
-    found = clipped(clip_gradient_to_value=3.0)
+    actual = clipped(clip_gradient_to_value=3.0)
     large = GRADS["large"]["w"]
     assert 0 < np.mean(np.abs(large) > 3) < 1
-    np.testing.assert_array_equal(found["large"]["w"], np.clip(large, -3, 3))
-    np.testing.assert_array_equal(found["small"], GRADS["small"])
+    np.testing.assert_array_equal(actual["large"]["w"], np.clip(large, -3, 3))
+    np.testing.assert_array_equal(actual["small"], GRADS["small"])
 
 
 def test_no_limit_leaves_gradients_as_they_are():

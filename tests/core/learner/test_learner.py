@@ -122,8 +122,8 @@ SGD = functools.partial(optax.sgd, momentum=0.9)
 ADAMW = functools.partial(optax.adamw, b2=0.98, weight_decay=0.1)
 
 
-def assert_trees_close(found, wanted, rtol=2e-5, atol=2e-6):
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+def assert_trees_close(actual, expected, rtol=2e-5, atol=2e-6):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
 
 
@@ -133,8 +133,8 @@ def test_five_steps_equal_numpy(optimizer, reference, clip):
     history = run(Learner(optimizer, schedule, clip_gradient_norm_to_value=clip))
     grads = clipped(GRADS, clip) if clip else GRADS
     assert not clip or 0 < sum(global_norm(g) > clip for g in GRADS) < 5  # Some, not all.
-    wanted = reference(grads, [schedule(i) for i in range(5)])
-    assert_trees_close(history[-1][0], wanted)
+    expected = reference(grads, [schedule(i) for i in range(5)])
+    assert_trees_close(history[-1][0], expected)
 
 
 def test_the_scalars_are_the_global_norm_before_clipping_and_the_rate_of_the_step():
@@ -174,8 +174,8 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(
     rates = [float(h[2]["learning_rate"]) for h in history[1:]]
     np.testing.assert_allclose(rates, [schedule(i) for i in (0, 1, 1, 2, 3)], rtol=1e-6)
     others = [GRADS[i] for i in (0, 2, 3, 4)]
-    wanted = numpy_adamw(clipped(others, clip) if clip else others, map(schedule, range(4)))
-    assert_trees_close(history[-1][0], wanted)
+    expected = numpy_adamw(clipped(others, clip) if clip else others, map(schedule, range(4)))
+    assert_trees_close(history[-1][0], expected)
 
 
 def test_a_gradient_of_zero_is_clipped_to_zero_not_to_nan():
@@ -215,27 +215,27 @@ def test_without_vectorization_an_optimizer_sees_whole_stacks_as_pax_does_then()
     )
     assert set(learner.bind(SPECS).groups.by_name) == {"unstacked"}
     params, _, _ = run(learner, GRADS[:1])[-1]
-    wanted = jax.tree.map(lambda w, g: w - g / global_norm(g), tree(1), GRADS[0])
-    assert_trees_close(params, wanted)
+    expected = jax.tree.map(lambda w, g: w - g / global_norm(g), tree(1), GRADS[0])
+    assert_trees_close(params, expected)
     sgd = Learner(
         optax.sgd, 1.0, vectorize_on_repeat_prefix=False, clip_gradient_single_norm_to_value=0.3
     )
-    wanted = jax.tree.map(
+    expected = jax.tree.map(
         lambda w, g: w - g * min(1.0, 0.3 / global_norm(g)), tree(1), GRADS[0]
     )
-    assert_trees_close(run(sgd, GRADS[:1])[-1][0], wanted)
+    assert_trees_close(run(sgd, GRADS[:1])[-1][0], expected)
 
 
 def test_slots_of_whole_stacks_split_as_their_weights():
     whole = Learner(optax.adafactor, 0.1, vectorize_on_repeat_prefix=False)
     weights = {"w": WeightSpec((3, 257, 131), F32, ("data", "mdl"), ("stage",))}
     specs = {"w": P("stage", "data", "mdl")}
-    found = slot_specs(whole.bind(weights).groups.by_name, weights, specs)["unstacked"]
+    actual = slot_specs(whole.bind(weights).groups.by_name, weights, specs)["unstacked"]
     state = jax.eval_shape(whole.optimizer.init, {"w": jax.ShapeDtypeStruct((3, 257, 131), F32)})
     # It factors the two largest dims.
     by_shape = {
         slot.shape: spec for slot, spec in zip(
-            jax.tree.leaves(state), jax.tree.leaves(found, is_leaf=lambda s: isinstance(s, P)),
+            jax.tree.leaves(state), jax.tree.leaves(actual, is_leaf=lambda s: isinstance(s, P)),
             strict=True,
         )
     }
@@ -246,11 +246,11 @@ def test_a_gradient_that_is_too_large_is_skipped_and_told_apart():
     limit = 1.0 + max(map(global_norm, GRADS))
     learner = Learner(SGD, schedule, skip_step_gradient_norm_value=limit)
     history = spoilt_run(learner, [1, 1e3, np.nan, 1, 1e3])
-    found = {
+    actual = {
         name: [float(h[2][name]) for h in history[1:]]
         for name in ("num_skipped_steps", "num_skipped_in_a_row", "is_gradient_too_large")
     }
-    assert found == {
+    assert actual == {
         "num_skipped_steps": [0, 1, 2, 2, 3],
         "num_skipped_in_a_row": [0, 1, 2, 0, 1],
         "is_gradient_too_large": [0, 1, 0, 0, 1],
@@ -277,12 +277,12 @@ def test_a_single_norm_is_of_each_weight_and_of_each_layer_of_a_stack():
     stack_ranks = {path: len(spec.stack_shape) for path, spec in spec_items(SPECS)}
     num_clipped, num_layers = 0, 0
     for path, rank in stack_ranks.items():
-        found, weight, grad = (leaf_at(t, path) for t in (params, tree(1), GRADS[0]))
+        actual, weight, grad = (leaf_at(t, path) for t in (params, tree(1), GRADS[0]))
         for layer in np.ndindex(weight.shape[:rank]):
             norm = global_norm(grad[layer])
             num_layers, num_clipped = num_layers + 1, num_clipped + (norm > 0.3)
-            wanted = weight[layer] - grad[layer] * min(1.0, 0.3 / norm)
-            np.testing.assert_allclose(found[layer], wanted, rtol=1e-5, atol=1e-6)
+            expected = weight[layer] - grad[layer] * min(1.0, 0.3 / norm)
+            np.testing.assert_allclose(actual[layer], expected, rtol=1e-5, atol=1e-6)
     assert 0 < num_clipped < num_layers
     # What is reported, and what a step is skipped by, is the norm before clipping.
     np.testing.assert_allclose(scalars["grad_norm"], global_norm(GRADS[0]), rtol=1e-6)
@@ -290,8 +290,8 @@ def test_a_single_norm_is_of_each_weight_and_of_each_layer_of_a_stack():
 
 def test_a_value_clips_the_elements_of_every_gradient():
     params, _, _ = run(Learner(optax.sgd, 1.0, clip_gradient_to_value=0.1), GRADS[:1])[-1]
-    wanted = jax.tree.map(lambda w, g: w - np.clip(g, -0.1, 0.1), tree(1), GRADS[0])
-    assert_trees_close(params, wanted)
+    expected = jax.tree.map(lambda w, g: w - np.clip(g, -0.1, 0.1), tree(1), GRADS[0])
+    assert_trees_close(params, expected)
 
 
 # Matrices of the blocks and the bias by SGD at a rate of its own, the rest by AdamW.
@@ -308,10 +308,10 @@ def test_two_optimizers_equal_numpy_each_on_its_weights(clip):
     # The norm is of all gradients, whatever their optimizer.
     grads = clipped(GRADS, clip) if clip else GRADS
     by_sgd = by_path(numpy_sgd(grads, [SGD_RATE] * 5))
-    wanted = by_path(numpy_adamw(grads, map(schedule, range(5))))
-    own = {"blocks/w", "deep/blocks/w", "logits/b"}
-    wanted |= {path: by_sgd[path] for path in own}
-    assert_trees_close(by_path(history[-1][0]), wanted)
+    expected = by_path(numpy_adamw(grads, map(schedule, range(5))))
+    local = {"blocks/w", "deep/blocks/w", "logits/b"}
+    expected |= {path: by_sgd[path] for path in local}
+    assert_trees_close(by_path(history[-1][0]), expected)
     _, opt_states, scalars = history[-1]
     assert set(opt_states["slots"]) == {
         "unstacked", "sgd.unstacked", "sgd.stack_3", "sgd.stack_2x3",
@@ -368,10 +368,10 @@ def test_separate_scaling_skips_a_step_by_the_largest_of_the_norms():
 def test_a_schedule_of_an_auxiliary_optimizer_counts_updates_too():
     aux = AuxiliaryOptimizer(".*b", SGD, lambda count: 0.5 + count, "biases")
     history = spoilt_run(Learner(SGD, 0.1, auxiliary_optimizers=[aux]), [1, np.inf, 1])
-    found = [float(h[2]["learning_rate/biases"]) for h in history[1:]]
-    assert found == [0.5, 1.5, 1.5]
-    wanted = numpy_sgd([GRADS[0], GRADS[2]], [0.5, 1.5])
-    assert_trees_close(history[-1][0]["logits"]["b"], wanted["logits"]["b"])
+    actual = [float(h[2]["learning_rate/biases"]) for h in history[1:]]
+    assert actual == [0.5, 1.5, 1.5]
+    expected = numpy_sgd([GRADS[0], GRADS[2]], [0.5, 1.5])
+    assert_trees_close(history[-1][0]["logits"]["b"], expected["logits"]["b"])
 
 
 @pytest.mark.parametrize(
@@ -392,12 +392,12 @@ def test_what_is_frozen_stays_and_has_no_slot_and_no_part_in_the_norm(choice):
         jax.tree.map(lambda x, t=t: x * min(1.0, 0.7 / global_norm(t)), g)
         for g, t in zip(GRADS, trained, strict=True)
     ]
-    wanted = by_path(numpy_sgd(grads, map(schedule, range(5))))
-    for path, found in by_path(params).items():
+    expected = by_path(numpy_sgd(grads, map(schedule, range(5))))
+    for path, actual in by_path(params).items():
         if path in frozen:
-            np.testing.assert_array_equal(found, by_path(tree(1))[path])
+            np.testing.assert_array_equal(actual, by_path(tree(1))[path])
         else:
-            np.testing.assert_allclose(found, wanted[path], rtol=2e-5, atol=2e-6)
+            np.testing.assert_allclose(actual, expected[path], rtol=2e-5, atol=2e-6)
     # One momentum, of what is trained, and counts of the schedule: one, and one per layer.
     slots = jax.tree.leaves(opt_states["slots"])
     assert sum(x.size for x in slots if x.dtype == F32) == 2 * 3 * 5 + 7
@@ -423,16 +423,16 @@ def numpy_ema(params, decay):
 def test_the_average_is_of_the_weights_before_each_update_with_a_decay_that_grows():
     history = run(Learner(SGD, schedule, ema_decay=0.3))  # 0.1, 2/11, 0.25, 0.3, 0.3
     weights = [jax.tree.map(np.float64, h[0]) for h in history]
-    for found, wanted in zip(history, numpy_ema(weights, 0.3), strict=True):
-        assert_trees_close(found[1]["ema"], wanted)
+    for actual, expected in zip(history, numpy_ema(weights, 0.3), strict=True):
+        assert_trees_close(actual[1]["ema"], expected)
 
 
 def test_a_skipped_step_does_not_advance_the_average():
     learner = Learner(SGD, schedule, ema_decay=0.3)
     history = spoilt_run(learner, [1, 1, np.nan, 1, 1])
     jax.tree.map(np.testing.assert_array_equal, history[3][1]["ema"], history[2][1]["ema"])
-    made = [jax.tree.map(np.float64, history[i][0]) for i in (0, 1, 2, 4, 5)]
-    assert_trees_close(history[-1][1]["ema"], numpy_ema(made, 0.3)[-1])
+    result = [jax.tree.map(np.float64, history[i][0]) for i in (0, 1, 2, 4, 5)]
+    assert_trees_close(history[-1][1]["ema"], numpy_ema(result, 0.3)[-1])
 
 
 def test_evaluation_has_the_average_of_what_is_trained_and_the_rest_as_it_is():
@@ -442,13 +442,13 @@ def test_evaluation_has_the_average_of_what_is_trained_and_the_rest_as_it_is():
     assert learner.bind(SPECS).eval_params(params, opt_states, use_ema=False) is params
     read = learner.eval_opt_states(opt_states, use_ema=True)
     assert set(read) == {"ema"}
-    found = by_path(learner.bind(SPECS).eval_params(params, read, use_ema=True))
-    np.testing.assert_array_equal(found.pop("logits/w"), params["logits"]["w"])
-    for path, average in found.items():
+    actual = by_path(learner.bind(SPECS).eval_params(params, read, use_ema=True))
+    np.testing.assert_array_equal(actual.pop("logits/w"), params["logits"]["w"])
+    for path, average in actual.items():
         np.testing.assert_array_equal(average, leaf_at(opt_states["ema"], path.split("/")))
         assert np.abs(average - by_path(params)[path]).max() > 0.01
     without = Learner(SGD, 0.1)
-    with pytest.raises(ConfigError, match=r"Learner\.ema_decay is 0.*Set ema_decay"):
+    with pytest.raises(ConfigError, match=r"Learner\.ema_decay.*0.*ema_decay"):
         without.bind(SPECS).eval_params(params, opt_states, use_ema=True)
 
 
@@ -460,12 +460,12 @@ def test_evaluation_has_the_average_of_a_schedule_free_optimizer():
     params, opt_states, _ = run(learner, GRADS[:3])[-1]
     read = learner.eval_opt_states(opt_states, use_ema=False)
     assert set(read) == {"slots"}
-    found = learner.bind(SPECS).eval_params(params, read, use_ema=False)
-    jax.tree.map(np.testing.assert_array_equal, found["logits"], params["logits"])
+    actual = learner.bind(SPECS).eval_params(params, read, use_ema=False)
+    jax.tree.map(np.testing.assert_array_equal, actual["logits"], params["logits"])
     for group, name in (("stack_3", "blocks"), ("stack_2x3", "deep")):
         z = opt_states["slots"][group].z[name]
-        wanted = jax.tree.map(lambda y, z: (y - 0.3 * z) / 0.7, params[name], z)
-        assert_trees_close(found[name], wanted, rtol=1e-4, atol=1e-5)
+        expected = jax.tree.map(lambda y, z: (y - 0.3 * z) / 0.7, params[name], z)
+        assert_trees_close(actual[name], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_loss_scale_hears_of_gradients_that_are_not_finite_and_only_of_these():
@@ -579,7 +579,7 @@ def test_the_former_ways_without_bind_still_update_and_warn():
     params, bound, loss = jax.tree.map(jnp.asarray, tree(1)), learner.bind(SPECS), jnp.float32(1)
     grads, _ = bound.groups.split(jax.tree.map(jnp.asarray, GRADS[0]))
     expected = bound.update(grads, bound.init(params), params, loss)
-    with pytest.warns(DeprecationWarning, match="Learner.groups is .groups of what Learner.bind"):
+    with pytest.warns(DeprecationWarning, match="Learner.groups.*Learner.bind"):
         groups = learner.groups(SPECS)
     for weights in (SPECS, groups):
         with pytest.warns(DeprecationWarning, match="Learner.(init|update|eval_params) is"):
@@ -656,29 +656,29 @@ def trained_on(shape):
 
 
 def test_everything_together_on_a_mesh_equals_one_device():
-    _, wanted, wanted_params = trained_on((1, 1, 1))
+    _, expected, wanted_params = trained_on((1, 1, 1))
     layout, state, params = trained_on((1, 4, 2))
-    assert int(wanted.opt_states["num_skipped_steps"]) == 1
+    assert int(expected.opt_states["num_skipped_steps"]) == 1
     specs = {leaf.path: leaf.spec for leaf in layout.leaves()}
     momentum = specs["opt_states/slots/stack_2/0/mu/blocks/w"]
     assert momentum == specs["opt_states/ema/blocks/w"]
     assert specs["opt_states/ema/head/w"] != specs["mdl_vars/params/head/w"]  # Over data, too.
     assert not any("first" in path for path in specs if path.startswith("opt_states"))
     num_padded = 0
-    for leaf, found, true in zip(
-        layout.leaves(), jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True
+    for leaf, actual, true in zip(
+        layout.leaves(), jax.tree.leaves(state), jax.tree.leaves(expected), strict=True
     ):
-        padded = np.zeros(found.shape, found.dtype)
+        padded = np.zeros(actual.shape, actual.dtype)
         padded[tuple(map(slice, true.shape))] = true
         num_padded += padded.shape != true.shape
-        np.testing.assert_allclose(found, padded, rtol=2e-4, atol=2e-6, err_msg=leaf.path)
+        np.testing.assert_allclose(actual, padded, rtol=2e-4, atol=2e-6, err_msg=leaf.path)
     assert num_padded > 5
     # Averages as the weights lie, padded, too; the frozen layer is the one trained with.
     assert jax.tree.map(np.shape, params) == jax.tree.map(np.shape, state.mdl_vars["params"])
-    for found, true in zip(jax.tree.leaves(params), jax.tree.leaves(wanted_params), strict=True):
-        padded = np.zeros(found.shape, found.dtype)
+    for actual, true in zip(jax.tree.leaves(params), jax.tree.leaves(wanted_params), strict=True):
+        padded = np.zeros(actual.shape, actual.dtype)
         padded[tuple(map(slice, true.shape))] = true
-        np.testing.assert_allclose(found, padded, rtol=2e-4, atol=2e-6)
+        np.testing.assert_allclose(actual, padded, rtol=2e-4, atol=2e-6)
     np.testing.assert_array_equal(params["first"]["w"], state.mdl_vars["params"]["first"]["w"])
 
 
@@ -707,5 +707,5 @@ def test_filler_rows_leave_the_weighted_mean_of_an_evaluation_as_it_is():
 
 @pytest.mark.parametrize("rate", [-1e-3, -0.0001, float("nan"), 1e7])
 def test_a_rate_that_nothing_is_learnt_at_is_refused(rate):
-    with pytest.raises(ConfigError, match=r"Learner.learning_rate is .*a number from 0 to 1e\+06"):
+    with pytest.raises(ConfigError, match=r"Learner.learning_rate.*0.*1e\+06"):
         Learner(optax.sgd, rate)

@@ -45,8 +45,8 @@ def test_without_patterns_the_main_optimizer_has_all():
 
 
 def test_auxiliary_optimizers_have_what_their_patterns_match_from_the_start():
-    found = names(auxiliary=[aux("blocks/.*/w", "matrices"), aux("softmax", "head")])
-    assert found == {
+    actual = names(auxiliary=[aux("blocks/.*/w", "matrices"), aux("softmax", "head")])
+    assert actual == {
         "embedding/w": "", "blocks/norm/scale": "", "deep/w": "",
         "blocks/attention/w": "matrices", "softmax/b": "head", "softmax/w": "head",
     }  # fmt: skip
@@ -109,9 +109,9 @@ def test_a_choice_that_cannot_be_meant_names_the_weights(choices, message):
 
 def test_a_frozen_weight_is_in_no_overlap():
     both = [aux("softmax", "head"), aux(".*/b", "biases"), aux("deep", "deep")]
-    with pytest.raises(ConfigError, match="softmax/b is matched"):
+    with pytest.raises(ConfigError, match="softmax/b"):
         names(auxiliary=both)
-    with pytest.raises(ConfigError, match="'biases'.* matches frozen weights only"):
+    with pytest.raises(ConfigError, match="'biases'"):
         names(auxiliary=both, exclusion=["softmax/b"])
     assert names(auxiliary=[aux("softmax", "head"), aux("deep|softmax/b", "deep")],
                  exclusion=["softmax/b"])["softmax/w"] == "head"
@@ -236,11 +236,11 @@ def test_the_learner_groups_by_optimizer_and_stack():
     assert merged(trainable, frozen) == SPECS
     groups = learner.bind(SPECS).groups.by_name
     for tree in (SPECS, trainable):
-        found = {
+        actual = {
             name: (group.stack_shape, {"/".join(path) for path, _ in spec_items(group.of(tree))})
             for name, group in groups.items()
         }
-        assert found == {
+        assert actual == {
             "unstacked": ((), {"softmax/b"}),
             "stack_3": ((3,), {"blocks/norm/scale"}),
             "matrices.unstacked": ((), {"embedding/w"}),
@@ -262,7 +262,7 @@ def test_a_pattern_of_a_mask_that_matches_no_weight_of_the_model_is_named():
         jax.eval_shape(learner.bind(SPECS).init, shapes)
 
     init(".*/norm")  # Of another optimizer's weights: nothing is wrong with that.
-    with pytest.raises(ConfigError, match=r"mask of an optimizer .*: '.*/nrom' matches no weight"):
+    with pytest.raises(ConfigError, match=r"' /nrom'"):
         init(".*/nrom")
 
 

@@ -27,12 +27,12 @@ pytestmark = pytest.mark.slow
 ROUGH = ("adafactor_int8", "adafactor_bfloat16", "lion", "low_precision", "soap")
 
 
-def assert_same(found, wanted):
+def assert_same(actual, expected):
     """Checks two states in NumPy, of true shapes."""
-    paths, treedef = jax.tree_util.tree_flatten_with_path(found)
-    assert treedef == jax.tree.structure(wanted)
+    paths, treedef = jax.tree_util.tree_flatten_with_path(actual)
+    assert treedef == jax.tree.structure(expected)
     far = []
-    for (path, a), b in zip(paths, jax.tree.leaves(wanted), strict=True):
+    for (path, a), b in zip(paths, jax.tree.leaves(expected), strict=True):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         assert (a.shape, a.dtype) == (b.shape, b.dtype), name
         a, b, dtype = a.astype(np.float32), b.astype(np.float32), str(a.dtype)

@@ -56,8 +56,8 @@ def numpy_schedule_free_adamw(params, grads, rate):
     return y, x
 
 
-def assert_trees_close(found, wanted, **tolerance):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), found, wanted)
+def assert_trees_close(actual, expected, **tolerance):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), actual, expected)
 
 
 @pytest.mark.parametrize("rate", [0.05, warmup], ids=["constant", "warmup"])
@@ -121,15 +121,15 @@ def test_the_average_is_found_wherever_the_state_is(place):
     for _ in range(2):
         updates, state = optimizer.update(both(jnp.ones(3)), state, params)
         params = optax.apply_updates(params, updates)
-    found = evaluation_params(state, params)
+    actual = evaluation_params(state, params)
     for (name, scale), b1 in zip(
         (("body", 1), ("head", 2)), B1_OF.get(place, (0.5, 0.5)), strict=True
     ):
         if b1 == 1.0:
-            assert found[name]["w"] is params[name]["w"]
+            assert actual[name]["w"] is params[name]["w"]
             continue
         z, x = 1 - 0.1 * 2, 1 - 0.1 * 1.5
-        np.testing.assert_allclose(found[name]["w"], scale * x, rtol=1e-6)
+        np.testing.assert_allclose(actual[name]["w"], scale * x, rtol=1e-6)
         np.testing.assert_allclose(params[name]["w"], scale * (b1 * x + (1 - b1) * z), rtol=1e-6)
 
 

@@ -52,8 +52,8 @@ def extended(shape, split=None, stack=(), axes=("data",), sizes=SIZES):
 )
 def test_a_slots_axis_goes_where_it_costs_the_least_padding(shape, split, stack, wanted):
     assert extended(shape, split, stack) == wanted
-    own = WeightSpec(shape, jnp.float32, split, stack).partition_spec(tuple(SIZES), "w")
-    assert extended(shape, split, stack, axes=()) == own
+    local = WeightSpec(shape, jnp.float32, split, stack).partition_spec(tuple(SIZES), "w")
+    assert extended(shape, split, stack, axes=()) == local
 
 
 def test_axes_that_the_weight_has_are_left_out_of_several():
@@ -71,8 +71,8 @@ def test_without_a_mesh_or_axes_nothing_is_stated(mesh_of):
     assert learner.bind(specs).groups.lay_out(tree) is tree
     assert Learner(optax.sgd, 0.1).bind(specs, mesh.shape).groups.lay_out(tree) is tree
     with jax.set_mesh(mesh):  # Frozen weights have no gradient.
-        found = jax.jit(learner.bind(specs, mesh.shape).groups.lay_out)(tree)
-    assert found.keys() == {"w"} and trimmed(found["w"].sharding.spec) == ["data"]
+        actual = jax.jit(learner.bind(specs, mesh.shape).groups.lay_out)(tree)
+    assert actual.keys() == {"w"} and trimmed(actual["w"].sharding.spec) == ["data"]
 
 
 def collective_bytes(compiled):
@@ -86,11 +86,11 @@ def test_with_zero_1_a_device_updates_its_part_and_gathers_the_weights(mesh_of):
     scalars = 4 * 4  # The loss, its weight, the gradients' norm: some once more.
     assert collective_bytes(whole).keys() == {"all-reduce"}
     partitioner, split = zero1_runs.compiled_step(mesh, ("data",))
-    found = collective_bytes(split)
+    actual = collective_bytes(split)
     # The CPU's compiler has no reduce-scatter: it sums everything, and keeps a part.
-    assert found.keys() == {"all-reduce", "all-gather"}
-    assert num_bytes <= found["all-reduce"] <= num_bytes + scalars
-    assert found["all-gather"] == num_bytes
+    assert actual.keys() == {"all-reduce", "all-gather"}
+    assert num_bytes <= actual["all-reduce"] <= num_bytes + scalars
+    assert actual["all-gather"] == num_bytes
     by_path = {leaf.path: leaf for leaf in partitioner.layout.leaves()}
     for leaf, x in zip(by_path.values(), jax.tree.leaves(split.input_shardings[0][0]), strict=True):
         held = x.shard_shape(leaf.padded_shape)

@@ -128,7 +128,7 @@ def test_every_leaf_of_a_train_state_of_pax(index):
             tuple(leaf["unpadded"]), jnp.dtype(leaf["dtype"]), split[stack_rank:],
             split[:stack_rank],
         )
-    found = layout_of(
+    actual = layout_of(
         weight_specs, pax_adafactor, dict(zip(AXES, case["mesh_shape"], strict=True))
     )
 
@@ -139,19 +139,19 @@ def test_every_leaf_of_a_train_state_of_pax(index):
         group = {"no_prefix": "unstacked", "p_2_i-1": "stack_2"}[names[2]]
         return "/".join(["opt_states/slots", group, *(n for n in names[3:] if n != "params")])
 
-    wanted = {our_path(path): leaf for path, leaf in case["state"].items()}
-    assert found.keys() - wanted.keys() == {
+    expected = {our_path(path): leaf for path, leaf in case["state"].items()}
+    assert actual.keys() - expected.keys() == {
         "opt_states/num_updates", "opt_states/num_skipped_steps",
         "opt_states/num_skipped_in_a_row",
     }
-    assert len(wanted) == len(case["state"]) == len(found) - 3
+    assert len(expected) == len(case["state"]) == len(actual) - 3
     uneven = 0
-    for path, leaf in wanted.items():
-        assert list(found[path].shape) == leaf["unpadded"], path
-        assert list(found[path].padded_shape) == leaf["padded"], path
-        assert trimmed(found[path].spec) == trimmed(leaf["spec"]), path
+    for path, leaf in expected.items():
+        assert list(actual[path].shape) == leaf["unpadded"], path
+        assert list(actual[path].padded_shape) == leaf["padded"], path
+        assert trimmed(actual[path].spec) == trimmed(leaf["spec"]), path
         if path != "step":  # uint32 in Pax
-            assert str(found[path].dtype) == leaf["dtype"], path
+            assert str(actual[path].dtype) == leaf["dtype"], path
         uneven += leaf["padded"] != leaf["unpadded"]
     assert (uneven > 0) == (case["vocab"] != 256)
 
@@ -211,9 +211,9 @@ def test_a_slot_splits_as_the_dims_that_its_values_follow(name):
     def slots_after_a_ramp_along(dim):
         grads = {}
         for n, w in weights.items():
-            own = dim % len(w.shape)
-            ramp = np.arange(1.0, w.shape[own] + 1.0, dtype=np.float32)
-            along = ramp.reshape([-1 if d == own else 1 for d in range(len(w.shape))])
+            local = dim % len(w.shape)
+            ramp = np.arange(1.0, w.shape[local] + 1.0, dtype=np.float32)
+            along = ramp.reshape([-1 if d == local else 1 for d in range(len(w.shape))])
             grads[n] = jnp.array(np.broadcast_to(along, w.shape))
         after = update(grads, state, params)[1]
         leaves = jax.tree_util.tree_flatten_with_path(after)[0]
@@ -226,21 +226,21 @@ def test_a_slot_splits_as_the_dims_that_its_values_follow(name):
     assert ramps[0].keys() == spec_of_slot.keys()
     for path, slot in ramps[0].items():
         owners = [w for n, w in weights.items() if f"'{n}'" in path]
-        wanted = [None] * slot.ndim
+        expected = [None] * slot.ndim
         # More than what bfloat16 rounds to, up or down at random.
         least = max(1e-6, 0.05 * float(np.abs(slot).max(initial=0)))
         for dim, axis in enumerate(owners[0].split_dims_mapping if owners else ()):
             for slot_dim in range(slot.ndim):
                 if np.any(np.ptp(ramps[dim][path], axis=slot_dim) > least):
-                    wanted[slot_dim] = axis
+                    expected[slot_dim] = axis
         if "int8" in name and path.startswith(".m["):
             # Each column reaches as far as int8 goes, whatever the gradient's ramp.
-            wanted = list(owners[0].split_dims_mapping)
+            expected = list(owners[0].split_dims_mapping)
         # A dim of size 1 cannot vary, and its split costs nothing.
-        found = spec_of_slot[path]
+        actual = spec_of_slot[path]
         sizes = slot.shape
-        assert [f for f, n in zip(found, sizes, strict=True) if n > 1] == [
-            w for w, n in zip(wanted, sizes, strict=True) if n > 1
+        assert [f for f, n in zip(actual, sizes, strict=True) if n > 1] == [
+            w for w, n in zip(expected, sizes, strict=True) if n > 1
         ], path
 
 
@@ -249,10 +249,10 @@ def test_a_preconditioner_splits_once_over_the_axes_of_its_dim():
         "blocks": {"w": WeightSpec((3, 7, 7), jnp.float32, ("data", "mdl"), ("replica",))},
         "head": {"w": WeightSpec((7, 13), jnp.float32, ("mdl", "data"))},
     }
-    found = layout_of(weights, functools.partial(soap, max_precond_dim=7), SIZES)
+    actual = layout_of(weights, functools.partial(soap, max_precond_dim=7), SIZES)
     specs = {
         (path.split("/")[2], int(path[-1])): (leaf.shape, leaf.spec)
-        for path, leaf in found.items() if "/covariances/" in path
+        for path, leaf in actual.items() if "/covariances/" in path
     }
     assert specs == {
         # A square weight's too, which have its shape.
@@ -261,7 +261,7 @@ def test_a_preconditioner_splits_once_over_the_axes_of_its_dim():
         ("unstacked", 0): ((7, 7), P("mdl", None)),
         ("unstacked", 1): ((1, 1), P(None, None)),  # 13 is above the largest: not rotated.
     }
-    assert found["opt_states/slots/stack_3/0/mu/blocks/w"].spec == P("replica", "data", "mdl")
+    assert actual["opt_states/slots/stack_3/0/mu/blocks/w"].spec == P("replica", "data", "mdl")
 
 
 def test_a_stacked_weights_slots_have_the_stacks_entry_first():
@@ -270,8 +270,8 @@ def test_a_stacked_weights_slots_have_the_stacks_entry_first():
         "head": {"w": WeightSpec((11, 7), jnp.float32, ("mdl", None))},
     }
     optimizer = functools.partial(optax.adafactor, min_dim_size_to_factor=2)
-    found = layout_of(weight_specs, optimizer, {"replica": 2, "data": 4, "mdl": 2})
-    slots = {p.removeprefix("opt_states/slots/"): leaf for p, leaf in found.items()}
+    actual = layout_of(weight_specs, optimizer, {"replica": 2, "data": 4, "mdl": 2})
+    slots = {p.removeprefix("opt_states/slots/"): leaf for p, leaf in actual.items()}
     stack = {p: leaf for p, leaf in slots.items() if p.startswith("stack_3")}
     rows, columns = (
         next(leaf for p, leaf in stack.items() if f"/{name}/" in p) for name in ("v_row", "v_col")
@@ -320,12 +320,12 @@ def test_slots_and_the_average_split_over_the_slots_axes_and_weights_do_not():
         "frozen": WeightSpec((8, 12), jnp.float32),
         "w": WeightSpec((13, 37), jnp.float32, ("mdl", None)),
     }
-    found = layout_of(
+    actual = layout_of(
         weight_specs, functools.partial(optax.adafactor, min_dim_size_to_factor=2, momentum=0.9),
         SIZES, slot_mesh_axes=("data",), ema_decay=0.9, bprop_variable_exclusion="frozen",
     )
-    assert not any(path.endswith("/frozen") for path in found.keys() - {"mdl_vars/params/frozen"})
-    specs = {path: leaf.spec for path, leaf in found.items() if path.endswith("/w")}
+    assert not any(path.endswith("/frozen") for path in actual.keys() - {"mdl_vars/params/frozen"})
+    specs = {path: leaf.spec for path, leaf in actual.items() if path.endswith("/w")}
     slots = "opt_states/slots/unstacked"
     assert specs == {
         "mdl_vars/params/w": P("mdl", None),

@@ -52,12 +52,12 @@ def main():
     topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4")
     devices = mesh_utils.create_device_mesh((NUM_DEVICES,), topology.devices)
     mesh = jax.sharding.Mesh(devices, ("data",))
-    found = []
+    actual = []
     for axes in ((), ("data",)):
         _, compiled = compiled_step(mesh, axes, TPU_OPTIONS)
         totals = hlo.summarise(hlo.collectives(compiled))
-        found.append({kind: size for kind, (_, size) in totals.items()})
-    print(json.dumps(found))
+        actual.append({kind: size for kind, (_, size) in totals.items()})
+    print(json.dumps(actual))
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def test_an_error_of_a_constructor_names_the_layer_that_is_built():
 @pytest.mark.parametrize("unroll", [False, True], ids=["scanned", "unrolled"])
 def test_an_error_of_a_constructor_in_a_stack_names_the_path(unroll):
     build = functools.partial(Stack, functools.partial(Block, 0), unroll=unroll)
-    with pytest.raises(ConfigError, match=r"^stack/blocks/ff: FeedForward\.output_dims is 0"):
+    with pytest.raises(ConfigError, match=r"^stack/blocks/ff.*FeedForward\.output_dims.*0"):
         NnxModel(build).weight_specs()
 
 
@@ -79,7 +79,7 @@ def test_an_error_of_a_call_names_the_path(mesh_of, unroll):
         "weights": jax.ShapeDtypeStruct((8,), jnp.float32),
     }
     where = "stack/blocks/0/ff" if unroll else "stack/blocks/ff"
-    with pytest.raises(ConfigError, match=rf"^{where}/linear: .*'nowhere'"):
+    with pytest.raises(ConfigError, match=rf"^{where}/linear.*'nowhere'"):
         Partitioner(task, mesh_of(1, 4, 2)).train_step.trace(batch)
 
 

@@ -75,8 +75,8 @@ def flax_spec(make):
         metadata = OneWeight(make, nnx.Rngs(0)).w.get_metadata()
     if not metadata.get("out_sharding"):
         return []
-    found = spmd.apply_rules(metadata["out_sharding"], metadata.get("sharding_rules"))
-    return trimmed(P(*getattr(found, "spec", found)))
+    actual = spmd.apply_rules(metadata["out_sharding"], metadata.get("sharding_rules"))
+    return trimmed(P(*getattr(actual, "spec", actual)))
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)

@@ -53,8 +53,8 @@ def trained(experiment, num_steps, **settings):
 @pytest.mark.parametrize("losses", slow_but({"logical_losses"}, EXPERIMENTS))
 def test_the_losses_and_splits_are_those_of_the_guide(losses):
     expected = golden(FILE)
-    partitioner, state, found = trained(EXPERIMENTS[losses], 5)
-    np.testing.assert_allclose(found, expected[losses], atol=1e-5)
+    partitioner, state, actual = trained(EXPERIMENTS[losses], 5)
+    np.testing.assert_allclose(actual, expected[losses], atol=1e-5)
     params = params_by_path(state.mdl_vars["params"])
     name = "logical_specs" if losses == "logical_losses" else "sharded_specs"
     assert {path: trimmed(x.sharding.spec) for path, x in params.items()} == expected[name]
@@ -66,8 +66,8 @@ def test_the_losses_and_splits_are_those_of_the_guide(losses):
 def test_the_guide_has_the_same_specs_however_it_makes_the_model():
     """With jit, eagerly, by logical names, abstractly and restored: and so has the layout here."""
     expected, leaves = golden(FILE), run_of(nnx_guide.DotReluDot)[0].layout.leaves()
-    own = {leaf.path: trimmed(leaf.spec) for leaf in leaves if "params/" in leaf.path}
-    assert {path.removeprefix("mdl_vars/params/"): spec for path, spec in own.items()} == SPECS
+    local = {leaf.path: trimmed(leaf.spec) for leaf in leaves if "params/" in leaf.path}
+    assert {path.removeprefix("mdl_vars/params/"): spec for path, spec in local.items()} == SPECS
     for name in (
         "eager_on_specs", "eager_on_logical_ctx_specs", "get_abstract_model_specs",
         "logical_pspecs", "logical_specs", "sharded_specs",
@@ -81,15 +81,15 @@ def test_the_guide_has_the_same_specs_however_it_makes_the_model():
 
 
 def test_one_device_has_the_losses_of_the_guide_too():
-    _, _, found = trained(nnx_guide.DotReluDot, 5, mesh_shape=(1, 1))
-    np.testing.assert_allclose(found, golden(FILE)["single_device_losses"], atol=1e-5)
+    _, _, actual = trained(nnx_guide.DotReluDot, 5, mesh_shape=(1, 1))
+    np.testing.assert_allclose(actual, golden(FILE)["single_device_losses"], atol=1e-5)
 
 
 def test_the_names_of_the_logical_model_are_reported_with_the_rules_that_they_took():
     partitioner, _ = run_of(nnx_guide.LogicalDotReluDot, UNEVEN)
-    said = {leaf.path: leaf.declared_by for leaf in partitioner.layout.leaves()}
-    assert "('embed', 'hidden'): hidden->model" in said["mdl_vars/params/dot1/kernel"]
-    assert "('hidden', 'embed'): hidden->model" in said["mdl_vars/params/w2"]
+    message = {leaf.path: leaf.declared_by for leaf in partitioner.layout.leaves()}
+    assert "('embed', 'hidden'): hidden->model" in message["mdl_vars/params/dot1/kernel"]
+    assert "('hidden', 'embed'): hidden->model" in message["mdl_vars/params/w2"]
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS.values())
@@ -111,7 +111,7 @@ def test_the_sharded_weights_are_those_of_an_unsharded_init_bit_for_bit():
     partitioner, _ = run_of(nnx_guide.DotReluDot, depth=UNEVEN)
     layout = partitioner.layout.select("mdl_vars").select("params")
     state = partitioner.init(partitioner.key(0))
-    found = params_by_path(jax.jit(layout.unpad)(state.mdl_vars["params"]))
+    actual = params_by_path(jax.jit(layout.unpad)(state.mdl_vars["params"]))
 
     def plain():
         with nnx.use_eager_sharding(False):
@@ -120,8 +120,8 @@ def test_the_sharded_weights_are_those_of_an_unsharded_init_bit_for_bit():
 
     # Compiled as init is: at another level LLVM rounds a product and a sum once or twice.
     kernel, w2 = jax.jit(plain, compiler_options={"xla_backend_optimization_level": 1})()
-    np.testing.assert_array_equal(found["dot1/kernel"], kernel)
-    np.testing.assert_array_equal(found["w2"], w2)
+    np.testing.assert_array_equal(actual["dot1/kernel"], kernel)
+    np.testing.assert_array_equal(actual["w2"], w2)
 
 
 def test_an_uneven_depth_learns_as_on_one_device():
@@ -134,7 +134,7 @@ def test_a_checkpoint_is_restored_to_its_shards_on_another_mesh_too(tmp_path):
     partitioner, state, _ = trained(nnx_guide.DotReluDot, 2, depth=UNEVEN)
     with Checkpoints(tmp_path, saving=SaveSettings()) as checkpoints:
         checkpoints.save(2, state, partitioner.layout, {})
-    wanted = jax.jit(partitioner.layout.unpad)(state)
+    expected = jax.jit(partitioner.layout.unpad)(state)
     for mesh_shape in ((2, 4), (1, 8)):
         other, _ = run_of(nnx_guide.DotReluDot, UNEVEN, mesh_shape)
         with Checkpoints(tmp_path) as checkpoints:
@@ -144,7 +144,7 @@ def test_a_checkpoint_is_restored_to_its_shards_on_another_mesh_too(tmp_path):
         part = -(-UNEVEN // mesh_shape[1])
         assert params["w2"].addressable_shards[0].data.shape == (part, UNEVEN)
         jax.tree.map(
-            np.testing.assert_array_equal, jax.jit(other.layout.unpad)(restored), wanted
+            np.testing.assert_array_equal, jax.jit(other.layout.unpad)(restored), expected
         )
 
 
@@ -158,9 +158,9 @@ def test_a_step_of_sgd_has_the_all_reduces_of_the_guide():
     state = partitioner.layout.abstract(partitioner.mesh)
     compiled = partitioner.train_step.lower(state, batch, partitioner.key(0)).compile()
     lines = [line.split(" all-reduce(") for line in compiled.as_text().splitlines()]
-    found = [matrices_in(before) for before, *after in lines if after]
+    actual = [matrices_in(before) for before, *after in lines if after]
     # Besides there are scalars: the loss, its weight, and the norm of the gradient.
-    assert sorted(filter(None, found)) == sorted(expected)
+    assert sorted(filter(None, actual)) == sorted(expected)
     # What else there is moves rows of the batch, which comes split over all devices.
-    others = [one for one in hlo.collectives(compiled) if one.kind != "all-reduce"]
-    assert sum(one.bytes for one in others) <= 3 * 4 * 1024 * 4
+    others = [item for item in hlo.collectives(compiled) if item.kind != "all-reduce"]
+    assert sum(other.bytes for other in others) <= 3 * 4 * 1024 * 4

@@ -117,9 +117,9 @@ def test_a_job_that_died_ends_as_one_that_did_not():
     assert [line["step"] for line in lines_of(resumed.metrics_jsonl)] == [*range(1, NUM_STEPS + 1)]
     assert lines_of(resumed.metrics_jsonl) == lines_of(whole.metrics_jsonl)
     assert lines_of(resumed.eval_metrics_jsonl) == lines_of(whole.eval_metrics_jsonl)
-    found, wanted = state_of(resumed), state_of(whole)
-    assert found.step == wanted.step == NUM_STEPS
-    jax.tree.map(np.testing.assert_array_equal, found.state, wanted.state)
+    actual, expected = state_of(resumed), state_of(whole)
+    assert actual.step == expected.step == NUM_STEPS
+    jax.tree.map(np.testing.assert_array_equal, actual.state, expected.state)
 
 
 def test_an_evaluation_by_itself_gives_the_metrics_of_the_jobs_last():
@@ -139,9 +139,9 @@ def test_statistics_are_kept_and_streams_are_not():
 
 
 def test_masks_and_statistics_do_not_depend_on_the_mesh(tmp_path):
-    one = ("--set", "mesh.ici_mesh_shape=1,1", "run.num_train_steps=3")
+    item = ("--set", "mesh.ici_mesh_shape=1,1", "run.num_train_steps=3")
     whole = jobs()[0]
-    succeed(*SETTINGS, f"--job_log_dir={tmp_path}", *one)
+    succeed(*SETTINGS, f"--job_log_dir={tmp_path}", *item)
     losses, alone = ([line["loss"] for line in lines_of(job.metrics_jsonl)][:3]
                      for job in (whole, JobDir(tmp_path)))
     np.testing.assert_allclose(losses, alone, rtol=1e-5)

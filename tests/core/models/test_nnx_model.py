@@ -105,9 +105,9 @@ def test_a_train_step_returns_what_the_module_updated_and_the_learner_leaves_it(
         batch = partitioner.global_batch(batch_of(INPUTS + i))
         state, _ = partitioner.train_step(state, batch, partitioner.key(0))
         mean = MOMENTUM * mean + (1 - MOMENTUM) * (INPUTS + i).mean(axis=0)
-        found = state.mdl_vars["non_trainable"]
-        np.testing.assert_allclose(found["mean"], mean, rtol=1e-5)
-        assert int(found["num_calls"]) == i + 1
+        actual = state.mdl_vars["non_trainable"]
+        np.testing.assert_allclose(actual["mean"], mean, rtol=1e-5)
+        assert int(actual["num_calls"]) == i + 1
     assert np.abs(state.mdl_vars["params"]["linear"]["kernel"] - kernel).max() > 0.05
 
 

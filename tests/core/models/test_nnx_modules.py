@@ -107,9 +107,9 @@ def test_a_weight_of_which_there_is_a_block_is_read_whole():
     block = ShardedWeight(plain.w[:, :1], lambda block: jnp.concatenate([block, block + 1], 1))
     module = NnxModel(ManyReads).module({"params": {"w": block}, "non_trainable": {}})
     assert module.w.get_raw_value().shape == (3, 1)
-    found, expected = module(), NnxModel(ManyReads).module(mdl_vars_of(plain))()
-    jax.tree.map(np.testing.assert_array_equal, found[0], expected[0])
-    assert found[1] == expected[1] == ((3, 2), jnp.float32, False, True)
+    actual, expected = module(), NnxModel(ManyReads).module(mdl_vars_of(plain))()
+    jax.tree.map(np.testing.assert_array_equal, actual[0], expected[0])
+    assert actual[1] == expected[1] == ((3, 2), jnp.float32, False, True)
 
 
 class Doubled(nnx.Param):
@@ -149,11 +149,11 @@ def test_layers_around_layers_give_what_they_give_in_flax(name):
 
 
 def test_a_model_that_is_no_nnx_module_is_an_error_that_says_what_it_is():
-    with pytest.raises(ConfigError, match=r"built as a Dense; .* fdl.Config\(LinenModel"):
+    with pytest.raises(ConfigError, match=r"fdl.Config\(LinenModel"):
         NnxModel(lambda: nn.Dense(3)).weight_specs()
 
 
 def test_a_setting_that_the_constructor_does_not_take_is_named_with_those_it_does():
     build = functools.partial(nnx.Linear, 3, 5, use_bais=False)
-    with pytest.raises(ConfigError, match=r"Linear has no setting 'use_bais'.*mean use_bias"):
+    with pytest.raises(ConfigError, match=r"'use_bais'.*use_bias"):
         NnxModel(build).weight_specs()

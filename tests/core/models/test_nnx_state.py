@@ -169,13 +169,13 @@ def masks(key):
 
 
 def test_random_streams_come_of_the_steps_key_and_are_all_different():
-    found = masks(jax.random.key(3))
-    np.testing.assert_array_equal(masks(jax.random.key(3)), found)
+    actual = masks(jax.random.key(3))
+    np.testing.assert_array_equal(masks(jax.random.key(3)), actual)
     for other in masks(jax.random.key(4)):
-        assert not any((other == mask).all() for mask in found)
-    for i, mask in enumerate(found):
-        assert not any((mask == other).all() for other in found[:i])
-    assert 0.3 < (found[:-1] > 0).mean() < 0.7
+        assert not any((other == mask).all() for mask in actual)
+    for i, mask in enumerate(actual):
+        assert not any((mask == other).all() for other in actual[:i])
+    assert 0.3 < (actual[:-1] > 0).mean() < 0.7
     model = NnxModel(Masks)
     assert model.init(jax.random.key(0)) == {"params": {}, "non_trainable": {}}
     assert (masks(None)[:-1] == 1).all()
@@ -219,5 +219,5 @@ def test_a_cache_is_kept_state_and_a_pass_starts_from_the_one_it_is_given():
         outputs, kept = decode(mdl_vars)
         assert kept["attention"]["cache_index"] == 3
         assert mdl_vars["non_trainable"]["attention"]["cache_index"] == 0
-    wanted = nnx.jit(lambda plain: plain(INPUTS[:3]))(plain)
-    np.testing.assert_allclose(outputs, wanted, rtol=1e-5, atol=1e-6)
+    expected = nnx.jit(lambda plain: plain(INPUTS[:3]))(plain)
+    np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-6)

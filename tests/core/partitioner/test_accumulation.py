@@ -125,7 +125,7 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32():
 
 
 def test_a_batch_that_does_not_divide_is_refused_while_tracing():
-    with pytest.raises(ConfigError, match="gradient_accumulation_steps is 5, .* 24 rows") as error:
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps.*5.*24") as error:
         run(5)
     assert "multiple of 5, or gradient_accumulation_steps one of [1, 2, 3, 4" in str(error.value)
 
@@ -236,10 +236,10 @@ def test_a_language_model_trains_as_with_one_batch_on_one_device(
     """Label smoothing, z-loss and entropy loss; weights by SGD and, outside the blocks, AdamW."""
     weights, outputs = trained((1, 1, 1), 1)
     new_weights, new_outputs = trained(shape, num_micro_batches, is_zero1)
-    for wanted, found in zip(outputs, new_outputs, strict=True):
-        assert {"loss", "accuracy", "aux_loss"} < wanted["metrics"].keys()
-        assert found["metrics"]["loss"][1] == wanted["metrics"]["loss"][1] > 0
-        jax.tree.map(functools.partial(assert_near, rtol=1e-6), found, wanted)
+    for expected, output in zip(outputs, new_outputs, strict=True):
+        assert {"loss", "accuracy", "aux_loss"} < expected["metrics"].keys()
+        assert output["metrics"]["loss"][1] == expected["metrics"]["loss"][1] > 0
+        jax.tree.map(functools.partial(assert_near, rtol=1e-6), output, expected)
     jax.tree.map(assert_near, new_weights, weights)
     moved = jax.tree.map(
         lambda new, old: np.abs(new - old).max(), weights, initial_state().mdl_vars["params"]
@@ -247,8 +247,8 @@ def test_a_language_model_trains_as_with_one_batch_on_one_device(
     assert min(jax.tree.leaves(moved)) > 1e-4
 
 
-def assert_near(found, wanted, rtol=0):
-    np.testing.assert_allclose(found, wanted, atol=1e-6, rtol=rtol)
+def assert_near(actual, expected, rtol=0):
+    np.testing.assert_allclose(actual, expected, atol=1e-6, rtol=rtol)
 
 
 @functools.cache

@@ -49,7 +49,7 @@ def test_the_former_calls_by_a_name_work_and_warn(partitioner):
     spec = structs(batches("uneven")[0])
     for kind in ("train", "eval", "eval_examples"):
         step = partitioner.steps[kind]
-        with pytest.warns(DeprecationWarning, match=f"take partitioner.{step.name} and its trace"):
+        with pytest.warns(DeprecationWarning, match=f"partitioner.{step.name}"):
             lowered = partitioner.lower(kind, spec)
         assert lowered.as_text() == step.lower(spec).as_text()
         with pytest.warns(DeprecationWarning, match="its trace"):
@@ -58,7 +58,7 @@ def test_the_former_calls_by_a_name_work_and_warn(partitioner):
             assert partitioner.step_function(kind) is step.function
         with pytest.warns(DeprecationWarning, match="its trace"):
             partitioner.check_batch(spec, kind)
-    with pytest.raises(ConfigError, match="step is 'trian'.*Did you mean train"):
+    with pytest.raises(ConfigError, match="'trian'.*train"):
         partitioner.check_batch(spec, "trian")
 
 

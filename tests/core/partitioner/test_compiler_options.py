@@ -16,11 +16,11 @@ TASK = partitioner_of("uneven", "adamw", (1, 4, 2)).task
 def test_options_of_the_platform_reach_its_steps(kind, tmp_path, mesh_of):
     # By its dumps XLA shows that it was told of the folder.
     options = {"cpu": {"xla_dump_to": str(tmp_path)}, "tpu": {"xla_tpu_of_the_future": 1}}
-    one = kind(TASK, mesh_of(1, 4, 2), compiler_options=options)
-    assert one.compiler_options == options["cpu"]
+    item = kind(TASK, mesh_of(1, 4, 2), compiler_options=options)
+    assert item.compiler_options == options["cpu"]
     batch = structs(batches("uneven")[0])
     for step in ("train", "eval"):
-        one.steps[step].lower(batch).compile()
+        item.steps[step].lower(batch).compile()
         assert list(tmp_path.glob(f"*jit__{step}_step*"))
 
 

@@ -104,8 +104,8 @@ def nudged(state: Any) -> Any:
 @functools.cache
 def moved_by_rounding(name: str) -> dict[str, float]:
     """Returns by path how far a unit of rounding in the weights moves gradients on one device."""
-    (_, one), (_, other) = first_step(name, None), first_step(name, None, is_nudged=True)
-    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), one, other)
+    (_, item), (_, other) = first_step(name, None), first_step(name, None, is_nudged=True)
+    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), item, other)
     return {str(path): x for path, x in jax.tree_util.tree_flatten_with_path(moved)[0]}
 
 
@@ -122,7 +122,7 @@ def first_step(
     new, outputs = partitioner.train_step(
         place(state), partitioner.global_batch(batch), partitioner.key(0)
     )
-    old, new = (one.mdl_vars["params"] for one in (state, jax.jit(layout.unpad)(new)))
+    old, new = (item.mdl_vars["params"] for item in (state, jax.jit(layout.unpad)(new)))
     grads = jax.tree.map(lambda a, b: a.astype(np.float64) - np.asarray(b), old, new)
     return float(outputs["metrics"]["loss"][0]), grads
 
@@ -132,15 +132,15 @@ def test_the_gradient_of_each_weight_is_that_on_one_device(name, place):
     """To 1e-5 of its largest element, and to the rounding of the weight that it moved."""
     axis_names = small_job(name).mesh.axis_names
     meshes = MESHES_WITH_STAGES if "stage" in axis_names else MESHES[len(axis_names)]
-    loss, found = first_step(name, meshes[place])
-    wanted_loss, wanted = first_step(name, None)
+    loss, actual = first_step(name, meshes[place])
+    wanted_loss, expected = first_step(name, None)
     weights = first_state(name).mdl_vars["params"]
     # DPO's loss is of four sums of some 300 nats, which float32 has to 2e-5, times its beta of 0.1.
     scale = 1e-5 if "Dpo" in name else 0.0
     assert loss == pytest.approx(wanted_loss, rel=2e-6, abs=scale)
     for (path, grad), right, weight in zip(
-        jax.tree_util.tree_flatten_with_path(found)[0],
-        jax.tree.leaves(wanted), jax.tree.leaves(weights), strict=True,
+        jax.tree_util.tree_flatten_with_path(actual)[0],
+        jax.tree.leaves(expected), jax.tree.leaves(weights), strict=True,
     ):
         atol = 1e-5 * np.abs(right).max() + 3e-7 * np.abs(weight).max() + 1e-7
         if np.abs(grad - right).max() > atol:

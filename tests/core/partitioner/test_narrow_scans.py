@@ -12,16 +12,16 @@ from praxis_lite.core.partitioner.narrow_scans import narrow_scans
 
 def stacked_dtypes(jaxpr):
     """Returns the dtypes that scans stack, of all scans in a program."""
-    found = []
+    actual = []
     for eqn in jaxpr.eqns:
         if eqn.primitive is primitives.scan_p:
             body = eqn.params["jaxpr"]
             body = getattr(body, "jaxpr", body)
             pairs = zip(body.outvars, eqn.outvars, strict=True)
-            found += [str(b.aval.dtype) for a, b in pairs if b.aval.ndim > a.aval.ndim]
+            actual += [str(b.aval.dtype) for a, b in pairs if b.aval.ndim > a.aval.ndim]
         for inner in core.jaxprs_in_params(eqn.params):
-            found += stacked_dtypes(inner)
-    return found
+            actual += stacked_dtypes(inner)
+    return actual
 
 
 def layers_gradient(w, x, dtype, remat=lambda f: f):
@@ -52,12 +52,12 @@ def test_gradients_stay_narrow_until_after_the_loop(remat):
     assert set(stacked_dtypes(after.jaxpr)) == {"bfloat16"}
     # Or XLA may leave out a rounding that is followed by a cast back, in the one and not the other.
     exactly = {"xla_allow_excess_precision": False}
-    found, wanted = (
-        jax.jit(core.jaxpr_as_fun(one), compiler_options=exactly)(w, x)[0]
-        for one in (after, before)
+    actual, expected = (
+        jax.jit(core.jaxpr_as_fun(item), compiler_options=exactly)(w, x)[0]
+        for item in (after, before)
     )
-    assert found.dtype == np.float32
-    np.testing.assert_array_equal(found, wanted)
+    assert actual.dtype == np.float32
+    np.testing.assert_array_equal(actual, expected)
 
 
 def test_a_value_that_the_loop_also_uses_wide_is_there_both_ways():
@@ -72,8 +72,8 @@ def test_a_value_that_the_loop_also_uses_wide_is_there_both_ways():
     before = jax.make_jaxpr(run)(x)
     after = before.replace(jaxpr=narrow_scans(before.jaxpr))
     assert sorted(stacked_dtypes(after.jaxpr)) == ["bfloat16", "float32"]
-    found, wanted = (core.jaxpr_as_fun(one)(x) for one in (after, before))
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    actual, expected = (core.jaxpr_as_fun(item)(x) for item in (after, before))
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 def test_a_program_with_nothing_to_cast_is_the_very_same():

@@ -36,7 +36,7 @@ def slow_unless_fast(*run):
 
 every_mesh = pytest.mark.parametrize(
     "shape",
-    [pytest.param(one, marks=slow_unless_fast("uneven", "adamw", one)) for one in MESHES],
+    [pytest.param(item, marks=slow_unless_fast("uneven", "adamw", item)) for item in MESHES],
     ids=str,
 )
 some_meshes = pytest.mark.parametrize(
@@ -111,8 +111,8 @@ def test_init_draws_the_same_weights_on_every_mesh(shape):
     run, single = trained("uneven", "adamw", shape), trained("uneven", "adamw", (1, 1, 1))
     jax.tree.map(np.testing.assert_array_equal, run.initial, single.initial)
     w = run.initial.mdl_vars["params"]["softmax"]["logits_ffn"]["linear"]["w"]
-    wanted = plain_model()[1]["softmax"]["logits_ffn"]["linear"]["w"].get_value()
-    np.testing.assert_allclose(w, np.asarray(wanted), atol=1e-6)
+    expected = plain_model()[1]["softmax"]["logits_ffn"]["linear"]["w"].get_value()
+    np.testing.assert_allclose(w, np.asarray(expected), atol=1e-6)
 
 
 @every_run
@@ -144,9 +144,9 @@ def test_eval_takes_no_slots_donates_nothing_and_agrees(shape):
     num_arguments = len(jax.tree.leaves((mdl_vars, inputs))) + 1
     assert len(jax.tree.leaves(compiled.in_avals)) == num_arguments
     compiled_by = [num_compiled()]
-    for index, one in enumerate((inputs, inputs)):
+    for index, item in enumerate((inputs, inputs)):
         key = partitioner.batch_key(0, 5, index)
-        metrics = partitioner.eval_step(mdl_vars, partitioner.global_batch(one), key)
+        metrics = partitioner.eval_step(mdl_vars, partitioner.global_batch(item), key)
         compiled_by.append(num_compiled())
     assert compiled_by[1] == compiled_by[2]
     assert not any(x.is_deleted() for x in jax.tree.leaves(mdl_vars))
@@ -179,12 +179,12 @@ def test_a_greedy_decode_takes_no_slots_and_gives_the_same_ids(shape):
     )
     assert partitioner.decode_step.num_compiled() == 1
     assert not any(x.is_deleted() for x in jax.tree.leaves(mdl_vars))
-    wanted = plain_decodes()
+    expected = plain_decodes()
     # Only where no choice is a near tie must every mesh choose alike.
-    assert min(margin for *_, margin in wanted) > 1e-3
-    np.testing.assert_array_equal(outputs["output_ids"][:, 0], [tokens for tokens, *_ in wanted])
+    assert min(margin for *_, margin in expected) > 1e-3
+    np.testing.assert_array_equal(outputs["output_ids"][:, 0], [tokens for tokens, *_ in expected])
     np.testing.assert_allclose(
-        outputs["scores"][:, 0], [log_prob for _, log_prob, _ in wanted], atol=1e-4
+        outputs["scores"][:, 0], [log_prob for _, log_prob, _ in expected], atol=1e-4
     )
 
 
@@ -193,7 +193,7 @@ def test_a_batch_smaller_than_the_device_count():
     partitioner = partitioner_of("uneven", "adamw", (2, 2, 2))
     key, inputs = partitioner.key(0), batches("uneven", num_rows=3)
     state, losses = partitioner.init(key), []
-    for one in inputs:
-        state, outputs = partitioner.train_step(state, partitioner.global_batch(one), key)
+    for item in inputs:
+        state, outputs = partitioner.train_step(state, partitioner.global_batch(item), key)
         losses.append(float(outputs["metrics"]["loss"][0]))
     np.testing.assert_allclose(losses, plain("uneven", "adamw", 3)[1], atol=1e-5, rtol=0)

@@ -30,8 +30,8 @@ AXIS_RULES = (("embed", "data"), ("mlp", "mdl"), ("vocab", "mdl"))
 
 def shapes_of(sizes):
     V, D, F = sizes
-    one = {"gate": (D, F), "up": (D, F), "down": (F, D)}
-    blocks = {f"{i}/{name}": shape for i in range(NUM_BLOCKS) for name, shape in one.items()}
+    item = {"gate": (D, F), "up": (D, F), "down": (F, D)}
+    blocks = {f"{i}/{name}": shape for i in range(NUM_BLOCKS) for name, shape in item.items()}
     return {"emb": (V, D), **blocks, "out": (D, V)}
 
 
@@ -187,8 +187,8 @@ def leaves_of(size, way):
     here = {own_path(size, way, path): path for path in shapes_of(SIZES[size][0])}
     leaves = {}
     for leaf in partitioner_of(size, way).layout.leaves():
-        own = next((own for own in here if leaf.path.endswith("/" + own)), None)
-        path = leaf.path if own is None else leaf.path.removesuffix(own) + here[own]
+        local = next((own for own in here if leaf.path.endswith("/" + own)), None)
+        path = leaf.path if local is None else leaf.path.removesuffix(local) + here[local]
         leaves[path] = (leaf.shape, leaf.padded_shape, leaf.dtype, leaf.spec, leaf.bytes_per_device)
     return leaves
 

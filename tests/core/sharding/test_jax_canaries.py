@@ -76,10 +76,10 @@ def test_an_uneven_constraint_inside_jit_is_honoured():
         def doubled(x):
             return jax.lax.with_sharding_constraint(2 * x, P("data"))[:7]
 
-        found = jax.jit(doubled)(SEVEN)
+        actual = jax.jit(doubled)(SEVEN)
         compiled = jax.jit(lambda x: jnp.cos(jax.lax.with_sharding_constraint(x, P("data"))))
         text = compiled.lower(SEVEN).compile().as_text()
-    np.testing.assert_array_equal(found, 2 * SEVEN)
+    np.testing.assert_array_equal(actual, 2 * SEVEN)
     assert "f32[2]" in text  # Two numbers a device: eight slots for seven.
 
 
@@ -122,6 +122,6 @@ def losses_where_data_is(axis_type):
 
 @pytest.mark.slow
 def test_an_uneven_language_model_has_the_same_losses_where_data_is_explicit_and_mdl_auto():
-    wanted = losses_where_data_is(AxisType.Auto)
-    assert wanted[2] < wanted[0] - 0.1
-    np.testing.assert_allclose(losses_where_data_is(AxisType.Explicit), wanted, rtol=1e-5)
+    expected = losses_where_data_is(AxisType.Auto)
+    assert expected[2] < expected[0] - 0.1
+    np.testing.assert_allclose(losses_where_data_is(AxisType.Explicit), expected, rtol=1e-5)

@@ -81,7 +81,7 @@ def test_an_axis_that_is_taken_is_not_used_again():
 def test_one_name_on_two_dims_is_an_error_as_in_linen():
     with pytest.raises(ValueError):
         nn.logical_to_mesh_axes(("embed", "embed"), ())
-    with pytest.raises(ConfigError, match=r"up/w: .*\('embed', 'embed'\) have the name 'embed' tw"):
+    with pytest.raises(ConfigError, match=r"up/w.*\('embed'.*'embed'\).*'embed'"):
         logical_to_mesh_axes(("embed", "embed"), (), path="up/w")
 
 
@@ -106,7 +106,7 @@ def test_mesh_rules_give_a_models_constructor_its_mesh_axes():
 
 
 def test_mesh_rules_name_what_there_is():
-    with pytest.raises(ConfigError, match="'embd', and there are those of embed, mlp. Did you mea"):
+    with pytest.raises(ConfigError, match="'embd'"):
         MeshRules(mlp="mdl", embed=None)("embd")
-    with pytest.raises(ConfigError, match="MeshRules: a rule is .*'mlp', 7.*wanted is a pair"):
+    with pytest.raises(ConfigError, match="MeshRules.*'mlp'.*7"):
         MeshRules(mlp=7)

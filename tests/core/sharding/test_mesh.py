@@ -52,7 +52,7 @@ class Accelerator:
 
 def test_idle_accelerators_are_refused_unless_asked_for():
     devices = [Accelerator()] * 4
-    with pytest.raises(ConfigError, match=r"uses 3 of 4 tpu devices.*allow_unused_devices"):
+    with pytest.raises(ConfigError, match=r"3.*4.*allow_unused_devices"):
         make_mesh(MeshConfig(ici_mesh_shape=(1, 3, 1)), devices)
 
 
@@ -91,7 +91,7 @@ def test_simulating_devices_keeps_collectives_from_waiting_for_each_other(monkey
 def test_a_program_that_this_cpu_has_no_instructions_for_is_one_paragraph():
     # What XLA says of float16 on x86 without F16C (--xla_cpu_max_isa=SSE4_2).
     missing = "INTERNAL: Failed to materialize symbols: { (<xla_jit_dylib_2>, { log_fusion }) }"
-    with pytest.raises(ConfigError, match="float16.*Take bfloat16"), saying_what_this_cpu_lacks():
+    with pytest.raises(ConfigError, match="float16.*bfloat16"), saying_what_this_cpu_lacks():
         raise jax.errors.JaxRuntimeError(missing)
     with pytest.raises(jax.errors.JaxRuntimeError), saying_what_this_cpu_lacks():
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
@@ -102,8 +102,8 @@ def test_what_is_attached_is_all_accelerators_or_one_cpu_device(monkeypatch):
     assert attached_mesh(config).shape == (1, 1, 1)
     devices = [types.SimpleNamespace(platform="gpu")] * 3
     monkeypatch.setattr(jax, "devices", lambda: devices)
-    found = attached_mesh(config)
-    assert found.shape == (1, 3, 1) and found.axis_names == config.axis_names
+    actual = attached_mesh(config)
+    assert actual.shape == (1, 3, 1) and actual.axis_names == config.axis_names
     devices *= 5
     assert attached_mesh(MeshConfig(ici_mesh_shape=(1, 5, 3))).shape == (1, 5, 3)
 
@@ -112,5 +112,5 @@ def test_a_mesh_after_jax_has_started_says_what_to_call_before(monkeypatch):
     monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
     monkeypatch.setenv("XLA_FLAGS", "")
     simulate_devices(11)  # Too late: the tests have their eight.
-    with pytest.raises(ConfigError, match=r"there are 8 .* call simulate_devices\(11\) before"):
+    with pytest.raises(ConfigError, match=r"8.*simulate_devices\(11\)"):
         make_mesh(MeshConfig(ici_mesh_shape=(1, 11, 1)))

@@ -19,17 +19,17 @@ def test_every_mapping_of_pax_gives_its_spec():
     assert tuple(pax["mesh_axis_names"]) == AXES
     for case in pax["to_partition_spec"]:
         mapping = case["split_dims_mapping"]
-        found = to_partition_spec(mapping, AXES)
-        assert trimmed(found) == trimmed(case["spec"]), mapping
-        assert len(found) == len(mapping), mapping
+        actual = to_partition_spec(mapping, AXES)
+        assert trimmed(actual) == trimmed(case["spec"]), mapping
+        assert len(actual) == len(mapping), mapping
 
 
 def test_every_mapping_of_the_reference_gives_its_spec():
     cases = golden("reference/uneven_padding.json")["spec_cases"]
     assert tuple(cases["axis_names"]) == AXES
     for mapping, spec in cases["split_dims"]:
-        found = to_partition_spec(ast.literal_eval(mapping), AXES)
-        assert trimmed(found) == trimmed(spec), mapping
+        actual = to_partition_spec(ast.literal_eval(mapping), AXES)
+        assert trimmed(actual) == trimmed(spec), mapping
 
 
 def test_a_short_mapping_is_extended_to_the_rank():

@@ -179,9 +179,9 @@ def test_a_run_of_the_reference(run_name):
         state, outputs = partitioner.train_step(old, partitioner.global_batch(inputs), key)
         assert all(x.is_deleted() for x in jax.tree.leaves(old))
         losses.append(float(outputs["metrics"]["loss"][0]))
-    wanted = one_device_losses(model_name, 20)[: len(losses)]
-    np.testing.assert_allclose(losses, wanted, atol=1e-5, rtol=0)
-    assert wanted[0] > 2 * wanted[-1] or len(wanted) < 20 or model_name.startswith("tiny")
+    expected = one_device_losses(model_name, 20)[: len(losses)]
+    np.testing.assert_allclose(losses, expected, atol=1e-5, rtol=0)
+    assert expected[0] > 2 * expected[-1] or len(expected) < 20 or model_name.startswith("tiny")
 
     padding = {
         leaf.path: x[outside(leaf.shape, x.shape)]

@@ -330,7 +330,7 @@ def test_flaxs_rules_are_checked_where_a_mesh_is_set(mesh_of):
     unknown = WeightSharding(logical_axis_rules=[("mlp", "model")])
     with (
         jax.sharding.use_abstract_mesh(mesh_of(1, 4, 2).abstract_mesh),
-        pytest.raises(ConfigError, match="has the axis 'model', but the mesh"),
+        pytest.raises(ConfigError, match="'model'"),
         flax_axis_rules(unknown),
     ):
         raise AssertionError
@@ -382,12 +382,12 @@ def losses(one_device, named):
     partitioner = Partitioner(task, mesh)
     rng = np.random.default_rng(0)
     batch = {name: rng.integers(0, 37, 13).astype(np.int32) for name in ("ids", "labels")}
-    key, found = partitioner.key(0), []
+    key, actual = partitioner.key(0), []
     state = partitioner.init(key)
     for _ in range(3):
         state, outputs = partitioner.train_step(state, partitioner.global_batch(batch), key)
-        found.append(float(outputs["metrics"]["loss"][0]))
-    return found
+        actual.append(float(outputs["metrics"]["loss"][0]))
+    return actual
 
 
 @pytest.mark.slow
@@ -395,19 +395,19 @@ def test_names_and_rules_end_in_the_same_padded_layout_and_the_losses_of_one_dev
     layouts = [state_layout(task, AXIS_SIZES) for task in (
         task_of(Named(init), **NAMED), task_of(FunctionModel(init), **RULED))]
     for layout in layouts:
-        found = {x.path: x for x in layout.leaves() if x.path.startswith("mdl_vars")}
-        shapes = {path: (x.padded_shape, x.spec) for path, x in found.items()}
+        actual = {x.path: x for x in layout.leaves() if x.path.startswith("mdl_vars")}
+        shapes = {path: (x.padded_shape, x.spec) for path, x in actual.items()}
         assert shapes == {
             "mdl_vars/params/embedding": ((40, 7), P("data", None)),
             "mdl_vars/params/blocks": ((3, 7, 8), P(None, None, "mdl")),
             "mdl_vars/params/head": ((7, 40), P(None, "data")),
         }
-        assert all(x.declared_by for x in found.values())
-    assert found["mdl_vars/params/head"].declared_by.startswith("rule '.*': fsdp('data'")
-    wanted = losses(one_device=True, named=False)
+        assert all(x.declared_by for x in actual.values())
+    assert actual["mdl_vars/params/head"].declared_by.startswith("rule '.*': fsdp('data'")
+    expected = losses(one_device=True, named=False)
     for named in (False, True):
-        np.testing.assert_allclose(losses(one_device=False, named=named), wanted, atol=1e-5)
-    assert wanted[-1] < wanted[0]
+        np.testing.assert_allclose(losses(one_device=False, named=named), expected, atol=1e-5)
+    assert expected[-1] < expected[0]
 
 
 def test_an_optimizer_sees_one_layer_of_a_stack_that_names_tell():

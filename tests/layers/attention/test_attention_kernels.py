@@ -78,9 +78,9 @@ def answers(kernel, mask, options, T, S, heads=(N, G, K)):
     return jax.grad(objective, argnums=(0, 1, 2), has_aux=True)(q, k, v)
 
 
-def assert_equal(found, wanted, name, atol=5e-6):
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=atol, err_msg=name)
+def assert_equal(actual, expected, name, atol=5e-6):
+    for leaf, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=1e-5, atol=atol, err_msg=name)
 
 
 @functools.cache
@@ -94,7 +94,7 @@ def all_answers() -> dict:
     }
 
     def run():
-        found = {
+        actual = {
             name: {
                 kernel: answers(fn, *case)
                 for kernel, fn in kernels.items()
@@ -105,36 +105,36 @@ def all_answers() -> dict:
             for name, case in MASKS.items()
         }
         one_chunk = functools.partial(chunked_attention, chunk_size=64)
-        found["window"]["one_chunk"] = answers(one_chunk, *MASKS["window"])
-        return found
+        actual["window"]["one_chunk"] = answers(one_chunk, *MASKS["window"])
+        return actual
 
     return jax.device_get(jax.jit(run)())
 
 
 @pytest.mark.parametrize("name", MASKS)
 def test_kernels_equal_the_einsum(name):
-    found = all_answers()[name]
-    for kernel, one in found.items():
-        assert_equal(one, found["einsum"], kernel)
+    actual = all_answers()[name]
+    for kernel, item in actual.items():
+        assert_equal(item, actual["einsum"], kernel)
 
 
 def test_a_query_that_sees_nothing_gets_the_mean_of_all_values():
     v = np.random.default_rng(2).normal(size=(B, 17, G, K)).astype(np.float32)
-    wanted = np.repeat(v[0].mean(axis=0), N // G, axis=0)
+    expected = np.repeat(v[0].mean(axis=0), N // G, axis=0)
     for kernel, (_, y) in all_answers()["nothing_visible_averages"].items():
-        np.testing.assert_allclose(y[0], np.tile(wanted, (13, 1, 1)), atol=1e-6, err_msg=kernel)
+        np.testing.assert_allclose(y[0], np.tile(expected, (13, 1, 1)), atol=1e-6, err_msg=kernel)
 
 
 def test_einsum_equals_numpy_with_heads_that_share_keys():
     q, k, v = (rng.normal(size=(1, 4, heads, 3)).astype(np.float32) for heads in (4, 2, 2))
-    found = einsum_attention(q, k, v, AttentionMask(2, 0), LogitOptions(cap=1.5, extra=0.2))
+    actual = einsum_attention(q, k, v, AttentionMask(2, 0), LogitOptions(cap=1.5, extra=0.2))
     for head in range(4):
         logits = q[0, :, head].astype(np.float64) @ k[0, :, head // 2].T
         weights = np.exp(1.5 * np.tanh(logits / 1.5))
         distance = np.subtract.outer(np.arange(4), np.arange(4))
         weights *= (distance >= 0) & (distance < 2)
         probs = weights / (weights.sum(-1, keepdims=True) + np.exp(0.2))
-        np.testing.assert_allclose(found[0, :, head], probs @ v[0, :, head // 2], atol=1e-6)
+        np.testing.assert_allclose(actual[0, :, head], probs @ v[0, :, head // 2], atol=1e-6)
 
 
 def test_a_bias_is_added_before_logits_are_scaled():
@@ -143,10 +143,10 @@ def test_a_bias_is_added_before_logits_are_scaled():
     mask, options = AttentionMask(None, 0), LogitOptions(scale=0.5)
     for head in range(2):
         weights = np.tril(np.exp(0.5 * (q[0, :, head] @ k[0, :, head].T + bias[0, head])))
-        wanted = weights / weights.sum(-1, keepdims=True) @ v[0, :, head]
+        expected = weights / weights.sum(-1, keepdims=True) @ v[0, :, head]
         for kernel in (einsum_attention, attention_fused.dot_product_attention):
-            found = kernel(q, k, v, mask, options, bias=bias)
-            np.testing.assert_allclose(found[0, :, head], wanted, rtol=1e-5, atol=1e-6)
+            actual = kernel(q, k, v, mask, options, bias=bias)
+            np.testing.assert_allclose(actual[0, :, head], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -158,15 +158,15 @@ def test_splash_in_interpret_mode_equals_the_einsum_sharded_too(mesh_of):
     mask = AttentionMask(40, 0, None, segments, segments, visible)
     case = (mask, {"cap": 2.0, "scale": 0.5}, T, T, (3, 3, 8))
 
-    wanted = jax.jit(lambda: answers(einsum_attention, *case))()
+    expected = jax.jit(lambda: answers(einsum_attention, *case))()
     for mesh in (None, mesh_of(1, 2, 2)):
         kernel = functools.partial(
             attention_fused.splash_attention, interpret=True,
             split=(("replica", "data"), None, "mdl", None),
         )
         with jax.set_mesh(mesh) if mesh else jax.default_device(jax.devices()[0]):
-            found = jax.jit(lambda kernel=kernel: answers(kernel, *case))()
-        assert_equal(found, wanted, str(mesh), atol=2e-5)
+            actual = jax.jit(lambda kernel=kernel: answers(kernel, *case))()
+        assert_equal(actual, expected, str(mesh), atol=2e-5)
 
 
 def test_blocks_of_causal_attention_leave_out_what_is_not_seen():
@@ -197,11 +197,11 @@ def test_blocks_have_the_gradients_of_sinks_and_of_bfloat16():
             assert y.dtype == dtype
             return jnp.sum(jnp.sin(y.astype(jnp.float32)))
 
-        found, wanted = (
+        actual, expected = (
             jax.jit(jax.grad(functools.partial(loss, kernel=kernel), (0, 1, 2, 3)))(q, k, v, sinks)
             for kernel in (functools.partial(blocked_attention, block_size=4), einsum_attention)
         )
-        assert_equal(found, wanted, str(dtype), atol=atol)
+        assert_equal(actual, expected, str(dtype), atol=atol)
 
 
 def on(platform="cpu", dtype=jnp.bfloat16, queries=64, keys=64, dim=64) -> Workload:

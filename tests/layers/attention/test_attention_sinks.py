@@ -38,17 +38,17 @@ def test_the_sink_takes_its_share_of_each_head():
     logits = np.einsum("btnk,bsnk->bnts", heads["query"] / np.sqrt(K), k)
     exp = np.exp(np.where(np.tril(np.ones((T, T), bool)), logits, -np.inf))
     probs = exp / (exp.sum(-1, keepdims=True) + np.exp(SINKS)[None, :, None, None])
-    wanted = np.einsum("bnts,bsnk,dnk->btd", probs, v, np.asarray(layer.post.w[...]))
-    found, _ = layer(jnp.asarray(X))
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+    expected = np.einsum("bnts,bsnk,dnk->btd", probs, v, np.asarray(layer.post.w[...]))
+    actual, _ = layer(jnp.asarray(X))
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
     # And token by token.
     cache = layer.init_cache(B, T, jnp.float32)
     steps = []
     for place in range(T):
         positions = jnp.full((B, 1), place)
-        one, cache = layer(jnp.asarray(X[:, place : place + 1]), positions=positions, cache=cache)
-        steps.append(one)
-    np.testing.assert_allclose(jnp.concatenate(steps, 1), wanted, rtol=1e-4, atol=1e-5)
+        item, cache = layer(jnp.asarray(X[:, place : place + 1]), positions=positions, cache=cache)
+        steps.append(item)
+    np.testing.assert_allclose(jnp.concatenate(steps, 1), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -67,38 +67,38 @@ def by_numpy(layer, x):
 @pytest.mark.parametrize("q_lora_rank", [None, 4])
 def test_outputs_equal_numpy(q_lora_rank):
     layer = attention(q_lora_rank=q_lora_rank)
-    found, cache = layer(jnp.asarray(X))
+    actual, cache = layer(jnp.asarray(X))
     assert cache is None
-    np.testing.assert_allclose(found, by_numpy(layer, X), rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(actual, by_numpy(layer, X), rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("settings", [{"q_lora_rank": 4}, {"adapted": True}], ids=str)
 def test_decoding_from_latents_equals_the_whole_pass(settings):
     layer = attention(**settings)
-    wanted, _ = layer(jnp.asarray(X))
+    expected, _ = layer(jnp.asarray(X))
     cache = layer.init_cache(B, T + 2, jnp.float32)
     # All that is kept of a token, for all heads together.
     assert {x.shape for x in cache.values()} == {(B, T + 2, L), (B, T + 2, R)}
     step = jax.jit(lambda x, positions, cache: layer(x, positions=positions, cache=cache))
     first, cache = step(X[:, :3], jnp.broadcast_to(jnp.arange(3), (B, 3)), cache)
-    found = [first]
+    actual = [first]
     for place in range(3, T):
-        one, cache = step(X[:, place : place + 1], jnp.full((B, 1), place), cache)
-        found.append(one)
-    np.testing.assert_allclose(jnp.concatenate(found, 1), wanted, rtol=2e-4, atol=2e-4)
+        item, cache = step(X[:, place : place + 1], jnp.full((B, 1), place), cache)
+        actual.append(item)
+    np.testing.assert_allclose(jnp.concatenate(actual, 1), expected, rtol=2e-4, atol=2e-4)
 
 
 def test_segments_and_paddings_hide_what_they_hide_in_other_attention():
     layer = attention(q_lora_rank=4)
     segments = jnp.asarray([[1, 1, 1, 2, 2, 2]] * B)
     positions = jnp.asarray([[0, 1, 2, 0, 1, 2]] * B)
-    found, _ = layer(jnp.asarray(X), segment_ids=segments, positions=positions)
+    actual, _ = layer(jnp.asarray(X), segment_ids=segments, positions=positions)
     alone, _ = layer(jnp.asarray(X[:, 3:]))
-    np.testing.assert_allclose(found[:, 3:], alone, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(actual[:, 3:], alone, rtol=1e-5, atol=1e-5)
     padded, _ = layer(jnp.asarray(X), paddings=jnp.asarray([[1.0, 0, 0, 0, 0, 0]] * B))
     shifted, _ = layer(jnp.asarray(X[:, 1:]))  # What turns together keeps its distance.
     np.testing.assert_allclose(padded[:, 1:], shifted, rtol=2e-4, atol=2e-4)
-    with pytest.raises(ConfigError, match="takes no atten_mask"):
+    with pytest.raises(ConfigError, match="atten_mask"):
         layer(jnp.asarray(X), atten_mask=jnp.zeros((1, 1, T, T)))
 
 
@@ -110,5 +110,5 @@ def test_sharded_equals_unsharded():
         output_split_dims_mapping=("data", None, None),
     )
     cases = {"latent": (make, lambda layer, x, key: layer(x)[0], X)}
-    found, wanted = run_layers(cases, (1, 4, 2)), run_layers(cases, None)
-    assert_near(found["latent"], wanted["latent"], tolerance=1e-5)
+    actual, expected = run_layers(cases, (1, 4, 2)), run_layers(cases, None)
+    assert_near(actual["latent"], expected["latent"], tolerance=1e-5)

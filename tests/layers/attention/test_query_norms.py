@@ -52,8 +52,8 @@ def by_numpy(layer, x, over_heads):
     logits = np.where(np.tril(np.ones((T, T), bool)), logits, -np.inf)
     probs = np.exp(logits - logits.max(-1, keepdims=True))
     probs /= probs.sum(-1, keepdims=True)
-    found = np.einsum("bnts,bsnk,dnk->btd", probs, v, np.asarray(layer.post.w[...]))
-    return found if layer.post.b is None else found + np.asarray(layer.post.b[...])
+    actual = np.einsum("bnts,bsnk,dnk->btd", probs, v, np.asarray(layer.post.w[...]))
+    return actual if layer.post.b is None else actual + np.asarray(layer.post.b[...])
 
 
 @pytest.mark.parametrize("settings", [
@@ -63,9 +63,9 @@ def by_numpy(layer, x, over_heads):
 def test_outputs_equal_numpy(settings):
     layer = attention(**settings)
     x = np.random.default_rng(2).normal(size=(B, T, D)).astype(np.float32)
-    found, _ = layer(jnp.asarray(x))
-    wanted = by_numpy(layer, x, settings.get("ln_over_heads", False))
-    np.testing.assert_allclose(found, wanted, atol=3e-5 * np.abs(wanted).max())
+    actual, _ = layer(jnp.asarray(x))
+    expected = by_numpy(layer, x, settings.get("ln_over_heads", False))
+    np.testing.assert_allclose(actual, expected, atol=3e-5 * np.abs(expected).max())
     wide = settings.get("ln_over_heads", False)
     assert layer.layer_norm_q.scale.shape == ((N * K,) if wide else (K,))
     assert layer.layer_norm_k.scale.shape == ((G * K,) if wide else (K,))

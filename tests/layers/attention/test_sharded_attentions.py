@@ -111,8 +111,8 @@ def test_sharded_equals_unsharded(name, sizes):
     flat, _ = jax.tree_util.tree_flatten_with_path(sharded)
     # Of all leaves: the gradient of the keys' bias is 0 but for what rounding leaves of large ones.
     tolerance = 2e-6 * max(1.0, *(np.abs(leaf).max() for leaf in jax.tree.leaves(whole)))
-    for (path, found), wanted in zip(flat, jax.tree.leaves(whole), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=tolerance, err_msg=str(path))
+    for (path, actual), expected in zip(flat, jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=tolerance, err_msg=str(path))
 
 
 def test_the_cache_is_split_as_keys_are_and_a_head_that_all_read_stays_whole(mesh_of):
@@ -125,8 +125,8 @@ def test_the_cache_is_split_as_keys_are_and_a_head_that_all_read_stays_whole(mes
 
     assert layer(num_kv_heads=1).kv_split_dims_mapping == (BATCH, None, None, None)
     assert layer(num_kv_heads=2).kv_split_dims_mapping == heads
-    own = (BATCH, None, None, "mdl")
-    assert layer(num_kv_heads=2, kv_split_dims_mapping=own).kv_split_dims_mapping == own
+    local = (BATCH, None, None, "mdl")
+    assert layer(num_kv_heads=2, kv_split_dims_mapping=local).kv_split_dims_mapping == local
     grouped = layer(num_kv_heads=2)
     with jax.set_mesh(mesh_of(1, 4, 2)):
         cache = jax.jit(lambda: grouped.init_cache(4, 5, jnp.float32))()

@@ -35,15 +35,15 @@ def stats_of(x, w, b, ids, **options):
 def test_statistics_equal_numpy_for_any_chunk(num_classes, chunk_size, class_dim):
     x, w, b = draw(2, 3, 5), draw(5, num_classes, seed=1), draw(num_classes, seed=2)
     ids = np.random.default_rng(3).integers(0, num_classes, (2, 3))
-    found = stats_of(
+    actual = stats_of(
         x, w if class_dim == 1 else w.T, b, ids, chunk_size=chunk_size, class_dim=class_dim
     )
     logits = x.astype(np.float64) @ w + b
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
-    close(found.log_z, np.log(np.exp(logits).sum(-1)))
-    close(found.label_logit, np.take_along_axis(logits, ids[..., None], -1)[..., 0])
-    close(found.logit_sum, logits.sum(-1))
-    np.testing.assert_array_equal(found.argmax, logits.argmax(-1))
+    close(actual.log_z, np.log(np.exp(logits).sum(-1)))
+    close(actual.label_logit, np.take_along_axis(logits, ids[..., None], -1)[..., 0])
+    close(actual.logit_sum, logits.sum(-1))
+    np.testing.assert_array_equal(actual.argmax, logits.argmax(-1))
 
 
 def test_the_first_of_equal_logits_wins_and_huge_ones_neither_overflow_nor_vanish():
@@ -52,16 +52,16 @@ def test_the_first_of_equal_logits_wins_and_huge_ones_neither_overflow_nor_vanis
     for chunk_size in (1, 2, 3):
         assert stats_of(x, w, None, jnp.array([0]), chunk_size=chunk_size).argmax == 1
     for scale in (3e4, -3e4):
-        found = stats_of(x * scale, w, None, jnp.array([0]), chunk_size=2)
-        np.testing.assert_allclose(found.log_z, (7 if scale > 0 else 1) * scale, rtol=1e-4)
+        actual = stats_of(x * scale, w, None, jnp.array([0]), chunk_size=2)
+        np.testing.assert_allclose(actual.log_z, (7 if scale > 0 else 1) * scale, rtol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 1, 3)], ids=str)
 def test_tokens_have_any_number_of_dims(shape):
     x, w = draw(*shape, 5), draw(5, 13, seed=1)
-    found = stats_of(x, w, None, jnp.zeros(shape, jnp.int32), chunk_size=4)
-    assert {stat.shape for stat in found} == {shape}
-    np.testing.assert_allclose(found.log_z, np.log(np.exp(x @ w).sum(-1)), rtol=1e-5)
+    actual = stats_of(x, w, None, jnp.zeros(shape, jnp.int32), chunk_size=4)
+    assert {stat.shape for stat in actual} == {shape}
+    np.testing.assert_allclose(actual.log_z, np.log(np.exp(x @ w).sum(-1)), rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -108,11 +108,11 @@ def test_bfloat16_equals_the_whole_softmax_within_its_rounding():
     # The very same products, so the losses are equal; gradients round in another order.
     (of_whole, x_of_whole), whole = results[None]
     np.testing.assert_allclose(outputs["per_example_xent"], whole["per_example_xent"], rtol=1e-5)
-    for found, wanted in zip(
+    for leaf, expected in zip(
         jax.tree.leaves((grads, x_grad)), jax.tree.leaves((of_whole, x_of_whole)), strict=True
     ):
-        found, wanted = np.asarray(found, np.float32), np.asarray(wanted, np.float32)
-        assert np.abs(found - wanted).max() < 0.01 * np.abs(wanted).max()
+        leaf, expected = np.asarray(leaf, np.float32), np.asarray(expected, np.float32)
+        assert np.abs(leaf - expected).max() < 0.01 * np.abs(expected).max()
 
 
 SPLITS = {  # Of the weight [D, V], and of the logits [B, T, V].
@@ -173,10 +173,10 @@ def result_of(layer, sizes, splits, mesh_shape, chunk_size):
 )
 def test_split_over_a_mesh_equals_the_whole_softmax_on_one_device(case):
     layer, sizes, splits = case
-    found = result_of(layer, sizes, splits, (1, 4, 2), CHUNK)
-    wanted = result_of(layer, sizes, "mdl", None, None)
-    paths = jax.tree_util.tree_leaves_with_path(found)
-    for (path, leaf), of_whole in zip(paths, jax.tree.leaves(wanted), strict=True):
+    actual = result_of(layer, sizes, splits, (1, 4, 2), CHUNK)
+    expected = result_of(layer, sizes, "mdl", None, None)
+    paths = jax.tree_util.tree_leaves_with_path(actual)
+    for (path, leaf), of_whole in zip(paths, jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(leaf, of_whole, rtol=1e-5, atol=1e-5, err_msg=str(path))
 
 
@@ -214,6 +214,6 @@ def test_no_collective_carries_weights_over_the_classes_or_logits(layer):
 @pytest.mark.parametrize("tokens, input_dims", [(7, 64), (128, 16)])
 def test_temporary_memory_is_that_of_a_chunk(tokens, input_dims):
     num_classes, chunk_size = 30_011, 256
-    found = temporary_bytes(num_classes, input_dims, tokens, chunk_size)
-    assert found <= allowed_bytes(tokens, input_dims, chunk_size) < 4 * tokens * num_classes
+    actual = temporary_bytes(num_classes, input_dims, tokens, chunk_size)
+    assert actual <= allowed_bytes(tokens, input_dims, chunk_size) < 4 * tokens * num_classes
     assert temporary_bytes(num_classes, input_dims, tokens, None) > 4 * tokens * num_classes

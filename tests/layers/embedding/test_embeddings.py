@@ -82,8 +82,8 @@ def test_option_values_equal_pax(name):
         outputs.astype(jnp.float32), golden["out"]["y"], rtol=tolerance, atol=tolerance
     )
     assert set(flat(grads)) - {""} == set(golden.get("grad", {}))
-    for path, wanted in golden.get("grad", {}).items():
-        np.testing.assert_allclose(flat(grads)[path], wanted, rtol=1e-5, atol=1e-5, err_msg=path)
+    for path, expected in golden.get("grad", {}).items():
+        np.testing.assert_allclose(flat(grads)[path], expected, rtol=1e-5, atol=1e-5, err_msg=path)
 
 
 @pytest.mark.parametrize("lookup_style, wanted", [("index", np.nan), ("matmul", 0.0)])
@@ -103,8 +103,8 @@ def test_both_lookups_have_the_same_vectors_and_gradients():
         outputs, pull = jax.vjp(lambda v: model.module(v)(ids), mdl_vars)
         return outputs, pull(cotangent)[0]["params"]["emb_var"]
 
-    for found, wanted in zip(*map(outputs_and_gradient, ("index", "matmul")), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+    for actual, expected in zip(*map(outputs_and_gradient, ("index", "matmul")), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
 SPLIT = ("mdl", "data")
@@ -122,22 +122,22 @@ def test_a_table_split_by_columns_stays_where_it_is_unless_tokens_are_more_than_
             embeddings.lookup, ids=ids, weight_split_dims_mapping=SPLIT, lookup_style="index",
             dtype=jnp.float32, activation_split_dims_mapping=("data", None, None),
         )
-        found, pull = jax.vjp(
+        result, pull = jax.vjp(
             lambda table: embeddings.placed(lookup(table), ("data", None, None), SPLIT), table
         )
-        return found, pull(cotangent)[0]
+        return result, pull(cotangent)[0]
 
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 4, 2)))
     shardings = [NamedSharding(mesh, P(*x)) for x in (SPLIT, ("data", None))]
     with jax.set_mesh(mesh):
         compiled = jax.jit(pulled, in_shardings=shardings).lower(table, ids).compile()
-        found, gradient = compiled(*map(jax.device_put, (table, ids), shardings))
-    wanted = np.zeros_like(table)
-    np.add.at(wanted, ids, cotangent)
-    np.testing.assert_array_equal(found, table[ids])
-    np.testing.assert_allclose(gradient, wanted, atol=2e-5)
+        actual, gradient = compiled(*map(jax.device_put, (table, ids), shardings))
+    expected = np.zeros_like(table)
+    np.add.at(expected, ids, cotangent)
+    np.testing.assert_array_equal(actual, table[ids])
+    np.testing.assert_allclose(gradient, expected, atol=2e-5)
     # A device has 50 rows of 6 columns; by the hand's count it would gather 50 rows of 24.
-    moved = [one.bytes for one in hlo.collectives(compiled)]
+    moved = [collective.bytes for collective in hlo.collectives(compiled)]
     rows_whole = 50 * 24 * 4
     assert (max(moved) >= rows_whole) == (num_ids > 100)
 
@@ -154,11 +154,11 @@ def test_positions_left_out_are_those_from_zero():
 
 def test_sinusoids_far_ahead_stay_exact():
     far = jnp.array([[1000, 1001, 4095]])
-    found = np.asarray(layers.PositionalEmbedding(4)(far))[0]
+    actual = np.asarray(layers.PositionalEmbedding(4)(far))[0]
     frequency = np.array([1.0, 1e-4])
     angle = np.asarray(far, np.float64)[0][:, None] * frequency
     np.testing.assert_allclose(
-        found, np.concatenate([np.sin(angle), np.cos(angle)], axis=-1), atol=3e-4
+        actual, np.concatenate([np.sin(angle), np.cos(angle)], axis=-1), atol=3e-4
     )
 
 

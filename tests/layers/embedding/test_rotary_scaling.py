@@ -92,17 +92,17 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_pairs_turn_as_the_formula_says(name):
     layer, frequencies, amplitude = CASES[name]
-    found = layer(HEADS, POSITIONS)
-    wanted = turned(HEADS.astype(np.float64), frequencies, amplitude)
-    np.testing.assert_allclose(found, wanted, atol=2e-5)
+    actual = layer(HEADS, POSITIONS)
+    expected = turned(HEADS.astype(np.float64), frequencies, amplitude)
+    np.testing.assert_allclose(actual, expected, atol=2e-5)
 
 
 def test_a_part_of_the_head_turns_and_the_rest_stays():
     layer = RotaryPositionalEmbedding(K, rotary_dims=6, max_timescale=THETA)
-    found = layer(HEADS, POSITIONS)
+    actual = layer(HEADS, POSITIONS)
     frequencies = 1.0 / THETA ** (np.arange(0, 6, 2) / 6)
-    np.testing.assert_allclose(found[..., :6], turned(HEADS[..., :6], frequencies), atol=2e-5)
-    np.testing.assert_array_equal(found[..., 6:], HEADS[..., 6:])
+    np.testing.assert_allclose(actual[..., :6], turned(HEADS[..., :6], frequencies), atol=2e-5)
+    np.testing.assert_array_equal(actual[..., 6:], HEADS[..., 6:])
 
 
 @pytest.mark.parametrize(

@@ -83,8 +83,8 @@ def test_option_values_equal_pax(name, chunk_size):
             outputs[path], golden["out"][path], rtol=1e-5, atol=1e-5, err_msg=path
         )
     assert set(flat(grads)) == set(golden["grad"])
-    for path, wanted in golden["grad"].items():
-        np.testing.assert_allclose(flat(grads)[path], wanted, rtol=2e-5, atol=1e-5, err_msg=path)
+    for path, expected in golden["grad"].items():
+        np.testing.assert_allclose(flat(grads)[path], expected, rtol=2e-5, atol=1e-5, err_msg=path)
     np.testing.assert_allclose(x_grad, golden["gin"]["x"], rtol=2e-5, atol=1e-5)
 
 
@@ -106,15 +106,15 @@ def test_logits_are_float32_and_those_of_compute_loss_in_bfloat16():
 def test_labels_may_have_pax_last_dim_and_a_label_that_is_no_class_costs_nothing():
     module = FULL(13, 7, rngs=nnx.Rngs(0))
     ids = IN["ids"].at[0, 1].set(-1)
-    found = module.compute_loss(IN["x"], ids[..., None], IN["weights"][..., None])
-    wanted = module.compute_loss(IN["x"], ids, IN["weights"])
+    actual = module.compute_loss(IN["x"], ids[..., None], IN["weights"][..., None])
+    expected = module.compute_loss(IN["x"], ids, IN["weights"])
     chunked = FULL(13, 7, chunk_size=3, rngs=nnx.Rngs(0)).compute_loss(
         IN["x"], ids, IN["weights"]
     )
     for name in ("total_xent", "accuracy", "per_example_xent"):
-        np.testing.assert_array_equal(found[name], wanted[name])
-        np.testing.assert_allclose(chunked[name], wanted[name], rtol=1e-5, atol=1e-6)
-    assert wanted["per_example_xent"][0, 1] == 0.0
+        np.testing.assert_array_equal(actual[name], expected[name])
+        np.testing.assert_allclose(chunked[name], expected[name], rtol=1e-5, atol=1e-6)
+    assert expected["per_example_xent"][0, 1] == 0.0
 
 
 def test_a_batch_of_padding_has_no_nan():
@@ -141,13 +141,13 @@ def test_a_wrong_setting_is_named(message):
 
 
 def test_other_wrong_settings_are_named():
-    with pytest.raises(ConfigError, match="label_smoothing_prob is 0.1; .*two classes"):
+    with pytest.raises(ConfigError, match="label_smoothing_prob.*0.1"):
         FULL(1, 7, label_smoothing_prob=0.1, rngs=nnx.Rngs(0))
-    with pytest.raises(ConfigError, match="SharedEmbeddingSoftmax.lookup_style is 'x'"):
+    with pytest.raises(ConfigError, match="SharedEmbeddingSoftmax.lookup_style.*'x'"):
         SHARED(13, 7, lookup_style="x", rngs=nnx.Rngs(0))
-    with pytest.raises(ConfigError, match="SharedEmbeddingSoftmax.activation is 'silo'.*silu"):
+    with pytest.raises(ConfigError, match="SharedEmbeddingSoftmax.activation.*'silo'"):
         CLASS_MAJOR(13, 7, activation="silo", rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="neither class_ids nor class_probabilities"):
+    with pytest.raises(ValueError, match="class_ids.*class_probabilities"):
         FULL(13, 7, rngs=nnx.Rngs(0)).compute_loss(IN["x"], None, IN["weights"])
 
 
@@ -159,9 +159,9 @@ def test_statistics_of_logits_are_those_of_jax():
     stats = stats_of_logits(jnp.asarray(logits), None)
     np.testing.assert_array_equal(stats.argmax, jnp.argmax(logits, axis=-1))
     np.testing.assert_allclose(stats.log_z, jax.nn.logsumexp(logits, axis=-1), rtol=1e-6)
-    own, jaxs = (
+    local, jaxs = (
         jax.grad(lambda x, f=f: jnp.sum(f(x) ** 2))(logits[:3])
         for f in (lambda x: stats_of_logits(x, None).log_z,
                   lambda x: jax.nn.logsumexp(x, axis=-1))
     )
-    np.testing.assert_allclose(own, jaxs, rtol=1e-6)
+    np.testing.assert_allclose(local, jaxs, rtol=1e-6)

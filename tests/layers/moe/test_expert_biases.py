@@ -34,7 +34,7 @@ def test_outputs_equal_numpy(dropless, limit):
     w = {name: np.asarray(getattr(layer, name)[...], np.float64) for name in
          ("gate", "gate_bias", "wi_0", "wi_gate_0", "wo_0", "bi_0", "bi_gate_0", "bo_0")}
     normed = np.asarray(layer.layer_norm(jnp.asarray(X)), np.float64)
-    wanted = X.astype(np.float64)
+    expected = X.astype(np.float64)
     for place in np.ndindex(B, T):
         x = normed[place]
         logits = x @ w["gate"] + w["gate_bias"]
@@ -48,5 +48,5 @@ def test_outputs_equal_numpy(dropless, limit):
             else:
                 gate = np.minimum(gate, limit)
                 hidden = (np.clip(up, -limit, limit) + 1) * gate / (1 + np.exp(-1.702 * gate))
-            wanted[place] += share * (hidden @ w["wo_0"][e] + w["bo_0"][e])
-    np.testing.assert_allclose(layer(jnp.asarray(X)), wanted, rtol=1e-4, atol=1e-4)
+            expected[place] += share * (hidden @ w["wo_0"][e] + w["bo_0"][e])
+    np.testing.assert_allclose(layer(jnp.asarray(X)), expected, rtol=1e-4, atol=1e-4)

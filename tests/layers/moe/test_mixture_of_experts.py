@@ -96,14 +96,14 @@ def our_numbers() -> dict[str, Any]:
 def test_as_the_real_pax(name):
     """Outputs, auxiliary loss, share dropped; gradients of weights and inputs."""
     case, ((grads, x_grad), outputs) = PAX[name], our_numbers()[name]
-    wanted = case["out"]
-    np.testing.assert_allclose(outputs["y"], wanted["y"], rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(outputs["aux"], wanted["aux"], rtol=1e-6)
+    expected = case["out"]
+    np.testing.assert_allclose(outputs["y"], expected["y"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(outputs["aux"], expected["aux"], rtol=1e-6)
     np.testing.assert_allclose(x_grad, case["gin"]["x"], rtol=1e-4, atol=2e-6)
     for path, grad in flat(grads).items():
         np.testing.assert_allclose(grad, case["grad"][path], rtol=1e-4, atol=5e-6, err_msg=path)
-    if "over_capacity_1_ratio" in wanted:
-        dropped = (wanted["over_capacity_1_ratio"] + wanted["over_capacity_2_ratio"]) / 2
+    if "over_capacity_1_ratio" in expected:
+        dropped = (expected["over_capacity_1_ratio"] + expected["over_capacity_2_ratio"]) / 2
         np.testing.assert_allclose(outputs["dropped"], dropped, rtol=1e-6)
 
 
@@ -157,10 +157,10 @@ def outputs_of(build, x=X, keys=(None,)):
     return [np.asarray(call(drawn(model), key)) for key in keys]
 
 
-def assert_close(found, wanted, **tolerance):
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+def assert_close(actual, expected, **tolerance):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True
+        jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
     ):
         np.testing.assert_allclose(a, b, err_msg=str(path), **tolerance)
 
@@ -176,15 +176,15 @@ def test_dropless_is_a_loop_over_tokens_and_their_experts(dropless):
     mean, variance = X.mean(-1, keepdims=True), X.var(-1, keepdims=True)
     normed = (X - mean) / np.sqrt(variance + 1e-6) * (1 + w["layer_norm"]["scale"])
     normed += w["layer_norm"]["bias"]
-    wanted = X.astype(np.float64)
+    expected = X.astype(np.float64)
     for b, t in zip(*np.nonzero(PADDINGS == 0), strict=True):
         token = normed[b, t]
         probs = np.exp(token @ w["gate"])
         best = np.argsort(-probs)[:K]
         for expert in best:
             hidden = token @ w["wi_0"][expert] * np.maximum(token @ w["wi_gate_0"][expert], 0)
-            wanted[b, t] += probs[expert] / probs[best].sum() * hidden @ w["wo_0"][expert]
-    np.testing.assert_allclose(dropless["outputs"], wanted, atol=1e-5)
+            expected[b, t] += probs[expert] / probs[best].sum() * hidden @ w["wo_0"][expert]
+    np.testing.assert_allclose(dropless["outputs"], expected, atol=1e-5)
     np.testing.assert_array_equal(dropless["outputs"][PADDINGS == 1], X[PADDINGS == 1])
 
 
@@ -199,8 +199,8 @@ def test_dropless_outputs_move_with_the_rows_and_their_tokens(dropless):
         functools.partial(MOE, dropless=True, **GATED, **LOSSES),
         x=X[rows][:, tokens], paddings=PADDINGS[rows][:, tokens],
     )
-    wanted = np.asarray(dropless["outputs"])[rows][:, tokens]
-    np.testing.assert_allclose(moved["outputs"], wanted, atol=1e-6)
+    expected = np.asarray(dropless["outputs"])[rows][:, tokens]
+    np.testing.assert_allclose(moved["outputs"], expected, atol=1e-6)
     assert_close(moved["losses"], dropless["losses"], rtol=1e-6)
 
 
@@ -278,11 +278,11 @@ def test_scanned_equals_unrolled_and_remat_equals_none():
     np.testing.assert_allclose(unrolled["outputs"], scanned["outputs"], atol=1e-5)
     for name in ("load_balance", "router_z"):
         total = sum(v for path, v in unrolled["losses"].items() if name in path)
-        one = scanned["losses"][f"blocks/moe/aux_moe_{name}_loss"]
-        np.testing.assert_allclose(total, one, rtol=1e-5)
+        item = scanned["losses"][f"blocks/moe/aux_moe_{name}_loss"]
+        np.testing.assert_allclose(total, item, rtol=1e-5)
     for i in range(2):
-        wanted = jax.tree.map(lambda g, i=i: g[i], scanned["grads"][0]["blocks"])
-        assert_close(unrolled["grads"][0]["blocks"][str(i)], wanted, rtol=1e-4, atol=1e-5)
+        expected = jax.tree.map(lambda g, i=i: g[i], scanned["grads"][0]["blocks"])
+        assert_close(unrolled["grads"][0]["blocks"][str(i)], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -296,9 +296,9 @@ def test_bfloat16_is_close_to_float32(settings):
     error = np.abs(np.asarray(half["outputs"], np.float32) - whole["outputs"])
     assert 1e-4 < np.median(error) < 0.01
     assert np.quantile(error, 0.95) < 0.05
-    for loss, wanted in whole["losses"].items():
+    for loss, expected in whole["losses"].items():
         assert half["losses"][loss].dtype == jnp.float32
-        np.testing.assert_allclose(half["losses"][loss], wanted, rtol=0.02)
+        np.testing.assert_allclose(half["losses"][loss], expected, rtol=0.02)
 
 
 def test_a_token_by_itself_gets_what_it_gets_among_others():
@@ -306,16 +306,16 @@ def test_a_token_by_itself_gets_what_it_gets_among_others():
     build = functools.partial(MOE, **ENOUGH)
     (whole,) = outputs_of(build)
     for settings in (ENOUGH, {}, {"num_groups": 64, "min_group_size": 3}):
-        (one,) = outputs_of(functools.partial(MOE, **settings), x=X[:, 4:5])
-        np.testing.assert_allclose(one, whole[:, 4:5], atol=1e-6)
+        (item,) = outputs_of(functools.partial(MOE, **settings), x=X[:, 4:5])
+        np.testing.assert_allclose(item, whole[:, 4:5], atol=1e-6)
 
 
 def test_decode_steps_drop_nothing_though_rows_share_a_group_and_all_want_one_expert():
     tight = {"num_groups": 1, "unadjusted_expert_capacity_factor": 0.0, "expert_capacity_dim": 1}
     same = np.repeat(X[:1, :1], 4, axis=0)
-    (found,) = outputs_of(functools.partial(MOE, **tight), x=same)
-    (wanted,) = outputs_of(functools.partial(MOE, dropless=True), x=same)
-    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    (actual,) = outputs_of(functools.partial(MOE, **tight), x=same)
+    (expected,) = outputs_of(functools.partial(MOE, dropless=True), x=same)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
 def test_the_second_expert_is_drawn_in_training_only():
@@ -337,8 +337,8 @@ def test_it_stands_in_a_transformer_block_and_its_losses_are_found():
             TransformerFeedForwardMoe, num_experts=E, moe_router_z_loss_weight=1.0
         ),
     )
-    found = run(block, x=np.repeat(X[:, :, :1], D + 1, -1), paddings=PADDINGS)
-    assert set(found["losses"]) == {
+    actual = run(block, x=np.repeat(X[:, :, :1], D + 1, -1), paddings=PADDINGS)
+    assert set(actual["losses"]) == {
         "ff_layer/aux_moe_load_balance_loss", "ff_layer/aux_moe_router_z_loss"
     }
 

@@ -47,13 +47,13 @@ def routed(num_chosen, capacity):
 
 @pytest.mark.parametrize("num_chosen, capacity", [(1, 2), (2, 3), (3, 4), (E, S)])
 def test_choices_gates_and_seats_are_those_of_a_loop(num_chosen, capacity):
-    found, wanted = routed(num_chosen, capacity), by_loops(PROBS, IS_TOKEN, num_chosen, capacity)
-    np.testing.assert_array_equal(found[0], wanted[0])
-    np.testing.assert_allclose(found[1], wanted[1], atol=1e-6)
-    np.testing.assert_array_equal(found[2], wanted[2])
-    has_dropped = (wanted[2][IS_TOKEN] == E * capacity).any()
+    actual, expected = routed(num_chosen, capacity), by_loops(PROBS, IS_TOKEN, num_chosen, capacity)
+    np.testing.assert_array_equal(actual[0], expected[0])
+    np.testing.assert_allclose(actual[1], expected[1], atol=1e-6)
+    np.testing.assert_array_equal(actual[2], expected[2])
+    has_dropped = (expected[2][IS_TOKEN] == E * capacity).any()
     assert has_dropped == (capacity < S)
-    assert (wanted[2][~IS_TOKEN] == E * capacity).all()
+    assert (expected[2][~IS_TOKEN] == E * capacity).all()
 
 
 def test_tokens_go_to_their_seats_and_come_back_gated():
@@ -83,8 +83,8 @@ def test_tokens_go_to_their_seats_and_come_back_gated():
 
         return jax.grad(objective, argnums=(0, 1), has_aux=True)(x, gates)
 
-    found, wanted = (outputs_and_grads(f, x, gates) for f in (by_gathers, by_matrices))
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    actual, expected = (outputs_and_grads(f, x, gates) for f in (by_gathers, by_matrices))
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
@@ -105,17 +105,17 @@ def test_capacity(group_size, num_experts, factor, capacity_dim, wanted):
 
 def test_load_balance_loss_is_that_of_a_loop_and_1_when_balanced():
     first = PROBS.argmax(-1)
-    wanted = np.mean([
+    expected = np.mean([
         E * sum(
             np.mean((first[g] == e) & IS_TOKEN[g]) * np.mean(PROBS[g, :, e] * IS_TOKEN[g])
             for e in range(E)
         )
         for g in range(G)
     ])
-    found = moe_routing.load_balance_loss(
+    actual = moe_routing.load_balance_loss(
         jnp.asarray(PROBS), jnp.asarray(first), jnp.asarray(IS_TOKEN), jnp.ones((G, S), bool)
     )
-    assert float(found) == pytest.approx(wanted, rel=1e-5)
+    assert float(actual) == pytest.approx(expected, rel=1e-5)
     balanced = moe_routing.load_balance_loss(
         jnp.full((1, E, E), 1 / E), jnp.arange(E)[None], *[jnp.ones((1, E), bool)] * 2
     )
@@ -135,15 +135,15 @@ def test_rows_of_padding_alone_leave_the_load_balance_loss_as_it_is(num_groups):
         grouped = (x.reshape(num_groups, -1, *x.shape[2:]) for x in arrays)
         return float(moe_routing.load_balance_loss(*map(jnp.asarray, grouped)))
 
-    wanted = loss(2, max(num_groups // 2, 1))
+    expected = loss(2, max(num_groups // 2, 1))
     is_token[2:] = False
-    assert loss(4, num_groups) == pytest.approx(wanted, rel=1e-6)
+    assert loss(4, num_groups) == pytest.approx(expected, rel=1e-6)
 
 
 def test_router_z_loss_is_the_mean_over_tokens():
     z = np.log(np.exp(LOGITS.astype(np.float64)).sum(-1)) ** 2
-    found = moe_routing.router_z_loss(jnp.asarray(LOGITS), jnp.asarray(IS_TOKEN))
-    assert float(found) == pytest.approx(z[IS_TOKEN].mean(), rel=1e-5)
+    actual = moe_routing.router_z_loss(jnp.asarray(LOGITS), jnp.asarray(IS_TOKEN))
+    assert float(actual) == pytest.approx(z[IS_TOKEN].mean(), rel=1e-5)
     assert float(moe_routing.router_z_loss(jnp.asarray(LOGITS), jnp.zeros((G, S), bool))) == 0.0
 
 
@@ -156,8 +156,8 @@ def test_a_sampled_second_expert_is_drawn_from_the_rest():
     assert (experts[..., 0] == 0).all()
     np.testing.assert_allclose(np.sum(gates, -1), 1.0, atol=1e-6)
     share = np.bincount(np.asarray(experts[0, :, 1]), minlength=4) / num
-    wanted = np.exp([1.0, 0.0, -1.0])
-    np.testing.assert_allclose(share, [0, *wanted / wanted.sum()], atol=0.03)
+    expected = np.exp([1.0, 0.0, -1.0])
+    np.testing.assert_allclose(share, [0, *expected / expected.sum()], atol=0.03)
 
 
 def test_a_random_second_expert_is_used_in_proportion_to_its_gate():
@@ -179,8 +179,8 @@ def test_the_mean_of_a_sentence_is_of_its_tokens_alone_and_padding_has_none():
     # In the last row each token is a sentence, so that there are as many as tokens.
     segments = np.array([[1, 1, 2, 3, 0], [1, 0, 0, 0, 0], [1, 2, 3, 4, 5]])
     x = RNG.normal(size=(3, 5, D)).astype(np.float32)
-    found = jax.jit(moe_routing.sentence_means)(x, segments)
+    actual = jax.jit(moe_routing.sentence_means)(x, segments)
     for row, token in np.ndindex(3, 5):
         is_same = segments[row] == segments[row, token]
-        wanted = x[row, is_same].mean(axis=0) if segments[row, token] else np.zeros(D)
-        np.testing.assert_allclose(found[row, token], wanted, rtol=1e-6, atol=1e-6)
+        expected = x[row, is_same].mean(axis=0) if segments[row, token] else np.zeros(D)
+        np.testing.assert_allclose(actual[row, token], expected, rtol=1e-6, atol=1e-6)

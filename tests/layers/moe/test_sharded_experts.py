@@ -133,9 +133,9 @@ def test_sharded_equals_unsharded(name, mesh_shape, batch_axes):
     """Where the tokens are not split over the experts' axis, too."""
     sharded, whole = results(mesh_shape, batch_axes)[name], results(None)[name]
     leaves, _ = jax.tree_util.tree_flatten_with_path(sharded)
-    for (path, found), wanted in zip(leaves, jax.tree.leaves(whole), strict=True):
-        tolerance = 3e-6 * max(1.0, np.abs(wanted).max())
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=tolerance, err_msg=str(path))
+    for (path, actual), expected in zip(leaves, jax.tree.leaves(whole), strict=True):
+        tolerance = 3e-6 * max(1.0, np.abs(expected).max())
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=tolerance, err_msg=str(path))
 
 
 def test_what_is_dropped_is_reported():
@@ -166,10 +166,10 @@ def collectives_of(name: str) -> list[hlo.Collective]:
 def test_one_all_to_all_takes_tokens_to_experts_and_one_takes_them_back(name):
     """And as much again in the backward pass; over the experts' axis alone."""
     kinds = collections.Counter()
-    for one in collectives_of(name):
-        kinds[one.kind] += one.count
-        if one.kind == "all-to-all":
-            assert one.group_size == 2
+    for item in collectives_of(name):
+        kinds[item.kind] += item.count
+        if item.kind == "all-to-all":
+            assert item.group_size == 2
     assert kinds["all-to-all"] == 4
     # Weights are gathered over data, sums over the hidden dims reduced over mdl, scalars and
     # gradients over all; nothing of the tokens moves but by the all-to-alls.
@@ -180,6 +180,6 @@ def test_an_all_to_all_moves_as_many_bytes_as_the_seats_hold():
     sizes = SIZES["even"]
     seats = sizes.batch * sizes.experts * 3  # of capacity 3
     on_a_device = 4 * seats * sizes.model // 4  # float32; split over data and experts.
-    for one in collectives_of("capacity"):
-        if one.kind == "all-to-all":
-            assert one.bytes == on_a_device
+    for item in collectives_of("capacity"):
+        if item.kind == "all-to-all":
+            assert item.bytes == on_a_device

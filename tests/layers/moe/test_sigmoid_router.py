@@ -39,9 +39,9 @@ def test_experts_and_gates_equal_numpy(groups, taken, normalize):
     experts, gates = experts_by_group(
         LOGITS, jnp.asarray(CORRECTION), is_token, NUM, groups, taken, 2.5, normalize
     )
-    wanted = by_numpy(LOGITS, CORRECTION, groups, taken, 2.5, normalize)
-    assert (experts[0] == wanted[0]).all()
-    np.testing.assert_allclose(gates[0, 4:], wanted[1][4:], rtol=1e-5)
+    expected = by_numpy(LOGITS, CORRECTION, groups, taken, 2.5, normalize)
+    assert (experts[0] == expected[0]).all()
+    np.testing.assert_allclose(gates[0, 4:], expected[1][4:], rtol=1e-5)
     assert not gates[0, 3].any()  # Padding.
 
 
@@ -63,9 +63,9 @@ def test_shared_experts_are_added_for_every_token():
     assert w["ffn_layer1"].shape == (5, 12)
     normed = np.asarray(layer.layer_norm(x))
     gate = normed @ w["ffn_layer1_gate"]
-    wanted = (normed @ w["ffn_layer1"] * gate / (1 + np.exp(-gate))) @ w["ffn_layer2"]
+    expected = (normed @ w["ffn_layer1"] * gate / (1 + np.exp(-gate))) @ w["ffn_layer2"]
     layer.shared_experts = None
-    np.testing.assert_allclose(whole - (layer(x) - x), wanted, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(whole - (layer(x) - x), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

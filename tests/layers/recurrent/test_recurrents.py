@@ -89,9 +89,9 @@ def test_gradients_equal_differences_of_the_loop():
             by_hand(*jax.tree.unflatten(treedef, [*leaves[:i], leaf + s * step, *leaves[i + 1 :]]))
             for s in (1, -1)
         ]
-        wanted = np.sum((ends[0] - ends[1]) * cotangent) / 2
-        found = np.sum(np.asarray(grad, np.float64) * step)
-        assert found == pytest.approx(wanted, rel=2e-4, abs=1e-9), i
+        expected = np.sum((ends[0] - ends[1]) * cotangent) / 2
+        actual = np.sum(np.asarray(grad, np.float64) * step)
+        assert actual == pytest.approx(expected, rel=2e-4, abs=1e-9), i
 
 
 def test_gradients_stay_finite_where_the_state_does_not_decay():
@@ -132,19 +132,19 @@ def test_cached_decode_equals_the_whole_pass_at_every_position():
 
 def test_one_row_of_paddings_is_that_of_all_rows():
     paddings = (np.arange(7)[None] >= 5).astype(np.float32)
-    one = run(PARAMS, X[:, :7], empty_cache(), paddings=paddings)
+    item = run(PARAMS, X[:, :7], empty_cache(), paddings=paddings)
     all_rows = run(PARAMS, X[:, :7], empty_cache(), paddings=np.repeat(paddings, B, 0))
-    jax.tree.map(np.testing.assert_array_equal, one, all_rows)
+    jax.tree.map(np.testing.assert_array_equal, item, all_rows)
 
 
 def test_step_by_step_from_the_first_token_and_in_chunks():
     whole, _ = run(PARAMS, X)
-    cache, found = empty_cache(), []
+    cache, actual = empty_cache(), []
     for start, end in ((0, 1), (1, 2), (2, 3), (3, 5), (5, 11)):
         positions = np.arange(start, end)[None]
         outputs, cache = run(PARAMS, X[:, start:end], cache, positions=positions)
-        found.append(outputs)
-    np.testing.assert_allclose(np.concatenate(found, axis=1), whole, atol=2e-6)
+        actual.append(outputs)
+    np.testing.assert_allclose(np.concatenate(actual, axis=1), whole, atol=2e-6)
 
 
 def test_a_row_that_begins_again_forgets_the_sequence_before():
@@ -167,14 +167,14 @@ def test_packed_sequences_are_as_each_alone():
 @pytest.mark.slow
 def test_left_padding_does_not_matter():
     paddings = np.repeat((np.arange(T) < 4)[None], B, 0).astype(np.float32)
-    found, _ = run(PARAMS, X, paddings=paddings)
-    np.testing.assert_allclose(found[:, 4:], by_hand(PARAMS, X[:, 4:]), atol=3e-6)
+    actual, _ = run(PARAMS, X, paddings=paddings)
+    np.testing.assert_allclose(actual[:, 4:], by_hand(PARAMS, X[:, 4:]), atol=3e-6)
 
 
 def test_bfloat16_is_close_to_float32():
-    found, wanted = run(PARAMS, X.astype(jnp.bfloat16))[0], run(PARAMS, X)[0]
-    assert found.dtype == jnp.bfloat16
-    error = np.abs(np.asarray(found, np.float32) - wanted).max() / np.abs(wanted).max()
+    actual, expected = run(PARAMS, X.astype(jnp.bfloat16))[0], run(PARAMS, X)[0]
+    assert actual.dtype == jnp.bfloat16
+    error = np.abs(np.asarray(actual, np.float32) - expected).max() / np.abs(expected).max()
     assert 1e-5 < error < 0.03
 
 
@@ -220,14 +220,14 @@ def test_sharded_equals_unsharded(mesh_of):
 
         return jax.grad(objective, argnums=(0, 1), has_aux=True)(params, x)
 
-    wanted = jax.jit(grads_of)(params, x)
+    expected = jax.jit(grads_of)(params, x)
     mesh = mesh_of(*mesh_shape)
     with jax.set_mesh(mesh):
         compiled = jax.jit(functools.partial(grads_of, mesh=mesh)).lower(params, x).compile()
-        found = compiled(params, x)
+        actual = compiled(params, x)
     share = f"f32[{-(-batch // mesh_shape[1])},6,{-(-heads // 2)},4]"
     assert share in compiled.as_text()  # Really split: batch over data, heads over mdl.
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6 * max(1.0, np.abs(b).max()))
 
 
@@ -265,8 +265,8 @@ def test_a_scanned_stack_of_it_equals_an_unrolled_one_and_decodes():
 
     cache = scanned.abstract_module().init_cache(2, 6)
     for t in range(6):
-        found, cache = decode(params, ids[:, t : t + 1], cache, np.full((2, 1), t))
-        np.testing.assert_allclose(found[:, 0], whole[:, t], atol=2e-5)
+        actual, cache = decode(params, ids[:, t : t + 1], cache, np.full((2, 1), t))
+        np.testing.assert_allclose(actual[:, 0], whole[:, t], atol=2e-5)
 
 
 DECODERS = {
@@ -296,14 +296,14 @@ def test_ragged_prompts_go_on_as_the_uncached_model_says(name):
         module = model.module({"params": params, "non_trainable": {}})
         return DECODERS[name](module, ids, lengths, keys)
 
-    found = decode(params, ids, lengths, jax.random.split(jax.random.key(0), 3))
+    actual = decode(params, ids, lengths, jax.random.split(jax.random.key(0), 3))
     for row, length in enumerate(lengths):
-        new = np.asarray(found["output_ids"][row, 0, : found["decode_lengths"][row, 0]])
+        new = np.asarray(actual["output_ids"][row, 0, : actual["decode_lengths"][row, 0]])
         sequence = np.zeros((1, 7), np.int32)
         sequence[0, : length + len(new)] = [*ids[row, :length], *new]
         log_probs = np.asarray(log_probs_of(params, sequence))[0, length - 1 :][: len(new)]
         np.testing.assert_allclose(
-            found["logprobs"][row, 0, : len(new)], log_probs[np.arange(len(new)), new], atol=2e-5
+            actual["logprobs"][row, 0, : len(new)], log_probs[np.arange(len(new)), new], atol=2e-5
         )
         if name.startswith("greedy"):
             np.testing.assert_array_equal(new, log_probs.argmax(-1))

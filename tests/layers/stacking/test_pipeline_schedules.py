@@ -28,7 +28,7 @@ def simulated(num_stages, num_microbatches, num_repeats):
         if waiting:
             stages[0] = waiting.pop(0)
         if num_done < num_microbatches:
-            ticks.append([(-1, -1) if one is None else one for one in stages])
+            ticks.append([(-1, -1) if stage is None else stage for stage in stages])
     return ticks
 
 
@@ -56,8 +56,8 @@ def test_the_bubble_share_is_that_of_the_idle_stage_ticks_counted(sizes):
 @pytest.mark.parametrize("sizes", [s for s in SIZES if s[1] >= s[0] or s[2] == 1], ids=str)
 def test_the_bubble_share_is_the_formula(sizes):
     stages, microbatches, repeats = sizes
-    wanted = (stages - 1) / (repeats * microbatches + stages - 1)
-    assert Schedule(*sizes).bubble_share == pytest.approx(wanted)
+    expected = (stages - 1) / (repeats * microbatches + stages - 1)
+    assert Schedule(*sizes).bubble_share == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

@@ -160,13 +160,13 @@ def repeated(case):
 @functools.cache
 def pipelined(case, **changed):
     params = from_case(repeated(case)[0], case)
-    found = jax.jit(program(pipeline_model(case, **changed)))(params, data(case))
-    return {**found, "params": to_repeated(found["params"])}
+    actual = jax.jit(program(pipeline_model(case, **changed)))(params, data(case))
+    return {**actual, "params": to_repeated(actual["params"])}
 
 
-def assert_trees_close(found, wanted, **tolerance):
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+def assert_trees_close(actual, expected, **tolerance):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert a.shape == b.shape
         np.testing.assert_allclose(
             np.asarray(a, np.float32), np.asarray(b, np.float32), **tolerance
@@ -181,13 +181,13 @@ def test_ticks_equal_a_repeat_in_outputs_and_gradients(case):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["gpipe", "circular"])
 def test_streamed_microbatches_give_the_same(case):
-    found = pipelined(case, stream_io=True)
-    assert_trees_close(found, repeated(case)[1], rtol=1e-4, atol=1e-5)
+    actual = pipelined(case, stream_io=True)
+    assert_trees_close(actual, repeated(case)[1], rtol=1e-4, atol=1e-5)
 
 
 def test_in_a_row_gives_the_same():
-    found = pipelined("circular_waiting", pipelined=False)
-    assert_trees_close(found, repeated("circular_waiting")[1], rtol=1e-4, atol=1e-5)
+    actual = pipelined("circular_waiting", pipelined=False)
+    assert_trees_close(actual, repeated("circular_waiting")[1], rtol=1e-4, atol=1e-5)
 
 
 MESH_AXES = ("stage", "data", "mdl")
@@ -213,9 +213,9 @@ def on_mesh(case, **changed):
     def placed(params, given):
         # Inside: uneven sizes cannot be placed from outside.
         params = jax.lax.with_sharding_constraint(params, shardings)
-        found = run(params, given)
-        params = jax.lax.with_sharding_constraint(found["params"], shardings)
-        return {**found, "params": to_repeated(params)}
+        actual = run(params, given)
+        params = jax.lax.with_sharding_constraint(actual["params"], shardings)
+        return {**actual, "params": to_repeated(params)}
 
     params, given = from_case(repeated(case)[0], case), data(case)
     given = replicated(mesh, given)
@@ -233,8 +233,8 @@ ON_MESH = {
 @pytest.mark.parametrize("name", slow_but({"gpipe_uneven"}, ON_MESH))
 def test_on_a_mesh_it_gives_the_same(name):
     case = name.split()[0]
-    found, _ = on_mesh(case, **ON_MESH[name])
-    assert_trees_close(found, repeated(case)[1], rtol=1e-4, atol=1e-5)
+    actual, _ = on_mesh(case, **ON_MESH[name])
+    assert_trees_close(actual, repeated(case)[1], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -246,13 +246,13 @@ def test_stages_hand_on_by_one_collective_permute_per_tick_and_direction(name):
     num_ticks = Schedule(stages, microbatches, repeats).num_ticks
     assert num_ticks == repeats * microbatches + stages - 1
     _, compiled = on_mesh(case, **ON_MESH[name])
-    in_loops = [one for one in hlo.collectives(compiled) if one.count > 1]
-    permutes = [one.count for one in in_loops if one.kind == "collective-permute"]
+    in_loops = [collective for collective in hlo.collectives(compiled) if collective.count > 1]
+    permutes = [loop.count for loop in in_loops if loop.kind == "collective-permute"]
     # Forward and backward; a stream of microbatches moves by another.
     assert permutes == [num_ticks] * (4 if "streamed" in name else 2)
     # Nothing is brought together: weights, inputs and microbatches stay on their stages.
-    assert {one.kind for one in in_loops} == {"collective-permute", "all-reduce"}
-    assert all(one.group_size == 2 for one in in_loops if one.kind == "all-reduce")
+    assert {item.kind for item in in_loops} == {"collective-permute", "all-reduce"}
+    assert all(element.group_size == 2 for element in in_loops if element.kind == "all-reduce")
 
 
 @pytest.mark.parametrize("name", ["gpipe", "circular_waiting"])
@@ -270,16 +270,16 @@ def test_the_compiled_loops_run_as_many_ticks_as_the_formula_says(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["save_everything", "save_dot_only"])
 def test_what_is_computed_again_changes_nothing(policy):
-    found = pipelined("circular", checkpoint_policy=policy)
-    assert_trees_close(found, pipelined("circular"), rtol=1e-5, atol=1e-6)
+    actual = pipelined("circular", checkpoint_policy=policy)
+    assert_trees_close(actual, pipelined("circular"), rtol=1e-5, atol=1e-6)
 
 
 def test_bfloat16_is_near_float32():
     params = from_case(repeated("circular")[0], "circular")
-    found = jax.jit(program(pipeline_model("circular")))(params, data("circular", jnp.bfloat16))
-    assert found["outputs"].dtype == jnp.bfloat16
-    wanted = repeated("circular")[1]["outputs"]
-    np.testing.assert_allclose(found["outputs"].astype(jnp.float32), wanted, atol=0.06)
+    actual = jax.jit(program(pipeline_model("circular")))(params, data("circular", jnp.bfloat16))
+    assert actual["outputs"].dtype == jnp.bfloat16
+    expected = repeated("circular")[1]["outputs"]
+    np.testing.assert_allclose(actual["outputs"].astype(jnp.float32), expected, atol=0.06)
 
 
 @pytest.mark.slow
@@ -294,7 +294,7 @@ def test_dropout_is_the_same_in_ticks_and_in_a_row_and_another_per_layer_and_mic
     given["scale"] = 0.7
     row = jax.jit(lambda module, given: module(**given, key=key)[0])(module, given)
     np.testing.assert_allclose(ticks["outputs"], row, rtol=1e-4, atol=1e-5)
-    assert len({one.tobytes() for one in np.asarray(row)}) == len(row)
+    assert len({item.tobytes() for item in np.asarray(row)}) == len(row)
     grads = np.asarray(to_repeated(ticks["params"])["blocks"]["w"])
     assert len({layer.tobytes() for layer in grads}) == len(grads)
 
@@ -351,9 +351,9 @@ def test_what_idle_stages_compute_reaches_nothing_nan_neither(name):
 
         return jax.jit(jax.grad(objective, has_aux=True))(floats)
 
-    wanted = run(False)
-    assert all(np.isfinite(a).all() for a in jax.tree.leaves(wanted))
-    assert_trees_close(run(True), wanted, rtol=1e-4, atol=1e-5)
+    expected = run(False)
+    assert all(np.isfinite(a).all() for a in jax.tree.leaves(expected))
+    assert_trees_close(run(True), expected, rtol=1e-4, atol=1e-5)
 
 
 class Statistics(BaseLayer):
@@ -397,22 +397,22 @@ def test_assigned_variables_are_the_mean_over_the_microbatches_of_each_layer(pip
                 module(x, key=jax.random.key(0))
         else:
             module(x, key=jax.random.key(0))
-        found = mdl_vars_of(module)["non_trainable"]["blocks"]
+        result = mdl_vars_of(module)["non_trainable"]["blocks"]
         for kind in (AuxLoss, Summary):
-            found |= {p.split("/")[1]: a for p, a in intermediates(module, kind).items()}
-        return to_repeated(found)
+            result |= {p.split("/")[1]: a for p, a in intermediates(module, kind).items()}
+        return to_repeated(result)
 
-    found = run(*replicated(mesh, (w, old, x)) if pipelined == "on a mesh" else (w, old, x))
+    actual = run(*replicated(mesh, (w, old, x)) if pipelined == "on a mesh" else (w, old, x))
     # Microbatch m has the rows m, m + 3, m + 6.
     x_M = x.reshape(3, 3, 2).swapaxes(0, 1)
     layer_inputs = np.cumprod([1.0, *w[:-1]])[:, None, None, None] * x_M
-    np.testing.assert_allclose(found["spread"], layer_inputs.var(axis=(2, 3)).mean(1), rtol=1e-5)
-    np.testing.assert_allclose(found["largest"], layer_inputs.max(axis=(2, 3)).mean(1), rtol=1e-5)
+    np.testing.assert_allclose(actual["spread"], layer_inputs.var(axis=(2, 3)).mean(1), rtol=1e-5)
+    np.testing.assert_allclose(actual["largest"], layer_inputs.max(axis=(2, 3)).mean(1), rtol=1e-5)
     np.testing.assert_allclose(
-        found["mean"], 0.9 * old + 0.1 * layer_inputs.mean(axis=(1, 2)), rtol=1e-5, atol=1e-6
+        actual["mean"], 0.9 * old + 0.1 * layer_inputs.mean(axis=(1, 2)), rtol=1e-5, atol=1e-6
     )
-    np.testing.assert_array_equal(found["num_passes"], 5)
-    np.testing.assert_array_equal(found["untouched"], np.float32(0.1))
+    np.testing.assert_array_equal(actual["num_passes"], 5)
+    np.testing.assert_array_equal(actual["untouched"], np.float32(0.1))
 
 
 @pytest.mark.slow
@@ -440,22 +440,22 @@ def test_three_steps_of_adafactor_train_it_as_a_repeat():
         return params
 
     first = repeated(case)[0]
-    found = to_repeated(train(pipeline_model(case), from_case(first, case)))
-    wanted = train(repeat_model(case), first)
-    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), wanted, first)
+    actual = to_repeated(train(pipeline_model(case), from_case(first, case)))
+    expected = train(repeat_model(case), first)
+    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), expected, first)
     assert min(jax.tree.leaves(moved)) > 1e-3
-    assert_trees_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert_trees_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_same_key_draws_the_layers_of_a_repeat_and_they_lie_on_their_stages():
     case = "circular_waiting"
-    found, wanted = (
+    actual, expected = (
         jax.jit(lambda key, model=model: model.init(key)["params"])(jax.random.key(3))
         for model in (pipeline_model(case), repeat_model(case))
     )
-    assert found["blocks"]["w"].shape == (2, 2, 2, 8, 12)
-    assert_trees_close(to_repeated(found), wanted, rtol=1e-6)
-    assert_trees_close(from_case(wanted, case), found, rtol=1e-6)
+    assert actual["blocks"]["w"].shape == (2, 2, 2, 8, 12)
+    assert_trees_close(to_repeated(actual), expected, rtol=1e-6)
+    assert_trees_close(from_case(expected, case), actual, rtol=1e-6)
     spec = pipeline_model(case).weight_specs()["params"]["blocks"]["w"]
     assert spec.partition_spec(MESH_AXES, "w") == PartitionSpec(
         None, "stage", None, None, "mdl"
@@ -498,13 +498,13 @@ def test_cached_decoding_equals_the_uncached_forward_pass(where):
     compiled = decode.lower(stages, x).compile()
     with_cache, without = compiled(stages, x)
     if where == "mesh":  # Weights and cache stay on their stages: rows go to them.
-        in_loops = [one.kind for one in hlo.collectives(compiled) if one.count > 1]
+        in_loops = [item.kind for item in hlo.collectives(compiled) if item.count > 1]
         assert set(in_loops) == {"collective-permute"}
     x = jax.device_get(x)
     module = repeat.module({"params": params, "non_trainable": {}})
-    wanted = jax.jit(lambda module, x: module(x)[0])(module, x)
-    np.testing.assert_allclose(without, wanted, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(with_cache, wanted, rtol=1e-4, atol=1e-5)
+    expected = jax.jit(lambda module, x: module(x)[0])(module, x)
+    np.testing.assert_allclose(without, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(with_cache, expected, rtol=1e-4, atol=1e-5)
 
 
 WRONG = {
@@ -533,7 +533,7 @@ def test_settings_that_do_not_fit_are_errors(message):
 
 
 def test_layers_that_do_not_divide_over_the_stages_cannot_be_brought_to_them():
-    with pytest.raises(ConfigError, match=r"from_repeated: 6 layers .* num_stages 4 .*of 4"):
+    with pytest.raises(ConfigError, match=r"from_repeated.*6.*num_stages.*4.*4"):
         from_repeated({"w": jnp.zeros((6, 2))}, num_stages=4)
 
 
@@ -643,9 +643,9 @@ def test_a_mixture_of_experts_is_the_same_on_stages_as_in_a_row(dropless):
             def objective(params):
                 module = model.module({"params": params, "non_trainable": {}})
                 outputs = module(x)[0]
-                found = intermediates(module, AuxLoss) | intermediates(module, Summary)
+                actual = intermediates(module, AuxLoss) | intermediates(module, Summary)
                 aux = sum(jnp.sum(a) for a in intermediates(module, AuxLoss).values())
-                return jnp.sum(jnp.sin(outputs)) + aux, (outputs, found)
+                return jnp.sum(jnp.sin(outputs)) + aux, (outputs, actual)
 
             if where == "row":
                 return jax.grad(objective, has_aux=True)(params)
@@ -655,6 +655,6 @@ def test_a_mixture_of_experts_is_the_same_on_stages_as_in_a_row(dropless):
         params = drawn(model)
         return apply(*(replicated(mesh, (params, x)) if where == "mesh" else (params, x)))
 
-    wanted = run("row")
-    assert wanted[1][1] and all(np.abs(a).max() > 0 for a in jax.tree.leaves(wanted[0]))
-    assert_trees_close(run("mesh"), wanted, rtol=1e-3, atol=1e-4)
+    expected = run("row")
+    assert expected[1][1] and all(np.abs(a).max() > 0 for a in jax.tree.leaves(expected[0]))
+    assert_trees_close(run("mesh"), expected, rtol=1e-3, atol=1e-4)

@@ -81,9 +81,9 @@ def drawn(model: NnxModel) -> dict[str, Any]:
     )
 
 
-def assert_trees_close(found, wanted, **tolerance):
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+def assert_trees_close(actual, expected, **tolerance):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, **tolerance)
 
 
@@ -136,8 +136,8 @@ def test_scanned_equals_unrolled_in_outputs_and_gradients(programs):
     "policy", [p for p in CHECKPOINT_POLICIES if p not in (*SAVED_NAMES, "save_everything")]
 )
 def test_every_checkpoint_policy_gives_the_same_gradients(programs, policy, unroll):
-    wanted = programs(unroll, "save_everything")
-    assert_trees_close(programs(unroll, policy), wanted, rtol=1e-5, atol=1e-6)
+    expected = programs(unroll, "save_everything")
+    assert_trees_close(programs(unroll, policy), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_on_tpu_a_turn_casts_its_own_weights_and_gives_the_same(monkeypatch):
@@ -150,14 +150,14 @@ def test_on_tpu_a_turn_casts_its_own_weights_and_gives_the_same(monkeypatch):
     def gradient():
         run = jax.grad(loss, argnums=(0, 1), allow_int=True)
         # Another function, for jax keeps what it has traced.
-        found = jax.jit(lambda *args: jax.tree.leaves(run(*args))).lower(layer, x)
-        return found.compile()(layer, x), found.as_text()
+        result = jax.jit(lambda *args: jax.tree.leaves(run(*args))).lower(layer, x)
+        return result.compile()(layer, x), result.as_text()
 
-    wanted, without = gradient()
+    expected, without = gradient()
     monkeypatch.setattr(repeats, "compiled_platform", lambda: "tpu")
-    found, text = gradient()
+    actual, text = gradient()
     assert text.count("optimization_barrier") > without.count("optimization_barrier")
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
 
@@ -165,8 +165,8 @@ def count_dots(jaxpr) -> int:
     """Returns how many matrix products a program has, each loop's body once."""
     inner = [sub for eqn in jaxpr.eqns for sub in jax.tree.leaves(list(eqn.params.values()))]
     jaxprs = [getattr(sub, "jaxpr", sub) for sub in inner if hasattr(sub, "eqns")]
-    own = sum(eqn.primitive.name == "dot_general" for eqn in jaxpr.eqns)
-    return own + sum(count_dots(sub) for sub in jaxprs)
+    local = sum(eqn.primitive.name == "dot_general" for eqn in jaxpr.eqns)
+    return local + sum(count_dots(sub) for sub in jaxprs)
 
 
 def test_policies_differ_in_what_the_backward_pass_computes_again():
@@ -225,7 +225,7 @@ def test_a_named_policy_keeps_the_activations_of_that_name(name):
 
 
 def test_an_unknown_policy_names_layer_setting_and_the_nearest():
-    with pytest.raises(ConfigError, match=r"Repeat.checkpoint_policy is 'save_nothin'.*save_not"):
+    with pytest.raises(ConfigError, match=r"Repeat.checkpoint_policy.*'save_nothin'.*save_not"):
         Repeat(Block, 2, checkpoint_policy="save_nothin", rngs=nnx.Rngs(0))
 
 
@@ -359,7 +359,7 @@ def test_statistics_losses_and_summaries_come_out_of_scan_and_remat(policy):
         if not unroll:
             kept = unrolled_params({"stack": kept}, "stack")["stack"]
             grads = unrolled_params({"stack": grads}, "stack")["stack"]
-            assert [one.shape for one in reported] == [(NUM_LAYERS,)] * 2
+            assert [item.shape for item in reported] == [(NUM_LAYERS,)] * 2
         else:
             reported = [jnp.stack(reported[:NUM_LAYERS]), jnp.stack(reported[NUM_LAYERS:])]
         results.append({"reported": reported, "kept": kept, "grads": grads})

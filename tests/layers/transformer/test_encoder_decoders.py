@@ -69,8 +69,8 @@ def test_losses_and_gradients_equal_pax(name):
     grads, outputs = jax.jit(jax.grad(objective, has_aux=True))(
         mdl_vars_from(model, case)["params"]
     )
-    for path, wanted in case["out"].items():
-        np.testing.assert_allclose(outputs[path], wanted, rtol=1e-5, atol=3e-6, err_msg=path)
+    for path, expected in case["out"].items():
+        np.testing.assert_allclose(outputs[path], expected, rtol=1e-5, atol=3e-6, err_msg=path)
     assert_near(flat(grads), case["grad"], tolerance=5e-6)
 
 
@@ -106,8 +106,8 @@ def test_greedy_and_beam_decoding_from_the_cache_equal_calls_without_one():
             at = length + step
             targets[row, at] = log_probs[row, at - 1].argmax()
     for row, length in enumerate(lengths):
-        wanted = targets[row, length : length + num_steps]
-        np.testing.assert_array_equal(greedy["output_ids"][row, 0], wanted)
+        expected = targets[row, length : length + num_steps]
+        np.testing.assert_array_equal(greedy["output_ids"][row, 0], expected)
 
     # Beams are reordered at each step, and what is encoded with them: they stay with their row.
     # Their prompts come a token at a time, the greedy ones in one pass.
@@ -124,9 +124,9 @@ def test_greedy_and_beam_decoding_from_the_cache_equal_calls_without_one():
             for row, length in enumerate(lengths):
                 num_new = outputs["decode_lengths"][row, hyp]
                 at = np.arange(length - 1, length + num_new - 1)
-                wanted = log_probs[row, at, targets[row, at + 1]]
-                found = outputs["logprobs"][row, hyp, :num_new]
-                np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+                expected = log_probs[row, at, targets[row, at + 1]]
+                actual = outputs["logprobs"][row, hyp, :num_new]
+                np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 BATCH = ("replica", "data")

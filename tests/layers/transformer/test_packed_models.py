@@ -40,9 +40,9 @@ SIZES = {
 def batch_of(packing, *names: str) -> dict[str, np.ndarray]:
     """Returns the same documents, however they are packed, with optional inputs of these names."""
     rng, shape = np.random.default_rng(0), packing.document.shape
-    lengths = [np.sum(packing.document == one) for one in range(NUM_DOCS)]
+    lengths = [np.sum(packing.document == item) for item in range(NUM_DOCS)]
     padding_ids = rng.integers(VOCAB - IDS_PER_DOC, VOCAB, shape).astype(np.int32)
-    ids = [IDS_PER_DOC * one + np.arange(n) % IDS_PER_DOC for one, n in enumerate(lengths)]
+    ids = [IDS_PER_DOC * element + np.arange(n) % IDS_PER_DOC for element, n in enumerate(lengths)]
     optional = {
         "segment_ids": packing.segment_ids, "segment_pos": packing.positions,
         "paddings": (packing.segment_ids == 0).astype(np.float32),
@@ -67,8 +67,8 @@ def task_of(lm, preset=None) -> LanguageModelTask:
     return LanguageModelTask(model, Learner(optax.sgd, 0.1), inputs_split_mapping=split)
 
 
-def check(found: list[NatsAndGradients], wanted: list[NatsAndGradients]) -> None:
-    packed_rows.check(found, wanted, {"embedding_lookup": IDS_PER_DOC})
+def check(actual: list[NatsAndGradients], expected: list[NatsAndGradients]) -> None:
+    packed_rows.check(actual, expected, {"embedding_lookup": IDS_PER_DOC})
 
 
 def lm_of(block=(), **settings) -> Any:
@@ -144,8 +144,8 @@ def test_a_packed_loss_is_that_of_rows_of_their_own_and_no_document_sees_another
 
 def test_positions_begin_anew_in_each_segment_if_a_batch_has_none():
     batch = batch_of(PACKED, "segment_ids")
-    found = nats_and_gradients(task_of(MODELS["learned_positions"]()), batch, PACKED)
-    check(found, alone("learned_positions"))
+    actual = nats_and_gradients(task_of(MODELS["learned_positions"]()), batch, PACKED)
+    check(actual, alone("learned_positions"))
 
 
 # What splits the sequence: between the parts of blocks (the preset), in gathers and scatters by
@@ -176,8 +176,8 @@ def test_so_it_is_where_an_axis_splits_the_sequence(word, kernel, mesh_of):
     batch = batch_of(PACKED, "segment_ids", "segment_pos")
     # Three devices, which divide neither the 13 tokens nor the heads.
     task = task_of(rotary(kernel), PRESETS[word])
-    found = nats_and_gradients(task, batch, PACKED, mesh_of(1, 2, 3))
-    check(found, alone("rotary"))
+    actual = nats_and_gradients(task, batch, PACKED, mesh_of(1, 2, 3))
+    check(actual, alone("rotary"))
 
 
 @pytest.mark.slow
@@ -192,17 +192,17 @@ def test_so_it_is_for_other_layers_there(name, mesh_of):
 def steps(kind, lm, preset, mesh, batch, packing) -> list[tuple[float, np.ndarray]]:
     """Returns the loss of a step on all documents, and on each, and how the embeddings changed."""
     partitioner = kind(task_of(lm, preset), mesh)
-    layout, key, found = partitioner.layout, partitioner.key(0), []
+    layout, key, actual = partitioner.layout, partitioner.key(0), []
     state = preset_runs.drawn(partitioner)
     old = state.mdl_vars["params"]["embedding_lookup"]["emb_var"]
     padded = jax.tree.map(zero_padded, state, layout.padded_shapes)
-    for one in packed_rows.of_each_document(batch, packing):
+    for item in packed_rows.of_each_document(batch, packing):
         state = jax.device_put(padded, layout.shardings(mesh))
-        state, outputs = partitioner.train_step(state, partitioner.global_batch(one), key)
+        state, outputs = partitioner.train_step(state, partitioner.global_batch(item), key)
         new = np.asarray(state.mdl_vars["params"]["embedding_lookup"]["emb_var"])
         change = new[: old.shape[0], : old.shape[1]] - old
-        found.append((float(outputs["metrics"]["loss"][0]), change))
-    return found
+        actual.append((float(outputs["metrics"]["loss"][0]), change))
+    return actual
 
 
 @pytest.mark.slow
@@ -215,15 +215,15 @@ def test_a_training_step_leaves_other_documents_embeddings_as_they_are(kind, wor
     if num_stages > 1:
         names = ("stage", "data", "mdl")
         lm.stacked_transformer_tpl = Partial(layers.Pipeline, num_stages=2, num_microbatches=5)
-    mesh, one = (
+    mesh, item = (
         make_mesh(MeshConfig(ici_mesh_shape=s, axis_names=names, allow_unused_devices=True))
         for s in ((num_stages, 2, 2), (1, 1, 1))
     )
     batch = batch_of(PACKED, "segment_ids", "segment_pos")
-    found = steps(kind, lm, PRESETS[word], mesh, batch, PACKED)
-    wanted = steps(Partitioner, lm, PRESETS[word], one, batch_of(APART), APART)
+    actual = steps(kind, lm, PRESETS[word], mesh, batch, PACKED)
+    expected = steps(Partitioner, lm, PRESETS[word], item, batch_of(APART), APART)
     for document, ((loss, change), (loss_apart, change_apart)) in enumerate(
-        zip(found, wanted, strict=True), -1
+        zip(actual, expected, strict=True), -1
     ):
         np.testing.assert_allclose(loss, loss_apart, rtol=1e-6)
         # What is added to embeddings of about 0.3 is rounded.

@@ -82,26 +82,26 @@ def test_losses_metrics_log_probs_and_gradients_equal_the_golden(name):
         return outputs["total_loss"], (outputs, logits, metrics)
 
     grads, (outputs, logits, metrics) = jax.jit(jax.grad(objective, has_aux=True))(params)
-    wanted = dict(golden["out"])
-    goldens.assert_close(logits, wanted["logits"], tolerance, "logits of a call")
+    expected = dict(golden["out"])
+    goldens.assert_close(logits, expected["logits"], tolerance, "logits of a call")
     # Of Pax's auxiliary losses each has a weight, which nothing reads; ours have none.
-    assert set(wanted) - set(outputs) == {"aux_loss_weight"} | {
-        name for name in wanted if name.startswith("metric/")
+    assert set(expected) - set(outputs) == {"aux_loss_weight"} | {
+        name for name in expected if name.startswith("metric/")
     }
-    for path, found in outputs.items():
-        goldens.assert_close(found, wanted[path], tolerance, path)
+    for path, output in outputs.items():
+        goldens.assert_close(output, expected[path], tolerance, path)
     for ours, paxs in {
         "loss": "total_loss", "accuracy": "fraction_of_correct_next_step_preds"
     }.items():
-        goldens.assert_close(metrics[ours], wanted[f"metric/{paxs}"], tolerance, ours)
+        goldens.assert_close(metrics[ours], expected[f"metric/{paxs}"], tolerance, ours)
     bits, num_tokens = metrics["bits_per_byte"]
     nats = (bits * np.log(2), num_tokens)
-    goldens.assert_close(nats, wanted["metric/avg_xent"], tolerance, "avg_xent")
-    wanted = goldens.params_of(task.model, golden["grad"])
-    for (path, of_pax), found in zip(
-        jax.tree_util.tree_leaves_with_path(wanted), jax.tree.leaves(grads), strict=True
+    goldens.assert_close(nats, expected["metric/avg_xent"], tolerance, "avg_xent")
+    expected = goldens.params_of(task.model, golden["grad"])
+    for (path, of_pax), output in zip(
+        jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(grads), strict=True
     ):
-        goldens.assert_close(found, of_pax, tolerance, f"gradient of {path}")
+        goldens.assert_close(output, of_pax, tolerance, f"gradient of {path}")
 
 
 LM = partial(
@@ -163,8 +163,8 @@ def test_losses_and_gradients_equal_pax(name):
     grads, outputs = jax.jit(jax.grad(objective, has_aux=True))(
         mdl_vars_from(model, case)["params"]
     )
-    for path, wanted in case["out"].items():
-        np.testing.assert_allclose(outputs[path], wanted, rtol=1e-5, atol=3e-6, err_msg=path)
+    for path, expected in case["out"].items():
+        np.testing.assert_allclose(outputs[path], expected, rtol=1e-5, atol=3e-6, err_msg=path)
     assert_near(flat(grads), case["grad"], tolerance=5e-6)
 
 
@@ -263,9 +263,9 @@ def test_a_wrong_setting_names_the_layer_and_the_setting(message):
 
 def test_models_that_see_later_tokens_have_no_cache_and_prefixes_are_for_prefix_models():
     ids = jnp.zeros((1, 3), jnp.int32)
-    with pytest.raises(ConfigError, match="model_type is 'bidirectional': a later token"):
+    with pytest.raises(ConfigError, match="model_type.*'bidirectional'"):
         LM(model_type="bidirectional", rngs=nnx.Rngs(0)).init_cache(1, 3)
-    with pytest.raises(ConfigError, match="'prefix', and inputs_indicator is missing"):
+    with pytest.raises(ConfigError, match="'prefix'.*inputs_indicator"):
         LM(model_type="prefix", rngs=nnx.Rngs(0))(ids)
-    with pytest.raises(ConfigError, match="'causal', and inputs_indicator is given"):
+    with pytest.raises(ConfigError, match="'causal'.*inputs_indicator"):
         LM(rngs=nnx.Rngs(0))(ids, inputs_indicator=jnp.ones((1, 3)))

@@ -140,11 +140,11 @@ def results_of_pax() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", PAX)
 def test_outputs_and_gradients_equal_pax(name):
-    case, found = pax_options("transformers")[name], results_of_pax()[name]
-    assert_near(found["y"], case["out"]["y"], tolerance=4e-6)
-    assert_near(found["gin"], case["gin"], tolerance=5e-6)
-    wanted = {path.replace("repeat/sub", "blocks"): grad for path, grad in case["grad"].items()}
-    assert_near(found["grad"], wanted, tolerance=5e-6)
+    case, actual = pax_options("transformers")[name], results_of_pax()[name]
+    assert_near(actual["y"], case["out"]["y"], tolerance=4e-6)
+    assert_near(actual["gin"], case["gin"], tolerance=5e-6)
+    expected = {path.replace("repeat/sub", "blocks"): grad for path, grad in case["grad"].items()}
+    assert_near(actual["grad"], expected, tolerance=5e-6)
 
 
 BATCH = ("replica", "data")
@@ -235,9 +235,9 @@ def test_bfloat16_is_close_to_float32(policy):
     mdl_vars = drawn(model, scale=0.2)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(3, 5, 12)), jnp.float32)
     run = jax.jit(lambda v, x: model.module(v)(x)[0])
-    wanted, found = run(mdl_vars, x), run(mdl_vars, x.astype(jnp.bfloat16))
-    assert found.dtype == jnp.bfloat16
-    error = np.abs(found.astype(jnp.float32) - wanted).max() / np.abs(wanted).max()
+    expected, actual = run(mdl_vars, x), run(mdl_vars, x.astype(jnp.bfloat16))
+    assert actual.dtype == jnp.bfloat16
+    error = np.abs(actual.astype(jnp.float32) - expected).max() / np.abs(expected).max()
     assert 1e-5 < error < 0.03
 
 
@@ -311,7 +311,7 @@ def test_what_is_encoded_may_be_left_out_where_the_block_allows_it():
     def shape_of(**settings):
         return jax.eval_shape(lambda: CROSS(**settings, rngs=nnx.Rngs(0))(x)[0]).shape
 
-    with pytest.raises(ConfigError, match="use_cross_attention is set.*no `encoded`.*allow_skip"):
+    with pytest.raises(ConfigError, match="use_cross_attention.*allow_skip"):
         shape_of()
     assert shape_of(allow_skip_cross_attention=True) == x.shape
 

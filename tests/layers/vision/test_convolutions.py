@@ -46,12 +46,12 @@ def test_valid_convolution_equals_numpy():
     layer = CONV((2, 3, 5, 7), (1, 2), padding="VALID", bias=True, rngs=nnx.Rngs(0))
     layer.b.set_value(jnp.arange(7.0))
     x, w = rng.normal(size=(3, 4, 9, 5)).astype(np.float32), np.asarray(layer.w[...])
-    wanted = np.zeros((3, 3, 4, 7)) + np.arange(7.0)
+    expected = np.zeros((3, 3, 4, 7)) + np.arange(7.0)
     for row in range(3):
         for column in range(4):
             patch = x[:, row : row + 2, 2 * column : 2 * column + 3]
-            wanted[:, row, column] += np.einsum("bhwc,hwcd->bd", patch, w)
-    np.testing.assert_allclose(layer(jnp.asarray(x)), wanted, rtol=1e-5, atol=1e-5)
+            expected[:, row, column] += np.einsum("bhwc,hwcd->bd", patch, w)
+    np.testing.assert_allclose(layer(jnp.asarray(x)), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_causal_convolution_sees_no_later_time():

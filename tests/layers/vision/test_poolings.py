@@ -39,9 +39,9 @@ def test_outputs_gradients_and_paddings_equal_pax(name):
     def call(module, x, paddings):
         if "global" in name:
             return module(x)
-        outputs, found = module(x, paddings if "paddings" in name else None)
-        if found is not None:
-            np.testing.assert_array_equal(found, case["out"]["paddings"])
+        outputs, actual = module(x, paddings if "paddings" in name else None)
+        if actual is not None:
+            np.testing.assert_array_equal(actual, case["out"]["paddings"])
         return outputs
 
     assert_equals_pax("vision", name, PAX[name], call, jit=False)
@@ -50,16 +50,16 @@ def test_outputs_gradients_and_paddings_equal_pax(name):
 @pytest.mark.parametrize("kind", ["MAX", "AVG"])
 def test_windows_equal_numpy(kind):
     x = np.random.default_rng(1).normal(size=(2, 5, 7, 3)).astype(np.float32)
-    found, paddings = layers.Pooling((3, 2), (2, 3), pooling_type=kind)(jnp.asarray(x))
+    actual, paddings = layers.Pooling((3, 2), (2, 3), pooling_type=kind)(jnp.asarray(x))
     assert paddings is None
-    assert found.shape == (2, 3, 3, 3)
+    assert actual.shape == (2, 3, 3, 3)
     # SAME: 2 rows more than there are, one before and one after; one column more, after.
     for row in range(3):
         for column in range(3):
             top, left = max(0, 2 * row - 1), 3 * column
             window = x[:, top : 2 * row + 2, left : left + 2]
-            wanted = window.max((1, 2)) if kind == "MAX" else window.mean((1, 2))
-            np.testing.assert_allclose(found[:, row, column], wanted, rtol=1e-6, atol=1e-7)
+            expected = window.max((1, 2)) if kind == "MAX" else window.mean((1, 2))
+            np.testing.assert_allclose(actual[:, row, column], expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("kind", ["MAX", "AVG"])
@@ -68,16 +68,16 @@ def test_global_pooling_leaves_padding_out(kind):
     paddings = np.zeros((3, 5, 1), np.float32)
     paddings[1, 3:] = 1.0
     layer = layers.GlobalPooling((1,), pooling_type=kind)
-    found = layer(jnp.asarray(x), compatible_paddings=jnp.asarray(paddings))
+    actual = layer(jnp.asarray(x), compatible_paddings=jnp.asarray(paddings))
     pool = np.max if kind == "MAX" else np.mean
-    wanted = [pool(row[:length], axis=0) for row, length in zip(x, (5, 3, 5), strict=True)]
-    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-7)
+    expected = [pool(row[:length], axis=0) for row, length in zip(x, (5, 3, 5), strict=True)]
+    np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_integers_have_maxima_and_bfloat16_means_are_summed_in_float32():
     x = jnp.asarray(np.random.default_rng(3).integers(-9, 9, (1, 4, 4, 2)))
-    found, _ = layers.Pooling((2, 2), (2, 2))(x)
-    np.testing.assert_array_equal(found[0, 0, 0], np.asarray(x)[0, :2, :2].max((0, 1)))
+    actual, _ = layers.Pooling((2, 2), (2, 2))(x)
+    np.testing.assert_array_equal(actual[0, 0, 0], np.asarray(x)[0, :2, :2].max((0, 1)))
     # 1000 ones in bfloat16 add up to 256.
     ones = jnp.ones((1, 40, 25, 1), jnp.bfloat16)
     for mean in (

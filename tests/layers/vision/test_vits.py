@@ -40,13 +40,13 @@ def test_outputs_and_gradients_equal_pax(name):
 
 def test_patches_are_cut_row_by_row():
     images = np.random.default_rng(1).normal(size=(2, 6, 4, 3)).astype(np.float32)
-    found = image_to_patch(jnp.asarray(images), 2)
-    wanted = [
+    actual = image_to_patch(jnp.asarray(images), 2)
+    expected = [
         images[:, row : row + 2, column : column + 2].reshape(2, -1)
         for row in (0, 2, 4)
         for column in (0, 2)
     ]
-    np.testing.assert_array_equal(found, np.stack(wanted, axis=1))
+    np.testing.assert_array_equal(actual, np.stack(expected, axis=1))
 
 
 def test_the_class_token_is_what_the_pooling_takes():
@@ -54,8 +54,8 @@ def test_the_class_token_is_what_the_pooling_takes():
     exits = partial(EXIT, pre_ln=False, output_fc_tanh=False)
     for index in (0, -1):
         pooling = partial(layers.ClassTokenPooling, index)
-        found = exits(pooling_tpl=pooling, rngs=nnx.Rngs(0))(tokens)
-        np.testing.assert_array_equal(found, tokens[:, index])
+        actual = exits(pooling_tpl=pooling, rngs=nnx.Rngs(0))(tokens)
+        np.testing.assert_array_equal(actual, tokens[:, index])
     np.testing.assert_allclose(exits(rngs=nnx.Rngs(0))(tokens), tokens.mean(1), rtol=1e-5)
 
 

@@ -93,12 +93,12 @@ def losses(
     """Returns the losses of some steps, and the compiled step that made them."""
     layout, key = partitioner.layout, partitioner.key(0)
     padded = jax.tree.map(zero_padded, drawn(partitioner), layout.padded_shapes)
-    state, found = jax.device_put(padded, layout.shardings(partitioner.mesh)), []
+    state, actual = jax.device_put(padded, layout.shardings(partitioner.mesh)), []
     compiled = partitioner.train_step.lower(structs(batch)).compile()
     for _ in range(NUM_STEPS):
         state, outputs = compiled(state, partitioner.global_batch(batch), key)
-        found.append(float(outputs["metrics"]["loss"][0]))
-    return found, compiled
+        actual.append(float(outputs["metrics"]["loss"][0]))
+    return actual, compiled
 
 
 def collectives(
@@ -123,11 +123,11 @@ def main() -> None:
     topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4")
     devices = mesh_utils.create_device_mesh((1, 1, 8), topology.devices)
     mesh = Mesh(devices, AXES)
-    found = {
-        preset: [(one.kind, one.bytes, one.count) for one in collectives(preset, mesh, OF_TPU)]
+    actual = {
+        preset: [(item.kind, item.bytes, item.count) for item in collectives(preset, mesh, OF_TPU)]
         for preset in ("megatron", "sequence", "fsdp")
     }
-    print(json.dumps(found))
+    print(json.dumps(actual))
 
 
 if __name__ == "__main__":

@@ -81,11 +81,11 @@ def test_begins_as_the_base_layer_and_merged_equals_adapted(name):
     merged = merge_adapters(module)
     assert type(merged) is type(base)
     assert jax.tree.structure(params_of(merged)) == jax.tree.structure(params_of(base))
-    for found, wanted, of_base in zip(
+    for actual, expected, of_base in zip(
         *map(jax.tree.leaves, (module(x), merged(x), base(x))), strict=True
     ):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=2e-5)
-        assert np.abs(found - of_base).max() > 0.1
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-5)
+        assert np.abs(actual - of_base).max() > 0.1
     # The module itself is as it was.
     assert set(ADAPTER_WEIGHTS) < {str(p[-1]) for p, _ in nnx.iter_graph(module) if p}
 
@@ -167,9 +167,9 @@ def test_attention_is_adapted_inside(options, only, adapted_layers):
     paths = {path for path, _ in nnx.iter_graph(module) if path and path[-1] == "lora_a"}
     assert {path[0] for path in paths} == adapted_layers
     x = jnp.asarray(draw((2, 3, 8)))
-    found, wanted = (layer(x)[0] for layer in (module, merge_adapters(module)))
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
-    assert np.abs(found - build(rngs=nnx.Rngs(0))(x)[0]).max() > 0.01
+    actual, expected = (layer(x)[0] for layer in (module, merge_adapters(module)))
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+    assert np.abs(actual - build(rngs=nnx.Rngs(0))(x)[0]).max() > 0.01
 
 
 @pytest.mark.slow
@@ -178,10 +178,10 @@ def test_a_scanned_stack_is_adapted_per_layer_and_merges():
     assert stack.blocks.first.linear.lora_a.shape == (3, 5, 2)
     merged, x = merge_adapters(stack), jnp.asarray(draw((2, 4, 5)))
     assert not {p for v in variables(merged) for p in ADAPTER_WEIGHTS if hasattr(v, p)}
-    wanted = layers.Repeat(Block, 3, rngs=nnx.Rngs(0))
-    assert jax.tree.structure(params_of(merged)) == jax.tree.structure(params_of(wanted))
+    expected = layers.Repeat(Block, 3, rngs=nnx.Rngs(0))
+    assert jax.tree.structure(params_of(merged)) == jax.tree.structure(params_of(expected))
     np.testing.assert_allclose(stack(x)[0], merged(x)[0], rtol=1e-5, atol=1e-5)
-    assert np.abs(stack(x)[0] - wanted(x)[0]).max() > 0.1
+    assert np.abs(stack(x)[0] - expected(x)[0]).max() > 0.1
 
 
 class PairsToOne(layers.Dense):
@@ -205,8 +205,8 @@ def test_a_users_own_dense_layer_is_adapted_by_its_equation():
     x = draw((4, 2, 5))
     w, a, b = (np.asarray(p[...]) for p in (module.w, module.lora_a, module.lora_b))
     assert (a.shape, b.shape) == ((5, 2, 3), (3, 7))
-    wanted = np.einsum("npd,dfp->nf", x, w) + 2 * np.einsum("npd,dpr,rf->nf", x, a, b) + 1
-    np.testing.assert_allclose(module(x), wanted, rtol=1e-5, atol=1e-5)
+    expected = np.einsum("npd,dfp->nf", x, w) + 2 * np.einsum("npd,dpr,rf->nf", x, a, b) + 1
+    np.testing.assert_allclose(module(x), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_layer_that_computes_in_another_way_than_its_base_is_not_adapted():
@@ -242,13 +242,13 @@ def test_only_adapters_train_and_the_loss_falls():
         params, state, loss = step(params, state)
         losses.append(float(loss))
     assert losses[-1] < 0.6 * losses[0]
-    for (path, found), start, adapter in zip(
+    for (path, actual), start, adapter in zip(
         jax.tree_util.tree_leaves_with_path(params),
         jax.tree.leaves(first),
         jax.tree.leaves(is_adapter),
         strict=True,
     ):
-        assert np.array_equal(found, start) == (not adapter), path
+        assert np.array_equal(actual, start) == (not adapter), path
 
 
 @pytest.mark.parametrize("chunk_size", [None, 4])
@@ -267,8 +267,9 @@ def test_a_softmax_is_adapted_in_logits_and_embeddings(chunk_size):
 
         return jax.value_and_grad(loss)(x)
 
-    for found, wanted in zip(loss_and_x_grad(module, x), loss_and_x_grad(merged, x), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    pairs = zip(loss_and_x_grad(module, x), loss_and_x_grad(merged, x), strict=True)
+    for actual, expected in pairs:
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def mesh_cases() -> dict:
@@ -313,8 +314,8 @@ def test_sharded_equals_unsharded(name):
 
 
 def test_chunked_and_whole_adapted_softmaxes_have_the_same_gradients():
-    found, wanted = (results(None)[name] for name in ("softmax_chunked", "softmax"))
-    assert_near(found, wanted)
+    actual, expected = (results(None)[name] for name in ("softmax_chunked", "softmax"))
+    assert_near(actual, expected)
 
 
 def test_an_experiment_configures_it():

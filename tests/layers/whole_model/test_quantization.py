@@ -88,8 +88,8 @@ def test_products_and_gradients_are_of_rounded_factors_as_by_hand(qtypes):
     x, w, g = draw((7, 13, 37)), draw((37, 5, 3), 1), draw((7, 13, 5, 3), 2)
     equation = "btd,dnk->btnk"
     y, dx, dw = vjp(equation, qtype, bwd_qtype, x, w, g)
-    wanted = rounded_product(equation, x, qtype, w, qtype)
-    np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-5)
+    expected = rounded_product(equation, x, qtype, w, qtype)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
     # Rounding shows, and is small.
     error = np.abs(y - np.einsum(equation, x, w)).max() / np.abs(y).max()
     assert 1e-4 < error < (0.02 if qtype == "int8" else 0.06)
@@ -102,8 +102,8 @@ def test_products_and_gradients_are_of_rounded_factors_as_by_hand(qtypes):
 def test_without_bwd_qtype_gradients_are_those_of_the_product_that_is_not_rounded():
     x, w, g = draw((7, 13)), draw((13, 5), 1), draw((7, 5), 2)
     _, *grads = vjp("bd,df->bf", "int8", None, x, w, g)
-    for found, wanted in zip(grads, (g @ w.T, x.T @ g), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    for grad, expected in zip(grads, (g @ w.T, x.T @ g), strict=True):
+        np.testing.assert_allclose(grad, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_zeros_and_bfloat16_are_no_trouble():
@@ -123,11 +123,11 @@ def test_int8_products_have_the_same_bits_on_a_mesh_that_splits_what_is_summed(m
         x, w = constrain(x, ("data", None, "mdl")), constrain(w, ("mdl", "data"))
         return quantized_einsum("btd,df->btf", "int8", "int8", x, w)
 
-    found = []
+    actual = []
     for shape in ((1, 1, 1), (1, 4, 2)):
         with jax.set_mesh(mesh_of(*shape)):
-            found.append(np.asarray(product(x, w)))
-    np.testing.assert_array_equal(*found)
+            actual.append(np.asarray(product(x, w)))
+    np.testing.assert_array_equal(*actual)
 
 
 PROJECTION = partial(layers.AttentionProjection, 13, 3, 5)
@@ -165,7 +165,7 @@ def with_biases(layer):
 def dots(text):
     """Returns the operand types of the products in StableHLO text."""
     pairs = re.findall(r"stablehlo.dot_general[^\n]*: \(tensor<([^>]*)>, tensor<([^>]*)>\)", text)
-    return [tuple(one.rpartition("x")[2] for one in pair) for pair in pairs]
+    return [tuple(item.rpartition("x")[2] for item in pair) for pair in pairs]
 
 
 @pytest.mark.parametrize("name", DENSE_LAYERS)
@@ -177,8 +177,8 @@ def test_every_dense_layer_is_itself_but_for_the_rounding(name):
     assert isinstance(layer, type(plain))
     jax.tree.map(np.testing.assert_array_equal, mdl_vars_of(layer), mdl_vars_of(plain))
     program = jax.jit(lambda x: (plain(x), layer(x))).lower(x)
-    wanted, found = map(jax.tree.leaves, program.compile()(x))
-    for a, b in zip(found, wanted, strict=True):
+    expected, actual = map(jax.tree.leaves, program.compile()(x))
+    for a, b in zip(actual, expected, strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype
         error = np.abs(a - b).max() / np.abs(b).max()
         assert 1e-5 < error < 0.02
@@ -194,8 +194,8 @@ def test_merged_adapters_are_rounded_too():
     merged = merge_adapters(layer)
     program = jax.jit(lambda x: (merged(x), layer(x))).lower(x)
     assert sorted(dots(program.as_text())) == [("f32", "f32")] * 2 + [("i8", "i8")] * 2
-    found, wanted = program.compile()(x)
-    np.testing.assert_allclose(found, wanted, atol=0.03 * np.abs(wanted).max())
+    actual, expected = program.compile()(x)
+    np.testing.assert_allclose(actual, expected, atol=0.03 * np.abs(expected).max())
 
 
 def test_adapters_over_a_rounded_layer_are_those_that_are_rounded_after():
@@ -220,10 +220,10 @@ def test_layers_side_by_side_are_each_rounded_by_themselves():
         return jax.value_and_grad(lambda v: jnp.sum(jnp.sin(model.module(v)(x))))(mdl_vars)
 
     def one_by_one(stack, x):
-        return jax.lax.map(lambda one: of_one(*one), (stack, x))
+        return jax.lax.map(lambda item: of_one(*item), (stack, x))
 
-    found, wanted = jax.jit(lambda *args: (jax.vmap(of_one)(*args), one_by_one(*args)))(stack, x)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, wanted)
+    actual, expected = jax.jit(lambda *args: (jax.vmap(of_one)(*args), one_by_one(*args)))(stack, x)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), actual, expected)
 
 
 def tiny_lm(rules, **settings):
@@ -270,8 +270,8 @@ def trained(rules, shape=(1, 1, 1), num_steps=20):
     padded = jax.tree.map(zero_padded, initial(), partitioner.layout.padded_shapes)
     state = jax.device_put(padded, partitioner.layout.shardings(partitioner.mesh))
     step = lowered(rules, shape).compile()
-    for one in inputs[:num_steps]:
-        state, outputs = step(state, partitioner.global_batch(one), key)
+    for item in inputs[:num_steps]:
+        state, outputs = step(state, partitioner.global_batch(item), key)
         losses.append(float(outputs["metrics"]["loss"][0]))
     return losses, state
 
@@ -286,10 +286,10 @@ def in_all(qtype, bwd_qtype):
     ids=["int8", "float8"],
 )
 def test_a_model_learns_as_fast_with_rounded_products(qtypes):
-    plain, found = trained(())[0], trained(in_all(*qtypes))[0]
+    plain, actual = trained(())[0], trained(in_all(*qtypes))[0]
     assert plain[-1] < plain[0] - 1.0
-    np.testing.assert_allclose(found, plain, rtol=0.01 if qtypes[0] == "int8" else 0.03)
-    assert found != plain
+    np.testing.assert_allclose(actual, plain, rtol=0.01 if qtypes[0] == "int8" else 0.03)
+    assert actual != plain
 
 
 def test_products_with_weights_run_in_few_bits_forward_and_backward_and_no_others():
@@ -298,7 +298,7 @@ def test_products_with_weights_run_in_few_bits_forward_and_backward_and_no_other
     of_types = dots(lowered(in_all(*QTYPES[0]), (1, 1, 1)).as_text())
     assert of_types.count(("i8", "i8")) == 21 and of_types.count(("f32", "f32")) == 6
     of_types = dots(lowered(in_all(*QTYPES[1]), (1, 1, 1)).as_text())
-    assert sum(all(one.startswith("f8") for one in pair) for pair in of_types) == 21
+    assert sum(all(item.startswith("f8") for item in pair) for pair in of_types) == 21
 
 
 @pytest.mark.slow
@@ -346,11 +346,11 @@ def test_the_first_rule_that_matches_counts_and_the_log_tells_what_is_left(caplo
         "query": blocks.self_attention.query, "post": blocks.self_attention.post,
         "ffn": blocks.ff_layer.ffn_layer1.linear, "softmax": module.softmax.logits_ffn.linear,
     }  # fmt: skip
-    found = {
+    actual = {
         name: x.product.rule.qtype if isinstance(x.product, RoundedProduct) else None
         for name, x in qtypes.items()
     }
-    assert found == {"query": "float8_e4m3fn", "post": "int8", "ffn": "int8", "softmax": None}
+    assert actual == {"query": "float8_e4m3fn", "post": "int8", "ffn": "int8", "softmax": None}
     assert "not rounded, by a rule: softmax/logits_ffn/linear/w" in caplog.messages
     embedding = functools.partial(layers.Embedding, 5, 13)
     mixture = functools.partial(layers.TransformerFeedForwardMoe, 13, 7, num_experts=2)

@@ -41,9 +41,9 @@ def uneven_run(word, shape):
     ("fsdp", (2, 2, 2)), ("sequence", (1, 2, 3)),
 ])
 def test_uneven_steps_have_the_losses_of_one_device(word, shape):
-    wanted, _ = uneven_run("replicated", (1, 1, 1))
-    assert wanted[2] < wanted[1] < wanted[0] - 1e-2
-    np.testing.assert_allclose(uneven_run(word, shape)[0], wanted, atol=1e-5)
+    expected, _ = uneven_run("replicated", (1, 1, 1))
+    assert expected[2] < expected[1] < expected[0] - 1e-2
+    np.testing.assert_allclose(uneven_run(word, shape)[0], expected, atol=1e-5)
 
 
 def run(models, mesh):
@@ -91,9 +91,9 @@ def other_models(word):
 
 @pytest.mark.slow
 def test_other_models_have_the_outputs_of_one_device():
-    found, _ = run(other_models("sequence"), mesh_of("sequence", (2, 2, 2)))
-    wanted, _ = run(other_models("replicated"), None)
-    assert_near(found, wanted, tolerance=5e-6)
+    actual, _ = run(other_models("sequence"), mesh_of("sequence", (2, 2, 2)))
+    expected, _ = run(other_models("replicated"), None)
+    assert_near(actual, expected, tolerance=5e-6)
 
 
 # Collectives on a CPU, which has no reduce-scatter: it sums all and keeps a part.
@@ -106,13 +106,13 @@ VECTORS = 4 * (4 * DIMS + HIDDEN)  # Of a block's norms and biases.
 
 def collectives(word, shape, **settings):
     """Returns bytes of all executions by (kind, group size), and what is in each layer's."""
-    found = preset_runs.collectives(word, mesh_of(word, shape), **settings)
+    actual = preset_runs.collectives(word, mesh_of(word, shape), **settings)
     totals, per_layer = collections.Counter(), collections.Counter()
-    for one in found:
-        totals[one.kind, one.group_size] += one.count * one.bytes
-        if one.count == NUM_LAYERS:
-            per_layer[one.kind, one.group_size] += one.bytes
-    return totals, per_layer, found
+    for item in actual:
+        totals[item.kind, item.group_size] += item.count * item.bytes
+        if item.count == NUM_LAYERS:
+            per_layer[item.kind, item.group_size] += item.bytes
+    return totals, per_layer, actual
 
 
 @pytest.mark.slow
@@ -146,14 +146,14 @@ def test_megatron_sums_activations_over_mdl_and_gradients_over_data():
 
 @pytest.mark.slow
 def test_sequence_gathers_time_where_a_matmul_needs_it_and_no_weight():
-    totals, per_layer, found = collectives("sequence", (1, 4, 2))
+    totals, per_layer, actual = collectives("sequence", (1, 4, 2))
     activations = 4 * ROWS * TIME * DIMS // 4
     assert {kind for kind, _ in totals} == {"all-gather", "all-reduce"}
     # Each pass gathers twice, and the backward pass the inputs of the matmuls once more.
     assert per_layer["all-gather", 2] == 6 * activations
-    gathers = [one for one in found if one.kind == "all-gather"]
-    assert {one.bytes for one in gathers if one.count == NUM_LAYERS} == {activations}
-    assert EMBEDDING not in {one.bytes for one in gathers}
+    gathers = [item for item in actual if item.kind == "all-gather"]
+    assert {gather.bytes for gather in gathers if gather.count == NUM_LAYERS} == {activations}
+    assert EMBEDDING not in {element.bytes for element in gathers}
     scattered = per_layer["all-reduce", 2] - 4 * activations
     assert 0 <= scattered <= 2 * activations + VECTORS
 
@@ -163,7 +163,7 @@ def test_replicated_sums_gradients_and_nothing_else():
     _, compiled = uneven_run("replicated", (2, 2, 2))
     # Of rows that do not divide the lookup's gradient takes all ids.
     ids = 4 * 16 * 7
-    assert all(one.kind == "all-reduce" or one.bytes <= ids for one in hlo.collectives(compiled))
+    assert all(item.kind == "all-reduce" or item.bytes <= ids for item in hlo.collectives(compiled))
     sizes = [math.prod(s.shape) for _, s in spec_leaves(
         NnxModel(fdl.build(preset_runs.UNEVEN())).weight_specs()["params"]
     )]
@@ -175,15 +175,15 @@ def test_expert_exchanges_tokens_and_splits_experts():
     x_BTD = np.random.default_rng(6).normal(size=(ROWS, TIME, DIMS)).astype(np.float32)
     experts = fdl.Partial(layers.TransformerFeedForwardMoe, DIMS, HIDDEN, num_experts=4)
     models = {"experts": (set_sharding_params(experts, "expert"), lambda module: module(x_BTD))}
-    found, compiled = run(models, mesh_of("expert", (2, 2, 2)))
-    assert_near(found, run(models, None)[0], tolerance=5e-6)
-    exchanges = [one for one in hlo.collectives(compiled) if one.kind == "all-to-all"]
+    actual, compiled = run(models, mesh_of("expert", (2, 2, 2)))
+    assert_near(actual, run(models, None)[0], tolerance=5e-6)
+    exchanges = [item for item in hlo.collectives(compiled) if item.kind == "all-to-all"]
     # There and back; tests/layers/moe/test_sharded_experts.py has the backward pass.
-    assert [(one.count, one.group_size) for one in exchanges] == [(1, 2), (1, 2)]
+    assert [(exchange.count, exchange.group_size) for exchange in exchanges] == [(1, 2), (1, 2)]
     # Two experts of four, half of their hidden dims, gathered along data.
     in_or_out = 4 * 2 * DIMS * HIDDEN // 2
-    gathers = [one for one in hlo.collectives(compiled) if one.kind == "all-gather"]
-    assert [one.group_size for one in gathers if one.bytes == in_or_out] == [2, 2]
+    gathers = [element for element in hlo.collectives(compiled) if element.kind == "all-gather"]
+    assert [gather.group_size for gather in gathers if gather.bytes == in_or_out] == [2, 2]
 
 
 @pytest.mark.slow
@@ -198,24 +198,24 @@ def test_a_tpu_scatters_and_gathers_where_megatron_sums():
         capture_output=True, text=True, check=False, env=env, cwd=Path(__file__).parents[3],
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    found = json.loads(run.stdout.splitlines()[-1])
+    actual = json.loads(run.stdout.splitlines()[-1])
     rows, time, dims, hidden, heads, per_head, vocab = preset_runs.OF_TPU
     activations, in_bfloat16 = 4 * rows * time * dims, 2 * rows * time * dims
 
     def counts(word, kind, *sizes):
         """Returns how often a layer does it, and how often it is done outside the layers."""
-        same = [count for k, size, count in found[word] if k == kind and size in sizes]
+        same = [count for k, size, count in actual[word] if k == kind and size in sizes]
         return sum(n == NUM_LAYERS for n in same), sum(n == 1 for n in same)
 
     assert counts("megatron", "all-reduce", activations) == (4, 2)
-    assert not [row for row in found["megatron"] if row[0] == "reduce-scatter"]
+    assert not [row for row in actual["megatron"] if row[0] == "reduce-scatter"]
     assert counts("sequence", "reduce-scatter", activations // 8) == (4, 2)
     # The embeddings' gradient is gathered in float32.
     assert counts("sequence", "all-gather", in_bfloat16, activations) == (6, 2)
-    assert all(size <= 32 * dims for kind, size, _ in found["sequence"] if kind == "all-reduce")
+    assert all(size <= 32 * dims for kind, size, _ in actual["sequence"] if kind == "all-reduce")
     block = 4 * dims * heads * per_head + 2 * dims * hidden
     assert counts("fsdp", "reduce-scatter", 4 * block // 8) == (1, 0)
-    gathered = sum(n * size for kind, size, n in found["fsdp"] if kind == "all-gather")
+    gathered = sum(n * size for kind, size, n in actual["fsdp"] if kind == "all-gather")
     # Of the vocabulary only the softmax's table. The lookup's stays split by its columns: every
     # device looks all ids up in its own, and rows are exchanged for columns there and back.
     assert gathered == 2 * (2 * NUM_LAYERS * block + dims * vocab) + 4 * rows * time

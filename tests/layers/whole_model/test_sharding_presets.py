@@ -77,7 +77,7 @@ def test_a_word_sets_weights_and_activations(word):
     assert parts.tr_fflayer_tpl.activation_split_dims_mapping == residual
     assert config.softmax_tpl.lookup_split_dims_mapping == residual
     halves = (parts.tr_atten_tpl, parts.tr_fflayer_tpl)
-    by_hand = tuple(getattr(one, "tensor_parallel", None) for one in halves)
+    by_hand = tuple(getattr(halve, "tensor_parallel", None) for halve in halves)
     assert by_hand == BY_HAND.get(word, (None, None))
     batch, tensor = SHARDING_PRESETS[word]["batch"], hidden[1]
     assert parts.tr_fflayer_tpl.hidden_split_dims_mapping == (batch, None, tensor)
@@ -113,11 +113,11 @@ def image_classifier():
 
 
 def test_a_vision_transformer_splits_as_by_hand_and_its_positions_too():
-    by_hand, found = specs_of(vision.DigitsViT().task().model), image_classifier()
-    assert not any(any(split or ()) for split in specs_of(found).values())
-    wanted = by_hand | {"network/entry_stack/pos_emb/emb_var": (None, "data")}
-    assert specs_of(set_sharding_params(found)) == wanted
-    assert found.softmax_tpl.activation_split_dims_mapping == (DATA, "mdl")
+    by_hand, actual = specs_of(vision.DigitsViT().task().model), image_classifier()
+    assert not any(any(split or ()) for split in specs_of(actual).values())
+    expected = by_hand | {"network/entry_stack/pos_emb/emb_var": (None, "data")}
+    assert specs_of(set_sharding_params(actual)) == expected
+    assert actual.softmax_tpl.activation_split_dims_mapping == (DATA, "mdl")
 
 
 def moe_lm():
@@ -168,11 +168,11 @@ def test_a_wrong_preset_is_an_error_that_names_it(message):
 
 def test_a_changed_preset_changes_that_name_alone():
     preset = {**MEGATRON, "mlp": ("data", "mdl")}
-    found, before = (specs_of(set_sharding_params(small_lm(), p)) for p in (preset, MEGATRON))
-    changed = {path.split("/")[-3] for path, split in found.items() if split != before[path]}
+    actual, before = (specs_of(set_sharding_params(small_lm(), p)) for p in (preset, MEGATRON))
+    changed = {path.split("/")[-3] for path, split in actual.items() if split != before[path]}
     assert changed == {"ffn_layer1", "ffn_layer2"}
     into_hidden = "transformer/blocks/ff_layer/ffn_layer1/linear/w"
-    assert found[into_hidden] == (None, ("data", "mdl")) and before[into_hidden] == (None, "mdl")
+    assert actual[into_hidden] == (None, ("data", "mdl")) and before[into_hidden] == (None, "mdl")
 
 
 class OwnFeedForward(BaseLayer):
@@ -215,14 +215,14 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_no_table_knows_is_said_once(name, caplog):
-    config, word, wanted = UNKNOWN[name]
+    config, word, expected = UNKNOWN[name]
     with caplog.at_level(logging.WARNING, "praxis_lite"):
         set_sharding_params(fdl.copy_with(config), word)
-    if wanted is None:
+    if expected is None:
         assert not caplog.messages
     else:
         (message,) = caplog.messages
-        assert message.startswith(f"set_sharding_params leaves {wanted} as it is, whole on every")
+        assert message.startswith(f"set_sharding_params leaves {expected} as it is, whole on every")
         assert "weight_split_dims_mapping" in message
 
 
@@ -238,21 +238,21 @@ def test_a_users_layer_splits_once_it_has_a_row(monkeypatch, caplog):
     monkeypatch.setitem(LOGICAL_DIMS, OwnFeedForward, row)
     config = lm_with_block(tr_fflayer_tpl=OwnFeedForward)
     set_sharding_params(config, {"embed": "data", "own": "mdl"})
-    found = config.transformer_layer_tpl.tr_fflayer_tpl
-    assert found == fdl.Partial(OwnFeedForward, weight_split_dims_mapping=("data", "mdl"))
+    actual = config.transformer_layer_tpl.tr_fflayer_tpl
+    assert actual == fdl.Partial(OwnFeedForward, weight_split_dims_mapping=("data", "mdl"))
     assert not caplog.messages
 
 
 def test_templates_inside_adapters_and_partials_are_reached():
     attention = layers.DotProductAttention
-    wanted = ("data", "mdl", None)
+    expected = ("data", "mdl", None)
     for template in (
         fdl.Partial(layers.adapted, base_tpl=attention, rank=2),
         layers.lora(attention, rank=2),
         functools.partial(attention, use_bias=False),
     ):
         specs = specs_of(set_sharding_params(lm_with_block(tr_atten_tpl=template)))
-        assert specs["transformer/blocks/self_attention/query/w"] == wanted
+        assert specs["transformer/blocks/self_attention/query/w"] == expected
 
 
 # Their mappings come from the layer that has them; or are the user's to set.

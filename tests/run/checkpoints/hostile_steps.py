@@ -60,15 +60,15 @@ def commit(step_dir: Path, manifest: dict[str, Any], text: bytes | None = None) 
 
 def digests(step_dir: Path) -> dict[str, dict[str, Any]]:
     """Returns size and digest of each file."""
-    found = {}
+    actual = {}
     for folder, _, names in os.walk(step_dir, followlinks=True):
         for name in names:
             path = Path(folder) / name
             relative = str(path.relative_to(step_dir))
             if relative not in (MANIFEST_JSON, COMMIT_JSON) and path.is_file():
                 data = path.read_bytes()
-                found[relative] = {"size": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}
-    return found
+                actual[relative] = {"size": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}
+    return actual
 
 
 # OCDBT's files, written by hand.
@@ -103,17 +103,17 @@ def body_of(data: bytes) -> bytes:
 
 
 def varint(value: int) -> bytes:
-    found = b""
+    actual = b""
     while value > 127:
-        found += bytes([value & 127 | 128])
+        actual += bytes([value & 127 | 128])
         value >>= 7
-    return found + bytes([value])
+    return actual + bytes([value])
 
 
 def frame(blocks: list[bytes], size: int | None = None, window: int = 0x58) -> bytes:
     """Returns a Zstandard frame; `size` is what its header claims."""
-    said = b"" if size is None else size.to_bytes(8, "little")
-    return b"\x28\xb5\x2f\xfd" + bytes([0xC0 if said else 0, window]) + said + b"".join(blocks)
+    text = b"" if size is None else size.to_bytes(8, "little")
+    return b"\x28\xb5\x2f\xfd" + bytes([0xC0 if text else 0, window]) + text + b"".join(blocks)
 
 
 def raw(data: bytes, last: bool = False) -> bytes:
@@ -166,13 +166,13 @@ def _zarray(step_dir: Path, **settings: Any) -> None:
     """Changes what the database says of `emb`."""
     item = step_dir / "mdl_vars"
     kvstore = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{item}/"}).result()
-    found = json.loads(kvstore["params.emb/.zarray"])
-    write(item, "params.emb/.zarray", json.dumps({**found, **settings}).encode())
+    actual = json.loads(kvstore["params.emb/.zarray"])
+    write(item, "params.emb/.zarray", json.dumps({**actual, **settings}).encode())
 
 
 def _json(path: Path, change: Callable[[Any], Any]) -> None:
-    found = json.loads(path.read_text())
-    path.write_text(json.dumps(change(found) or found))
+    actual = json.loads(path.read_text())
+    path.write_text(json.dumps(change(actual) or actual))
 
 
 # Folders.
@@ -561,61 +561,61 @@ def metadata(change: Callable[[dict[str, Any]], Any]) -> Callable:
     return harmless(case)
 
 
-def _emb(found: dict[str, Any]) -> dict[str, Any]:
-    return found["tree_metadata"]["('params', 'emb')"]
+def _emb(actual: dict[str, Any]) -> dict[str, Any]:
+    return actual["tree_metadata"]["('params', 'emb')"]
 
 
 @metadata
-def metadata_of_zarr_3(found):
-    found["use_zarr3"] = True
+def metadata_of_zarr_3(actual):
+    actual["use_zarr3"] = True
 
 
 @metadata
-def metadata_of_plain_files(found):
-    found["use_ocdbt"] = False
+def metadata_of_plain_files(actual):
+    actual["use_ocdbt"] = False
 
 
 @metadata
-def metadata_with_modules(found):
-    found["value_metadata_tree"] = json.dumps(
+def metadata_with_modules(actual):
+    actual["value_metadata_tree"] = json.dumps(
         {"category": "namedtuple", "module": "os", "clazz": "system", "entries": []}
     )
 
 
 @metadata
-def metadata_of_ones_own(found):
-    found["custom_metadata"] = {"__reduce__": "os.system"}
+def metadata_of_ones_own(actual):
+    actual["custom_metadata"] = {"__reduce__": "os.system"}
 
 
 @metadata
-def metadata_of_other_types(found):
-    _emb(found)["value_metadata"]["value_type"] = "os.system"
+def metadata_of_other_types(actual):
+    _emb(actual)["value_metadata"]["value_type"] = "os.system"
 
 
 @metadata
-def metadata_of_absurd_shapes(found):
-    _emb(found)["value_metadata"]["write_shape"] = [2**80, 1]
+def metadata_of_absurd_shapes(actual):
+    _emb(actual)["value_metadata"]["write_shape"] = [2**80, 1]
 
 
 @metadata
-def metadata_of_an_endless_list(found):
-    _emb(found)["key_metadata"][1] = {"key": "99999999", "key_type": 1}
+def metadata_of_an_endless_list(actual):
+    _emb(actual)["key_metadata"][1] = {"key": "99999999", "key_type": 1}
 
 
 @metadata
-def metadata_of_keys_above(found):
-    _emb(found)["key_metadata"][1]["key"] = "../../emb"
+def metadata_of_keys_above(actual):
+    _emb(actual)["key_metadata"][1]["key"] = "../../emb"
 
 
 @metadata
-def metadata_that_says_it_twice(found):
-    found["tree_metadata"]["again"] = _emb(found)
+def metadata_that_says_it_twice(actual):
+    actual["tree_metadata"]["again"] = _emb(actual)
 
 
 @metadata
-def metadata_without_an_array(found):
-    found["tree_metadata"] = {
-        key: x for key, x in found["tree_metadata"].items() if "emb" not in key
+def metadata_without_an_array(actual):
+    actual["tree_metadata"] = {
+        key: x for key, x in actual["tree_metadata"].items() if "emb" not in key
     }
 
 
@@ -633,28 +633,28 @@ def deep_metadata(step_dir, manifest, outside):
 
 @harmless
 def random_keys(step_dir, manifest, outside):
-    def change(found):
-        one = found["array_metadatas"][0]["array_metadata"]
-        one["ext_metadata"] = {"random_key_impl": "rbg"}
+    def change(actual):
+        item = actual["array_metadatas"][0]["array_metadata"]
+        item["ext_metadata"] = {"random_key_impl": "rbg"}
 
     _json(step_dir / "mdl_vars" / "array_metadatas" / "process_0", change)
 
 
 @harmless
 def another_sharding(step_dir, manifest, outside):
-    def change(found):
+    def change(actual):
         key = base64.b64encode(b"params.emb").decode()
-        found[key] = found[key].replace("NamedSharding", "PositionalSharding")
+        actual[key] = actual[key].replace("NamedSharding", "PositionalSharding")
 
     _json(step_dir / "mdl_vars" / "_sharding", change)
 
 
 @harmless
 def a_sharding_of_nothing(step_dir, manifest, outside):
-    _json(step_dir / "mdl_vars" / "_sharding", lambda found: {**found, "%%%": "{}"})
+    _json(step_dir / "mdl_vars" / "_sharding", lambda actual: {**actual, "%%%": "{}"})
 
 
 @harmless
 def other_handlers(step_dir, manifest, outside):
     handlers = {"item_handlers": {"mdl_vars": "os.system"}}
-    _json(step_dir / "_CHECKPOINT_METADATA", lambda found: handlers)
+    _json(step_dir / "_CHECKPOINT_METADATA", lambda actual: handlers)

@@ -57,7 +57,7 @@ def look(
       good: a folder that can be read.
       before: of the command line.
     """
-    found, left = {}, [str(folder) for folder in folders]
+    actual, left = {}, [str(folder) for folder in folders]
     while left:
         command = [
             *before, sys.executable, "-c", LOOK.replace("READ", read), str(good), str(MOST_BYTES)
@@ -70,9 +70,9 @@ def look(
         except subprocess.TimeoutExpired as hung:
             code, out, err = -1, hung.stdout.decode(), "it hung"
         for line in map(json.loads, out.splitlines()):
-            found[line["folder"]] = line if "how" in line else None
+            actual[line["folder"]] = line if "how" in line else None
         if code == 0:
             break
         assert out, err
         left = left[left.index(json.loads(out.splitlines()[-1])["folder"]) + 1 :]
-    return found
+    return actual

@@ -55,9 +55,9 @@ def files_of(step_dir):
 def assert_is_step(checkpoints, step):
     """Asserts that what is restored is the state of that step, to the bit."""
     restored = checkpoints.restore(SMALL, mesh())
-    wanted = np.zeros((8, 6), np.float32)
-    wanted[:7, :5] = step
-    np.testing.assert_array_equal(np.asarray(restored.state.mdl_vars["params"]["w"]), wanted)
+    expected = np.zeros((8, 6), np.float32)
+    expected[:7, :5] = step
+    np.testing.assert_array_equal(np.asarray(restored.state.mdl_vars["params"]["w"]), expected)
     assert restored.step == step == int(restored.state.opt_states["count"])
     assert restored.data == {"next_batch": step} == checkpoints.latest_data()
 
@@ -143,7 +143,7 @@ def test_damage_is_told_in_a_line_and_the_step_before_is_used(folder, name):
         assert checkpoints.latest_step() == 3
     [line] = lines
     assert re.search(rf"step 7 is damaged \(.*{words}.*\): renamed to 7.damaged$", line)
-    assert [one.name for one in step_dirs.set_aside(folder, "damaged")] == ["7.damaged"]
+    assert [item.name for item in step_dirs.set_aside(folder, "damaged")] == ["7.damaged"]
 
 
 def test_saving_goes_on_after_a_fallback(folder):
@@ -155,8 +155,8 @@ def test_saving_goes_on_after_a_fallback(folder):
             checkpoints.wait()
             assert_is_step(checkpoints, 7)
         assert step_files.verify(folder / "7") == []
-        found = [one.name for one in step_dirs.set_aside(folder, "damaged")]
-        assert found == ["7.damaged", "7.damaged-2"][:number]
+        actual = [item.name for item in step_dirs.set_aside(folder, "damaged")]
+        assert actual == ["7.damaged", "7.damaged-2"][:number]
 
 
 def test_a_bit_flipped_anywhere_is_found(folder):
@@ -223,7 +223,7 @@ def test_without_a_good_step_nothing_starts(folder):
             with pytest.raises(ConfigError, match="can be used: 3, 7 are damaged. .*start anew"):
                 reading.restore(SMALL, mesh())
     for _ in range(2):  # The first launch sets them aside, the second finds no other.
-        wrong = pytest.raises(ConfigError, match="used: 3.damaged, 7.damaged are damaged")
+        wrong = pytest.raises(ConfigError, match="3.damaged.*7.damaged")
         with Checkpoints(folder, saving=SaveSettings(), note=[].append) as checkpoints, wrong:
             checkpoints.latest_step()
     for path in folder.glob("*.damaged"):
@@ -252,7 +252,7 @@ def test_checkpoints_of_the_old_format_are_refused(folder):
     (folder / "5/manifest/metadata").write_text("{}")
     for saving in (None, SaveSettings()):
         with (
-            pytest.raises(ConfigError, match="5 has the format 1 of an earlier praxis_lite"),
+            pytest.raises(ConfigError, match="5.*1.*praxis_lite"),
             Checkpoints(folder, saving=saving) as checkpoints,
         ):
             shutil.rmtree(folder / "7", ignore_errors=True)
@@ -264,7 +264,7 @@ def test_a_manifest_of_another_format_is_refused_not_set_aside(folder):
     manifest = manifest_of(folder / "7")
     manifest["format"] = 3
     step_dirs.commit(folder / "7", manifest)
-    wrong = pytest.raises(ConfigError, match="7/manifest.json has the format 3; .* reads 2. Use")
+    wrong = pytest.raises(ConfigError, match="7/manifest.json.*3.*2")
     with Checkpoints(folder, saving=SaveSettings()) as checkpoints, wrong:
         checkpoints.latest_step()
     assert (folder / "7").exists()

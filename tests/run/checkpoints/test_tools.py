@@ -80,15 +80,15 @@ def flip_a_bit(step_dir):
 
 @pytest.mark.slow
 def test_values_are_the_true_ones_and_padding_is_zero_on_every_mesh(on_meshes):
-    wanted = by_path(true_state())
+    expected = by_path(true_state())
     for shape, step_dir in on_meshes.items():
         manifest = manifest_of(step_dir)
         arrays = stored_arrays.stored_arrays(step_dir, manifest)
-        found = {path: array.read() for path, array in arrays.items()}
-        assert found.keys() == wanted.keys()
-        for path, x in wanted.items():
-            assert (found[path].dtype, found[path].shape) == (x.dtype, x.shape), path
-            np.testing.assert_array_equal(found[path], x, err_msg=f"{path} on {shape}")
+        actual = {path: array.read() for path, array in arrays.items()}
+        assert actual.keys() == expected.keys()
+        for path, x in expected.items():
+            assert (actual[path].dtype, actual[path].shape) == (x.dtype, x.shape), path
+            np.testing.assert_array_equal(actual[path], x, err_msg=f"{path} on {shape}")
         arrays = arrays.values()
         num_padded = sum(x.padded_shape != x.shape for x in arrays)
         assert num_padded >= 2 or shape in {(1, 1, 1), (8, 1, 1)}, shape
@@ -100,11 +100,11 @@ def test_the_digest_is_the_same_on_every_mesh_and_as_numpy_makes_it(on_meshes, m
     for path, x in sorted(by_path(true_state()).items()):
         head = f"{x.dtype.name} {list(x.shape)}\n".encode()
         lines.append(f"{path} {xxhash.xxh3_128_hexdigest(head + x.tobytes())}\n")
-    wanted = xxhash.xxh3_128_hexdigest("".join(lines).encode())
-    assert {digest_of(step_dir) for step_dir in on_meshes.values()} == {wanted}
+    expected = xxhash.xxh3_128_hexdigest("".join(lines).encode())
+    assert {digest_of(step_dir) for step_dir in on_meshes.values()} == {expected}
     # Rows of one chunk at a time.
     monkeypatch.setattr(stored_arrays, "BLOCK_BYTES", 1)
-    assert {digest_of(step_dir) for step_dir in on_meshes.values()} == {wanted}
+    assert {digest_of(step_dir) for step_dir in on_meshes.values()} == {expected}
 
 
 def test_the_digest_sees_a_sign_a_dtype_and_a_shape(tmp_path):
@@ -112,8 +112,8 @@ def test_the_digest_sees_a_sign_a_dtype_and_a_shape(tmp_path):
     variants = [zeros, -zeros, zeros.astype(np.int32), zeros[:36], np.zeros((37, 8), np.float32)]
     save_steps(tmp_path, {n: changed(state, emb=x) for n, x in enumerate(variants)})
     digests = [leaf_digests(tmp_path / str(n)) for n in range(len(variants))]
-    assert len({one[EMB] for one in digests}) == len(variants)
-    assert len({tuple(x for path, x in one.items() if path != EMB) for one in digests}) == 1
+    assert len({digest[EMB] for digest in digests}) == len(variants)
+    assert len({tuple(x for path, x in item.items() if path != EMB) for item in digests}) == 1
 
 
 def test_padding_that_is_not_zero_is_found(tmp_path, capsys):
@@ -234,8 +234,8 @@ def test_digest_prints_as_checksum_tools_do(job, capsys):
     folder, _ = job
     step_dir = folder / "checkpoints" / "9"
     code, out, _ = run(capsys, "digest", folder, "--leaves")
-    wanted = [f"{digest}  {path}" for path, digest in leaf_digests(step_dir).items()]
-    assert code == 0 and out.splitlines() == [*wanted, f"{digest_of(step_dir)}  {step_dir}"]
+    expected = [f"{digest}  {path}" for path, digest in leaf_digests(step_dir).items()]
+    assert code == 0 and out.splitlines() == [*expected, f"{digest_of(step_dir)}  {step_dir}"]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def task_with(*settings, packages=()):
     lm = fdl.Partial(TransformerLm, 17, 6, 11, 3, 1)
     learner = fdl.Config(Learner, fdl.Partial(optax.adamw, b2=0.98), 3e-3)
     config = fdl.Config(Job, task=fdl.Config(LanguageModelTask, lm, learner))
-    apply_overrides(config, [f"task.{one}" for one in settings], packages)
+    apply_overrides(config, [f"task.{setting}" for setting in settings], packages)
     return config.task
 
 
@@ -94,5 +94,5 @@ def test_a_users_own_function_is_named_where_its_package_is_listed():
 
 
 def test_a_misspelled_name_is_told_its_likes():
-    with pytest.raises(ConfigError, match=r"is now optax\.adamw\. Did you mean lion"):
+    with pytest.raises(ConfigError, match=r"optax\.adamw.*lion"):
         task_with("learner.optimizer=lyon")

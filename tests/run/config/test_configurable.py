@@ -21,8 +21,8 @@ from praxis_lite.run.config.node_form import check
 
 CHECKOUT = Path(__file__).parents[3]
 OWN = [
-    f"{package.__name__}.{one.name}" for package in (praxis_lite.experiments, praxis_lite.tasks)
-    for one in pkgutil.iter_modules(package.__path__)
+    f"{package.__name__}.{module.name}" for package in (praxis_lite.experiments, praxis_lite.tasks)
+    for module in pkgutil.iter_modules(package.__path__)
 ]
 
 
@@ -37,21 +37,21 @@ def holder(module):
 @functools.cache
 def may_be_named():
     """Returns what a config may name, by (module, name), methods of classes included."""
-    found = {}
+    actual = {}
     for module in (*configurable.PUBLIC, *OWN, *configurable.LIBRARIES):
         values = vars(holder(module))
         if module in configurable.PUBLIC:  # Some are there when they are asked for.
-            values = values | {one: getattr(holder(module), one)
-                               for one in getattr(holder(module), "__all__", ())}
+            values = values | {element: getattr(holder(module), element)
+                               for element in getattr(holder(module), "__all__", ())}
         for name, value in values.items():
             members = dir(value) if isinstance(value, type) else ()
-            for one in (name, *(f"{name}.{member}" for member in members)):
-                if configurable.is_allowed(module, one, ()):
+            for item in (name, *(f"{name}.{member}" for member in members)):
+                if configurable.is_allowed(module, item, ()):
                     try:
-                        found[module, one] = imported(module, one)
+                        actual[module, item] = imported(module, item)
                     except ConfigError:
                         continue
-    return found
+    return actual
 
 
 # They read what a setting names, and write beside it or in cache_dir alone.
@@ -73,7 +73,7 @@ def test_no_name_takes_a_path_but_what_reads_it():
             parameters = inspect.signature(value).parameters
         except (TypeError, ValueError):
             continue
-        taken = [one for one in parameters if paths.search(one)]
+        taken = [parameter for parameter in parameters if paths.search(parameter)]
         assert taken == [], (module, name)
 
 
@@ -92,14 +92,14 @@ WRITING = {"write_text", "write_bytes", "mkdir", "touch", "replace", "rename", "
 
 
 def test_what_a_config_may_name_in_the_library_writes_nothing():
-    modules = {getattr(one, "__module__", None) or "" for one in may_be_named().values()}
-    modules = {one for one in modules if one.startswith("praxis_lite.")}
-    found = []
+    modules = {getattr(item, "__module__", None) or "" for item in may_be_named().values()}
+    modules = {element for element in modules if element.startswith("praxis_lite.")}
+    actual = []
     for module in sorted(modules):
         file = CHECKOUT / f"{module.replace('.', '/')}.py"
-        found += [f"{file.name}: {ast.unparse(node)[:60]}" for node in calls_in(file)]
+        actual += [f"{file.name}: {ast.unparse(node)[:60]}" for node in calls_in(file)]
     assert len(modules) > 60
-    assert found == []
+    assert actual == []
 
 
 def calls_in(file):
@@ -108,7 +108,7 @@ def calls_in(file):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             owner, _, method = name.rpartition(".")
-            opens = name == "open" and any(ast.unparse(one) != "'rb'" for one in node.args[1:])
+            opens = name == "open" and any(ast.unparse(item) != "'rb'" for item in node.args[1:])
             if opens or (method in WRITING and owner.partition(".")[0] in
                          ("os", "shutil", "subprocess", "np", "json", "pickle", "path", "file")):
                 yield node
@@ -251,8 +251,8 @@ def test_the_examples_that_a_function_returns_are_the_files(tmp_path, source, na
     def make(folder):
         return ({"text": f"number {i}"} for i in range(137))
 
-    made = source(f"{tmp_path}/{name}", make=make)
-    assert len(made) == 137 and made[131] == {"text": "number 131"}
+    result = source(f"{tmp_path}/{name}", make=make)
+    assert len(result) == 137 and result[131] == {"text": "number 131"}
 
 
 def test_a_function_that_makes_files_writes_over_none(tmp_path):

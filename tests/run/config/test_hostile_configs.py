@@ -319,27 +319,27 @@ def test_every_case_is_refused_in_one_printable_paragraph(guarded):
     for case, answer in answers.items():
         assert answer["code"] == 2, (case, answer["code"], answer["err"])
         assert answer["err"].startswith("error: ") and len(answer["err"]) < 1_000, case
-        assert all(one.isprintable() for one in answer["err"].replace("\n", "")), case
+        assert all(item.isprintable() for item in answer["err"].replace("\n", "")), case
         assert "Traceback" not in answer["err"] and "\n\n" not in answer["err"], case
 
 
 def test_the_words_say_which_name_and_what_to_do(guarded):
     _, answers = guarded
     for case in CALLS:
-        said = " ".join(answers[case]["err"].split())
-        assert "config.json names " in said and "a config may name only what" in said, case
+        message = " ".join(answers[case]["err"].split())
+        assert "config.json names " in message and "a config may name only what" in message, case
     assert "names os.system," in answers["a command"]["err"]
     assert "add --packages=zoo_name." in " ".join(answers["a package on sys.path"]["err"].split())
     for case, answer in answers.items():
-        said = " ".join(answer["err"].split())
+        message = " ".join(answer["err"].split())
         if "a dataset" in case:
-            assert "The name of a dataset in " in said, case
+            assert "The name of a dataset in " in message, case
         if "that is none" in case and case.startswith("text: a"):
-            assert "wanted a" in said or "this praxis_lite reads 3" in said, case
+            assert "wanted a" in message or "this praxis_lite reads 3" in message, case
         if case.startswith("large"):
-            assert "at most 100000 parts" in said, case
+            assert "at most 100000 parts" in message, case
         if case.startswith("damaged"):
-            assert "is damaged, or praxis_lite did not write it" in said, case
+            assert "is damaged, or praxis_lite did not write it" in message, case
 
 
 def test_what_is_too_deep_to_be_read_is_not_written():
@@ -363,7 +363,7 @@ def test_nothing_is_written_started_or_unpickled_on_the_way(guarded):
     _, answers = guarded
     for case in CALLS:
         # The bait that lies in an allowed package may be imported, and no more.
-        events = [one for one in answers[case]["events"] if "zebra" not in one[1]]
+        events = [answer for answer in answers[case]["events"] if "zebra" not in answer[1]]
         assert events == [], case
 
 

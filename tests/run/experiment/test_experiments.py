@@ -31,7 +31,7 @@ def test_its_steps_can_be_traced(name, tmp_path, monkeypatch):
     check_required(config)
     job = fdl.build(config)
     check_num_batches(job.datasets, job.run)
-    if any(isinstance(one, SyntheticLm) for one in job.datasets.values()):
+    if any(isinstance(dataset, SyntheticLm) for dataset in job.datasets.values()):
         assert job.task.tokenizer.token_unit == "token", "made-up tokens are no bytes"
     partitioner = (job.partitioner or Partitioner)(job.task, make_mesh(job.mesh))
     is_split = any(leaf.num_shards > 1 for leaf in partitioner.layout.leaves())

@@ -131,7 +131,7 @@ def test_it_is_refused_in_one_short_printable_paragraph(answers, which):
     assert (answer["code"], answer["out"]) == (2, "")
     assert answer["err"].startswith("error: ") and len(answer["err"]) < 700
     # Nothing that a terminal obeys, nothing of the lines of a traceback.
-    assert all(one.isprintable() for one in answer["err"].replace("\n", ""))
+    assert all(item.isprintable() for item in answer["err"].replace("\n", ""))
     assert "Traceback" not in answer["err"] and "\n\n" not in answer["err"]
 
 
@@ -140,7 +140,7 @@ def test_nothing_is_imported_run_or_read_but_the_source_of_experiments(answers, 
     answer = answers[which]
     assert answer["modules"] == []
     assert set(answer["asked"]) <= {"praxis_lite.experiments"}
-    read = {tuple(one) for one in answer["events"]}
+    read = {tuple(item) for item in answer["events"]}
     assert {event for event, _ in read} <= {"open", "compile"}
     experiments = f"{CHECKOUT}/praxis_lite/experiments/"
     assert all(file.startswith(experiments) for _, file in read)
@@ -152,8 +152,8 @@ def test_nothing_is_imported_run_or_read_but_the_source_of_experiments(answers, 
 def test_a_directory_that_a_terminal_obeys_is_escaped(capsys):
     with pytest.raises(SystemExit):
         main(["--mode=eval", "--job_log_dir=/nowhere/\x1b[2J\x07"])
-    said = capsys.readouterr().err
-    assert "/nowhere/\\x1b[2J\\x07 does not exist" in said and "\x1b" not in said
+    message = capsys.readouterr().err
+    assert "/nowhere/\\x1b[2J\\x07 does not exist" in message and "\x1b" not in message
 
 
 def test_no_trap_was_sprung(trap, answers):

@@ -35,13 +35,13 @@ def train(folder, job, steps, *settings):
 
 @pytest.mark.slow
 def test_the_digest_is_the_same_for_any_number_of_processes(folder, capsys):
-    found = set()
+    actual = set()
     for number in (1, 2, 3, 5, 8):
         capsys.readouterr()
         arguments = f"digest --exp={EXP} --processes={number} --batches=6 --start=97"
         assert command.main([*arguments.split(), "--set", f"folder={folder}"]) == 0
-        found.add(capsys.readouterr().out.split()[0])
-    assert len(found) == 1
+        actual.add(capsys.readouterr().out.split()[0])
+    assert len(actual) == 1
 
 
 @pytest.mark.slow
@@ -61,23 +61,23 @@ def test_a_job_resumes_as_if_it_had_not_ended_and_says_what_input_costs(folder, 
 
 @pytest.mark.slow
 def test_a_damaged_or_changed_file_ends_a_job_with_its_name(folder, tmp_path):
-    own = tmp_path / "own"
-    own.mkdir()
+    local = tmp_path / "own"
+    local.mkdir()
     for name in ("code.parquet", "licences.jsonl.zst", "docs.jsonl.gz"):
-        (own / name).write_bytes((folder / name).read_bytes())
-    done = train(own, tmp_path / "job", 2)
+        (local / name).write_bytes((folder / name).read_bytes())
+    done = train(local, tmp_path / "job", 2)
     assert done.code == 0, done.err
-    path = own / "docs.jsonl.gz"
+    path = local / "docs.jsonl.gz"
     lines = gzip.decompress(path.read_bytes()).splitlines(keepends=True)
 
     def now(data):
         path.write_bytes(data)
-        done = train(own, tmp_path / "job", 4)
+        done = train(local, tmp_path / "job", 4)
         return done.code, " ".join(done.err.split())
 
-    code, said = now(path.read_bytes()[:9000])
-    assert code == 2 and "docs.jsonl.gz is cut off" in said
-    code, said = now(gzip.compress(b"".join([*lines[:3], json.dumps({"name": "x"}).encode()])))
-    assert code == 2 and "docs.jsonl.gz:4 has no 'text'; it has ['name']" in said
-    code, said = now(gzip.compress(b"".join(lines[1:])))
-    assert code == 2 and "files.docs.jsonl.gz" in said and "run.accept_changed_data" in said, said
+    code, text = now(path.read_bytes()[:9000])
+    assert code == 2 and "docs.jsonl.gz is cut off" in text
+    code, text = now(gzip.compress(b"".join([*lines[:3], json.dumps({"name": "x"}).encode()])))
+    assert code == 2 and "docs.jsonl.gz:4 has no 'text'; it has ['name']" in text
+    code, text = now(gzip.compress(b"".join(lines[1:])))
+    assert code == 2 and "files.docs.jsonl.gz" in text and "run.accept_changed_data" in text, text

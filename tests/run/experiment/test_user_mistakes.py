@@ -69,8 +69,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_user_can_mend_is_one_paragraph_before_anything_compiles(name, tmp_path):
-    said = refused(*run(f"all.{name}", tmp_path))
-    assert re.search(REFUSED[name], said), said
+    message = refused(*run(f"all.{name}", tmp_path))
+    assert re.search(REFUSED[name], message), message
 
 
 # The user's line, and what was wrong with it.
@@ -100,12 +100,12 @@ def test_an_exception_of_the_users_code_is_their_line_and_its_traceback_a_file(n
     done = launch(*run(name, job))
     assert (done.code, done.num_compiled) == (1, 0)
     assert "Traceback" not in done.err and len(done.err.splitlines()) <= 6
-    said = " ".join(done.err.split())
+    message = " ".join(done.err.split())
     file, line, *words = THEIR_LINES[name]
-    assert said.startswith("error: ") and f"{file}, line" in said.split("`")[0]
-    assert f"`{line}" in said or f"{line}`" in said
-    assert all(one in said for one in words)
-    path = re.search(r"The whole traceback is in (\S+)\.$", said)[1]
+    assert message.startswith("error: ") and f"{file}, line" in message.split("`")[0]
+    assert f"`{line}" in message or f"{line}`" in message
+    assert all(word in message for word in words)
+    path = re.search(r"The whole traceback is in (\S+)\.$", message)[1]
     # Of a job only once its directory is known to be its own.
     assert (path == str(job / "traceback.txt")) == job.exists()
     with open(path) as traceback:
@@ -129,11 +129,11 @@ OTHER_BATCHES = {
 @pytest.mark.parametrize("what", OTHER_BATCHES)
 def test_a_batch_that_is_not_as_promised_is_named_at_its_step(what, tmp_path):
     done = launch(*run("all.Fine", tmp_path, f"datasets.train.what={what}"))
-    said = " ".join(done.err.split())
-    assert done.code == 2 and "Traceback" not in said
-    assert re.search(OTHER_BATCHES[what], said), said
-    assert "error: datasets.train" in said
-    assert what == "ended" or "batch 2 (counted from 0)" in said
+    message = " ".join(done.err.split())
+    assert done.code == 2 and "Traceback" not in message
+    assert re.search(OTHER_BATCHES[what], message), message
+    assert "error: datasets.train" in message
+    assert what == "ended" or "batch 2 (counted from 0)" in message
     assert "step 1/3" in done.out
 
 
@@ -151,9 +151,9 @@ def test_a_nan_in_the_data_of_an_evaluation_is_named(tmp_path):
 
 def test_a_pipeline_that_raises_is_the_users_line(tmp_path):
     done = launch(*run("all.Fine", tmp_path, "datasets.train.what=raises"))
-    said = " ".join(done.err.split())
-    assert done.code == 1 and '`raise LookupError("no such record")`' in said
-    assert f"in {tmp_path}/traceback.txt" in said
+    message = " ".join(done.err.split())
+    assert done.code == 1 and '`raise LookupError("no such record")`' in message
+    assert f"in {tmp_path}/traceback.txt" in message
 
 
 @pytest.mark.parametrize("in_a_row", ["1", "100"])

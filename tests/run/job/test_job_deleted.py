@@ -39,8 +39,8 @@ SLOW = [(how, place) for how in (deleted, emptied, renamed, a_file) for place in
 
 @pytest.mark.parametrize(
     ("how", "place"),
-    [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW if one not in QUICK)],
-    ids=lambda one: one[1] if isinstance(one, tuple) else one.__name__,
+    [*QUICK, *(pytest.param(*item, marks=pytest.mark.slow) for item in SLOW if item not in QUICK)],
+    ids=lambda item: item[1] if isinstance(item, tuple) else item.__name__,
 )
 def test_a_job_whose_directory_is_gone_ends_with_a_paragraph(how, place, tmp_path, monkeypatch):
     home()

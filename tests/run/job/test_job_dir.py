@@ -38,7 +38,7 @@ def test_the_files_have_the_names_that_the_readme_gives():
     job = JobDir(Path("/d"))
     names = [job.config_json, job.config_txt, job.layout_txt, job.metrics_jsonl]
     names += [job.eval_metrics_jsonl, job.loss_curve_png, job.tensorboard, job.checkpoints]
-    assert [str(one.relative_to("/d")) for one in names] == [
+    assert [str(name.relative_to("/d")) for name in names] == [
         "config.json",
         "config.txt",
         "layout.txt",
@@ -58,7 +58,7 @@ def test_an_empty_directory_or_one_with_hidden_files_only_is_taken(tmp_path):
 
 def test_a_foreign_directory_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(ConfigError, match=r"holds thesis\.tex but no config\.json.*Name a new"):
+    with pytest.raises(ConfigError, match=r"thesis\.tex.*config\.json"):
         open_for_training(tmp_path, "praxis_lite.experiments.lm.PyDocs")
     assert os.listdir(tmp_path) == ["thesis.tex"]
 
@@ -66,13 +66,13 @@ def test_a_foreign_directory_is_left_alone(tmp_path):
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"experiment": 7}', "\xff"])
 def test_a_config_json_of_something_else_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
-    with pytest.raises(ConfigError, match="praxis_lite did not write"):
+    with pytest.raises(ConfigError, match="praxis_lite"):
         open_for_training(tmp_path, "praxis_lite.experiments.lm.PyDocs")
 
 
 def test_a_job_of_another_experiment_is_refused_naming_both(tmp_path):
     job_at(tmp_path)
-    with pytest.raises(ConfigError, match=r"experiments\.lm\.PyDocs.*this run is zoo\.MyLm"):
+    with pytest.raises(ConfigError, match=r"experiments\.lm\.PyDocs.*zoo\.MyLm"):
         open_for_training(tmp_path, "zoo.MyLm")
 
 
@@ -89,7 +89,7 @@ def test_reading_needs_a_job(tmp_path):
     with pytest.raises(ConfigError, match=f"does not exist .the nearest that does is {tmp_path}"):
         open_for_reading(tmp_path / "typo" / "deeper")
     assert os.listdir(tmp_path) == []
-    with pytest.raises(ConfigError, match=r"has no config\.json.*Train first"):
+    with pytest.raises(ConfigError, match=r"config\.json"):
         open_for_reading(tmp_path)
 
 
@@ -127,7 +127,7 @@ def test_a_directory_without_the_right_to_write_is_refused(tmp_path):
 def test_a_users_own_package_of_experiments_is_not_the_librarys(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"experiment": "experiments.mine.MyLm"}))
     assert open_for_training(tmp_path, "experiments.mine.MyLm").path == tmp_path
-    with pytest.raises(ConfigError, match=r"belongs to the experiment experiments\.mine\.MyLm,"):
+    with pytest.raises(ConfigError, match=r"experiments\.mine\.MyLm"):
         open_for_training(tmp_path, "praxis_lite.experiments.mine.MyLm")
 
 

@@ -69,9 +69,9 @@ def test_config_json_rebuilds_the_config(ran):
     from jobzoo.experiments import Tiny
 
     loaded = load_config_file(ran[0].config_json, packages=["jobzoo"])
-    wanted = Tiny().config()
-    apply_overrides(wanted, SETTINGS)
-    assert loaded.config == wanted
+    expected = Tiny().config()
+    apply_overrides(expected, SETTINGS)
+    assert loaded.config == expected
     assert loaded.experiment == "jobzoo.experiments.Tiny"
     assert list(loaded.overrides) == SETTINGS
     assert loaded.config.datasets["train"].corpus is loaded.config.decode_datasets["prompts"].corpus

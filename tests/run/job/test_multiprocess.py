@@ -77,11 +77,11 @@ def test_two_processes_that_are_stopped_and_go_on_give_the_losses_of_one():
     job, *_ = pair_job()
     # The last evaluation of `trained` is that of its end.
     for name, num in (("metrics.jsonl", 7), ("eval_metrics.jsonl", 2)):
-        ours, alone = (numbers_of(one.path / name)[:num] for one in (job, trained()[0]))
+        ours, alone = (numbers_of(item.path / name)[:num] for item in (job, trained()[0]))
         assert len(ours) == len(alone) == num
-        for one, other in zip(ours, alone, strict=True):
-            assert one.keys() == other.keys()
-            for key, value in one.items():
+        for our, other in zip(ours, alone, strict=True):
+            assert our.keys() == other.keys()
+            for key, value in our.items():
                 np.testing.assert_allclose(value, other[key], rtol=1e-6, atol=1e-6, err_msg=key)
     assert [line["step"] for line in lines_of(job.metrics_jsonl)][:7] == [*range(1, 8)]
 
@@ -117,7 +117,7 @@ def test_a_pair_of_processes_does_its_parts_right_and_ends_when_one_is_killed():
         ]
     )
     # The second one killed itself, and the first one waited for it on the devices.
-    assert [one.code for one in done] == [1, -signal.SIGKILL], done
+    assert [item.code for item in done] == [1, -signal.SIGKILL], done
     assert "process 1 (" in done[0].err and "4 s: it was killed, or its host" in done[0].err
     lines = done[0].out.splitlines()
     seen = json.loads(next(line for line in lines if line.startswith("{")))
@@ -144,9 +144,9 @@ def test_what_differs_between_processes_is_refused_by_both(tmp_path):
         TINY, f"--job_log_dir={tmp_path}/job", cwd=tmp_path,
         more=((), ("--set", "run.seed=3")),
     )
-    for one in done:
-        assert one.code == 2
-        words = " ".join(one.err.replace("[process 1] ", "").split())
+    for item in done:
+        assert item.code == 2
+        words = " ".join(item.err.replace("[process 1] ", "").split())
         assert "run.seed is" in words and "on process 0 (" in words and "on process 1 (" in words
 
 
@@ -166,8 +166,8 @@ def test_a_mistake_of_one_process_ends_the_other_with_its_words(tmp_path):
 def test_two_processes_of_one_number_both_say_so(tmp_path, doubled):
     flags = (f"--process_id={doubled}", "--start_seconds=12")
     done = pairs.run(TINY, f"--job_log_dir={tmp_path}/job", cwd=tmp_path, more=(flags, flags))
-    refused, waited = sorted((" ".join(one.err.split()) for one in done), key=len)
-    assert [one.code for one in done] == [2, 2] and "Traceback" not in refused + waited
+    refused, waited = sorted((" ".join(item.err.split()) for item in done), key=len)
+    assert [element.code for element in done] == [2, 2] and "Traceback" not in refused + waited
     assert f"error: --process_id={doubled} is given twice: process " in refused
     assert f"was given --process_id={doubled} too, and was refused" in waited
     assert not (tmp_path / "job").exists()
@@ -187,7 +187,7 @@ def test_a_process_that_comes_a_second_time_leaves_the_job_alone(tmp_path):
     lines = num_lines(JobDir(tmp_path / "job"))
     pairs.wait_until(lambda: num_lines(JobDir(tmp_path / "job")) > lines, running)
     pairs.kill(running[0], signal.SIGTERM)
-    assert [one.code for one in pairs.ended(running)] == [0, 0]
+    assert [item.code for item in pairs.ended(running)] == [0, 0]
 
 
 @pytest.mark.slow
@@ -209,9 +209,9 @@ def test_slices_are_processes_and_both_evaluate_and_decode(tmp_path):
     mesh = ("--set", "mesh.ici_mesh_shape=(1,2,2)", "mesh.dcn_mesh_shape=(1,2,1)")
     for mode in ("eval", "decode"):
         done = pairs.run(f"--mode={mode}", *argv, *mesh, cwd=tmp_path)
-        assert [one.code for one in done] == [0, 0], done
-    own, other = numbers_of(job.eval_metrics_jsonl)[-2:]
-    assert own.keys() == other.keys()
-    for key, value in own.items():
+        assert [item.code for item in done] == [0, 0], done
+    local, other = numbers_of(job.eval_metrics_jsonl)[-2:]
+    assert local.keys() == other.keys()
+    for key, value in local.items():
         np.testing.assert_allclose(value, other[key], rtol=1e-6, err_msg=key)
     assert len(job.decode_jsonl("prompts", 7).read_text().splitlines()) == 3

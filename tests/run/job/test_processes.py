@@ -99,16 +99,16 @@ def mesh_of_processes(num_processes: int, each: int, ici, dcn=None, monkeypatch=
 
 
 def test_simulated_processes_are_the_slices(monkeypatch):
-    found = mesh_of_processes(2, 4, (1, 2, 2), (1, 2, 1), monkeypatch)
-    assert found.tolist() == [[[0, 0], [0, 0], [1, 1], [1, 1]]]
-    found = mesh_of_processes(2, 4, (1, 2, 2), (1, 1, 2), monkeypatch)
-    assert found.tolist() == [[[0, 0, 1, 1], [0, 0, 1, 1]]]
+    actual = mesh_of_processes(2, 4, (1, 2, 2), (1, 2, 1), monkeypatch)
+    assert actual.tolist() == [[[0, 0], [0, 0], [1, 1], [1, 1]]]
+    actual = mesh_of_processes(2, 4, (1, 2, 2), (1, 1, 2), monkeypatch)
+    assert actual.tolist() == [[[0, 0, 1, 1], [0, 0, 1, 1]]]
 
 
 def test_each_process_gives_as_many_simulated_devices(monkeypatch):
     # 8 devices in each process, because the environment says so: the mesh takes 3 of each.
-    found = mesh_of_processes(2, 8, (1, 3, 2), None, monkeypatch)
-    assert found.tolist() == [[[0, 0], [0, 1], [1, 1]]]
+    actual = mesh_of_processes(2, 8, (1, 3, 2), None, monkeypatch)
+    assert actual.tolist() == [[[0, 0], [0, 1], [1, 1]]]
 
 
 @pytest.mark.parametrize(
@@ -163,8 +163,8 @@ def test_a_number_in_a_job_is_claimed_once_on_a_host():
         assert first.refused() == f"process {os.getpid()}"
         assert others[0].refused() == ""
     finally:
-        for one in (first, *others):
-            one.release()
+        for item in (first, *others):
+            item.release()
     ClaimedId("127.0.0.1:7", 1).release()
 
 
@@ -204,7 +204,7 @@ def test_what_launchers_leave_in_the_environment_is_found(environment, found):
 def test_a_launcher_that_does_not_say_where_the_first_is_needs_the_flag(monkeypatch):
     monkeypatch.setattr("praxis_lite.run.job.processes.start.find_spec", lambda name: None)
     environment = {"PMI_SIZE": "4", "PMI_RANK": "3"}
-    with pytest.raises(ConfigError, match="Add --coordinator=HOST:PORT"):
+    with pytest.raises(ConfigError, match="--coordinator=HOST:PORT"):
         find_others(None, None, None, environment)
     settings, words = find_others("host:12", None, None, environment)
     assert (settings["num_processes"], settings["process_id"]) == (4, 3)
@@ -224,7 +224,7 @@ def exchanging(monkeypatch, *answers: dict):
     """Makes this process the first of several whose answers are these, besides its own."""
     monkeypatch.setattr(processes, "count", lambda: 1 + len(answers))
     monkeypatch.setattr(processes, "name", lambda k: f"process {k} (host{k})")
-    coded = [json.dumps({k: json.dumps(v) for k, v in one.items()}) for one in answers]
+    coded = [json.dumps({k: json.dumps(v) for k, v in answer.items()}) for answer in answers]
     monkeypatch.setattr(processes, "exchange", lambda name, text: [text, *coded])
 
 
@@ -240,16 +240,16 @@ def test_a_difference_names_the_field_both_values_and_both_hosts(monkeypatch):
 
 
 def said_by(run) -> list[str]:
-    said = []
+    message = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: message.append(record.getMessage())
     log = logging.getLogger("praxis_lite.run.job.processes.stop_consensus")
     log.addHandler(handler)
     try:
         run()
     finally:
         log.removeHandler(handler)
-    return said
+    return message
 
 
 def test_a_slow_host_is_named_once_after_several_steps():
@@ -261,9 +261,9 @@ def test_a_slow_host_is_named_once_after_several_steps():
             hosts.add(np.array(step))
 
     assert said_by(lambda: run([usual] * 20, [slow] * 4, [usual], [slow] * 4)) == []
-    said = said_by(lambda: run([slow] * 40))
-    assert len(said) == 1
-    assert said[0].startswith("slow: process 1 takes 0.40 s a step")
+    message = said_by(lambda: run([slow] * 40))
+    assert len(message) == 1
+    assert message[0].startswith("slow: process 1 takes 0.40 s a step")
     # Of two, the slow one is not its own median.
     assert len(said_by(lambda: run([[0.01, 0.3]] * 9))) == 1
     # Three times as long is nothing where it is milliseconds.

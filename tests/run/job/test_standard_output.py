@@ -140,7 +140,7 @@ COMMANDS = [  # JOB is a trained job, OUT a new directory.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("command", "status"), COMMANDS, ids=[one for one, _ in COMMANDS])
+@pytest.mark.parametrize(("command", "status"), COMMANDS, ids=[item for item, _ in COMMANDS])
 @pytest.mark.parametrize("closed", ["1>&-", "2>&-", "0<&- 1>&- 2>&-"])
 def test_any_command_keeps_its_status_where_its_streams_are_closed(
     command, status, closed, tmp_path

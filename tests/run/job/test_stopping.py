@@ -77,12 +77,12 @@ def ended(process):
 def signals_are_heard():
     # A shell ignores SIGINT in the background, nohup ignores SIGHUP, and children inherit that. A
     # handler that does nothing ignores a signal here, and is not inherited.
-    ignored = [one for one in SIGNALS if signal.getsignal(one) is signal.SIG_IGN]
-    for one in ignored:
-        signal.signal(one, lambda *_: None)
+    ignored = [element for element in SIGNALS if signal.getsignal(element) is signal.SIG_IGN]
+    for item in ignored:
+        signal.signal(item, lambda *_: None)
     yield
-    for one in ignored:
-        signal.signal(one, signal.SIG_IGN)
+    for item in ignored:
+        signal.signal(item, signal.SIG_IGN)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
@@ -119,8 +119,8 @@ def test_a_second_signal_ends_a_process_that_is_stuck():
 def test_one_request_that_comes_twice_is_one():
     # So does `timeout`: to the command, and to its group. And a session that is closed: SIGHUP too.
     process = start("a loop that does not ask")
-    for one in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP):
-        process.send_signal(one)
+    for item in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP):
+        process.send_signal(item)
         time.sleep(0.01)  # Else the two are one to the system.
     assert process.stderr.readline().startswith("SIGTERM: ending when the running step is made")
     assert process.stderr.readline() == "SIGHUP: ending already, for SIGTERM\n"
@@ -265,11 +265,11 @@ def test_the_end_of_a_forked_worker_is_not_that_of_the_training():
 
 
 def test_the_handlers_before_are_put_back():
-    before = [signal.getsignal(one) for one in SIGNALS]
+    before = [signal.getsignal(item) for item in SIGNALS]
     fd = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(fd)
     with StopRequest(1000) as stop:
-        assert [signal.getsignal(one) for one in SIGNALS] != before
+        assert [signal.getsignal(element) for element in SIGNALS] != before
     assert stop.reason is None
     assert [signal.getsignal(one) for one in SIGNALS] == before
     now = signal.set_wakeup_fd(-1)
@@ -324,7 +324,7 @@ def test_every_way_out_waits_for_the_save_in_flight(kind, value, code, tmp_path,
         if index == 3:
             # Orbax renames it once: a listing may show both names, or neither.
             in_flight = os.listdir(tmp_path / "checkpoints")
-            assert all(one.startswith("3.saving") for one in in_flight)
+            assert all(item.startswith("3.saving") for item in in_flight)
             left.append(index)
             if kind == "raise":
                 raise RuntimeError("the plug was pulled")

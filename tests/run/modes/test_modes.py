@@ -122,6 +122,6 @@ def test_help_of_a_mode_has_its_options_alone_and_help_of_all_has_all(name, caps
         texts[len(argv)] = capsys.readouterr().out
     assert "--coordinator" in texts[2] and MODES[name].summary in texts[1]
     for other in ("--chat", "--measure", "--shrink"):
-        own = {"--chat": "decode", "--measure": "plan", "--shrink": "check"}[other]
-        assert (other in texts[2]) == (own == name)
+        local = {"--chat": "decode", "--measure": "plan", "--shrink": "check"}[other]
+        assert (other in texts[2]) == (local == name)
         assert other in texts[1]

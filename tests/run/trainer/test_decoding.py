@@ -67,23 +67,23 @@ def test_decode_writes_a_json_line_per_prompt(decoded):
     assert os.listdir(job.decode_jsonl("prompts", 7).parent) == ["7.jsonl"]
 
 
-def assert_same_tokens(found, wanted):
-    for one, other in zip(found, wanted, strict=True):
-        assert one["log_prob"] == pytest.approx(other["log_prob"], abs=1e-4)
+def assert_same_tokens(actual, expected):
+    for item, other in zip(actual, expected, strict=True):
+        assert item["log_prob"] == pytest.approx(other["log_prob"], abs=1e-4)
         about = {"log_prob": 0, "score": 0}
-        assert one | about == other | about
+        assert item | about == other | about
 
 
 @pytest.mark.slow
 def test_decode_runs_from_another_directory_on_the_jobs_mesh_with_the_same_tokens(
     decoded, tmp_path
 ):
-    job, wanted = decoded
+    job, expected = decoded
     process = start_process("--mode=decode", f"--job_log_dir={job.path}", cwd=tmp_path)
     out, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (0, "")
     assert "(replica 1, data 4, mdl 2): 8 simulated CPU devices" in out
-    assert_same_tokens(records(job), wanted)
+    assert_same_tokens(records(job), expected)
     assert os.listdir(tmp_path) == []
 
 
@@ -121,12 +121,12 @@ def test_records_of_other_settings_are_kept_beside_and_said(decoded, tmp_path):
 def test_continuous_batching_on_a_mesh_gives_the_tokens_of_batches_and_says_its_steps(
     decoded, sampled
 ):
-    found, out = decode(decoded[0], *SAMPLE, "task.decoder.num_cache_slots=4")
-    for one, other in zip(found, sampled, strict=True):
-        assert one["score"] == pytest.approx(other["score"], abs=1e-4)
-    assert_same_tokens(found, sampled)
-    said = re.search(r"9 rows of prompts took (\d+) model steps, 4 rows at a time", out)
-    num_steps = int(said[1])
+    actual, out = decode(decoded[0], *SAMPLE, "task.decoder.num_cache_slots=4")
+    for item, other in zip(actual, sampled, strict=True):
+        assert item["score"] == pytest.approx(other["score"], abs=1e-4)
+    assert_same_tokens(actual, sampled)
+    message = re.search(r"9 rows of prompts took (\d+) model steps, 4 rows at a time", out)
+    num_steps = int(message[1])
     lengths = [line["decode_length"] for line in sampled]
     assert sum(lengths) / 4 <= num_steps <= sum(lengths) / 4 + max(lengths)
 
@@ -136,10 +136,10 @@ def test_a_stop_string_ends_the_text_before_it(decoded):
     text = greedy[0]["continuation"]
     stop = text[2:4]
     assert text.isascii() and len(stop) == 2
-    found, _ = decode(job, ONE_DEVICE, f'task.decoder.stop_strings=["{stop}"]')
+    actual, _ = decode(job, ONE_DEVICE, f'task.decoder.stop_strings=["{stop}"]')
     cut = text.index(stop)
-    assert found[0]["continuation"] == text[:cut] and found[0]["ended"]
-    assert found[0]["output_ids"] == greedy[0]["output_ids"][: cut + 2]
+    assert actual[0]["continuation"] == text[:cut] and actual[0]["ended"]
+    assert actual[0]["output_ids"] == greedy[0]["output_ids"][: cut + 2]
 
 
 @pytest.mark.slow

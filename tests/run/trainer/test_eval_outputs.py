@@ -114,8 +114,8 @@ def test_per_example_outputs_are_those_of_numpy_on_any_mesh(where):
         examples["pair"].astype(np.float32), np.stack([scores, -scores], 1), rtol=2**-8
     )
     np.testing.assert_array_equal(is_true_row, IS_TRUE)
-    wanted = np.average(scores**2, weights=BATCH["weights"])
-    np.testing.assert_allclose(metrics["loss"], (wanted, 5.5), rtol=1e-5)
+    expected = np.average(scores**2, weights=BATCH["weights"])
+    np.testing.assert_allclose(metrics["loss"], (expected, 5.5), rtol=1e-5)
 
 
 def test_an_evaluation_draws_the_same_numbers_on_every_mesh_and_others_by_seed_step_and_batch():
@@ -124,9 +124,9 @@ def test_an_evaluation_draws_the_same_numbers_on_every_mesh_and_others_by_seed_s
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 11), 2)
     noise = np.asarray(jax.random.normal(key, (ROWS,)))
     assert alone["noise"] == pytest.approx(np.average(noise, weights=BATCH["weights"]), abs=1e-6)
-    others = [evaluated("one device", **one) for one in ({"seed": 1}, {"step": 12}, {"batch": 3})]
-    assert len({one["noise"] for one in [alone, *others]}) == 4
-    assert {one["loss"] for one in others} == {alone["loss"]}
+    others = [evaluated("one device", **item) for item in ({"seed": 1}, {"step": 12}, {"batch": 3})]
+    assert len({element["noise"] for element in [alone, *others]}) == 4
+    assert {other["loss"] for other in others} == {alone["loss"]}
     # By hand each device has a key of its own, as in training; the rest is the same.
     by_hand = evaluated("by hand")
     assert by_hand["loss"] == pytest.approx(alone["loss"], rel=1e-6)
@@ -135,10 +135,10 @@ def test_an_evaluation_draws_the_same_numbers_on_every_mesh_and_others_by_seed_s
 
 @pytest.mark.parametrize("where", ["one device", "by hand"])
 def test_a_task_that_asks_for_nothing_is_evaluated_without_a_key(where):
-    wanted = np.average(BATCH["x"] @ weights(), weights=BATCH["weights"])
+    expected = np.average(BATCH["x"] @ weights(), weights=BATCH["weights"])
     for settings in ({}, {"seed": 1, "step": 5}):
-        found = evaluated(where, kind=Plain, **settings)
-        assert found == {"loss": pytest.approx(wanted, abs=1e-6)}
+        actual = evaluated(where, kind=Plain, **settings)
+        assert actual == {"loss": pytest.approx(expected, abs=1e-6)}
 
 
 def test_random_streams_of_an_nnx_module_come_of_the_key_in_evaluation():
@@ -151,9 +151,9 @@ def test_random_streams_of_an_nnx_module_come_of_the_key_in_evaluation():
 
     model = NnxModel(lambda rngs: Noisy(nnx.Rngs(noise=0)))
     mdl_vars = model.init(jax.random.key(0))
-    found = [noise(), *(noise(eval_key=jax.random.key(k)) for k in (1, 2))]
-    assert len(set(found)) == 3 and found[0] == noise()
-    assert found[1] == noise(eval_key=jax.random.key(1))
+    actual = [noise(), *(noise(eval_key=jax.random.key(k)) for k in (1, 2))]
+    assert len(set(actual)) == 3 and actual[0] == noise()
+    assert actual[1] == noise(eval_key=jax.random.key(1))
 
 
 def test_a_train_step_leaves_per_example_outputs_out():
@@ -295,8 +295,8 @@ def test_an_evaluation_of_another_mesh_writes_the_same_examples(job):
     setting = "mesh.ici_mesh_shape=1,1,1"
     succeed("--mode=eval", f"--job_log_dir={job.path}", "--set", setting)
     after = [json.loads(line) for line in job.eval_jsonl("heldout", 2).read_text().splitlines()]
-    for one, other in zip(after, before, strict=True):
-        assert one == pytest.approx(other, rel=1e-6)
+    for item, other in zip(after, before, strict=True):
+        assert item == pytest.approx(other, rel=1e-6)
 
 
 def test_a_loss_of_its_own_for_evaluation_gets_a_key_that_the_evaluator_folds(tmp_path):

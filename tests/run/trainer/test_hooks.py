@@ -388,10 +388,10 @@ def test_what_is_wrong_with_a_hook_or_a_metric_is_said_before_anything_compiles(
 ):
     more = ("--set", *settings) if settings else ()
     done = launch(f"--exp=jobzoo.hooked.{name}", f"--job_log_dir={tmp_path}", *more)
-    said = " ".join(done.err.split())
-    assert (done.code, done.num_compiled) == (2, 0), said
+    message = " ".join(done.err.split())
+    assert (done.code, done.num_compiled) == (2, 0), message
     for word in words:
-        assert word in said
+        assert word in message
 
 
 def test_what_json_cannot_hold_is_refused_when_it_is_saved(tmp_path):
@@ -402,7 +402,7 @@ def test_what_json_cannot_hold_is_refused_when_it_is_saved(tmp_path):
 def test_hooks_change_no_number_and_compile_nothing(whole, tmp_path):
     job, _, _ = whole
     done = succeed("--exp=jobzoo.hooked.Plain", f"--job_log_dir={tmp_path}")
-    plain, hooked = (lines_of(one.metrics_jsonl) for one in (JobDir(tmp_path), job))
+    plain, hooked = (lines_of(item.metrics_jsonl) for item in (JobDir(tmp_path), job))
     assert [line["loss"] for line in plain] == [line["loss"] for line in hooked]
     again = tmp_path / "hooked"
     assert succeed(HOOKED, f"--job_log_dir={again}").num_compiled == done.num_compiled

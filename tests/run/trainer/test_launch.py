@@ -148,10 +148,10 @@ def test_an_evaluation_in_which_nothing_weighs_ends_no_training(tmp_path):
 
 def test_a_watched_metric_that_an_evaluation_lacks_is_named(tmp_path):
     done = launch("--exp=jobzoo.lines.Watched", f"--job_log_dir={tmp_path}")
-    said = " ".join(done.err.split())
-    assert done.code == 2 and "Traceback" not in said
-    assert "run.stopping.early watches heldout/loss, which the evaluation of step 3 lacks" in said
-    assert "weights above 0" in said
+    text = " ".join(done.err.split())
+    assert done.code == 2 and "Traceback" not in text
+    assert "run.stopping.early watches heldout/loss, which the evaluation of step 3 lacks" in text
+    assert "weights above 0" in text
 
 
 # How a run ends whose last step taught it nothing: by its own end, by a limit, by nothing to do.
@@ -169,12 +169,12 @@ def test_a_run_whose_last_step_was_skipped_is_kept_and_ends_with_status_3(case, 
     settings, words, step = UNSOUND[case]
     argv = (LINE, f"--job_log_dir={tmp_path}", "--set", *settings)
     done = launch(*argv)
-    said = " ".join(done.err.split())
-    assert done.code == 3 and words in said and "Traceback" not in said, done
+    message = " ".join(done.err.split())
+    assert done.code == 3 and words in message and "Traceback" not in message, done
     assert f"trained to step {step}" in done.out
-    assert "run.debug_nans=true" in said and "run.num_train_steps" in said
+    assert "run.debug_nans=true" in message and "run.num_train_steps" in message
     job = JobDir(tmp_path)
-    assert job.loss_curve_png.is_file() and str(tmp_path) in said
+    assert job.loss_curve_png.is_file() and str(tmp_path) in message
     with Checkpoints(job.checkpoints) as saved:
         assert saved.latest_step() == step
     # A launch that has nothing to do says it again.
@@ -189,9 +189,9 @@ def test_a_run_whose_last_evaluation_is_not_finite_ends_with_status_3(tmp_path):
         "--exp=jobzoo.lines.Weightless", f"--job_log_dir={tmp_path}", "--set",
         "datasets.heldout.weight=1.0", "datasets.heldout.nan_at=1,",
     )
-    said = " ".join(done.err.split())
+    message = " ".join(done.err.split())
     assert done.code == 3, done
-    assert "The evaluation of step 7 has heldout/loss nan" in said
+    assert "The evaluation of step 7 has heldout/loss nan" in message
 
 
 @pytest.mark.slow
@@ -212,8 +212,8 @@ def test_a_schedule_that_leaves_all_measure_ends_training_at_that_step(tmp_path)
         "--exp=jobzoo.lines.Scheduled", f"--job_log_dir={tmp_path}", "--set",
         f"{schedule}.value=1e30",
     )
-    said = " ".join(done.err.split())
-    assert done.code == 2 and "The learning_rate of step 1 is 1e+30" in said, done
+    message = " ".join(done.err.split())
+    assert done.code == 2 and "The learning_rate of step 1 is 1e+30" in message, done
 
 
 @pytest.mark.parametrize(

@@ -43,13 +43,13 @@ def test_a_spike_is_above_so_many_times_the_median_of_the_last_hundred_that_were
     detector = SpikeDetector(3.0)
     for step, loss in enumerate(losses):
         window = kept[-100:]
-        wanted = None
+        expected = None
         if math.isfinite(loss) and len(window) >= 10 and loss > 3 * statistics.median(window):
-            wanted = statistics.median(window)
+            expected = statistics.median(window)
             spikes.append(step)
         elif math.isfinite(loss):
             kept.append(loss)
-        assert detector.median_below(loss) == wanted
+        assert detector.median_below(loss) == expected
     assert spikes == [57, 58, 201, 399]  # At step 3 there were too few to compare with.
 
 
@@ -62,8 +62,8 @@ def test_a_resumed_run_finds_the_same_spikes(stop):
     window = [x["loss"] for x in finite if not x["is_loss_spike"]][-100:]
     assert losses_of(lines[:stop]) == window
     resumed = SpikeDetector(3.0, losses_of(lines[:stop]))
-    found = [int(resumed.median_below(x) is not None) for x in losses[stop:]]
-    assert found == [line["is_loss_spike"] for line in lines[stop:]]
+    actual = [int(resumed.median_below(x) is not None) for x in losses[stop:]]
+    assert actual == [line["is_loss_spike"] for line in lines[stop:]]
 
 
 def test_without_a_factor_or_above_no_positive_median_nothing_is_a_spike():
@@ -122,13 +122,13 @@ def test_a_rolled_back_run_is_one_that_never_saw_the_batch(jobs):
         "out so far)" in told.out
     )
     assert "loss spike" not in quiet.out
-    steps, wanted = lines_of(rolled.metrics_jsonl), lines_of(without.metrics_jsonl)
+    steps, expected = lines_of(rolled.metrics_jsonl), lines_of(without.metrics_jsonl)
     assert [line["step"] for line in steps] == list(range(1, 30))
     assert [line.pop("num_batches_left_out") for line in steps] == [0] * 14 + [1] * 15
-    assert {line.pop("num_batches_left_out") for line in wanted} == {0}
-    assert steps == wanted
-    (one, saved), (other, _) = state_of(rolled), state_of(without)
-    jax.tree.map(np.testing.assert_array_equal, one, other)
+    assert {line.pop("num_batches_left_out") for line in expected} == {0}
+    assert steps == expected
+    (item, saved), (other, _) = state_of(rolled), state_of(without)
+    jax.tree.map(np.testing.assert_array_equal, item, other)
     assert saved.latest_data()["skipped"] == [15] and saved.latest_data()["next_batch"] == 30
 
 
@@ -143,9 +143,9 @@ def test_a_run_that_is_stopped_after_a_roll_back_leaves_the_batch_out_still(
     monkeypatch.delenv("LINES_RAISE_AT")
     done = succeed(*argv, "--set", "mesh.ici_mesh_shape=1,1,1")
     assert "restored the checkpoint of step 21" in done.out and "loss spike" not in done.out
-    steps, wanted = lines_of(JobDir(tmp_path).metrics_jsonl), lines_of(jobs[0].metrics_jsonl)
-    assert steps[:21] == wanted[:21]
-    for line, other in zip(steps, wanted, strict=True):
+    steps, expected = lines_of(JobDir(tmp_path).metrics_jsonl), lines_of(jobs[0].metrics_jsonl)
+    assert steps[:21] == expected[:21]
+    for line, other in zip(steps, expected, strict=True):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
 
 
@@ -164,10 +164,10 @@ def test_without_a_checkpoint_from_before_training_starts_anew(jobs, tmp_path, m
     assert done.out.count("initialising the state") == 2
     assert held[2] == held[0]  # The state is let go of before there is another one.
     assert "rolled back from the loss spike of step 16 to step 0" in done.out
-    steps, wanted = lines_of(JobDir(tmp_path).metrics_jsonl), lines_of(jobs[1].metrics_jsonl)
-    for line in (*steps, *wanted):
+    steps, expected = lines_of(JobDir(tmp_path).metrics_jsonl), lines_of(jobs[1].metrics_jsonl)
+    for line in (*steps, *expected):
         line.pop("num_batches_left_out", None)
-    assert steps == wanted
+    assert steps == expected
 
 
 def test_a_spike_that_is_only_reported_stands_in_its_line(tmp_path):
@@ -210,10 +210,10 @@ def test_two_processes_find_the_same_spike_and_go_back_together(jobs, tmp_path):
         *argv, f"--job_log_dir={pair.path}", cwd=tmp_path,
         env=({"JAX_NUM_CPU_DEVICES": "1"},) * 2,
     )
-    assert [one.code for one in ended] == [0, 0], [one.err for one in ended]
+    assert [item.code for item in ended] == [0, 0], [element.err for element in ended]
     assert "rolled back from the loss spike of step 16 to step 14; its batch 15" in ended[0].out
-    steps, wanted = lines_of(pair.metrics_jsonl), lines_of(alone.metrics_jsonl)
+    steps, expected = lines_of(pair.metrics_jsonl), lines_of(alone.metrics_jsonl)
     assert [line["num_batches_left_out"] for line in steps] == [0] * 14 + [1] * 15
-    assert steps == wanted
+    assert steps == expected
     assert pair.non_finite_txt.read_text() == alone.non_finite_txt.read_text()
     assert "the batch's labels was NaN" in pair.non_finite_txt.read_text()

@@ -186,10 +186,10 @@ def stopped_at(batch):
     batches = DataPosition.batches
 
     def stopping(self, *args):
-        for index, one in batches(self, *args):
+        for index, item in batches(self, *args):
             if index == batch:
                 raise RuntimeError("the plug was pulled")
-            yield index, one
+            yield index, item
 
     with (
         mock.patch.object(DataPosition, "batches", stopping),
@@ -207,17 +207,17 @@ def uninterrupted(data):
 
 def assert_the_same(job, whole):
     for name in ("metrics_jsonl", "eval_metrics_jsonl"):
-        found, wanted = (lines_of(getattr(one, name)) for one in (job, whole))
-        assert found == wanted
+        actual, expected = (lines_of(getattr(item, name)) for item in (job, whole))
+        assert actual == expected
     assert [line["step"] for line in lines_of(job.metrics_jsonl)] == [*range(1, NUM_STEPS + 1)]
     # Weights, batch statistics, slots of both optimizers, averages, counts, the loss scale.
-    found, wanted = (leaf_digests(one.checkpoints / str(NUM_STEPS)) for one in (job, whole))
-    assert found == wanted
-    found, wanted = (
-        json.loads((one.checkpoints / str(NUM_STEPS) / "manifest.json").read_text())["data"]
-        for one in (job, whole)
+    actual, expected = (leaf_digests(x.checkpoints / str(NUM_STEPS)) for x in (job, whole))
+    assert actual == expected
+    actual, expected = (
+        json.loads((element.checkpoints / str(NUM_STEPS) / "manifest.json").read_text())["data"]
+        for element in (job, whole)
     )
-    assert found == wanted
+    assert actual == expected
 
 
 def test_the_job_carries_on_all_that_a_step_can_carry_on():
@@ -290,13 +290,13 @@ def test_dropout_masks_have_the_same_bits_on_six_meshes(mesh_of):
     def mask(key):
         return Dropout(0.3)(constrain(jnp.ones(shape), split), key)
 
-    wanted = np.asarray(Dropout(0.3)(jnp.ones(shape), jax.random.key(3)))
-    assert 0.25 < np.mean(wanted == 0) < 0.35
+    expected = np.asarray(Dropout(0.3)(jnp.ones(shape), jax.random.key(3)))
+    assert 0.25 < np.mean(expected == 0) < 0.35
     for mesh_shape in MESHES:
         with jax.set_mesh(mesh_of(*mesh_shape)):
             # Replicated at the end, for an uneven array cannot leave a program split.
             found = jax.jit(lambda key: constrain(mask(key), (None, None, None)))(jax.random.key(3))
-        np.testing.assert_array_equal(np.asarray(found), wanted)
+        np.testing.assert_array_equal(np.asarray(found), expected)
 
 
 @pytest.mark.slow
@@ -311,11 +311,11 @@ def test_a_job_that_goes_through_six_meshes_is_that_of_one_over_100_steps(tmp_pa
                    f"run.num_train_steps={end}", exp=exp)
     assert "restored the checkpoint of step 84" in done.out
     assert "mesh.ici_mesh_shape: 2,2,2 -> 1,3,2" in done.out
-    found, wanted = (lines_of(one.metrics_jsonl) for one in (job, whole))
-    assert [line["step"] for line in found] == [*range(1, 101)]
+    actual, expected = (lines_of(item.metrics_jsonl) for item in (job, whole))
+    assert [line["step"] for line in actual] == [*range(1, 101)]
     for name in ("loss", "grad_norm", "learning_rate"):
-        values = ([line[name] for line in lines] for lines in (found, wanted))
+        values = ([line[name] for line in lines] for lines in (actual, expected))
         np.testing.assert_allclose(*values, atol=1e-5, rtol=0, err_msg=name)
     # Whole numbers: the masks' bits, and what the learner counts.
     for name in ("mask", "num_skipped_steps"):
-        assert [line[name] for line in found] == [line[name] for line in wanted], name
+        assert [line[name] for line in actual] == [line[name] for line in expected], name

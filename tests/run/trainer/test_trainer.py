@@ -85,9 +85,9 @@ def test_other_training_data_is_refused_before_anything_is_read(tmp_path, settin
     argv = (TINY, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=8")
     done = launch(*argv, setting.format(home()))
     assert (done.code, done.num_compiled) == (2, 0)
-    said = " ".join(done.err.split())
-    assert "datasets.train is not what the checkpoint of step 7 was trained with" in said
-    assert words in said and "Set it back, or start a new job" in said
+    message = " ".join(done.err.split())
+    assert "datasets.train is not what the checkpoint of step 7 was trained with" in message
+    assert words in message and "Set it back, or start a new job" in message
     assert (steps_of(job), job.config_json.read_text()) == before
 
 
@@ -97,9 +97,9 @@ def test_another_model_is_refused_before_anything_compiles(tmp_path):
     for argv in ((TINY, "--set", "run.num_train_steps=8"), ("--mode=decode", "--set")):
         done = launch(*argv, "task.model.model_dims=8", f"--job_log_dir={job.path}")
         assert (done.code, done.num_compiled) == (2, 0)
-        said = " ".join(done.err.split())
-        assert "is of another model: mdl_vars/params/final_ln/scale has shape [7] in the" in said
-        assert "Use the settings that it was trained with" in said
+        message = " ".join(done.err.split())
+        assert "is of another model: mdl_vars/params/final_ln/scale has shape [7] in the" in message
+        assert "Use the settings that it was trained with" in message
     assert job.config_json.read_text() == config
 
 
@@ -116,13 +116,13 @@ def test_training_data_that_ends_too_early_is_refused():
     run = RunConfig(num_train_steps=7)
     check_num_batches({"train": Pipeline(7), "heldout": Pipeline(1)}, run)
     check_num_batches({"train": Pipeline(None)}, run)
-    with pytest.raises(ConfigError, match="datasets.train ends after 5 batches.* is 7"):
+    with pytest.raises(ConfigError, match="datasets.train.*5.*7"):
         check_num_batches({"train": Pipeline(5)}, run)
 
 
 def test_an_evaluation_without_end_is_refused():
     datasets = {"train": Pipeline(None), "heldout": Pipeline(None)}
-    with pytest.raises(ConfigError, match="datasets.heldout has no end.*evaluation.max_batches"):
+    with pytest.raises(ConfigError, match="datasets.heldout.*evaluation.max_batches"):
         check_num_batches(datasets, RunConfig(num_train_steps=7))
     two = EvaluationSettings(max_batches=2)
     check_num_batches(datasets, RunConfig(num_train_steps=7, evaluation=two))
@@ -131,7 +131,7 @@ def test_an_evaluation_without_end_is_refused():
 def test_a_fingerprint_is_compared_as_json_keeps_it():
     data = {"next_batch": 3, "fingerprint": {"shape": [7, 13], "corpus": {"files": ["a"]}}}
     check_resumable(data, Pipeline(None, {"shape": (7, 13), "corpus": {"files": ("a",)}}))
-    with pytest.raises(ConfigError, match=r"step 3 .*: corpus.files was \['a'\], is \['b'\]\. Set"):
+    with pytest.raises(ConfigError, match=r"3.*corpus.files.*\['a'\].*\['b'\]"):
         check_resumable(data, Pipeline(None, {"shape": (7, 13), "corpus": {"files": ["b"]}}))
 
 
@@ -152,8 +152,8 @@ def test_changed_data_is_accepted_by_name_alone():
     )
     assert "seed was 3, is 4. " in str(refused.value) and "sha256 was" not in str(refused.value)
     assert "'run.accept_changed_data=corpus.heldout_percent,seed'" in str(refused.value)
-    said = check_resumable(CHANGED, NOW, ("corpus", "seed", "batch_size"))
-    assert said == [
+    message = check_resumable(CHANGED, NOW, ("corpus", "seed", "batch_size"))
+    assert message == [
         f"datasets.train: {difference} (run.accept_changed_data)"
         for difference in (
             "corpus.heldout_percent was 10, is 20", "corpus.sha256 was 'ab', is 'cd'",
@@ -165,7 +165,7 @@ def test_changed_data_is_accepted_by_name_alone():
 @pytest.mark.parametrize(("name", "words"), [("sed", "Did you mean seed"), ("corp", "'corp'"),
                                              ("", "''")])
 def test_a_name_that_the_data_has_not_is_refused(name, words):
-    with pytest.raises(ConfigError, match=f"run.accept_changed_data names .*{words}"):
+    with pytest.raises(ConfigError, match=f"run.accept_changed_data.*{words}"):
         check_resumable(CHANGED, NOW, ("seed", name))
 
 

@@ -29,13 +29,13 @@ def job(tmp_path_factory):
 
 def test_prompts_are_continued_as_python_continues_them_and_printed_in_order(job):
     done = succeed("--mode=decode", f"--job_log_dir={job.path}", "--prompt", *PROMPTS)
-    found = records_of(job)
-    wanted = loaded(job).generate(list(PROMPTS))
-    assert [one["output_ids"] for one in found] == [one["output_ids"] for one in wanted]
-    assert [one["prompt"] for one in found] == list(PROMPTS)
+    actual = records_of(job)
+    expected = loaded(job).generate(list(PROMPTS))
+    assert [x["output_ids"] for x in actual] == [x["output_ids"] for x in expected]
+    assert [item["prompt"] for item in actual] == list(PROMPTS)
     shown = "".join(
-        f"\nprompt {number} of 2: {one['prompt']}\n{one['continuation']}\n"
-        for number, one in enumerate(found, 1)
+        f"\nprompt {number} of 2: {element['prompt']}\n{element['continuation']}\n"
+        for number, element in enumerate(actual, 1)
     )
     assert shown in done.out
     assert "decoded 2 records of command_line with the weights of step 7" in done.out
@@ -59,9 +59,9 @@ def test_a_file_of_prompts(tmp_path):
     path.write_text("The \n\nné\n", "utf-8")
     assert read_prompts(path) == ["The ", "né"]
     path = tmp_path / "prompts.jsonl"
-    said = [{"role": "user", "content": "Hello"}]
-    path.write_text(f'{{"prompt": "The\\n"}}\n{json.dumps({"messages": said})}\n', "utf-8")
-    assert read_prompts(path) == ["The\n", said]
+    message = [{"role": "user", "content": "Hello"}]
+    path.write_text(f'{{"prompt": "The\\n"}}\n{json.dumps({"messages": message})}\n', "utf-8")
+    assert read_prompts(path) == ["The\n", message]
 
 
 @pytest.mark.parametrize(
@@ -114,13 +114,13 @@ def test_pieces_never_split_a_character_and_add_up_to_the_texts_in_order(seed):
     assert "".join(written) == "".join(
         f"\nprompt {i + 1} of 2: title {i}\n{text}\n" for i, text in enumerate(texts)
     )
-    assert not any("\ufffd" in one for one in written)
+    assert not any("\ufffd" in item for item in written)
     assert sum(map(bool, written)) > 7
 
 
 def test_a_single_continuation_has_no_heading_and_comes_as_it_is_made():
     pieces = [(0, list(b"ab"), False), (0, list(b"c"), False), (0, [256], True)]
-    assert [one for one in shown_of(["abc"], pieces) if one] == ["ab", "c", "\n"]
+    assert [item for item in shown_of(["abc"], pieces) if item] == ["ab", "c", "\n"]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -141,10 +141,10 @@ def test_a_conversation_is_read_line_by_line_and_each_answer_is_part_of_the_next
     done = succeed("--mode=decode", f"--job_log_dir={job.path}", "--chat")
     model = loaded(job)
 
-    def answer(*said):
+    def answer(*message):
         roles = ("user", "assistant", "user")
         messages = [
-            {"role": role, "content": text} for role, text in zip(roles, said, strict=False)
+            {"role": role, "content": text} for role, text in zip(roles, message, strict=False)
         ]
         return model.generate([messages])[0]["continuation"]
 

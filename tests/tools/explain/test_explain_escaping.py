@@ -27,8 +27,8 @@ def test_names_stay_text_in_the_page(mesh_of):
     template = (folder / "explain_page.html").read_text("utf-8")
     for tag in ("<script", "</script", "<img", "<!--"):
         assert text.count(tag) == template.count(tag), tag
-    (found,) = re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', text, re.DOTALL)
-    document = json.loads(found)
+    (actual,) = re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', text, re.DOTALL)
+    document = json.loads(actual)
     assert document["title"] == document["leaves"][0]["by"] == document["warnings"][0] == HOSTILE
     # What draws makes text nodes only, and a policy forbids what is not in the page.
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write", template)

@@ -72,19 +72,19 @@ def layout_of(leaves, axis_sizes, **settings):
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     """A browser that shows what it is given, with a fresh record of complaints and requests."""
-    one = Browser("about:blank")
+    item = Browser("about:blank")
     folder = tmp_path_factory.mktemp("pages")
 
     def show(mesh, layout, steps=(), *, title="a job", warnings=(), address=""):
         file = folder / f"{len(list(folder.iterdir()))}.html"
         file.write_text(page(title, mesh, layout, warnings, steps), encoding="utf-8")
-        one.complaints.clear()
-        one.requests.clear()
-        one.open(file.as_uri() + address)
-        return one
+        item.complaints.clear()
+        item.requests.clear()
+        item.open(file.as_uri() + address)
+        return item
 
     yield show
-    one.close()
+    item.close()
 
 
 @pytest.fixture(scope="module")
@@ -127,12 +127,12 @@ def test_blocks_and_their_colours_are_where_jax_places_them(browser, shape):
     size = int(np.prod(shape))
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:size]).reshape(shape), tuple("abc"))
     layout = layout_of(LEAVES, dict(mesh.shape))
-    one = browser(mesh, layout)
-    one.resize(1280, 4000)
-    one.run(OPEN_ALL)
-    one.wait(all_drawn(len(LEAVES)))
-    drawn = one.run(DRAWN)
-    colours = one.run(
+    item = browser(mesh, layout)
+    item.resize(1280, 4000)
+    item.run(OPEN_ALL)
+    item.wait(all_drawn(len(LEAVES)))
+    drawn = item.run(DRAWN)
+    colours = item.run(
         "Object.fromEntries([...document.querySelectorAll('#mesh button')].map((one) =>"
         " [one.innerText, getComputedStyle(one).backgroundColor]))"
     )
@@ -145,22 +145,22 @@ def test_blocks_and_their_colours_are_where_jax_places_them(browser, shape):
         for device, index in sharding.devices_indices_map(leaf.padded_shape).items():
             bounds = [s.indices(n)[:2] for s, n in zip(index, leaf.padded_shape, strict=True)]
             placed.setdefault(tuple(bounds), []).append(device.id)
-        found = drawn[leaf.path]["blocks"]
-        by_devices = {tuple(sorted(block["devices"])): block for block in found}
+        actual = drawn[leaf.path]["blocks"]
+        by_devices = {tuple(sorted(block["devices"])): block for block in actual}
         assert by_devices.keys() == {tuple(sorted(ids)) for ids in placed.values()}, leaf.path
-        assert len(found) == len(placed)
+        assert len(actual) == len(placed)
         for bounds, ids in placed.items():
             block = by_devices[tuple(sorted(ids))]
-            wanted = [colours[str(device)] for device in block["devices"]]
+            expected = [colours[str(device)] for device in block["devices"]]
             # In a gradient each colour stands twice: where it begins and where it ends.
-            assert list(dict.fromkeys(block["colours"])) == wanted, leaf.path
+            assert list(dict.fromkeys(block["colours"])) == expected, leaf.path
             true = [(lo, min(hi, n)) for (lo, hi), n in zip(bounds, leaf.shape, strict=True)]
             ranges = [f"{lo}:{hi}" if hi > lo else "only padding" for lo, hi in true]
             assert block["title"].split("\n")[1] == f"[{', '.join(ranges)}]"
             check_padding(block, bounds, leaf)
             if len(leaf.shape) == 2:
                 check_place(block, drawn[leaf.path]["box"], bounds, leaf)
-    assert (one.complaints, one.requests) == ([], [one.run("location.href")])
+    assert (item.complaints, item.requests) == ([], [item.run("location.href")])
 
 
 def check_padding(block, bounds, leaf):
@@ -184,26 +184,26 @@ def shown(browser, mesh_222):
         LEAVES, dict(mesh_222.shape), notes=("norm was left whole",),
         declared_by={"mdl_vars/params/ffn/w": "rule 'ffn/.*': fsdp(\"a\")"},
     )
-    one = browser(mesh_222, layout, [STEP], warnings=["much padding"])
-    one.resize(1280, 900)
-    return one, layout
+    item = browser(mesh_222, layout, [STEP], warnings=["much padding"])
+    item.resize(1280, 900)
+    return item, layout
 
 
 def test_what_stands_beside_a_drawing(shown):
-    one, layout = shown
-    row = one.run("document.querySelector('.leaf[data-path$=\"ffn/w\"]').innerText")
+    item, layout = shown
+    row = item.run("document.querySelector('.leaf[data-path$=\"ffn/w\"]').innerText")
     words = ("[7, 13] padded to [8, 14]", "float32", "(a, b)", "112 B per device", "18.8% padding")
     assert all(word in row for word in words), row
     assert "decided by rule 'ffn/.*': fsdp(\"a\")" in re.sub(r"\s+", " ", row)
     assert {leaf.path: leaf for leaf in layout.leaves()}["mdl_vars/params/ffn/w"].padded_shape == (
         8, 14,
     )
-    notes = one.run("document.querySelector('#main details').innerText")
+    notes = item.run("document.querySelector('#main details').innerText")
     assert notes.split("\n\n")[1:] == ["much padding", "norm was left whole"]
 
 
 def test_totals_are_those_of_the_shards_of_one_device(shown):
-    one, layout = shown
+    item, layout = shown
     held = {"weights": 0, "optimizer slots": 0}
     for leaf in layout.leaves():
         shards = NamedSharding(
@@ -212,7 +212,7 @@ def test_totals_are_those_of_the_shards_of_one_device(shown):
         kind = "weights" if leaf.path.startswith("mdl_vars") else "optimizer slots"
         held[kind] += 4 * int(np.prod(shards))
     rows = dict(
-        one.run(
+        item.run(
             "[...document.querySelectorAll('#totals tr')].map((row) => row.innerText.split('\\t'))"
         )
     )
@@ -225,7 +225,7 @@ def test_totals_are_those_of_the_shards_of_one_device(shown):
 
 
 def test_padding_of_a_device_is_what_its_shards_hold_beyond_the_true_shape(shown, mesh_222):
-    one, layout = shown
+    item, layout = shown
     true, stored = np.zeros(8), np.zeros(8)
     for leaf in layout.leaves():
         real = np.zeros(leaf.padded_shape)
@@ -235,8 +235,8 @@ def test_padding_of_a_device_is_what_its_shards_hold_beyond_the_true_shape(shown
         ).items():
             true[device.id] += real[index].sum()
             stored[device.id] += real[index].size
-    said = [one.run(f"look({i}); document.getElementById('device').innerText") for i in range(8)]
-    for i, text in enumerate(said):
+    texts = [item.run(f"look({i}); document.getElementById('device').innerText") for i in range(8)]
+    for i, text in enumerate(texts):
         places = zip("abc", np.unravel_index(i, (2, 2, 2)), strict=True)
         place = ", ".join(f"{axis} {x}" for axis, x in places)
         share = f"{100 * (1 - true[i] / stored[i]):.1f}%"
@@ -244,8 +244,8 @@ def test_padding_of_a_device_is_what_its_shards_hold_beyond_the_true_shape(shown
 
 
 def test_collectives_are_told_by_kind_and_layer_with_their_bytes(shown):
-    one, _ = shown
-    rows = one.run(
+    item, _ = shown
+    rows = item.run(
         "[...document.querySelectorAll('.step tbody tr')].map((row) => [row.className,"
         " ...[...row.cells].slice(0, 3).map((cell) => cell.innerText.trim())])"
     )
@@ -256,13 +256,13 @@ def test_collectives_are_told_by_kind_and_layer_with_their_bytes(shown):
         ["layer", "gradient of ffn", ">=7", ">=2.1 KiB"],
         ["layer", "ffn", "7", "700 B"],
     ]
-    one.run("document.querySelector('.step tbody details').open = true")
-    opened = one.run("document.querySelector('.step tbody details').innerText")
+    item.run("document.querySelector('.step tbody details').open = true")
+    opened = item.run("document.querySelector('.step tbody details').innerText")
     assert [line for line in opened.splitlines() if line][1:] == [
         # Half of 3 x 2048 and half of 2 x 1024; half of the one; half of the other.
         "gradient of a/norm: 4.0 KiB", "gradient of a/ffn: 3.0 KiB", "gradient of a/q: 1.0 KiB",
     ]
-    facts = one.run("document.querySelector('.step p').innerText")
+    facts = item.run("document.querySelector('.step p').innerText")
     assert facts == (
         "Per device: arguments 1.0 KiB, outputs 2.0 KiB, temp 3.0 KiB, peak 6.0 KiB, donated "
         "1.0 KiB in 3 buffers, 1,234,567 matmul flops."
@@ -276,34 +276,34 @@ VISIBLE = (
 
 
 def test_the_filter_keeps_what_has_every_word_and_stands_in_the_address(shown):
-    one, _ = shown
-    one.run("document.getElementById('filter').focus()")
-    one.type("FFN w")
-    assert one.run(VISIBLE) == ["mdl_vars/params/ffn/w"]
-    assert one.run("document.getElementById('count').innerText") == "2 of 10 arrays"
-    assert one.run("location.hash") == "#filter=FFN+w"
+    item, _ = shown
+    item.run("document.getElementById('filter').focus()")
+    item.type("FFN w")
+    assert item.run(VISIBLE) == ["mdl_vars/params/ffn/w"]
+    assert item.run("document.getElementById('count').innerText") == "2 of 10 arrays"
+    assert item.run("location.hash") == "#filter=FFN+w"
     rows = "[...document.querySelectorAll('.step tr.layer')].filter((row) => row.offsetParent)"
-    assert one.run(f"{rows}.length") == 0
-    one.run("location.hash = '#filter=attention'")
-    one.wait("document.getElementById('filter').value === 'attention'")
-    assert one.run(VISIBLE) == ["mdl_vars/params/attention/post", "mdl_vars/params/attention/w"]
-    one.run("location.hash = ''")
-    one.wait("document.getElementById('filter').value === ''")
-    assert len(one.run(VISIBLE)) == 7 + 1  # Weights and the batch; slots are folded away.
+    assert item.run(f"{rows}.length") == 0
+    item.run("location.hash = '#filter=attention'")
+    item.wait("document.getElementById('filter').value === 'attention'")
+    assert item.run(VISIBLE) == ["mdl_vars/params/attention/post", "mdl_vars/params/attention/w"]
+    item.run("location.hash = ''")
+    item.wait("document.getElementById('filter').value === ''")
+    assert len(item.run(VISIBLE)) == 7 + 1  # Weights and the batch; slots are folded away.
 
 
 def test_a_filter_in_the_address_holds_from_the_start(browser, mesh_222):
-    one = browser(mesh_222, layout_of(LEAVES, dict(mesh_222.shape)), address="#filter=ffn%20b")
-    assert one.run("document.getElementById('filter').value") == "ffn b"
-    assert one.run(VISIBLE) == ["mdl_vars/params/ffn/b"]
+    item = browser(mesh_222, layout_of(LEAVES, dict(mesh_222.shape)), address="#filter=ffn%20b")
+    assert item.run("document.getElementById('filter').value") == "ffn b"
+    assert item.run(VISIBLE) == ["mdl_vars/params/ffn/b"]
     # Slots are built when their heading is opened, and filtered then.
-    one.run(OPEN_ALL)
-    one.wait(f"document.querySelectorAll('.leaf').length === {len(LEAVES)}")
-    assert one.run(VISIBLE) == ["mdl_vars/params/ffn/b"]
+    item.run(OPEN_ALL)
+    item.wait(f"document.querySelectorAll('.leaf').length === {len(LEAVES)}")
+    assert item.run(VISIBLE) == ["mdl_vars/params/ffn/b"]
 
 
-def bright(one):
-    return one.run(
+def bright(item):
+    return item.run(
         "[...document.querySelectorAll('.leaf[data-path$=\"ffn/b\"] .block')]"
         ".filter((block) => getComputedStyle(block).opacity === '1')"
         ".map((block) => block.dataset.devices)"
@@ -311,33 +311,33 @@ def bright(one):
 
 
 def test_a_device_is_picked_with_the_mouse_and_with_the_keyboard(shown):
-    one, _ = shown
-    one.wait("document.querySelector('.leaf[data-path$=\"ffn/b\"] .block')")
+    item, _ = shown
+    item.wait("document.querySelector('.leaf[data-path$=\"ffn/b\"] .block')")
     # ffn/b is split over b: devices 0, 1, 4, 5 hold the first half.
     halves = ["0 1 4 5", "2 3 6 7"]
-    assert bright(one) == halves
-    one.run("document.querySelectorAll('#mesh button')[5].click()")
-    assert bright(one) == halves[:1]
-    one.run("document.querySelectorAll('#mesh button')[5].click()")
-    assert bright(one) == halves
-    one.press("Tab")  # To the mesh: one stop for all of its devices.
-    one.press("ArrowRight")
-    one.press("ArrowDown")
-    assert one.run("document.activeElement.innerText") == "3"
-    assert bright(one) == halves[1:]
-    one.press("Enter")
-    one.press("Tab")
-    assert one.run("document.activeElement.id") == "filter"
-    assert bright(one) == halves[1:], "what was picked did not stay"
+    assert bright(item) == halves
+    item.run("document.querySelectorAll('#mesh button')[5].click()")
+    assert bright(item) == halves[:1]
+    item.run("document.querySelectorAll('#mesh button')[5].click()")
+    assert bright(item) == halves
+    item.press("Tab")  # To the mesh: one stop for all of its devices.
+    item.press("ArrowRight")
+    item.press("ArrowDown")
+    assert item.run("document.activeElement.innerText") == "3"
+    assert bright(item) == halves[1:]
+    item.press("Enter")
+    item.press("Tab")
+    assert item.run("document.activeElement.id") == "filter"
+    assert bright(item) == halves[1:], "what was picked did not stay"
     pressed = "[...document.querySelectorAll('[aria-pressed=true]')].map((one) => one.innerText)"
-    assert one.run(pressed) == ["3"]
+    assert item.run(pressed) == ["3"]
     # A block that is pointed at shows its devices in the mesh.
-    one.run(
+    item.run(
         "document.querySelector('.leaf[data-path$=\"ffn/b\"] .block')"
         ".dispatchEvent(new PointerEvent('pointerover', {bubbles: true}))"
     )
     marked = "[...document.querySelectorAll('#mesh .on')].map((one) => one.innerText)"
-    assert one.run(marked) == ["0", "1", "4", "5"]
+    assert item.run(marked) == ["0", "1", "4", "5"]
 
 
 def test_names_are_text_whatever_they_hold(browser, mesh_222):
@@ -345,13 +345,13 @@ def test_names_are_text_whatever_they_hold(browser, mesh_222):
     layout = layout_of(
         {path: ((7,), P("a"))}, dict(mesh_222.shape), declared_by={path: HOSTILE}, notes=(HOSTILE,)
     )
-    one = browser(mesh_222, layout, title=HOSTILE, warnings=[HOSTILE])
-    assert one.run("document.title") == f"{HOSTILE}: what lies where"
-    assert one.run("document.getElementById('title').innerText") == HOSTILE
-    assert one.run("document.querySelector('.leaf code').innerText") == path
-    assert one.run("document.body.innerText").count("onerror=a") == 5
-    assert one.run("document.querySelectorAll('img').length") == 0
-    assert (one.complaints, one.requests) == ([], [one.run("location.href")])
+    item = browser(mesh_222, layout, title=HOSTILE, warnings=[HOSTILE])
+    assert item.run("document.title") == f"{HOSTILE}: what lies where"
+    assert item.run("document.getElementById('title').innerText") == HOSTILE
+    assert item.run("document.querySelector('.leaf code').innerText") == path
+    assert item.run("document.body.innerText").count("onerror=a") == 5
+    assert item.run("document.querySelectorAll('img').length") == 0
+    assert (item.complaints, item.requests) == ([], [item.run("location.href")])
 
 
 @pytest.mark.parametrize("width", [1280, 390])
@@ -361,11 +361,11 @@ def test_it_does_not_scroll_sideways(browser, mesh_222, width):
                        declared_by={path: f"rule {path!r}"})
     sent = collective("all-gather", (path, f"gradient of {path}"), 7, 100)
     step = dataclasses.replace(STEP, collectives=[sent, *STEP.collectives])
-    one = browser(mesh_222, layout, [step], title=path, warnings=[path])
-    one.resize(width, 900)
-    one.run(OPEN_ALL)
-    one.wait(all_drawn(2))
-    assert one.run("document.documentElement.scrollWidth <= innerWidth")
+    item = browser(mesh_222, layout, [step], title=path, warnings=[path])
+    item.resize(width, 900)
+    item.run(OPEN_ALL)
+    item.wait(all_drawn(2))
+    assert item.run("document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_a_thousand_leaves_on_256_devices_are_drawn_as_they_come_into_sight(browser):
@@ -376,16 +376,16 @@ def test_a_thousand_leaves_on_256_devices_are_drawn_as_they_come_into_sight(brow
         {f"mdl_vars/{i:03}/kernel": ((8190, 1021), specs[i % 4]) for i in range(1000)},
         {"a": 16, "b": 16},
     )
-    one = browser(mesh, layout)
-    one.resize(390, 900)
-    one.wait("document.querySelectorAll('.block').length")
-    assert 256 <= one.run("document.querySelectorAll('.block').length") < 256 * 60
-    assert one.run("document.querySelectorAll('.leaf').length") == 1000
+    item = browser(mesh, layout)
+    item.resize(390, 900)
+    item.wait("document.querySelectorAll('.block').length")
+    assert 256 <= item.run("document.querySelectorAll('.block').length") < 256 * 60
+    assert item.run("document.querySelectorAll('.leaf').length") == 1000
     last = "[...document.querySelectorAll('.leaf')].at(-1).querySelectorAll('.block').length"
-    assert one.run(last) == 0
-    one.run("scrollTo(0, 1e9)")
-    one.wait(f"{last} === 256")
-    assert one.complaints == []
+    assert item.run(last) == 0
+    item.run("scrollTo(0, 1e9)")
+    item.wait(f"{last} === 256")
+    assert item.complaints == []
 
 
 def test_4096_devices_are_drawn_in_groups_and_a_plan_in_figures(browser):
@@ -395,21 +395,21 @@ def test_4096_devices_are_drawn_in_groups_and_a_plan_in_figures(browser):
     layout = layout_of({"mdl_vars/params/w": ((8192, 1024), P("data", "mdl"))}, sizes)
     batch = layout_of({"ids": ((4096, 128), P(("replica", "data", "mdl"), None))}, sizes)
     figures = (("step", "1.5 s (1.2 s to 1.9 s)"), ("fits", "yes: 3 GiB of 16 GiB"))
-    one = browser(mesh, layout, [dataclasses.replace(STEP, figures=figures, batch=batch)])
-    one.resize(1280, 900)
-    assert one.run("document.querySelectorAll('.mesh button').length") == 256
-    shown = one.run("document.getElementById('mesh').textContent")
+    item = browser(mesh, layout, [dataclasses.replace(STEP, figures=figures, batch=batch)])
+    item.resize(1280, 900)
+    assert item.run("document.querySelectorAll('.mesh button').length") == 256
+    shown = item.run("document.getElementById('mesh').textContent")
     assert "Each square, and each number, stands for 16 devices: 16 along data." in shown
     # 32 groups along data of 16 x 16 rows of the weight each.
-    one.wait("document.querySelectorAll('.leaf .block').length >= 256")
-    title = one.run("document.querySelector('.leaf .block').title")
+    item.wait("document.querySelectorAll('.leaf .block').length >= 256")
+    title = item.run("document.querySelector('.leaf .block').title")
     assert title.endswith("[0:256, 0:128]")
-    assert "4096 devices: replica 1, data 512, mdl 8" in one.run(
+    assert "4096 devices: replica 1, data 512, mdl 8" in item.run(
         "document.getElementById('versions').textContent"
     )
-    plan = one.run("document.querySelector('.figures').textContent")
+    plan = item.run("document.querySelector('.figures').textContent")
     assert "Plan of" in plan and "1.5 s (1.2 s to 1.9 s)" in plan
-    assert one.complaints == []
+    assert item.complaints == []
 
 
 def test_the_page_is_one_file_with_valid_data(mesh_222):

@@ -52,11 +52,11 @@ def without_trip_counts(compiled):
 def test_all_reduce_of_a_sharded_matmul_is_counted_with_its_bytes(mesh):
     x, w = abstract(mesh, (20, 26), "data", "mdl"), abstract(mesh, (26, 37), "mdl")
     compiled = jax.jit(lambda x, w: contract(mesh, x, w)).lower(x, w).compile()
-    (one,) = hlo.collectives(compiled)
-    assert (one.kind, one.bytes, one.dtypes) == ("all-reduce", 20 // 4 * 37 * F32, ("f32",))
-    assert (one.count, one.group_size) == (1, 2)
-    assert not one.at_least and not one.at_most
-    assert "layer" in one.op_name
+    (item,) = hlo.collectives(compiled)
+    assert (item.kind, item.bytes, item.dtypes) == ("all-reduce", 20 // 4 * 37 * F32, ("f32",))
+    assert (item.count, item.group_size) == (1, 2)
+    assert not item.at_least and not item.at_most
+    assert "layer" in item.op_name
 
 
 def test_scan_of_seven_layers_counts_seven(mesh):
@@ -154,15 +154,15 @@ def test_branch_is_counted_and_flagged(mesh):
 
     p = jax.ShapeDtypeStruct((), bool)
     x, w = abstract(mesh, (20, 26), "data"), abstract(mesh, (26, 26), "mdl")
-    (one,) = hlo.collectives(jax.jit(run).lower(p, x, w).compile())
-    assert (one.count, one.at_least, one.at_most) == (1, False, True)
-    assert "<=1" in hlo.collectives_table([one])
+    (item,) = hlo.collectives(jax.jit(run).lower(p, x, w).compile())
+    assert (item.count, item.at_least, item.at_most) == (1, False, True)
+    assert "<=1" in hlo.collectives_table([item])
 
 
 def test_all_gather_and_group_over_two_axes(mesh):
     gather = jax.jit(lambda x: x * 2, out_shardings=NamedSharding(mesh, P()))
-    (one,) = hlo.collectives(gather.lower(abstract(mesh, (24, 13), ("data", "mdl"))).compile())
-    assert (one.kind, one.bytes, one.group_size) == ("all-gather", 24 * 13 * F32, 8)
+    (item,) = hlo.collectives(gather.lower(abstract(mesh, (24, 13), ("data", "mdl"))).compile())
+    assert (item.kind, item.bytes, item.group_size) == ("all-gather", 24 * 13 * F32, 8)
 
 
 def test_shard_map_collectives_are_named_by_kind(mesh):
@@ -172,10 +172,10 @@ def test_shard_map_collectives_are_named_by_kind(mesh):
         return jax.lax.ppermute(x, "data", [(i, (i + 1) % 4) for i in range(4)])
 
     run = jax.shard_map(run, mesh=mesh, in_specs=P("data"), out_specs=P("data", "mdl"))
-    found = hlo.collectives(jax.jit(run).lower(abstract(mesh, (16, 26), "data")).compile())
+    actual = hlo.collectives(jax.jit(run).lower(abstract(mesh, (16, 26), "data")).compile())
     size = 4 * 13 * F32
     # The axis mdl has two devices, data four.
-    assert {(c.kind, c.bytes, c.group_size) for c in found} == {
+    assert {(c.kind, c.bytes, c.group_size) for c in actual} == {
         ("reduce-scatter", size, 2),
         ("all-to-all", size, 4),
         ("collective-permute", size, None),
@@ -252,10 +252,10 @@ def test_flops_of_scanned_matmuls_and_their_gradients(mesh):
         return jax.lax.scan(lambda x, w: (contract(mesh, jnp.tanh(x), w), None), x, w)[0].sum()
 
     x, w = abstract(mesh, (20, 26), "data"), abstract(mesh, (7, 26, 26), None, "mdl")
-    one = 2 * 5 * 13 * 26
-    assert hlo.flops(jax.jit(loss).lower(w, x).compile()) == 7 * one
+    item = 2 * 5 * 13 * 26
+    assert hlo.flops(jax.jit(loss).lower(w, x).compile()) == 7 * item
     # Backward: one matmul each for x and w; x's of the first layer is computed too.
-    assert hlo.flops(jax.jit(jax.grad(loss)).lower(w, x).compile()) == 3 * 7 * one
+    assert hlo.flops(jax.jit(jax.grad(loss)).lower(w, x).compile()) == 3 * 7 * item
 
 
 def test_flops_of_batched_dots_and_of_matmuls_large_enough_for_a_library_call():
@@ -405,8 +405,8 @@ calls=%all-reduce-scatter.8
   ROOT %fusion.1 = f32[512,512]{1,0} fusion(%a), kind=kCustom, calls=%all-reduce-scatter.6
 }
 """
-    found = [(one.kind, one.bytes, one.dtypes, one.group_size) for one in hlo.collectives(text)]
-    assert found == [
+    actual = [(one.kind, one.bytes, one.dtypes, one.group_size) for one in hlo.collectives(text)]
+    assert actual == [
         ("reduce-scatter", 8 * 8 * (4 + 2), ("f32", "bf16"), 8),
         ("reduce-scatter", 512 * 512 * 4, ("f32",), 8),
     ]
@@ -456,8 +456,8 @@ ENTRY %main (a: f32[13], b: bf16[7], c: f32[26]) -> f32[13] {{
   ROOT %done = f32[13]{{0}} {done}
 }}
 """
-    (one,) = hlo.collectives(text)
-    assert (one.count, one.bytes, one.group_size) == (1, size, 6)
+    (item,) = hlo.collectives(text)
+    assert (item.count, item.bytes, item.group_size) == (1, size, 6)
 
 
 @pytest.mark.parametrize(
@@ -620,12 +620,12 @@ def test_a_collective_in_no_layer_is_told_by_the_line_of_the_model(mesh):
         return jax.lax.with_sharding_constraint(y, NamedSharding(mesh, P("data", None)))
 
     x, w = abstract(mesh, (20, 26), "data", "mdl"), abstract(mesh, (26, 37), "mdl")
-    (one,) = hlo.collectives(jax.jit(model).lower(x, w).compile())
-    assert one.layer == f"test_hlo.py:{lines[0]}"
+    (item,) = hlo.collectives(jax.jit(model).lower(x, w).compile())
+    assert item.layer == f"test_hlo.py:{lines[0]}"
     # Differentiated, by the same line.
     grad = jax.grad(lambda w, x: model(x, w).sum() ** 2)
-    found = hlo.collectives(jax.jit(grad).lower(w, x).compile())
-    assert f"gradient of test_hlo.py:{lines[-1]}" in {c.layer for c in found}
+    actual = hlo.collectives(jax.jit(grad).lower(w, x).compile())
+    assert f"gradient of test_hlo.py:{lines[-1]}" in {c.layer for c in actual}
 
 
 def test_merged_collectives_have_the_layers_of_all_their_parts(mesh):
@@ -637,10 +637,10 @@ def test_merged_collectives_have_the_layers_of_all_their_parts(mesh):
 
     ws = [abstract(mesh, (7 + 2 * i, 9 + 2 * i)) for i in range(3)]
     compiled = jax.jit(jax.grad(loss)).lower(ws, abstract(mesh, (8, 7), "data")).compile()
-    (one,) = hlo.collectives(compiled)
+    (item,) = hlo.collectives(compiled)
     parts = {f"gradient of stack/layer_{i}": (7 + 2 * i) * (9 + 2 * i) * F32 for i in range(3)}
-    assert dict(one.layers) == parts and one.bytes == sum(parts.values())
-    assert one.layer == "gradient of several in stack"
+    assert dict(item.layers) == parts and item.bytes == sum(parts.values())
+    assert item.layer == "gradient of several in stack"
 
 
 def test_an_argument_gathered_as_it_comes_is_named(mesh):
@@ -654,11 +654,11 @@ def test_table_lists_below_a_kind_its_layers_with_the_most_bytes_first():
     def one(kind, layer, count, size, at_least=False):
         return hlo.Collective(kind, size, ("f32",), count, at_least, False, 2, "", ((layer, size),))
 
-    found = [
+    actual = [
         one("all-reduce", "a/norm", 7, 10), one("all-gather", "a/ffn", 3, 1024),
         one("all-reduce", "a/ffn", 2, 1024), one("all-reduce", "a/norm", 1, 5, at_least=True),
     ]
-    lines = [re.split(r"  +", line.strip()) for line in hlo.collectives_table(found).splitlines()]
+    lines = [re.split(r"  +", line.strip()) for line in hlo.collectives_table(actual).splitlines()]
     assert lines == [
         ["collective", "count", "bytes"],
         ["all-reduce", ">=10", ">=2.1 KiB"],

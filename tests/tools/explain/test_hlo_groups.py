@@ -26,15 +26,15 @@ SIZES = {"replica": 1, "data": 4, "mdl": 2}
     ],
 )
 def test_groups_in_every_spelling(text, groups, axes):
-    found = device_groups(f" replica_groups={text}, to_apply=%add", PROGRAM)
-    assert sorted(map(sorted, found.tolist())) == groups
-    assert axes_of_groups(found, SIZES) == axes
+    actual = device_groups(f" replica_groups={text}, to_apply=%add", PROGRAM)
+    assert sorted(map(sorted, actual.tolist())) == groups
+    assert axes_of_groups(actual, SIZES) == axes
 
 
 def test_a_permutes_pairs_are_its_groups():
-    found = device_groups(" source_target_pairs={{0,2},{2,4},{4,6},{6,0}}", PROGRAM)
-    np.testing.assert_array_equal(found, [[0, 2], [2, 4], [4, 6], [6, 0]])
-    assert axes_of_groups(found, SIZES) == ("data",)
+    actual = device_groups(" source_target_pairs={{0,2},{2,4},{4,6},{6,0}}", PROGRAM)
+    np.testing.assert_array_equal(actual, [[0, 2], [2, 4], [4, 6], [6, 0]])
+    assert axes_of_groups(actual, SIZES) == ("data",)
 
 
 def test_devices_that_the_mesh_does_not_have_have_no_axes():

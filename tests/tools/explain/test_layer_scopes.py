@@ -118,9 +118,9 @@ def test_two_builds_are_one_program_to_the_compilation_cache():
         run = jax.jit(lambda mdl_vars, x: model.module(mdl_vars)(x))
         return run.lower(mdl_vars, jnp.ones((2, 3))).as_text(debug_info=True)
 
-    one, other = [text() for _ in range(2)]
-    assert "blocks/query" in one
-    assert one == other
+    item, other = [text() for _ in range(2)]
+    assert "blocks/query" in item
+    assert item == other
 
 
 def test_layers_stay_equal_pytrees_that_can_be_copied_and_pickled():

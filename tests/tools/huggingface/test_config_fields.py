@@ -90,7 +90,7 @@ def test_a_field_has_all_its_names_and_one_value(family):
 )
 def test_a_field_that_is_refused_has_its_reason(family, field, words):
     value = 0.1 if field == "router_jitter_noise" else True
-    with pytest.raises(ConfigError, match=f"{field} is {value}; .*{words}"):
+    with pytest.raises(ConfigError, match=f"{field}.*{value}.*{words}"):
         model_of({**defaults_of(family), field: value})
 
 
@@ -136,6 +136,6 @@ def test_layers_that_divide_their_scores_differ():
 
 def test_whole_heads_rotate_but_where_a_family_has_parts():
     scaling = {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}
-    with pytest.raises(ConfigError, match="partial_rotary_factor is 0.5.*Whole heads rotate"):
+    with pytest.raises(ConfigError, match="partial_rotary_factor.*0.5"):
         model_of({**defaults_of("llama"), "rope_parameters": scaling})
     model_of({**defaults_of("phi3"), "rope_parameters": scaling})

@@ -63,26 +63,26 @@ def finetuned(root, experiment, job, *settings):
 def merged_by_hand(base, adapters):
     """Returns W + alpha / r B A of each tensor, as PEFT adds them, in NumPy."""
     config = json.loads((adapters / "adapter_config.json").read_text())
-    scale, found = config["lora_alpha"] / config["r"], load_file(base / "model.safetensors")
+    scale, actual = config["lora_alpha"] / config["r"], load_file(base / "model.safetensors")
     tensors = load_file(adapters / "adapter_model.safetensors")
     for name, a in tensors.items():
         if ".lora_A." in name:
             b = tensors[name.replace("lora_A", "lora_B")]
             target = name.removeprefix("base_model.model.").replace("lora_A.", "")
-            found[target] = found[target] + scale * b @ a
-    return found, config
+            actual[target] = actual[target] + scale * b @ a
+    return actual, config
 
 
 def adapters_are_right(root, job):
     convert(["export", str(root / job), str(root / "merged"), "--adapters=merge"])
     convert(["export", str(root / job), str(root / "peft"), "--adapters=peft"])
-    wanted, config = merged_by_hand(root / "llama", root / "peft")
-    found = load_file(root / "merged" / "model.safetensors")
-    assert wanted.keys() == found.keys()
+    expected, config = merged_by_hand(root / "llama", root / "peft")
+    actual = load_file(root / "merged" / "model.safetensors")
+    assert expected.keys() == actual.keys()
     base = load_file(root / "llama" / "model.safetensors")
-    for name, x in wanted.items():
-        np.testing.assert_allclose(found[name], x, rtol=1e-5, atol=1e-6, err_msg=name)
-    changed = {name for name in found if not np.array_equal(found[name], base[name])}
+    for name, x in expected.items():
+        np.testing.assert_allclose(actual[name], x, rtol=1e-5, atol=1e-6, err_msg=name)
+    changed = {name for name in actual if not np.array_equal(actual[name], base[name])}
     assert changed == {name for name in base if "_proj." in name}
     assert set(config["target_modules"]) == {
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
@@ -141,9 +141,9 @@ def test_the_other_ways_to_fine_tune_begin_with_the_models_weights(started, expe
     if experiment.startswith("ChatDpo"):
         pairs = [json.loads(line) for line in (started / "chat.jsonl").read_text().splitlines()]
         text = "\n".join(
-            json.dumps({"prompt": one["messages"][:1], "chosen": one["messages"][1:],
+            json.dumps({"prompt": pair["messages"][:1], "chosen": pair["messages"][1:],
                         "rejected": [{"role": "assistant", "content": "No."}], "line": number})
-            for number, one in enumerate(pairs)
+            for number, pair in enumerate(pairs)
         )
         (started / "pairs.jsonl").write_text(text)
     files = (f"CHAT_FILES={started / 'pairs.jsonl'}",) if "Dpo" in experiment else ()
@@ -166,9 +166,9 @@ def test_the_other_ways_to_fine_tune_begin_with_the_models_weights(started, expe
 @pytest.mark.slow
 def test_layers_that_share_a_tensor_are_merged_but_are_no_adapter_of_peft(tmp_path, capsys):
     directory = with_vocabulary(GOLDENS / "hf" / "phi3", tmp_path / "phi3")
-    job, said = tmp_path / "job", f"HF_DIR={directory}"
+    job, message = tmp_path / "job", f"HF_DIR={directory}"
     succeed(
-        "--exp=huggingface.ChatLora", f"--job_log_dir={job}", "--set", said,
+        "--exp=huggingface.ChatLora", f"--job_log_dir={job}", "--set", message,
         "SEQ_LEN=600", "BATCH_SIZE=2", "task.model.max_positions=600",
         "run.num_train_steps=1", "mesh.ici_mesh_shape=1,1,1", "mesh.allow_unused_devices=True",
     )
@@ -177,5 +177,5 @@ def test_layers_that_share_a_tensor_are_merged_but_are_no_adapter_of_peft(tmp_pa
     assert "gate_up_proj.weight holds several" in capsys.readouterr().err
     convert(["export", str(job), str(tmp_path / "merged"), "--adapters=merge"])
     ids = np.arange(20).reshape(2, 10)
-    found = huggingface.load(tmp_path / "merged").logits(ids)
-    np.testing.assert_allclose(found, praxis_lite.load(job).predict(ids)[0], atol=0.05)
+    actual = huggingface.load(tmp_path / "merged").logits(ids)
+    np.testing.assert_allclose(actual, praxis_lite.load(job).predict(ids)[0], atol=0.05)

@@ -71,7 +71,7 @@ def test_harmless_fields_of_fine_tunes_pass_with_one_line():
     assert family.decoder_settings(config) == expected
     (line,) = family.not_followed(config)
     assert "unsloth_version" in line and "do_sample" in line and "some_field" not in line
-    with pytest.raises(ConfigError, match="the field 'attention_multiplyer' = 2"):
+    with pytest.raises(ConfigError, match="'attention_multiplyer'.*=.*2"):
         family.decoder_settings(config | {"attention_multiplyer": 2})
 
 
@@ -141,7 +141,7 @@ def test_a_description_of_any_shape_is_refused(model, content):
     (model / "tensors.json").write_text(json.dumps(content))
     TensorFiles(model)  # Its own weights count first.
     (model / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"tensors\.json is not as praxis_lite wrote it"):
+    with pytest.raises(ConfigError, match=r"tensors\.json.*praxis_lite"):
         TensorFiles(model)
 
 
@@ -167,7 +167,7 @@ def test_a_tensor_that_the_index_does_not_list_is_read_or_refused(model):
     extra = {"model.layers.0.self_attn.gate.weight": np.ones((2, 2), np.float32)}
     of_first = {name: x for name, x in tensors.items() if file_of[name] == "part-0.safetensors"}
     save_file({**of_first, **extra}, model / "part-0.safetensors")
-    with pytest.raises(ConfigError, match="self_attn.gate.weight, which the table .* lost"):
+    with pytest.raises(ConfigError, match="self_attn.gate.weight"):
         huggingface.load(model)
 
 
@@ -176,7 +176,7 @@ def test_a_tensor_in_two_files_and_two_models_in_a_directory_are_refused(model):
     twice = next(name for name in tensors if file_of[name] == "part-1.safetensors")
     of_first = {name: x for name, x in tensors.items() if file_of[name] == "part-0.safetensors"}
     save_file({**of_first, twice: tensors[twice]}, model / "part-0.safetensors")
-    with pytest.raises(ConfigError, match="in part-0.safetensors and in part-1.safetensors"):
+    with pytest.raises(ConfigError, match="part-0.safetensors.*part-1.safetensors"):
         TensorFiles(model)
     save_file(of_first, model / "part-0.safetensors")
     save_file(tensors, model / "model.safetensors")
@@ -216,7 +216,7 @@ def rewritten(folder, family, **fields):
 
 def test_the_head_of_a_tied_model_has_its_familys_name(model):
     tensors = rewritten(model, "gpt_neox", tie_word_embeddings=True)
-    with pytest.raises(ConfigError, match="embed_out.weight with other values"):
+    with pytest.raises(ConfigError, match="embed_out.weight"):
         huggingface.load(model)
     tensors["embed_out.weight"] = tensors["gpt_neox.embed_in.weight"].copy()
     save_file(tensors, model / "model.safetensors")
@@ -225,7 +225,7 @@ def test_the_head_of_a_tied_model_has_its_familys_name(model):
     save_file(tensors, model / "model.safetensors")
     rewritten_config = {**config_of("gpt_neox"), "tie_word_embeddings": False}
     (model / "config.json").write_text(json.dumps(rewritten_config))
-    with pytest.raises(ConfigError, match="no embed_out.weight.*tie_word_embeddings true"):
+    with pytest.raises(ConfigError, match="embed_out.weight.*tie_word_embeddings"):
         huggingface.load(model)
 
 

@@ -24,28 +24,28 @@ def test_a_job_is_begun_and_written_again_bit_for_bit(tmp_path, capsys):
         (tmp_path / "hf" / file.name).write_bytes(file.read_bytes())
     (tmp_path / "hf/tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     main(["import", str(tmp_path / "hf"), str(tmp_path / "job"), "--set", UNEVEN])
-    said = capsys.readouterr().out
+    message = capsys.readouterr().out
     num_bytes = sum(4 * x.size for x in load_file(PHI3 / "model.safetensors").values())
-    assert f"\nread {num_bytes / 2**10:.1f} KiB in " in f"\n{said}"
+    assert f"\nread {num_bytes / 2**10:.1f} KiB in " in f"\n{message}"
     kept = f"HF_DIR={tmp_path}/job/huggingface"
     assert (
         f"began {tmp_path / 'job'}: go on with main.py --exp=huggingface.CausalLm "
         f"--job_log_dir={tmp_path / 'job'} --set {kept} {UNEVEN}\n"
-    ) in said
+    ) in message
     # The directory that it came from is no longer needed.
     (tmp_path / "hf").rename(tmp_path / "gone")
     main(["export", str(tmp_path / "job"), str(tmp_path / "out")])
-    wanted = load_file(tmp_path / "gone/model.safetensors")
-    found = load_file(tmp_path / "out/model.safetensors")
-    assert {name: x.tobytes() for name, x in found.items()} == {
-        name: x.tobytes() for name, x in wanted.items()
+    expected = load_file(tmp_path / "gone/model.safetensors")
+    actual = load_file(tmp_path / "out/model.safetensors")
+    assert {name: x.tobytes() for name, x in actual.items()} == {
+        name: x.tobytes() for name, x in expected.items()
     }
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config == json.loads((PHI3 / "config.json").read_text())
     assert (tmp_path / "out/tokenizer_config.json").read_text() == '{"eos_token": "</s>"}'
     main(["export", str(tmp_path / "job"), str(tmp_path / "wide"), "--dtype", "float32"])
     wide = load_file(tmp_path / "wide/model.safetensors")
-    for name, x in wanted.items():
+    for name, x in expected.items():
         np.testing.assert_array_equal(wide[name], x.astype(np.float32))
     assert json.loads((tmp_path / "wide/config.json").read_text())["torch_dtype"] == "float32"
     with pytest.raises(SystemExit) as exit_:
@@ -68,9 +68,9 @@ def test_an_experiment_begins_with_its_weights(tmp_path, capsys):
     ])
     assert f"12 weights from {PHI3}" in capsys.readouterr().out
     main(["export", str(tmp_path / "job"), str(tmp_path / "out")])
-    found = load_file(tmp_path / "out/model.safetensors")
+    actual = load_file(tmp_path / "out/model.safetensors")
     for name, x in load_file(PHI3 / "model.safetensors").items():
-        assert found[name].tobytes() == x.tobytes()
+        assert actual[name].tobytes() == x.tobytes()
 
 
 def test_an_import_that_is_refused_leaves_an_empty_directory(tmp_path, capsys):
@@ -96,9 +96,9 @@ def test_a_job_goes_on_by_what_it_keeps_itself(tmp_path, capsys):
     launch(shlex.split(words))
     assert "step 1/1" in capsys.readouterr().out
     main(["export", str(tmp_path / "job"), str(tmp_path / "out")])
-    found = load_file(tmp_path / "out/model.safetensors")
+    actual = load_file(tmp_path / "out/model.safetensors")
     for name, x in load_file(PHI3 / "model.safetensors").items():
-        assert found[name].tobytes() == x.tobytes()
+        assert actual[name].tobytes() == x.tobytes()
 
 
 def test_a_job_of_another_kind_is_not_written(tmp_path):

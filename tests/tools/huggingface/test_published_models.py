@@ -34,6 +34,6 @@ def test_a_published_model_has_its_number_of_parameters(name):
     of_tensor = collections.defaultdict(list)
     for part in parts(family, settings, shapes):
         of_tensor[part.tensor].append(part)
-    found = sum(math.prod(tensor_shape(x)) for x in of_tensor.values())
-    assert found == PUBLISHED[name]["parameters"]
-    assert found == sum(map(math.prod, shapes.values()))
+    actual = sum(math.prod(tensor_shape(x)) for x in of_tensor.values())
+    assert actual == PUBLISHED[name]["parameters"]
+    assert actual == sum(map(math.prod, shapes.values()))

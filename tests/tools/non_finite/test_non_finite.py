@@ -190,20 +190,20 @@ def test_a_healthy_step_is_not_spoken_of(settings, tmp_path):
 @pytest.mark.parametrize("layer", [0, 2])
 def test_the_logarithm_of_a_negative_number_is_found_in_its_layer(settings, layer, tmp_path):
     fault, where = planted_in(settings, "log_of", layer, -1.0)
-    said = bench(**settings).report(tmp_path, fault)
-    assert "step 1: the loss is nan, the norm of the gradient nan" in said
-    assert f"the first NaN, in the forward pass: {where}made by log, at {line_of('log')}" in said
-    assert said.count("\n") == 1
-    assert ("micro-batch 0" in said) == ("num_micro_batches" in settings)
+    message = bench(**settings).report(tmp_path, fault)
+    assert "step 1: the loss is nan, the norm of the gradient nan" in message
+    assert f"the first NaN, in the forward pass: {where}made by log, at {line_of('log')}" in message
+    assert message.count("\n") == 1
+    assert ("micro-batch 0" in message) == ("num_micro_batches" in settings)
 
 
 @each_bench
 def test_what_only_the_gradient_divides_by_zero_is_found_in_the_backward_pass(settings, tmp_path):
     fault, where = planted_in(settings, "root_of", 1, 0.0)
-    said = bench(**settings).report(tmp_path, fault)
-    assert "the norm of the gradient nan" in said and "the loss is nan" not in said
-    assert "in the backward pass (the loss is finite): " in said
-    assert where in said and line_of("root") in said
+    message = bench(**settings).report(tmp_path, fault)
+    assert "the norm of the gradient nan" in message and "the loss is nan" not in message
+    assert "in the backward pass (the loss is finite): " in message
+    assert where in message and line_of("root") in message
 
 
 @each_bench
@@ -212,50 +212,50 @@ def test_what_only_the_gradient_divides_by_zero_is_found_in_the_backward_pass(se
 )
 def test_an_overflow_is_found_and_so_is_the_nan_that_comes_of_it(settings, name, value, tmp_path):
     fault, where = planted_in(settings, f"{name}_of", 1, value)
-    said = bench(**settings).report(tmp_path, fault)
-    assert "the first infinity, in the forward pass: " in said
-    assert f"{where}made by mul, at {line_of(name)}" in said
-    assert "the first NaN, made of it: in the layer " in said
+    message = bench(**settings).report(tmp_path, fault)
+    assert "the first infinity, in the forward pass: " in message
+    assert f"{where}made by mul, at {line_of(name)}" in message
+    assert "the first NaN, made of it: in the layer " in message
 
 
 @each_bench
 @pytest.mark.parametrize(("value", "word"), [(np.nan, "NaN"), (np.inf, "infinite")])
 def test_a_weight_that_was_not_finite_is_said_rather_than_a_layer(settings, value, word, tmp_path):
     path, index, _ = weight(settings, "gate/log_of", 2)
-    said = bench(**settings).report(tmp_path, {path: (index, value)})
-    assert f"the weight {path} was {word} before the step" in said
+    message = bench(**settings).report(tmp_path, {path: (index, value)})
+    assert f"the weight {path} was {word} before the step" in message
     if not settings.get("unroll"):
-        assert "in 1 of its 3 rows (first dim), the first [2]" in said
-    assert "in the layer" not in said
+        assert "in 1 of its 3 rows (first dim), the first [2]" in message
+    assert "in the layer" not in message
 
 
 @each_bench
 @pytest.mark.parametrize(("value", "word"), [(np.nan, "NaN"), (-np.inf, "infinite")])
 def test_a_batch_that_was_not_finite_is_said_rather_than_a_layer(settings, value, word, tmp_path):
-    made = bench(**settings)
-    labels = batch_of(made.num_rows)["labels"]
+    result = bench(**settings)
+    labels = batch_of(result.num_rows)["labels"]
     labels[[5, 11], 3] = value
-    said = made.report(tmp_path, batch={"labels": labels})
-    assert f"the batch's labels was {word} before the step, in 2 of its " in said
-    assert "the first [5, 11]" in said and "in the layer" not in said
+    message = result.report(tmp_path, batch={"labels": labels})
+    assert f"the batch's labels was {word} before the step, in 2 of its " in message
+    assert "the first [5, 11]" in message and "in the layer" not in message
 
 
 @each_bench
 def test_a_mask_is_blamed_only_where_it_leaves_nothing(settings, tmp_path):
-    made = bench(**settings)
-    seen = batch_of(made.num_rows)["seen"]
+    result = bench(**settings)
+    seen = batch_of(result.num_rows)["seen"]
     seen[7] = False
-    said = made.report(tmp_path, batch={"seen": seen})
-    assert "the first NaN, in the forward pass, of an infinite constant: made by sub" in said
-    assert line_of("softmax") in said
+    message = result.report(tmp_path, batch={"seen": seen})
+    assert "the first NaN, in the forward pass, of an infinite constant: made by sub" in message
+    assert line_of("softmax") in message
 
 
 def test_reports_are_kept_in_a_file_and_there_are_not_too_many(tmp_path):
-    made = bench()
-    partitioner, said = made.partitioner, []
-    reports = NonFiniteReports(partitioner, tmp_path / "many.txt", said.append)
-    made.report(tmp_path, {"stack/blocks/gate/log_of": (2, -1.0)})
-    reports.search = made.reports.search  # Compiled once.
+    result = bench()
+    partitioner, message = result.partitioner, []
+    reports = NonFiniteReports(partitioner, tmp_path / "many.txt", message.append)
+    result.report(tmp_path, {"stack/blocks/gate/log_of": (2, -1.0)})
+    reports.search = result.reports.search  # Compiled once.
     key = partitioner.key(0)
     state = planted(partitioner.init(key), {"stack/blocks/gate/log_of": (2, -1.0)})
     batch = partitioner.global_batch(batch_of(13))
@@ -263,7 +263,7 @@ def test_reports_are_kept_in_a_file_and_there_are_not_too_many(tmp_path):
         state, outputs = partitioner.train_step(state, batch, key)
         reports.look(step, state, batch, key, outputs)
     written = (tmp_path / "many.txt").read_text().splitlines()
-    assert written == said and len(written) == 2 * MAX_REPORTS + 1
+    assert written == message and len(written) == 2 * MAX_REPORTS + 1
     assert [line.split(":")[0] for line in written[::2]] == [
         *(f"step {step}" for step in range(1, MAX_REPORTS + 1)),
         "  (no more steps are looked into",
@@ -348,19 +348,19 @@ def test_models_that_open_no_scopes_are_told_by_their_lines(
 ):
     task = LossTask(model(), loss_fn, Learner(optax.sgd, 0.1))
     partitioner = Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1))))
-    said = Bench(partitioner, 13).report(tmp_path, {weight: ((), -1.0)})
+    message = Bench(partitioner, 13).report(tmp_path, {weight: ((), -1.0)})
     where = f"in the layer {layer}, " if layer else ""
-    assert f"the first NaN, in the forward pass: {where}made by log, at {line_of(mark)}" in said
+    assert f"the first NaN, in the forward pass: {where}made by log, at {line_of(mark)}" in message
 
 
 def test_a_line_of_the_library_is_said_with_the_line_outside_that_called_it(tmp_path):
     task = LossTask(NnxModel(Calling), summed, Learner(optax.sgd, 0.1))
     partitioner = Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1))))
-    said = Bench(partitioner, 13).report(tmp_path, {"ffn/linear/w": ((), 3e38)})
+    message = Bench(partitioner, 13).report(tmp_path, {"ffn/linear/w": ((), 3e38)})
     assert re.search(
         r"in the layer linear, made by dot_general, at base_layer\.py:\d+, "
-        f"called at {line_of('calling')}", said,
-    ), said
+        f"called at {line_of('calling')}", message,
+    ), message
 
 
 def bad_for_one_key(params, inputs, key):
@@ -371,9 +371,9 @@ def bad_for_one_key(params, inputs, key):
 def test_a_step_is_run_again_with_its_own_key(tmp_path):
     model = FunctionModel(lambda key: {"a": jnp.full((), 2.0)})
     task = LossTask(model, bad_for_one_key, Learner(optax.sgd, 0.1))
-    made = Bench(Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1)))), 13)
+    result = Bench(Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1)))), 13)
     drawn = jax.random.uniform(jax.random.fold_in(jax.random.key(0), 0))
-    assert "made by log" in made.report(tmp_path, {"a": ((), drawn)})
+    assert "made by log" in result.report(tmp_path, {"a": ((), drawn)})
 
 
 @pytest.mark.slow
@@ -382,16 +382,16 @@ def test_a_language_model_on_uneven_sizes_is_told_its_layer(tmp_path):
     from jobzoo.experiments import Tiny
 
     job = fdl.build(Tiny().config())
-    made = Partitioner(job.task, make_mesh(job.mesh))
-    key, said = made.key(0), []
-    batch = made.global_batch(next(job.datasets["train"].batches()))
-    reports = NonFiniteReports(made, tmp_path / "non_finite.txt", said.append)
+    result = Partitioner(job.task, make_mesh(job.mesh))
+    key, message = result.key(0), []
+    batch = result.global_batch(next(job.datasets["train"].batches()))
+    reports = NonFiniteReports(result, tmp_path / "non_finite.txt", message.append)
     for name, layer in (("ff_layer/ffn_layer2", 1), ("ff_layer/ffn_layer1", 0)):
         weight = f"transformer/blocks/{name}/linear/w"
-        state = planted(made.init(key), {weight: (layer, 3e38)})
-        state, outputs = made.train_step(state, batch, key)
+        state = planted(result.init(key), {weight: (layer, 3e38)})
+        state, outputs = result.train_step(state, batch, key)
         reports.look(1, state, batch, key, outputs)
         where = f"in the layer transformer/blocks[{layer}]/{name}/linear"
-        assert ", in the forward pass: " in said[1] and where in said[1], said
-        assert "made by dot_general, at base_layer.py:" in said[1]
-        said.clear()
+        assert ", in the forward pass: " in message[1] and where in message[1], message
+        assert "made by dot_general, at base_layer.py:" in message[1]
+        message.clear()

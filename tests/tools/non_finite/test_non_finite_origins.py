@@ -75,19 +75,19 @@ def test_nothing_is_found_where_all_is_finite(search):
 )
 def test_an_infinity_is_found_where_it_was_made(search, fault, operation, turns):
     args = jnp.ones(6).at[fault].set(0.0), jax.random.key(0)
-    found = search(args, only_nan=False)
-    assert [origin is not None for origin in found] == [i == fault for i in range(6)]
-    origin = found[fault]
+    actual = search(args, only_nan=False)
+    assert [origin is not None for origin in actual] == [i == fault for i in range(6)]
+    origin = actual[fault]
     assert (origin.operation.primitive, origin.turns) == (operation, turns)
     assert search(args, only_nan=True) == [None] * 6
 
 
 def test_what_was_not_finite_at_the_start_is_an_argument(search):
     args = jnp.ones(6).at[2].set(np.nan), jax.random.key(0)
-    found = search(args, only_nan=True)
+    actual = search(args, only_nan=True)
     # The faults are elements of one array: only what really depends on the bad one is bad.
-    assert [origin is not None for origin in found] == [False, False, True, False, False, False]
-    assert found[2].operation.argument == 0
+    assert [origin is not None for origin in actual] == [False, False, True, False, False, False]
+    assert actual[2].operation.argument == 0
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -132,5 +132,5 @@ def test_a_row_that_is_finite_has_nothing_of_the_other_rows():
         return lax.scan(add, 0.0, (jnp.arange(3), ys))[0]
 
     x = jnp.array([1.0, -1.0, 7.0])  # Logarithms: 0, NaN, finite.
-    (found,) = OriginSearch(jax.jit(made).trace(x).jaxpr, [0])([x], only_nan=False)
-    assert (found.operation.primitive, found.turns) == ("div", (0,))
+    (actual,) = OriginSearch(jax.jit(made).trace(x).jaxpr, [0])([x], only_nan=False)
+    assert (actual.operation.primitive, actual.turns) == ("div", (0,))

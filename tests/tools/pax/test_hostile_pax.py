@@ -152,10 +152,10 @@ def a_chunk_that_is_a_bomb(step, outside):
 
 def metadata(step: Path, shape: object) -> None:
     path = step / "metadata/metadata"
-    found = json.loads(path.read_text())
-    layers = found["train_state_metadata"]["mdl_vars"]["params"]["lm"]
+    actual = json.loads(path.read_text())
+    layers = actual["train_state_metadata"]["mdl_vars"]["params"]["lm"]
     layers["position_emb"]["emb_var"]["unpadded_shape"] = shape
-    path.write_text(json.dumps(found))
+    path.write_text(json.dumps(actual))
 
 
 @hostile("scanned_gda", "shape")
@@ -271,24 +271,24 @@ def a_msgpack_that_is_a_pipe(step, outside):
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
     """The step that Pax wrote in each form, by its name."""
-    root, found = tmp_path_factory.mktemp("pax"), {}
+    root, actual = tmp_path_factory.mktemp("pax"), {}
     for name in STEPS:
         with zipfile.ZipFile(MADE_BY_PAX / f"{name}.zip") as file:
             file.extractall(root / name)
-        [found[name]] = (root / name / "checkpoints").iterdir()
-    return found
+        [actual[name]] = (root / name / "checkpoints").iterdir()
+    return actual
 
 
 @pytest.fixture(scope="module")
 def steps(good, tmp_path_factory):
     """The step of each case, by its name, beside a folder `outside`."""
-    root, found = tmp_path_factory.mktemp("hostile"), {}
+    root, actual = tmp_path_factory.mktemp("hostile"), {}
     for name, (form, change, _) in CASES.items():
-        found[name] = root / name / "checkpoints" / good[form].name
+        actual[name] = root / name / "checkpoints" / good[form].name
         (root / name / "outside").mkdir(parents=True)
-        shutil.copytree(good[form], found[name])
-        change(found[name], root / name / "outside")
-    return found
+        shutil.copytree(good[form], actual[name])
+        change(actual[name], root / name / "outside")
+    return actual
 
 
 @pytest.fixture(scope="module")

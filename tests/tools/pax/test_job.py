@@ -88,16 +88,16 @@ def test_evaluation_gives_paxs_loss_and_training_goes_on_from_step_0(job, capsys
     logits = numbers["out/logits"].astype(np.float64)
     labels = np.roll(numbers["in/ids"], -1, 1)
     log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    wanted = -np.take_along_axis(log_probs, labels[..., None], -1).mean()
+    expected = -np.take_along_axis(log_probs, labels[..., None], -1).mean()
 
     main.main(["--mode=eval", f"--job_log_dir={job.path}"])
     line = json.loads(job.eval_metrics_jsonl.read_text().splitlines()[-1])
-    assert line["step"] == 0 and line["loss"] == pytest.approx(wanted, rel=1e-5)
+    assert line["step"] == 0 and line["loss"] == pytest.approx(expected, rel=1e-5)
 
     main.main(["--exp=paxzoo.FromPax", "--packages=paxzoo", f"--job_log_dir={job.path}"])
     assert "restored the checkpoint of step 0" in capsys.readouterr().out
     first = json.loads(job.metrics_jsonl.read_text().splitlines()[0])
-    assert first["step"] == 1 and first["loss"] == pytest.approx(wanted, rel=1e-5)
+    assert first["step"] == 1 and first["loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_job_that_has_weights_already_is_refused(job):

@@ -73,17 +73,17 @@ def seconds_of(wire_bytes, links, hops, efficiencies):
 @pytest.mark.parametrize("hop_seconds", [1e-9, 1e-3])
 def test_a_program_takes_what_its_parts_do(hop_seconds):
     fitted = dataclasses.replace(FITTED, hop_seconds=hop_seconds)
-    found = schedule(TEXT, CHIP, MESH, fitted)
+    actual = schedule(TEXT, CHIP, MESH, fitted)
     computed = 1500 / CHIP.clock / fitted.cycles
     # Of the permute only what lasts longer than the computation is waited for.
     permute = seconds_of(4096, 1, 1, fitted)
     gather = seconds_of(7 * 1024, 2, 4, fitted)
     assert (permute > computed) == (hop_seconds == 1e-3)
-    assert found.memory == pytest.approx(3 * computed + 600 / CHIP.clock / fitted.cycles)
-    assert found.seconds == pytest.approx(
+    assert actual.memory == pytest.approx(3 * computed + 600 / CHIP.clock / fitted.cycles)
+    assert actual.seconds == pytest.approx(
         3 * max(permute, computed) + gather + 600 / CHIP.clock / fitted.cycles
     )
-    by_kind = {one.kind: one for one in found.collectives.values()}
+    by_kind = {collective.kind: collective for collective in actual.collectives.values()}
     assert by_kind["collective-permute"].exposed_seconds == pytest.approx(
         3 * max(permute - computed, 0)
     )
@@ -91,17 +91,17 @@ def test_a_program_takes_what_its_parts_do(hop_seconds):
     assert by_kind["all-gather"].wire_bytes == 7 * 1024
     assert by_kind["all-gather"].bytes == 8 * 1024
     assert by_kind["all-gather"].axes == ("data",)
-    assert found.exposed == pytest.approx(3 * max(permute - computed, 0) + gather)
+    assert actual.exposed == pytest.approx(3 * max(permute - computed, 0) + gather)
 
 
 def test_a_permute_over_both_links_takes_half_as_long():
     fitted = dataclasses.replace(FITTED, hop_seconds=0.0)
-    one, both = (
+    item, both = (
         next(c for c in schedule(TEXT, CHIP, MESH, fitted, both_links=both).collectives.values()
              if c.kind == "collective-permute").seconds
         for both in (False, True)
     )
-    assert one == pytest.approx(2 * both)
+    assert item == pytest.approx(2 * both)
 
 
 # 25,000 bytes are sent to the other slice; a gather within the slice goes on beside that.
@@ -125,13 +125,13 @@ frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
 
 def test_the_network_between_slices_leaves_the_links_within_one_free():
     mesh = Mesh({"replica": 2, "data": 8}, np.repeat([0, 1], 8))
-    found = schedule(TWO_SLICES, CHIP, mesh, FITTED)
+    actual = schedule(TWO_SLICES, CHIP, mesh, FITTED)
     send = FITTED.network_seconds + 25_000 / (CHIP.network_bandwidth * FITTED.network)
     gather = seconds_of(7 * 1024, 2, 4, FITTED)
-    by_kind = {one.kind: one for one in found.collectives.values()}
+    by_kind = {collective.kind: collective for collective in actual.collectives.values()}
     assert by_kind["all-gather"].exposed_seconds == pytest.approx(gather)
     assert by_kind["all-reduce"].exposed_seconds == pytest.approx(send - gather)
-    assert found.seconds == pytest.approx(send)
+    assert actual.seconds == pytest.approx(send)
     # XLA gives no names: the gather's layer is that of what uses it, the sum's of what it sums.
     assert by_kind["all-gather"].layer == "encoder/ffn"
     assert by_kind["all-reduce"].layer == "gradient of encoder/atten"
@@ -141,10 +141,10 @@ def test_the_network_between_slices_leaves_the_links_within_one_free():
 def test_a_step_grows_each_time_the_slices_double():
     mesh = Mesh({"data": 8}, np.zeros(8, int))
     devices = [types.SimpleNamespace(platform="tpu")] * 32
-    one, four = (
+    item, four = (
         timed(TEXT, Topology("v5e:2x4", CHIP, (2, 4), slices, devices), mesh, 1, FITTED)
         for slices in (1, 4)
     )
     waits = 1 + 2 * FITTED.waiting
     for name in ("step_seconds", "step_seconds_low", "step_seconds_high"):
-        assert four[name] == pytest.approx(one[name] * waits)
+        assert four[name] == pytest.approx(item[name] * waits)

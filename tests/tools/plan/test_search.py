@@ -34,20 +34,20 @@ def test_the_sizes_are_the_models(found):
 
 def test_every_candidate_fills_the_devices_and_goes_together(found):
     _, all_found = found
-    assert len({one.settings for one in all_found}) == len(all_found) > 50
-    for one in all_found:
-        layout = one.layout
+    assert len({element.settings for element in all_found}) == len(all_found) > 50
+    for item in all_found:
+        layout = item.layout
         assert layout.num_devices == 8
         assert (layout.mdl > 1) == layout.splits_features or layout.mdl == 1
         assert 16 % layout.micro_batches == 0
-        assert math.isfinite(one.seconds) and one.bytes > 0
+        assert math.isfinite(item.seconds) and item.bytes > 0
     assert {one.preset for one in all_found} >= {"fsdp", "fsdp+tensor", "fsdp+ring", "megatron"}
 
 
 def test_one_of_each_kind_comes_before_a_second(found):
-    order = list(spread(sorted(found[1], key=lambda one: one.seconds)))
+    order = list(spread(sorted(found[1], key=lambda item: item.seconds)))
     assert sorted(map(repr, order)) == sorted(map(repr, found[1]))
-    kinds = [(one.preset, one.layout.policy) for one in order]
+    kinds = [(element.preset, element.layout.policy) for element in order]
     assert len(set(kinds[: len(set(kinds))])) == len(set(kinds))
 
 
@@ -55,12 +55,12 @@ def test_a_pipelines_candidates_are_its_schedules():
     config = configured(registry.get_experiment("pipelined.PyDocs"), [])
     topology = topology_of("cpu:8")
     shape = searching.shape_of(config, topology)
-    made = list(candidates(config, shape, topology))
+    result = list(candidates(config, shape, topology))
     # Four layers on two stages: once or twice round; with fewer microbatches than stages once.
-    assert {one.settings[1].split("=")[1] for one in made} == {"1", "2"}
+    assert {item.settings[1].split("=")[1] for item in result} == {"1", "2"}
     by_number = {
-        one.settings[0]: one.seconds for one in made
-        if one.layout.policy == "save_everything" and one.settings[1].endswith("repeat=1")
+        element.settings[0]: element.seconds for element in result
+        if element.layout.policy == "save_everything" and element.settings[1].endswith("repeat=1")
     }
     path = "task.model.stacked_transformer_tpl.num_microbatches"
     assert by_number[f"{path}=8"] < by_number[f"{path}=2"] < by_number[f"{path}=1"]
@@ -68,8 +68,8 @@ def test_a_pipelines_candidates_are_its_schedules():
 
 def test_where_remat_is_set():
     config = configured(registry.get_experiment("lm.Synthetic"), [])
-    wanted = ["task.model.stacked_transformer_tpl.checkpoint_policy"]
-    assert list(paths_of(config.task, "checkpoint_policy", "task")) == wanted
+    expected = ["task.model.stacked_transformer_tpl.checkpoint_policy"]
+    assert list(paths_of(config.task, "checkpoint_policy", "task")) == expected
 
 
 @dataclasses.dataclass
@@ -83,8 +83,8 @@ class Plan:
 def test_the_front_is_what_nothing_beats_in_both():
     best, slim, worse, large = Plan(1.0, 100), Plan(2.0, 50), Plan(3.0, 70), Plan(0.5, 900, False)
     unknown = Plan(None, 1000, False, None)
-    one = type("One", (), {"name": "a"})()
-    plans = [(one, plan) for plan in (worse, best, unknown, slim, large)]
+    item = type("One", (), {"name": "a"})()
+    plans = [(item, plan) for plan in (worse, best, unknown, slim, large)]
     assert front(plans) == [best, slim]
     lines = table(plans).splitlines()
     assert [line[0] for line in lines[1:]] == [" ", "*", "*", " ", " "]

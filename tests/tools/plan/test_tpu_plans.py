@@ -33,12 +33,12 @@ def run(tmp_path, *words):
 def test_a_plan_for_a_slice_and_for_two(tmp_path):
     done = run(tmp_path, "--exp=lm.PyDocs", "--topology=v5e:2x4")
     assert done.returncode == 0, done.stderr
-    one = json.loads((tmp_path / "plan.json").read_text())
-    assert one["fits"] and one["num_devices"] == 8
-    assert 0 < one["step_seconds_low"] < one["step_seconds"] < one["step_seconds_high"] < 0.1
-    assert {axis for found in one["collectives"] for axis in found["axes"]} == {"data", "mdl"}
+    item = json.loads((tmp_path / "plan.json").read_text())
+    assert item["fits"] and item["num_devices"] == 8
+    assert 0 < item["step_seconds_low"] < item["step_seconds"] < item["step_seconds_high"] < 0.1
+    assert {axis for actual in item["collectives"] for axis in actual["axes"]} == {"data", "mdl"}
     # Splash's matmuls are counted, and no kernel is unknown.
-    assert one["notes"] == []
+    assert item["notes"] == []
     done = run(
         tmp_path, "--exp=lm.PyDocs", "--topology=v5e:2x2", "--num_slices=2", "--set",
         "mesh.ici_mesh_shape=(1,2,2)", "mesh.dcn_mesh_shape=(1,2,1)",
@@ -46,8 +46,8 @@ def test_a_plan_for_a_slice_and_for_two(tmp_path):
     assert done.returncode == 0, done.stderr
     two = json.loads((tmp_path / "plan.json").read_text())
     assert two["num_devices"] == 8
-    assert any(found["crosses_slices"] for found in two["collectives"])
-    assert two["exposed_seconds"] > one["exposed_seconds"]  # Between slices it is slower.
+    assert any(result["crosses_slices"] for result in two["collectives"])
+    assert two["exposed_seconds"] > item["exposed_seconds"]  # Between slices it is slower.
 
 
 def test_what_does_not_fit_and_what_libtpu_refuses(tmp_path):
@@ -56,8 +56,8 @@ def test_what_does_not_fit_and_what_libtpu_refuses(tmp_path):
             "task.model.num_layers=16", "task.model.dim_per_head=128"]
     done = run(tmp_path, "--exp=lm.PyDocs", "--topology=v5e:1x1", "--set", wide, *size)
     assert done.returncode == 2
-    said = " ".join(done.stderr.split())
-    assert "does not fit on v5e:1x1" in said and "a mesh of at least" in said
+    message = " ".join(done.stderr.split())
+    assert "does not fit on v5e:1x1" in message and "a mesh of at least" in message
     assert json.loads((tmp_path / "plan.json").read_text())["fits"] is False
     done = run(tmp_path, "--exp=lm.PyDocs", "--topology=v5e:3x7")
     assert done.returncode == 2 and "libtpu says" in " ".join(done.stderr.split())

@@ -15,12 +15,12 @@ X = np.random.default_rng(0).normal(size=(7, 13)).astype(np.float32)
 
 def wide(function, *args, **settings):
     """Returns what `function` gives in float64, for arguments of float32."""
-    made = in_float64(function, *args, **settings)
+    result = in_float64(function, *args, **settings)
     with jax.enable_x64(True):
         given = jax.tree.map(
             lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, args
         )
-        return jax.device_get(jax.jit(made)(*given))
+        return jax.device_get(jax.jit(result)(*given))
 
 
 def loop(x):
@@ -48,8 +48,8 @@ def loop_by_numpy(x):
 
 
 def test_loops_branches_and_casts_are_those_of_numpy_in_float64():
-    found = wide(loop, X)
-    for got, right in zip(found, loop_by_numpy(X), strict=True):
+    actual = wide(loop, X)
+    for got, right in zip(actual, loop_by_numpy(X), strict=True):
         assert got.dtype == np.float64
         np.testing.assert_allclose(got, right, rtol=1e-13)
 
@@ -121,8 +121,8 @@ def test_layers_are_told_apart_in_a_scan_and_by_the_users_line():
     for _ in range(3):
         sums.append(np.sin(x).sum())
         x = np.cos(np.sin(x))
-    found = [seen[f"{2 * turn:06d}|first"][0] for turn in range(3)]
-    np.testing.assert_allclose(found, sums, rtol=1e-12)
+    actual = [seen[f"{2 * turn:06d}|first"][0] for turn in range(3)]
+    np.testing.assert_allclose(actual, sums, rtol=1e-12)
 
 
 def test_layers_of_each_device_are_told_apart_in_a_shard_map():
@@ -138,14 +138,14 @@ def test_layers_of_each_device_are_told_apart_in_a_shard_map():
     function = jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P())
     _, seen = wide(function, x, by_layer=True)
     sums = np.sin(x.astype(np.float64)).reshape(4, -1).sum(1)
-    found = [one[0] for name, one in sorted(seen.items()) if name.endswith("|first")]
-    np.testing.assert_allclose(found, sums, rtol=1e-12)
+    actual = [item[0] for name, item in sorted(seen.items()) if name.endswith("|first")]
+    np.testing.assert_allclose(actual, sums, rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["scatter_add", "sort", "cumsum", "conv", "cholesky"])
 def test_operations_with_programs_of_their_own(name):
     square = X[:, :7] @ X[:, :7].T + 9 * np.eye(7, dtype=np.float32)
-    function, wanted = {
+    function, expected = {
         "scatter_add": (
             lambda x: jnp.zeros((3, 13)).at[jnp.arange(7) % 3].add(x),
             lambda x: np.stack([x[i::3].sum(0) for i in range(3)]),
@@ -162,4 +162,4 @@ def test_operations_with_programs_of_their_own(name):
         ),
     }[name]
     x = np.abs(X)
-    np.testing.assert_allclose(wide(function, x), wanted(x.astype(np.float64)), rtol=1e-12)
+    np.testing.assert_allclose(wide(function, x), expected(x.astype(np.float64)), rtol=1e-12)

@@ -53,7 +53,7 @@ class Job:
 
 
 def test_they_are_known_by_their_names_wherever_they_stand():
-    settings = {one.name: one for one in how_settings(Job(more={"fused": True, "depth": 3}))}
+    settings = {item.name: item for item in how_settings(Job(more={"fused": True, "depth": 3}))}
     assert {name: (one.value, one.others[0]) for name, one in settings.items() if one.others} == {
         "use_remat": (True, False), "scan_layers": (False, True), "remat_policy": ("full", "none"),
         "policy_of_remat": (Policy.ALL, Policy.NONE), "attn_implementation": ("xla", "dot_product"),
@@ -62,12 +62,12 @@ def test_they_are_known_by_their_names_wherever_they_stand():
         "vocab_chunk_size": (64, 32), "fused": (True, False),
     }
     # Its other values nobody can know: that is said.
-    assert [name for name, one in settings.items() if not one.others] == ["remat_what"]
+    assert [name for name, setting in settings.items() if not setting.others] == ["remat_what"]
 
 
 def test_they_are_switched_wherever_they_stand_and_nothing_else_is():
     job = Job(more={"fused": True, "depth": 3}, use_remat=False)
-    settings = {one.name: one for one in how_settings(job)}
+    settings = {setting.name: setting for setting in how_settings(job)}
     remat = switched(job, settings["use_remat"], True)
     assert (remat.task["a"].use_remat, remat.task["b"][0].use_remat) == (True, False)
     inner = switched(job, settings["vocab_chunk_size"], 32).task["a"].settings
@@ -86,11 +86,11 @@ def test_the_librarys_own_are_switched_as_layers():
 @pytest.mark.slow
 @pytest.mark.parametrize("experiment", [tiny.OfLinen, tiny.OfNnx, tiny.OfFunctions])
 def test_models_of_every_kind_are_certified(experiment):
-    found = check_on_meshes(experiment, [(2, 2)], steps=2, parts=("settings switched",))
-    assert found.certified, found.summary()
-    kinds = {one.what.split(", ")[1] for one in found.comparisons}
+    actual = check_on_meshes(experiment, [(2, 2)], steps=2, parts=("settings switched",))
+    assert actual.certified, actual.summary()
+    kinds = {comparison.what.split(", ")[1] for comparison in actual.comparisons}
     assert len(kinds) == (2 if experiment is tiny.OfFunctions else 3)
-    assert {one.what.split(",")[0] for one in found.comparisons} >= {"evaluation", "decoding"}
+    assert {item.what.split(",")[0] for item in actual.comparisons} >= {"evaluation", "decoding"}
 
 
 @pytest.mark.slow
@@ -113,8 +113,8 @@ def _refusing(old):
 @pytest.mark.slow
 def test_a_value_that_the_model_refuses_is_a_remark():
     with replaced(by_setting.HIDDEN, _refusing)():
-        found = check_on_meshes(
+        actual = check_on_meshes(
             tiny.OfFunctions, [(2, 2)], steps=2, parts=("settings switched",)
         )
-    assert found.certified and {one.what for one in found.comparisons} >= {"loss, unroll 2"}
-    assert "remat = True: not switched (False: no memory for it)." in found.notes
+    assert actual.certified and {item.what for item in actual.comparisons} >= {"loss, unroll 2"}
+    assert "remat = True: not switched (False: no memory for it)." in actual.notes

@@ -18,10 +18,10 @@ def of_each_process(
     config: "MeshConfig", devices: Sequence[jax.Device], num_processes: int
 ) -> list[jax.Device]:
     """Returns as many simulated devices of each process; they are the slices, if there are any."""
-    wanted, num_slices = config.num_devices, math.prod(config.dcn_mesh_shape or (1,))
-    if wanted % num_processes:
+    expected, num_slices = config.num_devices, math.prod(config.dcn_mesh_shape or (1,))
+    if expected % num_processes:
         raise ConfigError(
-            f"{config} of {wanted} simulated devices cannot be divided among {num_processes} "
+            f"{config} of {expected} simulated devices cannot be divided among {num_processes} "
             "processes. Change mesh.ici_mesh_shape, or the number of processes."
         )
     if config.dcn_mesh_shape is not None and num_slices not in (1, num_processes):
@@ -33,12 +33,12 @@ def of_each_process(
     held: dict[int, list[jax.Device]] = {}
     for device in devices:
         held.setdefault(device.process_index, []).append(device)
-    each = wanted // num_processes
-    for process, own in held.items():
-        if len(own) < each:
+    each = expected // num_processes
+    for process, local in held.items():
+        if len(local) < each:
             raise ConfigError(
                 f"{config} needs {each} devices of each process, but process {process} has "
-                f"{len(own)}. Unset JAX_NUM_CPU_DEVICES and XLA_FLAGS there, or set them alike."
+                f"{len(local)}. Unset JAX_NUM_CPU_DEVICES and XLA_FLAGS there, or set them alike."
             )
     return [device for process in sorted(held) for device in held[process][:each]]
 
@@ -72,14 +72,14 @@ def _hosts_are_slices(config: "MeshConfig", devices: Sequence[jax.Device]) -> bo
     Raises:
       ConfigError: the DCN shape has another number of slices than there are of either.
     """
-    wanted = math.prod(config.dcn_mesh_shape or (1,))
+    expected = math.prod(config.dcn_mesh_shape or (1,))
     slices = len({getattr(device, "slice_index", None) for device in devices})
-    if wanted == slices:
+    if expected == slices:
         return False
     hosts = len({device.process_index for device in devices})
-    if wanted != hosts:
+    if expected != hosts:
         raise ConfigError(
-            f"mesh.dcn_mesh_shape {tuple(config.dcn_mesh_shape or ())} lays {wanted} slices, but "
+            f"mesh.dcn_mesh_shape {tuple(config.dcn_mesh_shape or ())} lays {expected} slices, but "
             f"the devices are in {slices} slices and {hosts} processes. Make its product one of "
             "these."
         )

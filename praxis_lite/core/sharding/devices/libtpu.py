@@ -37,8 +37,8 @@ def leave_absent_tpus_alone() -> None:
     if not platforms:  # GPUs, perhaps: JAX tries all that is installed.
         for setting, value in WITHOUT_TPU.items():
             os.environ.setdefault(setting, value)
-    if (not platforms or "tpu" in platforms.split(",")) and (said := mismatch()):
-        log.warning("WARNING: %s", said)
+    if (not platforms or "tpu" in platforms.split(",")) and (message := mismatch()):
+        log.warning("WARNING: %s", message)
 
 
 def mismatch() -> str | None:
@@ -49,13 +49,13 @@ def mismatch() -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return None
     pattern = r"libtpu\s*==\s*([\d.]+?)(?:\.\*)?\s*;\s*extra == .tpu."
-    matches = [found for one in requirements if (found := re.fullmatch(pattern, one))]
-    if not matches or f"{installed}.".startswith(f"{(wanted := matches[0][1])}."):
+    matches = [actual for item in requirements if (actual := re.fullmatch(pattern, item))]
+    if not matches or f"{installed}.".startswith(f"{(expected := matches[0][1])}."):
         return None
     return (
-        f"libtpu {installed} is installed, but jax {jax.__version__} goes with libtpu {wanted}: "
+        f"libtpu {installed} is installed, but jax {jax.__version__} goes with libtpu {expected}: "
         "programs may fail, and jax.profiler.start_trace may end the process by SIGSEGV. "
-        f"pip install 'libtpu=={wanted}.*'"
+        f"pip install 'libtpu=={expected}.*'"
     )
 
 

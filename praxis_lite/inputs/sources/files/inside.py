@@ -64,13 +64,13 @@ def json_inside(folder: str | os.PathLike[str], name: str) -> dict[str, Any]:
             why = f"it has {format_bytes(size)}"
         else:
             with open(path, "rb") as file:
-                found = json.loads(file.read(_LARGEST_JSON).decode())
-            if not isinstance(found, dict):
-                why = f"it is a {type(found).__name__}"
-            elif is_nested(found, _DEEPEST):
+                result = json.loads(file.read(_LARGEST_JSON).decode())
+            if not isinstance(result, dict):
+                why = f"it is a {type(result).__name__}"
+            elif is_nested(result, _DEEPEST):
                 why = f"more than {_DEEPEST} brackets lie within each other"
             else:
-                return found
+                return result
     except OSError as error:
         why = error.strerror or str(error)
     except (ValueError, RecursionError) as error:

@@ -26,24 +26,24 @@ def matching_files(patterns: str, what: str = "TextCorpus") -> list[str]:
         ConfigError: a pattern names no file.
     """
     require(isinstance(patterns, str), f"{what}.files", patterns, "a text: globs between commas")
-    wanted = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
-    if not wanted:
+    expected = [pattern.strip() for pattern in patterns.split(",") if pattern.strip()]
+    if not expected:
         raise ConfigError(
             f"{what}: files is {patterns!r}, which names no file. Give a path or a glob."
         )
-    return sorted({path for pattern in wanted for path in _files_of(pattern, what)})
+    return sorted({path for pattern in expected for path in _files_of(pattern, what)})
 
 
 def _files_of(pattern: str, what: str) -> list[str]:
     expanded = os.path.expanduser(pattern)
     if os.path.isfile(expanded):  # A literal path may hold the characters of a glob.
         return [expanded]
-    found = glob.glob(expanded, recursive=True)
-    files = [path for path in found if os.path.isfile(path)]
+    result = glob.glob(expanded, recursive=True)
+    files = [path for path in result if os.path.isfile(path)]
     if files:
         return files
-    if found:
-        matched = f"only {'a directory' if len(found) == 1 else 'directories'}"
+    if result:
+        matched = f"only {'a directory' if len(result) == 1 else 'directories'}"
         change = f"Name the files in it, for instance {os.path.join(pattern, '**', '*.txt')!r}."
     else:
         matched, change = "nothing", "Correct the path or the glob."
@@ -64,18 +64,18 @@ def make_files(files: str, folder: str, make: Make) -> None:
         file whose format is not written.
     """
     try:
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".") as made:
-            examples = make(made)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".") as result:
+            examples = make(result)
             if examples is not None:
-                _write(os.path.join(made, os.path.basename(files)), files, examples)
-            for name in sorted(os.listdir(made)):
+                _write(os.path.join(result, os.path.basename(files)), files, examples)
+            for name in sorted(os.listdir(result)):
                 path = os.path.join(folder, name)
                 if os.path.lexists(path):
                     raise ConfigError(
                         f"{path} is there, yet is none of the files {files!r} of the source, and "
                         "its function `make` would write over it. Name other files, or move it."
                     )
-                os.replace(os.path.join(made, name), path)
+                os.replace(os.path.join(result, name), path)
     except OSError as error:
         raise not_written(folder, error) from error
 
@@ -89,7 +89,7 @@ def _write(path: str, files: str, examples: Iterable[Mapping[str, Any]]) -> None
         files, "one whose name ends with .jsonl, .jsonl.gz, .jsonl.zst or .parquet",
     )
     pyarrow, parquet = optional_module("pyarrow", files), optional_module("pyarrow.parquet", files)
-    table = pyarrow.Table.from_pylist([dict(one) for one in examples])
+    table = pyarrow.Table.from_pylist([dict(example) for example in examples])
     parquet.write_table(table, path, row_group_size=_ROWS_PER_GROUP)
 
 

@@ -39,7 +39,7 @@ def saved_dataset(folder: Path, split: str | None) -> "SavedDataset":
             )
         return SavedDataset(folder)
     splits = json_inside(folder, _SPLITS).get("splits")
-    if not isinstance(splits, list) or not all(isinstance(one, str) for one in splits):
+    if not isinstance(splits, list) or not all(isinstance(element, str) for element in splits):
         raise ConfigError(
             f"{folder / _SPLITS} has {shown(repr(splits))} as splits; wanted is a list of names. "
             "Save the dataset again."
@@ -49,13 +49,13 @@ def saved_dataset(folder: Path, split: str | None) -> "SavedDataset":
             f"HuggingFaceDataset.split is {split!r}; {folder} has "
             f"{shown(repr(sorted(splits)), 300)}.{did_you_mean(str(split), splits)}"
         )
-    for one in splits:
-        file_inside(folder, f"{one}/{_STATE}", _SPLITS)
+    for item in splits:
+        file_inside(folder, f"{item}/{_STATE}", _SPLITS)
     classes = {one: _classes(_features_of(folder / one)) for one in splits}
-    for label, name, (one, number), (other, expected) in class_clashes(classes):
+    for label, name, (item, number), (other, expected) in class_clashes(classes):
         raise ConfigError(
             f"{folder}: {shown(repr(label))} counts the class {shown(repr(name))} as {number} in "
-            f"the split {one!r}, and as {expected} in {other!r}. Save both with the same "
+            f"the split {item!r}, and as {expected} in {other!r}. Save both with the same "
             "ClassLabel (dataset.cast_column)."
         )
     return SavedDataset(folder / split)
@@ -77,11 +77,11 @@ class SavedDataset:
                 "dataset again."
             )
         self.fingerprint = _opened_fingerprint(fingerprint)
-        names = [one.get("filename") if isinstance(one, dict) else one for one in files]
-        self._paths = [file_inside(folder, one, str(folder / _STATE)) for one in names]
+        names = [file.get("filename") if isinstance(file, dict) else file for file in files]
+        self._paths = [file_inside(folder, name, str(folder / _STATE)) for name in names]
         self._files: list[Batches] = [mapped(path) for path in self._paths]
-        self._is_valid = [np.zeros(len(one.batches), bool) for one in self._files]
-        counts = [int(one.stops[-1]) if one.batches else 0 for one in self._files]
+        self._is_valid = [np.zeros(len(item.batches), bool) for item in self._files]
+        counts = [int(element.stops[-1]) if element.batches else 0 for element in self._files]
         self._stops = np.cumsum(counts, dtype=np.int64)
         self.num_rows = sum(counts)
         self.classes = _classes(self._features)
@@ -97,9 +97,9 @@ class SavedDataset:
         if not self._is_valid[file][batch]:
             validate(batches.batches[batch], self._paths[file])
             self._is_valid[file][batch] = True
-        found = row_of(batches.batches[batch], within, self._names, self._paths[file], number)
+        result = row_of(batches.batches[batch], within, self._names, self._paths[file], number)
         return {
-            name: _decoded(self._features.get(name), value, where) for name, value in found.items()
+            name: _decoded(self._features.get(name), value, where) for name, value in result.items()
         }
 
 
@@ -120,8 +120,8 @@ def _opened_fingerprint(saved: str) -> str:
 
 def _columns(files: list[Batches], chosen: Any, folder: Path) -> list[str]:
     """Returns the columns of a row: those of the files, or those of them that were chosen."""
-    names = [one.batches[0].schema.names for one in files if one.batches]
-    if any(one != names[0] or len(set(one)) < len(one) for one in names):
+    names = [file.batches[0].schema.names for file in files if file.batches]
+    if any(item != names[0] or len(set(item)) < len(item) for item in names):
         raise ConfigError(
             f"{folder}: its files have the columns {shown(repr(names), 300)}; wanted are the same "
             "in each, and each name once. Save the dataset again."
@@ -134,8 +134,8 @@ def _columns(files: list[Batches], chosen: Any, folder: Path) -> list[str]:
 
 def _features_of(folder: Path) -> Mapping[str, Any]:
     """Returns the types of columns, as Hugging Face's library describes them; {} if it does not."""
-    found = json_inside(folder, _INFO).get("features")
-    return found if isinstance(found, dict) else {}
+    result = json_inside(folder, _INFO).get("features")
+    return result if isinstance(result, dict) else {}
 
 
 def _classes(feature: Any, path: str = "") -> dict[str, tuple[str, ...]]:
@@ -147,10 +147,10 @@ def _classes(feature: Any, path: str = "") -> dict[str, tuple[str, ...]]:
     if feature.get("_type") == "ClassLabel":
         names = feature.get("names")
         return {path: tuple(map(str, names))} if isinstance(names, list) else {}
-    found = {}
-    for name, one in feature.items():
-        found |= _classes(one, path if name == "feature" else f"{path}.{name}".lstrip("."))
-    return found
+    result = {}
+    for name, item in feature.items():
+        result |= _classes(item, path if name == "feature" else f"{path}.{name}".lstrip("."))
+    return result
 
 
 def _has_image(feature: Any) -> bool:
@@ -158,7 +158,7 @@ def _has_image(feature: Any) -> bool:
         return any(map(_has_image, feature))
     if not isinstance(feature, dict):
         return False
-    return _is_image(feature) or any(_has_image(one) for one in feature.values())
+    return _is_image(feature) or any(_has_image(item) for item in feature.values())
 
 
 def _is_image(feature: dict[str, Any]) -> bool:
@@ -170,14 +170,14 @@ def _decoded(feature: Any, value: Any, where: str) -> Any:
     if value is None or not _has_image(feature):
         return value
     if isinstance(feature, list):
-        return [_decoded(feature[0], one, where) for one in value]
+        return [_decoded(feature[0], item, where) for item in value]
     if _is_image(feature):
         return _image(feature, value, where)
     inner = feature
     if isinstance(feature.get("_type"), str):  # List, LargeList, Sequence.
         inner = feature.get("feature")
         if isinstance(value, list):
-            return [_decoded(inner, one, where) for one in value]
+            return [_decoded(inner, element, where) for element in value]
         if isinstance(value, dict) and isinstance(inner, dict):  # A Sequence of dicts is columns.
             return {k: [_decoded(inner.get(k), x, where) for x in v] for k, v in value.items()}
     if isinstance(value, dict):

@@ -29,10 +29,10 @@ def decoded(data: bytes, where: str, *, is_file: bool = False) -> str:
     kind = next((kind for mark, kind in _OTHER_MARKS.items() if data.startswith(mark)), None)
     place = data.find(b"\0")
     if kind is not None:
-        found, place = f"is not UTF-8: it begins as {kind} does", 0
+        result, place = f"is not UTF-8: it begins as {kind} does", 0
         fix = f"Write it in UTF-8: iconv -f {kind} -t UTF-8."
     elif place >= 0:
-        found = f"is not UTF-8 text: it has a NUL at byte {place}"
+        result = f"is not UTF-8 text: it has a NUL at byte {place}"
         fix = (
             "Write it in UTF-8 (iconv -f UTF-16LE -t UTF-8, if it is UTF-16), or remove what is "
             "no text."
@@ -41,10 +41,10 @@ def decoded(data: bytes, where: str, *, is_file: bool = False) -> str:
         try:
             return data.decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            found, place = f"is not UTF-8: {error}", error.start
+            result, place = f"is not UTF-8: {error}", error.start
             fix = "Write it in UTF-8 (iconv -f LATIN1 -t UTF-8, if it is Latin-1)."
     line = f":{data.count(10, 0, place) + 1}" if is_file else ""
-    raise BadExample("not_utf8", f"{where}{line}", found, fix)
+    raise BadExample("not_utf8", f"{where}{line}", result, fix)
 
 
 def checked(text: str, where: str, what: str = "text") -> str:
@@ -95,7 +95,7 @@ def _plain(value: Any, where: str) -> Any:
         value = value.tolist()
         return _plain(value, where) if isinstance(value, list | bytes) else value
     if isinstance(value, list | tuple):
-        return [_plain(one, where) for one in value]
+        return [_plain(item, where) for item in value]
     if isinstance(value, Mapping):
-        return {_plain(name, where): _plain(one, where) for name, one in value.items()}
+        return {_plain(name, where): _plain(element, where) for name, element in value.items()}
     return value

@@ -41,8 +41,8 @@ def require_own_features(folder: Path) -> None:
 def _named(node: Any) -> Iterator[tuple[str, Any]]:
     """Yields names of classes and files, with their keys, that any version of TFDS would read."""
     if isinstance(node, list):
-        for one in node:
-            yield from _named(one)
+        for item in node:
+            yield from _named(item)
     if not isinstance(node, dict):
         return
     for key, value in node.items():
@@ -66,8 +66,8 @@ def decode_images_safely(feature: Any) -> None:
         require_package("PIL", "Tfds, for images,")
         feature.decode_example_np = functools.partial(_pixels, feature, feature.decode_example_np)
     elif isinstance(feature, features.FeaturesDict):
-        for one in feature.values():
-            decode_images_safely(one)
+        for item in feature.values():
+            decode_images_safely(item)
     elif isinstance(feature, features.Sequence):
         decode_images_safely(feature.feature)
     elif isinstance(feature, features.Audio) and feature._lazy_decode:
@@ -85,6 +85,6 @@ def _pixels(feature: Any, original: Any, data: bytes) -> np.ndarray:
         return original(data)
     if channels == 3 or image.mode.startswith("I;16"):
         return rgb_pixels(image)[..., :channels]
-    wanted = {1: "L", 2: "LA", 4: "RGBA"}.get(channels, image.mode)
-    pixels = np.asarray(image if image.mode == wanted else image.convert(wanted))
+    expected = {1: "L", 2: "LA", 4: "RGBA"}.get(channels, image.mode)
+    pixels = np.asarray(image if image.mode == expected else image.convert(expected))
     return pixels[..., None] if pixels.ndim == 2 else pixels

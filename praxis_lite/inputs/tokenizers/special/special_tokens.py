@@ -68,7 +68,7 @@ def resolved(files: TokenizerFiles, vocabulary: Vocabulary) -> SpecialTokens:
     """
     named = NamedTokens(files)
     # A text ends, whatever the files do not say.
-    own = {
+    local = {
         role: (number, text) for role, (number, text) in vocabulary.roles.items()
         if role == "eos_token" or role not in named.null
     }
@@ -76,14 +76,14 @@ def resolved(files: TokenizerFiles, vocabulary: Vocabulary) -> SpecialTokens:
     roles = dict(named.roles)
     for role, token in named.defaults.items():
         number = numbered.id_of(token.text)
-        if number is not None and own.get(role, (number,))[0] == number:
+        if number is not None and local.get(role, (number,))[0] == number:
             roles[role] = token
     ends = [named.roles[role] for role in ("eos_token", "bos_token") if role in named.roles]
     for token in (*named.added, *roles.values(), *named.extra):
         numbered.add(token, must_be_there=token in ends)
-    ids = {role: number for role, (number, _) in own.items()}
+    ids = {role: number for role, (number, _) in local.items()}
     ids |= {role: numbered.by_text[token.text] for role, token in roles.items()}
-    said_by = dict.fromkeys(own, str(files.directory / files.own))
+    said_by = dict.fromkeys(local, str(files.directory / files.own))
     said_by |= {role: token.said_by for role, token in roles.items()}
     model_ends, path = _model_ends(files, numbered.next_id)
     if "eos_token" not in ids:
@@ -96,7 +96,7 @@ def resolved(files: TokenizerFiles, vocabulary: Vocabulary) -> SpecialTokens:
                 f"{GENERATION_CONFIG}."
             )
     tokens = numbered.tokens
-    texts = {role: text for role, (_, text) in own.items()}
+    texts = {role: text for role, (_, text) in local.items()}
     texts |= {role: tokens[number].text for role, number in ids.items() if number in tokens}
     return SpecialTokens(tokens, ids, texts, model_ends, numbered.next_id, said_by, path)
 
@@ -160,9 +160,9 @@ class _Numbered:
         """Returns a token as two fields name it."""
         # How it is looked for: as the file says that gives it an id, or else the last field.
         is_known = number in self._fixed or _in_text(token) in self._seen
-        said = before if token.id is None and is_known else token
+        text = before if token.id is None and is_known else token
         is_special = before.is_special or token.is_special
-        return said if said.is_special else dataclasses.replace(said, is_special=is_special)
+        return text if text.is_special else dataclasses.replace(text, is_special=is_special)
 
     def _disagree(self, token: Token, number: int) -> ConfigError:
         return ConfigError(
@@ -187,8 +187,8 @@ def _model_ends(files: TokenizerFiles, size: int) -> tuple[tuple[int, ...], str]
             value = fields["text_config"].get(field)
         if value is not None:
             # A model may have rows for more ids than its tokenizer has tokens.
-            parts = [one for one in (config, config.get("text_config")) if isinstance(one, dict)]
-            rows = [one.get("vocab_size") for one in parts]
+            parts = [item for item in (config, config.get("text_config")) if isinstance(item, dict)]
+            rows = [part.get("vocab_size") for part in parts]
             most = max([size, *(n for n in rows if isinstance(n, int) and n <= MAX_ID)]) - 1
             values = value if isinstance(value, list) else [value]
             path = files.directory / name

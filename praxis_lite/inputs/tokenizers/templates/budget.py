@@ -75,18 +75,18 @@ class Budget:
         total, level, depth = 0, [value], 0
         while level:
             inner: list[Any] = []
-            for one in level:
-                if isinstance(one, str | bytes):
-                    total += len(one)
-                elif isinstance(one, int) and one.bit_length() > MOST_BITS:
+            for item in level:
+                if isinstance(item, str | bytes):
+                    total += len(item)
+                elif isinstance(item, int) and item.bit_length() > MOST_BITS:
                     self.require(float("inf"))
-                elif isinstance(one, range):
-                    total += _ELEMENT * len(one)
-                elif isinstance(one, _SIZED + _VIEWS):
-                    self.require(total + _ELEMENT * len(one) + _ELEMENT * len(inner))
-                    inner.extend(one)
-                    if isinstance(one, dict):
-                        inner.extend(one.values())
+                elif isinstance(item, range):
+                    total += _ELEMENT * len(item)
+                elif isinstance(item, _SIZED + _VIEWS):
+                    self.require(total + _ELEMENT * len(item) + _ELEMENT * len(inner))
+                    inner.extend(item)
+                    if isinstance(item, dict):
+                        inner.extend(item.values())
                 total += _ELEMENT + indent * depth
             self.require(total)
             level, depth = inner, depth + 1
@@ -102,10 +102,10 @@ def bounded(given: Any) -> Iterator[None]:
     characters, values, level = 0, 0, [given]
     while level:
         values += len(level)
-        characters += sum(len(one) for one in level if isinstance(one, str))
+        characters += sum(len(item) for item in level if isinstance(item, str))
         level = [
-            inner for one in level if isinstance(one, list | tuple | Mapping)
-            for inner in (one.values() if isinstance(one, Mapping) else one)
+            inner for element in level if isinstance(element, list | tuple | Mapping)
+            for inner in (element.values() if isinstance(element, Mapping) else element)
         ]
     token = _BUDGET.set(Budget(characters, values))
     try:
@@ -128,13 +128,13 @@ def require_bounded(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     budget = current()
     value, *rest = args if args else (None,)
     rest = [*rest, *kwargs.values()]
-    for one in rest:
-        if isinstance(one, int | float) and abs(one) > MOST_WIDTH:
+    for item in rest:
+        if isinstance(item, int | float) and abs(item) > MOST_WIDTH:
             raise TemplateTooLarge(
                 f"The chat template gives {name} a number above {MOST_WIDTH:,}. Mend it, or take "
                 "another."
             )
-    size, others = budget.weight(value), [budget.weight(one) for one in rest]
+    size, others = budget.weight(value), [budget.weight(element) for element in rest]
     texts = [one for one in rest if isinstance(one, str | bytes)]
     widths = [int(one) for one in rest if isinstance(one, int) and one > 0]
     if name == "replace" and len(texts) > 1 and isinstance(value, str | bytes):

@@ -48,8 +48,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def bound_filters(self) -> None:
         """Counts the work of the filters and tests that are there now."""
-        self.filters = {name: _counted(name, one) for name, one in self.filters.items()}
-        self.tests = {name: _stepped(one) for name, one in self.tests.items()}
+        self.filters = {name: _counted(name, item) for name, item in self.filters.items()}
+        self.tests = {name: _stepped(test) for name, test in self.tests.items()}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         if len(source) > MOST_SOURCE:
@@ -70,10 +70,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         budget = current()
         budget.step()
         # Jinja wraps `format` of a text.
-        own = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
-        given = {name: one for name, one in kwargs.items() if name not in _OF_JINJA}
-        if isinstance(own, str | bytes | int | float | list | dict | tuple):
-            require_bounded(__obj.__name__, (own, *args), given)
+        local = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
+        given = {name: item for name, item in kwargs.items() if name not in _OF_JINJA}
+        if isinstance(local, str | bytes | int | float | list | dict | tuple):
+            require_bounded(__obj.__name__, (local, *args), given)
         else:
             budget.weight([*args, *given.values()])
         return budget.charge(super().call(__context, __obj, *args, **kwargs))
@@ -136,24 +136,24 @@ def _with_steps(tree: nodes.Template) -> nodes.Template:
                 value[:] = [changed(one) if isinstance(one, nodes.Node) else one for one in value]
             elif isinstance(value, nodes.Node):
                 setattr(node, field, changed(value))
-        found = node
+        result = node
         if isinstance(node, nodes.For):
             node.body.insert(0, nodes.ExprStmt(_call("step")))
             if node.test is not None:
                 node.test = nodes.And(_call("step"), node.test)
         elif isinstance(node, nodes.Compare):
-            found = nodes.And(_call("step"), node)
+            result = nodes.And(_call("step"), node)
         elif isinstance(node, nodes.Concat):
-            found = _call("joined", node.nodes)
+            result = _call("joined", node.nodes)
         elif isinstance(node, nodes.List | nodes.Dict) or (
             isinstance(node, nodes.Tuple) and node.ctx == "load"
         ):
-            found = _call("made", [node])
+            result = _call("made", [node])
         elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
-            ends = [one or nodes.Const(None) for one in
+            ends = [item or nodes.Const(None) for item in
                     (node.arg.start, node.arg.stop, node.arg.step)]
-            found = _call("sliced", [node.node, *ends])
-        return found if found is node else found.set_lineno(node.lineno)
+            result = _call("sliced", [node.node, *ends])
+        return result if result is node else result.set_lineno(node.lineno)
 
     tree = changed(tree)
     tree.set_environment(tree.environment)
@@ -177,10 +177,10 @@ def _counted(name: str, function: Any) -> Any:
                 f"The chat template's filter {name} is given more than {_MOST_OF_SLOW:,} "
                 "characters. Mend it, or take another."
             )
-        found = function(*args, **kwargs)
-        if inspect.isgenerator(found):
-            found = [budget.charge(one) for one in found]
-        return budget.charge(found)
+        result = function(*args, **kwargs)
+        if inspect.isgenerator(result):
+            result = [budget.charge(item) for item in result]
+        return budget.charge(result)
 
     return counted
 
@@ -198,8 +198,8 @@ class _Own:
     """The functions that are counted by themselves."""
 
     def __contains__(self, function: Any) -> bool:
-        own = getattr(function, "__self__", None)
-        return isinstance(own, Sandbox) and getattr(function, "__name__", "") in (
+        local = getattr(function, "__self__", None)
+        return isinstance(local, Sandbox) and getattr(function, "__name__", "") in (
             "step", "joined", "made", "sliced",
         )
 

@@ -86,11 +86,11 @@ def stored_values(directory: Path) -> dict[str, StoredValue]:
         if (node.path, node.offset) in seen:  # Else a few nodes could stand for endless ones.
             raise ConfigError(f"two places of the tree name one node of {node.path}")
         seen.add((node.path, node.offset))
-        found = _node(node, _read(directory / node.path, node.offset, node.length))
-        if isinstance(found, list):
-            nodes += reversed(found)
+        result = _node(node, _read(directory / node.path, node.offset, node.length))
+        if isinstance(result, list):
+            nodes += reversed(result)
             continue
-        for key, value in found.items():
+        for key, value in result.items():
             if values and key <= last:
                 raise ConfigError("the keys of the tree are not in order")
             last = key

@@ -18,12 +18,12 @@ def loads(text: bytes, name: str) -> Any:
       ConfigError: it is no JSON, has a key twice in one object, or is nested too deeply.
     """
     try:
-        found = parse_json(text.decode())
+        result = parse_json(text.decode())
     except ValueError:
         raise ConfigError(f"{name} is no JSON, or has a key twice") from None
-    if is_nested(found, _MAX_DEPTH):
+    if is_nested(result, _MAX_DEPTH):
         raise ConfigError(f"{name} is nested too deeply")
-    return found
+    return result
 
 
 def read_object(folder: Path, name: str) -> dict[str, Any]:
@@ -33,12 +33,12 @@ def read_object(folder: Path, name: str) -> dict[str, Any]:
       ConfigError: it cannot be read, or is no JSON object.
     """
     try:
-        found = loads(read_small(folder / name), name)
+        result = loads(read_small(folder / name), name)
     except OSError as error:
         raise ConfigError(f"{name} cannot be read ({error.strerror})") from None
-    if not isinstance(found, dict):
+    if not isinstance(result, dict):
         raise ConfigError(f"{name} is no JSON object")
-    return found
+    return result
 
 
 def is_shape(found: Any) -> bool:

@@ -99,15 +99,15 @@ def _check_zarray(
         or not compressor.keys() <= {"id", "level"} or type(compressor.get("level", 1)) is not int
     ):
         raise ConfigError(f"{name} has the compressor {compressor!a:.80}; zstd is read")
-    wanted = {
+    expected = {
         "zarr_format": 2, "shape": padded, "dtype": ZARR_NAMES[leaf["dtype"]], "order": "C",
         "filters": None, "fill_value": None, "dimension_separator": ".",
     }
-    for key in zarray.keys() | wanted.keys():
-        if zarray.get(key) != wanted.get(key) or (key in zarray) != (key in wanted):
+    for key in zarray.keys() | expected.keys():
+        if zarray.get(key) != expected.get(key) or (key in zarray) != (key in expected):
             raise ConfigError(
                 f"{name} is stored with {key!a:.40} {zarray.get(key)!a:.80} instead of "
-                f"{wanted.get(key)}"
+                f"{expected.get(key)}"
             )
     if len(chunks) != len(padded) or not all(
         1 <= chunk <= max(dim, 1) for chunk, dim in zip(chunks, padded, strict=False)

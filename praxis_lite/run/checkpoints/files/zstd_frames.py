@@ -43,11 +43,11 @@ def decoded(data: bytes, most: int) -> bytes:
         return _decoded(data, size)
     except ValueError as error:
         # The header did not say the size, and the bound was too large.
-        found = re.search(r"at uncompressed byte (\d+)$", str(error))
-        if found is None or int(found[1]) >= size:
+        result = re.search(r"at uncompressed byte (\d+)$", str(error))
+        if result is None or int(result[1]) >= size:
             raise ConfigError(f"a Zstandard frame of {len(data)} bytes is damaged") from None
     try:
-        return _decoded(data, int(found[1]))
+        return _decoded(data, int(result[1]))
     except ValueError:
         raise ConfigError(f"a Zstandard frame of {len(data)} bytes is damaged") from None
 

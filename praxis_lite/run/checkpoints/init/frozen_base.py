@@ -61,10 +61,10 @@ def check_frozen_base(
 def _is_adapted(
     path: Path, size: int, beside: Mapping[Path, Sequence[Path]], specs: Mapping[Path, WeightSpec]
 ) -> bool:
-    own = beside.get(path[:-1], ())
-    if any(one[-1] in ADAPTER_WEIGHTS for one in own):
+    local = beside.get(path[:-1], ())
+    if any(item[-1] in ADAPTER_WEIGHTS for item in local):
         return True
-    return bool(own) and _THIN * sum(_size(specs[one]) for one in own) < size
+    return bool(local) and _THIN * sum(_size(specs[element]) for element in local) < size
 
 
 def _size(spec: WeightSpec) -> int:

@@ -52,11 +52,11 @@ class FromCheckpoints:
 
 
 def _loaded(plan: InitPlan, mesh: Mesh, forms: Forms) -> dict[str, jax.Array]:
-    wanted, arrays = {leaf.path: leaf for leaf in plan.layout.leaves()}, {}
+    expected, arrays = {leaf.path: leaf for leaf in plan.layout.leaves()}, {}
 
     def as_stored(path: str) -> LeafLayout:
-        dtype = plan.sources[path].cast_from or wanted[path].dtype
-        return dataclasses.replace(wanted[path], dtype=dtype)
+        dtype = plan.sources[path].cast_from or expected[path].dtype
+        return dataclasses.replace(expected[path], dtype=dtype)
 
     # In the order of the plan: several processes must read in the same one.
     for directory, step in dict.fromkeys(source[:2] for source in plan.sources.values()):
@@ -68,10 +68,10 @@ def _loaded(plan: InitPlan, mesh: Mesh, forms: Forms) -> dict[str, jax.Array]:
             while left:
                 # One array may be what several start from: each time it is read for one of them.
                 targets = {source: path for path, source in left.items()}
-                found = saved.restore_leaves(
+                actual = saved.restore_leaves(
                     {source: as_stored(path) for source, path in targets.items()}, mesh, step=step
                 )
                 for source, path in targets.items():
-                    arrays[path] = found[source].astype(wanted[path].dtype)
+                    arrays[path] = actual[source].astype(expected[path].dtype)
                     del left[path]
     return arrays

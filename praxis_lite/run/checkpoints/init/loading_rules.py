@@ -60,12 +60,12 @@ class CheckpointLoadingRules:
         rules, name = self.load_rules, "CheckpointLoadingRules"
         are_pairs = not isinstance(rules, str) and all(map(_is_pair_of_str, rules))
         example = 'such as ((r"params/decoder/(.*)", "params/{}"),)'
-        wanted = f"pairs of a pattern and a template, {example}"
-        require(are_pairs, f"{name}.load_rules", rules, wanted)
+        expected = f"pairs of a pattern and a template, {example}"
+        require(are_pairs, f"{name}.load_rules", rules, expected)
         for setting in ("ignore_rules", "cast_rules"):
-            found = getattr(self, setting)
-            is_text = isinstance(found, str)
-            require(not is_text, f"{name}.{setting}", found, "a sequence of patterns")
+            actual = getattr(self, setting)
+            is_text = isinstance(actual, str)
+            require(not is_text, f"{name}.{setting}", actual, "a sequence of patterns")
         for pattern in (*(pattern for pattern, _ in rules), *self.ignore_rules, *self.cast_rules):
             try:
                 re.compile(pattern)

@@ -30,13 +30,13 @@ def plan_init(
     """
     sources: dict[str, Source] = {}
     step = None
-    for key, one in rules.items():
-        planner = _Planner(key, one, layout, sources, forms)
+    for key, rule in rules.items():
+        planner = _Planner(key, rule, layout, sources, forms)
         planner.mdl_vars()
         planner.opt_states()
         planner.partial_opt_states()
         planner.check()
-        if one.load_step and step is None:
+        if rule.load_step and step is None:
             step = planner.step, planner.directory
     return InitPlan(layout, sources, step)
 
@@ -144,28 +144,28 @@ class _Planner:
         return average if average in self.saved else f"mdl_vars/params/{_weight(source)}"
 
     def _take(self, path: str, source: str, rule: str) -> None:
-        wanted, saved = self.wanted.get(path), self.saved.get(source)
-        if wanted is None:
+        expected, saved = self.wanted.get(path), self.saved.get(source)
+        if expected is None:
             self.errors.append(f"{path} is only in the checkpoint")
         elif saved is None:
             near = did_you_mean(name_of(source), map(name_of, self.saved))
             self.errors.append(f"{name_of(source)}, for {name_of(path)}, is not in it.{near}")
         elif self._agrees(path, source):
-            cast_from = saved.dtype if saved.dtype != wanted.dtype else None
+            cast_from = saved.dtype if saved.dtype != expected.dtype else None
             self.sources[path] = Source(self.directory, self.step, rule, source, cast_from)
         else:
-            castable = " (cast_rules would cast it)" if _can_be_cast(saved, wanted) else ""
+            castable = " (cast_rules would cast it)" if _can_be_cast(saved, expected) else ""
             self.errors.append(
-                f"{name_of(path)} is {_shown(wanted)}, but {name_of(source)} is {_shown(saved)}"
+                f"{name_of(path)} is {_shown(expected)}, but {name_of(source)} is {_shown(saved)}"
                 f"{castable}"
             )
 
     def _agrees(self, path: str, source: str) -> bool:
-        wanted, saved = self.wanted[path], self.saved.get(source)
+        expected, saved = self.wanted[path], self.saved.get(source)
         if path in self.sources or saved is None:
             return False
         is_named = any(re.match(pattern, name_of(path)) for pattern in self.rules.cast_rules)
-        return _shown(wanted) == _shown(saved) or (is_named and _can_be_cast(saved, wanted))
+        return _shown(expected) == _shown(saved) or (is_named and _can_be_cast(saved, expected))
 
 
 def _weight(name: str) -> str:
@@ -196,9 +196,9 @@ def _matching(pattern: str, names: Iterable[str]) -> list[str]:
 
 
 def _why_unused(pattern: str, names: Sequence[str]) -> str:
-    if found := _matching(pattern, names):
+    if result := _matching(pattern, names):
         return (
-            f"the pattern {pattern!r} gives nothing: what it matches ({few(found)}) comes from "
+            f"the pattern {pattern!r} gives nothing: what it matches ({few(result)}) comes from "
             "an earlier rule or is ignored"
         )
     if _matching(pattern, [name.partition("/")[2] for name in names]):
@@ -210,6 +210,6 @@ def _shown(leaf: LeafLayout | jax.ShapeDtypeStruct) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}"
 
 
-def _can_be_cast(saved: jax.ShapeDtypeStruct, wanted: LeafLayout) -> bool:
-    are_floating = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (saved, wanted))
-    return are_floating and saved.dtype != wanted.dtype and saved.shape == tuple(wanted.shape)
+def _can_be_cast(saved: jax.ShapeDtypeStruct, expected: LeafLayout) -> bool:
+    are_floating = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (saved, expected))
+    return are_floating and saved.dtype != expected.dtype and saved.shape == tuple(expected.shape)

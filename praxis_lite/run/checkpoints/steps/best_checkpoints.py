@@ -37,7 +37,7 @@ class BestCheckpoints:
         Args:
           metrics: of each step.
         """
-        values = {step: found.get(self.metric, math.nan) for step, found in metrics.items()}
+        values = {step: metric.get(self.metric, math.nan) for step, metric in metrics.items()}
         sign = 1 if self.mode == "min" else -1
         steps = [step for step, value in values.items() if not math.isnan(value)]
         return sorted(steps, key=lambda step: (sign * values[step], step))
@@ -49,6 +49,6 @@ def check_watched_metric(setting: str, metric: str, mode: str) -> None:
     Raises:
       ConfigError: the metric lacks its dataset, or the mode is neither "min" nor "max".
     """
-    wanted = "the name of a dataset and of a metric, for instance 'heldout/loss'"
-    require(isinstance(metric, str) and "/" in metric, f"{setting}.metric", metric, wanted)
+    expected = "the name of a dataset and of a metric, for instance 'heldout/loss'"
+    require(isinstance(metric, str) and "/" in metric, f"{setting}.metric", metric, expected)
     require(mode in ("min", "max"), f"{setting}.mode", mode, "'min' (less is better) or 'max'")

@@ -74,20 +74,20 @@ def check_same(step_dir: Path, saved: Leaves, wanted: Leaves) -> None:
       ConfigError: one side lacks a leaf of the other, or has it with another unpadded shape or
         dtype; names the step, the leaves, and both values of each.
     """
-    found = []
+    actual = []
     # Sorted, the weights (mdl_vars) stand before their slots (opt_states).
     for path in sorted(saved.keys() | wanted.keys()):
         if path not in wanted or path not in saved:
-            found.append(f"{path} is only in the {'model' if path in wanted else 'checkpoint'}")
+            actual.append(f"{path} is only in the {'model' if path in wanted else 'checkpoint'}")
             continue
         for what in ("shape", "dtype"):
             old, new = saved[path][what], wanted[path][what]
             if old != new:
-                found.append(f"{path} has {what} {old} in the checkpoint, {new} in the model")
-    if found:
+                actual.append(f"{path} has {what} {old} in the checkpoint, {new} in the model")
+    if actual:
         raise ConfigError(
             f"The checkpoint of step {step_dir.name} in {step_dir.parent} is of another model: "
-            f"{few(found, 5, '; ')}. Use the settings that it was trained with (see config.txt "
+            f"{few(actual, 5, '; ')}. Use the settings that it was trained with (see config.txt "
             "beside it), or start a new job in another job_log_dir."
         )
 
@@ -140,8 +140,8 @@ def parse_manifest(text: bytes) -> dict[str, Any]:
         raise ValueError(
             f"has the format {manifest.get('format')!r}; this praxis_lite reads {FORMAT}"
         )
-    for name, wanted in _TYPES.items():
-        is_right = isinstance(manifest.get(name), wanted) and manifest[name] is not True
+    for name, expected in _TYPES.items():
+        is_right = isinstance(manifest.get(name), expected) and manifest[name] is not True
         check(is_right, f"its {name!r} is missing or of another type")
     for path, leaf in manifest["leaves"].items():
         check(_is_leaf(leaf), f"the leaf {path!r} is not described as one")

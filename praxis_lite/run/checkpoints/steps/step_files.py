@@ -45,13 +45,13 @@ def verify(step_dir: Path) -> list[str]:
     if other := foreign(step_dir):
         return [f"it {other}"]
     try:
-        found = dict(entries(step_dir))
-        if not found:
+        result = dict(entries(step_dir))
+        if not result:
             return ["it is an empty directory"]
-        if COMMIT_JSON not in found:
+        if COMMIT_JSON not in result:
             return [f"{COMMIT_JSON} is missing"]
         manifest, wrong = committed_manifest(step_dir)
-        return wrong or _wrong_files(step_dir, found, manifest["files"])
+        return wrong or _wrong_files(step_dir, result, manifest["files"])
     except OSError as error:  # Not of one file: those are told by name.
         return [f"it cannot be read ({error.strerror})"]
 
@@ -98,15 +98,15 @@ def synced_digests(step_dir: Path) -> dict[str, dict[str, Any]]:
       OSError: as the file system says it.
       ValueError: something below it is no regular file.
     """
-    found = dict(entries(step_dir))
-    for name, entry in found.items():
+    result = dict(entries(step_dir))
+    for name, entry in result.items():
         if not entry.is_file(follow_symlinks=False):
             raise ValueError(f"{name} is no regular file")
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        digests = list(pool.map(lambda name: _digest(step_dir / name, sync=True), found))
+        digests = list(pool.map(lambda name: _digest(step_dir / name, sync=True), result))
     for folder, _, _ in os.walk(step_dir, topdown=False):
         sync_directory(Path(folder))
-    files = zip(found, digests, strict=True)
+    files = zip(result, digests, strict=True)
     return {name: {"size": size, "xxh3_128": digest} for name, (size, digest) in files}
 
 
@@ -116,8 +116,8 @@ def entries(folder: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry]]
     Raises:
       OSError: a folder cannot be read, or lies deeper than item/ocdbt.process_0/d.
     """
-    with os.scandir(folder) as found:
-        for entry in sorted(found, key=lambda entry: entry.name):
+    with os.scandir(folder) as result:
+        for entry in sorted(result, key=lambda entry: entry.name):
             name = prefix + entry.name
             if not entry.is_dir(follow_symlinks=False):
                 yield name, entry
@@ -137,18 +137,18 @@ def sync_directory(path: Path) -> None:
 
 
 def _wrong_files(
-    step_dir: Path, found: Mapping[str, os.DirEntry], files: Mapping[str, Mapping[str, Any]]
+    step_dir: Path, actual: Mapping[str, os.DirEntry], files: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
     def wrong_at_once(name: str) -> str | None:
-        if name not in found:
+        if name not in actual:
             return "is missing"
         if name not in files:
             return "is not one of its files"
-        if not found[name].is_file(follow_symlinks=False):
+        if not actual[name].is_file(follow_symlinks=False):
             return "is no regular file"
-        size = found[name].stat(follow_symlinks=False).st_size
-        wanted = files[name]["size"]
-        return None if size == wanted else f"has {size} bytes, not {wanted}"
+        size = actual[name].stat(follow_symlinks=False).st_size
+        expected = files[name]["size"]
+        return None if size == expected else f"has {size} bytes, not {expected}"
 
     def changed(name: str) -> str | None:
         try:
@@ -158,7 +158,7 @@ def _wrong_files(
         same = digest == files[name]["xxh3_128"]
         return None if same else "has changed: its digest is another"
 
-    names = sorted(files.keys() | found.keys() - {COMMIT_JSON, MANIFEST_JSON})
+    names = sorted(files.keys() | actual.keys() - {COMMIT_JSON, MANIFEST_JSON})
     wrong = {name: why for name in names if (why := wrong_at_once(name))}
     # Largest first, so that no thread is left with a large one at the end.
     whole = sorted((n for n in names if n not in wrong), key=lambda name: -files[name]["size"])

@@ -101,14 +101,14 @@ class VerifiedSteps:
         Raises:
           ConfigError: there is no such step, or it is damaged.
         """
-        found = self.newest() if step is None else self.best(best) if step == "best" else step
+        result = self.newest() if step is None else self.best(best) if step == "best" else step
         steps = self.committed()
         if not steps:
             raise ConfigError(
                 f"There is no checkpoint in {self.directory}. Train first with --mode=train, or "
                 "name the directory of a job that was trained."
             )
-        if found not in steps:
+        if result not in steps:
             what = f"no checkpoint of step {step}"
             if step == "best":
                 what = "no best checkpoint, for none was saved with the metric to judge it by,"
@@ -117,16 +117,16 @@ class VerifiedSteps:
                 f"{', '.join(map(str, steps))}. Name one of them, or leave the step out for "
                 "the newest."
             )
-        if wrong := self._wrong(found):
-            others = ", ".join(str(one) for one in steps if one != found)
+        if wrong := self._wrong(result):
+            others = ", ".join(str(item) for item in steps if item != result)
             advice = f"Name another step, of {others}." if others else "There is no other."
             if self._owned:
-                self._refuse(found, wrong)
+                self._refuse(result, wrong)
             raise ConfigError(
-                f"The checkpoint of step {found} in {self.directory} is damaged: "
+                f"The checkpoint of step {result} in {self.directory} is damaged: "
                 f"{_in_words(wrong)}. {advice}"
             )
-        return found
+        return result
 
     def manifest(self, step: int) -> Mapping[str, Any]:
         """Returns the manifest of a step, or {} if it is damaged."""

@@ -56,8 +56,8 @@ def _say_that_first_is_gone() -> None:
 
 
 def _first_is_gone() -> NoReturn:
-    said = f"error: {processes.name(0)} {_GONE}; so process {processes.index()} ends too\n"
-    os.write(2, said.encode())
+    message = f"error: {processes.name(0)} {_GONE}; so process {processes.index()} ends too\n"
+    os.write(2, message.encode())
     end_now(1)
 
 
@@ -106,13 +106,13 @@ def _fail(error: BaseException) -> NoReturn:
 
 def _is_of_a_collective(error: BaseException) -> bool:
     """Returns True if an exception, or its cause, is of the devices or their links."""
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, OutOfMemory):
+    result: BaseException | None = error
+    while result is not None:
+        if isinstance(result, OutOfMemory):
             return False
-        if type(found).__name__ == "JaxRuntimeError" or "gloo" in str(found).lower():
+        if type(result).__name__ == "JaxRuntimeError" or "gloo" in str(result).lower():
             return True
-        found = found.__cause__ or found.__context__
+        result = result.__cause__ or result.__context__
     return False
 
 

@@ -20,18 +20,18 @@ def check_same(what: str, fields: Mapping[str, Any]) -> None:
     if processes.count() == 1:
         return
     texts = {name: json.dumps(value, sort_keys=True) for name, value in fields.items()}
-    found = [json.loads(one) for one in processes.exchange(what, json.dumps(texts))]
+    result = [json.loads(item) for item in processes.exchange(what, json.dumps(texts))]
     # In this process's order, then the names that only others have.
-    names = dict.fromkeys(name for one in found for name in one)
-    differing = [name for name in names if len({one.get(name) for one in found}) > 1]
+    names = dict.fromkeys(name for element in result for name in element)
+    differing = [name for name in names if len({one.get(name) for one in result}) > 1]
     if not differing:
         return
-    first, name = found[0].get(differing[0]), differing[0]
-    other = next(k for k, one in enumerate(found) if one.get(name) != first)
+    first, name = result[0].get(differing[0]), differing[0]
+    other = next(k for k, one in enumerate(result) if one.get(name) != first)
     more = f" Other differences: {', '.join(differing[1:6])}." if len(differing) > 1 else ""
     raise ConfigError(
         f"{what}: {name} is {shown(first or 'absent', 200)} on {processes.name(0)} and "
-        f"{shown(found[other].get(name) or 'absent', 200)} on {processes.name(other)}.{more} All "
+        f"{shown(result[other].get(name) or 'absent', 200)} on {processes.name(other)}.{more} All "
         "processes of a job need the same: start the same command, with the same packages and "
         "files, on every host."
     )
@@ -39,10 +39,10 @@ def check_same(what: str, fields: Mapping[str, Any]) -> None:
 
 def versions() -> dict[str, str]:
     """Returns the versions that a compiled program may depend on."""
-    found = {"python": platform.python_version()}
+    result = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            result[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:  # A checkout that is not installed.
-            found[package] = "not installed"
-    return {f"version of {name}": version for name, version in found.items()}
+            result[package] = "not installed"
+    return {f"version of {name}": version for name, version in result.items()}

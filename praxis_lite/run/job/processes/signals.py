@@ -65,9 +65,9 @@ class SignalListener(contextlib.AbstractContextManager):
             self._wakeup_fd = signal.set_wakeup_fd(
                 self._write.fileno(), warn_on_full_buffer=False
             )
-            for one in SIGNALS:
-                if signal.getsignal(one) is not signal.SIG_IGN:
-                    self._handlers[one] = signal.signal(one, self._handle)
+            for item in SIGNALS:
+                if signal.getsignal(item) is not signal.SIG_IGN:
+                    self._handlers[item] = signal.signal(item, self._handle)
             _entered.append(self)
         return self
 
@@ -99,9 +99,9 @@ class SignalListener(contextlib.AbstractContextManager):
     def _restore(self) -> None:
         if self in _entered:
             _entered.remove(self)
-            for one, handler in self._handlers.items():
+            for item, handler in self._handlers.items():
                 # Python cannot put back a handler that it has not installed (None).
-                signal.signal(one, signal.SIG_DFL if handler is None else handler)
+                signal.signal(item, signal.SIG_DFL if handler is None else handler)
             signal.set_wakeup_fd(self._wakeup_fd)
 
     def _handle(self, signum: int, frame: object) -> None:

@@ -120,24 +120,24 @@ def output_may_be_lost(*, goes_on: bool | Callable[[], bool]) -> Iterator[None]:
     """
     asked = goes_on if callable(goes_on) else lambda: goes_on
     before = sys.stdout, sys.stderr
-    own = (
+    local = (
         _MayBeLost(sys.stdout, "standard output", asked),
         _MayBeLost(sys.stderr, "standard error", asked),
     )
-    sys.stdout, sys.stderr = own
+    sys.stdout, sys.stderr = local
     try:
         yield
-        for stream in own:  # What Python has not written yet may be all that there is.
+        for stream in local:  # What Python has not written yet may be all that there is.
             stream.flush()
     finally:
-        for stream in own:
+        for stream in local:
             with contextlib.suppress(SystemExit):
                 stream.flush()
             stream._end_filter()
         # Unless another stream was put in its place meanwhile.
-        if sys.stdout is own[0]:
+        if sys.stdout is local[0]:
             sys.stdout = before[0]
-        if sys.stderr is own[1]:
+        if sys.stderr is local[1]:
             sys.stderr = before[1]
 
 

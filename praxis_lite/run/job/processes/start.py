@@ -39,7 +39,7 @@ def start(
     missing, or the processes cannot be connected.
     """
     require(start_seconds >= 1, "--start_seconds", start_seconds, "1 or more")
-    settings, found = find_others(coordinator, num_processes, process_id, os.environ)
+    settings, result = find_others(coordinator, num_processes, process_id, os.environ)
     if settings is None:
         return
     _connect(settings, start_seconds)
@@ -47,7 +47,7 @@ def start(
     processes.learn_hosts(start_seconds)
     if processes.is_first():
         hosts = len({processes.host(k) for k in range(processes.count())})
-        print(f"{processes.count()} processes on {hosts} hosts, found by {found}", flush=True)
+        print(f"{processes.count()} processes on {hosts} hosts, found by {result}", flush=True)
     else:
         _speak_as_another(processes.index())
 

@@ -72,12 +72,12 @@ class StopConsensus:
         has_saved, self._has_saved = self._has_saved, False
         if last is None:
             return False
-        said = np.asarray(last)[[self._places[k] for k in sorted(self._places)]]
+        message = np.asarray(last)[[self._places[k] for k in sorted(self._places)]]
         if processes.is_first():
-            self._slow.add(said[:, 1])
+            self._slow.add(message[:, 1])
         # Gathered before a save that has come since, it would be made twice.
-        self.save_is_due = bool(said[0, 2]) and not has_saved
-        asking = np.flatnonzero(said[:, 0]).tolist()
+        self.save_is_due = bool(message[0, 2]) and not has_saved
+        asking = np.flatnonzero(message[:, 0]).tolist()
         if asking:
             self.wanted_by = f"a signal to {' and '.join(map(processes.name, asking))}"
         return bool(asking)
@@ -94,8 +94,8 @@ class SlowHosts:
         """Takes the seconds of each process in a step."""
         # Of two processes the faster one, else a slow one would hide behind itself.
         usual = float(np.sort(seconds)[(len(seconds) - 1) // 2])
-        for process, own in enumerate(seconds.tolist()):
-            is_slow = own > max(_SLOW_FACTOR * usual, usual + _SLOW_SECONDS)
+        for process, local in enumerate(seconds.tolist()):
+            is_slow = local > max(_SLOW_FACTOR * usual, usual + _SLOW_SECONDS)
             self._num_slow[process] = self._num_slow.get(process, 0) + 1 if is_slow else 0
             now = time.monotonic()
             is_new = now - self._said_at.get(process, -_REPEAT_SECONDS) >= _REPEAT_SECONDS
@@ -103,5 +103,5 @@ class SlowHosts:
                 self._said_at[process] = now
                 _log.warning(
                     "slow: %s takes %.2f s a step for its own work, such as reading data, where "
-                    "%.2f s is usual; all wait for it", processes.name(process), own, usual,
+                    "%.2f s is usual; all wait for it", processes.name(process), local, usual,
                 )

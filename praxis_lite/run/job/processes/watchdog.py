@@ -150,9 +150,9 @@ def _stacks() -> str:
     """Returns the stacks of all threads but this, the main thread's first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     alike: dict[str, list[str]] = {}  # A pool's idle threads all wait at the same place.
-    main, own = threading.main_thread().ident, threading.get_ident()
-    for ident, frame in sorted(sys._current_frames().items(), key=lambda one: one[0] != main):
-        if ident != own:
+    main, local = threading.main_thread().ident, threading.get_ident()
+    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
+        if ident != local:
             stack = "".join(traceback.format_stack(frame))
             alike.setdefault(stack, []).append(names.get(ident, str(ident)))
     return "".join(f"{', '.join(sorted(them))}:\n{stack}" for stack, them in alike.items())

@@ -34,8 +34,8 @@ def num_ids_of(task: Task, spec: Mapping[str, jax.ShapeDtypeStruct]) -> Mapping[
     integers = {name for name, leaf in spec.items() if _is_integer(leaf)} - known.keys()
     if not integers:
         return known
-    found = _traced(task, tuple(sorted(spec.items())))
-    return known | {name: found[name] for name in sorted(integers & found.keys())}
+    result = _traced(task, tuple(sorted(spec.items())))
+    return known | {name: result[name] for name in sorted(integers & result.keys())}
 
 
 @functools.lru_cache(maxsize=16)

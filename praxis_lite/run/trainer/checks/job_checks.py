@@ -27,8 +27,8 @@ def check_parts(job: Any) -> None:
         "mesh": MeshConfig, "task": Task, "run": RunConfig, "datasets": Mapping,
         "decode_datasets": Mapping,
     }
-    for path, wanted in parts.items():
-        _check_part(path, getattr(job, path), wanted)
+    for path, expected in parts.items():
+        _check_part(path, getattr(job, path), expected)
     if not hasattr(job.task, "weight_sharding"):
         name = type(job.task).__name__
         raise ConfigError(
@@ -41,11 +41,11 @@ def check_parts(job: Any) -> None:
             _check_part(f"{root}.{name}", pipeline, InputPipeline)
 
 
-def _check_part(path: str, found: Any, wanted: type) -> None:
-    if not isinstance(found, wanted):
-        article = "an" if wanted.__name__[0] in "AEIOU" else "a"
+def _check_part(path: str, actual: Any, expected: type) -> None:
+    if not isinstance(actual, expected):
+        article = "an" if expected.__name__[0] in "AEIOU" else "a"
         raise ConfigError(
-            f"{path} is built as a {type(found).__name__}, wanted {article} {wanted.__name__}. "
+            f"{path} is built as a {type(actual).__name__}, wanted {article} {expected.__name__}. "
             "Mend it in the experiment, or start a new job if config.json was changed."
         )
 
@@ -53,14 +53,14 @@ def _check_part(path: str, found: Any, wanted: type) -> None:
 def check_num_batches(datasets: Mapping[str, InputPipeline], run: RunConfig) -> None:
     """Raises ConfigError unless training has a batch for every step and every evaluation ends."""
     for name, pipeline in datasets.items():
-        found = pipeline.num_batches
-        if name == TRAIN and found is not None and found < run.num_train_steps:
+        result = pipeline.num_batches
+        if name == TRAIN and result is not None and result < run.num_train_steps:
             raise ConfigError(
-                f"datasets.{TRAIN} ends after {found} batches, but run.num_train_steps is "
+                f"datasets.{TRAIN} ends after {result} batches, but run.num_train_steps is "
                 f"{run.num_train_steps}. Use a pipeline without end (shuffle=True), or make at "
-                f"most {found} steps."
+                f"most {result} steps."
             )
-        if name != TRAIN and found is None and run.evaluation.max_batches is None:
+        if name != TRAIN and result is None and run.evaluation.max_batches is None:
             raise ConfigError(
                 f"datasets.{name} has no end, so no evaluation on it would end. Use a pipeline of "
                 "one pass (shuffle=False, or num_batches), or set run.evaluation.max_batches."
@@ -69,12 +69,12 @@ def check_num_batches(datasets: Mapping[str, InputPipeline], run: RunConfig) -> 
 
 def check_batches_left(pipeline: InputPipeline, run: RunConfig, skipped: Sequence[int]) -> None:
     """Raises ConfigError if training lacks batches without those `skipped` after loss spikes."""
-    found = pipeline.num_batches
-    if found is not None and found - len(skipped) < run.num_train_steps:
+    result = pipeline.num_batches
+    if result is not None and result - len(skipped) < run.num_train_steps:
         raise ConfigError(
-            f"datasets.{TRAIN} has {found} batches, of which {len(skipped)} were left out after "
+            f"datasets.{TRAIN} has {result} batches, of which {len(skipped)} were left out after "
             f"loss spikes ({', '.join(map(str, skipped[:5]))}): too few for run.num_train_steps="
-            f"{run.num_train_steps}. Make at most {found - len(skipped)} steps."
+            f"{run.num_train_steps}. Make at most {result - len(skipped)} steps."
         )
 
 
@@ -86,14 +86,14 @@ def check_tokens(task: Task, pipeline: InputPipeline, name: str) -> None:
     """
     pipeline = _without_workers(pipeline)
     if isinstance(pipeline, Mixture):
-        for source, one in pipeline.sources.items():
-            check_tokens(task, one, f"{name}.sources.{source}")
-    found, own = pipeline.tokenizer, task.tokenizer
-    if found is None or own is None:
+        for source, item in pipeline.sources.items():
+            check_tokens(task, item, f"{name}.sources.{source}")
+    result, own = pipeline.tokenizer, task.tokenizer
+    if result is None or own is None:
         return
-    if found.fingerprint() != own.fingerprint():
+    if result.fingerprint() != own.fingerprint():
         raise ConfigError(
-            f"{name} has tokens of {found}, but the task's tokenizer is {own}. Name one for both; "
+            f"{name} has tokens of {result}, but the task's tokenizer is {own}. Name one for both; "
             "in the library's experiments on text by --set corpus.tokenizer=DIRECTORY."
         )
     size = task.num_ids().get("ids")
@@ -101,9 +101,9 @@ def check_tokens(task: Task, pipeline: InputPipeline, name: str) -> None:
         place = pipeline.place_of_largest_id()
         where = f", at {place}," if place else ""
         require(
-            largest < size, f"{name}: the largest id of {found}{where}", largest,
+            largest < size, f"{name}: the largest id of {result}{where}", largest,
             f"{size - 1} at most, for the model's vocab_size is {size}",
-            f"Give the model vocab_size={found.vocab_size}, or another tokenizer.",
+            f"Give the model vocab_size={result.vocab_size}, or another tokenizer.",
         )
 
 
@@ -147,8 +147,8 @@ def check_resumable(
     """
     # JSON makes a list of a tuple, so both are compared as JSON has them.
     old, new = (
-        dict(flat(json.loads(json.dumps(one))))
-        for one in (data["fingerprint"], pipeline.fingerprint())
+        dict(flat(json.loads(json.dumps(item))))
+        for item in (data["fingerprint"], pipeline.fingerprint())
     )
     names = sorted(old.keys() | new.keys())
     allowed: set[str] = set()
@@ -173,7 +173,7 @@ def check_resumable(
             "job in another job_log_dir, or accept that the job goes on with other batches: --set "
             f"'run.accept_changed_data={in_brackets}'."
         )
-    return [f"datasets.{TRAIN}: {said} (run.accept_changed_data)" for said in differing.values()]
+    return [f"datasets.{TRAIN}: {text} (run.accept_changed_data)" for text in differing.values()]
 
 
 RUN_SEED = "run.seed"
@@ -188,14 +188,14 @@ def check_same_seed(data: Mapping[str, Any], run: RunConfig) -> list[str]:
     old = data.get("run_seed", run.seed)
     if old == run.seed:
         return []
-    said = f"{RUN_SEED} was {old}, is {run.seed}"
+    text = f"{RUN_SEED} was {old}, is {run.seed}"
     if RUN_SEED not in run.accept_changed_data:
         raise ConfigError(
-            f"The checkpoint of step {step_of(data)} was trained with another seed: {said}. Set it "
+            f"The checkpoint of step {step_of(data)} was trained with another seed: {text}. Set it "
             "back, or start a new job in another job_log_dir, or accept that dropout goes on with "
             f"other numbers: --set 'run.accept_changed_data={RUN_SEED},'."
         )
-    return [f"{said} (run.accept_changed_data)"]
+    return [f"{text} (run.accept_changed_data)"]
 
 
 def check_first_batches(datasets: Mapping[str, InputPipeline]) -> None:

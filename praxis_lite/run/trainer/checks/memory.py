@@ -41,25 +41,25 @@ def check_fits(layout: StateLayout, mesh: Mesh, mode: str) -> None:
         needed = each * len(devices) if is_training else sum(
             math.prod(leaf.padded_shape) * leaf.dtype.itemsize for leaf in leaves
         )
-        found = host_memory.available_bytes()
-        if needed <= found:
+        result = host_memory.available_bytes()
+        if needed <= result:
             return
-        said = (
+        message = (
             f"{what} takes {format_bytes(needed)} on {len(devices)} simulated devices, which share "
-            f"this machine's memory, and {format_bytes(int(found))} are available here. "
+            f"this machine's memory, and {format_bytes(int(result))} are available here. "
             f"{_largest(leaves)} {_SMALLER_STATE}; of simulated devices each has a copy of what is "
             "not split, so take fewer of them, or devices that exist."
         )
     else:
         limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
-        found = min((limit for limit in limits if limit), default=math.inf)
-        if each <= found:
+        result = min((limit for limit in limits if limit), default=math.inf)
+        if each <= result:
             return
-        said = (
+        message = (
             f"{what} does not fit: each device of the mesh holds {format_bytes(each)} of it, and "
-            f"has {format_bytes(int(found))} of memory. {_largest(leaves)} {_SMALLER_STATE}."
+            f"has {format_bytes(int(result))} of memory. {_largest(leaves)} {_SMALLER_STATE}."
         )
-    raise ConfigError(f"{said} --mode=explain needs no memory for it.")
+    raise ConfigError(f"{message} --mode=explain needs no memory for it.")
 
 
 def check_batch_fits(

@@ -65,7 +65,7 @@ def chat(job: JobOnMesh, step: int | str | None, lines: Iterable[str]) -> None:
         processes.count() == 1, "--chat: the number of processes", processes.count(), "1",
         "Give the prompts with --prompt, or in a file with --prompts.",
     )
-    task, said = job.partitioner.task, list[Message]()
+    task, message = job.partitioner.task, list[Message]()
     if isinstance(lines, io.TextIOWrapper):
         lines.reconfigure(errors="surrogateescape")  # Prompts are checked, and refused by name.
     prompt_batch(task, [[{"role": "user", "content": "?"}]], "--chat")
@@ -76,14 +76,14 @@ def chat(job: JobOnMesh, step: int | str | None, lines: Iterable[str]) -> None:
     print("Say something; an empty line begins a new conversation, Ctrl-D ends it.", flush=True)
     for line in lines:
         if not line.strip():
-            said.clear()
+            message.clear()
             print("(a new conversation)", flush=True)
             continue
-        said.append({"role": "user", "content": line.strip()})
-        batch = prompt_batch(task, [said], "--chat", multiple_of=CHAT_LENGTHS)
+        message.append({"role": "user", "content": line.strip()})
+        batch = prompt_batch(task, [message], "--chat", multiple_of=CHAT_LENGTHS)
         check_reads(job.partitioner.decode_step, checked_spec(batch, "--chat"), "--chat")
-        answer = _decoded_aloud(decoder, batch, [said])[0]["continuation"]
-        said.append({"role": "assistant", "content": answer})
+        answer = _decoded_aloud(decoder, batch, [message])[0]["continuation"]
+        message.append({"role": "assistant", "content": answer})
 
 
 def _decoded_aloud(
@@ -91,7 +91,7 @@ def _decoded_aloud(
 ) -> list[dict[str, Any]]:
     """Returns the records of prompts, whose continuations are printed as they come."""
     task = decoder.partitioner.task
-    titles = [title(one, task.tokenizer) for one in prompts]
+    titles = [title(prompt, task.tokenizer) for prompt in prompts]
     aloud = Continuations(titles, task.tokenizer, task.decoder)
     records = decoder.records(COMMAND_LINE, pipeline, aloud.add)
     aloud.add_rest(records)

@@ -62,9 +62,9 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def _of_json(line: bytes, where: str) -> Prompt:
-    found = parsed(line, where)
-    given = next((found[key] for key in PROMPT_KEYS if found.get(key) is not None), None)
-    if isinstance(given, str) and given is found.get("prompt"):
+    result = parsed(line, where)
+    given = next((result[key] for key in PROMPT_KEYS if result.get(key) is not None), None)
+    if isinstance(given, str) and given is result.get("prompt"):
         return checked(given, where, "prompt")
     if _is_conversation(given):
         return conversation(given, where)
@@ -77,7 +77,7 @@ def _of_json(line: bytes, where: str) -> Prompt:
 def as_conversations(prompts: Sequence[Prompt]) -> list[Prompt]:
     """Returns the prompts with each text as a user's message."""
     return [
-        [{"role": "user", "content": one}] if isinstance(one, str) else one for one in prompts
+        [{"role": "user", "content": item}] if isinstance(item, str) else item for item in prompts
     ]
 
 
@@ -103,9 +103,9 @@ def prompt_batch(
     Raises:
       ConfigError: the task continues no prompts, a prompt is empty, or there is no template.
     """
-    wanted = {"ids", "prefix_lengths", "weights"}
+    expected = {"ids", "prefix_lengths", "weights"}
     tokenizer = task.tokenizer
-    if set(task.required_decode_inputs) != wanted or tokenizer is None:
+    if set(task.required_decode_inputs) != expected or tokenizer is None:
         raise ConfigError(
             f"{type(task).__name__} continues no prompts. {what} with prompts is for language "
             "models; --mode=decode without any, or decode(NAME), decodes the job's datasets, "
@@ -114,7 +114,7 @@ def prompt_batch(
     is_list = isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes | Mapping)
     given = [prompts] if isinstance(prompts, str) else list(prompts) if is_list else []
     size = task.num_ids().get("ids")
-    rows = [_ids(one, tokenizer, what, size) for one in given]
+    rows = [_ids(item, tokenizer, what, size) for item in given]
     if not rows or not all(map(len, rows)):
         raise ConfigError(
             f"{what} was given {prompts!a:.100}; give a prompt, or a list of prompts "
@@ -126,7 +126,7 @@ def prompt_batch(
         row[: len(prompt)] = prompt
     arrays = {
         "ids": ids,
-        "prefix_lengths": np.array([len(one) for one in rows], np.int32),
+        "prefix_lengths": np.array([len(element) for element in rows], np.int32),
         "weights": np.ones(len(rows), np.float32),
     }
     return InMemory(arrays, batch_size=len(rows), shuffle=False)
@@ -141,9 +141,9 @@ def title(prompt: Prompt, tokenizer: Any) -> str:
     return tokenizer.decode(prompt)
 
 
-def _is_conversation(found: Any) -> bool:
-    is_list = isinstance(found, list | tuple) and len(found) > 0
-    return is_list and all(isinstance(one, Mapping) for one in found)
+def _is_conversation(result: Any) -> bool:
+    is_list = isinstance(result, list | tuple) and len(result) > 0
+    return is_list and all(isinstance(item, Mapping) for item in result)
 
 
 def _ids(prompt: Prompt, tokenizer: Any, what: str, size: int | None = None) -> np.ndarray:

@@ -178,6 +178,6 @@ def names_of(hooks: Sequence[Hook]) -> list[str]:
     names: list[str] = []
     for hook in hooks:
         name = f"{type(hook).__module__}.{type(hook).__qualname__}"
-        same = sum(one.partition("#")[0] == name for one in names)
+        same = sum(item.partition("#")[0] == name for item in names)
         names.append(f"{name}#{same + 1}" if same else name)
     return names

@@ -112,7 +112,7 @@ class ProgressLine(contextlib.AbstractContextManager):
         parts = [f"step {step:{width}d}/{self._num_steps}"]
         if loss is not None:
             parts.append(f"loss {metric_text(float(loss))}")
-        seconds, tokens, input_time = (sum(one[i] for one in self._steps) for i in range(3))
+        seconds, tokens, input_time = (sum(item[i] for item in self._steps) for i in range(3))
         if seconds > 0:
             parts.append(f"{count_of(len(self._steps) / seconds)} steps/s")
             if has_tokens:

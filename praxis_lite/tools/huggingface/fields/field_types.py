@@ -31,10 +31,10 @@ def check_type(name: str, value: Any, kind: str) -> None:
     """
     plain = kind.removesuffix(OR_NULL)
     may_be_null = plain != kind
-    wanted = f"{TYPES[plain].description}{OR_NULL if may_be_null else ''}"
+    expected = f"{TYPES[plain].description}{OR_NULL if may_be_null else ''}"
     if value is None and not may_be_null:
-        raise ConfigError(f"{name} is null or missing; wanted is {wanted}.")
-    require(value is None or TYPES[plain].includes(value), name, value, wanted)
+        raise ConfigError(f"{name} is null or missing; wanted is {expected}.")
+    require(value is None or TYPES[plain].includes(value), name, value, expected)
 
 
 def is_number(value: Any) -> bool:

@@ -98,8 +98,8 @@ def rotary(
         factor = settings.max_positions / length
     if kind == "yarn":
         require(factor is not None, f"{WHERE} of the kind 'yarn': factor", factor, "a number")
-        own = _yarn(given, factor)
-        return fdl.Partial(YarnRotary, **own, original_max_positions=length, **shared)
+        local = _yarn(given, factor)
+        return fdl.Partial(YarnRotary, **local, original_max_positions=length, **shared)
     pairs = turning // 2
     for name in ("short_factor", "long_factor"):
         count = len(given[name])
@@ -172,20 +172,20 @@ def _checked(kind: str, scaling: Mapping[str, Any], may_be_in_part: bool) -> dic
 
 
 def _length(settings: DecoderSettings, given: Mapping[str, Any]) -> int | None:
-    own = given.get("original_max_position_embeddings")
-    return settings.original_max_positions or own or settings.max_positions
+    local = given.get("original_max_position_embeddings")
+    return settings.original_max_positions or local or settings.max_positions
 
 
 def _yarn(given: Mapping[str, Any], factor: float) -> dict[str, Any]:
     names = ("beta_fast", "beta_slow", "truncate")
-    own = {"factor": factor} | {name: given[name] for name in names if name in given}
-    fast, slow = own.get("beta_fast", 32.0), own.get("beta_slow", 1.0)
+    local = {"factor": factor} | {name: given[name] for name in names if name in given}
+    fast, slow = local.get("beta_fast", 32.0), local.get("beta_slow", 1.0)
     require(slow < fast, f"{WHERE}: beta_slow", slow, f"below beta_fast, {fast}")
     mscale, of_all = given.get("mscale"), given.get("mscale_all_dim")
     attention_factor = given.get("attention_factor")
     if attention_factor is None and mscale and of_all:
         attention_factor = yarn_factor(factor, mscale) / yarn_factor(factor, of_all)
-    return own | {"attention_factor": attention_factor}
+    return local | {"attention_factor": attention_factor}
 
 
 def _long_factor(factor: float | None, length: int) -> float:

@@ -20,8 +20,8 @@ def check_fit(settings: DecoderSettings, field_of: Callable[[str], str]) -> None
       ConfigError: two fields contradict one another; names both.
     """
 
-    def check(condition: bool, name: str, value: object, wanted: str) -> None:
-        require(condition, f"config.json: {field_of(name)}", value, wanted)
+    def check(condition: bool, name: str, value: object, expected: str) -> None:
+        require(condition, f"config.json: {field_of(name)}", value, expected)
 
     heads, dims = field_of("num_heads"), field_of("model_dims")
     if settings.kv_lora_rank is None:

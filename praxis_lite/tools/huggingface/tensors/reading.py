@@ -52,12 +52,12 @@ def stored(
     for part in parts:
         joined[part.tensor].append(part)
     for name, of_tensor in joined.items():
-        wanted = tensor_shape(of_tensor)
-        found = files.shape(names[name])
-        if found != wanted:
+        expected = tensor_shape(of_tensor)
+        actual = files.shape(names[name])
+        if actual != expected:
             raise ConfigError(
-                f"{files.directory}: {names[name]} has the shape {found}; by config.json it is "
-                f"{wanted}. The files are of another model, or config.json was changed."
+                f"{files.directory}: {names[name]} has the shape {actual}; by config.json it is "
+                f"{expected}. The files are of another model, or config.json was changed."
             )
     for name in names.values():
         if not jnp.issubdtype(files.dtype(name), jnp.floating):

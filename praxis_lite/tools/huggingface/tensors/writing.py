@@ -60,8 +60,8 @@ def write_tensors(
         )
         tensors = {}
         for name in names:
-            own = of_tensor[name]
-            tensor = as_tensor(own, [pieces(x.path, x.index, x.piece_shape()) for x in own])
+            local = of_tensor[name]
+            tensor = as_tensor(local, [pieces(x.path, x.index, x.piece_shape()) for x in local])
             tensors[name] = np.ascontiguousarray(tensor.astype(dtypes[name]))
         if jax.process_index() == 0:
             save_tensors(tensors, directory / file)

@@ -83,8 +83,8 @@ def compiled_step(
         partitioner = planned_partitioner(job, topology_of(topology))
         ((_, _, spec),) = step_specs(job, partitioner, [partitioner.steps[step]])
     compiled = partitioner.steps[step].lower(spec).compile()
-    found = hlo.collectives(compiled, dict(partitioner.mesh.shape))
-    return CompiledStep(step, found, partitioner.layout, compiled)
+    result = hlo.collectives(compiled, dict(partitioner.mesh.shape))
+    return CompiledStep(step, result, partitioner.layout, compiled)
 
 
 def assert_collectives(
@@ -112,51 +112,53 @@ def assert_collectives(
       AssertionError: names for each limit that is passed the layer, the source line, what was
         found and what was allowed.
     """
-    found, said = step.collectives, []
+    result, message = step.collectives, []
     axes = dict(step.layout.axis_sizes)
     if max_bytes is not None:
-        said += _over("all collectives", found, max_bytes)
+        message += _over("all collectives", result, max_bytes)
     for axis, limit in (max_bytes_over or {}).items():
         require_choice("An axis of max_bytes_over", axis, axes)
-        said += _over(f"collectives over {axis}", [c for c in found if axis in c.axes], limit)
+        message += _over(f"collectives over {axis}", [c for c in result if axis in c.axes], limit)
     for layer in no_gather_in_backward_of:
         prefix = GRADIENT_OF + layer.strip("/")
         gathers = [
-            one for one in found
-            if one.kind == "all-gather" and any(_within(name, prefix) for name, _ in one.layers)
+            item for item in result
+            if item.kind == "all-gather" and any(_within(name, prefix) for name, _ in item.layers)
         ]
-        said += [f"a gather in the backward pass of {layer}: {_line(one)}" for one in gathers]
+        message += [
+            f"a gather in the backward pass of {layer}: {_line(gather)}" for gather in gathers
+        ]
     weights = _weight_dims(step.layout)
     if no_gather_of_whole_weights:
-        said += [
-            f"a weight is gathered whole: {_line(one)}, as large as {weights[dims]}"
-            for one in found if one.kind == "all-gather"
-            for dims in _dims(one) if dims in weights
+        message += [
+            f"a weight is gathered whole: {_line(element)}, as large as {weights[dims]}"
+            for element in result if element.kind == "all-gather"
+            for dims in _dims(element) if dims in weights
         ]
     if max_resharding_bytes is not None:
-        said += [
+        message += [
             f"an array is resharded: {_line(one)}; allowed are {max_resharding_bytes:,} bytes"
-            for one in found
+            for one in result
             if one.kind in _RESHARDS and one.bytes > max_resharding_bytes
             and not any(dims in weights for dims in _dims(one))
         ]
-    assert not said, f"The {step.name} step sends more than it may:\n  " + "\n  ".join(said)
+    assert not message, f"The {step.name} step sends more than it may:\n  " + "\n  ".join(message)
 
 
-def _over(what: str, found: Iterable[hlo.Collective], limit: int) -> list[str]:
-    found = sorted(found, key=lambda one: -one.count * one.bytes)
-    size = sum(one.count * one.bytes for one in found)
+def _over(what: str, result: Iterable[hlo.Collective], limit: int) -> list[str]:
+    result = sorted(result, key=lambda item: -item.count * item.bytes)
+    size = sum(element.count * element.bytes for element in result)
     if size <= limit:
         return []
-    largest = "; ".join(map(_line, found[:3]))
+    largest = "; ".join(map(_line, result[:3]))
     return [f"{what}: {size:,} bytes, allowed are {limit:,}. The largest: {largest}"]
 
 
-def _line(one: hlo.Collective) -> str:
-    where = f" ({one.source})" if one.source else ""
+def _line(item: hlo.Collective) -> str:
+    where = f" ({item.source})" if item.source else ""
     return (
-        f"{one.kind} over {'+'.join(one.axes) or '?'} of {one.layer}{where}, {one.count:,} x "
-        f"{one.bytes:,} bytes"
+        f"{item.kind} over {'+'.join(item.axes) or '?'} of {item.layer}{where}, {item.count:,} x "
+        f"{item.bytes:,} bytes"
     )
 
 
@@ -164,13 +166,13 @@ def _within(layer: str, prefix: str) -> bool:
     return layer == prefix or layer.startswith(prefix + "/")
 
 
-def _dims(one: hlo.Collective) -> list[tuple[int, ...]]:
-    return [tuple(sorted(size for size in dims if size > 1)) for dims in one.dims]
+def _dims(collective: hlo.Collective) -> list[tuple[int, ...]]:
+    return [tuple(sorted(size for size in dims if size > 1)) for dims in collective.dims]
 
 
 def _weight_dims(layout: StateLayout) -> dict[tuple[int, ...], str]:
     """Returns the dims, sorted, of the weights that are split, whole or a layer's of a stack."""
-    found: dict[tuple[int, ...], str] = {}
+    result: dict[tuple[int, ...], str] = {}
     for leaf in layout.leaves():
         if not leaf.path.startswith("mdl_vars/params") or leaf.num_shards == 1:
             continue
@@ -179,5 +181,5 @@ def _weight_dims(layout: StateLayout) -> dict[tuple[int, ...], str]:
             for dims in (shape, shape[1:]):
                 sorted_dims = tuple(sorted(size for size in dims if size > 1))
                 if math.prod(sorted_dims) > 1:
-                    found.setdefault(sorted_dims, leaf.path)
-    return found
+                    result.setdefault(sorted_dims, leaf.path)
+    return result

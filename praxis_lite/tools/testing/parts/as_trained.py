@@ -20,32 +20,34 @@ FLOAT32_ROUNDING = 2.0**-24
 def as_trained(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
     """The first step, as the experiment's own types make it."""
     name, reference = one.name, check.reference_of(one)
-    (wanted, *_), _ = check.trained_on_one(reference, 1)
-    found = _report(check, one)
-    own = _report(check, reference)
-    measured = [leaf for leaf in wanted if kind_of(leaf) in ("loss", "metrics", "gradients")]
-    wanted, own, found = ({leaf: x[leaf] for leaf in measured} for x in (wanted, own, found))
-    yield tolerances.in_own_types(name, wanted, own, found)
+    (expected, *_), _ = check.trained_on_one(reference, 1)
+    actual = _report(check, one)
+    local = _report(check, reference)
+    measured = [leaf for leaf in expected if kind_of(leaf) in ("loss", "metrics", "gradients")]
+    expected, local, actual = (
+        {leaf: x[leaf] for leaf in measured} for x in (expected, local, actual)
+    )
+    yield tolerances.in_own_types(name, expected, local, actual)
     low = variants.low_precision_settings(check.config)
     if low:
         check.remark(f"Sums are not held against float32, for {low[0]} is of fewer bits.")
     else:
         (moved, *_), _ = check.trained_on_one(reference, 1, nudged=True)
-        yield _in_float32(wanted, own, differences(wanted, moved))
+        yield _in_float32(expected, local, differences(expected, moved))
 
 
-def _report(check: Check, one: OnMesh) -> Leaves:
+def _report(check: Check, mesh: OnMesh) -> Leaves:
     """Returns the report of the first step."""
-    partitioner = one.partitioner
+    partitioner = mesh.partitioner
     placed, key = partitioner.global_batch(check.batches[0]), partitioner.key(check.seed)
-    state = one.stored(check.state)
+    state = mesh.stored(check.state)
     with jax.transfer_guard("disallow"):
         _, outputs = partitioner.train_step(state, placed, key)
     return report(jax.device_get(outputs))
 
 
 def _in_float32(
-    wanted: Leaves, own: Leaves, moved: Mapping[str, float]
+    expected: Leaves, local: Leaves, moved: Mapping[str, float]
 ) -> list[Comparison]:
     """Returns comparisons that tell sums in bfloat16 from sums in float32, on a single device.
 
@@ -53,15 +55,15 @@ def _in_float32(
       moved: how far each leaf goes in float64 for weights moved by `NUDGE`; in float32 a difference
         of large numbers, such as a reward before anything is learnt, is off in that proportion.
     """
-    gradients = [largest(x) for leaf, x in wanted.items() if kind_of(leaf) == "gradients"]
+    gradients = [largest(x) for leaf, x in expected.items() if kind_of(leaf) == "gradients"]
     of_all = {"gradients": 1e-5 * max(gradients, default=0.0)}
     why = "float32 on one device: 2^-11 of the leaf, 4 x what rounding moves; bfloat16 is further"
     return [
         Comparison(
             "one device", f"{kind_of(leaf)} in float32", leaf, 0, apart,
-            FLOAT32_OFF * largest(wanted[leaf]) + of_all.get(kind_of(leaf), 1e-6)
+            FLOAT32_OFF * largest(expected[leaf]) + of_all.get(kind_of(leaf), 1e-6)
             + 4.0 * moved.get(leaf, 0.0) * FLOAT32_ROUNDING / NUDGE,
             why,
         )
-        for leaf, apart in differences(wanted, own).items()
+        for leaf, apart in differences(expected, local).items()
     ]

@@ -48,13 +48,13 @@ def update_by_hand(check: Check, _: OnMesh) -> Iterator[list[Comparison]]:
             loss = report["metrics/loss/value"]
             params, slots, average = step(params, slots, average, grads, np.int32(number), loss)
         params, average = jax.device_get((params, average))
-    found = {f"mdl_vars/params/{name}": x for name, x in params.items()}
+    actual = {f"mdl_vars/params/{name}": x for name, x in params.items()}
     if learner.ema_decay:
-        found |= {f"opt_states/ema/{name}": x for name, x in average.items()}
+        actual |= {f"opt_states/ema/{name}": x for name, x in average.items()}
     _, moved = check.trained_on_one(check.plain_one, check.num_steps, nudged=True)
-    wanted, moved = ({name: x[name] for name in found} for x in (state, moved))
+    expected, moved = ({name: x[name] for name in actual} for x in (state, moved))
     yield tolerances.in_float64(
-        "one device", "update by hand", wanted, found, moved, check.num_steps - 1
+        "one device", "update by hand", expected, actual, moved, check.num_steps - 1
     )
 
 
@@ -97,8 +97,8 @@ def _step(learner: "Learner", units: list, shapes: Mapping[str, Any]) -> Any:
         new, new_slots = dict(params), []
         for unit, slot in zip(units, slots, strict=True):
             weights = of(unit, params)
-            own = _nested(clipped(of(unit, grads), norm))
-            updates, slot = updates_of(unit[0], own, slot, _nested(weights), loss)
+            local = _nested(clipped(of(unit, grads), norm))
+            updates, slot = updates_of(unit[0], local, slot, _nested(weights), loss)
             new_slots.append(slot)
             for path, x in optax.apply_updates(weights, _flat(updates)).items():
                 new[path] = x if unit[2] is None else new[path].at[unit[2]].set(x)

@@ -20,11 +20,11 @@ ROWS = (20, 12, 28, 24, 16, 40, 32, 48, 64, 128)
 
 def first_batches(pipeline: InputPipeline, number: int) -> list[Batch]:
     """Returns the first batches; those of a short pass come again."""
-    found = [
+    result = [
         {name: np.asarray(x) for name, x in batch.items()}
         for batch in itertools.islice(pipeline.batches(), number)
     ]
-    return [found[i % len(found)] for i in range(number)] if found else []
+    return [result[i % len(result)] for i in range(number)] if result else []
 
 
 def with_rows(batch: Mapping[str, np.ndarray], rows: slice) -> Batch:
@@ -38,12 +38,12 @@ def folded(batch: Mapping[str, np.ndarray], num_ids: Mapping[str, int]) -> tuple
     Args:
       num_ids: as of `Task.num_ids`.
     """
-    found, names = dict(batch), []
+    result, names = dict(batch), []
     for name, number in num_ids.items():
-        if name in found and np.any(found[name] >= number):
-            found[name] = found[name] % number
+        if name in result and np.any(result[name] >= number):
+            result[name] = result[name] % number
             names.append(name)
-    return found, ", ".join(names)
+    return result, ", ".join(names)
 
 
 def num_rows_to_check(partitioners: list[Partitioner], batch: Batch, batch_size: int) -> int:
@@ -55,9 +55,9 @@ def num_rows_to_check(partitioners: list[Partitioner], batch: Batch, batch_size:
     for num_rows in (*(n for n in ROWS if n < batch_size), batch_size):
         spec = structs(with_rows(batch, slice(num_rows)))
         try:
-            for one in partitioners:
-                one.train_step.check_batch(spec)
-                one.train_step.trace(spec)
+            for partitioner in partitioners:
+                partitioner.train_step.check_batch(spec)
+                partitioner.train_step.trace(spec)
             return num_rows
         except ConfigError:
             if num_rows == batch_size:
@@ -72,15 +72,15 @@ def structs(batch: Mapping[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
 
 def repeatable(job: Job) -> list[Comparison]:
     """Returns whether each dataset gives the same again: whole, from a later batch, by rows."""
-    found = []
+    result = []
     for root in ("datasets", "decode_datasets"):
         for name, pipeline in getattr(job, root).items():
             once = list(itertools.islice(pipeline.batches(), 3))
             again = list(itertools.islice(pipeline.batches(), 3))
-            found += _compared(f"{root}.{name}, made twice", once, again)
+            result += _compared(f"{root}.{name}, made twice", once, again)
             start = min(1, len(once) - 1)
             later = list(itertools.islice(pipeline.batches(start=start), 3 - start))
-            found += _compared(
+            result += _compared(
                 f"{root}.{name}, from batch {start}", once[start:], later[: len(once) - start]
             )
             middle = max(1, pipeline.batch_size // 3)
@@ -94,15 +94,15 @@ def repeatable(job: Job) -> list[Comparison]:
                 if np.ndim(blocks[0][key]) else blocks[0][key]
                 for key in blocks[0]
             }
-            found += _compared(f"{root}.{name}, by rows", once[:1], [joined])
-    return found
+            result += _compared(f"{root}.{name}, by rows", once[:1], [joined])
+    return result
 
 
-def _compared(name: str, wanted: list[Batch], found: list[Batch]) -> list[Comparison]:
+def _compared(name: str, expected: list[Batch], actual: list[Batch]) -> list[Comparison]:
     def leaves(batches: list[Batch]) -> Batch:
         return {
             f"{name}: batch {i}, {key}": np.asarray(x)
             for i, batch in enumerate(batches) for key, x in batch.items()
         }
 
-    return exact("one host", "data", leaves(wanted), leaves(found))
+    return exact("one host", "data", leaves(expected), leaves(actual))

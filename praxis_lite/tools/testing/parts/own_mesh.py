@@ -40,17 +40,17 @@ def evaluation(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
     plain, reference = check.plain_one, check.reference_of(one)
     mdl_vars, nudged = check.state.mdl_vars, check.nudged.mdl_vars
     for of_what, batch in check.evaluated.items():
-        wanted, moved = reference.evaluate(mdl_vars, batch), reference.evaluate(nudged, batch)
+        expected, moved = reference.evaluate(mdl_vars, batch), reference.evaluate(nudged, batch)
         yield tolerances.in_float64(
-            one.name, f"evaluation{of_what}", wanted, one.evaluate(mdl_vars, batch), moved
+            one.name, f"evaluation{of_what}", expected, one.evaluate(mdl_vars, batch), moved
         )
         if "weights" in batch and not check.couplings:
             parts = [plain.evaluate(mdl_vars, half) for half in rows.halves(batch)]
-            metrics = {name: x for name, x in wanted.items() if name.startswith("metrics/")}
-            found = tolerances.in_float64(
+            metrics = {name: x for name, x in expected.items() if name.startswith("metrics/")}
+            actual = tolerances.in_float64(
                 plain.name, f"metrics of halves{of_what}", metrics, rows.sums(parts), moved
             )
-            yield list(map(tolerances.with_epsilon, found))
+            yield list(map(tolerances.with_epsilon, actual))
     yield from rows.in_evaluation(check, one)
 
 
@@ -64,36 +64,36 @@ def filler(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
     others = data.with_rows(check.batches[-1], slice(None, None, -1))
     same = rows.with_filler(batch, num_filler, batch)
     other = rows.with_filler(batch, num_filler, others)
-    wanted, _ = check.train_once(reference, same)
+    expected, _ = check.train_once(reference, same)
     moved, _ = check.train_once(reference, same, nudged=True)
     for kind, filled in (("the same", same), ("other", other)):
         if kind == "other" and properties.STATISTICS in check.couplings:
             check.remark("Batch statistics see rows of filler: their contents are not exchanged.")
             continue
-        found, _ = check.train_once(one, filled)
-        compared = tolerances.by_kind(one.name, wanted, found, moved, 0)
+        actual, _ = check.train_once(one, filled)
+        compared = tolerances.by_kind(one.name, expected, actual, moved, 0)
         yield tolerances.of(f"{kind} rows of filler", compared)
     if not check.couplings:
         one, plain = (one if reference is check.plain_one else check.plain_one), check.plain_one
         fewer = data.with_rows(same, slice(len(batch["weights"]) - num_filler))
         what, mdl_vars = "evaluation of fewer rows", check.state.mdl_vars
-        wanted = check.tried(what, lambda: plain.evaluate(mdl_vars, fewer))
-        if wanted is not None:
+        expected = check.tried(what, lambda: plain.evaluate(mdl_vars, fewer))
+        if expected is not None:
             moved = plain.evaluate(check.nudged.mdl_vars, fewer)
-            found = one.evaluate(mdl_vars, other)
-            yield tolerances.in_float64(one.name, what, wanted, found, moved)
+            actual = one.evaluate(mdl_vars, other)
+            yield tolerances.in_float64(one.name, what, expected, actual, moved)
 
 
 def micro_batches(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
     """A batch worked on in 1, 2 and 4 parts, without dropout, which differs by part."""
     batch, whole = check.batches[0], (1,) * len(one.mesh.shape)
-    own = check.job.task.learner.gradient_accumulation_steps
+    local = check.job.task.learner.gradient_accumulation_steps
     num_rows = check.num_rows
     reference = check.plain_one
-    if own != 1:
+    if local != 1:
         reference = check.on_mesh(whole, Partitioner, reporting(check.job.task, 1))
     for number in (1, 2, 4):
-        if number == own and not check.is_random:
+        if number == local and not check.is_random:
             continue  # It was trained so.
         by_hand = one.partitioner.gradients.num_parts is not None
         if num_rows % number or (by_hand and check.couplings):
@@ -111,10 +111,10 @@ def micro_batches(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
         )
         if trained is None:
             continue
-        found, state = trained
-        wanted, right = check.train_once(reference, batch)
+        actual, state = trained
+        expected, right = check.train_once(reference, batch)
         moved, moved_state = check.train_once(reference, batch, nudged=True)
-        compared = tolerances.by_kind(one.name, wanted, found, moved, 0)
+        compared = tolerances.by_kind(one.name, expected, actual, moved, 0)
         compared += tolerances.by_kind(one.name, right, state, moved_state, 0)
         if not check.couplings:
             compared = list(map(tolerances.with_epsilon, compared))
@@ -144,13 +144,13 @@ def two_ways(
     length = batch["ids"].shape[1]
     if property_of is properties.token_by_token and length > properties.MOST_TOKENS:
         check.remark(f"{what}: the first {properties.MOST_TOKENS} of {length} tokens.")
-    found = check.tried(what, lambda: one.call(function, check.state.mdl_vars, batch))
-    if found is None:
+    result = check.tried(what, lambda: one.call(function, check.state.mdl_vars, batch))
+    if result is None:
         return
     moved = one.call(function, check.nudged.mdl_vars, batch)
     trusted, other = properties.TWO_WAYS[property_of]
     yield tolerances.in_float64(
-        one.name, what, {other: found[trusted]}, {other: found[other]}, {other: moved[trusted]}
+        one.name, what, {other: result[trusted]}, {other: result[other]}, {other: moved[trusted]}
     )
 
 
@@ -174,11 +174,11 @@ def variant(
         check.remark(f"{what}: not checked, for its weights have other names.")
         return
     reference = check.reference_of(one)
-    (wanted,), _ = check.trained_on_one(reference, 1)
+    (expected,), _ = check.trained_on_one(reference, 1)
     (moved,), _ = check.trained_on_one(reference, 1, nudged=True)
     (report,), _, _ = other.train(state, check.batches[:1], check.seed)
-    found = stacked_like(wanted, report)
-    yield tolerances.of(what, tolerances.by_kind(one.name, wanted, found, moved, 0))
+    actual = stacked_like(expected, report)
+    yield tolerances.of(what, tolerances.by_kind(one.name, expected, actual, moved, 0))
 
 
 PARTS: dict[str, Callable[[Check, OnMesh], Iterator[list[Comparison]]]] = {

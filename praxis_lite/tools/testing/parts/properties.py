@@ -22,19 +22,19 @@ def couplings(task: Task) -> list[str]:
 
     Flax declares batch statistics by their kind (`nnx.BatchStat`, the collection "batch_stats").
     """
-    found = [] if task.couples_rows is None else [task.couples_rows]
+    result = [] if task.couples_rows is None else [task.couples_rows]
     module = task.model.abstract_module()
     if module is not None:
         for _, node in nnx.iter_graph(module):
-            said = getattr(type(node), "couples_rows", None)
-            if isinstance(said, str):
-                found.append(said)
+            message = getattr(type(node), "couples_rows", None)
+            if isinstance(message, str):
+                result.append(message)
             if isinstance(node, nnx.BatchStat):
-                found.append(STATISTICS)
+                result.append(STATISTICS)
     specs = jax.tree_util.tree_flatten_with_path(task.model.weight_specs()["non_trainable"])[0]
     if any("batch_stats" in jax.tree_util.keystr(path) for path, _ in specs):
-        found.append(STATISTICS)
-    return list(dict.fromkeys(found))
+        result.append(STATISTICS)
+    return list(dict.fromkeys(result))
 
 
 def token_by_token(task: Task, batch: Batch) -> Callable[..., Any] | None:
@@ -49,8 +49,8 @@ def token_by_token(task: Task, batch: Batch) -> Callable[..., Any] | None:
     if not {"cache", "positions"} <= set(_parameters(type(model).__call__)):
         return None
     required = {
-        name for name, one in _parameters(getattr(model, "init_cache", None)).items()
-        if one.default is inspect.Parameter.empty
+        name for name, parameter in _parameters(getattr(model, "init_cache", None)).items()
+        if parameter.default is inspect.Parameter.empty
     }
     if len(required) != 2:
         return None
@@ -61,11 +61,11 @@ def token_by_token(task: Task, batch: Batch) -> Callable[..., Any] | None:
         num_rows, length = ids.shape
 
         def step(cache: Any, t: jax.Array) -> tuple[Any, jax.Array]:
-            one, cache = rebuilt(model)(
+            item, cache = rebuilt(model)(
                 jax.lax.dynamic_slice_in_dim(ids, t, 1, axis=1),
                 positions=jnp.full((num_rows, 1), t, jnp.int32), cache=cache,
             )
-            return cache, one[:, 0].astype(jnp.float32)
+            return cache, item[:, 0].astype(jnp.float32)
 
         _, steps = jax.lax.scan(step, model.init_cache(num_rows, length), jnp.arange(length))
         whole = rebuilt(model)(ids)[0].astype(jnp.float32)
@@ -106,11 +106,11 @@ def packed(task: Task, batch: Batch) -> Callable[..., Any] | None:
         together["segment_pos"] = jnp.broadcast_to(
             jnp.tile(jnp.arange(half, dtype=jnp.int32), 2)[None], together["ids"].shape
         )
-        found = {}
+        result = {}
         for name, given in (("packed", together), ("alone", alone)):
             metrics, _ = task.outputs(task.compute_loss, task.module(mdl_vars), given, None)
-            found[name] = metrics["loss"][0]
-        return found
+            result[name] = metrics["loss"][0]
+        return result
 
     return losses
 
@@ -122,6 +122,6 @@ TWO_WAYS = {token_by_token: ("whole", "token_by_token"), packed: ("alone", "pack
 def _parameters(function: Any) -> dict[str, inspect.Parameter]:
     if function is None:
         return {}
-    found = dict(inspect.signature(function).parameters)
-    found.pop("self", None)
-    return found
+    result = dict(inspect.signature(function).parameters)
+    result.pop("self", None)
+    return result

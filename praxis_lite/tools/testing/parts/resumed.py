@@ -52,7 +52,7 @@ def resumed(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
     yield _of_the_program(check, one)
 
 
-def _saved_and_restored(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
+def _saved_and_restored(check: Check, item: OnMesh) -> Iterator[list[Comparison]]:
     """Random numbers in every leaf, saved on a mesh and restored on each."""
     rng = np.random.default_rng(7)
 
@@ -61,7 +61,7 @@ def _saved_and_restored(check: Check, one: OnMesh) -> Iterator[list[Comparison]]
             return rng.normal(size=x.shape).astype(x.dtype)
         return rng.integers(0, 100, x.shape).astype(x.dtype)
 
-    shapes = one.layout.shapes
+    shapes = item.layout.shapes
     if any(jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(shapes)):
         check.remark("Restored: not checked, for a variable is a key.")
         return
@@ -69,10 +69,10 @@ def _saved_and_restored(check: Check, one: OnMesh) -> Iterator[list[Comparison]]
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         with Checkpoints(directory, saving=SaveSettings(), note=lambda line: None) as saved:
-            saved.save(int(state.step), one.stored(state), one.layout, {}, is_last=True)
+            saved.save(int(state.step), item.stored(state), item.layout, {}, is_last=True)
         for mesh in (check.plain_one, *check.meshes.values()):
             yield tolerances.exact(
-                f"{one.name} to {mesh.name}", "restored", leaves_of(state),
+                f"{item.name} to {mesh.name}", "restored", leaves_of(state),
                 leaves_of(_restored(directory, mesh)),
             )
 
@@ -94,17 +94,17 @@ class _AsChecked(InputPipeline):
     def batches(
         self, start: int = 0, *, rows: slice | None = None
     ) -> Iterator[dict[str, np.ndarray]]:
-        wanted = self.whole_or(rows)
+        expected = self.whole_or(rows)
         for batch in self.pipeline.batches(start=start):
             whole = self.check.known(with_rows(batch, slice(self.batch_size)))
-            yield with_rows(whole, wanted)
+            yield with_rows(whole, expected)
 
     def fingerprint(self) -> dict[str, Any]:
         return self.pipeline.fingerprint()
 
 
 def _losses(
-    check: Check, one: OnMesh, pipeline: InputPipeline, folder: Path, stops: tuple[int, ...]
+    check: Check, mesh: OnMesh, pipeline: InputPipeline, folder: Path, stops: tuple[int, ...]
 ) -> Leaves:
     """Trains a job, launched anew after each of `stops`; returns its losses by step."""
     folder.mkdir()
@@ -115,7 +115,7 @@ def _losses(
             checkpoints=SaveSettings(save_non_finite=True),
             stopping=StopSettings(watchdog_seconds=None, max_skipped_steps_in_a_row=None),
         )
-        job = JobOnMesh(one.partitioner, {TRAIN: pipeline}, {}, run, JobDir(folder))
+        job = JobOnMesh(mesh.partitioner, {TRAIN: pipeline}, {}, run, JobDir(folder))
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(LastStepUnsound):
             launch.train(job, launched)
     return {
@@ -130,23 +130,23 @@ def _restored(directory: Path, mesh: OnMesh) -> Any:
     return cut(mesh.layout, jax.device_get(state))[0]
 
 
-def _of_the_program(check: Check, one: OnMesh) -> list[Comparison]:
+def _of_the_program(check: Check, mesh: OnMesh) -> list[Comparison]:
     """Returns the exact figures of the compiled train step, after it was called."""
-    partitioner = one.partitioner
+    partitioner = mesh.partitioner
     compiled = partitioner.train_step.lower(structs(check.batches[0])).compile().as_text()
-    state_bytes = sum(leaf.bytes_per_device for leaf in one.layout.leaves())
+    state_bytes = sum(leaf.bytes_per_device for leaf in mesh.layout.leaves())
     num_compiled = partitioner.train_step.num_compiled()
     return [
         Comparison(
-            one.name, "donated", "bytes per device", None,
+            mesh.name, "donated", "bytes per device", None,
             abs(state_bytes - hlo.donated_bytes(compiled)), 0.0, "all of the state is donated",
         ),
         Comparison(
-            one.name, "host transfers", "train_step", None, len(_HOST.findall(compiled)), 0.0,
+            mesh.name, "host transfers", "train_step", None, len(_HOST.findall(compiled)), 0.0,
             "a step stays on the devices",
         ),
         Comparison(
-            one.name, "compilations", "train_step", None, abs(num_compiled - 1), 0.0,
+            mesh.name, "compilations", "train_step", None, abs(num_compiled - 1), 0.0,
             "one for all steps",
         ),
     ]

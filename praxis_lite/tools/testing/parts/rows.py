@@ -26,7 +26,7 @@ def moved(batches: Sequence[Batch]) -> tuple[Batches, np.ndarray]:
     num_rows = num_rows_of(batches[0])
     order = np.random.default_rng(11).permutation(num_rows * len(batches))
     together = {
-        name: np.concatenate([one[name] for one in batches])[order] if x.ndim else x
+        name: np.concatenate([batch[name] for batch in batches])[order] if x.ndim else x
         for name, x in batches[0].items()
     }
     return list(blocks(together, num_rows)), order
@@ -40,13 +40,13 @@ def blocks(batch: Batch, num_rows: int) -> Iterator[dict[str, np.ndarray]]:
 
 def with_filler(batch: Batch, num_filler: int, contents: Batch) -> dict[str, np.ndarray]:
     """Returns a batch whose last rows have no weight, and other contents."""
-    found = {}
+    result = {}
     for name, x in batch.items():
         x = x.copy()
         if x.ndim:
             x[-num_filler:] = 0 if name == "weights" else contents[name][:num_filler]
-        found[name] = x
-    return found
+        result[name] = x
+    return result
 
 
 def halves(batch: Batch) -> Batches:
@@ -62,15 +62,15 @@ def halves(batch: Batch) -> Batches:
 
 def sums(reports: Sequence[Leaves]) -> Leaves:
     """Returns the metrics and gradients of several batches taken together: means by weight."""
-    found = {}
-    for name in (one.removesuffix("/value") for one in reports[0] if one.endswith("/value")):
+    result = {}
+    for name in (item.removesuffix("/value") for item in reports[0] if item.endswith("/value")):
         weights = [report[f"{name}/weight"] for report in reports]
-        found[f"{name}/value"] = _mean([report[f"{name}/value"] for report in reports], weights)
-        found[f"{name}/weight"] = sum(weights)
+        result[f"{name}/value"] = _mean([report[f"{name}/value"] for report in reports], weights)
+        result[f"{name}/weight"] = sum(weights)
     weights = [report["metrics/loss/weight"] for report in reports]
-    for name in (one for one in reports[0] if one.startswith("gradients/")):
-        found[name] = _mean([report[name] for report in reports], weights)
-    return found
+    for name in (element for element in reports[0] if element.startswith("gradients/")):
+        result[name] = _mean([report[name] for report in reports], weights)
+    return result
 
 
 def _mean(values: Sequence[np.ndarray], weights: Sequence[np.ndarray]) -> np.ndarray:
@@ -90,8 +90,8 @@ def in_training(check: Check, _: Any) -> Iterator[list[Comparison]]:
 def in_evaluation(check: Check, _: Any) -> Iterator[list[Comparison]]:
     """The same of an evaluation; and the outputs of each row, wherever it stands."""
     plain = check.plain_one
-    for what, own in check.evaluated.items():
-        batches, whole = (check.batches[:2], check.whole) if what == "" else ([own], None)
+    for what, local in check.evaluated.items():
+        batches, whole = (check.batches[:2], check.whole) if what == "" else ([local], None)
         is_random = plain.traced(plain.partitioner.eval_examples, batches[0]).draws
 
         def run(batch: Batch, nudged: bool, is_random: bool = is_random) -> Leaves:
@@ -105,7 +105,7 @@ def in_decoding(check: Check, _: Any) -> Iterator[list[Comparison]]:
     """Outputs of each row, wherever it stands, and whatever the rows of filler beside it are."""
     for pipeline in check.job.decode_datasets.values():
         if not check.couplings:
-            batches = [check.known(one) for one in data.first_batches(pipeline, 2)]
+            batches = [check.known(batch) for batch in data.first_batches(pipeline, 2)]
             yield from _of_prompts(check, batches)
 
 
@@ -115,15 +115,15 @@ def _of_prompts(check: Check, batches: Batches) -> Iterator[list[Comparison]]:
 
     def run(batch: Batch, is_nudged: bool = False) -> Leaves:
         mdl_vars = (check.nudged if is_nudged else check.state).mdl_vars
-        found = plain.decode(mdl_vars, batch, without_randomness=is_random)
-        return {k: x for k, x in found.items() if x.ndim and len(x) == num_rows_of(batch)}
+        result = plain.decode(mdl_vars, batch, without_randomness=is_random)
+        return {k: x for k, x in result.items() if x.ndim and len(x) == num_rows_of(batch)}
 
     others, order = moved(batches)
-    wanted, nudged = (
-        _joined([run(one, is_nudged) for one in batches]) for is_nudged in (False, True)
+    expected, nudged = (
+        _joined([run(item, is_nudged) for item in batches]) for is_nudged in (False, True)
     )
     yield tolerances.in_float64(
-        plain.name, "decoding, rows moved", _rows(wanted, order), _joined(list(map(run, others))),
+        plain.name, "decoding, rows moved", _rows(expected, order), _joined(list(map(run, others))),
         _rows(nudged, order),
     )
     if "weights" not in batches[0] or num_rows < 2:
@@ -131,14 +131,14 @@ def _of_prompts(check: Check, batches: Batches) -> Iterator[list[Comparison]]:
     true = slice(0, num_rows - num_rows // 2)
     reverse = data.with_rows(batches[-1], slice(None, None, -1))
     filled = with_filler(batches[0], num_rows - true.stop, reverse)
-    wanted, nudged, found = (_rows(x, true) for x in (wanted, nudged, run(filled)))
+    expected, nudged, actual = (_rows(x, true) for x in (expected, nudged, run(filled)))
     yield tolerances.in_float64(
-        plain.name, "decoding, other rows of filler", wanted, found, nudged
+        plain.name, "decoding, other rows of filler", expected, actual, nudged
     )
     what = "decoding, fewer rows"
     fewer = check.tried(what, lambda: run(data.with_rows(filled, true)))
     if fewer is not None:
-        yield tolerances.in_float64(plain.name, what, wanted, fewer, nudged)
+        yield tolerances.in_float64(plain.name, what, expected, fewer, nudged)
 
 
 def _sums_over_rows(
@@ -160,10 +160,10 @@ def _sums_over_rows(
     if whole is not None:
         parts, order = _parts(whole, num_rows_of(batches[0]))
         names = what, f"{num_rows_of(whole)} rows in parts"
-        found = check.tried(
+        result = check.tried(
             names[1], lambda: _compared(check, names, parts, [whole], order, run)
         )
-        yield found or []
+        yield result or []
 
 
 def _compared(
@@ -171,20 +171,20 @@ def _compared(
     order: np.ndarray, run: Run,
 ) -> list[Comparison]:
     what = ", ".join(filter(None, names))
-    wanted, nudged = ([run(one, is_nudged) for one in batches] for is_nudged in (False, True))
-    found = [run(one, False) for one in others]
+    expected, nudged = ([run(batch, is_nudged) for batch in batches] for is_nudged in (False, True))
+    actual = [run(other, False) for other in others]
     kinds = tolerances.by_kind(
-        check.plain_one.name, sums(wanted), sums(found), sums(nudged), 0
+        check.plain_one.name, sums(expected), sums(actual), sums(nudged), 0
     )
     comparisons = list(map(tolerances.with_epsilon, tolerances.of(what, kinds)))
-    examples = _examples(wanted)
+    examples = _examples(expected)
     if examples:
-        is_true = np.concatenate([is_true_row(one) for one in batches])
+        is_true = np.concatenate([is_true_row(item) for item in batches])
         # Outputs are of true rows alone: the place of a row among these.
         places = np.cumsum(is_true) - 1
         kept = places[order[is_true[order]]]
         comparisons += tolerances.in_float64(
-            check.plain_one.name, f"outputs, {what}", _rows(examples, kept), _examples(found),
+            check.plain_one.name, f"outputs, {what}", _rows(examples, kept), _examples(actual),
             _rows(_examples(nudged), kept),
         )
     return comparisons

@@ -28,15 +28,15 @@ def settings_switched(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
         refusals = []
         for value in setting.others:
             try:
-                found = _with_value(check, setting, value)
+                result = _with_value(check, setting, value)
             except Exception as error:  # A model of others refuses a value as it likes.
                 refusals.append(f"{value!r}: {str(error).splitlines()[0][:200] or type(error)}")
                 continue
-            if found is None:
+            if result is None:
                 refusals.append(f"{value!r}: its weights have other names")
                 continue
             what = f"{setting.name} {value!r}"
-            yield from _compared(one.name, what, *reference(), found)
+            yield from _compared(one.name, what, *reference(), result)
             break
         else:
             why = "; ".join(refusals) or "no other value of it is known"
@@ -52,14 +52,14 @@ def _with_value(check: Check, setting: HowSetting, value: object) -> dict[str, L
 
 
 def _results(
-    check: Check, one: OnMesh, state: TrainState, decoding: OnMesh
+    check: Check, mesh: OnMesh, state: TrainState, decoding: OnMesh
 ) -> dict[str, Leaves]:
     """Returns the results of a step, an evaluation and decoding, by kind."""
     batch = check.batches[0]
-    (report,), _, _ = one.train(
+    (report,), _, _ = mesh.train(
         state, [batch], check.seed, without_randomness=check.is_random
     )
-    results = {"training": report, "evaluation": one.evaluate(state.mdl_vars, batch)}
+    results = {"training": report, "evaluation": mesh.evaluate(state.mdl_vars, batch)}
     for name, prompts in _prompts(check).items():
         results[name] = decoding.decode(state.mdl_vars, prompts)
     return results

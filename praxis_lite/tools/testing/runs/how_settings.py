@@ -51,14 +51,14 @@ def how_settings(config: "fdl.Config") -> list[HowSetting]:
 
     Those of layers with a `checkpoint_policy` are switched by `variants`.
     """
-    found: dict[str, HowSetting] = {}
-    for one in _of_others(config):
-        types = _types(fdl.get_callable(one))
-        for name, value in _settings(one).items():
+    result: dict[str, HowSetting] = {}
+    for other in _of_others(config):
+        types = _types(fdl.get_callable(other))
+        for name, value in _settings(other).items():
             for leaf, inner, kind in _leaves(str(name), value, types.get(name)):
-                if leaf not in found and _is_known(leaf, inner):
-                    found[leaf] = HowSetting(leaf, inner, tuple(_others(leaf, inner, kind)))
-    return list(found.values())
+                if leaf not in result and _is_known(leaf, inner):
+                    result[leaf] = HowSetting(leaf, inner, tuple(_others(leaf, inner, kind)))
+    return list(result.values())
 
 
 def switched(config: "fdl.Config", setting: HowSetting, value: Any) -> "fdl.Config":
@@ -68,15 +68,15 @@ def switched(config: "fdl.Config", setting: HowSetting, value: Any) -> "fdl.Conf
         return not old if isinstance(old, bool) else value
 
     config = copy.deepcopy(config)
-    for one in _of_others(config):
-        for name, old in _settings(one).items():
+    for item in _of_others(config):
+        for name, old in _settings(item).items():
             new = _with(str(name), old, setting.name, other)
             if new is old:
                 continue
             if isinstance(name, int):
-                one[name] = new
+                item[name] = new
             else:
-                setattr(one, name, new)
+                setattr(item, name, new)
     return config
 
 
@@ -93,12 +93,12 @@ def _settings(buildable: fdl.Buildable) -> dict[str | int, Any]:
 
 def _of_others(config: "fdl.Config") -> Iterator[fdl.Buildable]:
     """Yields the buildables of a task's config that are not the library's own."""
-    for one in buildables(config.task):
-        build = fdl.get_callable(one)
+    for buildable in buildables(config.task):
+        build = fdl.get_callable(buildable)
         is_own = getattr(build, "__module__", "").startswith("praxis_lite.")
         is_model = not is_own or build.__module__.startswith("praxis_lite.experiments")
         if is_model and "checkpoint_policy" not in parameters_of(build):
-            yield one
+            yield buildable
 
 
 def _is_known(name: str, value: Any) -> bool:
@@ -152,17 +152,17 @@ def _leaves(name: str, value: Any, kind: Any) -> Iterator[tuple[str, Any, Any]]:
         yield name, value, kind
 
 
-def _with(name: str, value: Any, wanted: str, other: Callable[[Any], Any]) -> Any:
+def _with(name: str, value: Any, expected: str, other: Callable[[Any], Any]) -> Any:
     """Returns a setting's value with the setting called `wanted` in it exchanged; or itself."""
     if _is_object(value):
         fields = _fields(value)
-        new = {key: _with(key, x, wanted, other) for key, x in fields.items()}
+        new = {key: _with(key, x, expected, other) for key, x in fields.items()}
         changed = {key: x for key, x in new.items() if x is not fields[key]}
         return dataclasses.replace(value, **changed) if changed else value
     if isinstance(value, Mapping):
-        new = {key: _with(str(key), x, wanted, other) for key, x in value.items()}
+        new = {key: _with(str(key), x, expected, other) for key, x in value.items()}
         return type(value)(new) if any(new[key] is not x for key, x in value.items()) else value
-    return other(value) if name == wanted and _is_known(name, value) else value
+    return other(value) if name == expected and _is_known(name, value) else value
 
 
 def _is_object(value: Any) -> bool:
@@ -179,6 +179,6 @@ def _fields(value: Any) -> dict[str, Any]:
 
 def _types(build: Any) -> dict[str, Any]:
     """Returns annotations of a function's arguments, or of a class' fields and its init's."""
-    own = inspect.get_annotations(build) if callable(build) else {}
+    local = inspect.get_annotations(build) if callable(build) else {}
     init = getattr(build, "__init__", None) if isinstance(build, type) else None
-    return {**(inspect.get_annotations(init) if inspect.isfunction(init) else {}), **own}
+    return {**(inspect.get_annotations(init) if inspect.isfunction(init) else {}), **local}

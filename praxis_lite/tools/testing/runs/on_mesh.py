@@ -249,12 +249,12 @@ class _Reporting(BoundLearner):
 
 def leaves_of(tree: PyTree, prefix: str = "") -> Leaves:
     """Returns the arrays of a tree by their paths; a key as its bits."""
-    found = {}
+    result = {}
     for name, x in zip(names_of(tree), jax.tree.leaves(tree), strict=True):
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
             x = jax.random.key_data(x)
-        found[prefix + name] = np.asarray(x)
-    return found
+        result[prefix + name] = np.asarray(x)
+    return result
 
 
 def names_of(tree: PyTree) -> list[str]:
@@ -265,11 +265,11 @@ def names_of(tree: PyTree) -> list[str]:
 
 def report(outputs: Mapping[str, Any]) -> Leaves:
     """Returns the report of a step, in the names of `OnMesh.train`."""
-    found = {}
+    result = {}
     for name, (value, weight) in outputs["metrics"].items():
-        found[f"metrics/{name}/value"] = np.asarray(value)
-        found[f"metrics/{name}/weight"] = np.asarray(weight)
+        result[f"metrics/{name}/value"] = np.asarray(value)
+        result[f"metrics/{name}/weight"] = np.asarray(weight)
     scalars = dict(outputs.get("learner", {}))
     gradients = scalars.pop("gradients", {})
-    found |= {f"learner/{name}": np.asarray(x) for name, x in scalars.items()}
-    return found | leaves_of(gradients, "gradients/")
+    result |= {f"learner/{name}": np.asarray(x) for name, x in scalars.items()}
+    return result | leaves_of(gradients, "gradients/")

@@ -83,13 +83,13 @@ def _counted(metrics: WeightedScalars, part: Mapping[str, jax.Array]) -> Weighte
 
 def _means(by_part: Sequence[WeightedScalars]) -> WeightedScalars:
     """Returns the means of metrics by weight, and the sums of the weights."""
-    found = {}
+    result = {}
     for name in by_part[0]:
-        pairs = [one[name] for one in by_part]
+        pairs = [item[name] for item in by_part]
         total = sum(weight for _, weight in pairs)
         scaled = sum(jnp.where(weight != 0, value * weight, 0.0) for value, weight in pairs)
-        found[name] = scaled / jnp.where(total == 0, 1.0, total), total
-    return found
+        result[name] = scaled / jnp.where(total == 0, 1.0, total), total
+    return result
 
 
 def _change(counts: Any, weight: Any, new: jax.Array, old: jax.Array) -> jax.Array:
@@ -115,7 +115,7 @@ def _evaluate(
         by_part.append(_counted(metrics, part))
         outputs.append(examples)
     examples = {
-        name: jnp.concatenate([one[name] for one in outputs])[:num_rows] for name in outputs[0]
+        name: jnp.concatenate([item[name] for item in outputs])[:num_rows] for name in outputs[0]
     }
     return _means(by_part), examples
 

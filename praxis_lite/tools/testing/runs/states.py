@@ -37,14 +37,14 @@ def first_state(initial: TrainState, one: OnMesh) -> TrainState:
     return _with_fresh_slots(initial, mdl_vars, one)
 
 
-def _with_fresh_slots(initial: TrainState, mdl_vars: dict[str, Any], one: OnMesh) -> TrainState:
-    learner, layout = one.partitioner.learner, one.layout
+def _with_fresh_slots(initial: TrainState, mdl_vars: dict[str, Any], mesh: OnMesh) -> TrainState:
+    learner, layout = mesh.partitioner.learner, mesh.layout
     narrow = jax.tree.map(
         lambda x, like: np.asarray(x, like.dtype), mdl_vars["params"],
         layout.shapes.mdl_vars["params"],
     )
     # The mesh is set as in a step: an optimizer may run a shard_map of its own.
-    with jax.sharding.use_abstract_mesh(one.mesh.abstract_mesh):
+    with jax.sharding.use_abstract_mesh(mesh.mesh.abstract_mesh):
         opt_states = jax.device_get(jax.jit(learner.init)(narrow))
     return jax.tree.map(_wide, TrainState(initial.step, mdl_vars, opt_states))
 

@@ -40,13 +40,13 @@ def remat_switched(config: "fdl.Config") -> "fdl.Config | None":
 
 def low_precision_settings(config: "fdl.Config") -> list[str]:
     """Returns the paths of the settings, defaults among them, that are bfloat16 or float16."""
-    found = []
+    result = []
     for value, path in daglish.iterate(config.task):
         if isinstance(value, fdl.Buildable):
-            for name, one in settings_of(value).items():
-                if _is_low(one):
-                    found.append(f"{daglish.path_str(path)}.{name}".lstrip("."))
-    return found
+            for name, item in settings_of(value).items():
+                if _is_low(item):
+                    result.append(f"{daglish.path_str(path)}.{name}".lstrip("."))
+    return result
 
 
 def _is_low(value: Any) -> bool:
@@ -58,7 +58,7 @@ def buildables(config: Any) -> Iterator[fdl.Buildable]:
     """Yields each Config and Partial in a config."""
     seen = []
     for value, _ in daglish.iterate(config):
-        if isinstance(value, fdl.Buildable) and not any(value is one for one in seen):
+        if isinstance(value, fdl.Buildable) and not any(value is item for item in seen):
             seen.append(value)
             yield value
 
@@ -67,21 +67,21 @@ def settings_of(buildable: fdl.Buildable) -> dict[str, Any]:
     """Returns the settings of a Config, set or by default."""
     parameters = parameters_of(fdl.get_callable(buildable))
     return {
-        name: getattr(buildable, name) for name, one in parameters.items()
-        if one.default is not inspect.Parameter.empty or name in fdl.ordered_arguments(buildable)
+        name: getattr(buildable, name) for name, item in parameters.items()
+        if item.default is not inspect.Parameter.empty or name in fdl.ordered_arguments(buildable)
     }
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """Returns a function's parameters that have names, by them; none if it does not say them."""
     try:
-        found = inspect.signature(function).parameters
+        result = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return {}
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return {
-        name: one for name, one in found.items()
-        if one.kind not in (*variadic, inspect.Parameter.POSITIONAL_ONLY)
+        name: item for name, item in result.items()
+        if item.kind not in (*variadic, inspect.Parameter.POSITIONAL_ONLY)
     }
 
 
@@ -93,17 +93,17 @@ def _with_settings(
     What a layer makes by default, such as `stacked_transformer_tpl=Repeat`, is reached too.
     """
     config, num_changed = copy.deepcopy(config), 0
-    for one in list(buildables(config.task)):
-        for name, value in settings_of(one).items():
+    for buildable in list(buildables(config.task)):
+        for name, value in settings_of(buildable).items():
             if callable(value) and not isinstance(value, fdl.Buildable) and having <= set(
                 parameters_of(value)
             ):
-                setattr(one, name, fdl.Partial(value))
-    for one in buildables(config.task):
-        if having <= set(parameters_of(fdl.get_callable(one))):
-            for name, value in settings_of(one).items():
+                setattr(buildable, name, fdl.Partial(value))
+    for buildable in buildables(config.task):
+        if having <= set(parameters_of(fdl.get_callable(buildable))):
+            for name, value in settings_of(buildable).items():
                 new = other(name, value)
                 if new is not value:
-                    setattr(one, name, new)
+                    setattr(buildable, name, new)
                     num_changed += 1
     return config if num_changed else None

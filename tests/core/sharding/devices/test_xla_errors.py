@@ -39,10 +39,10 @@ def scattered_by_hand(operation, initial, ids, updates):
 def test_canary_xla_scatters_the_filler_of_uneven_shards(mesh_of):
     """Once this fails XLA is mended: `_scatter` of core/sharding/devices/xla_errors.py can go."""
     with jax.set_mesh(mesh_of(1, 3, 2)):
-        found = jax.jit(functools.partial(scattered, "add"))(0.0, IDS, UPDATES)
-    wanted = scattered_by_hand("add", 0.0, IDS, UPDATES)
-    np.testing.assert_allclose(found[1:], wanted[1:], rtol=1e-6)
-    assert wanted[0] == 0.0 and abs(found[0]) > 0.1
+        actual = jax.jit(functools.partial(scattered, "add"))(0.0, IDS, UPDATES)
+    expected = scattered_by_hand("add", 0.0, IDS, UPDATES)
+    np.testing.assert_allclose(actual[1:], expected[1:], rtol=1e-6)
+    assert expected[0] == 0.0 and abs(actual[0]) > 0.1
 
 
 @pytest.mark.parametrize("operation", SCATTERS)
@@ -64,11 +64,11 @@ def test_filler_is_not_scattered(operation, mesh_of):
         return in_a_loop, in_a_branch, in_remat
 
     with jax.set_mesh(mesh_of(1, 3, 2)):
-        found = jax.jit(without_xla_errors(run))(jnp.array([-7.0, 7.0]), IDS, UPDATES)
-    wanted = [scattered_by_hand(operation, initial, IDS, UPDATES) for initial in (-7.0, 7.0)]
-    np.testing.assert_allclose(found[0], wanted, rtol=1e-6)
-    for one in found[1:]:
-        np.testing.assert_allclose(one, wanted[0], rtol=1e-6)
+        actual = jax.jit(without_xla_errors(run))(jnp.array([-7.0, 7.0]), IDS, UPDATES)
+    expected = [scattered_by_hand(operation, initial, IDS, UPDATES) for initial in (-7.0, 7.0)]
+    np.testing.assert_allclose(actual[0], expected, rtol=1e-6)
+    for item in actual[1:]:
+        np.testing.assert_allclose(item, expected[0], rtol=1e-6)
 
 
 class Tagger(nnx.Module):
@@ -109,12 +109,12 @@ def test_a_foreign_embedding_has_the_gradient_of_one_device_for_rows_that_do_not
         module = task.model.module({"params": params, "non_trainable": {}})
         return mean_loss(module, batch, None)
 
-    wanted = jax.grad(loss)(before)
+    expected = jax.grad(loss)(before)
     state, _ = partitioner.train_step(state, partitioner.global_batch(batch), key)
     after = partitioner.layout.unpad(state).mdl_vars["params"]
-    found = jax.tree.map(lambda old, new: old - np.asarray(new), before, after)
+    actual = jax.tree.map(lambda old, new: old - np.asarray(new), before, after)
     # Rounded as the weights are, of size 1.
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=3e-7), found, wanted)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=3e-7), actual, expected)
 
 
 def windowed(x):
@@ -154,27 +154,27 @@ def windowed_by_hand():
 def test_canary_xla_takes_the_filler_of_one_window_for_another(mesh_of):
     """Once the oldest jax that is supported fails this, `_windowed` can go."""
     with jax.set_mesh(mesh_of(1, 2, 1)):
-        found = jax.jit(windowed)(X)
-    assert not all(np.isfinite(x).all() for x in found.values())
+        actual = jax.jit(windowed)(X)
+    assert not all(np.isfinite(x).all() for x in actual.values())
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 1), (1, 4, 2)], ids=str)
 def test_each_window_has_its_own_filler(shape, mesh_of):
     with jax.set_mesh(mesh_of(*shape)):
-        found = jax.jit(without_xla_errors(windowed))(X)
-    wanted = windowed_by_hand()
-    for name, x in found.items():
-        np.testing.assert_allclose(x, wanted[name], rtol=1e-5, atol=2e-6, err_msg=name)
+        actual = jax.jit(without_xla_errors(windowed))(X)
+    expected = windowed_by_hand()
+    for name, x in actual.items():
+        np.testing.assert_allclose(x, expected[name], rtol=1e-5, atol=2e-6, err_msg=name)
 
 
 def test_gradients_of_windows_are_those_of_one_device(mesh_of):
     def total(x):
         return sum(jnp.sum(jnp.sin(y)) for name, y in windowed(x).items() if name != "cumprod")
 
-    wanted = jax.jit(jax.grad(total))(X)
+    expected = jax.jit(jax.grad(total))(X)
     with jax.set_mesh(mesh_of(1, 2, 1)):
-        found = jax.jit(without_xla_errors(jax.grad(total)))(X)
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+        actual = jax.jit(without_xla_errors(jax.grad(total)))(X)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 BATCH = ("replica", "data")
@@ -222,9 +222,9 @@ def test_canary_xla_partitions_convolutions_wrongly(name, shape, mesh_of):
     settings = CONVOLUTIONS[name]
     arrays = images_and_filters(8, settings[0])
     with jax.set_mesh(mesh_of(*shape)):
-        found = jax.jit(functools.partial(convolved, settings))(*arrays)
-    wanted = jax.jit(functools.partial(convolved, settings))(*arrays)
-    assert np.abs(found[2] - wanted[2]).max() > 0.1 * np.abs(wanted[2]).max()
+        actual = jax.jit(functools.partial(convolved, settings))(*arrays)
+    expected = jax.jit(functools.partial(convolved, settings))(*arrays)
+    assert np.abs(actual[2] - expected[2]).max() > 0.1 * np.abs(expected[2]).max()
 
 
 @pytest.mark.slow
@@ -241,7 +241,7 @@ def test_convolutions_and_their_gradients_are_those_of_one_device(shape, mesh_of
             key: convolved(CONVOLUTIONS[key.split(":")[0]], *value) for key, value in arrays.items()
         }
 
-    wanted = jax.jit(run)(arrays)
+    expected = jax.jit(run)(arrays)
     with jax.set_mesh(mesh_of(*shape)):
-        found = jax.jit(without_xla_errors(run))(arrays)
-    assert_near(found, wanted, tolerance=5e-6)
+        actual = jax.jit(without_xla_errors(run))(arrays)
+    assert_near(actual, expected, tolerance=5e-6)

@@ -59,10 +59,10 @@ def test_jax_scalars_are_taken():
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
 def test_a_weight_that_counts_nothing_is_refused(weight):
-    with pytest.raises(ValueError, match="The weight of metric 'loss' is"):
+    with pytest.raises(ValueError, match="'loss'"):
         WeightedMean().add({"loss": (1.0, weight)})
 
 
 def test_an_array_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"'loss': the value has shape \(7,\)"):
+    with pytest.raises(ValueError, match=r"'loss'.*\(7,\)"):
         WeightedMean().add({"loss": (np.ones(7), 1.0)})

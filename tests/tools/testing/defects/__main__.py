@@ -43,17 +43,17 @@ def main() -> int:
             for defect in defects:
                 if args.k not in f"{family}: {defect.name}":
                     continue
-                found = defect.certificate().first_difference
-                missed = defect.missed(found)
+                actual = defect.certificate().first_difference
+                missed = defect.missed(actual)
                 num_missed += bool(missed)
-                said, layer, axis = ("", "", "") if found is None else (
-                    f"{found.what}, {found.leaf}", found.layer, found.axis
+                message, layer, axis = ("", "", "") if actual is None else (
+                    f"{actual.what}, {actual.leaf}", actual.layer, actual.axis
                 )
                 if missed:
-                    said = f"{missed.upper()} {said}".rstrip()
+                    message = f"{missed.upper()} {message}".rstrip()
                 seconds = time.monotonic() - began
-                print(f"[{seconds:5.0f} s] {defect.name}: {said}", flush=True)
-                cells = (family, defect.name, said, layer or "-", axis or "-")
+                print(f"[{seconds:5.0f} s] {defect.name}: {message}", flush=True)
+                cells = (family, defect.name, message, layer or "-", axis or "-")
                 rows.append(f"| {' | '.join(cells)} |")
                 jax.clear_caches()
     seconds = time.monotonic() - began

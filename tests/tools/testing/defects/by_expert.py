@@ -25,7 +25,7 @@ def _if_split(change):
 
 def _chosen(change):
     """Returns what changes (experts, gates, is_routed)."""
-    return lambda found, *_: change(*found) if _n() > 1 else found
+    return lambda actual, *_: change(*actual) if _n() > 1 else actual
 
 
 CHANGES = {

@@ -15,8 +15,8 @@ BY_HAND = ("update by hand",)
 
 def _updates(change):
     """Returns what plants `change(updates, slots, weights)` behind the optimizers."""
-    def made(found, self, grads, norms, slots, weights, loss):
-        return change(*found, weights)
+    def made(actual, self, grads, norms, slots, weights, loss):
+        return change(*actual, weights)
 
     return after(UPDATES, made)
 

@@ -29,10 +29,10 @@ def _broken(loss_fn, fixed, params, non_trainable, inputs, key, *, num_micro_bat
         if how == "labels of another part":
             part["labels"] = inputs["labels"][(i + 1) % num_micro_batches :: num_micro_batches]
         given = key if how == "one key for all" else jax.random.fold_in(key, i)
-        (_, (one, non_trainable)), g = grad_fn(fixed, params, non_trainable, part, given)
+        (_, (item, non_trainable)), g = grad_fn(fixed, params, non_trainable, part, given)
         grads.append(g)
-        weights.append(one["loss"][1])
-        metrics.append(one)
+        weights.append(item["loss"][1])
+        metrics.append(item)
     if how == "a mean of means":
         weights = [jnp.ones(()) for _ in weights]
     if how == "the first part counts twice":
@@ -50,16 +50,16 @@ def _broken(loss_fn, fixed, params, non_trainable, inputs, key, *, num_micro_bat
         grads = [jax.tree.map(lambda g: jnp.round(g * 256) / 256, g) for g in grads]
 
     def mean(name):
-        values = [one[name][0] for one in metrics]
-        own = [one[name][1] for one in metrics]
+        values = [metric[name][0] for metric in metrics]
+        local = [element[name][1] for element in metrics]
         if how == "metrics of the last part":
-            return values[-1], sum(own)
+            return values[-1], sum(local)
         if how == "metrics without weights":
-            return sum(values) / len(values), sum(own)
+            return sum(values) / len(values), sum(local)
         if how == "the weight of a part":
-            own = own[:1]
-            return sum(v * w for v, w in zip(values, weights, strict=True)) / total, own[0]
-        return sum(v * w for v, w in zip(values, own, strict=True)) / sum(own), sum(own)
+            local = local[:1]
+            return sum(v * w for v, w in zip(values, weights, strict=True)) / total, local[0]
+        return sum(v * w for v, w in zip(values, local, strict=True)) / sum(local), sum(local)
 
     summed = jax.tree.map(
         lambda *g: sum(x * w for x, w in zip(g, weights, strict=True)) / total, *grads)
