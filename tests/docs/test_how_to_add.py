@@ -139,7 +139,7 @@ def test_the_rule_splits_where_it_divides_and_says_where_not():
     module("rules")
     mesh = JobMesh({"replica": 1, "data": 4, "mdl": 2})
     leaves = [Leaf("a", (3, 8), np.float32), Leaf("b", (3, 7), np.float32)]
-    splits = rule_shardings(leaves, [(".*", 'last_dim("data")')], mesh)
+    splits = rule_shardings(leaves, [(".*", 'last_dim_over("data")')], mesh)
     assert splits["a"].spec == (None, "data") and splits["b"].spec == (None, None)
     assert "7 does not divide by 4" in str(splits["b"])
 
