@@ -71,10 +71,8 @@ class DigitsMlp(Experiment):
         return {"heldout": self.datasets()["heldout"]}
 
     def run(self):
-        return fdl.Config(
-            RunConfig, num_train_steps=300,
-            evaluation=fdl.Config(EvaluationSettings, every_steps=100),
-        )
+        evaluation = fdl.Config(EvaluationSettings, every_steps=100)
+        return fdl.Config(RunConfig, num_train_steps=300, evaluation=evaluation)
 
 
 @register

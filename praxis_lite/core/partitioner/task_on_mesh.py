@@ -34,7 +34,7 @@ class TaskOnMesh:
         with (
             naming_the_layer(),
             jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh),
-            _flax_axis_rules(self.task.weight_sharding),
+            flax_axis_rules(self.task.weight_sharding),
         ):
             yield
 
@@ -46,7 +46,7 @@ class TaskOnMesh:
 
 
 @contextlib.contextmanager
-def _flax_axis_rules(weight_sharding: WeightSharding | None) -> Iterator[None]:
+def flax_axis_rules(weight_sharding: WeightSharding | None) -> Iterator[None]:
     """Sets the job's logical axis rules as Flax's, for what constrains activations by names.
 
     `nn.with_logical_constraint` and NNX's metadata read them while a step is traced. Without rules

@@ -262,7 +262,7 @@ def test_a_pattern_of_a_mask_that_matches_no_weight_of_the_model_is_named():
         jax.eval_shape(learner.bind(SPECS).init, shapes)
 
     init(".*/norm")  # Of another optimizer's weights: nothing is wrong with that.
-    with pytest.raises(ConfigError, match=r"' /nrom'"):
+    with pytest.raises(ConfigError, match=r"'\.\*/nrom'"):
         init(".*/nrom")
 
 

@@ -22,8 +22,8 @@ from praxis_lite.core import (
     WeightSpec,
     make_mesh,
 )
-from praxis_lite.core.models.axis_rules import flax_axis_rules
 from praxis_lite.core.models.model import spec_leaves
+from praxis_lite.core.partitioner.task_on_mesh import flax_axis_rules
 from praxis_lite.core.partitioner.train_state import state_layout
 from praxis_lite.core.sharding.weight_sharding import decide_shardings
 from praxis_lite.models import FunctionModel
