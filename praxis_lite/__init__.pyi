@@ -1,7 +1,7 @@
 # Where each public name is defined; `__init__.py` loads it on first use.
 
 from praxis_lite.core.errors import ConfigError as ConfigError
-from praxis_lite.core.sharding.mesh import MeshConfig as MeshConfig
+from praxis_lite.core.sharding.mesh_config import MeshConfig as MeshConfig
 from praxis_lite.core.task import Task as Task
 from praxis_lite.host.optional_packages import require_package as require_package
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints as Checkpoints

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 from praxis_lite.collectives.explicit_collectives import ExplicitCollectives
 from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.core.sharding.mesh import CompilerOptions
+from praxis_lite.core.sharding.mesh_config import CompilerOptions
 from praxis_lite.core.task import Task
 
 

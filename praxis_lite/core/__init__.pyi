@@ -24,12 +24,12 @@ from praxis_lite.core.sharding.inputs import num_rows_of as num_rows_of
 from praxis_lite.core.sharding.inputs import reshard_by_rank as reshard_by_rank
 from praxis_lite.core.sharding.logical_axes import MeshRules as MeshRules
 from praxis_lite.core.sharding.logical_axes import logical_to_mesh_axes as logical_to_mesh_axes
-from praxis_lite.core.sharding.mesh import MeshConfig as MeshConfig
 from praxis_lite.core.sharding.mesh import attached_mesh as attached_mesh
 from praxis_lite.core.sharding.mesh import compiled_platform as compiled_platform
 from praxis_lite.core.sharding.mesh import filled_mesh as filled_mesh
 from praxis_lite.core.sharding.mesh import make_mesh as make_mesh
 from praxis_lite.core.sharding.mesh import simulate_devices as simulate_devices
+from praxis_lite.core.sharding.mesh_config import MeshConfig as MeshConfig
 from praxis_lite.core.sharding.named_shardings import infer_sharding as infer_sharding
 from praxis_lite.core.sharding.padding import pad_tree as pad_tree
 from praxis_lite.core.sharding.padding import padded_shape as padded_shape

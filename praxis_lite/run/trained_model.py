@@ -12,7 +12,8 @@ import numpy as np
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, require
 from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.core.sharding.mesh import MeshConfig, attached_mesh
+from praxis_lite.core.sharding.mesh import attached_mesh
+from praxis_lite.core.sharding.mesh_config import MeshConfig
 from praxis_lite.decode.decoder import Decoder
 from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.inputs.batches import checked_spec

@@ -6,7 +6,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.core.errors import ConfigError, require_choice
-from praxis_lite.core.sharding.mesh import CompilerOptions
+from praxis_lite.core.sharding.mesh_config import CompilerOptions
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 _PLATFORM_OF = {"cuda": "gpu", "rocm": "gpu"}

@@ -23,7 +23,7 @@ from praxis_lite.core.sharding.inputs import (
     process_rows,
     replicated_key,
 )
-from praxis_lite.core.sharding.mesh import CompilerOptions
+from praxis_lite.core.sharding.mesh_config import CompilerOptions
 from praxis_lite.core.sharding.padding import evenly
 from praxis_lite.core.task import Task
 

@@ -4,84 +4,18 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 from jax.sharding import AxisType, Mesh
 
-from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.devices.grid import of_each_process, simulated_grid, torus_grid
 from praxis_lite.core.sharding.devices.libtpu import leave_absent_tpus_alone
+from praxis_lite.core.sharding.mesh_config import MeshConfig
 
 MAX_SIMULATED_DEVICES = 256
 _SCHEDULER_FLAG = "xla_cpu_enable_concurrency_optimized_scheduler"
-
-CompilerOptions = Mapping[str, Mapping[str, bool | int | float | str]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MeshConfig:
-    """How many devices lie along each named axis.
-
-    Attributes:
-      ici_mesh_shape: devices along each axis within a slice (fast interconnect). One size may be
-        -1: as many as there are devices for.
-      dcn_mesh_shape: slices along each axis (data-centre network); None: there is one slice.
-      axis_names: the names that split-dims mappings use, outermost axis first.
-      allow_unused_devices: accept a mesh smaller than the accelerators there are.
-      allow_split_physical_axes: let an axis take a part of a TPU torus's dim, where the sizes do
-        not match the torus otherwise; collectives along it then share links with another axis.
-      compiler_options: by platform ("cpu", "gpu", "tpu"), options of XLA by name for the train,
-        eval and decode steps; those of other platforms wait until a job runs there.
-    """
-
-    ici_mesh_shape: Sequence[int]
-    dcn_mesh_shape: Sequence[int] | None = None
-    axis_names: Sequence[str] = ("replica", "data", "mdl")
-    allow_unused_devices: bool = False
-    allow_split_physical_axes: bool = False
-    compiler_options: CompilerOptions | None = dataclasses.field(default=None, hash=False)
-
-    def __post_init__(self):
-        names = tuple(self.axis_names)
-        if len(set(names)) != len(names):
-            raise ConfigError(f"mesh.axis_names {names} names an axis twice. Make them distinct.")
-        for field in ("ici_mesh_shape", "dcn_mesh_shape"):
-            shape = getattr(self, field)
-            if shape is None:
-                continue
-            may_fill = field == "ici_mesh_shape"
-            is_right = len(shape) == len(names) and list(shape).count(-1) <= may_fill and all(
-                isinstance(size, int) and not isinstance(size, bool) and (size > 0 or size == -1)
-                for size in shape
-            )
-            expected = f"one positive integer for each of the axes {names}" + (
-                ", or -1 for one of them" if may_fill else ""
-            )
-            change = f"Fix mesh.{field} or mesh.axis_names."
-            require(is_right, f"mesh.{field}", tuple(shape), expected, change)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Devices along each axis: the ICI and DCN shapes multiplied, axis by axis.
-
-        Raises:
-          ConfigError: a size is -1, and `filled_mesh` has not filled it.
-        """
-        if -1 in self.ici_mesh_shape:
-            raise ConfigError(
-                f"mesh.ici_mesh_shape {tuple(self.ici_mesh_shape)} has a size of -1, which is "
-                "known only where the devices are. Call filled_mesh(config) first, or say a number."
-            )
-        dcn_mesh_shape = self.dcn_mesh_shape or (1,) * len(self.ici_mesh_shape)
-        return tuple(i * d for i, d in zip(self.ici_mesh_shape, dcn_mesh_shape, strict=True))
-
-    @property
-    def num_devices(self) -> int:
-        return math.prod(self.shape)
-
-    def __str__(self) -> str:
-        return f"The mesh {dict(zip(self.axis_names, self.shape, strict=True))}"
 
 
 def filled_mesh(config: MeshConfig, num_devices: int | None = None) -> MeshConfig:

@@ -14,7 +14,7 @@ and a layer of your own splits as this library's do once it has a row:
 from collections.abc import Mapping
 from typing import Any
 
-from praxis_lite.core.sharding.mesh import CompilerOptions
+from praxis_lite.core.sharding.mesh_config import CompilerOptions
 from praxis_lite.core.sharding.split_dims import DimSplit
 from praxis_lite.layers.attention.attentions import DotProductAttention
 from praxis_lite.layers.attention.latent import MultiHeadLatentAttention

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import jax
 
     from praxis_lite.core.partitioner.partitioner import Partitioner
-    from praxis_lite.core.sharding.mesh import MeshConfig
+    from praxis_lite.core.sharding.mesh_config import MeshConfig
     from praxis_lite.core.task import Task
     from praxis_lite.inputs.base import InputPipeline
 

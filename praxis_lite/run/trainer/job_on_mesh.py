@@ -13,7 +13,8 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.sharding.inputs import check_ids
-from praxis_lite.core.sharding.mesh import CompilerOptions, filled_mesh, make_mesh, simulate_devices
+from praxis_lite.core.sharding.mesh import filled_mesh, make_mesh, simulate_devices
+from praxis_lite.core.sharding.mesh_config import CompilerOptions
 from praxis_lite.host.host_memory import check_room_for_devices
 from praxis_lite.inputs.base import TRAIN, IndexedPipeline, InputPipeline, require_same_classes
 from praxis_lite.inputs.batches import check_data, check_members, checked_batches, checked_spec

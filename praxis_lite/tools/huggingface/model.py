@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.core.sharding.mesh import MeshConfig, make_mesh
+from praxis_lite.core.sharding.mesh import make_mesh
+from praxis_lite.core.sharding.mesh_config import MeshConfig
 from praxis_lite.decode.sampling import Greedy
 from praxis_lite.host.host_memory import FirstRuns
 from praxis_lite.inputs.text.token_ids import padding_mask, token_ids, whole_number

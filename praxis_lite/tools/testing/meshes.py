@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from praxis_lite.core.errors import require
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.sharding.logical_axes import axes_of
-from praxis_lite.core.sharding.mesh import MeshConfig
+from praxis_lite.core.sharding.mesh_config import MeshConfig
 
 NUM_DEVICES = 8  # Simulated, or as many as the experiment's own mesh has, if that is fewer.
 Shape = tuple[int, ...]

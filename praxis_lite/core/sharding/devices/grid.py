@@ -2,20 +2,17 @@
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
 
 from praxis_lite.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from praxis_lite.core.sharding.mesh import MeshConfig
+from praxis_lite.core.sharding.mesh_config import MeshConfig
 
 
 def of_each_process(
-    config: "MeshConfig", devices: Sequence[jax.Device], num_processes: int
+    config: MeshConfig, devices: Sequence[jax.Device], num_processes: int
 ) -> list[jax.Device]:
     """Returns as many simulated devices of each process; they are the slices, if there are any."""
     expected, num_slices = config.num_devices, math.prod(config.dcn_mesh_shape or (1,))
@@ -43,7 +40,7 @@ def of_each_process(
     return [device for process in sorted(held) for device in held[process][:each]]
 
 
-def torus_grid(config: "MeshConfig", devices: Sequence[jax.Device]) -> np.ndarray:
+def torus_grid(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray:
     """Returns the devices in the order that suits their interconnect, slice by slice."""
     split = config.allow_split_physical_axes
     try:
@@ -66,7 +63,7 @@ def torus_grid(config: "MeshConfig", devices: Sequence[jax.Device]) -> np.ndarra
         ) from error
 
 
-def _hosts_are_slices(config: "MeshConfig", devices: Sequence[jax.Device]) -> bool:
+def _hosts_are_slices(config: MeshConfig, devices: Sequence[jax.Device]) -> bool:
     """Returns True if a host is a slice, as with GPUs; False if the devices say their slice.
 
     Raises:
@@ -86,7 +83,7 @@ def _hosts_are_slices(config: "MeshConfig", devices: Sequence[jax.Device]) -> bo
     return True
 
 
-def simulated_grid(config: "MeshConfig", devices: Sequence[jax.Device]) -> np.ndarray:
+def simulated_grid(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray:
     """Returns the devices as mesh_utils' hybrid mesh lays them: slices outermost on each axis."""
     ici_mesh_shape = tuple(config.ici_mesh_shape)
     dcn_mesh_shape = tuple(config.dcn_mesh_shape or (1,) * len(ici_mesh_shape))

@@ -7,7 +7,7 @@ from typing import Any
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, require
 from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.core.sharding.mesh import MeshConfig
+from praxis_lite.core.sharding.mesh_config import MeshConfig
 from praxis_lite.core.task import Task
 from praxis_lite.decode.decoder import Decoder
 from praxis_lite.inputs.base import TRAIN, InputPipeline

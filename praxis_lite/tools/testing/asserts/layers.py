@@ -13,7 +13,8 @@ import numpy as np
 from praxis_lite.core.models.model import MdlVars, spec_leaves
 from praxis_lite.core.models.nnx_model import NnxModel, mdl_vars_of
 from praxis_lite.core.sharding.devices.xla_errors import without_xla_errors
-from praxis_lite.core.sharding.mesh import MeshConfig, make_mesh
+from praxis_lite.core.sharding.mesh import make_mesh
+from praxis_lite.core.sharding.mesh_config import MeshConfig
 
 # What builds a layer (called with rngs=), what calls it on (module, x, key), and its inputs.
 LayerCase = tuple[Callable[..., Any], Callable[..., jax.Array], np.ndarray]

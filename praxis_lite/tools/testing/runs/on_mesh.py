@@ -15,7 +15,8 @@ from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.core.sharding.devices.xla_errors import without_xla_errors
 from praxis_lite.core.sharding.inputs import GlobalBatch, abstract_global_batch, batch_spec
-from praxis_lite.core.sharding.mesh import MeshConfig, make_mesh
+from praxis_lite.core.sharding.mesh import make_mesh
+from praxis_lite.core.sharding.mesh_config import MeshConfig
 from praxis_lite.core.task import Task
 from praxis_lite.run.experiment.experiment import Job
 from praxis_lite.tools.testing.certificate import mesh_name
