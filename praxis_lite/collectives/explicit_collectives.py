@@ -25,6 +25,7 @@ from praxis_lite.core.partitioner import accumulation, steps
 from praxis_lite.core.partitioner.gradient_strategy import Gradients
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.sharding.inputs import InputsSplitMapping, num_rows_of
+from praxis_lite.core.sharding.leaf_paths import path_of
 from praxis_lite.core.sharding.padding import pad_tree, unpad_tree
 from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.core.sharding.weight_spec import WeightSpec
@@ -108,9 +109,8 @@ class _OnMesh:
     def _mapped_weight(
         self, path: tuple, true: jax.ShapeDtypeStruct, spec: PartitionSpec, weight_spec: WeightSpec
     ) -> MappedWeight:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
         sizes, num_layers = dict(self.mesh.shape), len(weight_spec.stack_shape)
-        return mapped_weight(name, true.shape, num_layers, spec, self.data_axes, sizes)
+        return mapped_weight(path_of(path), true.shape, num_layers, spec, self.data_axes, sizes)
 
     def num_padding_rows(self, inputs: PyTree, num_micro_batches: int) -> int:
         """Returns the rows that a batch lacks to divide over devices and micro-batches."""

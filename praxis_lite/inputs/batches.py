@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.inputs.leaves import narrow_dtype
 from praxis_lite.inputs.sources.base import Source
@@ -146,8 +147,7 @@ def non_finite_rows(batch: Any, first_row: int = 0) -> str | None:
 def _leaves(batch: Any) -> dict[str, Any]:
     if not isinstance(batch, Mapping):
         return {"": batch}
-    leaves, _ = jax.tree_util.tree_flatten_with_path(dict(batch), is_leaf=_is_no_mapping)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+    return dict(leaves_with_path(dict(batch), is_leaf=_is_no_mapping))
 
 
 def _is_no_mapping(x: Any) -> bool:

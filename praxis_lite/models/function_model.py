@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from praxis_lite.core.callables import check_takes, function_name
 from praxis_lite.core.errors import ConfigError, did_you_mean
 from praxis_lite.core.models.model import MdlVars, Model, whole
+from praxis_lite.core.sharding.leaf_paths import path_of
 from praxis_lite.core.sharding.weight_spec import WeightSpec
 
 PyTree = Any
@@ -164,7 +165,7 @@ def _join(path: str, name: str) -> str:
 
 def _path(path: tuple) -> str:
     # A single array has no name of its own.
-    return jax.tree_util.keystr(path, simple=True, separator="/") or "value"
+    return path_of(path) or "value"
 
 
 def _check_distinct(paths: list[str]) -> None:

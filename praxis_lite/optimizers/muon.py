@@ -25,6 +25,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.learner.path_masks import path_mask
+from praxis_lite.core.sharding.leaf_paths import path_of
 
 PyTree = Any
 
@@ -82,7 +83,7 @@ def muon_matrices(
         masks = [mask(weights) for _, mask, _, _ in local]
 
         def matrix(path: tuple, weight: Any, *matches: bool) -> MuonDimensionNumbers | None:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            name = path_of(path)
             for (pattern, _, equation, dims), is_match in zip(local, matches, strict=True):
                 if not is_match:
                     continue

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from praxis_lite.core.errors import ConfigError, few, require
 from praxis_lite.core.learner.path_masks import compiled_patterns
+from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of
 
 PyTree = Any
 
@@ -46,7 +47,7 @@ class VariationalNoise:
 
     def check(self, weights: PyTree) -> None:
         """Raises a ConfigError if the pattern matches no weight of a nested dict."""
-        paths = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(weights)]
+        paths = [path for path, _ in leaves_with_path(weights)]
         if any(self._matches(path) for path in paths):
             return
         hint = " Leave out params/." if self.regex.startswith("params/") else ""
@@ -71,7 +72,7 @@ class VariationalNoise:
         scale = jnp.where(step >= self.start_step, jnp.float32(self.scale), 0.0)
 
         def with_noise(path: tuple, weight: jax.Array) -> jax.Array:
-            name = _name(path)
+            name = path_of(path)
             if not self._matches(name):
                 return weight
             # Of this name: dropout and others fold the same key with small numbers.
@@ -83,7 +84,3 @@ class VariationalNoise:
 
     def _matches(self, path: str) -> bool:
         return re.match(self.regex, path) is not None
-
-
-def _name(path: tuple) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")

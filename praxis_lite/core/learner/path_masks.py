@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.sharding.leaf_paths import path_of, path_pattern
 
 PyTree = Any
 Patterns = str | Sequence[str]
@@ -44,7 +44,7 @@ def path_mask(
     def is_masked_in(path: tuple, weight: Any) -> bool:
         # Keys of dicts alone: a layer of a stack has the name of its stack.
         keys = tuple(key for key in path if isinstance(key, jax.tree_util.DictKey))
-        name = jax.tree_util.keystr(keys, simple=True, separator="/")
+        name = path_of(keys)
         if include and not any(pattern.match(name) for pattern in include):
             return False
         if skip_1d_vectors and weight.ndim <= 1:
@@ -84,11 +84,4 @@ def compiled_patterns(setting: str, patterns: Patterns) -> tuple[re.Pattern, ...
     """
     is_one = isinstance(patterns, str) or not isinstance(patterns, Sequence)
     patterns = (patterns,) if is_one else tuple(patterns)
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except (re.error, TypeError) as error:
-            raise ConfigError(
-                f"{setting}: {pattern!r} is no regular expression: {error}. Mend the pattern."
-            ) from error
-    return tuple(map(re.compile, patterns))
+    return tuple(path_pattern(setting, pattern) for pattern in patterns)

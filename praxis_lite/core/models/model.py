@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.core.sharding.weight_spec import WeightSpec
 
 # {"params": nested dict, "non_trainable": nested dict}, of arrays or of what describes them.
@@ -76,10 +77,7 @@ class Model(abc.ABC):
 
 def spec_leaves(weight_specs: MdlVars) -> list[tuple[str, WeightSpec]]:
     """Returns (path, WeightSpec) for each leaf of `Model.weight_specs`."""
-    leaves = jax.tree_util.tree_flatten_with_path(
-        weight_specs, is_leaf=lambda x: isinstance(x, WeightSpec)
-    )[0]
-    return [(jax.tree_util.keystr(p, simple=True, separator="/"), spec) for p, spec in leaves]
+    return leaves_with_path(weight_specs, is_leaf=lambda x: isinstance(x, WeightSpec))
 
 
 def whole(mdl_vars: Any) -> Any:

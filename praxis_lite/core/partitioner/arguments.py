@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, few, require
 from praxis_lite.core.sharding.inputs import GlobalBatch, check_ids
+from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 
 if TYPE_CHECKING:
     from praxis_lite.core.partitioner.train_state import StateLayout
@@ -60,10 +61,7 @@ def check_tree(layout: "StateLayout", tree: PyTree, name: str, mesh: Mesh | None
     """
     check_type(layout, tree, name)
     expected = {leaf.path: leaf for leaf in layout.leaves()}
-    actual = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
-        for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is None)
-    }
+    actual = dict(leaves_with_path(tree, is_leaf=lambda x: x is None))
     missing, unknown = sorted(expected.keys() - actual.keys()), sorted(actual.keys() - expected)
     if missing or unknown:
         lacks = f" lacks {few(missing)}" if missing else ""
@@ -90,9 +88,8 @@ def check_batch(batch: Any, name: str, mesh: Mesh) -> None:
             f"{name} is {_described(batch)}; wanted is a GlobalBatch. Give "
             "partitioner.global_batch(batch), of a dict of NumPy arrays."
         )
-    for path, x in jax.tree.leaves_with_path(batch.inputs):
-        leaf = jax.tree_util.keystr(path, simple=True, separator="/")
-        _check_devices(x, f"{name}: {leaf}", mesh, "partitioner.global_batch(batch)")
+    for path, x in leaves_with_path(batch.inputs):
+        _check_devices(x, f"{name}: {path}", mesh, "partitioner.global_batch(batch)")
 
 
 def check_rows(inputs: Any, call: str, sizes: Mapping[str, int]) -> None:
@@ -107,10 +104,9 @@ def check_rows(inputs: Any, call: str, sizes: Mapping[str, int]) -> None:
         see `check_ids`.
     """
     check_spec(inputs, call)
-    for path, x in jax.tree.leaves_with_path(inputs):
-        leaf = jax.tree_util.keystr(path, simple=True, separator="/")
+    for path, x in leaves_with_path(inputs):
         require(
-            x.dtype.kind not in "USOMm", f"{call}: the dtype of {leaf}", str(x.dtype), "numbers",
+            x.dtype.kind not in "USOMm", f"{call}: the dtype of {path}", str(x.dtype), "numbers",
             "A tokenizer makes ids of a text.",
         )
     if isinstance(inputs, Mapping):
@@ -124,14 +120,13 @@ def check_spec(spec: Any, call: str) -> None:
             f"{call} was given a GlobalBatch; wanted are its rows before global_batch, NumPy "
             "arrays or ShapeDtypeStructs."
         )
-    leaves = jax.tree.leaves_with_path(spec, is_leaf=lambda x: x is None or _is_of_numbers(x))
+    leaves = leaves_with_path(spec, is_leaf=lambda x: x is None or _is_of_numbers(x))
     if not leaves:
         raise ConfigError(f"{call} was given {_described(spec)}; wanted is a dict of arrays.")
     for path, x in leaves:
         if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-            leaf = jax.tree_util.keystr(path, simple=True, separator="/")
             raise ConfigError(
-                f"{call}: {leaf or 'the batch'} is {_described(x)}; wanted is a NumPy array: "
+                f"{call}: {path or 'the batch'} is {_described(x)}; wanted is a NumPy array: "
                 "np.asarray(...) of it."
             )
 

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from praxis_lite.core.learner.bound_learner import BoundLearner
 from praxis_lite.core.learner.slots import slot_specs
 from praxis_lite.core.models.model import spec_leaves
+from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.padding import pad_tree, padded_shape, unpad_tree
 from praxis_lite.core.sharding.weight_sharding import decide_shardings
@@ -111,10 +112,9 @@ class StateLayout:
 
     def leaves(self) -> Iterator[LeafLayout]:
         """Yields each leaf's layout in the tree's order."""
-        leaves = jax.tree.leaves_with_path(self.shapes)
+        leaves = leaves_with_path(self.shapes)
         for (path, x), spec in zip(leaves, jax.tree.leaves(self.specs), strict=True):
             axes = [axis for entry in spec for axis in axes_of(entry)]
-            path = jax.tree_util.keystr(path, simple=True, separator="/")
             yield LeafLayout(
                 path=path,
                 shape=x.shape,
@@ -154,7 +154,7 @@ def layout_and_learner(
     # The key inside: outside it would be an array, of two programs that had to be compiled.
     mdl_shapes = jax.eval_shape(lambda: task.model.init(jax.random.key(0)))
     mdl_specs = jax.tree_util.tree_map_with_path(
-        lambda path, _: spec_of[jax.tree_util.keystr(path, simple=True, separator="/")], mdl_shapes
+        lambda path, _: spec_of[path_of(path)], mdl_shapes
     )
     learner = task.learner.bind(weight_specs["params"], axis_sizes)
     groups, opt_shapes = learner.groups, jax.eval_shape(learner.init, mdl_shapes["params"])

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain, to_partition_spec
 
 PyTree = Any
@@ -45,8 +46,7 @@ def num_rows_of(inputs: PyTree) -> int:
     Raises:
       ConfigError: the leaves disagree; names each with its shape.
     """
-    leaves = jax.tree_util.tree_flatten_with_path(inputs)[0]
-    rows = {_name(path): leaf.shape for path, leaf in leaves if leaf.ndim}
+    rows = {path: leaf.shape for path, leaf in leaves_with_path(inputs) if leaf.ndim}
     if len({shape[0] for shape in rows.values()}) > 1:
         result = ", ".join(f"{name} {shape}" for name, shape in rows.items())
         raise ConfigError(
@@ -195,7 +195,7 @@ def check_inputs_split_mapping(
         key = f"map_{x.ndim}d"
         if key not in inputs_split_mapping:
             raise ConfigError(
-                f"inputs_split_mapping has no entry for the batch leaf {_name(path)} of shape "
+                f"inputs_split_mapping has no entry for the batch leaf {path_of(path)} of shape "
                 f"{x.shape}: it has {sorted(inputs_split_mapping)}. Add '{key}', a split-dims "
                 "mapping of that rank, or None to leave it as it comes."
             )
@@ -253,7 +253,3 @@ def _weighs(x: np.ndarray, weights: Any) -> Any:
     if is_counted.shape == x.shape[:1]:
         return is_counted.reshape(-1, *(1,) * (x.ndim - 1))
     return True
-
-
-def _name(path: tuple) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")

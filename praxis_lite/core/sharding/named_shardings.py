@@ -5,6 +5,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from praxis_lite.core.sharding.leaf_paths import path_of
 from praxis_lite.core.sharding.logical_axes import LogicalAxisRules, checked_rules
 from praxis_lite.core.sharding.rule_names import JobMesh, Leaf
 from praxis_lite.core.sharding.strategies import Strategy, rule_shardings
@@ -41,8 +42,7 @@ def infer_sharding(
     leaves = []
     for path, leaf in flat:
         names, array = (leaf.names, leaf.value) if _is_box(leaf) else (None, leaf)
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        leaves.append(Leaf(name, tuple(array.shape), array.dtype, names))
+        leaves.append(Leaf(path_of(path), tuple(array.shape), array.dtype, names))
     rules = checked_rules(logical_axis_rules, "infer_sharding: logical_axis_rules")
     splits = rule_shardings(leaves, strategy, JobMesh(dict(mesh.shape), rules))
     specs = [

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.sharding.leaf_paths import path_pattern
 from praxis_lite.core.sharding.rule_names import (
     JobMesh,
     Leaf,
@@ -25,12 +26,6 @@ from praxis_lite.core.sharding.split_dims import to_partition_spec
 Strategy = Sequence[tuple[str, Any]]
 
 
-class BadPattern(ConfigError, re.error):
-    """A pattern that is not a regular expression."""
-
-    __init__ = Exception.__init__  # re.error's wants the position.
-
-
 def parsed_strategy(strategy: Strategy) -> tuple[tuple[str, tuple[Rule, ...]], ...]:
     """Returns (pattern, rules) pairs, the patterns checked and the rules parsed.
 
@@ -43,12 +38,7 @@ def parsed_strategy(strategy: Strategy) -> tuple[tuple[str, tuple[Rule, ...]], .
         is_pair = isinstance(entry, Sequence) and not isinstance(entry, str) and len(entry) == 2
         require(is_pair, "strategy: an entry", entry, "a pair (pattern, rules)")
         pattern, rules = entry
-        try:
-            re.compile(pattern)
-        except (re.error, TypeError) as error:
-            raise BadPattern(
-                f"strategy: {pattern!r} is no regular expression: {error}. Mend the pattern."
-            ) from error
+        path_pattern("strategy", pattern)
         if not isinstance(rules, str) and isinstance(rules, Sequence) and not rules:
             raise ConfigError(
                 f"strategy: the pattern {pattern!r} has no rules ({rules!r}). Write 'replicate' "

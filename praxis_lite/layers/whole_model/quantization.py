@@ -35,6 +35,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, require_choice
+from praxis_lite.core.sharding.leaf_paths import path_pattern
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.layers.base_layer import Dense, Product, is_dense
 from praxis_lite.layers.whole_model.adapters import AdaptedProduct
@@ -75,12 +76,7 @@ class QuantizationRule:
                 f"QuantizationRule: qtype is {self.qtype!r} and bwd_qtype {self.bwd_qtype!r}; the "
                 "backward pass multiplies the two. Take int8 for both, or float8 types for both."
             )
-        try:
-            re.compile(self.regex)
-        except re.error as error:
-            raise ConfigError(
-                f"QuantizationRule.regex {self.regex!r} is no regular expression: {error}."
-            ) from error
+        path_pattern("QuantizationRule.regex", self.regex)
 
 
 def quantized(

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from praxis_lite.core.errors import ConfigError, few
 from praxis_lite.core.partitioner.train_state import StateLayout, TrainState
+from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.run.checkpoints.files.zarr_checks import check_leaf
 from praxis_lite.run.checkpoints.steps.manifest import manifest_leaves
 
@@ -77,9 +78,8 @@ def non_finite_leaves(state: TrainState) -> list[str]:
     """
     tree = {"mdl_vars": state.mdl_vars, "opt_states": state.opt_states}
     paths, leaves, is_weight = [], [], []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    for path, leaf in leaves_with_path(tree):
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
-            path = jax.tree_util.keystr(path, simple=True, separator="/")
             paths.append(path)
             leaves.append(leaf)
             is_weight.append(path.startswith(("mdl_vars/", "opt_states/ema/")))

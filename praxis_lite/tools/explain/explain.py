@@ -13,6 +13,7 @@ from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.sharding.inputs import batch_spec
+from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.run.trainer.checks.step_of_data import step_for
 from praxis_lite.run.trainer.layout_table import (
@@ -101,10 +102,10 @@ def explained_step(
 def _batch_layout(task: "Task", element_spec: dict, axis_sizes: Mapping[str, int]) -> StateLayout:
     """Returns the layout that a batch has when it reaches a step: rows over the whole mesh."""
     declared_by = {}
-    for path, x in jax.tree_util.tree_flatten_with_path(element_spec)[0]:
+    for path, x in leaves_with_path(element_spec):
         entry = (task.inputs_split_mapping or {}).get(f"map_{x.ndim}d")
         inside = f"; then map_{x.ndim}d {split_text(entry)}" if entry is not None else ""
-        declared_by[jax.tree_util.keystr(path, simple=True, separator="/")] = (
+        declared_by[path] = (
             f"rows over the mesh{inside}" if x.ndim else "a scalar: replicated"
         )
     return StateLayout(

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from praxis_lite.core.partitioner import accumulation
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.core.sharding.leaf_paths import path_of
 from praxis_lite.files.json_text import opened_to_append
 from praxis_lite.layers.stacking import pipeline_ticks
 from praxis_lite.tools.explain.hlo_layers import (
@@ -115,7 +116,7 @@ def _watched(outputs: Any) -> tuple[Any, Any]:
 
 def _argument_reasons(path: tuple, x: jax.Array, replicated: NamedSharding) -> list[str]:
     """Returns the report of a weight, or a leaf of the batch, that was not finite before."""
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    name = path_of(path)
     for prefix, kind in (
         ("0/mdl_vars/params/", "the weight"), ("0/mdl_vars/non_trainable/", "the variable"),
         ("0/", "the state's"), ("1/inputs/", "the batch's"),

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.sharding.leaf_paths import path_pattern
 
 # The load rule that takes every weight under its own path.
 LOAD_ALL = ("(.*)", "{}")
@@ -67,12 +68,7 @@ class CheckpointLoadingRules:
             is_text = isinstance(actual, str)
             require(not is_text, f"{name}.{setting}", actual, "a sequence of patterns")
         for pattern in (*(pattern for pattern, _ in rules), *self.ignore_rules, *self.cast_rules):
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ConfigError(
-                    f"{name}: {pattern!r} is no regular expression: {error}."
-                ) from None
+            path_pattern(name, pattern)
         for pattern, template in rules:
             try:
                 template.format(*[""] * re.compile(pattern).groups)

@@ -15,6 +15,7 @@ from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.core.sharding.devices.xla_errors import without_xla_errors
 from praxis_lite.core.sharding.inputs import GlobalBatch, abstract_global_batch, batch_spec
+from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of
 from praxis_lite.core.sharding.mesh import make_mesh
 from praxis_lite.core.sharding.mesh_config import MeshConfig
 from praxis_lite.core.task import Task
@@ -207,8 +208,7 @@ def cut(layout: Any, tree: PyTree) -> tuple[PyTree, dict[str, float]]:
         inside = tuple(map(slice, true.shape))
         kept = x[inside].copy()
         x[inside] = 0
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        padding[name] = float(np.max(np.abs(x.astype(np.float64)), initial=0.0))
+        padding[path_of(path)] = float(np.max(np.abs(x.astype(np.float64)), initial=0.0))
         return kept
 
     return jax.tree_util.tree_map_with_path(one, tree, layout.shapes), padding
@@ -260,8 +260,7 @@ def leaves_of(tree: PyTree, prefix: str = "") -> Leaves:
 
 def names_of(tree: PyTree) -> list[str]:
     """Returns the paths of a tree's leaves, whatever these are."""
-    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
+    return [path for path, _ in leaves_with_path(tree)]
 
 
 def report(outputs: Mapping[str, Any]) -> Leaves:

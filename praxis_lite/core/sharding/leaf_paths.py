@@ -1,0 +1,41 @@
+"""The paths of a tree's leaves as text, "params/softmax/w", and patterns that match them."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from praxis_lite.core.errors import ConfigError
+
+
+class BadPattern(ConfigError, re.error):
+    """A pattern that is not a regular expression."""
+
+    __init__ = Exception.__init__  # re.error's wants the position.
+
+
+def path_of(keys: tuple) -> str:
+    """Returns the path of a leaf of the keys that JAX gives it: joined by "/"."""
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
+
+
+def leaves_with_path(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> list[tuple[str, Any]]:
+    """Returns (path, leaf) for each leaf of a tree; `is_leaf` as of `jax.tree.leaves`."""
+    return [(path_of(keys), x) for keys, x in jax.tree.leaves_with_path(tree, is_leaf=is_leaf)]
+
+
+def path_pattern(setting: str, pattern: Any) -> re.Pattern:
+    """Returns the regular expression that a setting names.
+
+    Raises:
+      BadPattern: it is none, and so a re.error too; names the setting.
+    """
+    try:
+        return re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise BadPattern(
+            f"{setting}: {pattern!r} is no regular expression: {error}. Mend the pattern."
+        ) from error
