@@ -97,9 +97,14 @@ def require_choice(setting: str, found: object, choices: Collection[str]) -> Non
         )
 
 
-def is_whole(value: object, least: int = 1) -> bool:
-    """Returns True for an int from `least` on, which True and False are not."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def is_number(value: object) -> bool:
+    """Returns True for an int or a float, which True and False are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_whole(value: object) -> bool:
+    """Returns True for an int from 1 on, which True is not."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def did_you_mean(name: str, candidates: Iterable[str], *, limit: int = 3) -> str:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.core.errors import require
+from praxis_lite.core.errors import is_number, require
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.base_layer import BaseLayer, ones, require_positive, zeros
 
@@ -17,8 +17,7 @@ def check_epsilon(layer: object, epsilon: float) -> None:
     Raises:
       ConfigError: it is not a number of 0 or more; names the layer's class.
     """
-    is_number = isinstance(epsilon, int | float) and not isinstance(epsilon, bool)
-    is_right = is_number and 0.0 <= epsilon < math.inf
+    is_right = is_number(epsilon) and 0.0 <= epsilon < math.inf
     require(is_right, f"{type(layer).__name__}.epsilon", epsilon, "a number of 0 or more")
 
 

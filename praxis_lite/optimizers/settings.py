@@ -2,32 +2,28 @@
 
 import optax
 
-from praxis_lite.core.errors import require
+from praxis_lite.core.errors import is_number, require
 
 
 def require_decay_rates(optimizer: str, **rates: float) -> None:
     """Raises a ConfigError if a rate at which moments decay is not in [0, 1)."""
     for name, rate in rates.items():
-        is_right = _is_number(rate) and 0 <= rate < 1
+        is_right = is_number(rate) and 0 <= rate < 1
         require(is_right, f"{optimizer}: {name}", rate, "a number in [0, 1)")
 
 
 def require_not_negative(optimizer: str, **settings: float) -> None:
     """Raises a ConfigError if a setting that is off at 0 is negative or not a number."""
     for name, value in settings.items():
-        is_right = _is_number(value) and value >= 0
+        is_right = is_number(value) and value >= 0
         require(is_right, f"{optimizer}: {name}", value, "a positive number, or 0 to leave it out")
 
 
 def require_positive(optimizer: str, **settings: float) -> None:
     """As `require_not_negative`, of settings that cannot be off."""
     for name, value in settings.items():
-        is_right = _is_number(value) and value > 0
+        is_right = is_number(value) and value > 0
         require(is_right, f"{optimizer}: {name}", value, "a positive number")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def stepped(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from praxis_lite.core.learner.gradients import GradientLimits, global_norm
+from praxis_lite.core.learner.gradients import global_norm
 from praxis_lite.core.learner.optimizer_factories import rate_at
 from praxis_lite.core.learner.optimizer_groups import check_mask_patterns
 from praxis_lite.core.learner.path_masks import collected_patterns
@@ -135,8 +135,9 @@ class BoundLearner:
         for name, group in self.groups.by_name.items():
             limits = self.learner.limits_by_optimizer[group.optimizer_name]
             norm = norms[group.optimizer_name]
-            local = group.per_weight(functools.partial(_clipped, limits, norm), group.of(grads))
-            update = functools.partial(_updated, group.optimizer, loss)
+            clipped = functools.partial(limits.clipped, grad_norm=norm)
+            local = group.per_weight(clipped, group.of(grads))
+            update = functools.partial(updates_of, group.optimizer, loss=loss)
             group_updates, new_slots[name] = group.per_layer(update)(
                 local, slots[name], group.of(weights)
             )
@@ -160,14 +161,3 @@ class BoundLearner:
         for name, group in self.groups.by_name.items():
             frozen = merged(frozen, evaluation_params(read["slots"][name], group.of(params)))
         return frozen
-
-
-def _clipped(limits: GradientLimits, norm: jax.Array, grads: PyTree) -> PyTree:
-    return limits.clipped(grads, norm)
-
-
-def _updated(
-    optimizer: optax.GradientTransformation, loss: jax.Array, grads: PyTree, slots: PyTree,
-    weights: PyTree,
-) -> tuple[PyTree, PyTree]:
-    return updates_of(optimizer, grads, slots, weights, loss)

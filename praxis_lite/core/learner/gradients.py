@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.errors import ConfigError, is_number, require
 
 PyTree = Any
 
@@ -39,8 +39,8 @@ class GradientLimits:
         del limits["owner"]
         for name, limit in limits.items():
             require(
-                isinstance(limit, int | float) and not isinstance(limit, bool) and limit >= 0,
-                f"{self.owner}.{name}", limit, "a positive number, or 0 for no limit",
+                is_number(limit) and limit >= 0, f"{self.owner}.{name}", limit,
+                "a positive number, or 0 for no limit",
             )
         clips = [name for name, limit in limits.items() if limit and name.startswith("clip")]
         if len(clips) > 1:

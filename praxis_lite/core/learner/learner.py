@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import jax
 
-from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.errors import ConfigError, is_whole, require
 from praxis_lite.core.learner.bound_learner import BoundLearner
 from praxis_lite.core.learner.gradients import GradientLimits, limits_by_optimizer
 from praxis_lite.core.learner.optimizer_factories import (
@@ -122,10 +122,8 @@ class Learner:
         self._optimizer_names = functools.partial(optimizer_names, **choices)
         require(0 <= ema_decay < 1, "Learner.ema_decay", ema_decay, "a number of [0, 1), 0 for off")
         steps, axes = gradient_accumulation_steps, slot_mesh_axes
-        require(
-            isinstance(steps, int) and not isinstance(steps, bool) and steps > 0,
-            "Learner.gradient_accumulation_steps", steps, "a positive integer",
-        )
+        setting = "Learner.gradient_accumulation_steps"
+        require(is_whole(steps), setting, steps, "a positive integer")
         expected = f"a sequence of mesh axes, such as ({axes!r},)"
         require(not isinstance(axes, str), "Learner.slot_mesh_axes", axes, expected)
         self.ema_decay = ema_decay

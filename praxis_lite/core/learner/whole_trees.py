@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax.traverse_util import unflatten_dict
 from jax.extend.core import jaxprs_in_params
 
 from praxis_lite.core.errors import ConfigError, few, shown
@@ -104,14 +105,13 @@ def looks_beyond(
       ConfigError: it wants what a training step has not, such as a function to call again, or
         returns updates of other shapes.
     """
-    tree: dict[str, Any] = {}
-    for path, spec in weight_specs.items():
-        node = tree
-        for part in path[:-1]:
-            node = node.setdefault(part, {})
+
+    def leaf_of(spec: WeightSpec) -> Any:
         rank = len(spec.stack_shape)
         leaf = jax.ShapeDtypeStruct(spec.shape[rank:], spec.dtype)
-        node[path[-1]] = Layers((leaf, leaf), (2,)) if rank else leaf
+        return Layers((leaf, leaf), (2,)) if rank else leaf
+
+    tree = unflatten_dict({path: leaf_of(spec) for path, spec in weight_specs.items()})
 
     def update(grads: PyTree, weights: PyTree, slots: PyTree, loss: jax.Array) -> Any:
         return updates_of(optimizer, grads, slots, weights, loss)

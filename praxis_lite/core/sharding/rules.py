@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.core.errors import ConfigError, did_you_mean, require
+from praxis_lite.core.errors import ConfigError, did_you_mean, is_number, require
 from praxis_lite.core.sharding.logical_axes import axes_of, logical_to_mesh_axes
 from praxis_lite.core.sharding.rule_names import (
     JobMesh,
@@ -61,8 +61,7 @@ class Fsdp:
     def __post_init__(self):
         _check_axes(self.axis, self)
         for size in (self.min_size_to_shard_mb, self.min_weight_size or 0):
-            is_number = isinstance(size, int | float) and not isinstance(size, bool)
-            require(is_number, f"{rule_text(self)}: the size", size, "a number")
+            require(is_number(size), f"{rule_text(self)}: the size", size, "a number")
 
     def __call__(self, spec: Spec, leaf: Leaf, job_mesh: JobMesh) -> Outcome:
         axes = axes_of(self.axis)

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.errors import ConfigError, is_whole, require
 from praxis_lite.run.checkpoints.steps.best_checkpoints import check_watched_metric
 
 
@@ -29,10 +29,8 @@ class EarlyStopping:
 
     def __post_init__(self) -> None:
         check_watched_metric("early_stopping", self.metric, self.mode)
-        require(
-            type(self.patience) is int and self.patience >= 1, "early_stopping.patience",
-            self.patience, "a number of evaluations, 1 or more",
-        )
+        expected = "a number of evaluations, 1 or more"
+        require(is_whole(self.patience), "early_stopping.patience", self.patience, expected)
         require(
             self.min_delta >= 0, "early_stopping.min_delta", self.min_delta, "0 or more",
             "early_stopping.mode says what counts as better.",

@@ -19,8 +19,7 @@ def lacks_evaluation(
     run: RunConfig, eval_sets: Collection[str], job: JobDir, saved_step: int | None, step: int
 ) -> bool:
     """Returns True if a job that goes on from its own checkpoint has yet to evaluate that step."""
-    evaluates = step == run.num_train_steps or is_due(step, run.evaluation.every_steps)
-    if step != saved_step or not evaluates:
+    if step != saved_step or not evaluates(run, step):
         return False
     evaluated = {line["dataset"] for line in _evaluations(job) if line["step"] == step}
     return from_first(
@@ -55,9 +54,10 @@ def losses_before(run: RunConfig, job: JobDir) -> list[float]:
     return from_first("losses before", lambda: losses_of(read_json_lines(job.metrics_jsonl)))
 
 
-def is_due(step: int, every: int | None) -> bool:
-    """Returns True if something that is done `every` so many steps is done after this step."""
-    return every is not None and step % every == 0
+def evaluates(run: RunConfig, step: int) -> bool:
+    """Returns True if a run evaluates after this step."""
+    every = run.evaluation.every_steps
+    return step == run.num_train_steps or (every is not None and step % every == 0)
 
 
 def when_checkpoints_come(run: RunConfig, first_step: int) -> str:

@@ -51,11 +51,12 @@ class LateMetrics:
         pending, self.pending = self.pending, None
         outputs = jax.device_get(pending.outputs)
         now = time.perf_counter()
-        line = _line(pending, outputs, now - self.last_time, self._weight_unit)
+        weight = float(outputs["metrics"]["loss"][1])
+        line = _line(pending, outputs, now - self.last_time)
+        line[f"{self._weight_unit}_per_second"] = weight / line["step_time"]
         self.last_time = now
         metrics = StepMetrics(
-            pending.step, line, float(outputs["metrics"]["loss"][1]), pending.batch,
-            pending.inputs, pending.first_row,
+            pending.step, line, weight, pending.batch, pending.inputs, pending.first_row
         )
         for hook in self._adding:
             line.update(hook.add_metrics(metrics))
@@ -63,17 +64,10 @@ class LateMetrics:
             hook.after_metrics(metrics)
 
 
-def _line(
-    pending: PendingStep, outputs: Mapping[str, Any], seconds: float, weight_unit: str
-) -> dict[str, Any]:
+def _line(pending: PendingStep, outputs: Mapping[str, Any], seconds: float) -> dict[str, Any]:
     metrics = {name: float(value) for name, (value, _) in outputs["metrics"].items()}
     learner = {name: np.asarray(value).item() for name, value in outputs["learner"].items()}
-    weight = float(outputs["metrics"]["loss"][1])
     return {
-        "step": pending.step,
-        **metrics,
-        **learner,
-        "step_time": seconds,
-        f"{weight_unit}_per_second": weight / seconds,
+        "step": pending.step, **metrics, **learner, "step_time": seconds,
         "input_time": pending.input_time,
     }

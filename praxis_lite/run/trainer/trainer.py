@@ -16,7 +16,7 @@ from praxis_lite.run.checkpoints.checkpoints import Checkpoints
 from praxis_lite.run.job.processes.stopping import StopRequest
 from praxis_lite.run.trainer.checks.id_sizes import num_ids_of
 from praxis_lite.run.trainer.checks.memory import compile_step
-from praxis_lite.run.trainer.hooks.hook import Hook, StepMade, names_of, overrides
+from praxis_lite.run.trainer.hooks.hook import Hook, StepMade, by_name, overrides
 from praxis_lite.run.trainer.hooks.loop import Loop
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.run.trainer.late_metrics import LateMetrics, PendingStep
@@ -82,7 +82,7 @@ def train(
 
 def _run(loop: Loop, start: StartingPoint) -> Trained:
     job, partitioner, state, step = loop.job, loop.job.partitioner, start.state, start.step
-    for name, hook in zip(names_of(loop.hooks), loop.hooks, strict=True):
+    for name, hook in by_name(loop.hooks).items():
         hook.restore(start.hooks.get(name))
         hook.before_training(loop, state)
     late = LateMetrics(loop.hooks, partitioner.task.weight_unit)

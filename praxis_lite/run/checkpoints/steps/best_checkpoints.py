@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-from praxis_lite.core.errors import require
+from praxis_lite.core.errors import is_whole, require
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,8 +28,8 @@ class BestCheckpoints:
     def __post_init__(self) -> None:
         check_watched_metric("best_checkpoints", self.metric, self.mode)
         number = self.max_to_keep
-        is_positive = type(number) is int and number >= 1
-        require(is_positive, "BestCheckpoints.max_to_keep", number, "a whole number, 1 or more")
+        setting = "BestCheckpoints.max_to_keep"
+        require(is_whole(number), setting, number, "a whole number, 1 or more")
 
     def ranked(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
         """Returns the steps that have the metric, the best first.

@@ -6,7 +6,7 @@ from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.run.trainer.evaluation import Evaluator, watched_values
 from praxis_lite.run.trainer.hooks.hook import Hook, StepMade
 from praxis_lite.run.trainer.hooks.loop import Loop
-from praxis_lite.run.trainer.job_history import lacks_evaluation, watched_history
+from praxis_lite.run.trainer.job_history import evaluates, lacks_evaluation, watched_history
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 
 
@@ -31,9 +31,7 @@ class Evaluations(Hook):
             self._evaluate(step, state)
 
     def is_due(self, step: int, is_last: bool) -> bool:
-        is_due = step == self._job.run.num_train_steps or (
-            self.every is not None and step % self.every == 0
-        )
+        is_due = evaluates(self._job.run, step)
         return bool(self._job.eval_sets) and is_due and not self._loop.stops
 
     def after_step(self, made: StepMade) -> None:

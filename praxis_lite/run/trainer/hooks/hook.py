@@ -173,11 +173,11 @@ def check_hooks(hooks: Any, job: "JobOnMesh") -> None:
         hook.check(job)
 
 
-def names_of(hooks: Sequence[Hook]) -> list[str]:
-    """Returns names of hooks, under which checkpoints keep their values."""
-    names: list[str] = []
+def by_name(hooks: Sequence[Hook]) -> dict[str, Hook]:
+    """Returns hooks by the names under which checkpoints keep their values."""
+    named: dict[str, Hook] = {}
     for hook in hooks:
         name = f"{type(hook).__module__}.{type(hook).__qualname__}"
-        same = sum(item.partition("#")[0] == name for item in names)
-        names.append(f"{name}#{same + 1}" if same else name)
-    return names
+        same = sum(item.partition("#")[0] == name for item in named)
+        named[f"{name}#{same + 1}" if same else name] = hook
+    return named

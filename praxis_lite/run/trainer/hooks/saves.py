@@ -9,7 +9,7 @@ from praxis_lite.inputs.base import TRAIN
 from praxis_lite.inputs.position import DataPosition
 from praxis_lite.run.job.processes.watchdog import SAVING
 from praxis_lite.run.trainer.evaluation import watched_values
-from praxis_lite.run.trainer.hooks.hook import Hook, StepMade, names_of, overrides
+from praxis_lite.run.trainer.hooks.hook import Hook, StepMade, by_name, overrides
 from praxis_lite.run.trainer.hooks.loop import Loop
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 
@@ -63,7 +63,7 @@ class Saves(Hook):
 
 def _saved_by(loop: Loop) -> dict[str, object]:
     saved = {}
-    for name, hook in zip(names_of(loop.hooks), loop.hooks, strict=True):
+    for name, hook in by_name(loop.hooks).items():
         if not overrides(hook, "to_save"):
             continue
         saved[name] = hook.to_save()
