@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from praxis_lite.core.callables import callable_name
 from praxis_lite.core.errors import ConfigError, require, shown
 from praxis_lite.inputs.mixing.shuffle import examples_at
 
@@ -296,8 +297,7 @@ def described(value: Any) -> Any:
         return value
     if isinstance(value, Fingerprinted):
         return value.fingerprint()
-    named = value if hasattr(value, "__qualname__") else type(value)
-    return f"{named.__module__}.{named.__qualname__}"
+    return callable_name(value if hasattr(value, "__qualname__") else type(value))
 
 
 def function_name(function: Any) -> str:

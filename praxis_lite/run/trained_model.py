@@ -20,10 +20,10 @@ from praxis_lite.inputs.batches import checked_spec
 from praxis_lite.inputs.numpy_data import InMemory
 from praxis_lite.inputs.text.token_ids import whole_number
 from praxis_lite.run.config.build import build
-from praxis_lite.run.config.overrides import apply_overrides, check_required
-from praxis_lite.run.experiment import registry
+from praxis_lite.run.config.overrides import check_required
 from praxis_lite.run.experiment.experiment import Job
-from praxis_lite.run.experiment.recorded_job import check_tokenizers, recorded_config
+from praxis_lite.run.experiment.launched_config import config_of_job
+from praxis_lite.run.experiment.recorded_job import check_tokenizers
 from praxis_lite.run.experiment.setting_of import naming_settings
 from praxis_lite.run.generation import with_decoder
 from praxis_lite.run.job.job_dir import JobDir, open_for_reading
@@ -70,9 +70,7 @@ def load(
     is_step = step is None or step == "best" or type(step) is int
     require(is_step, "load: step", step, "a whole number, 'best' or None")
     job_dir = open_for_reading(job_log_dir, writes=False)
-    allowed = registry.allowed_packages(packages)
-    config = recorded_config(job_dir, allowed).config
-    apply_overrides(config, settings, allowed)
+    config = config_of_job(job_dir, None, settings, packages).config
     check_required(config)
     check_tokenizers(config)
     job = build(config)

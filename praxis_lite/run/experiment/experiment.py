@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import fiddle as fdl
 
+from praxis_lite.core.callables import callable_name
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.run.config.former_settings import move_former_settings
 from praxis_lite.run.experiment.run_config import RunConfig
@@ -192,7 +193,7 @@ class Experiment:
         return ConfigError(f"{self._name()} has {message} to the class, for instance: {examples}")
 
     def _name(self) -> str:
-        return f"{type(self).__module__}.{type(self).__qualname__}"
+        return callable_name(type(self))
 
 
 def _set_preset(config: fdl.Config, preset: str) -> None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from praxis_lite.core.callables import callable_name
 from praxis_lite.core.errors import ConfigError, did_you_mean, shown
 from praxis_lite.run.experiment import source_scan
 
@@ -54,7 +55,7 @@ def register(experiment: ExperimentT) -> ExperimentT:
 
 def full_name(experiment: type) -> str:
     """Returns `module.Class`: the name under which a class is registered and recorded."""
-    return f"{experiment.__module__}.{experiment.__qualname__}"
+    return callable_name(experiment)
 
 
 def allowed_packages(listed: Sequence[str] = ()) -> tuple[str, ...]:

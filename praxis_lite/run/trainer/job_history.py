@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Collection
-from typing import Any
 
 from praxis_lite.core.errors import ConfigError, LastStepUnsound
 from praxis_lite.run.experiment.early_stopping import EarlyStopping
@@ -11,7 +10,7 @@ from praxis_lite.run.job import processes
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.job.processes.broadcast import from_first
 from praxis_lite.run.trainer.loss_spikes import losses_of
-from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
+from praxis_lite.run.trainer.metrics.json_lines import lines_if_any, read_json_lines
 from praxis_lite.run.trainer.metrics.loss_curve import plot_loss_curve
 
 
@@ -21,7 +20,8 @@ def lacks_evaluation(
     """Returns True if a job that goes on from its own checkpoint has yet to evaluate that step."""
     if step != saved_step or not evaluates(run, step):
         return False
-    evaluated = {line["dataset"] for line in _evaluations(job) if line["step"] == step}
+    lines = lines_if_any(job.eval_metrics_jsonl)
+    evaluated = {line["dataset"] for line in lines if line["step"] == step}
     return from_first(
         "lacks evaluation", lambda: bool(eval_sets) and evaluated.isdisjoint(eval_sets)
     )
@@ -35,16 +35,11 @@ def watched_history(
         return {}
     dataset, metric = early_stopping.metric.split("/", 1)
     values: dict[int, float] = {}
-    for line in _evaluations(job):
+    for line in lines_if_any(job.eval_metrics_jsonl):
         if line["dataset"] == dataset and metric in line and line["step"] <= last_step:
             # The first line of a step is training's own; --mode=eval adds others.
             values.setdefault(line["step"], line[metric])
     return dict(from_first("watched history", lambda: list(values.items())))
-
-
-def _evaluations(job: JobDir) -> list[dict[str, Any]]:
-    path = job.eval_metrics_jsonl
-    return read_json_lines(path) if path.exists() else []
 
 
 def losses_before(run: RunConfig, job: JobDir) -> list[float]:
@@ -118,7 +113,7 @@ def check_last_step(job: JobDir, step: int, num_skipped: int) -> None:
             f"gradient too large. The weights in {job.path} are those of step "
             f"{step - num_skipped}. {advice}"
         )
-    losses = {line["dataset"]: line["loss"] for line in _evaluations(job)
+    losses = {line["dataset"]: line["loss"] for line in lines_if_any(job.eval_metrics_jsonl)
               if line["step"] == step and "loss" in line}
     for dataset, loss in from_first("last losses", lambda: losses).items():
         if not math.isfinite(loss):

@@ -1,11 +1,9 @@
 """A job's results as a person wants to read them, from the files in its directory."""
 
 import textwrap
-from pathlib import Path
-from typing import Any
 
 from praxis_lite.run.job.job_dir import COMMAND_LINE, JobDir
-from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
+from praxis_lite.run.trainer.metrics.json_lines import lines_if_any
 from praxis_lite.run.trainer.metrics.progress import metric_text
 from praxis_lite.run.trainer.metrics.records import read_records
 
@@ -17,7 +15,7 @@ def summary(job: JobDir, *, num_prompts: int = 3) -> str:
 
 
 def _training(job: JobDir) -> str:
-    if not (lines := _lines(job.metrics_jsonl)):
+    if not (lines := lines_if_any(job.metrics_jsonl)):
         return ""
     marks = [lines[0], *(lines[len(lines) * part // 4] for part in (1, 2, 3)), lines[-1]]
     steps = "  ".join(f"{line['step']:>8}" for line in marks)
@@ -26,7 +24,7 @@ def _training(job: JobDir) -> str:
 
 
 def _evaluations(job: JobDir) -> str:
-    newest = {line["dataset"]: line for line in _lines(job.eval_metrics_jsonl)}
+    newest = {line["dataset"]: line for line in lines_if_any(job.eval_metrics_jsonl)}
     lines = []
     for dataset, line in newest.items():
         values = {n: v for n, v in line.items() if n not in ("step", "dataset")}
@@ -38,10 +36,6 @@ def _evaluations(job: JobDir) -> str:
                 f"  {' ' * len(dataset)}  (gzip -9 needs {gzip:.4f} bits per byte for this text)"
             )
     return "\n".join(["Evaluation", *lines]) if lines else ""
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return read_json_lines(path) if path.is_file() else []
 
 
 def _continuations(job: JobDir, num_prompts: int) -> list[str]:

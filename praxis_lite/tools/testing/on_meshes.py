@@ -6,7 +6,8 @@ from typing import Any
 
 import fiddle as fdl
 
-from praxis_lite.core.errors import require, require_choice
+from praxis_lite.core.callables import callable_name
+from praxis_lite.core.errors import is_whole, require, require_choice
 from praxis_lite.core.sharding.mesh import simulate_devices
 from praxis_lite.run.config.build import build
 from praxis_lite.run.config.overrides import check_required
@@ -48,10 +49,10 @@ def check_on_meshes(
         experiment = experiment()
     if isinstance(experiment, Experiment):
         kind = type(experiment)
-        name = name or f"{kind.__module__}.{kind.__qualname__}"
+        name = name or callable_name(kind)
         packages = (*packages, kind.__module__.partition(".")[0])
         experiment = experiment.config()
-    require(isinstance(steps, int) and steps > 0, "steps", steps, "a whole number, 1 or more")
+    require(is_whole(steps), "steps", steps, "a whole number, 1 or more")
     for part in parts or ():
         require_choice("A part of a check", part, PARTS)
     config = copy.deepcopy(experiment)

@@ -7,13 +7,14 @@ from typing import Any
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.run.job import processes
 
+_SECONDS = 3600.0  # That the others wait: the first may verify a large step meanwhile.
 
-def from_first(name: str, decide: Callable[[], Any], timeout_seconds: float = 3600.0) -> Any:
+
+def from_first(name: str, decide: Callable[[], Any]) -> Any:
     """Returns on every process the result of `decide` on the first process, as JSON.
 
     Args:
       name: of what is decided; the n-th call with a name meets the n-th of the other processes.
-      timeout_seconds: of the others; the first may verify a large step meanwhile.
 
     Raises:
       ConfigError: `decide` raised; with its words. The first process raises its very error.
@@ -24,7 +25,7 @@ def from_first(name: str, decide: Callable[[], Any], timeout_seconds: float = 36
             told = {"decided": decide()}
         except Exception as error:
             told, own_error = {"error": str(error)}, error
-    told = json.loads(processes.exchange(name, json.dumps(told), timeout_seconds)[0])
+    told = json.loads(processes.exchange(name, json.dumps(told), _SECONDS)[0])
     if own_error is not None:
         raise own_error
     if "error" in told:

@@ -67,11 +67,11 @@ def count_on_this_host() -> int:
     return max(1, sum(host(process) == host(index()) for process in range(count())))
 
 
-def first_answers(timeout_seconds: float = 1.0) -> bool:
+def first_answers() -> bool:
     """Returns True if the first process, which has the coordination service, can be reached."""
     host, _, port = _state().coordinator_address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout_seconds):
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=1.0):
             return True
     except OSError:
         return False

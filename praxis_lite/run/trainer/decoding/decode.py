@@ -36,22 +36,19 @@ def decode(
         (job.partitioner.decode_step, pipeline, f"decode_datasets.{name}")
         for name, pipeline in job.decode_datasets.items()
     )
-    step, mdl_vars = restored_weights(
-        job.partitioner, job.files, step, job.run.decode_use_ema_states
-    )
-    decoder = PromptDecoder(job.partitioner, mdl_vars, step, job.run.seed)
+    decoder = _restored(job, step)
     for name, pipeline in job.decode_datasets.items():
         if prompts is None:
             records = decoder.records(name, pipeline)
         else:
             records = _decoded_aloud(decoder, pipeline, prompts)
-        path = job.files.decode_jsonl(name, step)
+        path = job.files.decode_jsonl(name, decoder.step)
         if prompts is None:
             write_records(path, records, print)
         else:
             add_records(path, records)
         count = "1 record" if len(records) == 1 else f"{len(records)} records"
-        print(f"decoded {count} of {name} with the weights of step {step}: {path}")
+        print(f"decoded {count} of {name} with the weights of step {decoder.step}: {path}")
 
 
 def chat(job: JobOnMesh, step: int | str | None, lines: Iterable[str]) -> None:
@@ -69,10 +66,7 @@ def chat(job: JobOnMesh, step: int | str | None, lines: Iterable[str]) -> None:
     if isinstance(lines, io.TextIOWrapper):
         lines.reconfigure(errors="surrogateescape")  # Prompts are checked, and refused by name.
     prompt_batch(task, [[{"role": "user", "content": "?"}]], "--chat")
-    step, mdl_vars = restored_weights(
-        job.partitioner, job.files, step, job.run.decode_use_ema_states
-    )
-    decoder = PromptDecoder(job.partitioner, mdl_vars, step, job.run.seed)
+    decoder = _restored(job, step)
     print("Say something; an empty line begins a new conversation, Ctrl-D ends it.", flush=True)
     for line in lines:
         if not line.strip():
@@ -84,6 +78,13 @@ def chat(job: JobOnMesh, step: int | str | None, lines: Iterable[str]) -> None:
         check_reads(job.partitioner.decode_step, checked_spec(batch, "--chat"), "--chat")
         answer = _decoded_aloud(decoder, batch, [message])[0]["continuation"]
         message.append({"role": "assistant", "content": answer})
+
+
+def _restored(job: JobOnMesh, step: int | str | None) -> PromptDecoder:
+    step, mdl_vars = restored_weights(
+        job.partitioner, job.files, step, job.run.decode_use_ema_states
+    )
+    return PromptDecoder(job.partitioner, mdl_vars, step, job.run.seed)
 
 
 def _decoded_aloud(

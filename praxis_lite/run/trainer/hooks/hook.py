@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from praxis_lite.core.callables import check_takes
+from praxis_lite.core.callables import callable_name, check_takes
 from praxis_lite.core.errors import ConfigError, did_you_mean, require
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def by_name(hooks: Sequence[Hook]) -> dict[str, Hook]:
     """Returns hooks by the names under which checkpoints keep their values."""
     named: dict[str, Hook] = {}
     for hook in hooks:
-        name = f"{type(hook).__module__}.{type(hook).__qualname__}"
+        name = callable_name(type(hook))
         same = sum(item.partition("#")[0] == name for item in named)
         named[f"{name}#{same + 1}" if same else name] = hook
     return named

@@ -44,7 +44,7 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
     def __init__(self, path: str | os.PathLike[str], resume_step: int | None):
         self.path = pathlib.Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        lines = read_json_lines(self.path) if self.path.exists() else []
+        lines = lines_if_any(self.path)
         last = -1 if resume_step is None else resume_step
         kept = [line for line in lines if line["step"] <= last]
         lost = [line for line in lines if line["step"] > last]
@@ -131,6 +131,11 @@ def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
                 "Mend or remove that line; only the last one may be cut short.") from error
         lines.append(_with_non_finite(line))
     return lines
+
+
+def lines_if_any(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Returns `read_json_lines`, or [] if there is no such file."""
+    return read_json_lines(path) if path.exists() else []
 
 
 def json_line(line: Mapping[str, Any]) -> str:
