@@ -5,7 +5,7 @@ import errno
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 # A disk, a quota or a file that is full.
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -33,8 +33,7 @@ _NO_MEMORY = re.compile(
 
 def lack_of_memory(error: BaseException) -> str | None:
     """Returns in a line what an exception, or its cause, lacked memory for, or None."""
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in causes(error):
         words, name = str(cause), type(cause).__name__
         if (
             isinstance(cause, MemoryError)
@@ -45,8 +44,15 @@ def lack_of_memory(error: BaseException) -> str | None:
         ):
             first = words.strip().partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ")
             return shown(first.rstrip(".") or name, 300)
-        cause = cause.__cause__ or cause.__context__
     return None
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yields an exception, and what it came of, each the cause of the one before."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 def out_of_memory(lacking: str) -> OutOfMemory:

@@ -167,9 +167,7 @@ class TrainedModel:
                 f"{name} has no end, so no evaluation on it would end. Load the job with "
                 "settings=['run.evaluation.max_batches=NUMBER'], or give batches."
             )
-        evaluator = Evaluator(
-            self.partitioner, {name: pipeline}, limit, writer=None, seed=self.job.run.seed
-        )
+        evaluator = Evaluator(self.partitioner, {name: pipeline}, limit, seed=self.job.run.seed)
         return evaluator.run(self.step, self.mdl_vars)[name]
 
     def decode(

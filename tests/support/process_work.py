@@ -44,13 +44,6 @@ def rows_that_arrived(mesh: Mesh, num_rows: int) -> bool:
     return bool(np.array_equal(ids, expected) and whole["scale"] == inputs["scale"])
 
 
-class Silent:
-    """A writer of metrics that writes none."""
-
-    def write(self, line):
-        pass
-
-
 def examples_are_those_of_one_process(mesh: Mesh) -> bool:
     """Returns whether an evaluation's examples, 13 in batches of 5, come whole and in order."""
     x = np.arange(13.0, dtype=np.float32)
@@ -63,9 +56,7 @@ def examples_are_those_of_one_process(mesh: Mesh) -> bool:
     data = InMemory({"x": x}, batch_size=5, shuffle=False)
     mdl_vars = partitioner.init(partitioner.key(0)).mdl_vars
     examples = {}
-    means = Evaluator(partitioner, {"all": data}, None, Silent()).run(
-        1, mdl_vars, examples=examples
-    )
+    means = Evaluator(partitioner, {"all": data}, None).run(1, mdl_vars, examples=examples)
     wanted = np.square(3 * x)
     actual = np.array([example["loss"] for example in examples["all"]])
     return bool(np.array_equal(actual, wanted) and np.isclose(means["all"]["loss"], wanted.mean()))

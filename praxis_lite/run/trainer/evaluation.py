@@ -15,7 +15,6 @@ from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.inputs.batches import checked_batches, non_finite_rows
 from praxis_lite.run.trainer.checks.id_sizes import num_ids_of
 from praxis_lite.run.trainer.checks.memory import compile_step
-from praxis_lite.run.trainer.metrics.json_lines import JsonLinesWriter
 from praxis_lite.run.trainer.metrics.progress import metric_text
 from praxis_lite.run.trainer.metrics.weighted import WeightedMean, WeightedScalars
 
@@ -25,7 +24,6 @@ class Evaluator:
     """Means of a task's metrics over a pass of datasets, or `max_eval_batches` of it.
 
     Attributes:
-      writer: of the job's eval_metrics.jsonl; None: nothing is written.
       note: told of NaN in a dataset whose metrics are not finite.
       seed: of the keys that a task may draw with (`Task.compute_eval_loss`).
     """
@@ -33,7 +31,6 @@ class Evaluator:
     partitioner: Partitioner
     pipelines: Mapping[str, InputPipeline]
     max_eval_batches: int | None
-    writer: JsonLinesWriter | None
     note: Callable[[str], None] = print
     seed: int = dataclasses.field(default=0, kw_only=True)
 
@@ -44,12 +41,11 @@ class Evaluator:
         should_stop: Callable[[], bool] = lambda: False,
         examples: dict[str, list[dict[str, Any]]] | None = None,
     ) -> dict[str, dict[str, float]] | None:
-        """Returns metrics by dataset, weighted over all batches, and writes a line for each.
+        """Returns metrics by dataset, weighted over all batches.
 
         Args:
           step: of the weights.
-          should_stop: asked before each batch. If it returns True, None is returned and nothing is
-            written.
+          should_stop: asked before each batch. If it returns True, None is returned.
           examples: filled, by dataset, with the task's per-example outputs: a record for each row
             that is no padding. None: they are not worked out.
 
@@ -59,10 +55,10 @@ class Evaluator:
         results, partitioner = {}, self.partitioner
         run = partitioner.eval_step if examples is None else partitioner.eval_examples
         for name, pipeline in self.pipelines.items():
-            num_ids = num_ids_of(self.partitioner.task, pipeline.element_spec())
+            num_ids = num_ids_of(partitioner.task, pipeline.element_spec())
             mean, pending, records = WeightedMean(), None, []
             num_rows = pipeline.batch_size
-            rows = self.partitioner.process_rows(num_rows)
+            rows = partitioner.process_rows(num_rows)
             for index, inputs in checked_batches(pipeline, f"datasets.{name}", rows=rows):
                 if index == self.max_eval_batches:
                     break
@@ -72,8 +68,8 @@ class Evaluator:
                 check_ids(inputs, num_ids, where, first_row=rows.start)
                 if index == 0:
                     compile_step(run, pipeline, f"datasets.{name}")
-                batch = global_batch(inputs, self.partitioner.mesh, num_rows)
-                key = self.partitioner.batch_key(self.seed, step, index)
+                batch = global_batch(inputs, partitioner.mesh, num_rows)
+                key = partitioner.batch_key(self.seed, step, index)
                 outputs = run(mdl_vars, batch, key)
                 outputs = (outputs,) if examples is None else outputs
                 if pending is not None:
@@ -86,8 +82,6 @@ class Evaluator:
             results[name] = {**mean.result(), **pipeline.baselines()}
             if not all(map(math.isfinite, mean.result().values())):
                 self._note_non_finite(name, rows)
-        for name, item in results.items() if self.writer is not None else ():
-            self.writer.write({"step": step, "dataset": name, **item})
         return results
 
     def _note_non_finite(self, name: str, rows: slice) -> None:

@@ -37,6 +37,7 @@ from praxis_lite.run.trainer.checks.job_checks import (
 )
 from praxis_lite.run.trainer.checks.memory import check_batch_fits, check_fits, compile_step
 from praxis_lite.run.trainer.checks.step_of_data import step_for
+from praxis_lite.run.trainer.layout_table import mesh_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,23 +73,20 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
             f"JAX sees {jax.process_count()} processes, of which {processes.count()} are "
             "connected. Start each with --coordinator, --num_processes and --process_id."
         )
-    axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
     platform = mesh.devices.flat[0].platform
     devices = (
         f"{mesh.size} simulated CPU device{'s' * (mesh.size > 1)}, for there is no accelerator"
         if platform == "cpu"
         else f"{mesh.size} {mesh.devices.flat[0].device_kind} devices, {jax.process_count()} hosts"
     )
-    print(f"mesh ({axes}): {devices}", flush=True)
+    print(f"{mesh_text(mesh.shape)}: {devices}", flush=True)
     tokenizer = job.task.tokenizer
     ends = () if tokenizer is None else tokenizer.turn_end_ids
     if ends and mode in ("train", "decode"):
         words = ", ".join(f"{tokenizer.decode([token])} (id {token})" for token in ends)
         print(f"the chat template ends an answer with {words}: decoding ends there too", flush=True)
     partitioner = partitioner_on(job, mesh)
-    if partitioner.compiler_options:
-        words = ", ".join(f"{name}={value}" for name, value in partitioner.compiler_options.items())
-        print(f"compiler options: {words}", flush=True)
+    print_compiler_options(partitioner)
     if mode != "explain":
         check_fits(partitioner.layout, mesh, mode)
     check_averages(partitioner, job.run)
@@ -165,6 +163,13 @@ def partitioner_on(
     # A partitioner of the user's own may take none.
     settings = {"compiler_options": options} if options else {}
     return (job.partitioner or Partitioner)(job.task, mesh, **settings)
+
+
+def print_compiler_options(partitioner: Partitioner) -> None:
+    """Prints a line of the options that the steps are compiled with, if there are any."""
+    if options := partitioner.compiler_options:
+        words = ", ".join(f"{name}={value}" for name, value in options.items())
+        print(f"compiler options: {words}", flush=True)
 
 
 def check_reads(step: Step, spec: Mapping[str, jax.ShapeDtypeStruct], name: str) -> None:

@@ -179,12 +179,11 @@ def evaluate(job: JobOnMesh, step: int | str | None) -> None:
         for name, pipeline in job.eval_sets.items()
     )
     step, mdl_vars = restored_weights(partitioner, job.files, step, run.evaluation.use_ema_states)
+    evaluator = Evaluator(partitioner, job.eval_sets, run.evaluation.max_batches, seed=run.seed)
+    examples: dict[str, list[dict[str, Any]]] = {}
     with JsonLinesWriter(job.files.eval_metrics_jsonl, sys.maxsize) as writer:
-        evaluator = Evaluator(
-            partitioner, job.eval_sets, run.evaluation.max_batches, writer, seed=run.seed
-        )
-        examples: dict[str, list[dict[str, Any]]] = {}
         for name, results in evaluator.run(step, mdl_vars, examples=examples).items():
+            writer.write({"step": step, "dataset": name, **results})
             print(evaluation_line(step, name, results))
     for name, records in examples.items():
         path = job.files.eval_jsonl(name, step)

@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from praxis_lite.core.errors import few, format_bytes
 from praxis_lite.core.learner.weight_groups import WeightGroups
@@ -129,12 +129,16 @@ def _totals(layout: StateLayout) -> str:
     whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     held = bytes_per_device(layout)
     parts = " + ".join(f"{format_bytes(size)} of {kind}" for kind, size in held.items())
-    mesh = ", ".join(f"{name} {size}" for name, size in layout.axis_sizes.items())
     return (
         f"{len(weights):,} weights of {num_parameters:,} parameters; the state of training takes "
-        f"{format_bytes(whole)}. Each device of the mesh ({mesh}) holds {parts} = "
+        f"{format_bytes(whole)}. Each device of the {mesh_text(layout.axis_sizes)} holds {parts} = "
         f"{format_bytes(sum(held.values()))}."
     )
+
+
+def mesh_text(axis_sizes: Mapping[str, int]) -> str:
+    """Returns 'mesh (replica 1, data 4, mdl 2)'."""
+    return f"mesh ({', '.join(f'{name} {size}' for name, size in axis_sizes.items())})"
 
 
 def shape_text(shape: tuple[int, ...]) -> str:

@@ -76,12 +76,12 @@ class Chip:
     flops: Mapping[str, float]
     hbm_bytes: int
     hbm_bandwidth: float
-    clock: float | None
-    torus_dims: int
     link_bandwidth: float
-    wraps_at: int
     network_bandwidth: float
     sources: tuple[str, ...]
+    clock: float | None = None
+    torus_dims: int = 0
+    wraps_at: int = 1
     cuda: CudaTarget | None = None
 
     def peak(self, dtype: str = "bf16") -> float:
@@ -132,8 +132,7 @@ CHIPS: dict[str, Chip] = {
         ),
         Chip(
             name="a100", flops={"bf16": 312e12, "s8": 624e12}, hbm_bytes=int(79 * _GIB),
-            hbm_bandwidth=2039e9, clock=None, torus_dims=0, link_bandwidth=300e9, wraps_at=1,
-            network_bandwidth=25e9,
+            hbm_bandwidth=2039e9, link_bandwidth=300e9, network_bandwidth=25e9,
             sources=("https://www.nvidia.com/en-us/data-center/a100/ (SXM 80GB; HDR 200 Gb/s)",),
             cuda=CudaTarget(
                 capability=(8, 0), cores=108, fpus=64, shared=167_936, shared_of_block=166_912,
@@ -142,22 +141,19 @@ CHIPS: dict[str, Chip] = {
         ),
         Chip(
             name="h100", flops={"bf16": 989e12, "f8e4m3fn": 1979e12}, hbm_bytes=int(79 * _GIB),
-            hbm_bandwidth=3350e9, clock=None, torus_dims=0, link_bandwidth=450e9, wraps_at=1,
-            network_bandwidth=50e9,
+            hbm_bandwidth=3350e9, link_bandwidth=450e9, network_bandwidth=50e9,
             sources=("https://www.nvidia.com/en-us/data-center/h100/ (SXM; NDR 400 Gb/s)",),
             cuda=_hopper(85 * 10**9, "NVIDIA H100 80GB HBM3"),
         ),
         Chip(
             name="h200", flops={"bf16": 989e12, "f8e4m3fn": 1979e12}, hbm_bytes=int(139 * _GIB),
-            hbm_bandwidth=4800e9, clock=None, torus_dims=0, link_bandwidth=450e9, wraps_at=1,
-            network_bandwidth=50e9,
+            hbm_bandwidth=4800e9, link_bandwidth=450e9, network_bandwidth=50e9,
             sources=("https://www.nvidia.com/en-us/data-center/h200/ (SXM; NDR 400 Gb/s)",),
             cuda=_hopper(150 * 10**9, "NVIDIA H200"),
         ),
         Chip(
             name="b200", flops={"bf16": 2250e12, "f8e4m3fn": 4500e12}, hbm_bytes=int(178 * _GIB),
-            hbm_bandwidth=8000e9, clock=None, torus_dims=0, link_bandwidth=900e9, wraps_at=1,
-            network_bandwidth=50e9,
+            hbm_bandwidth=8000e9, link_bandwidth=900e9, network_bandwidth=50e9,
             sources=("https://www.nvidia.com/en-us/data-center/dgx-b200/",),
             cuda=CudaTarget(
                 capability=(10, 0), cores=148, fpus=128, shared=233_472, shared_of_block=232_448,
@@ -166,8 +162,8 @@ CHIPS: dict[str, Chip] = {
         ),
         # No figures of a maker's: what one core of a server or laptop does, to an order.
         Chip(
-            name="cpu", flops={"bf16": 30e9}, hbm_bytes=2 * _GIB, hbm_bandwidth=5e9, clock=None,
-            torus_dims=0, link_bandwidth=2e9, wraps_at=1, network_bandwidth=1e9,
+            name="cpu", flops={"bf16": 30e9}, hbm_bytes=2 * _GIB, hbm_bandwidth=5e9,
+            link_bandwidth=2e9, network_bandwidth=1e9,
             sources=("nominal: one core of a machine; its memory is its part of the machine's",),
         ),
     )

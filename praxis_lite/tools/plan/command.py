@@ -13,8 +13,8 @@ from praxis_lite.core.sharding.devices.libtpu import mismatch
 from praxis_lite.run.config.build import build
 from praxis_lite.run.experiment.experiment import Job
 from praxis_lite.run.experiment.launched_config import LaunchedConfig
-from praxis_lite.run.trainer.job_on_mesh import use_compilation_cache
-from praxis_lite.run.trainer.layout_table import layout_warnings
+from praxis_lite.run.trainer.job_on_mesh import print_compiler_options, use_compilation_cache
+from praxis_lite.run.trainer.layout_table import layout_warnings, mesh_text
 from praxis_lite.tools.explain.compiler_warnings import explained_warnings
 from praxis_lite.tools.explain.explain import explained_step
 from praxis_lite.tools.explain.explain_page import page
@@ -86,11 +86,9 @@ def plan_job(
     """Returns the plans of a job's steps, printed as they are made; `html`: a page of them, too."""
     partitioner = planned_partitioner(job, topology)
     mesh, layout = partitioner.mesh, partitioner.layout
-    axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    print(f"mesh ({axes}) on {topology.name}: {mesh.size} devices, none of them needed here")
-    if partitioner.compiler_options:
-        words = ", ".join(f"{name}={value}" for name, value in partitioner.compiler_options.items())
-        print(f"compiler options: {words}")
+    where = f"{mesh_text(mesh.shape)} on {topology.name}"
+    print(f"{where}: {mesh.size} devices, none of them needed here")
+    print_compiler_options(partitioner)
     warnings = layout_warnings(layout)
     for warning in warnings:
         print(f"WARNING: {warning}")

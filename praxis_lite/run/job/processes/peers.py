@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterator
 from typing import NoReturn
 
-from praxis_lite.core.errors import OutOfMemory
+from praxis_lite.core.errors import OutOfMemory, causes
 from praxis_lite.run.job import processes
 from praxis_lite.run.job.processes.aborts import speaking_before_aborts
 from praxis_lite.run.job.processes.exits import end_now
@@ -106,13 +106,11 @@ def _fail(error: BaseException) -> NoReturn:
 
 def _is_of_a_collective(error: BaseException) -> bool:
     """Returns True if an exception, or its cause, is of the devices or their links."""
-    result: BaseException | None = error
-    while result is not None:
-        if isinstance(result, OutOfMemory):
+    for cause in causes(error):
+        if isinstance(cause, OutOfMemory):
             return False
-        if type(result).__name__ == "JaxRuntimeError" or "gloo" in str(result).lower():
+        if type(cause).__name__ == "JaxRuntimeError" or "gloo" in str(cause).lower():
             return True
-        result = result.__cause__ or result.__context__
     return False
 
 

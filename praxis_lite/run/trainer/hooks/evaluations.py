@@ -23,7 +23,7 @@ class Evaluations(Hook):
         job, step = self._job, loop.first_step
         self._loop = loop
         self._evaluator = Evaluator(
-            job.partitioner, job.eval_sets, job.run.evaluation.max_batches, None, loop.note,
+            job.partitioner, job.eval_sets, job.run.evaluation.max_batches, loop.note,
             seed=job.run.seed,
         )
         saved = loop.checkpoints.latest_step()
