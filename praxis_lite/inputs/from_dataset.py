@@ -198,7 +198,10 @@ class FromDataset(ReplayedPipeline):
         if result == self._tf.data.UNKNOWN_CARDINALITY:
             result = self._counted()
         if result == 0:
-            raise ConfigError(f"FromDataset: {self._name} has no elements.")
+            raise ConfigError(
+                f"FromDataset: {self._name} has 0 elements; wanted is one at least. Make it of "
+                "more data, or filter less."
+            )
         return None if result == self._tf.data.INFINITE_CARDINALITY else result
 
     def _counted(self) -> int:

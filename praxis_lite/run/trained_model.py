@@ -273,7 +273,7 @@ def _in_memory(data: Batch | Iterable[Batch]) -> InMemory:
                 "names in every batch."
             )
     if not batches:
-        raise ConfigError("evaluate was given no batch. Give it one at least.")
+        raise ConfigError("evaluate was given 0 batches. Give it one at least.")
     arrays = {name: [np.asarray(batch[name]) for batch in batches] for name in batches[0]}
     most_rows = max((len(x) for xs in arrays.values() for x in xs if x.ndim), default=1)
     try:

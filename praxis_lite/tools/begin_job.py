@@ -75,8 +75,8 @@ def _marked(job_dir: JobDir) -> Iterator[None]:
             fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f"{job_dir.path}: another command begins a job there. Wait for its end, or name "
-                "another directory."
+                f"--job_log_dir={job_dir.path}: another command begins a job there. Wait for its "
+                "end, or name another directory."
             ) from None
         except OSError:  # The file system knows no locks.
             pass

@@ -424,7 +424,7 @@ def test_rows_that_do_not_divide_need_weights():
     del spec["weights"]
     with pytest.raises(ConfigError, match="11.*8.*16.*'weights'"):
         partitioner.check_batch(spec)
-    with pytest.raises(ConfigError, match="multiple of 8"):
+    with pytest.raises(ConfigError, match="11 .*8 .* 1 .* 8,"):
         partitioner.eval_step.check_batch(spec)
     partitioner.decode_step.check_batch(spec)
     partitioner.check_batch({"x": jax.ShapeDtypeStruct((16, DIMS), np.float32)})
@@ -508,7 +508,7 @@ def test_a_sum_that_leaves_an_axis_out_is_refused():
         loss = jnp.mean(jax.lax.all_gather(inputs["x"], ("data", "mdl")))
         return jax.lax.pmean(loss, "data")
 
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match="varying over {mdl}"):
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="{mdl}"):
         run = functools.partial(
             on_each_device, on_a_device, out=P(), data_axes=("data", "mdl")
         )

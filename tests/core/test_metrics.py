@@ -157,7 +157,7 @@ def test_the_outputs_of_the_librarys_own_tasks():
 @pytest.mark.parametrize(
     ("metric", "words"),
     [
-        (lambda outputs: 0, r"metrics\['mine'\] is called with \(outputs, inputs\)"),
+        (lambda outputs: 0, r"metrics\['mine'\].*\(outputs, inputs\).*lambda"),
         (7, r"metrics\['mine'\]"),
     ],
 )
@@ -171,11 +171,11 @@ def test_what_is_no_function_of_outputs_and_inputs_is_refused_at_once(metric, wo
     [
         ("mine", lambda outputs, inputs: jnp.mean(outputs["loss"]), r"\['mine'\].* float32\[\]"),
         ("mine", lambda outputs, inputs: outputs["predictions"], r"\['mine'\].*float32\[14, 7\]"),
-        ("mine", lambda outputs, inputs: (outputs["loss"], 1.0), r"\['mine'\].*a tuple of"),
+        ("mine", lambda outputs, inputs: (outputs["loss"], 1.0), r"\['mine'\].*\(float32\[14\],"),
         ("mine", lambda outputs, inputs: None, r"\['mine'\].* None"),
         ("mine", lambda outputs, inputs: outputs["logit"], r"\['mine'\].*outputs\['logit'\].*pred"),
-        ("mine", lambda outputs, inputs: inputs["weight"], r"inputs\['weight'\].*mean weights"),
-        ("loss", per_row, r"\['loss'\].*has the name of a metric"),
+        ("mine", lambda outputs, inputs: inputs["weight"], r"inputs\['weight'\].*weights\?"),
+        ("loss", per_row, r"\['loss'\]"),
     ],
 )
 def test_a_metric_that_returns_or_reads_something_else_is_named(name, metric, words):

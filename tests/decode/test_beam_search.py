@@ -140,13 +140,13 @@ def test_what_went_on_says_where_it_was_a_step_before_and_whether_it_ended():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"beam_size": 0}, r"BeamSearch\.beam_size is 0"),
-        ({"tokens_per_beam": 0}, r"BeamSearch\.tokens_per_beam is 0"),
-        ({"length_norm_alpha": float("nan")}, r"BeamSearch\.length_norm_alpha is nan"),
-        ({"min_decode_steps": 3}, r"BeamSearch\.min_decode_steps is 3; wanted .* max_decode_steps"),
-        ({"max_decode_steps": 0}, r"BeamSearch\.max_decode_steps is 0"),
-        ({"seqlen": 0}, r"BeamSearch\.seqlen is 0"),
-        ({"eos_id": None}, r"BeamSearch\.eos_id is None"),
+        ({"beam_size": 0}, r"BeamSearch\.beam_size.*0"),
+        ({"tokens_per_beam": 0}, r"BeamSearch\.tokens_per_beam.*0"),
+        ({"length_norm_alpha": float("nan")}, r"BeamSearch\.length_norm_alpha.*nan"),
+        ({"min_decode_steps": 3}, r"BeamSearch\.min_decode_steps.*3.*max_decode_steps"),
+        ({"max_decode_steps": 0}, r"BeamSearch\.max_decode_steps.*0"),
+        ({"seqlen": 0}, r"BeamSearch\.seqlen.*0"),
+        ({"eos_id": None}, r"BeamSearch\.eos_id.*None"),
     ],
 )
 def test_ill_formed_settings_are_errors_that_name_them(settings, words):

@@ -182,7 +182,7 @@ def test_each_prompt_has_its_own_temperature_and_limit():
 
 def test_a_prompt_that_is_not_padded_is_an_error():
     batching = batching_of(COUNTDOWN, DECODERS["greedy"])
-    with pytest.raises(ConfigError, match=r"prompt's ids is \(3,\); wanted is \(4,\)"):
+    with pytest.raises(ConfigError, match=r"ids.*\(3,\).*\(4,\)"):
         next(batching.stream(None, [Prompt(np.asarray([1, 2, 3]), 3, row_keys(1)[0])]))
 
 

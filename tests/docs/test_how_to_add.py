@@ -97,7 +97,7 @@ def test_the_optimizer_steps_and_its_slot_splits_as_the_weight(mesh_of):
     state, _ = partitioner.train_step(before, partitioner.global_batch({"x": batch}), key)
     new = np.asarray(partitioner.layout.unpad(state).mdl_vars["params"]["w"])
     np.testing.assert_allclose(new, old - 0.5 * np.sign(gradient), rtol=1e-6)
-    with pytest.raises(ConfigError, match="decay is 1"):
+    with pytest.raises(ConfigError, match="decay.*1"):
         module("optimizers").signed_mean(0.1, decay=1)
 
 

@@ -117,13 +117,13 @@ def test_every_epoch_of_training_has_each_row_once_in_another_order(path):
 
 
 BAD = {
-    "{": "chat.jsonl:2 is no JSON",
-    '{"text": "a"}': r"chat.jsonl:2 has no 'messages'; it has \['text'\]",
-    '{"messages": "a"}': 'chat.jsonl:2: messages are "a"; wanted is a list',
-    '{"messages": [{"role": "user", "content": "a"}]}': "no message has the role assistant",
+    "{": "chat.jsonl:2.*JSON",
+    '{"text": "a"}': r"chat.jsonl:2.*'messages'.*\['text'\]",
+    '{"messages": "a"}': 'chat.jsonl:2.*messages.*"a"',
+    '{"messages": [{"role": "user", "content": "a"}]}': r"chat.jsonl:2.*\['user'\]",
     json.dumps(conversation(3) | {"messages": [
         *conversation(3)["messages"], {"role": "assistant", "content": "b" * 99},
-    ]}): "chat.jsonl:2 has 1.. tokens, more than seq_len \\+ 1 = 71",
+    ]}): r"chat.jsonl:2 .*1.. .*seq_len \+ 1 = 71",
 }
 
 

@@ -64,7 +64,7 @@ def test_half_a_character_is_refused_by_its_line_or_skipped(tmp_path, holds, lin
     ("data", "words"),
     [
         ("né".encode("latin1"), "iconv -f LATIN1"), ("né".encode("utf-16"), "UTF-16"),
-        ("né".encode("utf-32"), "UTF-32"), (b"a\0b", "NUL"), (b"\xc0\xaf", "not UTF-8"),
+        ("né".encode("utf-32"), "UTF-32"), (b"a\0b", "NUL"), (b"\xc0\xaf", "UTF-8"),
     ],
 )
 def test_other_encodings_are_refused_by_file_and_line_in_every_reader(tmp_path, data, words):

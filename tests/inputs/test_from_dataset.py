@@ -209,12 +209,12 @@ def wrong(kind):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("no dataset", "test_from_dataset.wrong returns a list; a tf.data.Dataset was wanted"),
-        ("no dict", "wanted is a dict of dense tensors"),
-        ("filtered", "has no elements"),
-        ("empty", "has no elements"),
-        ("ragged", r"'x' has the shape \(None,\)"),
-        ("text", "array 'x' holds object; numbers were wanted"),
+        ("no dataset", r"test_from_dataset\.wrong.*list.*tf\.data\.Dataset"),
+        ("no dict", r"TensorSpec.*tf\.int64"),
+        ("filtered", r"test_from_dataset\.wrong.* 0 "),
+        ("empty", r"test_from_dataset\.wrong.* 0 "),
+        ("ragged", r"'x'.*\(None,\)"),
+        ("text", "'x'.*object"),
     ],
 )
 def test_what_cannot_be_batched_is_refused_before_the_first_batch(kind, words):

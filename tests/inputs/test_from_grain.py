@@ -145,25 +145,24 @@ def texts():
 @pytest.mark.parametrize(
     ("pipeline", "words"),
     [
-        (FromGrain(list, 2), "returns a list; a grain.MapDataset was wanted"),
-        (made(iterate=True), "FromGrainIter takes an IterDataset"),
-        (FromGrainIter(squares, 2), "FromGrain takes a MapDataset"),
-        (FromGrain(functools.partial(squares, 0), 2), "has no elements"),
-        (FromGrain(numbers, 2), "wanted is a dict of arrays"),
-        (FromGrain(other_names, 2), "a dict of ['y']"),
-        (FromGrain(uneven, 2), "has the shapes [(2,), (3,)]"),
-        (FromGrain(texts, 1), "numbers were wanted"),
-        (made(only=2), "use FromGrainIter"),
+        (FromGrain(list, 2), "list; .*MapDataset"),
+        (made(iterate=True), "FromGrainIter.*IterDataset"),
+        (FromGrainIter(squares, 2), "FromGrain .*MapDataset"),
+        (FromGrain(functools.partial(squares, 0), 2), "FromGrain.* 0 "),
+        (FromGrain(numbers, 2), "numbers.*dict"),
+        (FromGrain(other_names, 2), r"\['y'\]"),
+        (FromGrain(uneven, 2), r"\[\(2,\), \(3,\)\]"),
+        (FromGrain(texts, 1), "'x'.*U4"),
+        (made(only=2), "FromGrainIter"),
         (made(batch_size=0), "batch_size"),
         (in_order(num_batches=0), "num_batches"),
-        (in_order(), "ended in batch 4; wanted is one that repeats without end"),
-        (in_order(num_batches=9), "wanted is one that has 9 batches, as num_batches says"),
+        (in_order(), " 4;.*num_batches"),
+        (in_order(num_batches=9), " 9 .*num_batches"),
     ],
 )
 def test_what_is_wrong_is_said(pipeline, words):
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=words):
         taken(pipeline, 10)
-    assert words in str(error.value)
 
 
 def test_a_filter_reads_on_in_order():

@@ -250,11 +250,11 @@ def test_a_file_of_the_same_digest_and_another_time_is_tokenised_again(tmp_path,
 
 
 BAD = {
-    '{"txt": "a"}': "a.jsonl:2 has no 'text'; it has \\['txt'\\]. .*Did you mean txt",
-    '{"text": 3}': "a.jsonl:2 has 3 as 'text'; wanted is a text",
-    '{"text": "\\ud800"}': "a.jsonl:2 has a 'text' that is not UTF-8",
-    '["text"]': 'a.jsonl:2 is \\["text"\\]; wanted is an object',
-    '{"text": ': "a.jsonl:2 is no JSON",
+    '{"txt": "a"}': r"a.jsonl:2.*'text'.*\['txt'\].*txt\?",
+    '{"text": 3}': "a.jsonl:2.*3.*'text'",
+    '{"text": "\\ud800"}': "a.jsonl:2.*'text'.*UTF-8",
+    '["text"]': r'a.jsonl:2.*\["text"\];',
+    '{"text": ': "a.jsonl:2.*JSON",
 }
 
 
@@ -273,7 +273,7 @@ def test_an_empty_split_and_an_empty_source(folder, tmp_path):
     with pytest.raises(ConfigError, match="'heldout'.*120"):
         packed(folder, split="heldout").check()
     (tmp_path / "a.jsonl").write_text("\n")
-    with pytest.raises(ConfigError, match="has no examples"):
+    with pytest.raises(ConfigError, match=r"\(1 files"):
         mixture = Mixture(
             {"some": packed(folder, shuffle=True), "none": packed(tmp_path, shuffle=True)},
             {"some": 1, "none": 1}, 4,

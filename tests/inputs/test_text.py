@@ -160,7 +160,7 @@ def test_unreadable_file_is_named(folder, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("builtins.open", refuse)  # Root, in a container, may read everything.
-    with pytest.raises(ConfigError, match=r"one\.txt' cannot be read \(Permission denied\)"):
+    with pytest.raises(ConfigError, match=r"one\.txt'.*\(Permission denied\)"):
         TextCorpus(f"{folder}/one.txt").documents("train")
 
 
@@ -168,11 +168,11 @@ def test_empty_split_and_bad_settings_are_refused(tmp_path):
     (tmp_path / "short.txt").write_text("Only one block.\n")
     corpus = TextCorpus(str(tmp_path / "short.txt"), heldout_percent=0)
     assert corpus.num_bytes("train") == 16
-    with pytest.raises(ConfigError, match=r"'heldout' split of .*short.txt' is empty.* 0 all 1"):
+    with pytest.raises(ConfigError, match=r"'heldout'.*short\.txt'.* 0 .*1"):
         corpus.tokens("heldout")
     with pytest.raises(ConfigError, match="'train'"):
         TextCorpus(heldout_percent=100).tokens("train")
-    with pytest.raises(ConfigError, match="'held_out'; .* Did you mean heldout?"):
+    with pytest.raises(ConfigError, match=r"'held_out'.*heldout\?"):
         TextCorpus().tokens("held_out")
     for percent in -1, 101, 0.1, "ten":
         with pytest.raises(ConfigError, match="heldout_percent"):

@@ -249,7 +249,7 @@ BROKEN = {
 @pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
 def test_broken_files_are_refused_in_a_paragraph(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=f"{name} (cannot be read|holds no)"):
+    with pytest.raises(ConfigError, match=f"{tmp_path}/{name} "):
         load_tokenizer(tmp_path).encode("a")
 
 
@@ -259,11 +259,11 @@ GROWS = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 @pytest.mark.parametrize(
     ("part", "value", "message"),
     [
-        (("post_processor", "special_tokens"), {}, "its template has"),
-        (("pre_tokenizer",), {"type": "FixedLength", "length": 0}, "FixedLength is 0"),
-        (("model", "continuing_subword_prefix"), "aaaaaaaaaaaa", "shorter than continuing"),
-        (("normalizer",), {"type": "Sequence", "normalizers": [GROWS] * 60}, "times as long"),
-        (("decoder",), {"type": "Sequence", "decoders": [GROWS] * 60}, "times as long"),
+        (("post_processor", "special_tokens"), {}, "'<s>'.*special_tokens"),
+        (("pre_tokenizer",), {"type": "FixedLength", "length": 0}, "FixedLength.* 0"),
+        (("model", "continuing_subword_prefix"), "aaaaaaaaaaaa", "continuing_subword_prefix.*'aaa"),
+        (("normalizer",), {"type": "Sequence", "normalizers": [GROWS] * 60}, f"izer.*{2**60}"),
+        (("decoder",), {"type": "Sequence", "decoders": [GROWS] * 60}, f"coder.*{2**60}"),
     ],
 )
 def test_a_file_that_ends_the_library_in_a_panic_is_refused(tmp_path, part, value, message):
@@ -273,7 +273,7 @@ def test_a_file_that_ends_the_library_in_a_panic_is_refused(tmp_path, part, valu
         place = place[name]
     place[part[-1]] = value
     (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
-    with pytest.raises(ConfigError, match=f"cannot be read: .*({message})"):
+    with pytest.raises(ConfigError, match=f"tokenizer.json.*{message}"):
         load_tokenizer(tmp_path).encode("a")
 
 
@@ -281,7 +281,7 @@ def test_a_panic_that_nothing_foresaw_is_the_error_of_a_file(tmp_path):
     class PanicException(BaseException):
         """As the library's, whose class has no public name."""
 
-    with pytest.raises(ConfigError, match="cannot be read: no entry"), errors_of_rust(tmp_path):
+    with pytest.raises(ConfigError, match="no entry"), errors_of_rust(tmp_path):
         raise PanicException("no entry")
     with pytest.raises(KeyboardInterrupt), errors_of_rust(tmp_path):
         raise KeyboardInterrupt
@@ -304,8 +304,8 @@ def test_pipes_folders_and_huge_files_are_refused(tmp_path):
         load_tokenizer(tmp_path).encode("a")
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(ConfigError, match="has no tokenizer"):
+    with pytest.raises(ConfigError, match="AutoTokenizer"):
         load_tokenizer(tmp_path)
     for name in ("~nobody_has_this_name/x", "a" * 5000):
-        with pytest.raises(ConfigError, match="There is no directory"):
+        with pytest.raises(ConfigError, match=name[:50]):
             load_tokenizer(name)

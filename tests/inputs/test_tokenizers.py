@@ -101,9 +101,9 @@ def test_text_comes_back_whole(tokenizer):
 
 def test_what_is_no_text_is_refused(tokenizer):
     for encode in (tokenizer.encode, tokenizer.encode_with_places):
-        with pytest.raises(ConfigError, match="at its character 1, which is half of a character"):
+        with pytest.raises(ConfigError, match=r"'\\ud800'.*1"):
             encode("a\ud800b")
-        with pytest.raises(ConfigError, match="is None; wanted is a str"):
+        with pytest.raises(ConfigError, match="None.*str"):
             encode(None)
 
 
@@ -155,14 +155,14 @@ def test_a_sentencepiece_model_has_its_special_tokens_and_the_blanks_of_transfor
 def test_what_is_no_tokenizer_is_refused_with_what_is_there(tmp_path):
     (tmp_path / "vocab.json").write_text("{}")
     for path, message in (
-        (tmp_path / "absent", "There is no directory"), (tmp_path, "found are vocab.json"),
+        (tmp_path / "absent", f"{tmp_path}/absent "), (tmp_path, "vocab.json"),
     ):
         with pytest.raises(ConfigError, match=message):
             load_tokenizer(path)
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json.*char 1"):
         load_tokenizer(tmp_path).encode("a")
-    with pytest.raises(ConfigError, match="a Tokenizer, the directory of one, or None"):
+    with pytest.raises(ConfigError, match="7.*Tokenizer.*None"):
         as_tokenizer(7)
 
 
@@ -171,8 +171,8 @@ def test_what_is_no_tokenizer_is_refused_with_what_is_there(tmp_path):
     [
         ("{{ raise_exception('no system, please') }}", "no system, please"),
         ("{{ messages[0]['content'].__class__.__mro__ }}", "unsafe"),
-        ("{% for", "no Jinja template"),
-        ("{{ messages[0]['content'] + 3 }}", "cannot read the conversation"),
+        ("{% for", "Jinja"),
+        ("{{ messages[0]['content'] + 3 }}", '"int"'),
     ],
 )
 def test_a_template_is_sandboxed_and_its_words_reach_the_user(tmp_path, template, said):

@@ -94,10 +94,10 @@ def test_a_variable_of_no_layer_of_ours_is_replicated():
 @pytest.mark.parametrize(
     "mapping, stack, message",
     [
-        (("data", "mdl", None), ("replica",), r"some/w: .*3 entries, but the array has 2"),
-        (("model", None), (), r"some/w: .*'model', but the mesh has"),
-        (("data", "data"), (), r"some/w: .*'data' twice"),
-        (("data", None), ("data",), r"some/w: .*'data' twice"),
+        (("data", "mdl", None), ("replica",), "some/w.*3.*2"),
+        (("model", None), (), "some/w.*'model'"),
+        (("data", "data"), (), r"some/w.*\('data', 'data'\)"),
+        (("data", None), ("data",), r"some/w.*\('data', 'data', None\)"),
     ],
 )
 def test_a_mapping_that_does_not_fit_names_the_weights_path(mapping, stack, message):

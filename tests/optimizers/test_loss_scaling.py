@@ -25,14 +25,14 @@ from tests.support.float16 import needs_float16
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(growth_interval=0), "growth_interval is 0; wanted is a number of steps"),
-        (dict(growth_interval=1.5), "growth_interval is 1.5"),
-        (dict(growth_factor=1.0), "growth_factor is 1.0; wanted is a number above 1"),
-        (dict(backoff_factor=1.0), "backoff_factor is 1.0; wanted is a number between 0 and 1"),
-        (dict(min_scale=0.0), "min_scale is 0.0"),
-        (dict(max_scale=0.5), r"max_scale is 0.5; wanted is a number of min_scale \(1.0\)"),
-        (dict(initial_scale=2.0**25), "initial_scale is 33554432.0; .* to max_scale"),
-        (dict(initial_scale=float("nan")), "initial_scale is nan"),
+        (dict(growth_interval=0), "growth_interval.*0"),
+        (dict(growth_interval=1.5), "growth_interval.*1.5"),
+        (dict(growth_factor=1.0), "growth_factor.*1.0.*1"),
+        (dict(backoff_factor=1.0), "backoff_factor.*1.0.*0.*1"),
+        (dict(min_scale=0.0), "min_scale.*0.0"),
+        (dict(max_scale=0.5), r"max_scale.*0.5.*min_scale.*\(1.0\)"),
+        (dict(initial_scale=2.0**25), "initial_scale.*33554432.0.*max_scale"),
+        (dict(initial_scale=float("nan")), "initial_scale.*nan"),
     ],
 )
 def test_settings_out_of_range_are_named(settings, message):

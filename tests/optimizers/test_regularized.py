@@ -103,10 +103,10 @@ def test_it_is_configured_as_an_optimizer_of_an_optimizer():
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"l1_regularizer_weight": -1.0}, "regularized: l1_regularizer_weight is -1.0; wanted is"),
-        ({"ewc_regularizer_weight": -1.0}, "regularized: ewc_regularizer_weight is -1.0; wanted"),
-        ({"l1_regularizer_weight": 1.0, "decoupled_weight_decay": 1.0}, "are both set, but only"),
-        ({"skip_lp_regularization": "*norm"}, r"'\*norm' is no regular expression"),
+        ({"l1_regularizer_weight": -1.0}, "regularized.*l1_regularizer_weight.*-1.0"),
+        ({"ewc_regularizer_weight": -1.0}, "regularized.*ewc_regularizer_weight.*-1.0"),
+        ({"l1_regularizer_weight": 1.0, "decoupled_weight_decay": 1.0}, "l1_reg.*decoupled_"),
+        ({"skip_lp_regularization": "*norm"}, r"'\*norm'"),
     ],
 )
 def test_settings_that_pax_refuses_are_refused(settings, message):

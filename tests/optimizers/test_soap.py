@@ -208,11 +208,11 @@ def test_bfloat16_weights_and_zero_gradients_stay_finite():
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"b1": 1.0}, r"soap: b1 is 1\.0; wanted is a number in \[0, 1\)"),
-        ({"b2": -0.1}, r"soap: b2 is -0\.1"),
-        ({"eps": -1.0}, r"soap: eps is -1\.0"),
-        ({"precondition_frequency": 0}, r"soap: precondition_frequency is 0; .* positive integer"),
-        ({"max_precond_dim": 0.5}, r"soap: max_precond_dim is 0\.5"),
+        ({"b1": 1.0}, r"soap.*b1.*1\.0.*\[0, 1\)"),
+        ({"b2": -0.1}, r"soap.*b2.*-0\.1"),
+        ({"eps": -1.0}, r"soap.*eps.*-1\.0"),
+        ({"precondition_frequency": 0}, "soap.*precondition_frequency.*0"),
+        ({"max_precond_dim": 0.5}, r"soap.*max_precond_dim.*0\.5"),
     ],
 )
 def test_settings_out_of_range_are_named(settings, message):

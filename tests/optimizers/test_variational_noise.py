@@ -100,7 +100,7 @@ def test_noise_has_the_same_bits_on_every_mesh(mesh_of):
 def test_a_pattern_that_matches_nothing_is_an_error_with_the_paths_there_are():
     specs = jax.tree.map(lambda x: WeightSpec(x.shape, x.dtype), weights())
     VariationalNoise(0.1, "lm/a").check(specs)
-    message = "matches none of the trained weights: head/w, lm/a/w, lm/b/w, lm/stack/w"
+    message = "head/w, lm/a/w, lm/b/w, lm/stack/w"
     with pytest.raises(ConfigError, match=message):
         VariationalNoise(0.1, "linear").check(specs)
     with pytest.raises(ConfigError, match="params/"):
@@ -110,10 +110,10 @@ def test_a_pattern_that_matches_nothing_is_an_error_with_the_paths_there_are():
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"scale": 0.0}, "scale is 0.0; wanted is a positive"),
-        ({"scale": float("nan")}, "scale is nan"),
-        ({"start_step": -1}, "start_step is -1"),
-        ({"regex": "lm/("}, re.escape("'lm/(' is no regular expression")),
+        ({"scale": 0.0}, "scale.*0.0"),
+        ({"scale": float("nan")}, "scale.*nan"),
+        ({"start_step": -1}, "start_step.*-1"),
+        ({"regex": "lm/("}, re.escape("'lm/('")),
     ],
 )
 def test_ill_formed_settings_are_named(settings, message):

@@ -132,16 +132,16 @@ def test_an_array_by_itself_is_the_prediction_and_rows_without_weights_are_all_t
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (None, "a value of type NoneType as 'loss'"),
-        (lambda inputs: inputs["x"][:, None], r"float32\(5, 1\) as 'loss'.*weights \(5,\)"),
-        (lambda inputs: inputs["x"][:2], r"float32\(2,\) as 'loss'"),
-        (lambda inputs: (inputs["x"], inputs["x"]), "tuple of 2 .*Metrics come second, in a dict"),
-        ((1.0, 2.0, 3.0), "tuple of 3"),
-        ((1.0, {"loss": 2.0}), "a metric called 'loss'"),
-        ((1.0, {"norms": {"w": 2.0}}), "a value of type dict as 'norms'"),
-        ((1.0, {"z": 1j}), "a value of type complex as 'z'"),
-        (lambda inputs: (inputs["x"] > 0), "no gradient; wanted are floats"),
-        (3, "no gradient"),
+        (None, "NoneType.*'loss'"),
+        (lambda inputs: inputs["x"][:, None], r"float32\(5, 1\).*'loss'.*\(5,\)"),
+        (lambda inputs: inputs["x"][:2], r"float32\(2,\).*'loss'"),
+        (lambda inputs: (inputs["x"], inputs["x"]), r"tuple of 2 \(float32.*'loss'"),
+        ((1.0, 2.0, 3.0), "tuple of 3 .*'loss'"),
+        ((1.0, {"loss": 2.0}), "'loss', "),
+        ((1.0, {"norms": {"w": 2.0}}), "dict.*'norms'"),
+        ((1.0, {"z": 1j}), "complex.*'z'"),
+        (lambda inputs: (inputs["x"] > 0), r"bool\(5,\)"),
+        (3, "type int "),
     ],
 )
 def test_what_a_loss_returns_is_refused_with_its_name(value, message):

@@ -55,8 +55,9 @@ def check_choices(
     """Checks a learner's patterns and names before there are weights; raises ConfigErrors."""
     if exclusion and inclusion:
         raise ConfigError(
-            "Learner.bprop_variable_exclusion and bprop_variable_inclusion are both set. Remove "
-            "one of them: name the weights to freeze, or the weights to train."
+            f"Learner.bprop_variable_exclusion is {list(exclusion)} and bprop_variable_inclusion "
+            f"is {list(inclusion)}; wanted is one of them. Name the weights to freeze, or the "
+            "weights to train."
         )
     compiled_patterns("Learner.bprop_variable_exclusion", exclusion)
     compiled_patterns("Learner.bprop_variable_inclusion", inclusion)
@@ -92,8 +93,9 @@ def optimizer_names(
         frozen |= set(paths) - _matched(paths, inclusion, setting, whole=True)
     if paths and len(frozen) == len(paths):
         raise ConfigError(
-            f"Learner.bprop_variable_exclusion freezes all {len(paths)} weights, so there is "
-            f"nothing to train. {_paths_there(paths)} Exclude fewer."
+            f"Learner.bprop_variable_exclusion is {list(exclusion)}, which freezes all "
+            f"{len(paths)} weights, so there is nothing to train. {_paths_there(paths)} Exclude "
+            "fewer."
         )
     names = {path: "" for path in paths if path not in frozen}
     for aux in auxiliary:

@@ -104,7 +104,10 @@ class FromGrain(_OfGrain, IndexedPipeline):
 
     def check(self) -> None:
         if len(self.dataset) == 0:
-            raise ConfigError(f"FromGrain: {self._name} has no elements.")
+            raise ConfigError(
+                f"FromGrain: {self._name} has 0 elements; wanted is one at least. Make it of more "
+                "data, or filter less."
+            )
         super().check()
 
     @property
@@ -168,7 +171,10 @@ class FromGrainIter(_OfGrain, ReplayedPipeline):
     def _first_batch(self) -> dict[str, np.ndarray]:
         first = list(itertools.islice(iter(self.dataset), 1))
         if not first:
-            raise ConfigError(f"FromGrainIter: {self._name} has no elements.")
+            raise ConfigError(
+                f"FromGrainIter: {self._name} has 0 elements; wanted is one at least. Make it of "
+                "more data, or filter less."
+            )
         return self._batch(first, 1)
 
     def batches_from(self, start: int, rows: slice) -> Iterator[dict[str, np.ndarray]]:

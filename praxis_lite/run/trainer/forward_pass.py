@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.task import Task
 from praxis_lite.host.host_memory import FirstRuns
@@ -55,8 +55,9 @@ def forward_pass(partitioner: Partitioner) -> Callable[..., Any]:
         ]
         if not arrays:
             raise ConfigError(
-                "predict was given no array. Give it NumPy arrays as the model's call takes them, "
-                "rows first: predict(np.asarray(...))."
+                f"predict was given {shown(repr((*args, *named.values())))}, in which there is no "
+                "array. Give it NumPy arrays as the model's call takes them, rows first: "
+                "predict(np.asarray(...))."
             )
         inputs = mdl_vars, partitioner.global_batch(arrays), (structure, others)
         shapes = structure, others, tuple((x.shape, x.dtype) for x in arrays)

@@ -210,11 +210,12 @@ class HuggingFaceModel:
 
     def _prompts(self, prompts: Any) -> list[np.ndarray]:
         if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
-            prompts = ()
-        rows = [
-            token_ids(prompt, f"generate: prompt {number}", self._sizes["ids"], ndim=1)
-            for number, prompt in enumerate(prompts)
-        ]
+            rows = []
+        else:
+            rows = [
+                token_ids(prompt, f"generate: prompt {number}", self._sizes["ids"], ndim=1)
+                for number, prompt in enumerate(prompts)
+            ]
         require(
             bool(rows), "generate: prompts", prompts, "a list of prompts, each a list of token ids"
         )

@@ -92,17 +92,17 @@ def test_a_norm_of_the_limit_or_more_is_not_kept():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"clip_gradient_norm_to_value": -1}, r"Learner\.clip_gradient_norm_to_value is -1"),
-        ({"clip_gradient_to_value": float("nan")}, r"Learner\.clip_gradient_to_value is nan"),
-        ({"skip_step_gradient_norm_value": "5"}, r"skip_step_gradient_norm_value is '5'; wanted"),
-        ({"clip_gradient_single_norm_to_value": None}, r"single_norm_to_value is None; wanted"),
+        ({"clip_gradient_norm_to_value": -1}, r"Learner\.clip_gradient_norm_to_value.*-1"),
+        ({"clip_gradient_to_value": float("nan")}, r"Learner\.clip_gradient_to_value.*nan"),
+        ({"skip_step_gradient_norm_value": "5"}, "skip_step_gradient_norm_value.*'5'"),
+        ({"clip_gradient_single_norm_to_value": None}, "single_norm_to_value.*None"),
         (
             {"clip_gradient_norm_to_value": 1.0, "clip_gradient_to_value": 2.0},
-            r"Learner\.clip_gradient_norm_to_value and clip_gradient_to_value are both set",
+            r"Learner\.clip_gradient_norm_to_value.*clip_gradient_to_value",
         ),
         (
             {"clip_gradient_norm_to_value": 1.0, "clip_gradient_single_norm_to_value": 2.0},
-            r"norm_to_value and clip_gradient_single_norm_to_value are both set.*one of them to 0",
+            "norm_to_value.*clip_gradient_single_norm_to_value",
         ),
     ],
 )

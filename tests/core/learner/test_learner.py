@@ -482,11 +482,11 @@ def test_a_loss_scale_hears_of_gradients_that_are_not_finite_and_only_of_these()
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"clip_gradient_norm_to_value": -1}, r"Learner\.clip_gradient_norm_to_value is -1"),
-        ({"ema_decay": 1.0}, r"Learner\.ema_decay is 1\.0; wanted is a number of \[0, 1\)"),
-        ({"gradient_accumulation_steps": 0}, r"gradient_accumulation_steps is 0; wanted is a pos"),
-        ({"gradient_accumulation_steps": 2.0}, r"gradient_accumulation_steps is 2\.0; wanted"),
-        ({"slot_mesh_axes": "data"}, r"slot_mesh_axes is 'data'; wanted is a .*\('data',\)"),
+        ({"clip_gradient_norm_to_value": -1}, r"Learner\.clip_gradient_norm_to_value.*-1"),
+        ({"ema_decay": 1.0}, r"Learner\.ema_decay.*1\.0.*\[0, 1\)"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps.* 0;"),
+        ({"gradient_accumulation_steps": 2.0}, r"gradient_accumulation_steps.*2\.0"),
+        ({"slot_mesh_axes": "data"}, r"slot_mesh_axes.*'data'.*\('data',\)"),
     ],
 )
 def test_a_wrong_setting_is_named(settings, message):
@@ -582,7 +582,7 @@ def test_the_former_ways_without_bind_still_update_and_warn():
     with pytest.warns(DeprecationWarning, match="Learner.groups.*Learner.bind"):
         groups = learner.groups(SPECS)
     for weights in (SPECS, groups):
-        with pytest.warns(DeprecationWarning, match="Learner.(init|update|eval_params) is"):
+        with pytest.warns(DeprecationWarning, match="Learner.(init|update|eval_params)"):
             actual = learner.update(grads, learner.init(params, weights), params, weights, loss)
             averages = learner.eval_params(params, actual[1], weights, use_ema=True)
         jax.tree.map(np.testing.assert_array_equal, actual, expected)

@@ -79,27 +79,26 @@ def test_what_is_frozen_has_no_optimizer(choices, trained):
     [
         (
             {"auxiliary": [aux("softmax/v")]},
-            r"regex of the auxiliary optimizer 'other': 'softmax/v' matches no weight\. Did you "
-            r"mean softmax/w.*6 weights are embedding/w, .* and 1 more.* the start of a path\.",
+            "'other'.*'softmax/v'.*softmax/w.*6.*embedding/w.*1",
         ),
         (
             {"exclusion": ["softmax"]},  # The beginning of two paths.
-            r"bprop_variable_exclusion: 'softmax' matches no weight.*match the whole of a path\.",
+            "bprop_variable_exclusion.*'softmax'",
         ),
-        ({"inclusion": ["softmax/.*", "lora"]}, r"variable_inclusion: 'lora' matches no weight"),
+        ({"inclusion": ["softmax/.*", "lora"]}, "variable_inclusion.*'lora'"),
         (
             {"exclusion": ["params/softmax"]},
-            r"'params/softmax' matches no weight.*, which does not begin with params/\.",
+            "'params/softmax'.*params/",
         ),
         (
             {"auxiliary": [aux("softmax", "head"), aux(".*/w", "matrices")]},
-            r"The weight softmax/w is matched by the auxiliary optimizers 'head' and 'matrices'",
+            "softmax/w.*'head'.*'matrices'",
         ),
         (
             {"auxiliary": [aux("softmax/b")], "exclusion": ["softmax/."]},
-            r"'other', 'softmax/b', matches frozen weights only: softmax/b\. Remove the optimizer",
+            "'other'.*'softmax/b'.*softmax/b",
         ),
-        ({"exclusion": [".*"]}, r"bprop_variable_exclusion freezes all 6 weights"),
+        ({"exclusion": [".*"]}, r"bprop_variable_exclusion.*\['\.\*'\].*6"),
     ],
 )
 def test_a_choice_that_cannot_be_meant_names_the_weights(choices, message):
@@ -120,12 +119,12 @@ def test_a_frozen_weight_is_in_no_overlap():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: aux("softmax/["), r"AuxiliaryOptimizer\.regex of 'other': 'softmax/\[' is no reg"),
-        (lambda: aux("softmax", "a/b"), r"AuxiliaryOptimizer\.name is 'a/b'; wanted is letters"),
-        (lambda: aux("softmax", ""), r"AuxiliaryOptimizer\.name is ''"),
+        (lambda: aux("softmax/["), r"AuxiliaryOptimizer\.regex.*'other'.*'softmax/\['"),
+        (lambda: aux("softmax", "a/b"), r"AuxiliaryOptimizer\.name.*'a/b'"),
+        (lambda: aux("softmax", ""), r"AuxiliaryOptimizer\.name.*''"),
         (
             lambda: Learner(optax.sgd, 0.1, auxiliary_optimizers=[aux("softmax"), aux("deep")]),
-            r"Learner\.auxiliary_optimizers has two with the name 'other'",
+            r"Learner\.auxiliary_optimizers.*'other'",
         ),
         (
             lambda: Learner(
@@ -136,7 +135,7 @@ def test_a_frozen_weight_is_in_no_overlap():
                     )
                 ],
             ),
-            r"'head' sets a clip_gradient_.*apply_separate_scaling is False",
+            "'head'.*clip_gradient_.*apply_separate_scaling.*False",
         ),
         (
             lambda: Learner(
@@ -147,25 +146,25 @@ def test_a_frozen_weight_is_in_no_overlap():
                     )
                 ],
             ),
-            r"AuxiliaryOptimizer 'head'\.clip_gradient_norm_to_value is -1\.0; wanted",
+            r"AuxiliaryOptimizer.*'head'\.clip_gradient_norm_to_value.*-1\.0",
         ),
         (
             lambda: Learner(optax.sgd, 0.1, apply_separate_scaling=True),
-            r"Learner\.apply_separate_scaling .*no auxiliary_optimizers",
+            r"Learner\.apply_separate_scaling.* auxiliary_optimizers",
         ),
         (
             lambda: Learner(optax.sgd, 0.1, bprop_variable_exclusion="("),
-            r"Learner\.bprop_variable_exclusion: '\(' is no regular expression",
+            r"Learner\.bprop_variable_exclusion.*'\('",
         ),
         (
             lambda: Learner(optax.sgd, 0.1, bprop_variable_inclusion=[None]),
-            r"Learner\.bprop_variable_inclusion: None is no regular expression",
+            r"Learner\.bprop_variable_inclusion.*None",
         ),
         (
             lambda: Learner(
                 optax.sgd, 0.1, bprop_variable_exclusion="a", bprop_variable_inclusion=["b"]
             ),
-            r"bprop_variable_exclusion and bprop_variable_inclusion are both set",
+            r"bprop_variable_exclusion.*\['a'\].*bprop_variable_inclusion.*\['b'\]",
         ),
     ],
 )

@@ -82,7 +82,9 @@ def test_patterns_are_collected_from_the_masks_that_are_used():
     assert "later" not in patterns
 
 
-@pytest.mark.parametrize("pattern", ["(", ("dense", "*"), 3, (None,)])
-def test_what_is_no_pattern_is_named(pattern):
-    with pytest.raises(ConfigError, match="is no regular expression"):
+@pytest.mark.parametrize(
+    ("pattern", "named"), [("(", r"'\('"), (("dense", "*"), r"'\*'"), (3, "3"), ((None,), "None")]
+)
+def test_what_is_no_pattern_is_named(pattern, named):
+    with pytest.raises(ConfigError, match=f"mask.*{named}"):
         path_mask(exclude=pattern)

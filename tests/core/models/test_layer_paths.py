@@ -57,7 +57,7 @@ class Stack(BaseLayer):
 
 
 def test_an_error_of_a_constructor_names_the_layer_that_is_built():
-    with pytest.raises(ConfigError, match=r"^second: FeedForward\.output_dims is 0"):
+    with pytest.raises(ConfigError, match=r"^second.*FeedForward\.output_dims.*0"):
         NnxModel(functools.partial(Pair, 0)).weight_specs()
 
 
@@ -95,17 +95,17 @@ IN_A_MODEL = {
     r"transformer/blocks/self_attention: .*3 heads": functools.partial(
         TransformerLm, 11, 8, 12, 3, 2
     ),
-    r"transformer/blocks/self_attention: .*window is 0": functools.partial(
+    "transformer/blocks/self_attention.*window.*0": functools.partial(
         TransformerLm, 11, 8, 12, 2, 2,
         transformer_layer_tpl=functools.partial(
             Transformer, tr_atten_tpl=functools.partial(DotProductAttention, window=0)
         ),
     ),
-    r"transformer/blocks: .*norm_policy is 'psot'.*post": functools.partial(
+    "transformer/blocks.*norm_policy.*'psot'.*post": functools.partial(
         TransformerLm, 11, 8, 12, 2, 2,
         transformer_layer_tpl=functools.partial(Transformer, norm_policy="psot"),
     ),
-    r"transformer: .*checkpoint_policy is 'save_nothin'.*save_nothing": functools.partial(
+    "transformer.*checkpoint_policy.*'save_nothin'.*save_nothing": functools.partial(
         TransformerLm, 11, 8, 12, 2, 2,
         stacked_transformer_tpl=functools.partial(Repeat, checkpoint_policy="save_nothin"),
     ),

@@ -142,33 +142,33 @@ def test_a_stack_by_nnx_vmap_is_one_of_layers_unless_a_rule_splits_it():
 WRONG = {
     "too long": (
         lambda key: nnx.Param(drawn(key), out_sharding=(None, "model", None)),
-        r"params/w: out_sharding \(None, 'model', None\) has 3 entries, but the weight has 2 "
-        r"dims, \(7, 13\). Remove 1 of them.",
+        r"params/w.*\(None, 'model', None\).*3.*2.*\(7, 13\)",
     ),
     "a string": (
         lambda key: nnx.Param(drawn(key), out_sharding="model"),
-        r"params/w: out_sharding is 'model'; wanted is a name or None for each dimension",
+        "params/w.*out_sharding.* 'model';",
     ),
     "numbers": (
         lambda key: nnx.Param(drawn(key), out_sharding=(0, 1)),
-        r"params/w: out_sharding is \(0, 1\)",
+        r"params/w.*out_sharding.*\(0, 1\)",
     ),
     "no pairs": (
         lambda key: nnx.Param(drawn(key), out_sharding=("mlp",), sharding_rules=("mlp",)),
-        r"params/w: sharding_rules are \('mlp',\); wanted are pairs",
+        r"params/w.*sharding_rules.*\('mlp',\)",
     ),
     "unknown axis": (
         lambda key: nnx.Param(drawn(key), out_sharding=(None, "modle")),
-        r"w: the name 'modle' of its logical axes",
+        r"w.*'modle'.*model\?",
     ),
     "axis twice": (
-        lambda key: nnx.Param(drawn(key), out_sharding=("model", "model")), r"w.*'model' twice"
+        lambda key: nnx.Param(drawn(key), out_sharding=("model", "model")),
+        r"w.*\('model', 'model'\)"
     ),
     "rule to no axis": (
         lambda key: nnx.Param(
             drawn(key), out_sharding=("mlp", None), sharding_rules=(("mlp", "tensor"),)
         ),
-        r"w.*tensor",
+        r"w.*'tensor'.*\('data', 'model'\)",
     ),
 }
 
@@ -183,7 +183,7 @@ def test_a_wrong_declaration_is_an_error_with_the_weights_path(wrong):
 def test_a_model_is_built_at_its_true_shapes_where_the_dims_do_not_divide(mesh_of):
     make = SPELLINGS["with_partitioning"]
     mesh = mesh_of(2, 4, axis_names=("data", "model"))
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match="evenly divide"):
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"'model'.*13.*\(7, 13\)"):
         OneWeight(make, nnx.Rngs(0))  # As Flax would.
     model = NnxModel(functools.partial(OneWeight, make))
     with jax.set_mesh(mesh):

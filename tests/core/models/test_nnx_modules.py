@@ -65,9 +65,9 @@ class Grows(nnx.Module):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("shape", r"seen: the constructor made it of shape \(2,\), and a pass of \(3,\)"),
-        ("weight", r"late: the pass made this weight, .* in the module's constructor"),
-        ("pair", r"pair: the Variable holds a tuple; wanted is one array"),
+        ("shape", r"^seen.*\(2,\).*\(3,\)"),
+        ("weight", "^late: "),
+        ("pair", "^pair: .*tuple"),
         ("dtype", None),
     ],
 )

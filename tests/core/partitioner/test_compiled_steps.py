@@ -52,11 +52,11 @@ def test_the_former_calls_by_a_name_work_and_warn(partitioner):
         with pytest.warns(DeprecationWarning, match=f"partitioner.{step.name}"):
             lowered = partitioner.lower(kind, spec)
         assert lowered.as_text() == step.lower(spec).as_text()
-        with pytest.warns(DeprecationWarning, match="its trace"):
+        with pytest.warns(DeprecationWarning, match=f"partitioner.{step.name}"):
             assert str(partitioner.trace(kind, spec).jaxpr) == str(step.trace(spec).jaxpr)
-        with pytest.warns(DeprecationWarning, match="its trace"):
+        with pytest.warns(DeprecationWarning, match=f"partitioner.{step.name}"):
             assert partitioner.step_function(kind) is step.function
-        with pytest.warns(DeprecationWarning, match="its trace"):
+        with pytest.warns(DeprecationWarning, match=f"partitioner.{step.name}"):
             partitioner.check_batch(spec, kind)
     with pytest.raises(ConfigError, match="'trian'.*train"):
         partitioner.check_batch(spec, "trian")

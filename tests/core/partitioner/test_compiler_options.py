@@ -25,9 +25,9 @@ def test_options_of_the_platform_reach_its_steps(kind, tmp_path, mesh_of):
 
 
 @pytest.mark.parametrize("options, said", [
-    ({"cpu": {"xla_bogus": 1}}, "options of cpu: No such compile option: 'xla_bogus'"),
-    ({"cpu": {"xla_cpu_enable_fast_math": "maybe"}}, "'maybe' is not a valid bool value"),
-    ({"cuda": {}}, "a platform is 'cuda'; wanted is one of cpu, gpu, tpu"),
+    ({"cpu": {"xla_bogus": 1}}, "cpu.*'xla_bogus'"),
+    ({"cpu": {"xla_cpu_enable_fast_math": "maybe"}}, "xla_cpu_enable_fast_math.*'maybe'"),
+    ({"cuda": {}}, "'cuda'.*cpu, gpu, tpu"),
 ])
 def test_wrong_options_are_refused_before_a_step(options, said, mesh_of):
     with pytest.raises(ConfigError, match=said):

@@ -117,9 +117,9 @@ def test_pad_and_unpad_are_inverse_over_a_whole_state():
 @pytest.mark.parametrize(
     ("split", "message"),
     [
-        (("modle", None), r"params/w: .*'modle'.*Did you mean.*mdl"),
-        (("data", "data"), r"params/w: .*'data' twice"),
-        (("data", None, None), r"params/w: .*3 entries, but the array has 2 dimensions"),
+        (("modle", None), r"params/w.*'modle'.*mdl\?"),
+        (("data", "data"), r"params/w.*\('data', 'data'\)"),
+        (("data", None, None), r"params/w.*\('data', None, None\).*3.*2"),
     ],
 )
 def test_a_split_that_does_not_fit_names_the_weights_path(split, message):

@@ -49,35 +49,36 @@ def without_padding(partitioner, mdl_vars):
 WRONG = {
     "dict for a state": (
         lambda p, s, b, k: p.train_step(s.mdl_vars, b, k),
-        "train_step: state is a dict of .*params; wanted is a TrainState",
+        "train_step.*state.*params;.*TrainState",
     ),
     "fields for a state": (
-        lambda p, s, b, k: p.train_step(dataclasses.asdict(s), b, k), "dict of step, mdl_vars"
+        lambda p, s, b, k: p.train_step(dataclasses.asdict(s), b, k),
+        "train_step.*step, mdl_vars, opt"
     ),
-    "None for a state": (lambda p, s, b, k: p.train_step(None, b, k), "state is None"),
-    "tuple for a state": (lambda p, s, b, k: p.train_step((s, s), b, k), "state is a tuple"),
+    "None for a state": (lambda p, s, b, k: p.train_step(None, b, k), "state.*None"),
+    "tuple for a state": (lambda p, s, b, k: p.train_step((s, s), b, k), "train_step.*tuple;"),
     "rows for a batch": (
         lambda p, s, b, k: p.train_step(s, rows(), k),
-        "batch is a dict of ids, .*Give partitioner.global_batch",
+        "train_step.*batch.*ids, labels, weights;.*partitioner.global_batch",
     ),
-    "None for a batch": (lambda p, s, b, k: p.eval_step(s.mdl_vars, None), "batch is None"),
+    "None for a batch": (lambda p, s, b, k: p.eval_step(s.mdl_vars, None), "eval_step.*None;"),
     "number for a key": (lambda p, s, b, k: p.train_step(s, b, 3), r"Give partitioner.key\(seed"),
-    "no key": (lambda p, s, b, k: p.train_step(s, b, None), "key is None"),
+    "no key": (lambda p, s, b, k: p.train_step(s, b, None), "key.*None;.*jax.random"),
     "no key to decode": (
-        lambda p, s, b, k: p.decode_step(s.mdl_vars, b, None), "decode_step: key is None"
+        lambda p, s, b, k: p.decode_step(s.mdl_vars, b, None), "decode_step.*key.*None"
     ),
     "state for mdl_vars": (
-        lambda p, s, b, k: p.eval_step(s, b), "mdl_vars is a TrainState; .*give state.mdl_vars"
+        lambda p, s, b, k: p.eval_step(s, b), "mdl_vars.*TrainState;.*state.mdl_vars"
     ),
     "state for mdl_vars, examples": (
-        lambda p, s, b, k: p.eval_examples(s, b), "eval_examples: mdl_vars is a TrainState"
+        lambda p, s, b, k: p.eval_examples(s, b), "eval_examples.*mdl_vars.*TrainState"
     ),
     "state for mdl_vars, decode": (
-        lambda p, s, b, k: p.decode_step(s, b, k), "decode_step: mdl_vars is a TrainState"
+        lambda p, s, b, k: p.decode_step(s, b, k), "decode_step.*mdl_vars.*TrainState"
     ),
     "params for mdl_vars": (
         lambda p, s, b, k: p.eval_step(s.mdl_vars["params"], b),
-        "lacks params/final_ln/scale.*Give state.mdl_vars, of which these are the params",
+        "params/final_ln/scale.*state.mdl_vars",
     ),
     "a leaf is missing": (
         lambda p, s, b, k: p.eval_step(with_leaf(s.mdl_vars, None, None), b),
@@ -87,11 +88,11 @@ WRONG = {
         lambda p, s, b, k: p.eval_step(
             with_leaf(s.mdl_vars, "sofmax", s.mdl_vars["params"]["softmax"]), b
         ),
-        "has params/sofmax/.*Did you mean params/softmax",
+        "params/sofmax/.*params/softmax",
     ),
     "a leaf is None": (
         lambda p, s, b, k: p.eval_step(with_leaf(s.mdl_vars, "softmax", None), b),
-        "lacks params/softmax/logits_ffn/linear/w and has params/softmax",
+        "params/softmax/logits_ffn/linear/w.*params/softmax",
     ),
     "a leaf is a list": (
         lambda p, s, b, k: p.eval_step(
@@ -101,68 +102,68 @@ WRONG = {
     ),
     "another dtype": (
         lambda p, s, b, k: p.eval_step(cast(s.mdl_vars, jnp.bfloat16), b),
-        "dtype of eval_step: mdl_vars/params/.* is 'bfloat16'; wanted is float32",
+        "eval_step.*mdl_vars/params/.*'bfloat16'.*float32",
     ),
     "without padding": (
         lambda p, s, b, k: p.eval_step(without_padding(p, s.mdl_vars), b),
-        r"has the shape \(13, 37\); wanted is float32 \(16, 38\), padded.*without padding",
+        r"eval_step.*/w .*\(13, 37\).*float32.*\(16, 38\)",
     ),
     "of another model": (
         lambda p, s, b, k: p.train_step(made("even", "adamw", (1, 4, 2))[1], b, k),
-        "of another model",
+        r"final_ln/scale.*\(24,\);.*\(13,\)",
     ),
     "of other devices": (
         lambda p, s, b, k: p.train_step(made("uneven", "adamw", (1, 3, 2))[1], b, k),
-        "lies on 6 devices that are not the 8",
+        "train_step.*state/step.* 6 .* 8 ",
     ),
     "of another mesh": (
         lambda p, s, b, k: p.train_step(made("uneven", "adamw", (2, 2, 2))[1], b, k),
-        "mesh {'replica': 2.*Give what this Partitioner's own|of a Partitioner with another mesh",
+        r"state/step.*\{'replica': 2.*\{'replica': 1",
     ),
     "a batch of other devices": (
         lambda p, s, b, k: p.eval_step(s.mdl_vars, made("uneven", "adamw", (1, 3, 2))[2]),
-        "batch: ids lies on 6 devices",
+        "eval_step.*ids.* 6 .* 8 ",
     ),
     "a batch without labels": (
         lambda p, s, b, k: p.eval_step(s.mdl_vars, p.global_batch({"ids": rows()["ids"]})),
-        "reads the key 'labels', but batches of eval_step have",
+        "'labels'.*eval_step",
     ),
     "ids that are no integers": (
         lambda p, s, b, k: p.eval_step(
             s.mdl_vars, p.global_batch({**rows(), "ids": rows()["ids"].astype(np.float32)})
         ),
-        "dtype of ids is .*float32.*; wanted is int32",
+        "ids.*float32.*int32",
     ),
     "an id beyond the model's": (
         lambda p, s, b, k: p.global_batch({**rows(), "ids": rows()["ids"] + 37}),
-        "row 0 of ids has .*from 0 to 36",
+        "ids.*36.*vocab_size.*37",
     ),
-    "lists for rows": (lambda p, s, b, k: p.global_batch({"ids": [[1, 2]]}), "ids is a list"),
+    "lists for rows": (lambda p, s, b, k: p.global_batch({"ids": [[1, 2]]}), "ids.*list;"),
     "texts for rows": (
-        lambda p, s, b, k: p.global_batch({"ids": np.array(["a"])}), "dtype of ids .* numbers"
+        lambda p, s, b, k: p.global_batch({"ids": np.array(["a"])}), "ids.*'<U1'"
     ),
-    "a batch for rows": (lambda p, s, b, k: p.global_batch(b), "was given a GlobalBatch"),
-    "nothing for rows": (lambda p, s, b, k: p.global_batch({}), "given an empty dict"),
+    "a batch for rows": (lambda p, s, b, k: p.global_batch(b), "^global_batch .*GlobalBatch"),
+    "nothing for rows": (lambda p, s, b, k: p.global_batch({}), "^global_batch .*dict"),
     "averages of a dict": (
         lambda p, s, b, k: p.eval_mdl_vars(s.mdl_vars, use_ema=True),
-        "eval_mdl_vars: state is a dict",
+        "eval_mdl_vars.*state",
     ),
-    "init by a number": (lambda p, s, b, k: p.init(3), "init: key is an array, int32"),
-    "a key by a text": (lambda p, s, b, k: p.key("a"), "key: seed is 'a'; wanted is an integer"),
-    "a batch's key": (lambda p, s, b, k: p.batch_key(0, None, 0), "batch_key: step is None"),
-    "no number of rows": (lambda p, s, b, k: p.process_rows(1.5), "num_rows is 1.5"),
-    "an unknown former step": (lambda p, s, b, k: p.lower("evaluate", rows()), "Did you mean eval"),
-    "a batch to lower for": (lambda p, s, b, k: p.train_step.trace(b), "was given a GlobalBatch"),
-    "a list to check": (lambda p, s, b, k: p.check_batch([1]), "wanted is a NumPy array"),
+    "init by a number": (lambda p, s, b, k: p.init(3), "init.*key.*int32"),
+    "a key by a text": (lambda p, s, b, k: p.key("a"), "key.*seed.*'a'"),
+    "a batch's key": (lambda p, s, b, k: p.batch_key(0, None, 0), "batch_key.*step.*None"),
+    "no number of rows": (lambda p, s, b, k: p.process_rows(1.5), "num_rows.*1.5"),
+    "an unknown former step": (lambda p, s, b, k: p.lower("evaluate", rows()), r"'evaluate'.*eval"),
+    "a batch to lower for": (lambda p, s, b, k: p.train_step.trace(b), "^trace .*GlobalBatch"),
+    "a list to check": (lambda p, s, b, k: p.check_batch([1]), "check_batch.*list.*NumPy"),
     "state for a function's": (
         lambda p, s, b, k: jax.jit(p.with_mdl_vars(lambda m: m["params"]))(s),
-        "with_mdl_vars: mdl_vars is a TrainState",
+        "with_mdl_vars.*mdl_vars.*TrainState",
     ),
     "another model's for a function": (
         lambda p, s, b, k: jax.jit(p.with_mdl_vars(lambda m: m))(
             made("even", "adamw", (1, 4, 2))[1].mdl_vars
         ),
-        "of another model",
+        r"final_ln/scale.*\(24,\);.*\(13,\)",
     ),
 }
 QUICK = {"dict for a state", "rows for a batch", "an id beyond the model's", "a list to check"}
@@ -195,7 +196,7 @@ def test_a_state_that_was_donated_is_refused_and_ends_no_process():
         lambda: partitioner.eval_step(state.mdl_vars, batch),
         lambda: partitioner.decode_step(state.mdl_vars, batch, key),
     ):
-        with pytest.raises(ConfigError, match="is deleted: a train step takes the memory"):
+        with pytest.raises(ConfigError, match="(state|mdl_vars).*deleted"):
             call()
 
 
@@ -215,7 +216,7 @@ def test_a_step_that_fails_as_it_runs_says_why_and_not_that_its_state_is_gone():
         raise ConfigError("the state is deleted")
 
     step = functools.partial(checked_call, Failing("RESOURCE_EXHAUSTED: Out of memory"), check)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         step(jnp.ones(3), None, None)
     step = functools.partial(checked_call, Failing("Buffer has been deleted or donated"), check)
     with pytest.raises(ConfigError, match="the state is deleted"):

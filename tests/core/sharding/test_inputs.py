@@ -133,7 +133,7 @@ def test_a_missing_rank_names_the_leaf_its_shape_and_the_key_to_add():
     ("entry", "message"),
     [
         (("nowhere", None), r"map_2d'\].*'nowhere'"),
-        (("data", "data"), r"map_2d'\].*'data' twice"),
+        (("data", "data"), r"map_2d'\].*\('data', 'data'\)"),
         (("data", None, None), r"map_2d'\].*3 entries"),
     ],
 )

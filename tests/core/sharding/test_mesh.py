@@ -39,7 +39,7 @@ def test_a_dcn_shape_multiplies_and_its_slices_are_outermost_on_their_axis():
 
 
 def test_more_devices_than_there_are_is_refused(mesh_of):
-    message = r"'data': 3, 'mdl': 3.*needs 9 devices, but there are 8 .*mesh.ici_mesh_shape"
+    message = "'data': 3, 'mdl': 3.*9.*8.*mesh.ici_mesh_shape"
     with pytest.raises(ConfigError, match=message):
         mesh_of(1, 3, 3)
 
@@ -59,12 +59,12 @@ def test_idle_accelerators_are_refused_unless_asked_for():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"ici_mesh_shape": (4, 2)}, r"mesh.ici_mesh_shape is \(4, 2\)"),
-        ({"ici_mesh_shape": (1, 0, 2)}, r"mesh.ici_mesh_shape is \(1, 0, 2\)"),
+        ({"ici_mesh_shape": (4, 2)}, r"mesh.ici_mesh_shape.*\(4, 2\)"),
+        ({"ici_mesh_shape": (1, 0, 2)}, r"mesh.ici_mesh_shape.*\(1, 0, 2\)"),
         ({"ici_mesh_shape": (1, True, 2)}, r"mesh.ici_mesh_shape"),
         ({"ici_mesh_shape": (1, 2.0, 2)}, r"mesh.ici_mesh_shape"),
-        ({"ici_mesh_shape": (1, 1, 1), "dcn_mesh_shape": (2,)}, r"mesh.dcn_mesh_shape is \(2,\)"),
-        ({"ici_mesh_shape": (1, 2), "axis_names": ("data", "data")}, r"names an axis twice"),
+        ({"ici_mesh_shape": (1, 1, 1), "dcn_mesh_shape": (2,)}, r"mesh.dcn_mesh_shape.*\(2,\)"),
+        ({"ici_mesh_shape": (1, 2), "axis_names": ("data", "data")}, r"\('data', 'data'\)"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings, message):

@@ -245,7 +245,7 @@ def test_rules_start_from_what_the_layer_declares():
         one((8, 8), "shard_dim('mdl', 0)", spec=("data",))
     with pytest.raises(ConfigError, match=r"a/b.*'data'"):
         one((8, 8), "fsdp('data', 0)", spec=("data",))
-    with pytest.raises(ConfigError, match="a/b: `replicate` wants it whole"):
+    with pytest.raises(ConfigError, match=r"a/b.*`replicate`.*\('data', None\)"):
         one((8, 8), "replicate", spec=("data",))
 
 
@@ -257,7 +257,7 @@ def test_names_after_other_rules_fill_what_is_free():
     with pytest.raises(ConfigError, match="'embed'.*0"):
         one((8, 8), "shard_dim('mdl', 0)|logical_partitioning", names,
             logical_axes=("embed", None))
-    with pytest.raises(ConfigError, match="3 logical axes .* but 2 dims"):
+    with pytest.raises(ConfigError, match=r"a/b.*3.*\('embed', None, None\).*2.*\(8, 8\)"):
         one((8, 8), "logical_partitioning", names, logical_axes=("embed", None, None))
 
 
@@ -302,23 +302,23 @@ def test_rules_are_strings_objects_and_nests_of_both():
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ("fdsp('data')", "Did you mean fsdp"),
-        ("fsdp('data'", "cannot be read"),
-        ("", "cannot be read"),
-        ("fsdp()", "missing 1 required positional argument: 'axis'"),
-        ("fsdp('data', size=3)", "unexpected keyword argument 'size'"),
-        ("fsdp(())", "wanted is a mesh axis's name"),
-        ("fsdp('data', '4')", "the size is '4'; wanted is a number"),
-        ("shard_dim('data', '0')", "the dim is '0'; wanted is an integer"),
-        ("fsdp(open('x'))", "Arguments are literals"),
-        ("os.remove('x')", "Wanted is a rule"),
-        ("fsdp('data') and replicate", "Wanted is a rule"),
-        (7, "7 is no rule"),
-        ({"fsdp": "data"}, "is no rule"),
+        ("fdsp('data')", r"'fdsp'.*fsdp\?"),
+        ("fsdp('data'", r""""fsdp\('data'" .*line 1"""),
+        ("", "'' .*<unknown>"),
+        ("fsdp()", r"'fsdp\(\)'.*'axis'"),
+        ("fsdp('data', size=3)", "fsdp.* 'size'"),
+        ("fsdp(())", r"fsdp\(\(\)\).*axis.*\(\);"),
+        ("fsdp('data', '4')", r"fsdp\('data'.*size.* '4';"),
+        ("shard_dim('data', '0')", r"shard_dim\('data'.*dim.* '0';"),
+        ("fsdp(open('x'))", r"open\('x'\).*ast\.Call"),
+        ("os.remove('x')", r"os\.remove\('x'\)"),
+        ("fsdp('data') and replicate", r"fsdp\('data'\) and replicate"),
+        (7, "^7 .*shard_dim"),
+        ({"fsdp": "data"}, r"^\{'fsdp': 'data'\} .*shard_dim"),
     ],
 )
 def test_a_string_that_is_no_rule(rules, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
+    with pytest.raises(ConfigError, match=message):
         parsed_rules(rules)
 
 
@@ -332,5 +332,5 @@ def test_an_axis_that_the_mesh_has_not_is_named_with_the_path():
 
 @pytest.mark.parametrize("strategy", [[".*"], [(".*",)], [("a", "replicate", 3)], [7]])
 def test_an_entry_that_is_no_pair(strategy):
-    with pytest.raises(ConfigError, match="wanted is a pair"):
+    with pytest.raises(ConfigError, match=f"strategy.* {re.escape(repr(strategy[0]))};"):
         rule_shardings([], strategy, MESH)

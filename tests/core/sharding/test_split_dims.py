@@ -42,16 +42,16 @@ def test_a_short_mapping_is_extended_to_the_rank():
 @pytest.mark.parametrize(
     ("mapping", "message"),
     [
-        (("modle", None), r"lm/w: .*the axis 'modle', but the mesh has \('replica', 'data', 'mdl'"),
-        ((3, None), r"lm/w: .*axis index 3, but the mesh has the 3 axes"),
-        (("data", "data"), r"lm/w: .*'data' twice"),
-        (("data", ("mdl", 1)), r"lm/w: .*'data' twice"),
-        ((("data", "data"), None), r"lm/w: .*'data' twice"),
-        (("data", None, None), r"lm/w: .*3 entries, but the array has 2 dimensions. Remove 1"),
-        (("data", 1.5), r"lm/w: .*entry 1.5"),
-        ((True, None), r"lm/w: .*entry True"),
-        ("data", r"lm/w: .*'data' must be a sequence"),
-        (2, r"lm/w: .*2 must be a sequence"),
+        (("modle", None), r"lm/w.*'modle'.*\('replica', 'data', 'mdl'"),
+        ((3, None), r"lm/w.*\(3, None\).* 3 .*\('replica', 'data', 'mdl'"),
+        (("data", "data"), r"lm/w.*\('data', 'data'\)"),
+        (("data", ("mdl", 1)), r"lm/w.*\('data', \('mdl', 1\)\).*'data'"),
+        ((("data", "data"), None), r"lm/w.*\(\('data', 'data'\), None\)"),
+        (("data", None, None), r"lm/w.*\('data', None, None\).*3.*2.*1"),
+        (("data", 1.5), r"lm/w.* 1\.5"),
+        ((True, None), "lm/w.*True"),
+        ("data", r"lm/w.* 'data' .*\('data',\)"),
+        (2, r"lm/w.* 2 .*\(2,\)"),
     ],
 )
 def test_what_does_not_fit_names_the_weight_the_mapping_and_the_axes(mapping, message):
@@ -95,6 +95,6 @@ def test_a_layer_runs_where_there_is_no_mesh():
 def test_an_activation_that_does_not_fit_is_named(mesh_of):
     with (
         jax.sharding.use_abstract_mesh(mesh_of(1, 4, 2).abstract_mesh),
-        pytest.raises(ConfigError, match=r"activation of shape \(7, 3\).*3 entries"),
+        pytest.raises(ConfigError, match=r"\(7, 3\).*3"),
     ):
         jax.eval_shape(lambda x: constrain(x, (None, None, "mdl")), jnp.ones((7, 3)))

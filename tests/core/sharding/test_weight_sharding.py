@@ -234,24 +234,24 @@ def test_a_name_without_a_rule_may_be_left_whole():
 @pytest.mark.parametrize(
     ("changes", "declared", "message"),
     [
-        ({}, dict(strategy=[("heed", "replicate")]), "'heed' matches no weight.*Did you mean head"),
-        ({}, dict(strategy=[("up", "replicate")]), "'up' matches no weight.*a part of blocks/up"),
-        ({}, dict(strategy=[("params/head", "replicate")]), "does not begin with params/"),
+        ({}, dict(strategy=[("heed", "replicate")]), r"'heed'.*head\?"),
+        ({}, dict(strategy=[("up", "replicate")]), "'up'.*blocks/up"),
+        ({}, dict(strategy=[("params/head", "replicate")]), "'params/head'.*params/"),
         (dict(head=dict(split_dims_mapping=("data",))),
-         dict(strategy=[(".*", "shard_dim('mdl', 0, True)")]), "head: shard.*data splits already"),
-        ({}, dict(strategy=[(".*", "fsdp('date')")]), "embedding: fsdp.*'date'.*Did you mean data"),
+         dict(strategy=[(".*", "shard_dim('mdl', 0, True)")]), r"head.*\('mdl', 0.*data"),
+        ({}, dict(strategy=[(".*", "fsdp('date')")]), r"embedding.*'date'.*data\?"),
         ({}, dict(strategy=[(".*", "shard_dim('data', 0)")]), r"scale: shard_dim.*shape \(\)"),
         ({}, dict(strategy=[("emb.*", "replicate"), (".*", "logical_partitioning")]),
-         "blocks/up: the name 'embed'"),
-        ({}, dict(), "embedding: the name 'vocab' of its logical axes .* no rule"),
-        ({}, dict(logical_axis_rules=(*RULES[:2], ("embad", None))), "embedding: .* mean embad"),
-        ({}, dict(logical_axis_rules=[("mlp", "model")]), r"\('mlp', 'model'\).*the mesh has"),
+         "blocks/up.*'embed'"),
+        ({}, dict(), r"embedding.*\('vocab', AXES\)"),
+        ({}, dict(logical_axis_rules=(*RULES[:2], ("embad", None))), r"embedding.*embad, mdl\?"),
+        ({}, dict(logical_axis_rules=[("mlp", "model")]), r"\('mlp', 'model'\).*'model'"),
         (dict(head=dict(logical_axes=("embed", None, "mlp"))), dict(logical_axis_rules=RULES),
-         "head: it has 3 logical axes"),
+         r"head.*3.*\('embed', None, 'mlp'\)"),
         (dict(head=dict(logical_axes=("mlp", "mlp"))), dict(logical_axis_rules=RULES),
-         "head: .*the name 'mlp' twice"),
+         r"head.*\('mlp', 'mlp'\)"),
         (dict(head=dict(logical_axes=("mlp",), logical_axis_rules=(("mlp", "model"),))),
-         dict(logical_axis_rules=RULES), "head, split by logical_partitioning.*'model'"),
+         dict(logical_axis_rules=RULES), "head.*logical_partitioning.*'model'"),
         (dict(head=dict(split_dims_mapping=("data", None, "mdl"))),
          dict(logical_axis_rules=RULES), "params/head: .*3 entries"),
     ],
@@ -264,17 +264,18 @@ def test_what_does_not_fit_is_an_error_with_the_path(changes, declared, message)
 @pytest.mark.parametrize(
     ("declared", "message"),
     [
-        (dict(strategy=[("(", "replicate")]), "no regular expression"),
-        (dict(strategy=[]), r"strategy is \[\], which says nothing.*leave it out"),
-        (dict(strategy=[("head", "replicate"), (".*", [])]), r"'\.\*' has no rules.*'replicate'"),
-        (dict(strategy=[(".*", "fdsp('data')")]), "Did you mean fsdp"),
-        (dict(logical_axis_rules={"a": RULES}), "logical_axis_rules_name is None.*lists are a"),
-        (dict(logical_axis_rules={"one": RULES}, logical_axis_rules_name="on"), "Did you mean one"),
-        (dict(logical_axis_rules=RULES, logical_axis_rules_name="a"), "are one list"),
+        (dict(strategy=[("(", "replicate")]), r"strategy.*'\('"),
+        (dict(strategy=[]), r"strategy.*\[\].*\(pattern, rules\)"),
+        (dict(strategy=[("head", "replicate"), (".*", [])]), r"'\.\*'.*'replicate'"),
+        (dict(strategy=[(".*", "fdsp('data')")]), r"'fdsp'.*fsdp\?"),
+        (dict(logical_axis_rules={"a": RULES}), r"logical_axis_rules_name.*None.* a\."),
+        (dict(logical_axis_rules={"one": RULES}, logical_axis_rules_name="on"), r"'on'.*one\?"),
+        (dict(logical_axis_rules=RULES, logical_axis_rules_name="a"),
+         "logical_axis_rules_name.*'a'.*logical_axis_rules"),
         (dict(logical_axis_rules={"a": [("mlp", 3)], "b": ()}, logical_axis_rules_name="b"),
-         r"logical_axis_rules\['a'\]: a rule is \('mlp', 3\)"),
-        (dict(unmapped_logical_axes="ignore"), "wanted is 'error' or 'replicate'"),
-        (dict(stack_axis_names="layers"), r"such as \('layers',\)"),
+         r"logical_axis_rules\['a'\].*\('mlp', 3\)"),
+        (dict(unmapped_logical_axes="ignore"), "unmapped_logical_axes.*'ignore'.*'error'"),
+        (dict(stack_axis_names="layers"), r"stack_axis_names.*\('layers',\)"),
     ],
 )
 def test_what_cannot_be_read_is_an_error_of_the_constructor(declared, message):
@@ -310,7 +311,7 @@ def test_a_config_is_written_read_again_and_set():
     assert built.rules_in_use == (("embed", "data"), ("mlp", None))
     specs, _, _ = decide(strategy=built.strategy[:1], logical_axis_rules=RULES)
     assert specs["blocks/up"] == P(None, None, "mdl")
-    with pytest.raises(ConfigError, match="wanted one of error, replicate"):
+    with pytest.raises(ConfigError, match=r"unmapped_logical_axes.*'no'.*error, replicate"):
         apply_overrides(again, ["task.weight_sharding.unmapped_logical_axes=no"])
 
 

@@ -64,5 +64,5 @@ def test_what_is_no_file_of_arrays_is_told(tmp_path):
 def test_arrays_without_rows_are_told(tmp_path):
     np.save(tmp_path / "none.npy", np.zeros((0, 3)))
     np.save(tmp_path / "one.npy", np.float32(7))
-    with pytest.raises(ConfigError, match=r"has no examples \(2 files without any\)"):
+    with pytest.raises(ConfigError, match=r"\(2 files"):
         NpyFiles(f"{tmp_path}/*.npy").check()

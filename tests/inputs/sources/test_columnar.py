@@ -117,7 +117,7 @@ def test_columns_are_checked_before_anything_is_read(table, tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match=r"a.parquet.*'nn'.*\['n'.*'s'\]"):
         Parquet(f"{tmp_path}/a.parquet", columns=("s", "nn")).check()
-    with pytest.raises(ConfigError, match="columns is 's'; wanted is a list of names"):
+    with pytest.raises(ConfigError, match=r"Parquet\.columns.*'s'"):
         Parquet(f"{tmp_path}/a.parquet", columns="s").check()
     assert copies(tmp_path) == []
 
@@ -164,7 +164,7 @@ def test_a_cell_that_python_has_no_value_for_is_left_out_alone(tmp_path):
 
 @pytest.mark.parametrize("end", ["parquet", "arrow"])
 def test_names_of_columns_that_are_no_names_are_refused(end, tmp_path):
-    for name, match in (("x", "several columns named x"), ("name", "is no whole .*: .*utf-8")):
+    for name, match in (("x", " x;"), ("name", "utf-8")):
         table, path = pyarrow.table([[1], [2]], ["x", name]), tmp_path / f"a.{end}"
         if end == "parquet":
             pyarrow.parquet.write_table(table, path)
@@ -172,7 +172,7 @@ def test_names_of_columns_that_are_no_names_are_refused(end, tmp_path):
             with ipc.new_file(str(path), table.schema) as file:
                 file.write_table(table)
         path.write_bytes(path.read_bytes().replace(b"name", b"n\xe9me"))
-        with pytest.raises(ConfigError, match=match):
+        with pytest.raises(ConfigError, match=f"a.{end}.*{match}"):
             (Parquet if end == "parquet" else ArrowFiles)(str(path)).check()
 
 

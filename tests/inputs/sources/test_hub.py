@@ -54,9 +54,9 @@ def test_a_fingerprint_of_hugging_faces_knows_no_folder(saved):
 def test_wrong_splits_and_lost_files_of_hugging_faces_are_told(saved):
     with pytest.raises(ConfigError, match=r"\['test'.*'train'\]"):
         HuggingFaceDataset(f"{saved}/dict").check()
-    with pytest.raises(ConfigError, match="holds a dataset without splits. Leave split out"):
+    with pytest.raises(ConfigError, match=r"HuggingFaceDataset\.split.*'train'.*/one "):
         HuggingFaceDataset(f"{saved}/one", "train").check()
-    with pytest.raises(ConfigError, match="holds no dataset of Hugging Face's"):
+    with pytest.raises(ConfigError, match=r"/none .*state\.json"):
         HuggingFaceDataset(f"{saved}/none").check()
     (file,) = (saved / "one").glob("*.arrow")
     file.write_bytes(file.read_bytes()[:700])
@@ -107,14 +107,14 @@ def test_wrong_splits_and_lost_files_of_tfds_are_told(prepared, tmp_path):
         Tfds(str(prepared), "tain").check()
     with pytest.raises(ConfigError, match=r"'train\[:x\]'.*'test'"):
         Tfds(str(prepared), "train[:x]").check()
-    with pytest.raises(ConfigError, match="holds no dataset of TFDS"):
+    with pytest.raises(ConfigError, match=r"dataset_info\.json"):
         Tfds(str(tmp_path), "train").check()
     shutil.copytree(prepared, tmp_path / "cut")
     (file,) = (tmp_path / "cut").glob("numbers-train*")
     file.write_bytes(file.read_bytes()[:-4000])
     Tfds(f"{tmp_path}/cut", "test").check()
-    with pytest.raises(ConfigError, match=r"numbers-train.* cannot be read \(.+\); wanted are 31"):
+    with pytest.raises(ConfigError, match=r"numbers-train.*\(.+\).*31"):
         Tfds(f"{tmp_path}/cut", "train").check()
     file.unlink()
-    with pytest.raises(ConfigError, match="numbers-train.* is not there"):
+    with pytest.raises(ConfigError, match="numbers-train"):
         Tfds(f"{tmp_path}/cut", "train").check()

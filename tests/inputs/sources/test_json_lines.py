@@ -29,11 +29,11 @@ def test_one_row_reads_its_own_bytes_alone(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("line", "fault", "found"), [
-    (b"{", "not_json", "is no JSON: Expecting property name"),
-    (b"[7]", "not_json", r"is \[7\]; wanted is an object"),
-    (b"null", "not_json", "is null; wanted is an object"),
-    (b"[" * 100_000, "not_json", "is no JSON: (maximum recursion depth|Stack overflow)"),
-    (b'{"text": "\xe9"}', "not_utf8", "is not UTF-8: .*iconv"),
+    (b"{", "not_json", r"JSON.*\(char 2\)"),
+    (b"[7]", "not_json", r"\[7\];"),
+    (b"null", "not_json", "null;"),
+    (b"[" * 100_000, "not_json", "JSON.*(recursion|Stack)"),
+    (b'{"text": "\xe9"}', "not_utf8", "UTF-8: .*iconv"),
 ])  # fmt: skip
 @pytest.mark.parametrize("end", ["jsonl", "jsonl.gz"])
 def test_a_line_that_is_no_example_is_named_and_others_are_read(line, fault, found, end, tmp_path):
@@ -52,7 +52,7 @@ def test_a_line_that_is_no_example_is_named_and_others_are_read(line, fault, fou
 @pytest.mark.parametrize("data", [b"", b"\n \n\n"])
 def test_a_file_without_lines_is_told(data, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(data)
-    with pytest.raises(ConfigError, match=r"has no examples \(1 files without any\)"):
+    with pytest.raises(ConfigError, match=r"\(1 files"):
         JsonLines(f"{tmp_path}/a.jsonl").check()
     (tmp_path / "b.jsonl").write_bytes(b'{"n": 1}')
     source = JsonLines(f"{tmp_path}/*.jsonl")

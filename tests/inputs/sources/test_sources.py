@@ -198,7 +198,7 @@ def test_a_file_that_is_cut_off_is_named(kind, folder, tmp_path):
     (tmp_path / f"b.{end}").write_bytes(data[: 2 * len(data) // 3 - 1])
     if kind == "jsonl":  # Lines tell nothing of those that are lost, but the last is no whole one.
         cut = source_of(kind, tmp_path)
-        with pytest.raises(BadExample, match="b.jsonl:[0-9]+ is no JSON"):
+        with pytest.raises(BadExample, match="b.jsonl:[0-9]+ .*JSON"):
             cut[len(cut) - 1]
         return
     with pytest.raises(ConfigError, match=f"b.{end} (is cut off|is no whole)"):
@@ -336,7 +336,7 @@ def test_datasets_of_tfds(tmp_path):
     source = Tfds(str(tmp_path / "array_record/numbers/1.0.0"), "train")
     source.check()
     assert sorted(int(source[k]["n"]) for k in range(len(source))) == list(range(30))
-    with pytest.raises(ConfigError, match="in the format tfrecord"):
+    with pytest.raises(ConfigError, match="tfrecord.*array_record"):
         Tfds(str(tmp_path / "tfrecord/numbers/1.0.0"), "train").check()
 
 

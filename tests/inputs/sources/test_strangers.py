@@ -102,10 +102,10 @@ BOMB = b"\x89PNG\r\n\x1a\n" + b"".join(
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize(("data", "message"), [
-    (POSTSCRIPT, "it begins b'%!PS-Ado', as no whole image of PNG, JPEG"),
-    (BOMB, "10,000 x 10,000 pixels; wanted are at most"),
-    (encoded(Image.new("RGB", (50, 50)), "JPEG2000"), "it begins .*, as no whole image of PNG"),
-    (b"", "it begins b''"),
+    (POSTSCRIPT, "b'%!PS-Ado'.*PNG, JPEG"),
+    (BOMB, "10,000 x 10,000"),
+    (encoded(Image.new("RGB", (50, 50)), "JPEG2000"), "jP  .*PNG"),
+    (b"", " b''"),
 ])  # fmt: skip
 def test_formats_and_sizes_that_are_not_read_are_named(data, message, tmp_path, monkeypatch):
     (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/{SECRET}\n")
@@ -124,7 +124,7 @@ def test_an_image_that_is_cut_off_is_named(kind, tmp_path):
     (tmp_path / "a").write_bytes(data)
     assert ImageFiles(f"{tmp_path}/a")[0]["image"].shape == (40, 50, 3)
     (tmp_path / "a").write_bytes(data[: len(data) // 2])
-    with pytest.raises(BadExample, match="/a cannot be read as an image"):
+    with pytest.raises(BadExample, match=r"/a .*\['damaged'\]"):
         ImageFiles(f"{tmp_path}/a")[0]
 
 
@@ -190,7 +190,7 @@ def test_a_class_has_one_number_in_all_datasets_of_a_job_and_sources_of_a_mixtur
         require_same_classes({f"datasets.{name}": item for name, item in of.items()})
 
     train, test = batches("train"), WithWorkers(batches("test"), 2)
-    match = "'label' of .*test counts the class 'b' as 0, that of .*train as 1. Say the classes"
+    match = "'label'.*test.*'b'.*0.*train.*1"
     with pytest.raises(ConfigError, match=match):
         require(train=train, test=test)
     with pytest.raises(ConfigError, match=match):
@@ -215,15 +215,15 @@ def test_only_plain_files_in_the_folder_are_opened(tmp_path):
     assert file_inside(folder, "link", "x") == f"{folder}/good"
     for name in (f"../{SECRET}", "out", f"{tmp_path}/{SECRET}", "https://host/good",
                  "good/../../outside", "hf://datasets/x"):
-        with pytest.raises(ConfigError, match="leads out of .*in; only what lies in the folder"):
+        with pytest.raises(ConfigError, match="x .*/in; "):
             file_inside(folder, name, "x")
     for name in ("pipe", "loop", "none", ".", None, 7, "", "a\0", ["good"]):
-        with pytest.raises(ConfigError, match=r"is no plain file|is not there|as a file; wanted"):
+        with pytest.raises(ConfigError, match=f"x (names|.*{name})|{name}.* x "):
             file_inside(folder, name, "x")
     deep = b'{"a": [' * 60 + b"]}" * 60
     for text in (b"[7]", b"{", b"\xff", b"[" * 10**5, b"", deep):
         (folder / "good").write_bytes(text)
-        with pytest.raises(ConfigError, match="good holds no JSON object"):
+        with pytest.raises(ConfigError, match="/good .*JSON"):
             json_inside(folder, "good")
 
 
@@ -266,7 +266,7 @@ def test_a_saved_dataset_names_no_file_elsewhere(name, saved, tmp_path):
     folder = saved("e", _data_files=[{"filename": name}])
     (folder / "out.arrow").symlink_to("../d/data.arrow")
     os.mkfifo(folder / "pipe.arrow")
-    with pytest.raises(ConfigError, match="state.json names|is no plain file"):
+    with pytest.raises(ConfigError, match=r"state\.json|pipe\.arrow"):
         HuggingFaceDataset(str(folder)).check()
 
 
@@ -275,7 +275,7 @@ def test_a_saved_dataset_names_no_file_elsewhere(name, saved, tmp_path):
     {"_data_files": [{"filename": {"a": 1}}]}, {"_data_files": []},
 ])  # fmt: skip
 def test_a_state_of_another_shape_is_refused(state, saved):
-    with pytest.raises(ConfigError, match="state.json|has no examples"):
+    with pytest.raises(ConfigError, match=r"state\.json|/d "):
         HuggingFaceDataset(str(saved(**state))).check()
 
 
@@ -295,13 +295,13 @@ def test_an_image_of_a_row_is_made_of_its_bytes_alone(saved, tmp_path):
     np.testing.assert_array_equal(np.asarray(source[0]["image"]), upright())
     assert source[5]["image"] is None and source[0]["sound"] == {"path": "http://host/x"}
     for number in (1, 2, 4):
-        with pytest.raises(BadExample, match=f"row {number}, has the path .* and not its bytes"):
+        with pytest.raises(BadExample, match=f"row {number}, .*image.*(x.png|None)"):
             source[number]
-    with pytest.raises(BadExample, match="row 3, has an image that cannot be read: it begins"):
+    with pytest.raises(BadExample, match="row 3.*'%!PS-Ado"):
         source[3]
     nested = saved("n", rows=[{"a": [{"b": images[1]}]}],
                    features={"a": {"_type": "List", "feature": {"b": kinds["image"]}}})
-    with pytest.raises(BadExample, match="row 0, has the path"):
+    with pytest.raises(BadExample, match=r"row 0.*/x\.png'"):
         HuggingFaceDataset(str(nested))[0]
 
 
@@ -383,7 +383,7 @@ def test_tfds_imports_nothing_that_a_folder_names(features, prepared, tmp_path, 
     {},
 ])  # fmt: skip
 def test_other_features_of_tfds_are_refused(features, prepared):
-    with pytest.raises(ConfigError, match="names a file of labels|holds no dataset of TFDS"):
+    with pytest.raises(ConfigError, match="/ds/1.0.0.*(/etc/passwd|dataset_info.json)"):
         Tfds(str(prepared(features)), "train").check()
 
 
@@ -391,7 +391,7 @@ def test_other_features_of_tfds_are_refused(features, prepared):
 def test_the_module_that_made_a_dataset_of_tfds_is_not_imported(prepared, tmp_path, monkeypatch):
     (tmp_path / "evilmod.py").write_text("raise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match="is not there"):
+    with pytest.raises(ConfigError, match="ds-train.*dataset_info.json"):
         Tfds(str(prepared(of_dict(a=INT), moduleName="evilmod")), "train").check()
     assert "evilmod" not in sys.modules
 
@@ -407,7 +407,7 @@ def test_tfds_reads_no_file_elsewhere(template, prepared, tmp_path):
         (folder / "out-train").symlink_to("../ds")
     if template.startswith("pipe"):
         os.mkfifo(folder / "pipe-train")
-    with pytest.raises(ConfigError, match=r"leads out of|is no plain file|is not there"):
+    with pytest.raises(ConfigError, match=f"{template[:2]}.*/ds/1.0.0|/pipe-train"):
         Tfds(str(folder), "train").check()
 
 
@@ -421,7 +421,7 @@ def test_names_of_labels_of_tfds_lie_in_the_folder(make, prepared):
              "classLabel": {"numClasses": "2"}}
     folder = prepared(of_dict(label=label))
     make(f"{folder}/label.labels.txt")
-    with pytest.raises(ConfigError, match="labels.txt, which .*, is no plain|leads out of"):
+    with pytest.raises(ConfigError, match=r"labels\.txt"):
         Tfds(str(folder), "train").check()
 
 
@@ -485,7 +485,7 @@ def npy(shape, dtype="'<i8'", body=b""):
 def test_arrays_that_are_not_what_their_header_says_are_refused(data, tmp_path):
     for name in ("a.npy", "a.npz"):
         (tmp_path / name).write_bytes(data)
-        with pytest.raises(ConfigError, match="is no whole file of arrays|has no examples|rows"):
+        with pytest.raises(ConfigError, match=r"/a\.np[yz]"):
             NpyFiles(f"{tmp_path}/{name}").check()
 
 

@@ -233,10 +233,10 @@ def test_the_choice_and_its_reason(setting, needs, work, kernel, reason):
 
 
 REFUSED = [
-    ("flash", (), on(), r"atten_kernel is 'flash'; wanted is one of auto, .*Did you mean splash"),
-    ("cudnn", (), on("cpu"), r"cudnn runs on a GPU, not on cpu. Choose one of \['einsum'"),
-    ("cudnn", ("segment_ids",), on("gpu"), r"'cudnn', which cannot do segment_ids.*'splash'"),
-    ("chunked", ("atten_dropout_prob",), on(), r"cannot do atten_dropout_prob.*\['einsum'\]"),
+    ("flash", (), on(), r"atten_kernel.*'flash'.*auto, .*splash\?"),
+    ("cudnn", (), on("cpu"), r"cudnn.*GPU.*cpu.*\['einsum'"),
+    ("cudnn", ("segment_ids",), on("gpu"), "'cudnn'.*segment_ids.*'splash'"),
+    ("chunked", ("atten_dropout_prob",), on(), r"atten_dropout_prob.*\['einsum'\]"),
 ]
 
 
@@ -280,7 +280,7 @@ def test_a_layer_takes_the_kernel_that_is_set_and_logs_it_once(setting, message)
 
 def test_a_kernel_of_other_hardware_is_an_error_when_called():
     layer = layers.DotProductAttention(4, 2, atten_kernel="cudnn", rngs=nnx.Rngs(0))
-    with pytest.raises(ConfigError, match="cudnn runs on a GPU, not on cpu"):
+    with pytest.raises(ConfigError, match="cudnn.*GPU.*cpu"):
         jax.eval_shape(layer, jnp.ones((1, 3, 4)))
 
 

@@ -167,20 +167,20 @@ def test_sinusoids_far_ahead_stay_exact():
     [
         (
             lambda r: layers.Embedding(5, 3, lookup_style="indx", rngs=r),
-            r"Embedding\.lookup_style is 'indx'.*index",
+            r"Embedding\.lookup_style.*'indx'.*index",
         ),
         (
             lambda r: layers.TrainablePositionalEmbedding(5, 3, lookup_style="x", rngs=r),
-            r"TrainablePositionalEmbedding\.lookup_style is 'x'",
+            r"TrainablePositionalEmbedding\.lookup_style.*'x'",
         ),
-        (lambda r: layers.PositionalEmbedding(0), r"PositionalEmbedding\.embedding_dims is 0"),
+        (lambda r: layers.PositionalEmbedding(0), r"PositionalEmbedding\.embedding_dims.*0"),
         (
             lambda r: layers.PositionalEmbedding(4, max_timescale=0.5),
-            r"PositionalEmbedding\.min_timescale is 1.0; wanted is .* max_timescale, 0.5",
+            r"PositionalEmbedding\.min_timescale.*1.0.*max_timescale.*0.5",
         ),
         (
             lambda r: layers.RotaryPositionalEmbedding(4, min_timescale=0),
-            r"RotaryPositionalEmbedding\.min_timescale is 0",
+            r"RotaryPositionalEmbedding\.min_timescale.*0",
         ),
     ],
 )

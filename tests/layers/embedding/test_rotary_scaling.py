@@ -108,16 +108,16 @@ def test_a_part_of_the_head_turns_and_the_rest_stays():
 @pytest.mark.parametrize(
     "make, said",
     [
-        (lambda: RotaryPositionalEmbedding(K, rotary_dims=5), "rotary_dims is 5; wanted is an eve"),
-        (lambda: RotaryPositionalEmbedding(K, rotary_dims=16), "rotary_dims is 16; .*up to the 14"),
-        (lambda: Llama3Rotary(K, low_freq_factor=5.0), "low_freq_factor is 5.0; .*below high_freq"),
+        (lambda: RotaryPositionalEmbedding(K, rotary_dims=5), "rotary_dims.*5"),
+        (lambda: RotaryPositionalEmbedding(K, rotary_dims=16), "rotary_dims.*16.*14"),
+        (lambda: Llama3Rotary(K, low_freq_factor=5.0), "low_freq_factor.*5.0.*high_freq"),
         (lambda: LongRope(K, short_factor=[1.0], long_factor=LONG, original_max_positions=9),
-         "LongRope.short_factor is 1; wanted is a number for each of the 7 pairs"),
+         "LongRope.short_factor.*1.*7"),
         (lambda: YarnRotary(K, factor=2.0, original_max_positions=9, beta_slow=40.0),
-         "beta_slow is 40.0; wanted is a number above 0 and below beta_fast, 32.0"),
-        (lambda: LinearScaledRotary(K, factor=0.0), "LinearScaledRotary.factor is 0.0"),
-        (lambda: ProportionalRotary(K, share=1.5), "ProportionalRotary.share is 1.5"),
-        (lambda: DynamicRotary(2, factor=2.0, original_max_positions=9), "rotary_dims is 2"),
+         "beta_slow.*40.0.*0.*beta_fast.*32.0"),
+        (lambda: LinearScaledRotary(K, factor=0.0), "LinearScaledRotary.factor.*0.0"),
+        (lambda: ProportionalRotary(K, share=1.5), "ProportionalRotary.share.*1.5"),
+        (lambda: DynamicRotary(2, factor=2.0, original_max_positions=9), "rotary_dims.*2"),
     ],
 )
 def test_wrong_settings_are_refused(make, said):

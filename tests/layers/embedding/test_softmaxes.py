@@ -125,12 +125,12 @@ def test_a_batch_of_padding_has_no_nan():
 
 
 WRONG = {
-    r"FullSoftmax\.soft_cap_logits is -1": {"soft_cap_logits": -1.0},
-    r"FullSoftmax\.z_loss_weight is nan": {"z_loss_weight": float("nan")},
-    r"FullSoftmax\.label_smoothing_prob is 1\.0": {"label_smoothing_prob": 1.0},
-    r"FullSoftmax\.label_smoothing_prob is -0\.1": {"label_smoothing_prob": -0.1},
-    r"FullSoftmax\.chunk_size is 0": {"chunk_size": 0},
-    r"FullSoftmax\.chunk_size is 2\.5": {"chunk_size": 2.5},
+    r"FullSoftmax\.soft_cap_logits.*-1": {"soft_cap_logits": -1.0},
+    r"FullSoftmax\.z_loss_weight.*nan": {"z_loss_weight": float("nan")},
+    r"FullSoftmax\.label_smoothing_prob.*1\.0": {"label_smoothing_prob": 1.0},
+    r"FullSoftmax\.label_smoothing_prob.*-0\.1": {"label_smoothing_prob": -0.1},
+    r"FullSoftmax\.chunk_size.*0": {"chunk_size": 0},
+    r"FullSoftmax\.chunk_size.*2\.5": {"chunk_size": 2.5},
 }
 
 

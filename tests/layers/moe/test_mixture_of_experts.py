@@ -344,34 +344,34 @@ def test_it_stands_in_a_transformer_block_and_its_losses_are_found():
 
 
 WRONG = {
-    r"TransformerFeedForwardMoe\.num_experts is 2; wanted is 3 .*num_experts_per_token": {
+    r"TransformerFeedForwardMoe\.num_experts.*2.*3.*num_experts_per_token": {
         "num_experts": 2, "gating_func": "top_k", "num_experts_per_token": 3
     },
-    r"num_experts is 1; wanted is 2 or more": {"num_experts": 1},
-    r"num_experts is 0; wanted is a positive": {"num_experts": 0},
-    r"num_experts_per_token is 3; wanted is 2 with .* 'top2'": {"num_experts_per_token": 3},
-    r"gating_func is 'top3'.*Did you mean top2": {"gating_func": "top3"},
-    r"second_expert_policy is 'al'.*Did you mean all": {"second_expert_policy": "al"},
-    r"second_expert_policy is 'random'; wanted is 'all' with gating_func": {
+    "num_experts.*1.*2": {"num_experts": 1},
+    "num_experts.*0": {"num_experts": 0},
+    "num_experts_per_token.*3.*2.*'top2'": {"num_experts_per_token": 3},
+    "gating_func.*'top3'.*top2": {"gating_func": "top3"},
+    r"second_expert_policy.*'al'.*all\?": {"second_expert_policy": "al"},
+    "second_expert_policy.*'random'.*'all'.*gating_func": {
         "second_expert_policy": "random", "gating_func": "top_k"
     },
-    r"capacity_factor is 0\.0 and expert_capacity_dim 0: an expert would take no tokens": {
+    r"capacity_factor.*0\.0.*expert_capacity_dim.*0": {
         "unadjusted_expert_capacity_factor": 0.0
     },
-    r"capacity_factor is -1\.0": {"unadjusted_expert_capacity_factor": -1.0},
-    r"dropless is True; wanted is False with gating_func 'expert_choice'": {
+    r"capacity_factor.*-1\.0": {"unadjusted_expert_capacity_factor": -1.0},
+    "dropless.*True.*False.*gating_func.*'expert_choice'": {
         "dropless": True, "gating_func": "expert_choice"
     },
-    r"relu_dropout_prob is 0\.1; wanted is 0 with dropless": {
+    r"relu_dropout_prob.*0\.1.*0": {
         "dropless": True, "relu_dropout_prob": 0.1
     },
-    r"moe_router_z_loss_weight is -1": {"moe_router_z_loss_weight": -1},
-    r"moe_gating_embedding_level is 'word'": {"moe_gating_embedding_level": "word"},
-    r"norm_policy is 'prae'.*pre": {"norm_policy": "prae"},
-    r"activation is 'rely'.*relu": {"activation": "rely"},
-    r"num_groups is -3": {"num_groups": -3},
-    r"min_group_size is 0": {"min_group_size": 0},
-    r"4 groups do not divide the 33 tokens .* 3 rows of 11\. .*num_groups": {"num_groups": 4},
+    "moe_router_z_loss_weight.*-1": {"moe_router_z_loss_weight": -1},
+    "moe_gating_embedding_level.*'word'": {"moe_gating_embedding_level": "word"},
+    "norm_policy.*'prae'.*pre": {"norm_policy": "prae"},
+    "activation.*'rely'.*relu": {"activation": "rely"},
+    "num_groups.*-3": {"num_groups": -3},
+    r"TransformerFeedForwardMoe\.min_group_size.*0": {"min_group_size": 0},
+    "4.*33.*3.*11.*num_groups": {"num_groups": 4},
 }
 
 

@@ -71,11 +71,11 @@ def test_shared_experts_are_added_for_every_token():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"num_expert_groups": 3}, "num_expert_groups is 3; wanted is a divisor"),
-        ({"num_expert_groups": 2, "num_expert_groups_per_token": 3}, "wanted is 1 to 2"),
-        ({"score_func": "relu"}, "score_func is 'relu'"),
-        ({"score_func": "softmax", "gates_scale": 2.0}, "gates_scale is 2.0; wanted is 1.0 but"),
-        ({"gating_func": "top2"}, "gating_func is 'top2'; wanted is 'top_k'"),
+        ({"num_expert_groups": 3}, "num_expert_groups.*3.*4"),
+        ({"num_expert_groups": 2, "num_expert_groups_per_token": 3}, "groups_per_token.*3.*2"),
+        ({"score_func": "relu"}, "score_func.*'relu'"),
+        ({"score_func": "softmax", "gates_scale": 2.0}, "gates_scale.*2.0.*1.0"),
+        ({"gating_func": "top2"}, "gating_func.*'top2'.*'top_k'"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, said):

@@ -340,14 +340,14 @@ def test_a_small_lm_of_it_learns_to_remember():
 
 
 WRONG = {
-    r"RgLruBlock\.input_dim is 0": lambda r: RgLruBlock(0, 3, rngs=r),
-    r"RgLruBlock\.num_heads is 3; wanted is a divisor of input_dim, 7": lambda r: RgLruBlock(
+    r"RgLruBlock\.input_dim.*0": lambda r: RgLruBlock(0, 3, rngs=r),
+    r"RgLruBlock\.num_heads.*3.*input_dim.*7": lambda r: RgLruBlock(
         7, 3, rngs=r
     ),
-    r"RgLruBlock\.conv_width is 0": lambda r: RgLruBlock(6, 3, conv_width=0, rngs=r),
-    r"RgLruBlock\.dim_per_head is 0": lambda r: RgLruBlock(6, 3, dim_per_head=0, rngs=r),
-    r"RgLru\.num_heads is -1": lambda r: RgLru(-1, 3, rngs=r),
-    r"takes no atten_mask": lambda r: BLOCK(rngs=r)(
+    r"RgLruBlock\.conv_width.*0": lambda r: RgLruBlock(6, 3, conv_width=0, rngs=r),
+    r"RgLruBlock\.dim_per_head.*0": lambda r: RgLruBlock(6, 3, dim_per_head=0, rngs=r),
+    r"RgLru\.num_heads.*-1": lambda r: RgLru(-1, 3, rngs=r),
+    "atten_mask": lambda r: BLOCK(rngs=r)(
         jnp.asarray(X), atten_mask=jnp.zeros((1, 1, T, T))
     ),
 }

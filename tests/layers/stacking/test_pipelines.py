@@ -508,18 +508,18 @@ def test_cached_decoding_equals_the_uncached_forward_pass(where):
 
 
 WRONG = {
-    r"Pipeline\.num_stages is 0": dict(num_stages=0),
-    r"Pipeline\.num_layers is 6; wanted is a multiple of 4, of num_stages 4 x": dict(num_stages=4),
-    r"multiple of 12, of num_stages 3 x circular_repeat 4": dict(circular_repeat=4),
-    r"Pipeline\.num_microbatches is True": dict(num_microbatches=True),
-    r"Pipeline\.microbatch_size is 0": dict(num_microbatches=None, microbatch_size=0),
-    r"num_microbatches is 4 and microbatch_size is 2; wanted is one": dict(microbatch_size=2),
-    r"num_microbatches is None and microbatch_size is None": dict(num_microbatches=None),
-    r"circular_repeat is 2; wanted is 1 for 2 microbatches and num_stages 3": dict(
+    r"Pipeline\.num_stages.*0": dict(num_stages=0),
+    r"Pipeline\.num_layers.*6.*4.*num_stages.*4": dict(num_stages=4),
+    "12.*num_stages.*3.*circular_repeat.*4": dict(circular_repeat=4),
+    r"Pipeline\.num_microbatches.*True": dict(num_microbatches=True),
+    r"Pipeline\.microbatch_size.*0": dict(num_microbatches=None, microbatch_size=0),
+    "num_microbatches.*4.*microbatch_size.*2": dict(microbatch_size=2),
+    "num_microbatches.*None.*microbatch_size.*None": dict(num_microbatches=None),
+    "circular_repeat.*2.*1.*2.*num_stages.*3": dict(
         circular_repeat=2, num_microbatches=2
     ),
-    r"stream_io is True; wanted is False for 4 microbatches and num_stages 3": dict(stream_io=True),
-    r"Pipeline\.checkpoint_policy is 'save_nothin'.*save_nothing": dict(
+    "stream_io.*True.*False.*4.*num_stages.*3": dict(stream_io=True),
+    r"Pipeline\.checkpoint_policy.*'save_nothin'.*save_nothing": dict(
         checkpoint_policy="save_nothin"
     ),
 }
@@ -538,14 +538,14 @@ def test_layers_that_do_not_divide_over_the_stages_cannot_be_brought_to_them():
 
 
 WRONG_CALLS = {
-    r"num_microbatches is 4; wanted is a divisor of 6, the rows of the batch": (dict(), {}),
-    r"microbatch_size is 4; wanted is a divisor of 6": (
+    "num_microbatches.*4.*6": (dict(), {}),
+    "microbatch_size.*4.*6": (
         dict(num_microbatches=None, microbatch_size=4), {}
     ),
-    r"circular_repeat is 2; wanted is 1 for 2 microbatches": (
+    "circular_repeat.*2.*1.*2": (
         dict(num_microbatches=None, microbatch_size=3, circular_repeat=2), {}
     ),
-    r"input 'positions' has the shape \(5, 1\); wanted is x's 6 rows, or 1": (
+    r"'positions'.*\(5, 1\).*6.*1": (
         dict(num_microbatches=3), {"positions": np.zeros((5, 1))}
     ),
     r"Pipeline.stage_axis.*'stage'.*\('data', 'mdl'\)": (

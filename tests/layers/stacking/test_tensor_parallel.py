@@ -241,31 +241,31 @@ def rounded():
 
 
 WRONG = {
-    r"TransformerFeedForward.tensor_parallel is 'rings'; .*Did you mean ring": (
+    r"TransformerFeedForward\.tensor_parallel.*'rings'.*ring": (
         lambda: feed_forward("rings")
     ),
-    r"tensor_parallel is 'ring', which cannot do relu_dropout_prob. .*tensor_parallel=None": (
+    "tensor_parallel.*'ring'.*relu_dropout_prob.*tensor_parallel=None": (
         lambda: feed_forward(relu_dropout_prob=0.1)
     ),
-    r"'ring', which cannot do atten_dropout_prob or relative_bias_tpl": lambda: attention(
+    "'ring'.*atten_dropout_prob.*relative_bias_tpl": lambda: attention(
         atten_dropout_prob=0.1, relative_bias_tpl=functools.partial(layers.RelativeBias)
     ),
-    r"split of heads or hidden dims of TransformerFeedForward is None; wanted is one mesh axis": (
+    "TransformerFeedForward.*None.*tensor_parallel='ring'": (
         lambda: feed_forward(split=("data", None))
     ),
-    r"ffn_layer1/linear/w is .*; wanted is 'mdl' alone": (
+    "ffn_layer1/linear/w.*'mdl'": (
         lambda: [feed_forward(split=("data", "mdl")), _with_axes(("data", "mdl"))][1]
     ),
-    r"'ring'; wanted is 'gather' for .* of which 'mdl' splits nothing.*residual_batch": (
+    "'ring'.*'gather'.*'mdl'.*residual_batch": (
         lambda: feed_forward(residual=SPLITS["no"])
     ),
-    r"DotProductAttention.tensor_parallel is 'ring'; wanted is None for .*time is to be whole": (
+    r"DotProductAttention\.tensor_parallel.*'ring'.*None": (
         lambda: attention(residual=SPLITS["time"])
     ),
-    r"'mdl' is not the last axis of its dim": (
+    r"\('mdl', 'data'\).*'mdl'": (
         lambda: feed_forward(residual=(("mdl", "data"), None, None))
     ),
-    r"None or 'weights' with the weight ffn_layer2/.* as it is: its rounding": rounded,
+    "None.*'weights'.*ffn_layer2/": rounded,
 }
 
 

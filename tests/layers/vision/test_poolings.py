@@ -128,22 +128,22 @@ def test_sharded_equals_unsharded(name, sizes):
 
 
 WRONG = {
-    r"Pooling\.pooling_type is 'MEAN'; wanted is one of MAX, AVG": lambda: (
+    r"Pooling\.pooling_type.*'MEAN'.*MAX.*AVG": lambda: (
         layers.Pooling((2, 2), (1, 1), pooling_type="MEAN")
     ),
-    r"Pooling\.pooling_type is 'max'; wanted is one of MAX": lambda: layers.Pooling(
+    r"Pooling\.pooling_type.*'max'.*MAX": lambda: layers.Pooling(
         (2, 2), (1, 1), pooling_type="max"
     ),
-    r"Pooling\.padding is 'FULL'": lambda: layers.Pooling((2, 2), (1, 1), padding="FULL"),
-    r"Pooling\.window_shape\[1\] is 0": lambda: layers.Pooling((2, 0), (1, 1)),
-    r"Pooling\.window_stride is \(1,\); wanted is a list": lambda: layers.Pooling((2, 2), (1,)),
-    r"GlobalPooling\.pooling_dims is \(-1,\)": lambda: layers.GlobalPooling((-1,)),
-    r"GlobalPooling\.pooling_dims is \(\)": lambda: layers.GlobalPooling(()),
-    r"GlobalPooling\.pooling_type is 'SUM'": lambda: layers.GlobalPooling(
+    r"Pooling\.padding.*'FULL'": lambda: layers.Pooling((2, 2), (1, 1), padding="FULL"),
+    r"Pooling\.window_shape\[1\].*0": lambda: layers.Pooling((2, 0), (1, 1)),
+    r"Pooling\.window_stride.*\(1,\)": lambda: layers.Pooling((2, 2), (1,)),
+    r"GlobalPooling\.pooling_dims.*\(-1,\)": lambda: layers.GlobalPooling((-1,)),
+    r"GlobalPooling\.pooling_dims.*\(\)": lambda: layers.GlobalPooling(()),
+    r"GlobalPooling\.pooling_type.*'SUM'": lambda: layers.GlobalPooling(
         (1,), pooling_type="SUM"
     ),
-    r"Pooling1D\.stride is 0": lambda: layers.Pooling1D(0),
-    r"Pooling1D\.window is -1": lambda: layers.Pooling1D(1, -1),
+    r"Pooling1D\.stride.*0": lambda: layers.Pooling1D(0),
+    r"Pooling1D\.window.*-1": lambda: layers.Pooling1D(1, -1),
 }
 
 

@@ -153,21 +153,21 @@ def test_training_a_resnet_moves_every_statistic_and_evaluation_none(mesh_of):
 
 NO_NORM = partial(layers.ConvBNAct, batch_norm_tpl=None)
 WRONG = {
-    r"ResNet\.blocks is \(1, 2\); wanted is a list of 1 positive": lambda r: layers.ResNet(
+    r"ResNet\.blocks.*\(1, 2\).*1": lambda r: layers.ResNet(
         strides=(1,), channels=(8,), blocks=(1, 2), kernels=(3,), rngs=r
     ),
-    r"ResNet\.entryflow_conv_kernel is \(7, 7\)": lambda r: layers.ResNet(
+    r"ResNet\.entryflow_conv_kernel.*\(7, 7\)": lambda r: layers.ResNet(
         entryflow_conv_kernel=(7, 7), rngs=r
     ),
-    r"ResNetBlock\.kernel_size is 0": lambda r: layers.ResNetBlock(3, 8, kernel_size=0, rngs=r),
-    r"ResNetBlock\.output_dim is 3; wanted is 4": lambda r: layers.ResNetBlock(3, 3, rngs=r),
-    r"ResNetBlock\.zero_init_residual is True": lambda r: layers.ResNetBlock(
+    r"ResNetBlock\.kernel_size.*0": lambda r: layers.ResNetBlock(3, 8, kernel_size=0, rngs=r),
+    r"ResNetBlock\.output_dim.*3.*4": lambda r: layers.ResNetBlock(3, 3, rngs=r),
+    r"ResNetBlock\.zero_init_residual.*True": lambda r: layers.ResNetBlock(
         3, 8, conv_params=NO_NORM, zero_init_residual=True, rngs=r
     ),
-    r"StochasticResidual\.survival_prob is -1\.0": lambda r: layers.ResNetBlock(
+    r"StochasticResidual\.survival_prob.*-1\.0": lambda r: layers.ResNetBlock(
         3, 8, residual_droppath_prob=2.0, rngs=r
     ),
-    r"ResNetBlock\.activation is 'rulu'": lambda r: layers.ResNetBlock(
+    r"ResNetBlock\.activation.*'rulu'": lambda r: layers.ResNetBlock(
         3, 8, activation="rulu", rngs=r
     ),
 }

@@ -210,7 +210,7 @@ def test_a_users_own_dense_layer_is_adapted_by_its_equation():
 
 
 def test_a_layer_that_computes_in_another_way_than_its_base_is_not_adapted():
-    with pytest.raises(ConfigError, match="nothing to adapt in Doubled"):
+    with pytest.raises(ConfigError, match="Doubled"):
         lora(Doubled, rank=2)(5, 7, rngs=nnx.Rngs(0))
 
 
@@ -331,15 +331,15 @@ def test_an_experiment_configures_it():
 @pytest.mark.parametrize(
     "build, message",
     [
-        (lambda: lora(layers.Linear, rank=0), r"lora\.rank is 0; wanted is a positive integer"),
-        (lambda: lora(layers.Linear, rank=2.0), r"lora\.rank is 2\.0"),
+        (lambda: lora(layers.Linear, rank=0), r"lora\.rank.* 0;"),
+        (lambda: lora(layers.Linear, rank=2.0), r"lora\.rank.*2\.0"),
         (
             lambda: lora(layers.Bias, rank=2)(5, rngs=nnx.Rngs(0)),
-            r"nothing to adapt in Bias; wanted is a Linear or another Dense",
+            "Bias;.*Linear.*Dense",
         ),
         (
             lambda: lora(Block, rank=2, only=("third",))(rngs=nnx.Rngs(0)),
-            r"nothing to adapt in Block under the names \('third',\)",
+            r"Block.*\('third',\)",
         ),
     ],
 )

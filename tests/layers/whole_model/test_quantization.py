@@ -371,12 +371,10 @@ class Both(BaseLayer):
 @pytest.mark.parametrize(
     "rules, message",
     [
-        ([], "rules is empty"),
-        ([QuantizationRule("linaer")], "'linaer' matches no weight of a dense layer; wanted is the "
-         "beginning of one of linear/w. Did you mean linear/w"),
-        ([QuantizationRule(""), QuantizationRule("linear")], "'linear' matches no weight that a "
-         "rule before it has not taken"),
-        ([QuantizationRule("other")], "'other' matches no weight of a dense layer"),
+        ([], r"quantized\.rules .*QuantizationRule"),
+        ([QuantizationRule("linaer")], r"'linaer'.*linear/w\?"),
+        ([QuantizationRule(""), QuantizationRule("linear")], "'linear'"),
+        ([QuantizationRule("other")], "'other'"),
     ],
 )  # fmt: skip
 def test_a_rule_without_a_layer_is_an_error(rules, message):
@@ -388,11 +386,11 @@ def test_a_rule_without_a_layer_is_an_error(rules, message):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"qtype": "int7"}, "qtype is 'int7'; wanted is one of int8.*mean int8"),
-        ({"bwd_qtype": "bfloat16"}, "bwd_qtype is 'bfloat16'"),
-        ({"bwd_qtype": "float8_e5m2"}, "qtype is 'int8' and bwd_qtype 'float8_e5m2'"),
-        ({"qtype": None, "bwd_qtype": "int8"}, "qtype is None and bwd_qtype 'int8'"),
-        ({"regex": "("}, "no regular expression"),
+        ({"qtype": "int7"}, r"qtype.*'int7'.*int8\?"),
+        ({"bwd_qtype": "bfloat16"}, "bwd_qtype.*'bfloat16'"),
+        ({"bwd_qtype": "float8_e5m2"}, "qtype.*'int8'.*bwd_qtype.*'float8_e5m2'"),
+        ({"qtype": None, "bwd_qtype": "int8"}, "qtype.*None.*bwd_qtype.*'int8'"),
+        ({"regex": "("}, r"'\('"),
     ],
 )
 def test_ill_formed_rules_are_named(settings, message):
@@ -409,7 +407,7 @@ def test_a_chunked_softmax_says_that_its_weight_cannot_be_rounded():
         ids = jnp.zeros((3,), jnp.int32)
         return model.module(mdl_vars).compute_loss(jnp.ones((3, 13)), ids, jnp.ones((3,)))
 
-    with pytest.raises(ConfigError, match='Set chunk_size to None, or put QuantizationRule.*"soft'):
+    with pytest.raises(ConfigError, match='chunk_size.*None.*QuantizationRule.*"soft'):
         jax.eval_shape(loss, jax.eval_shape(model.init, jax.random.key(0)))
 
 
@@ -425,5 +423,5 @@ def test_a_rounded_model_is_written_to_a_jobs_config():
 
 def test_without_qwix_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "qwix", None)
-    with pytest.raises(ConfigError, match="pip install qwix"):
+    with pytest.raises(ConfigError, match=r"'praxis_lite\[quantization\]'"):
         quantized(model=DENSE_LAYERS["linear"][0], rules=[QuantizationRule("")], rngs=nnx.Rngs(0))

@@ -192,7 +192,7 @@ def test_another_model_is_refused_naming_the_leaves(
 ):
     partitioner = partitioner_on(mesh_of(1, 4, 2), *settings, optimizer=optimizer)
     with Checkpoints(saved_folder) as checkpoints:
-        with pytest.raises(ConfigError, match="of step 13 in .* is of another model") as caught:
+        with pytest.raises(ConfigError, match="13.*(mdl_vars|opt_states)/") as caught:
             checkpoints.restore(partitioner.layout, partitioner.mesh)
         for word in words:
             assert caught.match(word)
@@ -393,7 +393,7 @@ def test_the_best_are_kept_besides_the_newest(tmp_path, mesh_of, mode, kept, bes
                 restored = checkpoints.restore(SMALL, mesh, step=step, opt_states_keys=keys)
                 w = np.asarray(restored.state.mdl_vars["params"]["w"])
                 assert restored.step == int(restored.state.step) == w[6, 4] == expected
-        with pytest.raises(ConfigError, match="no checkpoint of step 3 .* the steps [12], "):
+        with pytest.raises(ConfigError, match=" 3 .* [12], "):
             checkpoints.restore(SMALL, mesh, step=3)
 
 
@@ -404,7 +404,7 @@ def test_without_the_metric_there_is_no_best(tmp_path, mesh_of):
         with Checkpoints(tmp_path, saving=SaveSettings(max_to_keep=3, best=best)) as checkpoints:
             checkpoints.save(step, small_state(mesh, step), SMALL, {}, metrics)
             assert checkpoints.best_step() is None
-    wrong = pytest.raises(ConfigError, match="no best checkpoint, .* it has the steps 1, 2")
+    wrong = pytest.raises(ConfigError, match=r"best.* 1, 2\.")
     with Checkpoints(tmp_path) as checkpoints, wrong:
         checkpoints.restore(SMALL, mesh, step="best")
 
@@ -436,7 +436,7 @@ def test_single_arrays_are_restored_onto_any_layout(saved_folder, mesh_of):
             for leaf in partitioner.layout.leaves() if leaf.path != "step"
         }
         actual = checkpoints.restore_leaves({nu: vector, SOFTMAX: expected}, mesh)
-        with pytest.raises(ConfigError, match=rf"{SOFTMAX} has shape \[7, 257\] .*, \[7\]"):
+        with pytest.raises(ConfigError, match=rf"{SOFTMAX}.*\[7, 257\] .*, \[7\]"):
             checkpoints.restore_leaves({SOFTMAX: vector}, mesh)
         with pytest.raises(ConfigError, match="mdl_vars/params/sofmax"):
             checkpoints.restore_leaves({"mdl_vars/params/sofmax": vector}, mesh)

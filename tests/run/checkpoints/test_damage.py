@@ -210,7 +210,7 @@ def test_a_damaged_older_step_does_not_disturb(folder):
     with Checkpoints(folder, saving=SaveSettings(), note=lines.append) as checkpoints:
         assert_is_step(checkpoints, 7)
         assert lines == []
-        with pytest.raises(ConfigError, match="step 3 .* is damaged: .* changed.* Name another"):
+        with pytest.raises(ConfigError, match=r"3.*mdl_vars/.* 7\."):
             checkpoints.restore(SMALL, mesh(), step=3)
         assert checkpoints.all_steps() == [7]
 
@@ -220,7 +220,7 @@ def test_without_a_good_step_nothing_starts(folder):
         flip(folder / str(step) / WEIGHTS, 7)
     with Checkpoints(folder, note=[].append) as reading:
         for _ in range(2):
-            with pytest.raises(ConfigError, match="can be used: 3, 7 are damaged. .*start anew"):
+            with pytest.raises(ConfigError, match="3, 7 "):
                 reading.restore(SMALL, mesh())
     for _ in range(2):  # The first launch sets them aside, the second finds no other.
         wrong = pytest.raises(ConfigError, match="3.damaged.*7.damaged")

@@ -236,7 +236,7 @@ def test_named_variables_are_cast_and_told(half_source):
         ({}, rf"params/{SOFTMAX} is float32\[7, 257\], but params/{SOFTMAX} is "
              r"bfloat16\[7, 257\] \(cast_rules would cast it\)"),
         ({"cast_rules": ["params/final_ln/.*"]}, rf"{SOFTMAX} is float32.*cast_rules would"),
-        ({"cast_rules": [".*", "params/sofmax/.*"]}, "'params/sofmax/.*' matches no variable"),
+        ({"cast_rules": [".*", "params/sofmax/.*"]}, r"'params/sofmax/\.\*'"),
     ],
     ids=["none", "others", "typo"],
 )
@@ -254,7 +254,7 @@ def test_whole_numbers_are_not_cast(source):
     counts = {**layout.shapes.opt_states, "num_updates": jax.ShapeDtypeStruct((), "int8")}
     shapes = dataclasses.replace(layout.shapes, opt_states=counts)
     item = rules(load_opt_states=True, cast_rules=[".*"])
-    with pytest.raises(ConfigError, match=r"num_updates is int8\[\], but \S+ is int32\[\]\. "):
+    with pytest.raises(ConfigError, match=r"num_updates.*int8\[\].*int32\[\]"):
         plan_init(dataclasses.replace(layout, shapes=shapes), {str(job): item})
 
 
@@ -283,7 +283,7 @@ def test_a_lora_starts_as_its_base(source):
 @pytest.mark.parametrize(
     ("settings", "model", "words"),
     [
-        ({}, (POSITIONS,), r"params/position_emb/\S+, for params/position_emb/\S+, is not in it"),
+        ({}, (POSITIONS,), r"params/position_emb/\S+, .*params/position_emb/\S+,"),
         (
             {"load_rules": [(r"params/(softmax.*)", "params/lm/{}")]}, (),
             rf"params/lm/{SOFTMAX}, .* is not in it\. Did you mean params/{SOFTMAX}",
@@ -295,25 +295,25 @@ def test_a_lora_starts_as_its_base(source):
         ),
         (
             {"load_rules": [LOAD_ALL, ("params/sofmax/(.*)", "params/{}")]}, (),
-            r"the pattern 'params/sofmax/\(\.\*\)' matches no variable; there are params/final_ln",
+            r"'params/sofmax/\(\.\*\)'.*params/final_ln",
         ),
         (
             {"load_rules": [(r"softmax/(.*)", "params/softmax/{}")]}, (),
-            r"'softmax/\(\.\*\)' matches nothing: names begin with 'params/'",
+            r"'softmax/\(\.\*\)'.*'params/'",
         ),
         (
             {"load_rules": [LOAD_ALL, (r"params/softmax/(.*)", "params/{}")]}, (),
             rf"gives nothing: what it matches \(params/{SOFTMAX}\) comes from an earlier rule",
         ),
-        ({"ignore_rules": [".*lora_"]}, (), r"the pattern '\.\*lora_' matches no variable"),
+        ({"ignore_rules": [".*lora_"]}, (), r"'\.\*lora_'"),
         (
             {"load_opt_states": True}, (),
-            r"opt_states/ema/final_ln/scale is only in the checkpoint; .* and \d+ more",
+            "opt_states/ema/final_ln/scale",
         ),
         (
-            {"step": 14}, (), "no checkpoint of step 14 .* has the steps 13, 17",
+            {"step": 14}, (), "14.*13, 17",
         ),
-        ({"step": "best"}, (), "no best checkpoint, .* has the steps 13, 17"),
+        ({"step": "best"}, (), "best.*13, 17"),
     ],
     ids=["missing", "renamed", "shape", "typo", "collection", "shadowed", "ignored", "slots",
          "step", "best"],
@@ -353,12 +353,12 @@ def test_an_empty_directory_says_what_to_run_first(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"load_rules": LOAD_ALL}, "wanted is pairs of a pattern and a template"),
-        ({"load_rules": [("params/(.*", "{}")]}, r"'params/\(\.\*' is no regular expression"),
-        ({"load_rules": [("params/.*", "params/{}")]}, "has a place that no group of 'params/"),
-        ({"ignore_rules": ".*lora_"}, "ignore_rules .* wanted is a sequence of patterns"),
-        ({"cast_rules": ".*"}, "cast_rules .* wanted is a sequence of patterns"),
-        ({"load_opt_states": True, "partial_load_opt_states": True}, "set one of them"),
+        ({"load_rules": LOAD_ALL}, r"CheckpointLoadingRules\.load_rules"),
+        ({"load_rules": [("params/(.*", "{}")]}, r"'params/\(\.\*'"),
+        ({"load_rules": [("params/.*", "params/{}")]}, r"'params/\{\}'.*'params/"),
+        ({"ignore_rules": ".*lora_"}, r"ignore_rules.*'\.\*lora_'"),
+        ({"cast_rules": ".*"}, r"cast_rules.*'\.\*'"),
+        ({"load_opt_states": True, "partial_load_opt_states": True}, "load_opt.*partial_load"),
     ],
     ids=["pair", "regex", "template", "ignore", "cast", "both"],
 )

@@ -227,7 +227,7 @@ def test_leaving_waits_for_the_save_and_tells_its_error(tmp_path, monkeypatch):
     assert names_in(tmp_path) == ["3"]
     with (
         failing(monkeypatch, "commit", FULL),
-        pytest.raises(FailedSave, match="step 7 .* No space left"),
+        pytest.raises(FailedSave, match=r"7.*\(/disk/7\.saving\)"),
         Checkpoints(tmp_path, saving=SaveSettings()) as checkpoints,
     ):
         save(checkpoints, 7)
@@ -262,7 +262,7 @@ def test_a_failed_save_is_tried_again_with_the_newest_state(tmp_path, monkeypatc
             assert len(lines) == 2 and names_in(tmp_path) == []
             save(checkpoints, 6)
             until_over(checkpoints)
-            with pytest.raises(FailedSave, match="step 6 .* There is no other checkpoint in"):
+            with pytest.raises(FailedSave, match=r"6.*\(/disk/"):
                 checkpoints.raise_if_failed()
         save(checkpoints, 7)
         checkpoints.wait()
@@ -442,14 +442,14 @@ def layout_of(params):
 @pytest.mark.parametrize(
     ("params", "words"),
     [
-        ({"a.b": 0, "a": {"b": 0}}, r"\['a'\]\['b'\] and .*\['a.b'\] would have one name"),
-        ({"a/b": 0, "a": {"b": 0}}, r"\['a'\]\['b'\] and .*\['a/b'\] would have one name"),
-        ({"a/b": 0, "a.b": 0}, r"\['a.b'\] and .*\['a/b'\] would have one name"),
-        ({"a": {"b": {"c": 0}}, "a.b": 0}, r"\['a.b'\] and .*\['a'\]\['b'\]\['c'\] would"),
-        ({"": 0}, r"params'\]\[''\] cannot be saved: a name in it is empty"),
-        ({"..": {"x": 0}}, r"\['..'\]\['x'\] cannot be saved"),
-        ({"/etc": 0}, r"\['/etc'\] cannot be saved"),
-        ({"a": {"b.": 0}}, r"\['b.'\] cannot be saved"),
+        ({"a.b": 0, "a": {"b": 0}}, r"\['a'\]\['b'\].*\['a\.b'\]"),
+        ({"a/b": 0, "a": {"b": 0}}, r"\['a'\]\['b'\].*\['a/b'\]"),
+        ({"a/b": 0, "a.b": 0}, r"\['a.b'\].*\['a/b'\]"),
+        ({"a": {"b": {"c": 0}}, "a.b": 0}, r"\['a.b'\].*\['a'\]\['b'\]\['c'\]"),
+        ({"": 0}, r"params'\]\[''\]"),
+        ({"..": {"x": 0}}, r"\['\.\.'\]\['x'\]"),
+        ({"/etc": 0}, r"\['/etc'\]"),
+        ({"a": {"b.": 0}}, r"\['b\.'\]"),
     ],
 )
 def test_names_that_collide_are_refused_before_anything_is_written(tmp_path, params, words):
@@ -570,7 +570,7 @@ def test_when_one_write_fails_the_others_have_ended_too(tmp_path, monkeypatch):
     async def both():
         await asyncio.gather(fails(), ends_late())
 
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="Errno 28"):
         asyncio_utils.run_sync(both())
     assert len(began) == len(ended) == 1
 
@@ -580,7 +580,7 @@ def test_when_one_write_fails_the_others_have_ended_too(tmp_path, monkeypatch):
     monkeypatch.setattr(serialization, "async_serialize_from_host", write)
     with Checkpoints(tmp_path, saving=SaveSettings()) as checkpoints:
         save(checkpoints, 3)
-        with pytest.raises(FailedSave, match="step 3 .* No space left"):
+        with pytest.raises(FailedSave, match=r"3.*\(/disk/"):
             checkpoints.wait()
         assert len(began) == len(ended) == 2
     assert names_in(tmp_path) == []
@@ -599,7 +599,7 @@ def test_of_several_writes_that_fail_one_is_told_and_none_is_printed(caplog):
         await asyncio.gather(fails(0), fails(rounds))
 
     for rounds in range(8):
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(OSError, match="Errno 28"):
             asyncio_utils.run_sync(both(rounds))
     gc.collect()
     assert [line for line in caplog.messages if "never retrieved" in line] == []

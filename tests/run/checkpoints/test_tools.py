@@ -338,5 +338,5 @@ def test_frames_of_unknown_size_are_decoded_within_the_limit():
     for bad in (frame[:-1], frame + b"\0", frame[4:], frame[:4] + b"\x01" + frame[5:]):
         with pytest.raises(ConfigError):
             zstd_frames.decoded(bad, len(content))
-    with pytest.raises(ConfigError, match="holds more than"):
+    with pytest.raises(ConfigError, match="511762|511,762|511"):
         zstd_frames.decoded(frame, len(content) - 1)

@@ -1,7 +1,5 @@
 """`--set BATCH_SIZE=32`: attributes of an experiment's class, and a preset by its word."""
 
-import re
-
 import fiddle as fdl
 import optax
 import pytest
@@ -99,14 +97,14 @@ def test_a_preset_adds_its_compiler_options_to_the_meshs_own():
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("BATCH_SIZE=many", "BATCH_SIZE: found 'many', wanted int. It is now 16"),
-        ("BATCH_SIZ=7", "no such attribute or field. Did you mean BATCH_SIZE?"),
-        ("task=7", "task: found '7'"),
-        ("config=7", "--set config: the config has no such field"),
+        ("BATCH_SIZE=many", "BATCH_SIZE.*'many'.*int.*16"),
+        ("BATCH_SIZ=7", r"BATCH_SIZ: .*BATCH_SIZE\?"),
+        ("task=7", "task: .*'7'"),
+        ("config=7", r"--set config: .*config\.txt"),
     ],
 )
 def test_an_attribute_that_is_none_or_of_another_type_is_refused(setting, words):
-    with pytest.raises(ConfigError, match=re.escape(words)):
+    with pytest.raises(ConfigError, match=words):
         configured(Sized, [setting])
 
 

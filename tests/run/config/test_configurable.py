@@ -189,7 +189,7 @@ REFUSED = """
 @pytest.mark.parametrize("symbol", REFUSED.split())
 def test_what_acts_is_refused(symbol):
     module, name = symbol.split(":")
-    with pytest.raises(ConfigError, match="a config may name only what|is not there"):
+    with pytest.raises(ConfigError, match=f"config.json names {module}"):
         nodes.read({"name": symbol}, check({"name": symbol}, ()))
         pytest.fail(f"{module}.{name} is allowed")
 
@@ -206,9 +206,9 @@ def test_a_function_of_arrays_is_handed_on_and_not_called(symbol):
         node = {kind: symbol} if kind == "name" else {kind: symbol, "arguments": {}}
         nodes.read(node, check(node, ()))
     node = {"Config": symbol, "arguments": {}}
-    with pytest.raises(ConfigError, match=f"calls {symbol.replace(':', '.')}, a function of array"):
+    with pytest.raises(ConfigError, match=symbol.replace(":", ".")):
         nodes.read(node, check(node, ()))
-    with pytest.raises(ConfigError, match="which a config may hand on but not call"):
+    with pytest.raises(ConfigError, match=symbol.replace(":", ".")):
         nodes.write(fdl.Config(imported(*symbol.split(":"))), ())
 
 
@@ -261,8 +261,8 @@ def test_a_function_that_makes_files_writes_over_none(tmp_path):
     def make(folder):
         Path(folder, ".profile").write_text("evil")
 
-    with pytest.raises(ConfigError, match=r"profile is there, .* write over it. Name other files"):
+    with pytest.raises(ConfigError, match=r"\.profile .*`make`"):
         len(JsonLines(f"{tmp_path}/*.jsonl", make=make))
     assert (tmp_path / ".profile").read_text() == "precious"
-    with pytest.raises(ConfigError, match=r"a.txt'; wanted is one whose name ends with .jsonl"):
+    with pytest.raises(ConfigError, match=r"a\.txt'.*\.jsonl"):
         len(JsonLines(f"{tmp_path}/a.txt", make=lambda folder: iter([{"text": "b"}])))

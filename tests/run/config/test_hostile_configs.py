@@ -344,7 +344,7 @@ def test_the_words_say_which_name_and_what_to_do(guarded):
 
 def test_what_is_too_deep_to_be_read_is_not_written():
     config = functools.reduce(lambda inner, _: [inner], range(70), fdl.Config(dict))
-    with pytest.raises(ConfigError, match="60 within each other"):
+    with pytest.raises(ConfigError, match="100000.*60"):
         dump_config(fdl.Config(dict, x=config), "praxis_lite.experiments.lm.PyDocs")
 
 

@@ -134,7 +134,8 @@ def test_without_annotation_the_default_gives_the_type(setting, value):
 
 @pytest.mark.parametrize("setting", ["count=1.5", "scale=x", "names=1,2", "flag=1", "new_one=x"])
 def test_without_annotation_another_type_is_refused(setting):
-    with pytest.raises(ConfigError, match="wanted"):
+    name, value = setting.split("=")
+    with pytest.raises(ConfigError, match=rf"task\[1\]\.{name}.*{value}"):
         apply_overrides(job(), [f"task.1.{setting}"])
 
 
@@ -187,9 +188,9 @@ def test_a_config_gives_way_only_to_a_name_or_to_what_its_annotation_says():
     apply_overrides(config, ["datasets.held-out.schedule=1e-3"])
     assert config.datasets["held-out"].schedule == 0.001
     for path in ("run=7", "task.0=7", "datasets.train.corpus=a.txt"):
-        with pytest.raises(ConfigError, match="wanted .*; a function or class is said by its name"):
+        with pytest.raises(ConfigError, match=r"optax\.lion"):
             apply_overrides(job(), [path])
-    with pytest.raises(ConfigError, match="datasets: holds configs, and --set sets them one by"):
+    with pytest.raises(ConfigError, match="datasets: .*--set"):
         apply_overrides(job(), ["datasets={}"])
 
 
@@ -215,7 +216,7 @@ def test_a_wrong_path_lists_the_nearest_first_and_five_at_most(path, nearest):
 
 @pytest.mark.parametrize("path", ["", "x..y", "run[", ".run", "[0]", "run.seed]", "qqqq"])
 def test_a_path_like_none_lists_the_roots_or_the_form(path):
-    with pytest.raises(ConfigError, match=r"wanted is path=value|no such field"):
+    with pytest.raises(ConfigError, match=f"--set {re.escape(path)}"):
         apply_overrides(job(), [f"{path}=7"])
 
 
@@ -226,12 +227,12 @@ def test_a_setting_without_a_value_is_refused():
         ("run.seed", "=", "20"): "run.seed=20",
         ("run.seed:20",): "run.seed=20",
     }.items():
-        words = f"--set run.seed.* has no '='; wanted is path=value, .* Write --set {meant}, with"
+        words = f"--set run.seed.*'='.*path=value.* --set {meant},"
         with pytest.raises(ConfigError, match=words):
             apply_overrides(job(), settings)
     for settings, words in {
-        ("run.seed=" + "1" * 10_001,): "the value has 10001 characters, wanted are at most 10000",
-        ("run." + "x" * 497 + "=7",): "the path has 501 characters, wanted are at most 500",
+        ("run.seed=" + "1" * 10_001,): "10001.*10000",
+        ("run." + "x" * 497 + "=7",): "501.*500",
     }.items():
         with pytest.raises(ConfigError, match=words):
             apply_overrides(job(), settings)
@@ -240,7 +241,7 @@ def test_a_setting_without_a_value_is_refused():
 @pytest.mark.parametrize("mapping", ["weight", "activation"])
 def test_a_field_of_paxs_below_a_split_dims_mapping_is_told_to_be_the_mapping(mapping):
     path = f"task[0].{mapping}_split_dims_mapping"
-    words = f"mapping itself, a plain sequence: --set {re.escape(path)}=data,mdl"
+    words = f"--set {re.escape(path)}=data,mdl"
     with pytest.raises(ConfigError, match=words):
         apply_overrides(job(), [f"{path}.wt=data,mdl"])
 
@@ -248,9 +249,9 @@ def test_a_field_of_paxs_below_a_split_dims_mapping_is_told_to_be_the_mapping(ma
 @pytest.mark.parametrize(
     ("configured", "setting", "words"),
     [
-        (Learner, "learning_rate=fast", "wanted float or a function; a function or class is said"),
-        (StopSettings, "early=true", "wanted None or an EarlyStopping; a function or cl"),
-        (MeshConfig, "ici_mesh_shape=1x2x1", "wanted Sequence.int., its items with commas between"),
+        (Learner, "learning_rate=fast", r"learning_rate.*float.*optax\.lion"),
+        (StopSettings, "early=true", "None.*EarlyStopping"),
+        (MeshConfig, "ici_mesh_shape=1x2x1", "Sequence.int."),
     ],
 )
 def test_a_wrong_value_is_told_what_may_stand_there_in_words(configured, setting, words):

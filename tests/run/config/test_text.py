@@ -212,7 +212,7 @@ def test_nothing_is_imported_for_a_refused_text(tmp_path):
 
 def test_a_foreign_package_is_refused_at_the_start_and_can_be_allowed():
     config = fdl.Config(zoo.chain, [fdl.Config(pytest.approx, 7)])
-    with pytest.raises(ConfigError, match=r"\[0\]\[0\]: the config names _pytest\."):
+    with pytest.raises(ConfigError, match=r"\[0\]\[0\].*_pytest"):
         dump_config(config, NAME)
     text = dump_config(config, NAME, packages=["_pytest"])
     assert load_config(text, packages=["_pytest", "tests"]).config == config
@@ -232,7 +232,7 @@ def test_a_parameter_of_the_job_itself_that_is_gone_is_named():
     fields = json.loads(dump_config(fdl.Config(zoo.Corpus, "a"), NAME))
     for name in ("other", "x" * 5_000):
         fields["config"]["arguments"] = {name: 1}
-        with pytest.raises(ConfigError, match=f"^{name[:100]}.*: config.json sets it") as refused:
+        with pytest.raises(ConfigError, match=f"^{name[:100]}.*config.json") as refused:
             load_config(json.dumps(fields), packages=["tests"])
         assert len(str(refused.value)) < 1_000
 
@@ -244,7 +244,7 @@ def test_damaged_text_is_said_to_be_damaged(text):
 
 
 def test_another_format_is_refused():
-    with pytest.raises(ConfigError, match="has format 7"):
+    with pytest.raises(ConfigError, match=r"config\.json.* 7,"):
         load_config(dump_config(job(), NAME).replace('"format": 3', '"format": 7'))
 
 

@@ -46,10 +46,10 @@ def test_the_reason_names_the_metric_the_best_step_and_the_number_of_evaluations
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"metric": "loss"}, "early_stopping.metric is 'loss'.*'heldout/loss'"),
-        ({"mode": "least"}, "early_stopping.mode is 'least'.*'min'.*'max'"),
-        ({"patience": 0}, "early_stopping.patience is 0; wanted is a number of evaluations"),
-        ({"min_delta": -0.1}, "early_stopping.min_delta is -0.1; wanted is 0 or more"),
+        ({"metric": "loss"}, "early_stopping.metric.*'loss'.*'heldout/loss'"),
+        ({"mode": "least"}, "early_stopping.mode.*'least'.*'min'.*'max'"),
+        ({"patience": 0}, "early_stopping.patience.*0"),
+        ({"min_delta": -0.1}, "early_stopping.min_delta.*-0.1.*0"),
     ],
 )
 def test_wrong_settings_are_refused(settings, message):

@@ -86,7 +86,7 @@ def test_other_wrong_returns_say_what_to_write():
         variant(datasets={"train": Thing()}).config()
     with pytest.raises(ConfigError, match=r"datasets\(\)"):
         variant(datasets=fdl.Config(Thing)).config()
-    with pytest.raises(ConfigError, match=r"a dataset in .* is 'a/b'"):
+    with pytest.raises(ConfigError, match="decode_datasets.*'a/b'"):
         variant(decode_datasets={"a/b": fdl.Config(Thing)}).config()
     with pytest.raises(ConfigError, match=r"run\(\).*RunConfig"):
         variant(run=fdl.Config(Thing)).config()
@@ -122,15 +122,15 @@ def test_the_runs_defaults_and_limits_are_accepted():
 @pytest.mark.parametrize(
     ("part", "settings", "path"),
     [
-        (SaveSettings, {"every_steps": 0}, "run.checkpoints.every_steps is 0"),
-        (SaveSettings, {"max_to_keep": 0}, "run.checkpoints.max_to_keep is 0"),
-        (EvaluationSettings, {"every_steps": "7"}, "run.evaluation.every_steps is '7'"),
-        (EvaluationSettings, {"max_batches": 0}, "run.evaluation.max_batches is 0"),
-        (StopSettings, {"time_limit_seconds": 0}, "run.stopping.time_limit_seconds is 0"),
+        (SaveSettings, {"every_steps": 0}, "run.checkpoints.every_steps.* 0;"),
+        (SaveSettings, {"max_to_keep": 0}, "run.checkpoints.max_to_keep.* 0;"),
+        (EvaluationSettings, {"every_steps": "7"}, "run.evaluation.every_steps.*'7';"),
+        (EvaluationSettings, {"max_batches": 0}, "run.evaluation.max_batches.* 0;"),
+        (StopSettings, {"time_limit_seconds": 0}, "run.stopping.time_limit_seconds.* 0;"),
     ],
 )
 def test_a_wrong_setting_of_a_part_names_its_path_and_value(part, settings, path):
-    with pytest.raises(ConfigError, match=f"{path}; wanted is a whole number"):
+    with pytest.raises(ConfigError, match=path):
         part(**settings)
 
 

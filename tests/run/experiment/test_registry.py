@@ -91,14 +91,14 @@ def test_an_unknown_name_suggests_and_imports_nothing(packages):
         registry.get_experiment("lm.PyDoc")
     with pytest.raises(ConfigError, match=r"zoo\.deep\.lm\.MyLm\?"):
         registry.get_experiment("zoo.MyLm", ["zoo"])
-    with pytest.raises(ConfigError, match="If nothere is a package of your own"):
+    with pytest.raises(ConfigError, match=r"nothere\.Thing.*nothere"):
         registry.get_experiment("nothere.Thing")
     assert not [name for name in sys.modules if name.startswith(("experiments", "zoo"))]
 
 
 @pytest.mark.parametrize("name", ["", "lm.", ".PyDocs", "lm/PyDocs", "a..b", "--x"])
 def test_what_is_no_dotted_name_is_said_to_be_none(packages, name):
-    with pytest.raises(ConfigError, match="not the name of an experiment"):
+    with pytest.raises(ConfigError, match=f"--exp='?{name}"):
         registry.get_experiment(name)
 
 
@@ -133,7 +133,7 @@ def test_decorators_by_other_names_and_re_exports_are_seen(packages):
     assert registry.get_experiment("zoo.one.Dotted", ["zoo"]).__name__ == "Dotted"
     renamed = registry.get_experiment("zoo.two.Renamed", ["zoo"])
     assert registry.get_experiment("zoo.three.Renamed", ["zoo"]) is renamed
-    with pytest.raises(ConfigError, match="is 7 after the import"):
+    with pytest.raises(ConfigError, match=r"zoo\.three\.number.*7"):
         registry.get_experiment("zoo.three.number", ["zoo"])
 
 
@@ -174,7 +174,7 @@ def test_odd_files_of_a_package_are_passed_over(packages, tmp_path):
     names = list(registry.list_experiments(["zoo"]))
     assert names == ["lm.PyDocs", "vision.Digits", "zoo.deep.lm.MyLm"]
     for module in ("pipe", "folder", "gone"):
-        with pytest.raises(ConfigError, match="No experiment is called"):
+        with pytest.raises(ConfigError, match=rf"zoo\.{module}\.A"):
             registry.get_experiment(f"zoo.{module}.A", ["zoo"])
 
 
@@ -187,7 +187,7 @@ def test_two_classes_cannot_share_a_name(packages):
 
 
 def test_only_experiments_can_be_registered(packages):
-    with pytest.raises(ConfigError, match="not a subclass of Experiment"):
+    with pytest.raises(ConfigError, match="'int'.*Experiment"):
         registry.register(int)
 
 

@@ -49,7 +49,7 @@ def test_lines_that_cannot_be_mended_stay(tmp_path):
         for step in range(1, 5):
             writer.write({"step": step})
     before = path.read_bytes()
-    with files_of_at_most(10), pytest.raises(ConfigError, match="Make room"):
+    with files_of_at_most(10), pytest.raises(ConfigError, match=r"\.lost\.jsonl.*too large"):
         JsonLinesWriter(path, 2)
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["metrics.jsonl"]
 
@@ -76,7 +76,7 @@ def test_a_picture_that_cannot_be_drawn_leaves_the_old_one(tmp_path):
         writer.write({"step": 2, "loss": 1.5})
     plot_loss_curve(lines, picture)
     before = picture.read_bytes()
-    with files_of_at_most(1000), pytest.raises(ConfigError, match="File too large"):
+    with files_of_at_most(1000), pytest.raises(ConfigError, match=r"loss\.png"):
         plot_loss_curve(lines, picture)
     assert picture.read_bytes() == before
     assert sorted(os.listdir(tmp_path)) == ["loss.png", "m.jsonl"]
@@ -85,7 +85,7 @@ def test_a_picture_that_cannot_be_drawn_leaves_the_old_one(tmp_path):
 def test_a_config_that_cannot_be_written_leaves_the_old_one(tmp_path):
     job = JobDir(tmp_path)
     job.write_config("{}", ["a=1"])
-    with files_of_at_most(10), pytest.raises(ConfigError, match="could not be written"):
+    with files_of_at_most(10), pytest.raises(ConfigError, match=r"config\.json"):
         job.write_config("{" + " " * 100 + "}", ["a=1"])
     assert job.config_json.read_text() == "{}"
     assert sorted(os.listdir(tmp_path)) == ["config.json", "config.txt"]

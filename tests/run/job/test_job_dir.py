@@ -79,14 +79,14 @@ def test_a_job_of_another_experiment_is_refused_naming_both(tmp_path):
 def test_a_file_in_its_place_or_above_it_is_refused(tmp_path):
     (tmp_path / "file").touch()
     for opened in (lambda p: open_for_training(p, "zoo.MyLm"), open_for_reading):
-        with pytest.raises(ConfigError, match=r"file is a file\. Name a directory"):
+        with pytest.raises(ConfigError, match="--job_log_dir=.*/file "):
             opened(tmp_path / "file")
-    with pytest.raises(ConfigError, match="cannot be made"):
+    with pytest.raises(ConfigError, match=r"file/below.*\(Not a directory\)"):
         open_for_training(tmp_path / "file" / "below", "zoo.MyLm")
 
 
 def test_reading_needs_a_job(tmp_path):
-    with pytest.raises(ConfigError, match=f"does not exist .the nearest that does is {tmp_path}"):
+    with pytest.raises(ConfigError, match=f"/typo/deeper .*{tmp_path}"):
         open_for_reading(tmp_path / "typo" / "deeper")
     assert os.listdir(tmp_path) == []
     with pytest.raises(ConfigError, match=r"config\.json"):
@@ -150,7 +150,7 @@ def test_an_address_in_place_of_a_directory_is_refused_and_nothing_is_made(
         lambda: located(address, CheckpointLoadingRules(load_rules=[("x", "x")]), ()),
     ]
     for call in calls:
-        with pytest.raises(ConfigError, match="only local directories.*gs, s3") as refused:
+        with pytest.raises(ConfigError, match=r"\(gs, s3\)") as refused:
             call()
         assert address.partition(":")[0] in str(refused.value)
     assert os.listdir(tmp_path) == []

@@ -58,10 +58,10 @@ def test_dots_and_slashes_name_the_same_directory(tmp_path, monkeypatch, given):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("gs://bucket/x", "is an address"), ("s3:/b", "is an address"), ("", "is empty"),
-        ("a\0b", "NUL"), (b"run\xff".decode(errors="surrogateescape"), "not UTF-8"),
-        ("x" * 256, "too long"), ("loop", "symbolic links"), ("dangling", "is not there"),
-        ("file/job", "(Not a directory|is a file)"), ("y/" * 1_900, "long"),
+        ("gs://bucket/x", r"\(gs\)"), ("s3:/b", r"\(s3\)"), ("", "''"),
+        ("a\0b", "NUL"), (b"run\xff".decode(errors="surrogateescape"), "UTF-8"),
+        ("x" * 256, "x.*long"), ("loop", "^loop .*links"), ("dangling", "/dangling "),
+        ("file/job", "/file"), ("y/" * 1_900, "y.*long"),
     ],
 )
 def test_a_path_that_holds_no_job_is_refused_before_anything_is_written(
@@ -87,7 +87,7 @@ def test_a_step_of_which_an_array_was_not_written_is_not_committed(tmp_path, mon
         (database / "manifest.ocdbt").unlink()
 
     monkeypatch.setattr(OrbaxWrite, "wait", wait_and_lose)
-    with pytest.raises(FailedSave, match="cannot be read back"):  # noqa: SIM117
+    with pytest.raises(FailedSave, match=r"3.*/mdl_vars/manifest\.ocdbt"):  # noqa: SIM117
         with Checkpoints(tmp_path, saving=SaveSettings()) as checkpoints:
             checkpoints.save(3, small_state(mesh(), 3), SMALL, {"next_batch": 3})
             checkpoints.wait()

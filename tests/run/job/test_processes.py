@@ -114,9 +114,9 @@ def test_each_process_gives_as_many_simulated_devices(monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "dcn", "words"),
     [
-        ((1, 7, 1), None, "cannot be divided among 2 processes"),
-        ((1, 2, 1), (1, 3, 1), "lays 3 slices, but there are 2 processes"),
-        ((1, 10, 2), None, "needs 20 devices, but there are 16"),
+        ((1, 7, 1), None, "'data': 7.* 2 "),
+        ((1, 2, 1), (1, 3, 1), "3 .* 2 "),
+        ((1, 10, 2), None, "20.*16"),
     ],
 )
 def test_a_mesh_that_does_not_fit_the_processes_is_refused(shape, dcn, words, monkeypatch):
@@ -126,24 +126,24 @@ def test_a_mesh_that_does_not_fit_the_processes_is_refused(shape, dcn, words, mo
 
 def test_processes_with_too_few_devices_are_named(monkeypatch):
     devices = devices_of(1, 5) + [FakeDevice(1, 5), FakeDevice(1, 6), FakeDevice(1, 7)]
-    with pytest.raises(ConfigError, match="needs 4 devices of each process, but process 1 has 3"):
+    with pytest.raises(ConfigError, match="4.* 1 .*3"):
         make_mesh(MeshConfig(ici_mesh_shape=(1, 4, 2)), devices)
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("host:1", 2, None), "--process_id=K is missing"),
-        ((None, 2, 1), "--coordinator=HOST:PORT is missing"),
-        (("host:1", None, None), "--num_processes=N and --process_id=K are missing"),
-        (("host", 2, 1), "--coordinator is 'host'; wanted is HOST:PORT"),
-        (("host:70000", 2, 1), "from 1 to 65535"),
-        ((":123", 2, 1), "wanted is HOST:PORT"),
-        (("host:12x", 2, 1), "wanted is HOST:PORT"),
-        (("host:1", 2, 2), "--process_id is 2; wanted is a number from 0 to 1"),
-        (("host:1", 2, -1), "--process_id is -1"),
-        (("host:1", 0, 0), "--num_processes is 0"),
-        (("host:1", 10**12, 0), "--num_processes is 1000000000000; wanted is a number from 1"),
+        (("host:1", 2, None), "K, .*--process_id=K "),
+        ((None, 2, 1), "K, .*--coordinator=HOST:PORT "),
+        (("host:1", None, None), "K, .*--num_processes=N.*--process_id=K "),
+        (("host", 2, 1), "--coordinator.*'host';.*HOST:PORT"),
+        (("host:70000", 2, 1), "'host:70000'.*65535"),
+        ((":123", 2, 1), "':123'.*HOST:PORT"),
+        (("host:12x", 2, 1), "'host:12x'.*HOST:PORT"),
+        (("host:1", 2, 2), "--process_id.* 2;.* 1"),
+        (("host:1", 2, -1), "--process_id.*-1"),
+        (("host:1", 0, 0), "--num_processes.* 0;"),
+        (("host:1", 10**12, 0), "--num_processes.*1000000000000"),
     ],
 )
 def test_flags_that_cannot_be_are_refused(flags, words):

@@ -23,7 +23,7 @@ LAST = 2**31 - 1
 
 def test_more_steps_than_the_state_counts_are_refused():
     assert RunConfig(num_train_steps=LAST).num_train_steps == LAST
-    with pytest.raises(ConfigError, match="whole number, from 1 to 2147483647"):
+    with pytest.raises(ConfigError, match="1.*2147483647"):
         RunConfig(num_train_steps=LAST + 1)
 
 
@@ -60,7 +60,7 @@ def test_the_last_steps_that_can_be_counted_are_made_right_and_no_more(tmp_path)
 
     assert "has already made its 2147483647 steps" in succeed(*argv, *settings).out
     refused = launch(*argv, f"run.num_train_steps={LAST + 1}")
-    assert refused.code == 2 and "from 1 to 2147483647" in " ".join(refused.err.split())
+    assert refused.code == 2 and "2147483647" in " ".join(refused.err.split())
 
 
 @pytest.mark.parametrize("first", [1000, 2**24 + 1, LAST - 8])

@@ -174,15 +174,15 @@ def pairs(inputs, **others):
     [
         (
             lambda inputs: pairs(inputs, hits=(inputs["weights"], inputs["weights"])),
-            r"returns a tuple of \(float32\[7\], float32\[7\]\) as 'hits'; .* a per-example output",
+            r"\(float32\[7\], float32\[7\]\).*'hits'",
         ),
         (
             lambda inputs: pairs(inputs, hits=(jnp.float32(1.0), jnp.ones((1,)))),
-            r"Odd\.compute_(eval_)?loss returns a tuple of \(float32\[\], float32\[1\]\) as 'hits'",
+            r"Odd\.compute_(eval_)?loss.*\(float32\[\], float32\[1\]\).*'hits'",
         ),
-        (lambda inputs: (pairs(inputs), {"mean": jnp.ones(())}), r"'mean' as float32\[\]"),
-        (lambda inputs: (pairs(inputs), {"few": jnp.ones((3, 7))}), r"'few' as float32\[3, 7\]"),
-        (lambda inputs: (pairs(inputs), {}, 3), r"a tuple of \(a dict, a dict, a int\)"),
+        (lambda inputs: (pairs(inputs), {"mean": jnp.ones(())}), r"'mean'.*float32\[\]"),
+        (lambda inputs: (pairs(inputs), {"few": jnp.ones((3, 7))}), r"'few'.*float32\[3, 7\]"),
+        (lambda inputs: (pairs(inputs), {}, 3), r"\(a dict, a dict, a int\)"),
     ],
 )
 @pytest.mark.parametrize("step", ["train", "eval"])

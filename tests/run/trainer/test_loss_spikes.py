@@ -75,11 +75,11 @@ def test_without_a_factor_or_above_no_positive_median_nothing_is_a_spike():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"loss_spike_factor": 1}, "run.loss_spikes.factor is 1; wanted is a number above 1"),
-        ({"loss_spike_factor": math.nan}, "is nan; wanted is a number above 1"),
-        ({"loss_spike_factor": "3"}, "is '3'; wanted is a number above 1"),
-        ({"on_loss_spike": "roll_back"}, "run.loss_spikes.factor is None; .* 'roll_back'"),
-        ({"on_loss_spike": "rollback"}, "is 'rollback'; wanted is 'report' or 'roll_back'"),
+        ({"loss_spike_factor": 1}, r"run\.loss_spikes\.factor.* 1;"),
+        ({"loss_spike_factor": math.nan}, r"run\.loss_spikes\.factor.*nan"),
+        ({"loss_spike_factor": "3"}, r"run\.loss_spikes\.factor.*'3'"),
+        ({"on_loss_spike": "roll_back"}, "run.loss_spikes.factor.*None.*'roll_back'"),
+        ({"on_loss_spike": "rollback"}, r"run\.loss_spikes\.action.*'rollback'.*'roll_back'"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(settings, words):
@@ -91,7 +91,7 @@ def test_going_back_ends_where_leaving_out_batches_does_not_help():
     rolled = RollBacks()
     for batch in range(MAX_ROLL_BACKS):
         rolled.add(LossSpike(40 - (batch == 1), batch))  # Once earlier: that is not beyond.
-    with pytest.raises(ConfigError, match="has not got beyond step 40 without a loss spike"):
+    with pytest.raises(ConfigError, match=r"40.*run\.loss_spikes\.action=report"):
         rolled.add(LossSpike(40, 99))
     rolled.add(LossSpike(41, 100))
 
@@ -194,7 +194,7 @@ def test_a_pass_that_ends_too_soon_without_the_batch_is_refused():
     run = RunConfig(num_train_steps=29)
     job_checks.check_batches_left(Pass(30), run, (15,))
     job_checks.check_batches_left(Pass(None), run, (15, 16))
-    with pytest.raises(ConfigError, match="30 batches, of which 2 were left out .*15, 16"):
+    with pytest.raises(ConfigError, match=r"datasets\.train.*30.*2.*\(15, 16\)"):
         job_checks.check_batches_left(Pass(30), run, (15, 16))
 
 

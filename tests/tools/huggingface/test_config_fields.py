@@ -75,17 +75,17 @@ def test_a_field_has_all_its_names_and_one_value(family):
     for alias, field in ALIASES[family].items():
         renamed = {alias if name == field else name: x for name, x in whole.items()}
         assert model_of(renamed) == model_of(whole)
-        with pytest.raises(ConfigError, match="are names of one setting"):
+        with pytest.raises(ConfigError, match=f"{alias}.*{field}|{field}.*{alias}"):
             model_of({**whole, alias: whole[field] + 1})
 
 
 @pytest.mark.parametrize(
     ("family", "field", "words"),
     [
-        ("gpt2", "add_cross_attention", "has no encoder"),
-        ("gemma", "use_bidirectional_attention", "sees what came before"),
-        ("gemma3", "use_bidirectional_attention", "sees what came before"),
-        ("mixtral", "router_jitter_noise", "Routers have no noise"),
+        ("gpt2", "add_cross_attention", "False"),
+        ("gemma", "use_bidirectional_attention", "False"),
+        ("gemma3", "use_bidirectional_attention", "False"),
+        ("mixtral", "router_jitter_noise", r"0\.0"),
     ],
 )
 def test_a_field_that_is_refused_has_its_reason(family, field, words):

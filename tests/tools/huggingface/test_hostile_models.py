@@ -47,12 +47,12 @@ def test_any_value_of_any_field_is_understood_or_refused_in_a_paragraph(family):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"tie_word_embeddings": "false"}, "tie_word_embeddings.*true or false"),
-        ({"num_hidden_layers": 2**31}, "num_hidden_layers is 2147483648"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings.*'false'"),
+        ({"num_hidden_layers": 2**31}, "num_hidden_layers.*2147483648"),
         ({"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": None},
-         "a divisor of hidden_size"),
-        ({"rope_scaling": "linear"}, "rope_scaling.*an object"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "'linear': factor is null or missing"),
+         "num_attention_heads.* 5;.*hidden_size, 48"),
+        ({"rope_scaling": "linear"}, "rope_scaling.*'linear'.*null"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "'linear'.*factor.*null"),
     ],
 )
 def test_what_is_wrong_is_said_by_its_field(fields, words):
@@ -89,7 +89,7 @@ def test_integers_are_no_weights(model, kind):
     tensors = load_file(model / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     save_file(tensors | {name: tensors[name].astype(kind)}, model / "model.safetensors")
-    with pytest.raises(ConfigError, match=f"{name} holds .* which are no weights"):
+    with pytest.raises(ConfigError, match=f"{name}.*{np.dtype(kind)}"):
         huggingface.load(model)
 
 
@@ -129,7 +129,7 @@ def test_a_description_has_no_weights(model):
     described = TensorFiles(model).described()
     (model / "model.safetensors").unlink()
     (model / "tensors.json").write_text(json.dumps(described))
-    with pytest.raises(ConfigError, match="describes a model and has none of its weights"):
+    with pytest.raises(ConfigError, match="/model .*export JOB DIR"):
         huggingface.load(model)
 
 
@@ -180,7 +180,7 @@ def test_a_tensor_in_two_files_and_two_models_in_a_directory_are_refused(model):
         TensorFiles(model)
     save_file(of_first, model / "part-0.safetensors")
     save_file(tensors, model / "model.safetensors")
-    with pytest.raises(ConfigError, match="one of the two models is left over"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors .*model\.safetensors\.index\.json"):
         TensorFiles(model)
 
 
@@ -244,6 +244,6 @@ def test_an_export_names_its_dtype_as_the_config_did(model, names, tmp_path):
 def test_two_directories_of_different_models_are_said_as_that():
     layout = huggingface.load(GOLDENS / "hf/llama").pretrained.layout
     for family in ("qwen3", "gemma2", "gpt2", "mixtral"):
-        with pytest.raises(ConfigError, match="two different models if HF_DIR") as refused:
+        with pytest.raises(ConfigError, match=f"{family}/config.json.*HF_DIR") as refused:
             Pretrained(GOLDENS / "hf" / family, layout)
         assert len(str(refused.value)) < 800

@@ -179,17 +179,17 @@ def copy_of(tmp_path, family="llama", **fields):
 
 
 @pytest.mark.parametrize("fields, said", [
-    ({"architectures": ["LlamaForCasualLM"]}, "'LlamaForCasualLM' is not known here; known are"),
-    ({"archs": 1}, "the field 'archs' = 1, which is not known here"),
-    ({"head_dim": 16, "num_attention_heads": 4}, "has the shape"),
-    ({"hidden_size": None}, "says nothing of hidden_size"),
-    ({"rope_scaling": {"rope_type": "static", "factor": 2.0}}, "of the kind 'static'; known are"),
-    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 1}}, r"is \['beta'\]"),
-    ({"hidden_act": "mish"}, "activation is 'mish'; wanted is one of silu"),
-    ({"intermediate_size": 108}, r"has the shape \(109, 48\); by config.json it is \(108, 48\)"),
-    ({"num_hidden_layers": 4}, "has no model.layers.3"),
-    ({"num_hidden_layers": 2}, "has model.layers.2.* would be lost"),
-    ({"tie_word_embeddings": True}, "ties the head .* lm_head.weight with other values"),
+    ({"architectures": ["LlamaForCasualLM"]}, "'LlamaForCasualLM'"),
+    ({"archs": 1}, "'archs'.*=.*1"),
+    ({"head_dim": 16, "num_attention_heads": 4}, r"self_attn\.q_proj\.weight"),
+    ({"hidden_size": None}, "hidden_size"),
+    ({"rope_scaling": {"rope_type": "static", "factor": 2.0}}, "'static'"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 1}}, r"\['beta'\]"),
+    ({"hidden_act": "mish"}, "activation.*'mish'"),
+    ({"intermediate_size": 108}, r"\(109, 48\).*config.json.*\(108, 48\)"),
+    ({"num_hidden_layers": 4}, "model.layers.3"),
+    ({"num_hidden_layers": 2}, "model.layers.2"),
+    ({"tie_word_embeddings": True}, "lm_head.weight"),
 ])
 def test_a_config_that_is_not_understood_is_refused_by_name(fields, said, tmp_path):
     with pytest.raises(ConfigError, match=said):
@@ -201,13 +201,13 @@ def test_files_that_are_missing_damaged_or_pickled_are_refused(tmp_path):
     file = target / "model.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:-8])
-    with pytest.raises(ConfigError, match="is no safetensors file"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors .*Error while"):
         huggingface.load(target)
     file.rename(target / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="pytorch_model.bin"):
         huggingface.load(target)
     (target / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}')
-    with pytest.raises(ConfigError, match="'../b'; wanted is the name of a file beside it"):
+    with pytest.raises(ConfigError, match=r"weight_map.*'\.\./b'"):
         huggingface.load(target)
 
 

@@ -107,5 +107,5 @@ def test_a_job_of_another_kind_is_not_written(tmp_path):
     (job / "config.json").write_text("{}")
     from praxis_lite.tools.huggingface.jobs import export_job
 
-    with pytest.raises(ConfigError, match="wanted is one that began with a model of Hugging Face"):
+    with pytest.raises(ConfigError, match=r"run\.init_from_huggingface"):
         export_job(job, tmp_path / "out")

@@ -111,17 +111,17 @@ def test_the_step_is_the_newest_or_the_one_asked_for(jobs, tmp_path):
     assert read_pax_checkpoint(tmp_path).step == 30
     assert read_pax_checkpoint(steps, step=10).step == 10
     assert read_pax_checkpoint(steps / "checkpoint_00000020").step == 20
-    with pytest.raises(ConfigError, match=r"no checkpoint of step 11\. .* are 10, 20, 30"):
+    with pytest.raises(ConfigError, match=r"11\..*10, 20, 30"):
         read_pax_checkpoint(tmp_path, step=11)
 
 
 def test_what_is_no_pax_checkpoint_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="is not a directory"):
+    with pytest.raises(ConfigError, match="/nowhere "):
         read_pax_checkpoint(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"has no checkpoint\. It has no steps"):
+    with pytest.raises(ConfigError, match="`checkpoints`"):
         read_pax_checkpoint(tmp_path)
     (tmp_path / "12/mdl_vars").mkdir(parents=True)  # One of ours.
-    with pytest.raises(ConfigError, match="no variables of a Pax model"):
+    with pytest.raises(ConfigError, match=r"\(mdl_vars\.\*\)"):
         read_pax_checkpoint(tmp_path)
 
 
@@ -144,5 +144,5 @@ def test_a_msgpack_checkpoint_without_its_metadata_is_refused(jobs, tmp_path):
     original = next((jobs / "scanned_flax/checkpoints").iterdir())
     (tmp_path / "checkpoint_30").mkdir()
     shutil.copytree(original / "state", tmp_path / "checkpoint_30/state")
-    with pytest.raises(ConfigError, match="without their names"):
+    with pytest.raises(ConfigError, match=r"CheckpointType\.GDA"):
         read_pax_checkpoint(tmp_path)

@@ -168,7 +168,7 @@ def test_padding_is_cut_and_anything_else_is_an_error():
     jax.tree.map(np.testing.assert_array_equal, mdl_vars_from_pax(model, good), expected)
 
     bad = named(prefix, padded(W, (6, 8, 8), fill=1e-9), padded(B, (6, 8)))
-    message = r"linear/w has shape \(8, 8\) in Pax, \(5, 7\) in the model, and .* not zero"
+    message = r"linear/w.*\(8, 8\).*\(5, 7\)"
     with pytest.raises(ConfigError, match=message):
         mdl_vars_from_pax(model, bad)
 
@@ -176,9 +176,9 @@ def test_padding_is_cut_and_anything_else_is_an_error():
 def test_another_shape_or_rank_is_an_error_that_names_both():
     model = NnxModel(BLOCK)
     for w, b, message in (
-        (W[0, :, :3], B[0], r"linear/w has shape \(5, 3\) in Pax, \(5, 7\) in the model"),
-        (W[0], B[:1], r"bias/b has shape \(1, 7\) in Pax, \(7,\) in the model"),
-        (W[0, 0], B[0, :2], r"linear/w has shape \(7,\).*"),
+        (W[0, :, :3], B[0], r"linear/w.*\(5, 3\).*\(5, 7\)"),
+        (W[0], B[:1], r"bias/b.*\(1, 7\).*\(7,\)"),
+        (W[0, 0], B[0, :2], r"linear/w.*\(7,\)"),
     ):
         with pytest.raises(ConfigError, match=message):
             mdl_vars_from_pax(model, {"linear/w": w, "bias/b": b})

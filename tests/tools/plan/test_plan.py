@@ -169,7 +169,7 @@ def test_a_mesh_that_does_not_fill_the_topology_is_refused():
 def test_what_is_left_over_of_a_mesh_is_filled():
     job = job_of("mesh.ici_mesh_shape=(1,-1,2)")
     assert dict(planned_partitioner(job, topology_of("cpu:8")).mesh.shape)["data"] == 4
-    with pytest.raises(ConfigError, match="does not divide 3 devices"):
+    with pytest.raises(ConfigError, match=r"mesh\.ici_mesh_shape.*\(1, -1, 2\).*3"):
         planned_partitioner(job, topology_of("cpu:3"))
 
 

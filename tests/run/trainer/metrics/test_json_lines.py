@@ -159,7 +159,7 @@ def test_a_kill_while_mending_leaves_the_old_file_whole(tmp_path, monkeypatch):
 
 
 def test_a_missing_file_is_an_error_of_the_user(tmp_path):
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError, match=r"/m\.jsonl"):
         read_json_lines(tmp_path / "m.jsonl")
 
 
@@ -216,5 +216,5 @@ def test_records_that_are_none_are_named_by_their_line(line, tmp_path):
 def test_brackets_within_brackets_are_no_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("[" * 100_000 + '\n{"step": 1}\n')
-    with pytest.raises(ConfigError, match="line 1: not a JSON object"):
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl.*1.*JSON.*'step'"):
         read_json_lines(path)
