@@ -96,7 +96,7 @@ class _OnMesh:
             "Leave the Partitioner's gradients out for it, or take another mesh.",
         )
         params, groups = layout.select("params"), learner.groups
-        self._weights = jax.tree_util.tree_map_with_path(
+        self._weights = jax.tree.map_with_path(
             self._mapped_weight, params.shapes, params.specs, groups.weight_specs
         )
         self._trained, self._frozen = groups.split(self._weights)

@@ -53,14 +53,14 @@ class FunctionModel(Model):
         """The paths, shapes and structure of the params; no array is made."""
         # The key is made inside: outside, two programs would be compiled to make an array of it.
         shapes = jax.eval_shape(lambda: self._drawn(jax.random.key(0)))
-        leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
+        leaves, structure = jax.tree.flatten_with_path(shapes)
         paths = [_path(path) for path, _ in leaves]
         _check_distinct(paths)
         return paths, [x for _, x in leaves], structure
 
     def _drawn(self, key: jax.Array) -> PyTree:
         params, init = self._init(key), function_name(self._init)
-        leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+        leaves = jax.tree.leaves_with_path(params)
         if not leaves:
             raise ConfigError(
                 f"{init} returns no arrays ({type(params).__name__}); wanted is a tree of float "
@@ -145,7 +145,7 @@ def _spec_of_leaves(params: PyTree, specs: Any, path: str) -> Iterator[Spec]:
 
 
 def _children(node: PyTree) -> dict[str, PyTree]:
-    children = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
+    children = jax.tree.leaves_with_path(node, is_leaf=lambda x: x is not node)
     return {jax.tree_util.keystr(key, simple=True): child for key, child in children}
 
 

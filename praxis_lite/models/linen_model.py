@@ -121,7 +121,7 @@ class LinenModel(Model):
             names = tuple(jax.tree_util.keystr((part,), simple=True) for part in path)
             return boxed_spec("/".join(names), leaf, own_shapes.get(names))
 
-        return self._split(jax.tree_util.tree_map_with_path(spec, boxed, is_leaf=is_box))
+        return self._split(jax.tree.map_with_path(spec, boxed, is_leaf=is_box))
 
     @functools.cached_property
     def _sown(self) -> set[str]:
@@ -251,4 +251,4 @@ def _as(like: PyTree, plain: PyTree) -> PyTree:
             node = node[jax.tree_util.keystr((part,), simple=True)]
         return node
 
-    return jax.tree_util.tree_map_with_path(leaf, like, is_leaf=is_box)
+    return jax.tree.map_with_path(leaf, like, is_leaf=is_box)

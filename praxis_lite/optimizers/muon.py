@@ -98,7 +98,7 @@ def muon_matrices(
                 return dims
             return _library_matrix(name, weight)
 
-        return jax.tree_util.tree_map_with_path(matrix, weights, *masks)
+        return jax.tree.map_with_path(matrix, weights, *masks)
 
     return matrices
 

@@ -80,7 +80,7 @@ class VariationalNoise:
             noise = scale * jax.random.normal(weight_key, weight.shape)
             return weight + noise.astype(weight.dtype)
 
-        return jax.tree_util.tree_map_with_path(with_noise, params)
+        return jax.tree.map_with_path(with_noise, params)
 
     def _matches(self, path: str) -> bool:
         return re.match(self.regex, path) is not None

@@ -55,7 +55,7 @@ def path_mask(
         collected = _collected.get()
         if collected is not None:
             collected.update(pattern.pattern for pattern in (*include, *exclude))
-        return jax.tree_util.tree_map_with_path(is_masked_in, weights)
+        return jax.tree.map_with_path(is_masked_in, weights)
 
     return mask
 

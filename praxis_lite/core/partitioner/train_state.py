@@ -153,9 +153,7 @@ def layout_and_learner(
     }
     # The key inside: outside it would be an array, of two programs that had to be compiled.
     mdl_shapes = jax.eval_shape(lambda: task.model.init(jax.random.key(0)))
-    mdl_specs = jax.tree_util.tree_map_with_path(
-        lambda path, _: spec_of[path_of(path)], mdl_shapes
-    )
+    mdl_specs = jax.tree.map_with_path(lambda path, _: spec_of[path_of(path)], mdl_shapes)
     learner = task.learner.bind(weight_specs["params"], axis_sizes)
     groups, opt_shapes = learner.groups, jax.eval_shape(learner.init, mdl_shapes["params"])
     opt_specs = jax.tree.map(lambda x: PartitionSpec(*(None,) * x.ndim), opt_shapes)

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of
+from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain, to_partition_spec
 
 PyTree = Any
@@ -189,13 +189,13 @@ def check_inputs_split_mapping(
       ConfigError: a rank has no entry (names the leaf, its shape, the key to add), or an entry is
         not a split-dims mapping for it.
     """
-    for path, x in jax.tree_util.tree_flatten_with_path(inputs)[0]:
+    for path, x in leaves_with_path(inputs):
         if x.ndim == 0 or inputs_split_mapping is None:
             continue
         key = f"map_{x.ndim}d"
         if key not in inputs_split_mapping:
             raise ConfigError(
-                f"inputs_split_mapping has no entry for the batch leaf {path_of(path)} of shape "
+                f"inputs_split_mapping has no entry for the batch leaf {path} of shape "
                 f"{x.shape}: it has {sorted(inputs_split_mapping)}. Add '{key}', a split-dims "
                 "mapping of that rank, or None to leave it as it comes."
             )

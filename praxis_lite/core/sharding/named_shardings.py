@@ -38,7 +38,7 @@ def infer_sharding(
       ConfigError: a rule or a pattern cannot be read, an axis is not in the mesh or wanted twice;
         names the array.
     """
-    flat, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_box)
+    flat, structure = jax.tree.flatten_with_path(tree, is_leaf=_is_box)
     leaves = []
     for path, leaf in flat:
         names, array = (leaf.names, leaf.value) if _is_box(leaf) else (None, leaf)

@@ -1,6 +1,5 @@
 """A softmax that keeps a row per class. Names, weights and numerics are Pax's."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -48,12 +47,8 @@ class NClassMajorSharedEmbeddingSoftmax(SharedEmbeddingSoftmax):
         self.activation = activation
 
     def _project(
-        self,
-        feed_forward_tpl: Callable[..., Any],
-        has_bias: bool,
-        bias_init: float,
-        weight_init: Initializer,
-        rngs: nnx.Rngs,
+        self, feed_forward_tpl: Any, *, has_bias: bool, bias_init: float,
+        weight_init: Initializer, rngs: nnx.Rngs,
     ) -> None:
         self.split_VD = (*(self.weight_split_dims_mapping or ()), None, None)[1::-1]
         self.w = self.weight(

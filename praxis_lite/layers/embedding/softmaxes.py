@@ -93,27 +93,20 @@ class FullSoftmax(BaseLayer):
         self.weight_split_dims_mapping = weight_split_dims_mapping
         self.activation_split_dims_mapping = activation_split_dims_mapping
         self.aux_loss = AuxLoss(jnp.zeros(())) if z_loss_weight else None
-        self._project(feed_forward_tpl, has_bias, bias_init, weight_init, rngs)
+        self._project(
+            feed_forward_tpl, has_bias=has_bias, bias_init=bias_init, weight_init=weight_init,
+            rngs=rngs,
+        )
 
-    def _project(
-        self,
-        feed_forward_tpl: Callable[..., Any],
-        has_bias: bool,
-        bias_init: float,
-        weight_init: Initializer,
-        rngs: nnx.Rngs,
-    ) -> None:
-        """Declares the weights."""
+    def _project(self, feed_forward_tpl: Callable[..., Any], **settings: Any) -> None:
+        """Declares the weights; `settings` are has_bias, bias_init, weight_init and rngs."""
         self.logits_ffn = feed_forward_tpl(
             self.input_dims,
             self.num_classes,
-            has_bias=has_bias,
             activation="identity",
-            weight_init=weight_init,
-            bias_init=bias_init,
             weight_split_dims_mapping=self.weight_split_dims_mapping,
             activation_split_dims_mapping=self.activation_split_dims_mapping,
-            rngs=rngs,
+            **settings,
         )
 
     def _projected(self, inputs: jax.Array) -> jax.Array:

@@ -34,7 +34,7 @@ def check_names(layout: StateLayout) -> None:
         )
 
     stored = {}
-    for path, _ in jax.tree_util.tree_flatten_with_path(layout.shapes)[0]:
+    for path, _ in jax.tree.leaves_with_path(layout.shapes):
         names = [jax.tree_util.keystr((key,), simple=True) for key in path]
         parts = tuple(part for name in names for part in re.split("[./]", name))
         shown = jax.tree_util.keystr(path).removeprefix(".")

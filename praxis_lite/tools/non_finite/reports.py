@@ -87,7 +87,7 @@ class NonFiniteReports:
         return dataclasses.replace(state, step=before, opt_states=opt_states)
 
     def _reasons(self, args: tuple) -> list[str]:
-        leaves = jax.tree_util.tree_flatten_with_path(args)[0]
+        leaves = jax.tree.leaves_with_path(args)
         if self.search is None:
             traced = self._partitioner.train_step.trace(*args)
             structure = jax.tree.structure(traced.out_info)

@@ -28,7 +28,7 @@ def drawn(model: NnxModel, scale: float = 0.4) -> MdlVars:
         value = rng.normal(scale=scale, size=leaf.shape).astype(np.float32)
         return np.abs(value) + 0.5 if path[-1].key == "moving_variance" else value
 
-    return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(model.init, jax.random.key(0)))
+    return jax.tree.map_with_path(draw, jax.eval_shape(model.init, jax.random.key(0)))
 
 
 def revealing(outputs: jax.Array) -> jax.Array:
@@ -87,7 +87,7 @@ def run_layers(
 
 def assert_near(found: Any, wanted: Any, *, tolerance: float = 2e-6) -> None:
     """Checks two trees: each leaf to `tolerance` of its largest element, and 1e-5 of each."""
-    paths, treedef = jax.tree_util.tree_flatten_with_path(found)
+    paths, treedef = jax.tree.flatten_with_path(found)
     assert treedef == jax.tree.structure(wanted)
     for (path, a), b in zip(paths, jax.tree.leaves(wanted), strict=True):
         atol = tolerance * max(1.0, np.abs(b).max(initial=0.0))

@@ -31,7 +31,7 @@ def couplings(task: Task) -> list[str]:
                 result.append(message)
             if isinstance(node, nnx.BatchStat):
                 result.append(STATISTICS)
-    specs = jax.tree_util.tree_flatten_with_path(task.model.weight_specs()["non_trainable"])[0]
+    specs = jax.tree.leaves_with_path(task.model.weight_specs()["non_trainable"])
     if any("batch_stats" in jax.tree_util.keystr(path) for path, _ in specs):
         result.append(STATISTICS)
     return list(dict.fromkeys(result))

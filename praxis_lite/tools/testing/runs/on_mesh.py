@@ -211,7 +211,7 @@ def cut(layout: Any, tree: PyTree) -> tuple[PyTree, dict[str, float]]:
         padding[path_of(path)] = float(np.max(np.abs(x.astype(np.float64)), initial=0.0))
         return kept
 
-    return jax.tree_util.tree_map_with_path(one, tree, layout.shapes), padding
+    return jax.tree.map_with_path(one, tree, layout.shapes), padding
 
 
 def on_mesh(job: Job, task: Task, shape: Sequence[int], build: Any = None) -> OnMesh:
