@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from praxis_lite.core.errors import require_choice
+from praxis_lite.core.learner.optimizer_factories import rate_at
 from praxis_lite.core.learner.path_masks import Patterns, path_mask
 from praxis_lite.optimizers.adafactor_slots import (
     MOMENTUM_DTYPES,
@@ -146,8 +147,7 @@ def adafactor(
     ) -> tuple[PyTree, AdafactorState]:
         if params is None:
             raise ValueError(optax.base.NO_PARAMS_MSG)
-        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        rate = jnp.asarray(rate, jnp.float32)
+        rate = rate_at(learning_rate, state.count)
         decay = _second_moment_decay(decay_method, decay_adam, decay_pow, state.count)
         steps = jax.tree.map(
             lambda *of_weight: weight_step(rate, decay, *of_weight),

@@ -14,6 +14,14 @@ from praxis_lite.run.job import processes
 from praxis_lite.run.job.processes.signals import say
 
 
+def to_nothing(number: int) -> None:
+    """Puts /dev/null in the place of a file descriptor, be it open or closed."""
+    null = os.open(os.devnull, os.O_RDWR)
+    if null != number:  # The lowest that is free may be the one.
+        os.dup2(null, number)
+        os.close(null)
+
+
 class _MayBeLost:
     """A text stream that turns into /dev/null at its first error."""
 
@@ -35,10 +43,8 @@ class _MayBeLost:
             self._lose(error)
 
     def _lose(self, error: OSError) -> None:
-        null = os.open(os.devnull, os.O_WRONLY)
         # Below Python's stream, so that its buffer goes there too and Python exits in silence.
-        os.dup2(null, self._stream.fileno())
-        os.close(null)
+        to_nothing(self._stream.fileno())
         if not self._goes_on():
             raise SystemExit(128 + signal.SIGPIPE)
         say(
@@ -101,10 +107,7 @@ def open_what_is_closed() -> None:
         try:
             os.fstat(number)
         except OSError:
-            null = os.open(os.devnull, os.O_RDWR)
-            if null != number:
-                os.dup2(null, number)
-                os.close(null)
+            to_nothing(number)
         if getattr(sys, name) is None:
             stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)

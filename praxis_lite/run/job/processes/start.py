@@ -13,6 +13,7 @@ from praxis_lite.run.job.processes import peers
 from praxis_lite.run.job.processes.aborts import speaking_before_aborts
 from praxis_lite.run.job.processes.claimed_id import ClaimedId
 from praxis_lite.run.job.processes.exits import end_now
+from praxis_lite.run.job.processes.standard_output import to_nothing
 
 START_SECONDS = 45
 _MOST_PROCESSES = 100_000  # JAX's service makes room for all of them before one has come.
@@ -209,9 +210,7 @@ def _connect(settings: Mapping[str, Any], seconds: int) -> None:
 def _speak_as_another(process: int) -> None:
     """Leaves standard output to the first process; lines on standard error say whose they are."""
     sys.stdout.flush()
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.close(null)
+    to_nothing(1)
     sys.stderr = PrefixedStream(sys.stderr, f"[process {process}] ")
 
 
