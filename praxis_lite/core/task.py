@@ -106,10 +106,7 @@ class Task(abc.ABC):
         self.metrics = check_metrics(name, metrics)
 
     def module(
-        self,
-        mdl_vars: MdlVars,
-        key: jax.Array | None = None,
-        eval_key: jax.Array | None = None,
+        self, mdl_vars: MdlVars, key: jax.Array | None = None, eval_key: jax.Array | None = None
     ) -> Any:
         """Returns `Model.module` with its float32 weights in `fprop_dtype`."""
         if self.fprop_dtype is None:

@@ -100,10 +100,7 @@ class FunctionModel(Model):
         return _mdl_vars(paths, weight_specs)
 
     def module(
-        self,
-        mdl_vars: MdlVars,
-        key: jax.Array | None = None,
-        eval_key: jax.Array | None = None,
+        self, mdl_vars: MdlVars, key: jax.Array | None = None, eval_key: jax.Array | None = None
     ) -> PyTree:
         """Returns the params, in the tree that `init` makes; functions get keys from the task."""
         paths, _, structure = self._abstract

@@ -85,10 +85,7 @@ class LinenModel(Model):
         return self._weight_specs
 
     def module(
-        self,
-        mdl_vars: MdlVars,
-        key: jax.Array | None = None,
-        eval_key: jax.Array | None = None,
+        self, mdl_vars: MdlVars, key: jax.Array | None = None, eval_key: jax.Array | None = None
     ) -> "BoundLinen":
         # In evaluation a task hands keys on by itself (`rngs`): dropout that is not told that it is
         # evaluation then lacks a key, which is an error, instead of dropping.

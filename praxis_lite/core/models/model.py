@@ -52,10 +52,7 @@ class Model(abc.ABC):
 
     @abc.abstractmethod
     def module(
-        self,
-        mdl_vars: MdlVars,
-        key: jax.Array | None = None,
-        eval_key: jax.Array | None = None,
+        self, mdl_vars: MdlVars, key: jax.Array | None = None, eval_key: jax.Array | None = None
     ) -> Any:
         """Returns the module that a task calls, with `mdl_vars` in it, for a pass of a traced step.
 

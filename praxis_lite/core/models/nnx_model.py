@@ -90,10 +90,7 @@ class NnxModel(Model):
         )
 
     def module(
-        self,
-        mdl_vars: MdlVars,
-        key: jax.Array | None = None,
-        eval_key: jax.Array | None = None,
+        self, mdl_vars: MdlVars, key: jax.Array | None = None, eval_key: jax.Array | None = None
     ) -> nnx.Module:
         split = self._split
         streams = eval_key if key is None else key
