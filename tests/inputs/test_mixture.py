@@ -190,28 +190,28 @@ def test_the_fingerprint_has_shares_and_sources():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"weights": {"a": 1, "c": 1}}, "but there is no source 'c'. Known sources: a, b"),
-        ({"weights": {"a": 1}}, "lacks ['b']"),
-        ({"weights": {"a": 1, "b": -1}}, "one above 0"),
-        ({"weights": {"a": 0, "b": 0}}, "one above 0"),
-        ({"weights": {"a": 0.1234567, "b": 1}}, "fewer digits"),
-        ({"weights": [(1, {"a": 1, "b": 1})]}, "whose first batch is 0"),
-        ({"weights": [(0, {"a": 1, "b": 1}), (1.5, {"a": 1, "b": 1})]}, "whose first batch is 0"),
-        ({"stop": "last"}, "never"),
-        ({"sources": {}}, "one or more pipelines"),
-        ({"sources": {"a": numbered(0, 3), "b": [1, 2]}}, "'b' is a list"),
+        ({"weights": {"a": 1, "c": 1}}, r"weights.*'c'.* a, b\."),
+        ({"weights": {"a": 1}}, r"weights.*\['b'\]"),
+        ({"weights": {"a": 1, "b": -1}}, "weights.*'b': -1}"),
+        ({"weights": {"a": 0, "b": 0}}, "weights.*'b': 0}"),
+        ({"weights": {"a": 0.1234567, "b": 1}}, "weights.*0.1234567"),
+        ({"weights": [(1, {"a": 1, "b": 1})]}, r"weights.*\[\(1, "),
+        ({"weights": [(0, {"a": 1, "b": 1}), (1.5, {"a": 1, "b": 1})]}, r"\(1\.5, "),
+        ({"stop": "last"}, "stop.*'last'.*never, first"),
+        ({"sources": {}}, "sources.*{}"),
+        ({"sources": {"a": numbered(0, 3), "b": [1, 2]}}, "'b'.*list.*IndexedPipeline"),
         (
             {"sources": {"a": numbered(0, 3), "b": SyntheticLm(5, 4, 3)}},
-            "Give all sources the same leaves",
+            "'b'.*labels.*'a'.*'x'",
         ),
         ({"sources": {"a": numbered(0, 3), "b": SyntheticLm(5, 4, 3, num_batches=0)}}, "num_batch"),
         (
             {"sources": {"a": numbered(0, 3, shuffle=True), "b": numbered(0, 3, shuffle=True)},
-             "stop": "first"}, "has an end",
+             "stop": "first"}, r"stop.*'first'.*\['a', 'b'\]",
         ),
         (
             {"sources": {"a": numbered(0, 3), "b": numbered(0, 3, weights=np.zeros(3))}},
-            "'b' is empty",
+            "source 'b'",
         ),
     ],
 )
@@ -220,9 +220,8 @@ def test_what_is_wrong_is_said(settings, words):
         "sources": {"a": numbered(0, 3), "b": numbered(9, 3)}, "weights": {"a": 1, "b": 1},
         "batch_size": 2,
     } | settings
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=words):
         Mixture(**given).check()
-    assert words in str(error.value)
 
 
 def test_the_digest_is_of_the_stream_and_not_of_who_makes_it():

