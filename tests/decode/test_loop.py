@@ -272,7 +272,7 @@ def test_learned_positions_that_end_too_early_are_an_error_before_anything_compi
     spec = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in BATCH.items()}
     task.check_inputs(spec, task.required_decode_inputs, "decode_datasets.x")
     longer = {**spec, "ids": jax.ShapeDtypeStruct((5, P + 1), "int32")}
-    message = rf"max_seq_length is {P + M}, but a sequence has up to {P + M + 1} tokens"
+    message = f"max_seq_length.*{P + M}.*{P + M + 1}"
     with pytest.raises(ConfigError, match=message):
         task.check_inputs(longer, task.required_decode_inputs, "decode_datasets.x")
     too_long = jax.ShapeDtypeStruct((2, P + M + 1), "int32")

@@ -38,7 +38,7 @@ def size_of(model, name):
 
 
 IDS = {
-    "beyond": ([[1, "V"]], "has {V} at .0, 1.; wanted are ids from 0 to"),
+    "beyond": ([[1, "V"]], "{V} at .0, 1.;"),
     "negative": ([[-1, 1]], "-1 .*.0, 0.;.* 100"),
     "a fraction": ([[1.7]], "float64.1, 1.;.* int.B, T."),
     "a float": (np.ones((1, 2), np.float32), "float32.1, 2."),
@@ -77,14 +77,14 @@ def test_logits_take_ids_of_the_model_alone(rotary, name):
     ({"attention_mask": [1, 1, 1]}, "attention_mask.*int64.3.;.* .1, 2."),
     ({"attention_mask": [[[1, 1]]]}, "attention_mask.*int64.1, 1, 2."),
     ({"attention_mask": [["a", "b"]]}, "attention_mask.*<U1"),
-    ({"position_ids": [[7, "P"]]}, "position_ids has {P} at .0, 1.; wanted are positions from 0"),
+    ({"position_ids": [[7, "P"]]}, "position_ids.* {P} .*.0, 1.;"),
     ({"position_ids": [[-1, 0]]}, "position_ids.*-1"),
     ({"position_ids": [[0.5, 1]]}, "position_ids.*float64"),
     ({"position_ids": [[0, 1, 2]]}, "position_ids.* ids, .1, 2."),
     ({"segment_ids": [[-1, 1]]}, "segment_ids.*-1"),
     ({"segment_ids": [[1, 2, 3]]}, "segment_ids.* ids, .1, 2."),
     ({"segment_ids": [[True, True]]}, "segment_ids.*bool"),
-    ({"ids": [list(range(1, 12)) * 3]}, "the length of ids is 33; wanted is {P} at most"),
+    ({"ids": [list(range(1, 12)) * 3]}, "ids.* {P} "),
 ])
 @pytest.mark.parametrize("kind", ["rotary", "learned"])
 def test_what_stands_beside_ids_is_looked_at(kind, given, words, request):
@@ -94,7 +94,7 @@ def test_what_stands_beside_ids_is_looked_at(kind, given, words, request):
                     for x in value] for name, value in given.items()}
     if "ids" in given:
         given["ids"] = [(given["ids"][0] * 40)[: most + 1]]
-        words = f"the length of ids is {most + 1}; wanted is {most} at most"
+        words = f".* ids .*{most + 1};.* {most} "
     with pytest.raises(ConfigError, match=f"logits: {words.format(P=most)}"):
         model.logits(**{"ids": [[1, 2]], **given})
 

@@ -233,9 +233,9 @@ def test_named_variables_are_cast_and_told(half_source):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({}, rf"params/{SOFTMAX} is float32\[7, 257\], but params/{SOFTMAX} is "
-             r"bfloat16\[7, 257\] \(cast_rules would cast it\)"),
-        ({"cast_rules": ["params/final_ln/.*"]}, rf"{SOFTMAX} is float32.*cast_rules would"),
+        ({}, rf"params/{SOFTMAX}.*float32\[7, 257\].*params/{SOFTMAX}.*"
+             r"bfloat16\[7, 257\].*cast_rules"),
+        ({"cast_rules": ["params/final_ln/.*"]}, rf"{SOFTMAX}.*float32.*cast_rules"),
         ({"cast_rules": [".*", "params/sofmax/.*"]}, r"'params/sofmax/\.\*'"),
     ],
     ids=["none", "others", "typo"],
@@ -286,12 +286,12 @@ def test_a_lora_starts_as_its_base(source):
         ({}, (POSITIONS,), r"params/position_emb/\S+, .*params/position_emb/\S+,"),
         (
             {"load_rules": [(r"params/(softmax.*)", "params/lm/{}")]}, (),
-            rf"params/lm/{SOFTMAX}, .* is not in it\. Did you mean params/{SOFTMAX}",
+            rf"params/lm/{SOFTMAX}, .* params/{SOFTMAX}",
         ),
         (
             # 7 and 8 are both stored as 8: the shapes on disk tell nothing.
             {"load_rules": [(r"params/(softmax.*)", "params/{}")]}, ("task.model.model_dims=8",),
-            rf"params/{SOFTMAX} is float32\[8, 257\], but params/{SOFTMAX} is float32\[7, 257\]",
+            rf"params/{SOFTMAX}.*float32\[8, 257\].*params/{SOFTMAX}.*float32\[7, 257\]",
         ),
         (
             {"load_rules": [LOAD_ALL, ("params/sofmax/(.*)", "params/{}")]}, (),
@@ -303,7 +303,7 @@ def test_a_lora_starts_as_its_base(source):
         ),
         (
             {"load_rules": [LOAD_ALL, (r"params/softmax/(.*)", "params/{}")]}, (),
-            rf"gives nothing: what it matches \(params/{SOFTMAX}\) comes from an earlier rule",
+            rf"params/softmax/.*\(params/{SOFTMAX}\)",
         ),
         ({"ignore_rules": [".*lora_"]}, (), r"'\.\*lora_'"),
         (
@@ -342,8 +342,7 @@ def test_averages_that_are_not_there_are_refused(tmp_path):
 def test_an_empty_directory_says_what_to_run_first(tmp_path):
     item = rules(directory=str(tmp_path / "docs"), experiment="lm.PyDocs")
     words = (
-        rf"no checkpoint in {tmp_path}/docs, .* First train one: main.py --exp=lm.PyDocs "
-        rf"--job_log_dir={tmp_path}/docs; or .*--set "
+        rf" {tmp_path}/docs, .* main.py --exp=lm.PyDocs --job_log_dir={tmp_path}/docs; .*--set "
         r"run.init_from_checkpoint_rules.pretrained.directory=DIR"
     )
     with pytest.raises(ConfigError, match=words):

@@ -219,7 +219,7 @@ def test_a_foreign_package_is_refused_at_the_start_and_can_be_allowed():
 
 
 def test_code_that_has_changed_is_named():
-    gone = r"names tests\.support\.callables\.{}, which is not there"
+    gone = r"config\.json names tests\.support\.callables\.{}, "
     with pytest.raises(ConfigError, match=gone.format("Gone")):
         load(with_corpus("tests.support.callables", "Gone"))
     with pytest.raises(ConfigError, match=gone.format(r"gone\.Corpus")):
