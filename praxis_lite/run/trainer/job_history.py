@@ -63,7 +63,7 @@ def when_checkpoints_come(run: RunConfig, first_step: int) -> str:
         first = min((first_step // steps + 1) * steps, run.num_train_steps)
         due.append(f"at step {first}, and every {steps} steps")
     if seconds is not None:
-        due.append(f"after {seconds:,} s, and as often (run.checkpoints.every_seconds)")
+        due.append(f"after {seconds:,} s, and every {seconds:,} s (run.checkpoints.every_seconds)")
     if due:
         return f"checkpoints: the first {'; or '.join(due)}; and at the end"
     return (

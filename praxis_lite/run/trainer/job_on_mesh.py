@@ -75,7 +75,7 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
         )
     platform = mesh.devices.flat[0].platform
     devices = (
-        f"{mesh.size} simulated CPU device{'s' * (mesh.size > 1)}, for there is no accelerator"
+        f"{mesh.size} simulated CPU device{'s' * (mesh.size > 1)}, because there is no accelerator"
         if platform == "cpu"
         else f"{mesh.size} {mesh.devices.flat[0].device_kind} devices, {jax.process_count()} hosts"
     )

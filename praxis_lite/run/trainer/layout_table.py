@@ -130,7 +130,7 @@ def _totals(layout: StateLayout) -> str:
     held = bytes_per_device(layout)
     parts = " + ".join(f"{format_bytes(size)} of {kind}" for kind, size in held.items())
     return (
-        f"{len(weights):,} weights of {num_parameters:,} parameters; the state of training takes "
+        f"{len(weights):,} weights with {num_parameters:,} parameters; the state of training takes "
         f"{format_bytes(whole)}. Each device of the {mesh_text(layout.axis_sizes)} holds {parts} = "
         f"{format_bytes(sum(held.values()))}."
     )

@@ -44,7 +44,7 @@ def _parser() -> Parser:
     taking.add_argument("job_log_dir", metavar="JOB_LOG_DIR", help="a new directory")
     taking.add_argument("--set", dest="settings", metavar="path=value", nargs="+",
                         action="extend", default=[], help="as of main.py")
-    giving = commands.add_parser("export", help="write a job's model as Hugging Face keeps it")
+    giving = commands.add_parser("export", help="export a job's model in Hugging Face format")
     giving.add_argument("job_log_dir", metavar="JOB_LOG_DIR", help="a job that began with one")
     giving.add_argument("out_dir", metavar="OUT_DIR", help="a new directory")
     giving.add_argument("--step", type=int, help="of the checkpoint; default: the newest")

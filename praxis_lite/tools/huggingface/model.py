@@ -177,7 +177,7 @@ class HuggingFaceModel:
         self, directory: str | os.PathLike[str], dtype: str | None = None, *,
         max_file_bytes: int = MAX_FILE_BYTES, note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Writes the model as Hugging Face keeps it: config.json and safetensors files.
+        """Exports the model in Hugging Face format: config.json and safetensors files.
 
         What was read and not trained comes out bit for bit.
 

@@ -40,7 +40,7 @@ def test_200_steps_print_at_most_60_lines(ran):
     assert lines[0].startswith("jobzoo.experiments.Tiny, train, in ")
     # Where there is no accelerator the first lines say so.
     assert lines[1] == (
-        "mesh (replica 1, data 4, mdl 2): 8 simulated CPU devices, for there is no accelerator"
+        "mesh (replica 1, data 4, mdl 2): 8 simulated CPU devices, because there is no accelerator"
     )
     kernels = [line for line in lines if line.startswith("attention by the einsum kernel: ")]
     assert len(kernels) == 1
@@ -117,7 +117,7 @@ def test_layout_txt_has_a_line_per_array(ran):
     weight = "softmax/logits_ffn/linear/w"
     for path in (f"mdl_vars/params/{weight}", f"opt_states/slots/unstacked/0/mu/{weight}"):
         assert f"\n{path} " in text
-    assert "weights of 3,186 parameters; the state of training takes" in text
+    assert "weights with 3,186 parameters; the state of training takes" in text
     assert "Each device of the mesh (replica 1, data 4, mdl 2) holds" in text
 
 
