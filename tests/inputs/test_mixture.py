@@ -211,7 +211,7 @@ def test_the_fingerprint_has_shares_and_sources():
         ),
         (
             {"sources": {"a": numbered(0, 3), "b": numbered(0, 3, weights=np.zeros(3))}},
-            "source 'b'",
+            "'b' is empty",
         ),
     ],
 )

@@ -63,12 +63,12 @@ WRONG = {
     ),
     "None for a batch": (lambda p, s, b, k: p.eval_step(s.mdl_vars, None), "eval_step.*None;"),
     "number for a key": (lambda p, s, b, k: p.train_step(s, b, 3), r"Give partitioner.key\(seed"),
-    "no key": (lambda p, s, b, k: p.train_step(s, b, None), "key.*None;.*jax.random"),
+    "no key": (lambda p, s, b, k: p.train_step(s, b, None), "train_step.*key.*None;"),
     "no key to decode": (
         lambda p, s, b, k: p.decode_step(s.mdl_vars, b, None), "decode_step.*key.*None"
     ),
     "state for mdl_vars": (
-        lambda p, s, b, k: p.eval_step(s, b), "mdl_vars.*TrainState;.*state.mdl_vars"
+        lambda p, s, b, k: p.eval_step(s, b), "eval_step.*mdl_vars.*TrainState;.*state.mdl_vars"
     ),
     "state for mdl_vars, examples": (
         lambda p, s, b, k: p.eval_examples(s, b), "eval_examples.*mdl_vars.*TrainState"

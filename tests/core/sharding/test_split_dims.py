@@ -44,7 +44,7 @@ def test_a_short_mapping_is_extended_to_the_rank():
     [
         (("modle", None), r"lm/w.*'modle'.*\('replica', 'data', 'mdl'"),
         ((3, None), r"lm/w.*\(3, None\).* 3 .*\('replica', 'data', 'mdl'"),
-        (("data", "data"), r"lm/w.*\('data', 'data'\)"),
+        (("data", "data"), r"lm/w.* \('data', 'data'\) "),
         (("data", ("mdl", 1)), r"lm/w.*\('data', \('mdl', 1\)\).*'data'"),
         ((("data", "data"), None), r"lm/w.*\(\('data', 'data'\), None\)"),
         (("data", None, None), r"lm/w.*\('data', None, None\).*3.*2.*1"),

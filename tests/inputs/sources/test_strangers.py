@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import struct
 import sys
 import zipfile
@@ -217,8 +218,11 @@ def test_only_plain_files_in_the_folder_are_opened(tmp_path):
                  "good/../../outside", "hf://datasets/x"):
         with pytest.raises(ConfigError, match="x .*/in; "):
             file_inside(folder, name, "x")
-    for name in ("pipe", "loop", "none", ".", None, 7, "", "a\0", ["good"]):
-        with pytest.raises(ConfigError, match=f"x (names|.*{name})|{name}.* x "):
+    for name in ("pipe", "loop", "none", "."):
+        with pytest.raises(ConfigError, match=f"/in/{name}, .* x "):
+            file_inside(folder, name, "x")
+    for name in (None, 7, "", "a\0", ["good"]):
+        with pytest.raises(ConfigError, match=f"^x .* {re.escape(repr(name))} "):
             file_inside(folder, name, "x")
     deep = b'{"a": [' * 60 + b"]}" * 60
     for text in (b"[7]", b"{", b"\xff", b"[" * 10**5, b"", deep):

@@ -361,7 +361,7 @@ WRONG_CALLS = {
     "cache.*2.*init_cache": lambda x: cross()(
         x, encoded=x, cache=cross().init_cache(2, 3, jnp.float32, encoded_length=2)
     ),
-    "is_cross_attention=True .*`encoded`": lambda x: self_attention()(
+    "cache .*is_cross_attention=True .*`encoded`": lambda x: self_attention()(
         x, encoded=x, cache=self_attention().init_cache(2, 3, jnp.float32)
     ),
 }

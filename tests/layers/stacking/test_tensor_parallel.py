@@ -259,7 +259,7 @@ WRONG = {
     "'ring'.*'gather'.*'mdl'.*residual_batch": (
         lambda: feed_forward(residual=SPLITS["no"])
     ),
-    r"DotProductAttention\.tensor_parallel.*'ring'.*None": (
+    r"DotProductAttention\.tensor_parallel.*'ring';.*None": (
         lambda: attention(residual=SPLITS["time"])
     ),
     r"\('mdl', 'data'\).*'mdl'": (

@@ -189,7 +189,7 @@ REFUSED = """
 @pytest.mark.parametrize("symbol", REFUSED.split())
 def test_what_acts_is_refused(symbol):
     module, name = symbol.split(":")
-    with pytest.raises(ConfigError, match=f"config.json names {module}"):
+    with pytest.raises(ConfigError, match=f"config.json names {module}.{name},"):
         nodes.read({"name": symbol}, check({"name": symbol}, ()))
         pytest.fail(f"{module}.{name} is allowed")
 

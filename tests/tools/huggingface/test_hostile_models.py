@@ -51,7 +51,7 @@ def test_any_value_of_any_field_is_understood_or_refused_in_a_paragraph(family):
         ({"num_hidden_layers": 2**31}, "num_hidden_layers.*2147483648"),
         ({"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": None},
          "num_attention_heads.* 5;.*hidden_size, 48"),
-        ({"rope_scaling": "linear"}, "rope_scaling.*'linear'.*null"),
+        ({"rope_scaling": "linear"}, "rope_scaling.*'linear';.*null"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'linear'.*factor.*null"),
     ],
 )
