@@ -48,7 +48,7 @@ def lack_of_memory(error: BaseException) -> str | None:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yields an exception, and what it came of, each the cause of the one before."""
+    """Yields an exception, then its cause, then the cause of that, and so on."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
