@@ -54,10 +54,10 @@ class CausalLm(lm.PyDocs):
 
     @functools.cached_property
     def text(self):
-        local = self.corpus.tokenizer
-        if local is None and self.HF_DIR is not None and has_tokenizer(Path(self.HF_DIR)):
-            local = self.HF_DIR
-        return fdl.copy_with(self.corpus, tokenizer=local)
+        tokenizer = self.corpus.tokenizer
+        if tokenizer is None and self.HF_DIR is not None and has_tokenizer(Path(self.HF_DIR)):
+            tokenizer = self.HF_DIR
+        return fdl.copy_with(self.corpus, tokenizer=tokenizer)
 
     def task(self):
         settings = TINY if self.HF_DIR is None else settings_in(self.HF_DIR)
@@ -192,9 +192,9 @@ class ChatDpo(ChatFull):
     def task(self):
         task = super().task()
         model = fdl.Partial(with_reference, base_tpl=task.model)
-        local = task.learner.bprop_variable_exclusion
+        excluded = task.learner.bprop_variable_exclusion
         learner = fdl.copy_with(
-            task.learner, bprop_variable_exclusion=tuple(filter(None, (local, "reference/.*"))),
+            task.learner, bprop_variable_exclusion=tuple(filter(None, (excluded, "reference/.*"))),
             learning_rate=1e-5,
         )
         return fdl.Config(

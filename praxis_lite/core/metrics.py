@@ -134,18 +134,18 @@ def weighted_mean(found: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array]
       weights: the batch's, [B, ...].
     """
     is_pair = isinstance(found, tuple | list) and len(found) == 2
-    value, local = [_real(x) for x in (found if is_pair else (found, weights))]
-    if value is None or local is None or value.shape != local.shape:
+    value, weight = [_real(x) for x in (found if is_pair else (found, weights))]
+    if value is None or weight is None or value.shape != weight.shape:
         return None
     if value.ndim == 0:
-        return (value, local) if is_pair else None
+        return (value, weight) if is_pair else None
     if value.shape[:1] != weights.shape[:1]:
         return None
     if is_pair:
         is_row = jnp.any(weights != 0, axis=tuple(range(1, weights.ndim)))
-        local = jnp.where(is_row.reshape(-1, *[1] * (value.ndim - 1)), local, 0.0)
-    total = jnp.sum(local)
-    weighted_sum = jnp.sum(jnp.where(local != 0, value * local, 0.0))
+        weight = jnp.where(is_row.reshape(-1, *[1] * (value.ndim - 1)), weight, 0.0)
+    total = jnp.sum(weight)
+    weighted_sum = jnp.sum(jnp.where(weight != 0, value * weight, 0.0))
     return weighted_sum / jnp.where(total == 0, 1.0, total), total
 
 

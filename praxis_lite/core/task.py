@@ -121,11 +121,11 @@ class Task(abc.ABC):
         is_sharded = lambda x: isinstance(x, ShardedWeight)  # noqa: E731
         params = jax.tree.map(cast, mdl_vars["params"], is_leaf=is_sharded)
         module = self.model.module({**mdl_vars, "params": params}, key, eval_key)
-        local = getattr(module, "linen_module", module)
-        if hasattr(local, "fprop_dtype"):
+        model = getattr(module, "linen_module", module)
+        if hasattr(model, "fprop_dtype"):
             raise ConfigError(
                 f"{type(self).__name__}.fprop_dtype is {jnp.dtype(self.fprop_dtype).name}, but "
-                f"{type(local).__name__} has an fprop_dtype of its own. Leave the task's out, and "
+                f"{type(model).__name__} has an fprop_dtype of its own. Leave the task's out, and "
                 "set the model's: task.model.fprop_dtype."
             )
         return module

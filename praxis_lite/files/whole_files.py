@@ -47,7 +47,7 @@ def new_directory(path: Path, last: str) -> Iterator[Path]:
       ConfigError: the directory has files, or the disk does not take some.
     """
     partial, moved = path / PARTIAL, []
-    result = not path.exists()
+    is_new = not path.exists()
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -72,7 +72,7 @@ def new_directory(path: Path, last: str) -> Iterator[Path]:
             os.replace(partial / name, path / name)
         partial.rmdir()
     except BaseException as error:
-        _take_back(path, partial, moved, result)
+        _take_back(path, partial, moved, is_new)
         if isinstance(error, OSError) and not isinstance(error, ConfigError):
             raise not_written(path, error, "it writes them anew") from error
         raise

@@ -99,14 +99,14 @@ class FromDataset(ReplayedPipeline):
         leaves = {}
         for name, (shape, dtype) in self._element.items():
             narrow("FromDataset", name, np.empty(0, dtype))
-            local = shape[1:] if self.is_batched else shape
-            if None in local or (self.is_batched and not shape):
+            row_shape = shape[1:] if self.is_batched else shape
+            if None in row_shape or (self.is_batched and not shape):
                 raise ConfigError(
                     f"FromDataset: {name!r} has the shape {shape} in {self._name}; all but a "
                     "batch's rows must be known and the same for every example. Pad it, or state "
                     "it with tf.ensure_shape."
                 )
-            leaves[name] = np.empty((0, *local), narrow_dtype(np.dtype(dtype)))
+            leaves[name] = np.empty((0, *row_shape), narrow_dtype(np.dtype(dtype)))
         return spec_of_rows(with_weights(leaves), self.batch_size)
 
     def batches_from(self, start: int, rows: slice) -> Iterator[dict[str, np.ndarray]]:
@@ -207,13 +207,13 @@ class FromDataset(ReplayedPipeline):
     def _counted(self) -> int:
         """Returns the number of elements of a pass, after reading them all."""
         _log.info("counting the elements of %s, once through: %s", self._name, _INSTEAD)
-        result, said_at = 0, time.monotonic()
+        count, said_at = 0, time.monotonic()
         for _ in self._read(iter(self._dataset)):
-            result += 1
+            count += 1
             if time.monotonic() - said_at > _SECONDS_BETWEEN_COUNTS:
-                _log.info("counted %s elements of %s so far", f"{result:,}", self._name)
+                _log.info("counted %s elements of %s so far", f"{count:,}", self._name)
                 said_at = time.monotonic()
-        return result
+        return count
 
     @functools.cached_property
     def _element(self) -> dict[str, tuple[tuple[int | None, ...], Any]]:

@@ -94,6 +94,10 @@ class Product:
     """
 
     def __call__(self, layer: "Dense", inputs: jax.Array) -> jax.Array:
+        """Returns the outputs of the layer's equation, and any bias."""
+        return layer.biased(self.multiplied(layer, inputs))
+
+    def multiplied(self, layer: "Dense", inputs: jax.Array) -> jax.Array:
         """Returns the outputs of the layer's equation."""
         return jnp.einsum(layer.equation, inputs, layer.kernel(inputs.dtype))
 
@@ -140,17 +144,20 @@ class Dense(BaseLayer):
         """Returns the results of `__call__`, given the sum of product and bias."""
         return constrain(outputs, self.activation_split_dims_mapping)
 
+    def biased(self, outputs: jax.Array) -> jax.Array:
+        """Returns the outputs of the equation plus the bias, if there is one."""
+        if self.b is None:
+            return outputs
+        operands, results = self.equation.split("->")
+        weight = operands.split(",")[1]
+        size_of = dict(zip(weight, self.kernel_shape, strict=True))
+        num_leading = outputs.ndim - len(results.replace("...", ""))
+        # Dims that the weight does not give are 1.
+        shape = [size_of.get(dim, 1) for dim in results.replace("...", " " * num_leading)]
+        return outputs + broadcast_as(self.b[...].reshape(shape), outputs)
+
     def __call__(self, inputs: jax.Array) -> Any:
-        outputs = self.product(self, inputs)
-        if self.b is not None:
-            operands, results = self.equation.split("->")
-            weight = operands.split(",")[1]
-            size_of = dict(zip(weight, self.kernel_shape, strict=True))
-            num_leading = outputs.ndim - len(results.replace("...", ""))
-            # Dims that the weight does not give are 1.
-            shape = [size_of.get(dim, 1) for dim in results.replace("...", " " * num_leading)]
-            outputs += broadcast_as(self.b[...].reshape(shape), outputs)
-        return self.finished(outputs)
+        return self.finished(self.product(self, inputs))
 
 
 def is_dense(layer: Any) -> bool:

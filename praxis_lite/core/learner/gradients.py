@@ -90,18 +90,18 @@ def limits_by_optimizer(
         )
     limits = {"": main}
     for aux in auxiliary:
-        local = GradientLimits(
+        limit = GradientLimits(
             aux.clip_gradient_norm_to_value, aux.clip_gradient_single_norm_to_value,
             owner=f"AuxiliaryOptimizer '{aux.name}'",
         )  # fmt: skip
-        is_limited = local.clip_gradient_norm_to_value or local.clip_gradient_single_norm_to_value
+        is_limited = limit.clip_gradient_norm_to_value or limit.clip_gradient_single_norm_to_value
         if is_limited and not apply_separate_scaling:
             raise ConfigError(
-                f"{local.owner} sets a clip_gradient_... of its own, but "
+                f"{limit.owner} sets a clip_gradient_... of its own, but "
                 "Learner.apply_separate_scaling is False, so that all gradients would be clipped "
                 "together by the Learner's. Set apply_separate_scaling=True, or remove it."
             )
-        limits[aux.name] = local if apply_separate_scaling else main
+        limits[aux.name] = limit if apply_separate_scaling else main
     return limits
 
 

@@ -131,10 +131,10 @@ def looks_beyond(
             "shape of its weight."
         )
     count = len(jax.tree.leaves(tree))
-    local = [frozenset({number}) for number in range(count)]
+    numbers = [frozenset({number}) for number in range(count)]
     others = [_OF_SLOTS] * (len(traced.jaxpr.invars) - 2 * count)
     reader = _Reader()
-    results = reader.read(traced.jaxpr, [*local, *local, *others])
+    results = reader.read(traced.jaxpr, [*numbers, *numbers, *others])
     return reader.draws or any(len(read - _OF_SLOTS) > 1 for read in results)
 
 

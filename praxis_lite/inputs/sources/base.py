@@ -128,15 +128,15 @@ class Source(abc.ABC):
             try:
                 if isinstance(example, BadExample):
                     raise example
-                result = make(example, number)
+                value = make(example, number)
             except BadExample as error:
                 if error.fault not in self.skip:
                     raise
-                result = error.fault
-            if isinstance(result, str):
-                left_out[result] += 1
+                value = error.fault
+            if isinstance(value, str):
+                left_out[value] += 1
             else:
-                yield number, result
+                yield number, value
 
 
 @dataclasses.dataclass(eq=False)

@@ -41,11 +41,11 @@ class FileIndex(NamedTuple):
 
     def require_unchanged(self) -> None:
         """Raises ConfigError, with the name, if the file is gone or no longer what was indexed."""
-        result = state_of(self.path)
-        if result != self.state:
+        state = state_of(self.path)
+        if state != self.state:
             raise ConfigError(
                 f"{self.path} has changed while it was in use: its index is of {self.state[0]:,} "
-                f"bytes, and it has {result[0]:,} now, or another time of change. Put the file "
+                f"bytes, and it has {state[0]:,} now, or another time of change. Put the file "
                 "back; or launch again, which makes the index anew and compares the data with "
                 "the checkpoint's."
             )

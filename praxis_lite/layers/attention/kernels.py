@@ -138,12 +138,12 @@ def check_kernel(setting: str, needs: Mapping[str, bool]) -> None:
 
 
 def _auto(needs: frozenset[str], work: Workload) -> tuple[str, str]:
-    local = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}.get(work.platform)
+    fused = {"gpu": "cudnn", "cuda": "cudnn", "tpu": "splash"}.get(work.platform)
     why_not = f"the usual one on a {work.platform}"
-    if local is not None:
-        why_not = _obstacle(local, needs, work)
+    if fused is not None:
+        why_not = _obstacle(fused, needs, work)
         if why_not is None:
-            return local, f"it is the {work.platform}'s own"
+            return fused, f"it is the {work.platform}'s own"
     if work.num_queries * work.num_keys >= CHUNKED_FROM:
         obstacle = _obstacle("chunked", needs, work)
         if obstacle is None:

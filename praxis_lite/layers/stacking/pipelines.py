@@ -195,10 +195,10 @@ class Pipeline(BaseLayer):
 
             def one(x: jax.Array, microbatch: Any, cache: PyTree) -> tuple:
                 # A copy that belongs to this trace, so that what it assigns does not leave it.
-                local = jax.tree.map(lambda a: a, block)
+                copy = jax.tree.map(lambda a: a, block)
                 inputs = jax.tree.map(lambda a: pick(a, microbatch), inputs_M)
                 return apply_layer(
-                    local, x, index, microbatch, key=key, cache=cache, **inputs, **others
+                    copy, x, index, microbatch, key=key, cache=cache, **inputs, **others
                 )
 
             if num_microbatches == 1:

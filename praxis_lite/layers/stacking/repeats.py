@@ -134,8 +134,8 @@ class StackedTransformer(BaseLayer):
         pattern = list(block) if isinstance(block, Sequence) else [block]
         num_repeats(self, pattern, num_layers)
         name = "StackedTransformer.residual_droppath_prob"
-        result = residual_droppath_prob
-        require(0.0 <= result < 1.0, name, result, "0 <= p < 1")
+        prob = residual_droppath_prob
+        require(0.0 <= prob < 1.0, name, prob, "0 <= p < 1")
         self.layer_names = tuple(f"x_layers_{i}" for i in range(num_layers))
         for i, name in enumerate(self.layer_names):
             droppath = residual_droppath_prob * i / num_layers

@@ -130,7 +130,7 @@ def adapted_layers(module: nnx.Module) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class AdaptedProduct(Product):
-    """A product plus that of two thin matrices; no array in the size of the weight is made.
+    """A product, with its bias, plus that of two thin matrices: none is as large as the weight.
 
     Attributes:
       base: the product with `w`.

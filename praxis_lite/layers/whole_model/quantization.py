@@ -179,7 +179,7 @@ class RoundedProduct(Product):
 
     rule: QuantizationRule
 
-    def __call__(self, layer: Dense, inputs: jax.Array) -> jax.Array:
+    def multiplied(self, layer: Dense, inputs: jax.Array) -> jax.Array:
         equation = layer.equation
         free = [letter for letter in string.ascii_letters if letter not in equation]
         num_leading = inputs.ndim - len(equation.partition(",")[0].replace("...", ""))

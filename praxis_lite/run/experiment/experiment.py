@@ -213,9 +213,9 @@ def _set_preset(config: fdl.Config, preset: str) -> None:
             rank: (batch, *dims[1:]) for rank, dims in mapping.items()
         }
     if preset in COMPILER_OPTIONS:
-        local = getattr(config.mesh, "compiler_options", None) or {}
-        config.mesh.compiler_options = dict(local) | {
-            platform: dict(options) | dict(local.get(platform, {}))
+        of_mesh = getattr(config.mesh, "compiler_options", None) or {}
+        config.mesh.compiler_options = dict(of_mesh) | {
+            platform: dict(options) | dict(of_mesh.get(platform, {}))
             for platform, options in COMPILER_OPTIONS[preset].items()
         }
 

@@ -63,15 +63,15 @@ def parser_of(name: str, mode: Mode, modes: Modes) -> Parser:
         for name, here in PAX_OPTIONS.items()
     }
     _add_common(parser, modes)
-    local = _flags(mode)
-    if local:
+    flags = _flags(mode)
+    if flags:
         mode.add_options(parser.add_argument_group(f"--mode={name}", mode.summary))
     elsewhere: dict[str, list[str]] = {}
     for other, item in modes.items():
         for flag in _flags(item):
             elsewhere.setdefault(flag, []).append(f"--mode={other}")
     for flag, names in elsewhere.items():
-        if flag not in local:
+        if flag not in flags:
             parser.add_argument(
                 flag, action=_OfOtherModes, help=argparse.SUPPRESS, nargs="*",
                 default=argparse.SUPPRESS, const=f"goes with {' and '.join(names)}; --mode={name}",

@@ -104,8 +104,8 @@ def _run(loop: Loop, start: StartingPoint) -> Trained:
             if hook.is_due(step, loop.is_last(step)):
                 if hook.waits:
                     late.read()
-                result = StepMade(step, state, batch, key, outputs, loop.is_last(step))
-                loop.end(hook.after_step(result))
+                step_made = StepMade(step, state, batch, key, outputs, loop.is_last(step))
+                loop.end(hook.after_step(step_made))
                 if hook.waits:
                     late.last_time = time.perf_counter()
         loop.watchdog.step_ended(step)

@@ -59,10 +59,10 @@ def layer_of(leaf: str, weights: Iterable[str]) -> str:
       weights: the paths of all weights. A gradient, a slot or an average has that of its own weight
         at its end.
     """
-    local = max((x for x in weights if f"/{leaf}".endswith(f"/{x}")), key=len, default="")
-    if not local and leaf.startswith("mdl_vars/non_trainable/"):
-        local = leaf.removeprefix("mdl_vars/non_trainable/")
-    return local.rpartition("/")[0] or local
+    name = max((x for x in weights if f"/{leaf}".endswith(f"/{x}")), key=len, default="")
+    if not name and leaf.startswith("mdl_vars/non_trainable/"):
+        name = leaf.removeprefix("mdl_vars/non_trainable/")
+    return name.rpartition("/")[0] or name
 
 
 def _fewest_axes(

@@ -27,18 +27,18 @@ def run(check: Check, meshes: Sequence[Shape] | None) -> Certificate:
     num_devices, platform = attached_devices()
     check.note(f"{num_devices} {platform} devices, jax {jax.__version__}")
     mesh = filled_mesh(check.job.mesh, num_devices)
-    local = reduced(mesh, num_devices)
-    if local != mesh.shape:
+    smaller = reduced(mesh, num_devices)
+    if smaller != mesh.shape:
         check.remark(
             f"The experiment's mesh {mesh.shape} is larger than the {num_devices} "
-            f"devices; it is checked as {local}."
+            f"devices; it is checked as {smaller}."
         )
-    shapes = meshes or chosen_meshes(local, check.plain_one.layout, num_devices)
+    shapes = meshes or chosen_meshes(smaller, check.plain_one.layout, num_devices)
     try:
         if check.makes("data"):
             check.note("the data, twice")
             check.add(None, data.repeatable(check.job))
-        check.prepare(local if local in shapes else shapes[-1])
+        check.prepare(smaller if smaller in shapes else shapes[-1])
         for shape in shapes:
             _check_mesh(check, shape)
         if check.own_shape in check.meshes:

@@ -33,7 +33,7 @@ def shrunk(config: "fdl.Config") -> "tuple[fdl.Config, list[str]]":
     Raises:
       ConfigError: no setting of the model has a name that is known.
     """
-    config, message = copy.deepcopy(config), []
+    config, changes = copy.deepcopy(config), []
     is_refused = any(_refuses_long(item) for item in buildables(config.datasets))
     of_data, layers = IDS if is_refused else IDS | LENGTHS, _fewest_layers(config)
     for root, names in (("task", of_data | LAYERS | DIMS | DECODED), ("datasets", of_data)):
@@ -44,15 +44,15 @@ def shrunk(config: "fdl.Config") -> "tuple[fdl.Config, list[str]]":
                 new = min(value, layers) if name in LAYERS else _smaller(name, value)
                 if new != value:
                     setattr(buildable, name, new)
-                    message.append(f"{name} {value} ({new} was checked)")
-    if not message:
+                    changes.append(f"{name} {value} ({new} was checked)")
+    if not changes:
         known = ", ".join(sorted(LAYERS | DIMS | IDS))
         raise ConfigError(
             "--shrink found nothing to make smaller in the task's config; it knows settings of "
             f"these names, where they are larger than it makes them: {known}. Leave --shrink out, "
             "or make a smaller model with --set."
         )
-    return config, list(dict.fromkeys(message))
+    return config, list(dict.fromkeys(changes))
 
 
 def _refuses_long(data: "fdl.Buildable") -> bool:

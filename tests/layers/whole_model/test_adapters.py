@@ -346,3 +346,20 @@ def test_an_experiment_configures_it():
 def test_a_wrong_setting_is_named(build, message):
     with pytest.raises(ConfigError, match=message):
         build()
+
+
+def test_an_adapter_is_added_after_the_bias_to_the_bit():
+    """Rounded once more in between: a job that was begun with this order goes on with it."""
+    layer = lora(layers.AttentionProjection, rank=2)(7, 3, 5, use_bias=True, rngs=nnx.Rngs(0))
+    random = np.random.default_rng(0)
+    for name in ("w", "b", "lora_a", "lora_b"):
+        weight = getattr(layer, name)
+        weight.set_value(jnp.asarray(random.normal(size=weight.shape), jnp.float32))
+    x = jnp.asarray(random.normal(size=(4, 7)), jnp.bfloat16)
+    w, b, lora_a, lora_b = (
+        getattr(layer, name)[...].astype(jnp.bfloat16) for name in ("w", "b", "lora_a", "lora_b")
+    )
+    base = jnp.einsum("bd,dnk->bnk", x, w)
+    thin = jnp.einsum("br,rnk->bnk", jnp.einsum("bd,dr->br", x, lora_a), lora_b)
+    np.testing.assert_array_equal(layer(x), base + b[None] + thin)
+    assert np.any(layer(x) != base + thin + b[None])  # The order shows.

@@ -70,10 +70,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
         budget = current()
         budget.step()
         # Jinja wraps `format` of a text.
-        local = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
+        owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         given = {name: item for name, item in kwargs.items() if name not in _OF_JINJA}
-        if isinstance(local, str | bytes | int | float | list | dict | tuple):
-            require_bounded(__obj.__name__, (local, *args), given)
+        if isinstance(owner, str | bytes | int | float | list | dict | tuple):
+            require_bounded(__obj.__name__, (owner, *args), given)
         else:
             budget.weight([*args, *given.values()])
         return budget.charge(super().call(__context, __obj, *args, **kwargs))
@@ -198,8 +198,8 @@ class _Own:
     """The functions that are counted by themselves."""
 
     def __contains__(self, function: Any) -> bool:
-        local = getattr(function, "__self__", None)
-        return isinstance(local, Sandbox) and getattr(function, "__name__", "") in (
+        owner = getattr(function, "__self__", None)
+        return isinstance(owner, Sandbox) and getattr(function, "__name__", "") in (
             "step", "joined", "made", "sliced",
         )
 

@@ -72,12 +72,12 @@ class StopConsensus:
         has_saved, self._has_saved = self._has_saved, False
         if last is None:
             return False
-        message = np.asarray(last)[[self._places[k] for k in sorted(self._places)]]
+        words = np.asarray(last)[[self._places[k] for k in sorted(self._places)]]
         if processes.is_first():
-            self._slow.add(message[:, 1])
+            self._slow.add(words[:, 1])
         # Gathered before a save that has come since, it would be made twice.
-        self.save_is_due = bool(message[0, 2]) and not has_saved
-        asking = np.flatnonzero(message[:, 0]).tolist()
+        self.save_is_due = bool(words[0, 2]) and not has_saved
+        asking = np.flatnonzero(words[:, 0]).tolist()
         if asking:
             self.wanted_by = f"a signal to {' and '.join(map(processes.name, asking))}"
         return bool(asking)

@@ -41,23 +41,23 @@ def check_fits(layout: StateLayout, mesh: Mesh, mode: str) -> None:
         needed = each * len(devices) if is_training else sum(
             math.prod(leaf.padded_shape) * leaf.dtype.itemsize for leaf in leaves
         )
-        result = host_memory.available_bytes()
-        if needed <= result:
+        available = host_memory.available_bytes()
+        if needed <= available:
             return
         message = (
             f"{what} takes {format_bytes(needed)} on {len(devices)} simulated devices, which share "
-            f"this machine's memory, and {format_bytes(int(result))} are available here. "
+            f"this machine's memory, and {format_bytes(int(available))} are available here. "
             f"{_largest(leaves)} {_SMALLER_STATE}; of simulated devices each has a copy of what is "
             "not split, so take fewer of them, or devices that exist."
         )
     else:
         limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
-        result = min((limit for limit in limits if limit), default=math.inf)
-        if each <= result:
+        available = min((limit for limit in limits if limit), default=math.inf)
+        if each <= available:
             return
         message = (
             f"{what} does not fit: each device of the mesh holds {format_bytes(each)} of it, and "
-            f"has {format_bytes(int(result))} of memory. {_largest(leaves)} {_SMALLER_STATE}."
+            f"has {format_bytes(int(available))} of memory. {_largest(leaves)} {_SMALLER_STATE}."
         )
     raise ConfigError(f"{message} --mode=explain needs no memory for it.")
 

@@ -62,7 +62,7 @@ def chat(job: JobOnMesh, step: int | str | None, lines: Iterable[str]) -> None:
         processes.count() == 1, "--chat: the number of processes", processes.count(), "1",
         "Give the prompts with --prompt, or in a file with --prompts.",
     )
-    task, message = job.partitioner.task, list[Message]()
+    task, messages = job.partitioner.task, list[Message]()
     if isinstance(lines, io.TextIOWrapper):
         lines.reconfigure(errors="surrogateescape")  # Prompts are checked, and refused by name.
     prompt_batch(task, [[{"role": "user", "content": "?"}]], "--chat")
@@ -70,14 +70,14 @@ def chat(job: JobOnMesh, step: int | str | None, lines: Iterable[str]) -> None:
     print("Say something; an empty line begins a new conversation, Ctrl-D ends it.", flush=True)
     for line in lines:
         if not line.strip():
-            message.clear()
+            messages.clear()
             print("(a new conversation)", flush=True)
             continue
-        message.append({"role": "user", "content": line.strip()})
-        batch = prompt_batch(task, [message], "--chat", multiple_of=CHAT_LENGTHS)
+        messages.append({"role": "user", "content": line.strip()})
+        batch = prompt_batch(task, [messages], "--chat", multiple_of=CHAT_LENGTHS)
         check_reads(job.partitioner.decode_step, checked_spec(batch, "--chat"), "--chat")
-        answer = _decoded_aloud(decoder, batch, [message])[0]["continuation"]
-        message.append({"role": "assistant", "content": answer})
+        answer = _decoded_aloud(decoder, batch, [messages])[0]["continuation"]
+        messages.append({"role": "assistant", "content": answer})
 
 
 def _restored(job: JobOnMesh, step: int | str | None) -> PromptDecoder:

@@ -172,8 +172,8 @@ def _checked(kind: str, scaling: Mapping[str, Any], may_be_in_part: bool) -> dic
 
 
 def _length(settings: DecoderSettings, given: Mapping[str, Any]) -> int | None:
-    local = given.get("original_max_position_embeddings")
-    return settings.original_max_positions or local or settings.max_positions
+    original = given.get("original_max_position_embeddings")
+    return settings.original_max_positions or original or settings.max_positions
 
 
 def _yarn(given: Mapping[str, Any], factor: float) -> dict[str, Any]:

@@ -87,13 +87,13 @@ def filler(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
 def micro_batches(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
     """A batch worked on in 1, 2 and 4 parts, without dropout, which differs by part."""
     batch, whole = check.batches[0], (1,) * len(one.mesh.shape)
-    local = check.job.task.learner.gradient_accumulation_steps
+    num_steps = check.job.task.learner.gradient_accumulation_steps
     num_rows = check.num_rows
     reference = check.plain_one
-    if local != 1:
+    if num_steps != 1:
         reference = check.on_mesh(whole, Partitioner, reporting(check.job.task, 1))
     for number in (1, 2, 4):
-        if number == local and not check.is_random:
+        if number == num_steps and not check.is_random:
             continue  # It was trained so.
         by_hand = one.partitioner.gradients.num_parts is not None
         if num_rows % number or (by_hand and check.couplings):

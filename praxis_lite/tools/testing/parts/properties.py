@@ -22,19 +22,19 @@ def couplings(task: Task) -> list[str]:
 
     Flax declares batch statistics by their kind (`nnx.BatchStat`, the collection "batch_stats").
     """
-    result = [] if task.couples_rows is None else [task.couples_rows]
+    couplings = [] if task.couples_rows is None else [task.couples_rows]
     module = task.model.abstract_module()
     if module is not None:
         for _, node in nnx.iter_graph(module):
-            message = getattr(type(node), "couples_rows", None)
-            if isinstance(message, str):
-                result.append(message)
+            coupling = getattr(type(node), "couples_rows", None)
+            if isinstance(coupling, str):
+                couplings.append(coupling)
             if isinstance(node, nnx.BatchStat):
-                result.append(STATISTICS)
+                couplings.append(STATISTICS)
     specs = jax.tree.leaves_with_path(task.model.weight_specs()["non_trainable"])
     if any("batch_stats" in jax.tree_util.keystr(path) for path, _ in specs):
-        result.append(STATISTICS)
-    return list(dict.fromkeys(result))
+        couplings.append(STATISTICS)
+    return list(dict.fromkeys(couplings))
 
 
 def token_by_token(task: Task, batch: Batch) -> Callable[..., Any] | None:
