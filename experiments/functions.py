@@ -46,7 +46,7 @@ def loss(params, inputs, key):
 
 
 def predict(params, inputs, key):
-    """Returns what decoding writes of each image."""
+    """Returns the most likely digit and the label of each image."""
     return {"digit": jnp.argmax(mlp(params, inputs["inputs"]), -1), "label": inputs["labels"]}
 
 

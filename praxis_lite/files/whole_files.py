@@ -15,12 +15,14 @@ PARTIAL = ".partial"
 def write_whole(path: Path, content: bytes) -> None:
     """Writes a file beside `path`, on disk, and then gives it that name.
 
-    A kill may leave `.NAME.new` behind, which the next call writes over. Raises ConfigError if it
-    cannot be written; an old file stays as it is.
+    A kill may leave `.NAME.new` behind, which the next call removes: what else may lie there, a
+    pipe or a link, is not written into. Raises ConfigError if it cannot be written; an old file
+    stays as it is.
     """
     temporary = path.with_name(f".{path.name}.new")
     try:
-        with temporary.open("wb") as file:
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -7,8 +7,9 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple
 
-from praxis_lite.core.errors import shown
+from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.core.user_lines import user_line
+from praxis_lite.files.whole_files import write_whole
 
 
 class ElsewhereError(RuntimeError):
@@ -52,8 +53,8 @@ def explained(error: BaseException, path: Path | None) -> Explained | None:
         words, status = f"{error.filename}: {error.strerror}.", 2
     text = "".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace")
     if path is not None:
-        with contextlib.suppress(OSError):  # The job's directory was deleted, or is full.
-            path.write_bytes(text)
+        with contextlib.suppress(ConfigError):  # The job's directory was deleted, or is full.
+            write_whole(path, text)
             return Explained(f"{words} The whole traceback is in {path}.", status)
     try:
         number, name = tempfile.mkstemp(prefix="praxis_lite_traceback_", suffix=".txt")

@@ -6,13 +6,13 @@ import hashlib
 import itertools
 import logging
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from praxis_lite.core.callables import callable_name
-from praxis_lite.core.errors import ConfigError, require, shown
+from praxis_lite.core.errors import require
 from praxis_lite.inputs.mixing.shuffle import examples_at
 
 if TYPE_CHECKING:  # A worker process needs no JAX, which takes a second to import.
@@ -204,37 +204,6 @@ class ReplayedPipeline(InputPipeline):
         return self.batches_from(start, self.whole_or(rows))
 
 
-def require_same_classes(pipelines: Mapping[str, InputPipeline]) -> None:
-    """Raises ConfigError if a class has different numbers in two pipelines, given by their paths.
-
-    Names that only one of them has are no error: a split may lack classes.
-    """
-    clashes = class_clashes({path: pipeline.classes() for path, pipeline in pipelines.items()})
-    for label, name, (path, number), (other, expected) in clashes:
-        raise ConfigError(
-            f"The {label!r} of {path} counts the class {shown(repr(name))} as {number}, that of "
-            f"{other} as {expected}. Say the classes once, and give them to both "
-            "(ImageFiles.classes), or save both with the same ClassLabel."
-        )
-
-
-def class_clashes(
-    classes: Mapping[str, Mapping[str, Sequence[str]]],
-) -> Iterator[tuple[str, str, tuple[str, int], tuple[str, int]]]:
-    """Yields (label, class, (dataset, number), (other dataset, other number)) of unequal numbers.
-
-    Args:
-        classes: by dataset and label, the names of the classes in the order of their numbers.
-    """
-    first: dict[tuple[str, str], tuple[str, int]] = {}
-    for dataset, labels in classes.items():
-        for label, names in labels.items():
-            for number, name in enumerate(names):
-                expected = first.setdefault((label, name), (dataset, number))
-                if number != expected[1]:
-                    yield label, name, (dataset, number), expected
-
-
 def difference(
     first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]
 ) -> str | None:
@@ -298,12 +267,6 @@ def described(value: Any) -> Any:
     if isinstance(value, Fingerprinted):
         return value.fingerprint()
     return callable_name(value if hasattr(value, "__qualname__") else type(value))
-
-
-def function_name(function: Any) -> str:
-    """Returns the full name of a function, or of the function that a functools.partial calls."""
-    result = described(function)
-    return result["function"] if isinstance(result, dict) else str(result)
 
 
 _log = logging.getLogger(__name__)

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from praxis_lite.core.callables import function_name
 from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.inputs.base import (
     ReplayedPipeline,
     described,
     difference,
     digest_of,
-    function_name,
     spec_of_rows,
 )
 from praxis_lite.inputs.leaves import filled, narrow, narrow_dtype, with_weights

@@ -10,6 +10,8 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.files.json_text import content_of, opened_to_append
+from praxis_lite.files.whole_files import write_whole
+from praxis_lite.host.user_errors import explained
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.job.processes.watchdog import Watchdog
 from praxis_lite.tools.begin_job import beginning
@@ -47,6 +49,29 @@ def test_only_a_plain_file_is_added_to(tmp_path, is_read):
         opened_to_append(tmp_path / "pipe")
     if reader is not None:
         os.close(reader)
+
+
+def test_a_whole_file_goes_into_no_pipe_and_through_no_link(tmp_path):
+    (tmp_path / "secret").write_text("mine")
+    for name in ("pipe", "link"):
+        path, beside = tmp_path / name, tmp_path / f".{name}.new"
+        if name == "pipe":
+            os.mkfifo(path)
+            os.mkfifo(beside)
+        else:
+            beside.symlink_to(tmp_path / "secret")
+        with within_seconds(beside, 5):
+            write_whole(path, b"whole")
+        assert stat.S_ISREG(path.lstat().st_mode) and path.read_bytes() == b"whole"
+    assert (tmp_path / "secret").read_text() == "mine"
+
+
+def test_a_traceback_takes_the_place_of_a_pipe(tmp_path):
+    path = tmp_path / "traceback.txt"
+    os.mkfifo(path)
+    with within_seconds(path, 5):
+        answer = explained(OSError(5, "Input/output error", "weights.bin"), path)
+    assert str(path) in answer.words and "Input/output error" in path.read_text()
 
 
 def test_a_job_is_not_begun_over_a_pipe(tmp_path):

@@ -63,7 +63,7 @@ def snapshot() -> str:
 
 
 def lost() -> list[str]:
-    """Returns what the snapshot has and the library has not, unless it is a former name."""
+    """Returns the names and parameters of the snapshot that the library has lost."""
     actual = {(package, name): parameters(value)
               for package in PACKAGES for name, value in with_methods(package)}
     missing = []

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, require, require_choice
-from praxis_lite.inputs.base import IndexedPipeline, require_same_classes, spec_of_rows, zero_rows
+from praxis_lite.inputs.base import IndexedPipeline, spec_of_rows, zero_rows
 from praxis_lite.inputs.mixing import shares
+from praxis_lite.inputs.mixing.same_classes import require_same_classes
 
 if TYPE_CHECKING:
     import jax

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from praxis_lite.core.callables import function_name
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.inputs.base import (
@@ -16,7 +17,6 @@ from praxis_lite.inputs.base import (
     ReplayedPipeline,
     described,
     digest_of,
-    function_name,
     spec_of_rows,
     zero_rows,
 )

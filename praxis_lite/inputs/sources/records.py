@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from praxis_lite.core.callables import function_name
 from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.host.optional_packages import optional_module
-from praxis_lite.inputs.base import described, function_name
+from praxis_lite.inputs.base import described
 from praxis_lite.inputs.sources.base import Example, FileSource
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.file_index import FileIndex, Made

@@ -93,9 +93,9 @@ class RunConfig:
 
     @property
     def init_from(self) -> tuple[str, Any] | None:
-        """The setting that names the initial state of a new job, and its value; None: it is drawn.
+        """The name and the value of the setting from which a new job takes its weights.
 
-        Of both settings only one may be given.
+        None if they are drawn. Only one of the two settings may be given.
         """
         if self.init_from_huggingface is not None:
             return "init_from_huggingface", self.init_from_huggingface

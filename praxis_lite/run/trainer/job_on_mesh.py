@@ -16,8 +16,9 @@ from praxis_lite.core.sharding.inputs import check_ids
 from praxis_lite.core.sharding.mesh import filled_mesh, make_mesh, simulate_devices
 from praxis_lite.core.sharding.mesh_config import CompilerOptions
 from praxis_lite.host.host_memory import check_room_for_devices
-from praxis_lite.inputs.base import TRAIN, IndexedPipeline, InputPipeline, require_same_classes
+from praxis_lite.inputs.base import TRAIN, IndexedPipeline, InputPipeline
 from praxis_lite.inputs.batches import check_data, check_members, checked_batches, checked_spec
+from praxis_lite.inputs.mixing.same_classes import require_same_classes
 from praxis_lite.run.experiment.experiment import Job
 from praxis_lite.run.experiment.run_config import RunConfig
 from praxis_lite.run.job import processes
@@ -32,10 +33,10 @@ from praxis_lite.run.trainer.checks.job_checks import (
     check_parts,
     check_tokens,
     check_watched_metrics,
-    flat,
     why_bytes,
 )
 from praxis_lite.run.trainer.checks.memory import check_batch_fits, check_fits, compile_step
+from praxis_lite.run.trainer.checks.resume import flat
 from praxis_lite.run.trainer.checks.step_of_data import step_for
 from praxis_lite.run.trainer.layout_table import mesh_text
 

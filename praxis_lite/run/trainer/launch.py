@@ -29,14 +29,9 @@ from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.job.job_lock import JobLock
 from praxis_lite.run.job.processes.stopping import StopRequest
 from praxis_lite.run.trainer import trainer
-from praxis_lite.run.trainer.checks.job_checks import (
-    check_batches_left,
-    check_first_batches,
-    check_resumable,
-    check_same_seed,
-    notes_on_resume,
-)
+from praxis_lite.run.trainer.checks.job_checks import check_batches_left, check_first_batches
 from praxis_lite.run.trainer.checks.memory import compile_init
+from praxis_lite.run.trainer.checks.resume import check_resumable, check_same_seed, notes_on_resume
 from praxis_lite.run.trainer.checks.step_of_data import step_for
 from praxis_lite.run.trainer.evaluation import Evaluator, evaluation_line
 from praxis_lite.run.trainer.hooks.hook import check_hooks

@@ -25,7 +25,7 @@ from praxis_lite.inputs import (
     Tfds,
     WithWorkers,
 )
-from praxis_lite.inputs.base import require_same_classes
+from praxis_lite.inputs.mixing.same_classes import require_same_classes
 from praxis_lite.inputs.sources import arrays
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.files.inside import file_inside, json_inside

@@ -11,7 +11,8 @@ import pytest
 
 from praxis_lite import ConfigError, EvaluationSettings, RunConfig
 from praxis_lite.run.job.job_dir import JobDir
-from praxis_lite.run.trainer.checks.job_checks import check_num_batches, check_resumable
+from praxis_lite.run.trainer.checks.job_checks import check_num_batches
+from praxis_lite.run.trainer.checks.resume import check_resumable
 from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
 from tests.support.job_runs import copy_of_trained, home, launch, lines_of, succeed, trained
 from tests.support.line_jobs import LINE

@@ -9,7 +9,7 @@ import xxhash
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, shown
 from praxis_lite.host.optional_packages import require_package
-from praxis_lite.inputs.base import class_clashes
+from praxis_lite.inputs.mixing.same_classes import class_clashes
 from praxis_lite.inputs.sources.columnar import Batches, mapped, row_of, validate
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.files.images import image_of

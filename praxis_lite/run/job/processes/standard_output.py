@@ -15,7 +15,7 @@ from praxis_lite.run.job.processes.signals import say
 
 
 def to_nothing(number: int) -> None:
-    """Puts /dev/null in the place of a file descriptor, be it open or closed."""
+    """Makes a file descriptor, open or closed, one of /dev/null."""
     null = os.open(os.devnull, os.O_RDWR)
     if null != number:  # The lowest that is free may be the one.
         os.dup2(null, number)
@@ -130,7 +130,7 @@ def output_may_be_lost(*, goes_on: bool | Callable[[], bool]) -> Iterator[None]:
     sys.stdout, sys.stderr = local
     try:
         yield
-        for stream in local:  # What Python has not written yet may be all that there is.
+        for stream in local:  # A short output may lie in Python's buffers as a whole.
             stream.flush()
     finally:
         for stream in local:
