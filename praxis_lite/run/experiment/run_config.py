@@ -1,6 +1,7 @@
 """How long a job runs, and how often it saves, evaluates and reports."""
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -88,7 +89,12 @@ class RunConfig:
 
     @property
     def seconds_between_checkpoints(self) -> int | None:
-        """The seconds after which a checkpoint is due: `checkpoints.seconds_between`."""
+        """Returns `checkpoints.seconds_between`, and warns: its former name."""
+        warnings.warn(
+            "RunConfig.seconds_between_checkpoints is RunConfig.checkpoints.seconds_between now, "
+            "and the former name goes with the next minor version.",
+            DeprecationWarning, stacklevel=2,
+        )
         return self.checkpoints.seconds_between
 
     @property

@@ -159,6 +159,9 @@ def test_the_former_settings_are_taken_in_python_with_a_warning_that_names_the_p
         assert getattr(getattr(run, part), today) == value
         with pytest.warns(DeprecationWarning, match=f"run.{part}.{today}"):
             assert getattr(run, name) == value
+    run = RunConfig(num_train_steps=7)
+    with pytest.warns(DeprecationWarning, match="checkpoints.seconds_between"):
+        assert run.seconds_between_checkpoints == run.checkpoints.seconds_between == 600
     with pytest.raises(TypeError, match="every_step"):
         RunConfig(num_train_steps=7, every_step=7)
 
