@@ -181,8 +181,8 @@ class _OnMesh:
                 weight = jax.lax.stop_gradient(metrics["loss"][1])
                 new = jax.tree.map(lambda n, o: jnp.where(weight != 0, n, o), new, old)
                 # A sum over rows, which devices and micro-batches add to: each has the weight 1.
-                item = {"loss": (jnp.zeros(()), jnp.ones(()))}
-                metrics = item | {f"mean/{name}": pair for name, pair in metrics.items()}
+                unit = {"loss": (jnp.zeros(()), jnp.ones(()))}
+                metrics = unit | {f"mean/{name}": pair for name, pair in metrics.items()}
                 # Devices are summed over, so each has a term of its own, even of equal numbers.
                 return varying_over(loss * (weight / size), self.data_axes), (metrics, new)
 

@@ -115,11 +115,11 @@ class _Named(dict):
 
 
 def weights_of(inputs: Mapping[str, Any]) -> jax.Array:
-    """Returns a batch's weights, [B, ...] in float32; 1 for each row if it has none."""
+    """Returns a batch's weights, [B, ...] in float32; ones for its rows if it has none."""
     if "weights" in inputs:
         return inputs["weights"].astype(jnp.float32)
-    leaves = [x for x in jax.tree.leaves(dict(inputs)) if jnp.ndim(x)]
-    return jnp.ones(leaves[0].shape[0], jnp.float32)
+    rows = [jnp.shape(x)[:1] for x in jax.tree.leaves(dict(inputs)) if jnp.ndim(x)]
+    return jnp.ones(rows[0] if rows else (), jnp.float32)
 
 
 def weighted_mean(found: Any, weights: jax.Array) -> tuple[jax.Array, jax.Array] | None:
