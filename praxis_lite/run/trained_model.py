@@ -27,12 +27,13 @@ from praxis_lite.run.experiment.recorded_job import check_tokenizers
 from praxis_lite.run.experiment.setting_of import naming_settings
 from praxis_lite.run.generation import with_decoder
 from praxis_lite.run.job.job_dir import JobDir, open_for_reading
+from praxis_lite.run.trainer.checks.datasets import check_reads
 from praxis_lite.run.trainer.checks.job_checks import check_decoder, check_parts
 from praxis_lite.run.trainer.decoding.prompt_decoder import PromptDecoder
 from praxis_lite.run.trainer.decoding.user_prompts import Prompts, prompt_batch
 from praxis_lite.run.trainer.evaluation import Evaluator
 from praxis_lite.run.trainer.forward_pass import check_call, forward_pass
-from praxis_lite.run.trainer.job_on_mesh import check_reads, partitioner_of
+from praxis_lite.run.trainer.job_on_mesh import partitioner_of
 from praxis_lite.run.trainer.restored_weights import restored_weights
 
 Batch = Mapping[str, np.ndarray]

@@ -12,32 +12,24 @@ from jax.sharding import Mesh
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.core.sharding.inputs import check_ids
 from praxis_lite.core.sharding.mesh import filled_mesh, make_mesh, simulate_devices
 from praxis_lite.core.sharding.mesh_config import CompilerOptions
 from praxis_lite.host.host_memory import check_room_for_devices
-from praxis_lite.inputs.base import TRAIN, IndexedPipeline, InputPipeline
-from praxis_lite.inputs.batches import check_data, check_members, checked_batches, checked_spec
-from praxis_lite.inputs.mixing.same_classes import require_same_classes
+from praxis_lite.inputs.base import TRAIN, InputPipeline
+from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.run.experiment.experiment import Job
 from praxis_lite.run.experiment.run_config import RunConfig
 from praxis_lite.run.job import processes
 from praxis_lite.run.job.job_dir import JobDir
-from praxis_lite.run.job.processes.same_everywhere import check_same
-from praxis_lite.run.trainer.checks.id_sizes import num_ids_of
+from praxis_lite.run.trainer.checks.datasets import check_datasets
 from praxis_lite.run.trainer.checks.job_checks import (
     check_averages,
     check_decoder,
     check_metric_names,
-    check_num_batches,
     check_parts,
-    check_tokens,
     check_watched_metrics,
-    why_bytes,
 )
-from praxis_lite.run.trainer.checks.memory import check_batch_fits, check_fits, compile_step
-from praxis_lite.run.trainer.checks.resume import flat
-from praxis_lite.run.trainer.checks.step_of_data import step_for
+from praxis_lite.run.trainer.checks.memory import check_fits, compile_step
 from praxis_lite.run.trainer.layout_table import mesh_text
 
 
@@ -58,6 +50,16 @@ class JobOnMesh:
         return {name: dataset for name, dataset in self.datasets.items() if name != TRAIN}
 
 
+# The fields of a job whose data a mode reads, and whose datasets are therefore checked.
+_READ_FIELDS = {
+    "train": ("datasets",),
+    "eval": ("datasets",),
+    "decode": ("decode_datasets",),
+    "explain": ("datasets", "decode_datasets"),
+    "load": (),
+}
+
+
 def partitioner_of(job: Job, mode: str) -> Partitioner:
     """Returns the task on its mesh, after all that can be checked before anything compiles.
 
@@ -66,26 +68,9 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
     """
     check_parts(job)
     use_compilation_cache()
-    mesh_config = filled_mesh(job.mesh)
-    check_room_for_devices(simulate_devices(mesh_config.num_devices, processes.count()))
-    mesh = make_mesh(mesh_config)
-    if jax.process_count() != processes.count():
-        raise ConfigError(
-            f"JAX sees {jax.process_count()} processes, of which {processes.count()} are "
-            "connected. Start each with --coordinator, --num_processes and --process_id."
-        )
-    platform = mesh.devices.flat[0].platform
-    devices = (
-        f"{mesh.size} simulated CPU device{'s' * (mesh.size > 1)}, because there is no accelerator"
-        if platform == "cpu"
-        else f"{mesh.size} {mesh.devices.flat[0].device_kind} devices, {jax.process_count()} hosts"
-    )
-    print(f"{mesh_text(mesh.shape)}: {devices}", flush=True)
-    tokenizer = job.task.tokenizer
-    ends = () if tokenizer is None else tokenizer.turn_end_ids
-    if ends and mode in ("train", "decode"):
-        words = ", ".join(f"{tokenizer.decode([token])} (id {token})" for token in ends)
-        print(f"the chat template ends an answer with {words}: decoding ends there too", flush=True)
+    mesh = _mesh_of(job)
+    if mode in ("train", "decode"):
+        _print_turn_ends(job.task.tokenizer)
     partitioner = partitioner_on(job, mesh)
     print_compiler_options(partitioner)
     if mode != "explain":
@@ -96,56 +81,41 @@ def partitioner_of(job: Job, mode: str) -> Partitioner:
             f"datasets has {sorted(job.datasets)}, but training needs one called '{TRAIN}'. Add it "
             "to the experiment's datasets()."
         )
-    roots = {
-        "train": ("datasets",),
-        "eval": ("datasets",),
-        "decode": ("decode_datasets",),
-        "explain": ("datasets", "decode_datasets"),
-        "load": (),
-    }[mode]
-    if "decode_datasets" in roots:
+    fields = _READ_FIELDS[mode]
+    if "decode_datasets" in fields:
         check_decoder(job.task)
-    for root in roots:
-        specs = {}
-        for name, pipeline in getattr(job, root).items():
-            check_members(pipeline, f"{root}.{name}")
-            check_data(pipeline, f"{root}.{name}")
-            specs[name] = checked_spec(pipeline, f"{root}.{name}")
-        require_same_classes({f"{root}.{name}": item for name, item in getattr(job, root).items()})
-        if root == "datasets" and mode != "explain":
-            check_num_batches(job.datasets, job.run)
-        for name, pipeline in getattr(job, root).items():
-            spec = specs[name]
-            step = step_for(partitioner, root, name)
-            check_reads(step, spec, f"{root}.{name}")
-            if mode != "explain" and isinstance(pipeline, IndexedPipeline):
-                # The first batch before anything compiles, the others before their steps.
-                rows = partitioner.process_rows(pipeline.batch_size)
-                share = max(0, rows.stop - rows.start) / pipeline.batch_size
-                check_batch_fits(spec, share, f"{root}.{name}")
-                batches = checked_batches(pipeline, f"{root}.{name}", rows=rows)
-                first = next(batches)[1] if rows.start < rows.stop else {}
-                is_decoded = root == "decode_datasets"
-                num_ids = job.task.num_ids() if is_decoded else num_ids_of(job.task, spec)
-                try:
-                    check_ids(first, num_ids, f"{root}.{name}, batch 0", first_row=rows.start)
-                except ConfigError as error:
-                    raise ConfigError(f"{error}{why_bytes(pipeline)}") from None
-            if mode != "explain":
-                check_tokens(job.task, pipeline, f"{root}.{name}")
-            # A layer refuses some settings only when it is called, as here. The step stays traced.
-            # Training evaluates, too.
-            if mode in ("train", "decode"):
-                step.trace(spec)
-            elif mode == "eval" and name != TRAIN:
-                partitioner.eval_examples.trace(spec)
-        if processes.count() > 1:
-            fingerprints = {name: one.fingerprint() for name, one in getattr(job, root).items()}
-            check_same("The processes' data differ", dict(flat(fingerprints, f"{root}.")))
+    for field in fields:
+        check_datasets(job, partitioner, field, mode)
     if mode == "train":
         check_metric_names(partitioner, job.datasets[TRAIN])
         check_watched_metrics(partitioner, job.datasets, job.run)
     return partitioner
+
+
+def _mesh_of(job: Job) -> Mesh:
+    """Returns the job's mesh, of simulated devices without an accelerator, and prints its line."""
+    mesh_config = filled_mesh(job.mesh)
+    check_room_for_devices(simulate_devices(mesh_config.num_devices, processes.count()))
+    mesh = make_mesh(mesh_config)
+    if jax.process_count() != processes.count():
+        raise ConfigError(
+            f"JAX sees {jax.process_count()} processes, of which {processes.count()} are "
+            "connected. Start each with --coordinator, --num_processes and --process_id."
+        )
+    device = mesh.devices.flat[0]
+    devices = (
+        f"{mesh.size} simulated CPU device{'s' * (mesh.size > 1)}, because there is no accelerator"
+        if device.platform == "cpu"
+        else f"{mesh.size} {device.device_kind} devices, {jax.process_count()} hosts"
+    )
+    print(f"{mesh_text(mesh.shape)}: {devices}", flush=True)
+    return mesh
+
+
+def _print_turn_ends(tokenizer: Tokenizer | None) -> None:
+    if tokenizer is not None and (ends := tokenizer.turn_end_ids):
+        words = ", ".join(f"{tokenizer.decode([token])} (id {token})" for token in ends)
+        print(f"the chat template ends an answer with {words}: decoding ends there too", flush=True)
 
 
 def partitioner_on(
@@ -171,17 +141,6 @@ def print_compiler_options(partitioner: Partitioner) -> None:
     if options := partitioner.compiler_options:
         words = ", ".join(f"{name}={value}" for name, value in options.items())
         print(f"compiler options: {words}", flush=True)
-
-
-def check_reads(step: Step, spec: Mapping[str, jax.ShapeDtypeStruct], name: str) -> None:
-    """Raises ConfigError if a batch lacks a leaf that a step reads, or the mesh cannot split it.
-
-    Args:
-      spec: as `checked_spec` gives it.
-      name: of the dataset, for the message.
-    """
-    step.where.task.check_inputs(spec, step.required_inputs, name)
-    step.check_batch(spec)
 
 
 def compile_together(steps: Iterable[tuple[Step, InputPipeline, str]]) -> None:

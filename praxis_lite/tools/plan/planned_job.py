@@ -9,8 +9,9 @@ from praxis_lite.core.sharding.mesh import filled_mesh, make_mesh
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.inputs.batches import checked_spec
 from praxis_lite.run.experiment.experiment import Job
+from praxis_lite.run.trainer.checks.datasets import check_reads
 from praxis_lite.run.trainer.checks.job_checks import check_parts
-from praxis_lite.run.trainer.job_on_mesh import check_reads, partitioner_on
+from praxis_lite.run.trainer.job_on_mesh import partitioner_on
 from praxis_lite.tools.plan.topology import Topology
 
 # What chips with SparseCores offload to them, XLA cannot read back from its own text (jax 0.12).

@@ -9,10 +9,11 @@ from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.inputs.batches import checked_spec
 from praxis_lite.run.job import processes
 from praxis_lite.run.job.job_dir import COMMAND_LINE
+from praxis_lite.run.trainer.checks.datasets import check_reads
 from praxis_lite.run.trainer.decoding.prompt_decoder import PromptDecoder
 from praxis_lite.run.trainer.decoding.streaming import Continuations
 from praxis_lite.run.trainer.decoding.user_prompts import Message, Prompt, prompt_batch, title
-from praxis_lite.run.trainer.job_on_mesh import JobOnMesh, check_reads, compile_together
+from praxis_lite.run.trainer.job_on_mesh import JobOnMesh, compile_together
 from praxis_lite.run.trainer.metrics.records import add_records, write_records
 from praxis_lite.run.trainer.restored_weights import restored_weights
 
