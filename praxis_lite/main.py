@@ -1,8 +1,7 @@
-"""From a command line to its mode: the only place that joins the run and the tools."""
+"""From a command line to its mode: the table of all modes, of the run and of the tools."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from praxis_lite.core.errors import require
 from praxis_lite.run.command import run
@@ -19,45 +18,10 @@ from praxis_lite.run.modes.train import Train
 from praxis_lite.tools.modes.check import Check
 from praxis_lite.tools.modes.explain import Explain
 from praxis_lite.tools.modes.plan import Plan
-
-if TYPE_CHECKING:
-    from praxis_lite.core.partitioner.train_state import StateLayout
-    from praxis_lite.run.checkpoints.init.initial_state import InitialState
-    from praxis_lite.run.checkpoints.init.loading_rules import CheckpointLoadingRules
-    from praxis_lite.run.trainer.hooks.hook import Hook
-    from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
-
-
-def _from_huggingface(directory: str, layout: "StateLayout") -> "InitialState":
-    from praxis_lite.tools.huggingface.initial_state import FromHuggingFace
-
-    return FromHuggingFace(directory, layout)
-
-
-def _from_checkpoints(
-    rules: "Mapping[str, CheckpointLoadingRules]", layout: "StateLayout"
-) -> "InitialState":
-    from praxis_lite.run.checkpoints.init.init_from_checkpoint import FromCheckpoints
-    from praxis_lite.tools.foreign_checkpoints.nnx_checkpoint import NnxCheckpoint
-
-    return FromCheckpoints(rules, layout, forms=[NnxCheckpoint])
-
-
-def _hooks_of_tools(job: "JobOnMesh") -> "list[Hook]":
-    from praxis_lite.tools.explain.compiler_warnings import CompilerWarnings
-    from praxis_lite.tools.non_finite.hook import NonFinite
-
-    return [CompilerWarnings(job), *([NonFinite(job)] if job.run.debug_nans else [])]
-
+from praxis_lite.tools_of_jobs import SOURCES, hooks_of_tools
 
 MODES: Mapping[str, Mode] = {
-    "train": Train(
-        {
-            "init_from_checkpoint_rules": _from_checkpoints,
-            "init_from_huggingface": _from_huggingface,
-        },
-        _hooks_of_tools,
-    ),
+    "train": Train(SOURCES, hooks_of_tools),
     "eval": Evaluate(),
     "decode": Decode(),
     "explain": Explain(),

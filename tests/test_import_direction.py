@@ -27,6 +27,7 @@ ORDERS = {
         {"decode"},
         {"run"},
         {"tools"},
+        {"tools_of_jobs"},
         {"main"},
     ),
     "praxis_lite/core": (

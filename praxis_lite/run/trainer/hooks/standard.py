@@ -11,7 +11,7 @@ from praxis_lite.run.trainer.hooks.skipped_steps import SkippedSteps
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.run.trainer.metrics.progress import ProgressLine
 
-# Returns the hooks that tools add to a job, which the run does not know: `main.py` names them.
+# Returns the hooks that tools add to a job, which the run does not know (`tools_of_jobs.py`).
 MoreHooks = Callable[[JobOnMesh], Sequence[Hook]]
 
 

@@ -1,0 +1,44 @@
+"""The parts that tools give to a job that trains: sources of its initial state, and hooks.
+
+The command line (`main.py`) and Python (`python_calls.py`) train with the same.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from praxis_lite.core.partitioner.train_state import StateLayout
+    from praxis_lite.run.checkpoints.init.initial_state import InitialState, Source
+    from praxis_lite.run.checkpoints.init.loading_rules import CheckpointLoadingRules
+    from praxis_lite.run.trainer.hooks.hook import Hook
+    from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
+
+
+def _from_huggingface(directory: str, layout: "StateLayout") -> "InitialState":
+    from praxis_lite.tools.huggingface.initial_state import FromHuggingFace
+
+    return FromHuggingFace(directory, layout)
+
+
+def _from_checkpoints(
+    rules: "Mapping[str, CheckpointLoadingRules]", layout: "StateLayout"
+) -> "InitialState":
+    from praxis_lite.run.checkpoints.init.init_from_checkpoint import FromCheckpoints
+    from praxis_lite.tools.foreign_checkpoints.nnx_checkpoint import NnxCheckpoint
+
+    return FromCheckpoints(rules, layout, forms=[NnxCheckpoint])
+
+
+# By the setting of `run` that names them.
+SOURCES: "Mapping[str, Source]" = {
+    "init_from_checkpoint_rules": _from_checkpoints,
+    "init_from_huggingface": _from_huggingface,
+}
+
+
+def hooks_of_tools(job: "JobOnMesh") -> "list[Hook]":
+    """Returns the hooks that tools add to a job; they come before those of every job."""
+    from praxis_lite.tools.explain.compiler_warnings import CompilerWarnings
+    from praxis_lite.tools.non_finite.hook import NonFinite
+
+    return [CompilerWarnings(job), *([NonFinite(job)] if job.run.debug_nans else [])]
