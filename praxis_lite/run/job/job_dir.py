@@ -1,5 +1,6 @@
 """Where a job keeps its files, and whose directory it is."""
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -8,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.core.errors import ConfigError, did_you_mean, few, shown
 from praxis_lite.files.json_text import read_json
 from praxis_lite.files.whole_files import write_whole
 
@@ -200,14 +201,14 @@ def open_for_reading(path: str | os.PathLike[str], *, writes: bool = True) -> Jo
         _refuse(
             job,
             f"does not exist (the nearest that does is {near}). Train first with "
-            "--mode=train, or name the directory of a job that was trained",
+            f"--mode=train, or name the directory of a job that was trained{_near_jobs(job)}",
         )
     _check_is_directory(job)
     if not job.config_json.is_file():
         _refuse(
             job,
             "has no config.json, so no job was trained there. Train first with --mode=train, or "
-            "name the directory of a job that was trained",
+            f"name the directory of a job that was trained{_near_jobs(job)}",
         )
     if writes:
         _check_writable(job)
@@ -234,6 +235,24 @@ def recorded_experiment(job: JobDir) -> str:
 
 def _named(path: str | os.PathLike[str]) -> JobDir:
     return JobDir(local_directory(path))
+
+
+def _near_jobs(job: JobDir) -> str:
+    """Returns words with the jobs that lie in the directory, or beside it under a near name."""
+    inside = _jobs_in(job.path)
+    if inside:
+        return f": {few([str(job.path / name) for name in inside])}"
+    near = did_you_mean(job.path.name, _jobs_in(job.path.parent)).strip().rstrip("?")
+    return f". {near}, in {job.path.parent}" if near else ""
+
+
+def _jobs_in(directory: Path) -> list[str]:
+    with contextlib.suppress(OSError):
+        return sorted(
+            name for name in os.listdir(directory)
+            if JobDir(directory / name).config_json.is_file()
+        )
+    return []
 
 
 def _check_is_directory(job: JobDir) -> None:

@@ -93,6 +93,15 @@ def test_reading_needs_a_job(tmp_path):
         open_for_reading(tmp_path)
 
 
+def test_jobs_in_a_directory_that_is_none_or_beside_it_are_named(tmp_path):
+    job_at(tmp_path / "jobs" / "warmup7")
+    job_at(tmp_path / "jobs" / "other")
+    with pytest.raises(ConfigError, match=r"warmup77 .* mean warmup7, in .*/jobs\."):
+        open_for_reading(tmp_path / "jobs" / "warmup77")
+    with pytest.raises(ConfigError, match="trained: .*/jobs/other, .*/jobs/warmup7"):
+        open_for_reading(tmp_path / "jobs")
+
+
 @pytest.mark.skipif(os.name != "posix", reason="users and modes of POSIX")
 def test_a_directory_without_the_right_to_write_is_refused(tmp_path):
     code = (

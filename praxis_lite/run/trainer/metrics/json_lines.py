@@ -129,7 +129,7 @@ def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             raise ConfigError(
                 f"{path}, line {number}: not a JSON object with an integer 'step': {text[:80]!r}. "
                 "Mend or remove that line; only the last one may be cut short.") from error
-        lines.append(_with_non_finite(line))
+        lines.append(with_non_finite(line))
     return lines
 
 
@@ -172,11 +172,12 @@ def strict_json(value: Any, key: str) -> Any:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def _with_non_finite(value: Any) -> Any:
+def with_non_finite(value: Any) -> Any:
+    """Returns a value of a line with "NaN" and the infinities, wherever in it, as floats."""
     if isinstance(value, str):
         return _NON_FINITE.get(value, value)
     if isinstance(value, dict):
-        return {key: _with_non_finite(entry) for key, entry in value.items()}
+        return {key: with_non_finite(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_with_non_finite(entry) for entry in value]
+        return [with_non_finite(entry) for entry in value]
     return value
