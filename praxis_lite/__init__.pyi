@@ -18,6 +18,7 @@ from praxis_lite.run.experiment.registry import register as register
 from praxis_lite.run.experiment.run_config import RunConfig as RunConfig
 from praxis_lite.run.experiment.run_settings import EvaluationSettings as EvaluationSettings
 from praxis_lite.run.experiment.run_settings import LossSpikeSettings as LossSpikeSettings
+from praxis_lite.run.experiment.run_settings import ProfileSettings as ProfileSettings
 from praxis_lite.run.experiment.run_settings import StopSettings as StopSettings
 from praxis_lite.run.trained_model import TrainedModel as TrainedModel
 from praxis_lite.run.trained_model import load as load

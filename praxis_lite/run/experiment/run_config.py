@@ -13,6 +13,7 @@ from praxis_lite.run.config.whole_numbers import CHANGE, check_whole_numbers
 from praxis_lite.run.experiment.run_settings import (
     EvaluationSettings,
     LossSpikeSettings,
+    ProfileSettings,
     StopSettings,
 )
 
@@ -29,6 +30,7 @@ class RunConfig:
         evaluation: when it evaluates, on how much, and with which weights.
         stopping: what ends training before its last step.
         loss_spikes: what is a loss spike, and what follows it.
+        profile: which steps are profiled, and by which processes.
         log_every_steps: steps between printed lines if the output is not a terminal. None: about 20
             lines in a run. `metrics.jsonl` has every step in any case.
         accept_changed_data: names in the fingerprint of the training data, such as "seed" or
@@ -53,6 +55,7 @@ class RunConfig:
     evaluation: EvaluationSettings = EvaluationSettings()
     stopping: StopSettings = StopSettings()
     loss_spikes: LossSpikeSettings = LossSpikeSettings()
+    profile: ProfileSettings = ProfileSettings()
     log_every_steps: int | None = None
     accept_changed_data: Sequence[str] = ()
     decode_use_ema_states: bool = False
@@ -76,6 +79,13 @@ class RunConfig:
         require(
             self.checkpoints.max_to_keep >= 2, "run.checkpoints.max_to_keep",
             self.checkpoints.max_to_keep, "a whole number, 2 or more", CHANGE,
+        )
+        ranges = self.profile.ranges()
+        require(
+            not ranges or ranges[-1].stop - 1 <= self.num_train_steps, "run.profile.steps",
+            self.profile.steps,
+            f"steps to {self.num_train_steps}, run.num_train_steps, and so an END of "
+            f"{self.num_train_steps + 1} at most", CHANGE,
         )
         require(
             self.init_from_huggingface is None or not self.init_from_checkpoint_rules,
@@ -111,5 +121,5 @@ class RunConfig:
 
 _PARTS = {
     "checkpoints": SaveSettings, "evaluation": EvaluationSettings, "stopping": StopSettings,
-    "loss_spikes": LossSpikeSettings,
+    "loss_spikes": LossSpikeSettings, "profile": ProfileSettings,
 }

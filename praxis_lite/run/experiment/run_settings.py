@@ -1,6 +1,7 @@
-"""Parts of a RunConfig: evaluations, the ends of training, loss spikes."""
+"""Parts of a RunConfig: evaluations, the ends of training, loss spikes, profiles."""
 
 import dataclasses
+import re
 from typing import Literal
 
 from praxis_lite.core.errors import require
@@ -89,3 +90,51 @@ class LossSpikeSettings:
             self.action == "report" or factor is not None, "run.loss_spikes.factor", factor,
             "a number, such as 3.0, where run.loss_spikes.action is 'roll_back'", CHANGE,
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProfileSettings:
+    """Steps that JAX's profiler traces, and the processes that do it (`run.profile`).
+
+    While a job runs, SIGUSR1 or a file `profile.request` in its directory asks for a profile.
+
+    Attributes:
+        steps: "100:103" for steps 100, 101 and 102, counted from 1; "100:103,500:502" for two
+            profiles, in ascending order. None: none is made unasked.
+        processes: "first": the first process traces its devices; "all": every process does.
+
+    Raises:
+        ConfigError: a setting of the wrong form, or ranges that are empty, overlap or go backwards.
+    """
+
+    steps: str | None = None
+    processes: Literal["first", "all"] = "first"
+
+    def __post_init__(self) -> None:
+        require(
+            self.processes in ("first", "all"), "run.profile.processes", self.processes,
+            "'first' or 'all'", CHANGE,
+        )
+        require(
+            self.steps is None or (isinstance(self.steps, str) and _RANGES.fullmatch(self.steps)),
+            "run.profile.steps", self.steps,
+            "FIRST:END, such as '100:103' for steps 100 to 102, several split by commas, or None",
+            CHANGE,
+        )
+        end = 1
+        for steps in self.ranges():
+            require(
+                end <= steps.start < steps.stop, "run.profile.steps", self.steps,
+                "ranges from step 1 on, in ascending order, each with its END above its FIRST",
+                CHANGE,
+            )
+            end = steps.stop
+
+    def ranges(self) -> list[range]:
+        """Returns the steps of each profile."""
+        return [
+            range(*map(int, text.split(":"))) for text in (self.steps or "").split(",") if text
+        ]
+
+
+_RANGES = re.compile(r"\d{1,10}:\d{1,10}(,\d{1,10}:\d{1,10})*", re.ASCII)

@@ -43,6 +43,8 @@ class JobDir:
         job began with, if it did.
       tokenizers: the folder of copies of the tokenizers that the config names.
       tensorboard: the folder of TensorBoard's summaries.
+      profiles: the folder of profiles, each by the first step that it traces.
+      profile_request: a file that asks for a profile; its text may say of how many steps.
       checkpoints: the folder of checkpoints by step.
       beginning: a mark, there while a command begins the job with weights of another system.
     """
@@ -62,6 +64,8 @@ class JobDir:
     huggingface = _below("huggingface")
     tokenizers = _below("tokenizers")
     tensorboard = _below("tensorboard")
+    profiles = _below("profiles")
+    profile_request = _below("profile.request")
     checkpoints = _below("checkpoints")
     beginning = _below(".beginning")
 

@@ -20,11 +20,12 @@ _SEEN_SECONDS = 15.0
 class OtherJobDir(JobDir):
     """The files of a process that is not the first, in a folder that is removed at its end.
 
-    The checkpoints are in the job's directory, `shared`.
+    The checkpoints, and traces of this process's devices, are in the job's directory, `shared`.
     """
 
     shared: Path
-    checkpoints = property(lambda self: self.shared / "checkpoints")
+    checkpoints = property(lambda self: JobDir(self.shared).checkpoints)
+    profiles = property(lambda self: JobDir(self.shared).profiles)
 
 
 def open_shared(path: str, open_dir: Callable[[], JobDir]) -> JobDir:

@@ -94,7 +94,9 @@ def _run(loop: Loop, start: StartingPoint) -> Trained:
         index, inputs, batch, first_row, input_time = next(taken)
         if step == loop.first_step + 1:
             _compile(loop)
-        state, outputs = partitioner.train_step(state, batch, key)
+        # The name by which xprof finds the steps in a profile.
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            state, outputs = partitioner.train_step(state, batch, key)
         loop.stop.step_ended()
         loop.asked_to_stop()
         late.read()

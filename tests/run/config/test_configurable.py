@@ -118,7 +118,8 @@ def calls_in(file):
 OF_ACTING_PACKAGES = {
     "praxis_lite": """
         BestCheckpoints CheckpointLoadingRules EarlyStopping EvaluationSettings Experiment Job
-        LossSpikeSettings MeshConfig RunConfig SaveSettings SaveSettings.of StopSettings Task
+        LossSpikeSettings MeshConfig ProfileSettings RunConfig SaveSettings SaveSettings.of
+        StopSettings Task
     """,
     "praxis_lite.collectives": "ExplicitCollectives ShardMapPartitioner",
     "praxis_lite.core": """

@@ -411,6 +411,6 @@ def test_hooks_change_no_number_and_compile_nothing(whole, tmp_path):
 def test_the_protocol_is_what_the_page_says():
     assert set(METHODS) == {
         "check", "restore", "to_save", "before_training", "compiling", "is_due", "after_step",
-        "add_metrics", "after_metrics", "after_evaluation", "after_training",
+        "add_metrics", "after_metrics", "after_evaluation", "after_profile", "after_training",
     }
     assert Hook.every == 1 and Hook.waits and LINE

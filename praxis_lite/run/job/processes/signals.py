@@ -1,4 +1,4 @@
-"""Signals that ask a process to end, heard at once, whatever the main thread is doing.
+"""Signals that ask a process to end, or for a profile: heard at once, whatever it is doing.
 
 Python runs the handler of a signal in the main thread, between two bytecodes: a compiler or a wait
 for devices holds it up for minutes. Underneath, C code writes the number of the signal to a socket
@@ -20,6 +20,9 @@ from praxis_lite.run.job.processes.exits import end_now
 # SIGHUP: the terminal is gone. Under nohup it is ignored, and stays so.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
+# It asks for a profile; unheard it would end the process.
+PROFILES = signal.SIGUSR1
+
 # `timeout` signals its command and then the command's group, which is one request.
 SAME_SECONDS = 0.2
 
@@ -28,10 +31,10 @@ CLEAN_UP_SECONDS = 2.0
 
 
 class SignalListener(contextlib.AbstractContextManager):
-    """Hears SIGNALS while it is entered; a subclass says what they mean.
+    """Hears SIGNALS and PROFILES while it is entered; a subclass says what they mean.
 
     Outside the main thread Python installs no handlers, so no signal is heard there. A signal that
-    was ignored before stays ignored.
+    was ignored before stays ignored, and a handler that the user's code has for PROFILES stays.
     """
 
     def __init__(self) -> None:
@@ -46,6 +49,10 @@ class SignalListener(contextlib.AbstractContextManager):
 
     def _asked(self, signum: int) -> None:
         """Called in the thread, at once, for the first signal, and for each SIGHUP."""
+
+    def _profile_asked(self) -> None:
+        """Called in the thread, at once, for each PROFILES."""
+        say(f"{name(PROFILES)}: no profile is made, because no training runs")
 
     def _time_is_up(self) -> None:
         """Called in the thread, at `_wakes_at`."""
@@ -68,6 +75,8 @@ class SignalListener(contextlib.AbstractContextManager):
             for item in SIGNALS:
                 if signal.getsignal(item) is not signal.SIG_IGN:
                     self._handlers[item] = signal.signal(item, self._handle)
+            if signal.getsignal(PROFILES) in (signal.SIG_DFL, *(one._handle for one in _entered)):
+                self._handlers[PROFILES] = signal.signal(PROFILES, self._handle)
             _entered.append(self)
         return self
 
@@ -105,7 +114,8 @@ class SignalListener(contextlib.AbstractContextManager):
             signal.set_wakeup_fd(self._wakeup_fd)
 
     def _handle(self, signum: int, frame: object) -> None:
-        self._in_main(signum)
+        if signum in SIGNALS:
+            self._in_main(signum)
 
     def _listen(self) -> None:
         while not self._is_closing:
@@ -119,6 +129,8 @@ class SignalListener(contextlib.AbstractContextManager):
             for signum in self._read.recv(64):
                 if signum in SIGNALS:
                     self._heard(signum)
+                elif signum == PROFILES and PROFILES in self._handlers:
+                    self._profile_asked()
 
     def _heard(self, signum: int) -> None:
         now = time.monotonic()

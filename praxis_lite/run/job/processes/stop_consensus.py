@@ -19,7 +19,7 @@ _REPEAT_SECONDS = 300.0
 
 
 class StopConsensus:
-    """Tells every process, at the same step, if any of them wants to stop; names slow processes.
+    """Tells every process, at the same step, what any of them wants; names slow processes.
 
     The processes meet over a mesh.
 
@@ -27,10 +27,12 @@ class StopConsensus:
       wanted_by: which of them wanted to stop when `reached` last returned True, in words.
       save_is_due: True if a checkpoint was due by the first process's clock, when `reached` was
         last called; the same on all processes.
+      profile_steps: how many steps a process asked to profile, as the last call of `reached`
+        knows; 0: none did.
     """
 
     def __init__(self, mesh: Mesh):
-        self.wanted_by, self.save_is_due = "this process", False
+        self.wanted_by, self.save_is_due, self.profile_steps = "this process", False, 0
         self._has_saved = False
         self._is_alone = jax.process_count() == 1
         if self._is_alone:
@@ -54,19 +56,26 @@ class StopConsensus:
         """Tells that a checkpoint was just begun: what was due before is so no more."""
         self.save_is_due, self._has_saved = False, True
 
-    def reached(self, wanted: bool, save_is_due: bool = False) -> bool:
+    def reached(
+        self, wanted: bool, save_is_due: bool = False, profile_steps: int = 0
+    ) -> bool:
         """Returns True if any process wanted to stop, on all processes alike.
 
-        With several processes the answer, and `save_is_due`, are those of the call before: its
-        step has ended when the metrics of that step are read, so nothing is waited for.
+        With several processes the answer, `save_is_due` and `profile_steps` are those of the call
+        before: its step has ended when the metrics of that step are read, so nothing is waited for.
+
+        Args:
+          wanted, save_is_due: by this process's signals and clock.
+          profile_steps: how many steps this process is asked to profile; 0: it is not.
         """
+        self.profile_steps = 0
         if self._is_alone:
-            self.save_is_due = save_is_due
+            self.save_is_due, self.profile_steps = save_is_due, profile_steps
             return wanted
-        row = np.array([[wanted, self._own_seconds, save_is_due]], np.float32)
+        row = np.array([[wanted, self._own_seconds, save_is_due, profile_steps]], np.float32)
         self._own_seconds = 0.0
         whole = jax.make_array_from_callback(
-            (self._mesh.size, 3), self._split, lambda index: row
+            (self._mesh.size, row.shape[1]), self._split, lambda index: row
         )
         last, self._pending = self._pending, self._gather(whole)
         has_saved, self._has_saved = self._has_saved, False
@@ -77,6 +86,7 @@ class StopConsensus:
             self._slow.add(words[:, 1])
         # Gathered before a save that has come since, it would be made twice.
         self.save_is_due = bool(words[0, 2]) and not has_saved
+        self.profile_steps = int(words[:, 3].max())
         asking = np.flatnonzero(words[:, 0]).tolist()
         if asking:
             self.wanted_by = f"a signal to {' and '.join(map(processes.name, asking))}"

@@ -26,6 +26,7 @@ class StopRequest(signals.SignalListener):
 
     Attributes:
       reason: what asked this process to end, such as "SIGTERM", or None.
+      profile_is_asked: SIGUSR1 came; whoever makes the profile sets it back.
     """
 
     def __init__(self, time_limit_seconds: float | None = None, *, num_processes: int = 1):
@@ -38,6 +39,7 @@ class StopRequest(signals.SignalListener):
         self._has_stepped = self._leaves = False
         self._status = 0  # Of an end before any step.
         self.reason: str | None = None
+        self.profile_is_asked = False
 
     def __enter__(self) -> "StopRequest":
         if self._time_limit_seconds is not None:
@@ -74,6 +76,11 @@ class StopRequest(signals.SignalListener):
         if not self._has_stepped:
             seconds = signals.CLEAN_UP_SECONDS if self._leaves else PEERS_SECONDS
             self._wakes_at = time.monotonic() + seconds
+
+    def _profile_asked(self) -> None:
+        self.profile_is_asked = True
+        begins = "after the running step" if self._has_stepped else "after the first step"
+        signals.say(f"{signals.name(signals.PROFILES)}: a profile begins {begins}")
 
     def _time_is_up(self) -> None:
         if self.reason is None:

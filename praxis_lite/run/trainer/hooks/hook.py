@@ -10,6 +10,8 @@ from praxis_lite.core.callables import callable_name, check_takes
 from praxis_lite.core.errors import ConfigError, did_you_mean, require
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import jax
 
     from praxis_lite.core.partitioner.train_state import TrainState
@@ -130,6 +132,9 @@ class Hook(contextlib.AbstractContextManager):
         Returns:
           Why training ends with this step, as of `after_step`.
         """
+
+    def after_profile(self, folder: "Path") -> None:
+        """Called in the first process alone, once the files of a profile are in `folder`."""
 
     def after_training(self, step: int) -> None:
         """Called after the last step, once its metrics were reported; not after an exception."""

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
 from praxis_lite.run.job import processes
@@ -9,6 +10,7 @@ from praxis_lite.run.job.processes.stop_consensus import StopConsensus
 from praxis_lite.run.job.processes.stopping import StopRequest
 from praxis_lite.run.job.processes.watchdog import Watchdog
 from praxis_lite.run.trainer.hooks.hook import Hook, overrides
+from praxis_lite.run.trainer.hooks.profile_requests import ProfileRequests
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 
 Results = Mapping[str, Mapping[str, float]]
@@ -29,6 +31,8 @@ class Loop:
       reason: why a hook ends training, or None.
       results: of the evaluation of the newest step, by dataset; None if it was not evaluated.
       saved_at: when the newest checkpoint was begun, in seconds of time.monotonic.
+      profile_steps: how many steps a profile shall have that was asked for and is not begun; 0: no
+        profile was. The same on all processes.
     """
 
     def __init__(
@@ -48,6 +52,8 @@ class Loop:
         self.stops, self.reason = False, None
         self.results: Results | None = None
         self.saved_at = time.monotonic()
+        self.profile_steps = 0
+        self._requests = ProfileRequests(job.files.profile_request, stop, note)
         self._told = [hook for hook in hooks if overrides(hook, "after_evaluation")]
 
     def asked_to_stop(self) -> bool:
@@ -55,7 +61,10 @@ class Loop:
         self.watchdog.alive()
         seconds = self.job.run.checkpoints.seconds_between
         is_due = seconds is not None and time.monotonic() - self.saved_at >= seconds
-        self.stops |= self.consensus.reached(self.stop.reason is not None, is_due)
+        self.stops |= self.consensus.reached(
+            self.stop.reason is not None, is_due, self._requests.taken()
+        )
+        self.profile_steps = self.consensus.profile_steps or self.profile_steps
         return self.stops
 
     def evaluated(self, step: int, results: Results) -> None:
@@ -63,6 +72,11 @@ class Loop:
         self.results = results
         for hook in self._told:
             self.end(hook.after_evaluation(step, results))
+
+    def profiled(self, folder: Path) -> None:
+        """Tells all hooks, in the first process, that the files of a profile are written."""
+        for hook in self.hooks:
+            hook.after_profile(folder)
 
     def end(self, reason: str | None) -> None:
         """Ends training with this step, given a reason; the first reason is said."""

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from praxis_lite.run.trainer.hooks.evaluations import EarlyStops, Evaluations
 from praxis_lite.run.trainer.hooks.hook import Hook
 from praxis_lite.run.trainer.hooks.loss_spikes import LossSpikes
+from praxis_lite.run.trainer.hooks.profiler import Profiler
+from praxis_lite.run.trainer.hooks.profiles import ProfileBegins, ProfileEnds
 from praxis_lite.run.trainer.hooks.reports import MetricsFiles, Progress
 from praxis_lite.run.trainer.hooks.saves import Saves
 from praxis_lite.run.trainer.hooks.skipped_steps import SkippedSteps
@@ -17,11 +19,15 @@ MoreHooks = Callable[[JobOnMesh], Sequence[Hook]]
 
 def hooks_of(job: JobOnMesh, progress: ProgressLine, more: MoreHooks) -> list[Hook]:
     """Returns the hooks of a job: those of every job, of tools, and of its experiment."""
+    profiler = Profiler(job)
     return [
+        # A profile has neither what is done after its last step, nor before its first.
+        ProfileEnds(job, profiler),
         *more(job),
         # Files come first: what is said or raised after them is on disk.
         MetricsFiles(job), Progress(job, progress), LossSpikes(job), SkippedSteps(job),
         EarlyStops(job), Evaluations(job),
         *job.hooks,
         Saves(job),
+        ProfileBegins(job, profiler),
     ]
