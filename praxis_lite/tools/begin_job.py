@@ -1,38 +1,36 @@
 """A new job whose checkpoint of step 0 has weights that another system has trained."""
 
 import contextlib
-import fcntl
 import os
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 
-import fiddle as fdl
-
 from praxis_lite.core.errors import ConfigError, few, not_written
 from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.core.sharding.mesh import filled_mesh, make_mesh, simulate_devices
 from praxis_lite.files.json_text import opened_to_append
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
 from praxis_lite.run.checkpoints.init.frozen_base import check_frozen_base
 from praxis_lite.run.checkpoints.init.initial_state import InitialState, Note, begun
 from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
+from praxis_lite.run.config.build import build
 from praxis_lite.run.config.overrides import check_required
 from praxis_lite.run.config.text import config_lines, dump_config
 from praxis_lite.run.experiment import registry
 from praxis_lite.run.experiment.experiment import Job
 from praxis_lite.run.experiment.launched_config import config_of_experiment
 from praxis_lite.run.job.job_dir import JobDir, local_directory, open_for_training
-from praxis_lite.run.trainer.checks.job_checks import check_parts
+from praxis_lite.run.job.job_lock import JobLock
 from praxis_lite.run.trainer.checks.memory import check_fits
+from praxis_lite.run.trainer.job_on_mesh import partitioner_of
 
 
 @contextlib.contextmanager
 def beginning(
     job_log_dir: str | os.PathLike[str], experiment: str, packages: Sequence[str] = ()
 ) -> Iterator[JobDir]:
-    """Yields the directory of a job that is to begin, empty again if what follows fails.
+    """Yields the directory of a job that is to begin, cleared again if what follows fails.
 
     A mark in it says that the job is half made. Where a command was killed, and left the mark, the
     same command begins anew.
@@ -66,20 +64,11 @@ def beginning(
 
 @contextlib.contextmanager
 def _marked(job_dir: JobDir) -> Iterator[None]:
-    try:
-        opened = opened_to_append(job_dir.beginning)
-    except OSError as error:
-        raise not_written(job_dir.beginning, error) from error
-    with opened as mark:
+    with JobLock(job_dir.path, print):
         try:
-            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"--job_log_dir={job_dir.path}: another command begins a job there. Wait for its "
-                "end, or name another directory."
-            ) from None
-        except OSError:  # The file system knows no locks.
-            pass
+            opened_to_append(job_dir.beginning).close()
+        except OSError as error:
+            raise not_written(job_dir.beginning, error) from error
         try:
             yield
         finally:
@@ -118,15 +107,12 @@ def begin_job_with(
       note: told how far the reading is.
 
     Raises:
-      ConfigError: the experiment is refused as in training.
+      ConfigError: the task does not fit its mesh, or the weights do not fit the task.
     """
     launched = config_of_experiment(experiment, settings, packages)
     check_required(launched.config)
-    job = fdl.build(launched.config)
-    check_parts(job)
-    mesh_config = filled_mesh(job.mesh)
-    simulate_devices(mesh_config.num_devices)
-    partitioner = (job.partitioner or Partitioner)(job.task, make_mesh(mesh_config))
+    job = build(launched.config)
+    partitioner = partitioner_of(job, "load")  # Its data may be chosen when it is trained.
     check_fits(partitioner.layout, partitioner.mesh, "train")
     initial, groups = source(partitioner, job), partitioner.learner.groups
     check_frozen_base(groups, initial.paths, may_be_new=job.run.frozen_may_be_new)

@@ -207,7 +207,7 @@ def test_a_job_that_was_half_begun_is_begun_anew(tmp_path):
     ):
         job_dir.huggingface.mkdir()
         raise OSError(errno.ENOSPC, "No space left on device")
-    assert os.listdir(path) == []
+    assert os.listdir(path) == [".training"]
     # As a kill leaves it.
     (path / "checkpoints/0.saving").mkdir(parents=True)
     (path / "huggingface").mkdir()
@@ -220,14 +220,14 @@ def test_a_job_that_was_half_begun_is_begun_anew(tmp_path):
     (path / ".beginning").touch()
     with pytest.raises(ConfigError, match=r"--job_log_dir=.*/job .*\(import, pax_job\)"):
         open_for_training(path, "praxis_lite.experiments.lm.Synthetic")
-    with open(path / ".beginning") as mark:
-        fcntl.flock(mark, fcntl.LOCK_EX)
-        with (
-            pytest.raises(ConfigError, match="--job_log_dir=.*/job: "),
-            beginning(path, SYNTHETIC),
-        ):
+    with (
+        open(path / ".training") as lock,
+        pytest.raises(ConfigError, match="--job_log_dir=.*/job: "),
+    ):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with beginning(path, SYNTHETIC):
             pytest.fail("two begin")
     with beginning(path, SYNTHETIC) as job_dir:
-        assert sorted(os.listdir(path)) == [".beginning"]
+        assert sorted(os.listdir(path)) == [".beginning", ".training"]
         job_dir.write_config("{}", [])
-    assert sorted(os.listdir(path)) == ["config.json", "config.txt"]
+    assert sorted(os.listdir(path)) == [".training", "config.json", "config.txt"]
