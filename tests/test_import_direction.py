@@ -64,8 +64,7 @@ ORDERS = {
     ),
     "praxis_lite/core/learner": (
         {
-            "gradients", "optimizer_factories", "path_masks", "schedule_free",
-            "skipped_steps", "weight_averages", "whole_trees",
+            "gradients", "optimizer_factories", "path_masks", "schedule_free", "whole_trees",
         },
         {"optimizer_groups", "weight_groups"},
         {"bound_learner", "slots"},

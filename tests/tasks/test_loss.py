@@ -97,7 +97,6 @@ def test_an_evaluation_whose_last_batch_is_filled_up_is_the_mean_over_all_rows()
     task, mean = task_of(lambda model, inputs, key: (inputs["x"] - 1.0) ** 2), WeightedMean()
     for batch in InMemory({"x": x}, batch_size=5, shuffle=False).batches():
         mean.add(task.compute_loss(None, jax.tree.map(jnp.asarray, batch), None))
-    assert mean.weights() == {"loss": 17.0}
     assert mean.result()["loss"] == pytest.approx(np.mean((x - 1.0) ** 2), rel=1e-6)
 
 

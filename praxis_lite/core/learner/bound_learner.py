@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,10 +14,9 @@ from praxis_lite.core.learner.optimizer_factories import rate_at
 from praxis_lite.core.learner.optimizer_groups import check_mask_patterns
 from praxis_lite.core.learner.path_masks import collected_patterns
 from praxis_lite.core.learner.schedule_free import evaluation_params
-from praxis_lite.core.learner.skipped_steps import kept_if
-from praxis_lite.core.learner.weight_averages import moving_average
 from praxis_lite.core.learner.weight_groups import WeightGroups, merged
 from praxis_lite.core.learner.whole_trees import updates_of
+from praxis_lite.core.sharding.mesh import compiled_platform
 from praxis_lite.core.sharding.weight_spec import spec_items
 
 PyTree = Any
@@ -100,13 +100,13 @@ class BoundLearner:
             updates, slots = self._updates(grads, norms, old["slots"], weights, loss)
             new = {"slots": slots}
             if learner.ema_decay:
-                new["ema"] = moving_average(old["ema"], weights, learner.ema_decay, num_updates)
+                new["ema"] = _moving_average(old["ema"], weights, learner.ema_decay, num_updates)
             new = optax.apply_updates(weights, updates), new
             # Some optimizers return slots of another dtype than their init made.
             return jax.tree.map(lambda n, o: n.astype(o.dtype), new, (weights, old))
 
         old = {name: opt_states[name] for name in ("slots", "ema") if name in opt_states}
-        trainable, new = kept_if(is_kept, made, trainable, old)
+        trainable, new = _kept_if(is_kept, made, trainable, old)
         trainable = groups.lay_out(trainable)
         new |= {
             "num_updates": num_updates + jnp.where(is_kept, 1, 0),
@@ -161,3 +161,33 @@ class BoundLearner:
         for name, group in self.groups.by_name.items():
             frozen = merged(frozen, evaluation_params(read["slots"][name], group.of(params)))
         return frozen
+
+
+def _kept_if(is_kept: jax.Array, made: Callable[..., PyTree], *old: PyTree) -> PyTree:
+    """Returns `made(*old)`, or `old` unless `is_kept`.
+
+    On a CPU by a condition: a choice for each element has XLA:CPU write both out. Elsewhere by the
+    choice, which fuses with the update; a condition keeps its arguments apart from what made them,
+    padding from what is padded.
+    """
+    if compiled_platform() == "cpu":
+        return jax.lax.cond(is_kept, made, lambda *old: old, *old)
+    return jax.tree.map(lambda new, old: jnp.where(is_kept, new, old), made(*old), old)
+
+
+def _moving_average(
+    average: PyTree, params: PyTree, decay: float, num_updates: jax.Array
+) -> PyTree:
+    """Returns the average after another update: decay * average + (1 - decay) * params.
+
+    Pax's `apply_ema_weights`: the first average is a copy of the initial weights, and the decay of
+    update n is at most (1 + n) / (10 + n), so that these are soon forgotten.
+
+    Args:
+      average: of the params' structure; keeps its dtypes.
+      params: the weights before the update, so the average is an update behind, as in Pax.
+      decay: in [0, 1).
+      num_updates: made before this one.
+    """
+    decay = jnp.minimum(decay, (1.0 + num_updates) / (10.0 + num_updates))
+    return jax.tree.map(lambda a, p: (a - (1.0 - decay) * (a - p)).astype(a.dtype), average, params)

@@ -26,7 +26,6 @@ from praxis_lite.tools.explain.hlo_text import (
     op_name_of,
     parse,
     root_of,
-    trip_count,
 )
 
 if TYPE_CHECKING:
@@ -231,21 +230,13 @@ def memory_per_device(compiled: "jax.stages.Compiled") -> MemoryPerDevice | None
 def flops(compiled: "jax.stages.Compiled | str") -> int:
     """Returns the matmul flops of a run on a device: 2 x multiplications in dots, convolutions.
 
-    Branches count as taken, a loop of unknown trip count as one pass (see `unknown_loops`). Not
-    counted: elementwise work, dots that XLA made a multiply and a sum, other custom calls.
+    Branches count as taken, a loop of unknown trip count as one pass. Not counted:
+    elementwise work, dots that XLA made a multiply and a sum, other custom calls.
     """
     return sum(
         site.count * matmul_flops(site.instruction, site.computation)
         for site in executed(parse(compiled))
     )
-
-
-def unknown_loops(compiled: "jax.stages.Compiled | str") -> list[str]:
-    """Returns the op names of the loops whose trip count the program does not tell."""
-    program = parse(compiled)
-    loops = [site for site in executed(program) if site.instruction.opcode == "while"]
-    unknown = [s for s in loops if trip_count(program, s.computation, s.instruction) is None]
-    return [op_name_of(site.instruction) or site.instruction.name for site in unknown]
 
 
 def matmul_flops(one: Instruction, around: Mapping[str, Instruction]) -> int:

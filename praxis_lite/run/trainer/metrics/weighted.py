@@ -42,10 +42,6 @@ class WeightedMean:
         """Returns the means; a metric of total weight 0 has none and is left out, never NaN."""
         return {name: total / self._weights[name] for name, total in self._sums.items()}
 
-    def weights(self) -> dict[str, float]:
-        """Returns the total weight behind each mean: how many tokens or examples it speaks for."""
-        return dict(self._weights)
-
 
 def _scalar(name: str, role: str, array: Any) -> float:
     array = np.asarray(array)
