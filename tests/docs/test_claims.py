@@ -86,7 +86,7 @@ def test_what_has_no_counterpart_here_has_none():
             last = f"--{flag.rpartition('_')[2].lstrip('-')}"
             is_flag = "_" in flag and last in FLAGS - {"--mode"}
             assert flag not in exists and not is_flag, f"{name} is said to be absent"
-    section = FROM_PAX.split("## What does not exist here")[1].split("\n## ")[0]
+    section = FROM_PAX.split("## Absent features")[1].split("\n## ")[0]
     absent = {one.strip().removeprefix("several ") for one in re.split(",| and ", section.lower())}
     assert "tuning" in absent and not absent & MODULES
 
@@ -102,7 +102,7 @@ def test_the_partitioners_there_are_stand_beside_paxs():
 def drawn_house():
     """Returns the paths of the drawing in docs/architecture.md, as its indentation nests them."""
     paths, parents = [], []
-    block = ARCHITECTURE.split("## The house")[1].split("```")[1]
+    block = ARCHITECTURE.split("## The house: floors, packages, files")[1].split("```")[1]
     for line in block.splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
         if line and depth <= 4:  # What is further in goes on with a line's text.

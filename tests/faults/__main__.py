@@ -109,9 +109,9 @@ def _readers(args: argparse.Namespace) -> list[Row]:
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
-    "kills": _kills, "damage": _damage, "ways out": _ways_out, "wrong targets": _targets,
+    "kills": _kills, "damage": _damage, "exits during a save": _ways_out, "wrong targets": _targets,
     "meshes": _meshes, "two processes": lambda args: pairs.run(_say),
-    "hostile input": lambda args: counted.run(), "readers": _readers,
+    "hostile input": lambda args: counted.run(), "readers of files": _readers,
 }
 
 

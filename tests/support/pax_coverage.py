@@ -312,7 +312,7 @@ ABSENT = {
     **dict.fromkeys(("VanillaBlock", "VanillaNet"), "`ResNet` is the convolutional network"),
 }  # fmt: skip
 
-HEAD = """# What of Pax's layers is covered
+HEAD = """# Coverage of Pax's layers
 
 Every layer class of praxis 1.4.0, and each of its options: what it is here, or why it is not. Names
 and defaults are Pax's unless said otherwise; that the numbers are Pax's too is what `tests/layers`
