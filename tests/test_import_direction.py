@@ -72,10 +72,11 @@ ORDERS = {
     ),
     "praxis_lite/run/trainer": (
         {
-            "forward_pass", "layout_table", "loss_spikes", "metrics", "restored_weights",
+            "forward_pass", "layout_table", "loss_spikes", "metrics",
         },
         {"checks"},
         {"evaluation", "job_history", "job_on_mesh", "summary"},
+        {"restored_weights"},
         {"decoding", "hooks"},
         {"late_metrics"},
         {"trainer"},

@@ -24,6 +24,7 @@ from praxis_lite.run.checkpoints.files.stored_arrays import stored_arrays
 from praxis_lite.run.checkpoints.save_checks import check_finite, check_names
 from praxis_lite.run.checkpoints.save_queue import SaveQueue
 from praxis_lite.run.checkpoints.sharded_reading import read_arrays
+from praxis_lite.run.checkpoints.steps import step_dirs
 from praxis_lite.run.checkpoints.steps.manifest import (
     check_same,
     digest_of_config,
@@ -31,7 +32,12 @@ from praxis_lite.run.checkpoints.steps.manifest import (
     new_manifest,
 )
 from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
-from praxis_lite.run.checkpoints.steps.verified_steps import Step, VerifiedSteps
+from praxis_lite.run.checkpoints.steps.verified_steps import (
+    Metrics,
+    Step,
+    StepLost,
+    VerifiedSteps,
+)
 from praxis_lite.run.job.job_dir import local_directory
 from praxis_lite.run.job.processes.broadcast import from_first
 
@@ -77,6 +83,7 @@ class Checkpoints:
       saving: how this job saves, or None if it only reads: nothing is then renamed or deleted.
       note: told, a line each, of what is damaged and what is done about it.
       config_json: of the job, for the manifests, or "" if it is not known.
+      evaluated: returns metrics by step of evaluations that came after the save, for "best".
     """
 
     def __init__(
@@ -86,10 +93,13 @@ class Checkpoints:
         saving: SaveSettings | None = None,
         note: Callable[[str], None] = print,
         config_json: str = "",
+        evaluated: Callable[[], Metrics] = dict,
     ):
         self.directory, self._saving, self._note = local_directory(directory), saving, note
         self._best = saving and saving.best
-        self._steps = VerifiedSteps(self.directory, owned=saving is not None, note=note)
+        self._steps = VerifiedSteps(
+            self.directory, owned=saving is not None, note=note, evaluated=evaluated
+        )
         self._config_digest = digest_of_config(config_json) if config_json else ""
         self._name = f"checkpoints {next(_numbers)}"
         self._queue = saving and SaveQueue(self._steps, saving, note, self._name)
@@ -280,15 +290,20 @@ class Checkpoints:
     ) -> dict[str, jax.Array]:
         """Returns arrays of a step that was verified and compared."""
         step_dir = self.directory / str(step)
+        before = step_dirs.identity(step_dir)
         try:
-            return read_arrays(stored_arrays(step_dir, self._steps.manifest(step)), leaves, mesh)
+            arrays = read_arrays(stored_arrays(step_dir, self._steps.manifest(step)), leaves, mesh)
         except ConfigError as error:
-            if not step_dir.exists():
+            if step_dirs.identity(step_dir) != before:
                 raise self._deleted(step) from error
             raise
+        # A deletion begins with a rename: files of a folder that has its name still are all there.
+        if before is None or step_dirs.identity(step_dir) != before:
+            raise self._deleted(step)
+        return arrays
 
-    def _deleted(self, step: int) -> ConfigError:
-        return ConfigError(
+    def _deleted(self, step: int) -> StepLost:
+        return StepLost(
             f"The checkpoint of step {step} in {self.directory} was deleted while it was read, by "
             "the job that trains there: try again."
         )

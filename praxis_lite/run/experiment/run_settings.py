@@ -17,17 +17,25 @@ class EvaluationSettings:
         every_steps: steps between evaluations on every dataset but `train`. None: one, at the end.
         max_batches: batches of each dataset that an evaluation reads. None: all, one pass.
         use_ema_states: evaluate with the moving averages of `Learner.ema_decay`.
+        by_follower: the job makes no evaluation itself: `--mode=eval --follow`, in a process of its
+            own, evaluates its checkpoints, and the job takes the values for `run.stopping.early`
+            and `run.checkpoints.best`.
 
     Raises:
-        ConfigError: a number of the wrong type or out of range.
+        ConfigError: a number of the wrong type or out of range, or every_steps beside by_follower.
     """
 
     every_steps: int | None = None
     max_batches: int | None = None
     use_ema_states: bool = False
+    by_follower: bool = False
 
     def __post_init__(self) -> None:
         check_whole_numbers("run.evaluation", self)
+        require(
+            not self.by_follower or self.every_steps is None, "run.evaluation.every_steps",
+            self.every_steps, "None beside run.evaluation.by_follower=True", CHANGE,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

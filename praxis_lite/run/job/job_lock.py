@@ -5,6 +5,7 @@ import errno
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from praxis_lite.core.errors import ConfigError
 
 # The answers of file systems that know no locks.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
+_HELD = (errno.EWOULDBLOCK, errno.EACCES)
+# `is_training` holds the lock for a moment: a training that starts just then tries again.
+_TRIES, _RETRY_SECONDS = 5, 0.02
 
 
 class JobLock(contextlib.AbstractContextManager):
@@ -30,7 +34,7 @@ class JobLock(contextlib.AbstractContextManager):
         """Raises ConfigError, with host and PID, if another process trains there."""
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock()
         except OSError as error:
             holder = os.pread(self._file, 1000, 0).decode(errors="replace").strip()
             self._close()
@@ -40,7 +44,7 @@ class JobLock(contextlib.AbstractContextManager):
                     "that no second training is started there."
                 )
                 return self
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            if error.errno not in _HELD:
                 raise
             raise ConfigError(
                 f"--job_log_dir={self._path.parent}: another training is at work there, "
@@ -57,10 +61,34 @@ class JobLock(contextlib.AbstractContextManager):
         _held.discard(self)
         self._close()
 
+    def _lock(self) -> None:
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in _HELD or not tries_left:
+                    raise
+                time.sleep(_RETRY_SECONDS)
+
     def _close(self) -> None:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def is_training(directory: Path) -> bool:
+    """Returns True if a process trains in a directory now, as far as the file system tells."""
+    try:
+        file = os.open(directory / ".training", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in _HELD
+    finally:
+        os.close(file)
+    return False
 
 
 _held: set[JobLock] = set()

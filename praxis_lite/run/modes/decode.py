@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from praxis_lite.core.errors import require
 from praxis_lite.run.modes.evaluate import add_step
+from praxis_lite.run.modes.following import add_follow, each_checkpoint
 from praxis_lite.run.modes.launched import job_on_mesh, recorded_job_of
 from praxis_lite.run.modes.mode import CommandLine, Mode
 
@@ -22,8 +24,9 @@ class Decode(Mode):
     is_of_many_processes = True
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
-        """Adds --step, --prompt, --prompts and --chat."""
+        """Adds --step, --follow, --prompt, --prompts and --chat."""
         add_step(options)
+        add_follow(options)
         options.add_argument(
             "--prompt", metavar="TEXT", nargs="+", action="extend", default=None,
             help="texts to continue, printed as they come, instead of the experiment's decode "
@@ -41,11 +44,16 @@ class Decode(Mode):
         )
 
     def run(
-        self, command: CommandLine, *, step: int | str | None, prompt: Sequence[str] | None,
-        prompts: Path | None, chat: bool,
+        self, command: CommandLine, *, step: int | str | None, follow: bool, follow_seconds: int,
+        prompt: Sequence[str] | None, prompts: Path | None, chat: bool,
     ) -> None:
         """Decodes; raises ConfigError as `decode` does."""
+        require(
+            not (follow and chat), "--chat", chat, "left out beside --follow",
+            "A conversation has a single checkpoint.",
+        )
         texts = _prompts(prompt or (), prompts, chat=chat)
+        checkpoints = each_checkpoint(command, step, follow_seconds if follow else None)
         is_conversation = chat and not texts
         launched = recorded_job_of(
             command, "decode", has_prompts=bool(texts) or is_conversation
@@ -59,7 +67,8 @@ class Decode(Mode):
             if is_conversation:
                 decode.chat(job, step, sys.stdin or ())
             else:
-                decode.decode(job, step, texts or None)
+                batchings = {}
+                checkpoints(lambda step: decode.decode(job, step, texts or None, batchings))
 
 
 def _prompts(texts: Sequence[str], file: Path | None, *, chat: bool) -> "list[Prompt]":

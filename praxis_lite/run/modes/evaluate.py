@@ -1,7 +1,8 @@
-"""`main.py --mode=eval`: evaluates a checkpoint of a job."""
+"""`main.py --mode=eval`: evaluates a checkpoint of a job, or each as it comes."""
 
 import argparse
 
+from praxis_lite.run.modes.following import add_follow, each_checkpoint
 from praxis_lite.run.modes.launched import job_on_mesh, recorded_job_of
 from praxis_lite.run.modes.mode import CommandLine, Mode
 
@@ -14,16 +15,20 @@ class Evaluate(Mode):
     is_of_many_processes = True
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
-        """Adds --step."""
+        """Adds --step and --follow."""
         add_step(options)
+        add_follow(options)
 
-    def run(self, command: CommandLine, *, step: int | str | None) -> None:
+    def run(
+        self, command: CommandLine, *, step: int | str | None, follow: bool, follow_seconds: int,
+    ) -> None:
         """Evaluates; raises ConfigError as `launch.evaluate` does."""
+        checkpoints = each_checkpoint(command, step, follow_seconds if follow else None)
         launched = recorded_job_of(command, "eval")
         with job_on_mesh(command, launched, "eval", same={"--step": step}) as job:
             from praxis_lite.run.trainer import launch
 
-            launch.evaluate(job, step)
+            checkpoints(lambda step: launch.evaluate(job, step))
 
 
 def add_step(options: argparse._ArgumentGroup) -> None:

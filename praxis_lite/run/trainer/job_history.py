@@ -33,13 +33,32 @@ def watched_history(
     """Returns the metric that may stop training, by step, of the evaluations to `last_step`."""
     if early_stopping is None:
         return {}
-    dataset, metric = early_stopping.metric.split("/", 1)
-    values: dict[int, float] = {}
-    for line in lines_if_any(job.eval_metrics_jsonl):
-        if line["dataset"] == dataset and metric in line and line["step"] <= last_step:
-            # The first line of a step is training's own; --mode=eval adds others.
-            values.setdefault(line["step"], line[metric])
+    values = {
+        step: metrics[early_stopping.metric] for step, metrics in metrics_by_step(job).items()
+        if step <= last_step and early_stopping.metric in metrics
+    }
     return dict(from_first("watched history", lambda: list(values.items())))
+
+
+def evaluations(job: JobDir) -> list[tuple[int, str, dict[str, float]]]:
+    """Returns the evaluations of a job: step, dataset and metrics of each, the first that was made.
+
+    Training's own comes first; --mode=eval adds others.
+    """
+    first: dict[tuple[int, str], dict[str, float]] = {}
+    for line in lines_if_any(job.eval_metrics_jsonl):
+        metrics = {name: value for name, value in line.items() if name not in ("step", "dataset")}
+        first.setdefault((line["step"], line["dataset"]), metrics)
+    return [(step, dataset, metrics) for (step, dataset), metrics in first.items()]
+
+
+def metrics_by_step(job: JobDir) -> dict[int, dict[str, float]]:
+    """Returns the metrics of all evaluations of a job by step, by the names of settings."""
+    metrics: dict[int, dict[str, float]] = {}
+    for step, dataset, values in evaluations(job):
+        named = {f"{dataset}/{name}": value for name, value in values.items()}
+        metrics.setdefault(step, {}).update(named)
+    return metrics
 
 
 def losses_before(run: RunConfig, job: JobDir) -> list[float]:
@@ -52,6 +71,8 @@ def losses_before(run: RunConfig, job: JobDir) -> list[float]:
 def evaluates(run: RunConfig, step: int) -> bool:
     """Returns True if a run evaluates after this step."""
     every = run.evaluation.every_steps
+    if run.evaluation.by_follower:
+        return False
     return step == run.num_train_steps or (every is not None and step % every == 0)
 
 

@@ -40,6 +40,7 @@ from praxis_lite.run.trainer.job_history import (
     check_last_step,
     draw_loss_curve,
     lacks_evaluation,
+    metrics_by_step,
     watched_history,
     when_checkpoints_come,
 )
@@ -51,7 +52,7 @@ from praxis_lite.run.trainer.layout_table import (
     padding_notes,
 )
 from praxis_lite.run.trainer.loss_spikes import LossSpike, RollBacks
-from praxis_lite.run.trainer.metrics.json_lines import JsonLinesWriter
+from praxis_lite.run.trainer.metrics.json_lines import append_lines
 from praxis_lite.run.trainer.metrics.progress import ProgressLine
 from praxis_lite.run.trainer.metrics.records import write_records
 from praxis_lite.run.trainer.restored_weights import restored_weights
@@ -96,7 +97,8 @@ def train(
             files.write_config(*texts)
         saved = held.enter_context(
             Checkpoints(
-                files.checkpoints, saving=run.checkpoints, note=_say, config_json=config_json
+                files.checkpoints, saving=run.checkpoints, note=_say, config_json=config_json,
+                evaluated=lambda: metrics_by_step(files),
             )
         )
         if saved.latest_step() is None:
@@ -176,10 +178,13 @@ def evaluate(job: JobOnMesh, step: int | str | None) -> None:
     step, mdl_vars = restored_weights(partitioner, job.files, step, run.evaluation.use_ema_states)
     evaluator = Evaluator(partitioner, job.eval_sets, run.evaluation.max_batches, seed=run.seed)
     examples: dict[str, list[dict[str, Any]]] = {}
-    with JsonLinesWriter(job.files.eval_metrics_jsonl, sys.maxsize) as writer:
-        for name, results in evaluator.run(step, mdl_vars, examples=examples).items():
-            writer.write({"step": step, "dataset": name, **results})
-            print(evaluation_line(step, name, results))
+    results = evaluator.run(step, mdl_vars, examples=examples)
+    append_lines(
+        job.files.eval_metrics_jsonl,
+        [{"step": step, "dataset": name, **metrics} for name, metrics in results.items()],
+    )
+    for name, metrics in results.items():
+        print(evaluation_line(step, name, metrics))
     for name, records in examples.items():
         path = job.files.eval_jsonl(name, step)
         write_records(path, records, print)

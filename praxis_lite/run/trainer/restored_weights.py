@@ -5,6 +5,7 @@ from typing import Any
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
 from praxis_lite.run.job.job_dir import JobDir
+from praxis_lite.run.trainer.job_history import metrics_by_step
 
 
 def restored_weights(
@@ -13,7 +14,10 @@ def restored_weights(
     """Returns a checkpoint's step, and the weights to evaluate with; no slots are kept."""
     layout = partitioner.layout
     read = partitioner.task.learner.eval_opt_states(layout.shapes.opt_states, use_ema=use_ema)
-    with Checkpoints(job_dir.checkpoints, note=lambda line: print(line, flush=True)) as saved:
+    with Checkpoints(
+        job_dir.checkpoints, note=lambda line: print(line, flush=True),
+        evaluated=lambda: metrics_by_step(job_dir),
+    ) as saved:
         restored = saved.restore(layout, partitioner.mesh, step=step, opt_states_keys=tuple(read))
     averages = ", averaged over the steps before it" if read else ""
     print(f"restored the weights of step {restored.step}{averages}", flush=True)

@@ -18,8 +18,11 @@ from jax.sharding import PartitionSpec as P
 from praxis_lite import BestCheckpoints, ConfigError
 from praxis_lite.core import MeshConfig, Partitioner, StateLayout, TrainState, make_mesh
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
+from praxis_lite.run.checkpoints.sharded_reading import read_arrays
+from praxis_lite.run.checkpoints.steps import step_dirs
 from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.run.checkpoints.steps.step_dirs import commit
+from praxis_lite.run.checkpoints.steps.verified_steps import StepLost
 from praxis_lite.run.checkpoints.tools import manifest_of
 from praxis_lite.run.config.overrides import apply_overrides
 from tests.support.job_runs import CHECKOUT, home
@@ -395,6 +398,44 @@ def test_the_best_are_kept_besides_the_newest(tmp_path, mesh_of, mode, kept, bes
                 assert restored.step == int(restored.state.step) == w[6, 4] == expected
         with pytest.raises(ConfigError, match=" 3 .* [12], "):
             checkpoints.restore(SMALL, mesh, step=3)
+
+
+def test_a_step_that_is_deleted_while_it_is_read_is_lost_and_its_values_are_not_used(
+    tmp_path, mesh_of, monkeypatch
+):
+    mesh = mesh_of(1, 4, 2)
+    with Checkpoints(tmp_path, saving=SaveSettings()) as saved:
+        for step in (1, 2):
+            saved.save(step, small_state(mesh, step), SMALL)
+
+    def read_and_delete(arrays, leaves, mesh):
+        values = read_arrays(arrays, leaves, mesh)
+        step_dirs.remove(tmp_path / "2")
+        return values
+
+    monkeypatch.setattr("praxis_lite.run.checkpoints.checkpoints.read_arrays", read_and_delete)
+    with Checkpoints(tmp_path) as reading, pytest.raises(StepLost, match=" 2 .*was deleted"):
+        reading.restore(SMALL, mesh)
+    with Checkpoints(tmp_path) as reading, pytest.raises(StepLost, match=" 2 "):
+        reading.restore(SMALL, mesh, step=2)
+
+
+def test_values_that_came_after_the_save_choose_the_best_too(tmp_path, mesh_of):
+    mesh, best = mesh_of(1, 4, 2), BestCheckpoints(metric="heldout/loss", max_to_keep=1)
+    saving, later = SaveSettings(max_to_keep=2, best=best), {}
+    # Of step 3 the save itself had a value, which counts.
+    values = {1: 4.0, 2: 2.0, 3: 1.0, 4: 3.0, 5: 5.0}
+    with Checkpoints(tmp_path, saving=saving, evaluated=lambda: later) as saved:
+        for step in (1, 2, 3, 4, 5, 6):
+            metrics = {"heldout/loss": 9.0} if step == 3 else {}
+            saved.save(step, small_state(mesh, step), SMALL, {}, metrics)
+            saved.wait()
+            later[step] = {"heldout/loss": values.get(step)} if step in values else {}
+        assert saved.all_steps() == [2, 5, 6] and saved.best_step() == 2
+    with Checkpoints(tmp_path) as reading:
+        assert reading.best_step() is None
+    with Checkpoints(tmp_path, evaluated=lambda: later) as reading:
+        assert reading.best_step() == 2
 
 
 def test_without_the_metric_there_is_no_best(tmp_path, mesh_of):

@@ -106,7 +106,10 @@ def test_options_reach_their_mode_and_no_other():
     command, mode, options = parsed(argv, MODES)
     assert command == CommandLine(mode="decode", exp="a", packages=[], settings=["b=1"])
     assert mode is MODES["decode"]
-    assert options == {"step": None, "prompt": ["x", "y", "z"], "prompts": None, "chat": False}
+    assert options == {
+        "step": None, "follow": False, "follow_seconds": 600, "prompt": ["x", "y", "z"],
+        "prompts": None, "chat": False,
+    }
     assert parsed([], MODES) == (CommandLine(packages=[], settings=[]), MODES["train"], {})
     assert parsed(["--mode=check"], MODES)[2]["steps"] == 20
     assert parsed(["--mode=plan", "--steps=eval,train"], MODES)[2]["steps"] == ["eval", "train"]

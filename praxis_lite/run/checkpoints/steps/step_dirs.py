@@ -40,6 +40,15 @@ def is_committed(step_dir: Path) -> bool:
     return (step_dir / COMMIT_JSON).is_file()
 
 
+def identity(step_dir: Path) -> tuple[int, int] | None:
+    """Returns numbers that another save of this step does not have, or None if it has no commit."""
+    try:
+        stat = (step_dir / COMMIT_JSON).stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns
+
+
 def set_aside(directory: Path, *kinds: str) -> list[Path]:
     """Returns the folders of these kinds: "saving", "deleting", "damaged", "abandoned"."""
     pattern = rf"[0-9]+\.({'|'.join(kinds)})"

@@ -18,16 +18,25 @@ Step = int | Literal["best"] | None  # None stands for the newest.
 Metrics = Mapping[int, Mapping[str, float]]
 
 
+class StepLost(ConfigError):
+    """A step that cannot be used: it is not there, was deleted while it was read, or is damaged."""
+
+
 class VerifiedSteps:
     """The steps of a directory.
 
     Args:
       owned: by this job: repairs and sets aside.
       note: told, a line each, of what is damaged and what is done about it.
+      evaluated: returns metrics by step that came after the save; those of the save come first.
     """
 
-    def __init__(self, directory: Path, *, owned: bool, note: Callable[[str], None]):
+    def __init__(
+        self, directory: Path, *, owned: bool, note: Callable[[str], None],
+        evaluated: Callable[[], Metrics] = dict,
+    ):
         self.directory, self._owned, self._note = directory, owned, note
+        self._evaluated = evaluated
         self._verified: set[int] = set()
         self._skipped: set[int] = set()
         self._manifests: dict[int, Mapping[str, Any]] = {}
@@ -99,7 +108,8 @@ class VerifiedSteps:
         """Returns the step that is meant, verified.
 
         Raises:
-          ConfigError: there is no such step, or it is damaged.
+          StepLost: there is no such step, or it is damaged.
+          ConfigError: there is no step at all, or all are damaged.
         """
         result = self.newest() if step is None else self.best(best) if step == "best" else step
         steps = self.committed()
@@ -112,7 +122,7 @@ class VerifiedSteps:
             what = f"no checkpoint of step {step}"
             if step == "best":
                 what = "no best checkpoint, for none was saved with the metric to judge it by,"
-            raise ConfigError(
+            raise StepLost(
                 f"There is {what} in {self.directory}; it has the steps "
                 f"{', '.join(map(str, steps))}. Name one of them, or leave the step out for "
                 "the newest."
@@ -122,7 +132,7 @@ class VerifiedSteps:
             advice = f"Name another step, of {others}." if others else "There is no other."
             if self._owned:
                 self._refuse(result, wrong)
-            raise ConfigError(
+            raise StepLost(
                 f"The checkpoint of step {result} in {self.directory} is damaged: "
                 f"{_in_words(wrong)}. {advice}"
             )
@@ -170,7 +180,11 @@ class VerifiedSteps:
         return f"There is no other checkpoint in {self.directory}."
 
     def _metrics(self) -> Metrics:
-        return {step: self.manifest(step).get("metrics", {}) for step in self.committed()}
+        later = self._evaluated()
+        return {
+            step: {**later.get(step, {}), **self.manifest(step).get("metrics", {})}
+            for step in self.committed()
+        }
 
     def _removes(self, path: Path) -> bool:
         """Removes a folder that was set aside; returns False, and says why, if that fails."""

@@ -29,10 +29,12 @@ class StopConsensus:
         last called; the same on all processes.
       profile_steps: how many steps a process asked to profile, as the last call of `reached`
         knows; 0: none did.
+      end_is_due: True if the first process had a reason to end training early, likewise.
     """
 
     def __init__(self, mesh: Mesh):
         self.wanted_by, self.save_is_due, self.profile_steps = "this process", False, 0
+        self.end_is_due = False
         self._has_saved = False
         self._is_alone = jax.process_count() == 1
         if self._is_alone:
@@ -57,22 +59,27 @@ class StopConsensus:
         self.save_is_due, self._has_saved = False, True
 
     def reached(
-        self, wanted: bool, save_is_due: bool = False, profile_steps: int = 0
+        self, wanted: bool, save_is_due: bool = False, profile_steps: int = 0,
+        end_is_due: bool = False,
     ) -> bool:
         """Returns True if any process wanted to stop, on all processes alike.
 
-        With several processes the answer, `save_is_due` and `profile_steps` are those of the call
-        before: its step has ended when the metrics of that step are read, so nothing is waited for.
+        With several processes the answer and the attributes are those of the call before: its step
+        has ended when the metrics of that step are read, so nothing is waited for.
 
         Args:
           wanted, save_is_due: by this process's signals and clock.
           profile_steps: how many steps this process is asked to profile; 0: it is not.
+          end_is_due: this process has a reason to end training early; the first one's counts.
         """
         self.profile_steps = 0
         if self._is_alone:
             self.save_is_due, self.profile_steps = save_is_due, profile_steps
+            self.end_is_due = end_is_due
             return wanted
-        row = np.array([[wanted, self._own_seconds, save_is_due, profile_steps]], np.float32)
+        row = np.array(
+            [[wanted, self._own_seconds, save_is_due, profile_steps, end_is_due]], np.float32
+        )
         self._own_seconds = 0.0
         whole = jax.make_array_from_callback(
             (self._mesh.size, row.shape[1]), self._split, lambda index: row
@@ -87,6 +94,7 @@ class StopConsensus:
         # Gathered before a save that has come since, it would be made twice.
         self.save_is_due = bool(words[0, 2]) and not has_saved
         self.profile_steps = int(words[:, 3].max())
+        self.end_is_due = bool(words[0, 4])
         asking = np.flatnonzero(words[:, 0]).tolist()
         if asking:
             self.wanted_by = f"a signal to {' and '.join(map(processes.name, asking))}"

@@ -160,7 +160,8 @@ def check_watched_metrics(
 ) -> None:
     """Raises ConfigError if a metric that stops training or keeps checkpoints is not evaluated.
 
-    It must be evaluated before the last step too, and for run.checkpoints.best at each checkpoint.
+    It must be evaluated before the last step too, and for run.checkpoints.best at each checkpoint;
+    or by a follower.
     """
     for setting in ("stopping.early", "checkpoints.best"):
         watching = operator.attrgetter(setting)(run)
@@ -176,11 +177,14 @@ def check_watched_metrics(
                 f"run.{setting}.metric is '{watching.metric}', but evaluations have "
                 f"{sorted(names) or 'no dataset'}.{did_you_mean(watching.metric, names)}"
             )
-        if run.evaluation.every_steps is None:
+        if run.evaluation.every_steps is None and not run.evaluation.by_follower:
             raise ConfigError(
                 f"run.{setting} watches {watching.metric}, but the only evaluation is at the last "
-                "step: set run.evaluation.every_steps."
+                "step: set run.evaluation.every_steps, or leave it to a follower "
+                "(run.evaluation.by_follower)."
             )
+    if run.evaluation.by_follower:
+        return
     saved_every = run.checkpoints.every_steps
     if run.checkpoints.best and (saved_every is None or saved_every % run.evaluation.every_steps):
         raise ConfigError(

@@ -10,7 +10,7 @@ from praxis_lite.inputs.batches import checked_spec
 from praxis_lite.run.job import processes
 from praxis_lite.run.job.job_dir import COMMAND_LINE
 from praxis_lite.run.trainer.checks.datasets import check_reads
-from praxis_lite.run.trainer.decoding.prompt_decoder import PromptDecoder
+from praxis_lite.run.trainer.decoding.prompt_decoder import Batchings, PromptDecoder
 from praxis_lite.run.trainer.decoding.streaming import Continuations
 from praxis_lite.run.trainer.decoding.user_prompts import Message, Prompt, prompt_batch, title
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh, compile_together
@@ -22,11 +22,13 @@ CHAT_LENGTHS = 128
 
 
 def decode(
-    job: JobOnMesh, step: int | str | None, prompts: Sequence[Prompt] | None = None
+    job: JobOnMesh, step: int | str | None, prompts: Sequence[Prompt] | None = None,
+    batchings: Batchings | None = None,
 ) -> None:
     """Decodes every decode dataset with the weights of a checkpoint; `step` as `evaluate`.
 
     Where these are the `prompts` of a command line, their continuations are printed as they come.
+    `batchings` are filled and used again for the next checkpoint.
     """
     if not job.decode_datasets:
         raise ConfigError(
@@ -37,7 +39,7 @@ def decode(
         (job.partitioner.decode_step, pipeline, f"decode_datasets.{name}")
         for name, pipeline in job.decode_datasets.items()
     )
-    decoder = _restored(job, step)
+    decoder = _restored(job, step, batchings)
     for name, pipeline in job.decode_datasets.items():
         if prompts is None:
             records = decoder.records(name, pipeline)
@@ -81,11 +83,14 @@ def chat(job: JobOnMesh, step: int | str | None, lines: Iterable[str]) -> None:
         messages.append({"role": "assistant", "content": answer})
 
 
-def _restored(job: JobOnMesh, step: int | str | None) -> PromptDecoder:
+def _restored(
+    job: JobOnMesh, step: int | str | None, batchings: Batchings | None = None
+) -> PromptDecoder:
     step, mdl_vars = restored_weights(
         job.partitioner, job.files, step, job.run.decode_use_ema_states
     )
-    return PromptDecoder(job.partitioner, mdl_vars, step, job.run.seed)
+    batchings = {} if batchings is None else batchings
+    return PromptDecoder(job.partitioner, mdl_vars, step, job.run.seed, batchings=batchings)
 
 
 def _decoded_aloud(

@@ -25,6 +25,7 @@ STEPS_BETWEEN_LOOKS = 8
 MOST_WATCHED_ROWS = 8
 
 Watch = Callable[[NewTokens], None]
+Batchings = dict[tuple[int, int], ContinuousBatching]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,8 @@ class PromptDecoder:
       mdl_vars: weights of `step`, on the mesh.
       seed: of the sampling; the step and the batch's index are folded in.
       note: told how many model steps the prompts took, under continuous batching.
+      batchings: the compiled programs of continuous batching, by rows and length of a prompt;
+        decoders of other checkpoints may share them.
     """
 
     partitioner: Partitioner
@@ -42,9 +45,7 @@ class PromptDecoder:
     step: int
     seed: int
     note: Callable[[str], None] = print
-    _batchings: dict[tuple[int, int], ContinuousBatching] = dataclasses.field(
-        default_factory=dict, init=False, repr=False
-    )
+    batchings: Batchings = dataclasses.field(default_factory=dict, repr=False)
 
     def records(
         self, name: str, pipeline: InputPipeline, watch: Watch | None = None
@@ -154,10 +155,10 @@ class PromptDecoder:
 
     def _batching(self, num_rows: int, prompt_length: int) -> ContinuousBatching:
         """Returns the decoder of prompts of this length, compiled once."""
-        if (num_rows, prompt_length) not in self._batchings:
+        if (num_rows, prompt_length) not in self.batchings:
             task = self.partitioner.task
-            self._batchings[num_rows, prompt_length] = ContinuousBatching(
+            self.batchings[num_rows, prompt_length] = ContinuousBatching(
                 task.decoder, task.module, num_rows, prompt_length,
                 wrap=functools.partial(self.partitioner.with_mdl_vars, has_splits=True),
             )
-        return self._batchings[num_rows, prompt_length]
+        return self.batchings[num_rows, prompt_length]

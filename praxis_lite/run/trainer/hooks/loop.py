@@ -29,6 +29,7 @@ class Loop:
       hooks: all of them, in their order.
       stops: True once a process was asked to stop, on all processes alike.
       reason: why a hook ends training, or None.
+      proposed_end: why the first process would end training, until all have heard of it, or None.
       results: of the evaluation of the newest step, by dataset; None if it was not evaluated.
       saved_at: when the newest checkpoint was begun, in seconds of time.monotonic.
       profile_steps: how many steps a profile shall have that was asked for and is not begun; 0: no
@@ -50,6 +51,7 @@ class Loop:
             is_saving=checkpoints.is_saving, stacks_txt=job.files.stacks_txt,
         )
         self.stops, self.reason = False, None
+        self.proposed_end: str | None = None
         self.results: Results | None = None
         self.saved_at = time.monotonic()
         self.profile_steps = 0
@@ -62,7 +64,8 @@ class Loop:
         seconds = self.job.run.checkpoints.seconds_between
         is_due = seconds is not None and time.monotonic() - self.saved_at >= seconds
         self.stops |= self.consensus.reached(
-            self.stop.reason is not None, is_due, self._requests.taken()
+            self.stop.reason is not None, is_due, self._requests.taken(),
+            self.proposed_end is not None,
         )
         self.profile_steps = self.consensus.profile_steps or self.profile_steps
         return self.stops

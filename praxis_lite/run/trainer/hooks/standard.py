@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from praxis_lite.run.trainer.hooks.evaluations import EarlyStops, Evaluations
+from praxis_lite.run.trainer.hooks.followed import FollowedEvaluations
 from praxis_lite.run.trainer.hooks.hook import Hook
 from praxis_lite.run.trainer.hooks.loss_spikes import LossSpikes
 from praxis_lite.run.trainer.hooks.profiler import Profiler
@@ -26,7 +27,7 @@ def hooks_of(job: JobOnMesh, progress: ProgressLine, more: MoreHooks) -> list[Ho
         *more(job),
         # Files come first: what is said or raised after them is on disk.
         MetricsFiles(job), Progress(job, progress), LossSpikes(job), SkippedSteps(job),
-        EarlyStops(job), Evaluations(job),
+        EarlyStops(job), Evaluations(job), FollowedEvaluations(job),
         *job.hooks,
         Saves(job),
         ProfileBegins(job, profiler),

@@ -1,11 +1,13 @@
 """metrics.jsonl: a flushed line per step, each step once, however often the run was killed."""
 
 import contextlib
+import fcntl
 import json
 import math
 import os
 import pathlib
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,9 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 # What a person looks for first; the other keys follow by name.
 _LEADING_KEYS = ("step", "dataset", "loss")
+
+# A line that is cut short for so long is of a writer that was killed.
+_CUT_SHORT_SECONDS = 2.0
 
 
 class JsonLinesWriter(contextlib.AbstractContextManager):
@@ -44,12 +49,16 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
     def __init__(self, path: str | os.PathLike[str], resume_step: int | None):
         self.path = pathlib.Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.lost_path = self.path.with_name(f"{self.path.stem}.lost.jsonl")
+        with _no_other_changes(self.path):
+            self._mend(-1 if resume_step is None else resume_step)
+            self._file = opened_to_append(self.path)
+
+    def _mend(self, last: int) -> None:
         lines = lines_if_any(self.path)
-        last = -1 if resume_step is None else resume_step
         kept = [line for line in lines if line["step"] <= last]
         lost = [line for line in lines if line["step"] > last]
         self.num_kept, self.lost_steps = len(kept), [line["step"] for line in lost]
-        self.lost_path = self.path.with_name(f"{self.path.stem}.lost.jsonl")
         if lost:
             before = _former(self.lost_path)
             write_whole(self.lost_path, before + "".join(map(json_line, lost)).encode())
@@ -57,7 +66,6 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
         # A file that is in order stays the same file: another process may be adding to it.
         if not self.path.exists() or _former(self.path) != content:
             write_whole(self.path, content)
-        self._file = opened_to_append(self.path)
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Appends a line, which must have an integer `step`; scalar arrays become numbers.
@@ -88,6 +96,53 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def append_lines(path: pathlib.Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Appends lines to a file that another process may be writing, all of them at once.
+
+    A last line that a killed writer cut short goes, as in `JsonLinesWriter`. Raises ConfigError if
+    the file cannot be written.
+    """
+    text, deadline = "".join(map(json_line, lines)), time.monotonic() + _CUT_SHORT_SECONDS
+    try:
+        with _no_other_changes(path), opened_to_append(path) as file:
+            while (content := content_of(path)) and not content.endswith(b"\n"):
+                if time.monotonic() > deadline:
+                    whole = content.rfind(b"\n") + 1
+                    if _is_json(content[whole:]):
+                        text = f"\n{text}"
+                    else:
+                        os.truncate(path, whole)
+                    break
+                time.sleep(0.02)
+            file.write(text)
+    except OSError as error:
+        raise not_written(path, error) from error
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _no_other_changes(path: pathlib.Path) -> Iterator[None]:
+    """Holds a lock on the folder, so that no other process mends the file or adds to it as a guest.
+
+    The writer of the file adds to it all the same: its lines and a guest's are whole. A file system
+    without locks has none.
+    """
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def _former(path: pathlib.Path) -> bytes:

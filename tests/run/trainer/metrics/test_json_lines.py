@@ -4,13 +4,21 @@ import json
 import math
 import os
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.files.json_text import read_json
-from praxis_lite.run.trainer.metrics.json_lines import JsonLinesWriter, read_json_lines
+from praxis_lite.files.whole_files import write_whole
+from praxis_lite.run.trainer.metrics import json_lines
+from praxis_lite.run.trainer.metrics.json_lines import (
+    JsonLinesWriter,
+    append_lines,
+    read_json_lines,
+)
 from praxis_lite.run.trainer.metrics.records import add_records, read_records
 
 
@@ -156,6 +164,48 @@ def test_a_kill_while_mending_leaves_the_old_file_whole(tmp_path, monkeypatch):
         patch.setattr(os, "replace", killed)
         JsonLinesWriter(path, 7)
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("tail, steps", [
+    (b'{"step": 3, "lo', [1, 2, 7]), (b'{"step": 3}', [1, 2, 3, 7]), (b"", [1, 2, 7]),
+])
+def test_a_guest_adds_lines_behind_a_writer_that_was_killed(tmp_path, monkeypatch, tail, steps):
+    monkeypatch.setattr(json_lines, "_CUT_SHORT_SECONDS", 0.05)
+    path = tmp_path / "eval_metrics.jsonl"
+    write_steps(path, [1, 2])
+    path.write_bytes(path.read_bytes() + tail)
+    append_lines(path, [{"step": 7, "loss": 1.5}])
+    assert steps_in(path) == steps
+    append_lines(tmp_path / "new.jsonl", [{"step": 5}, {"step": 6}])
+    assert steps_in(tmp_path / "new.jsonl") == [5, 6]
+
+
+def test_no_line_of_a_guest_is_lost_while_the_writer_mends_its_file_and_goes_on(
+    tmp_path, monkeypatch
+):
+    path = tmp_path / "eval_metrics.jsonl"
+    write_steps(path, [0])
+
+    def slowly(path, content):
+        time.sleep(0.01)
+        write_whole(path, content)
+
+    monkeypatch.setattr(json_lines, "write_whole", slowly)
+
+    def guest(name):
+        for number in range(60):
+            append_lines(path, [{"step": 0, "dataset": name, "loss": float(number)}])
+
+    guests = [threading.Thread(target=guest, args=(name,)) for name in ("a", "b")]
+    for thread in guests:
+        thread.start()
+    while any(thread.is_alive() for thread in guests):
+        # Line 9 is to be lost at the next launch, so the file is replaced each time.
+        with JsonLinesWriter(path, 3) as writer:
+            writer.write({"step": 9, "dataset": "own"})
+    lines = [(line.get("dataset"), line.get("loss")) for line in read_json_lines(path)]
+    for name in ("a", "b"):
+        assert [loss for dataset, loss in lines if dataset == name] == [*map(float, range(60))]
 
 
 def test_a_missing_file_is_an_error_of_the_user(tmp_path):
