@@ -6,6 +6,7 @@ from pathlib import Path
 from praxis_lite.core.errors import require
 from praxis_lite.run.command import run
 from praxis_lite.run.experiment import registry
+from praxis_lite.run.goodput.process_start import process_start
 from praxis_lite.run.job import processes
 from praxis_lite.run.job.processes.standard_output import print_log, without_lines_of_gloo
 from praxis_lite.run.job.processes.start import start
@@ -41,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def launch() -> int | None:
         nonlocal command, mode
+        began = process_start()
         command, mode, options = parsed(argv, MODES)
+        command.began = began
         print_log()
         if command.list:
             _list_experiments(command.packages)

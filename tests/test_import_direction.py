@@ -40,7 +40,7 @@ ORDERS = {
     "praxis_lite/run": (
         {"config", "text_table"},
         {"job"},
-        {"checkpoints", "generation"},
+        {"checkpoints", "generation", "goodput"},
         {"experiment"},
         {"trainer"},
         {"command", "trained_model"},

@@ -40,11 +40,7 @@ def is_nested(value: Any, most: int) -> bool:
 
 def opened(path: str | os.PathLike[str]) -> IO[bytes]:
     """Opens a plain file to read. Raises OSError for all else: a pipe would be waited for."""
-    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
-        raise OSError(f"{os.path.basename(path)} is no plain file")
-    return os.fdopen(number, "rb")
+    return os.fdopen(descriptor(path, os.O_RDONLY), "rb")
 
 
 def content_of(path: str | os.PathLike[str]) -> bytes:
@@ -55,12 +51,17 @@ def content_of(path: str | os.PathLike[str]) -> bytes:
 
 def opened_to_append(path: str | os.PathLike[str]) -> IO[str]:
     """Opens a plain file to add text to it, new or old; raises OSError as `opened` does."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
-    number = os.open(path, flags, 0o666)
+    number = descriptor(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    return os.fdopen(number, "a", encoding="utf-8")
+
+
+def descriptor(path: str | os.PathLike[str], flags: int) -> int:
+    """Returns the descriptor of a plain file, opened; raises OSError as `opened` does."""
+    number = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
         raise OSError(f"{os.path.basename(path)} is no plain file")
-    return os.fdopen(number, "a", encoding="utf-8")
+    return number
 
 
 def read_json(path: Path) -> Any:

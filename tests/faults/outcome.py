@@ -8,9 +8,10 @@ from typing import Any
 
 from praxis_lite.run.checkpoints.digest import digest_of
 from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
+from praxis_lite.run.trainer.metrics.step_times import TIMES
 from tests.faults.zygote import Launch
 
-CLOCKS = {"step_time", "input_time", "examples_per_second"}
+CLOCKS = {*TIMES, "examples_per_second"}
 # What a save, a deletion or a rewritten file leaves where it was broken off.
 TEMPORARY = re.compile(r"\.(saving|deleting|new|tmp)\b|orbax-checkpoint-tmp|^\.(config|layout)")
 

@@ -26,7 +26,10 @@ from jax.experimental.compilation_cache import compilation_cache
 import praxis_lite
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
+from praxis_lite.run.trainer.metrics.step_times import TIMES
 
+# What lines of metrics.jsonl have that depends on clocks.
+CLOCKS = {*TIMES, "examples_per_second", "tokens_per_second"}
 CHECKOUT = Path(__file__).parents[2]
 
 EXPERIMENTS = '''
@@ -297,8 +300,7 @@ def succeed(*argv: str) -> Launch:
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
     """Returns the lines of a JSON lines file, without what the clock says."""
-    clocks = {"step_time", "input_time", "examples_per_second"}
-    return [{k: v for k, v in line.items() if k not in clocks} for line in read_json_lines(path)]
+    return [{k: v for k, v in line.items() if k not in CLOCKS} for line in read_json_lines(path)]
 
 
 @functools.cache

@@ -34,6 +34,7 @@ class JobDir:
       init_from_checkpoint_txt: where each variable of a new job came from, if it was not drawn.
       metrics_jsonl: a line per training step.
       eval_metrics_jsonl: a line per dataset and evaluation.
+      timeline_jsonl: what each launch spent its time on, a line per save.
       loss_curve_png: the losses as a picture.
       non_finite_txt: where NaN and infinities came from, of each step that run.debug_nans ran
         again.
@@ -57,6 +58,7 @@ class JobDir:
     init_from_checkpoint_txt = _below("init_from_checkpoint.txt")
     metrics_jsonl = _below("metrics.jsonl")
     eval_metrics_jsonl = _below("eval_metrics.jsonl")
+    timeline_jsonl = _below("timeline.jsonl")
     loss_curve_png = _below("loss_curve.png")
     non_finite_txt = _below("non_finite.txt")
     stacks_txt = _below("stacks.txt")

@@ -19,6 +19,7 @@ class CommandLine:
     Attributes:
       job_dir: the job's directory, set once it is known to be this job's. The traceback of an
         error in the user's code is kept there.
+      began: when the launch began, in Unix seconds; None: once it is asked to train.
     """
 
     mode: str = "train"
@@ -32,6 +33,7 @@ class CommandLine:
     process_id: int | None = None
     start_seconds: int = START_SECONDS
     job_dir: "JobDir | None" = None
+    began: float | None = None
 
 
 class Mode(abc.ABC):

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from praxis_lite.run.goodput.kinds import IMPORT, INIT
+from praxis_lite.run.goodput.phase_clock import PhaseClock
 from praxis_lite.run.modes.launched import experiment_of, job_on_mesh
 from praxis_lite.run.modes.mode import CommandLine, Mode
 
@@ -27,9 +29,12 @@ class Train(Mode):
 
     def run(self, command: CommandLine) -> None:
         """Trains; raises ConfigError as `launch.train` does."""
+        clock = PhaseClock(command.began)
         launched = experiment_of(command, trains=True)
+        clock.begins(INIT)
         with job_on_mesh(command, launched, "train") as job:
-            # Imported after the checks, so that an error need not wait for Orbax.
-            from praxis_lite.run.trainer import launch
+            with clock.during(IMPORT):
+                # Imported after the checks, so that an error need not wait for Orbax.
+                from praxis_lite.run.trainer import launch
 
-            launch.train(job, launched, self._sources, self._more_hooks)
+            launch.train(job, launched, self._sources, self._more_hooks, clock=clock)

@@ -1,5 +1,6 @@
 """Means of a task's metrics over datasets, and the lines that report them."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -26,6 +27,7 @@ class Evaluator:
     Attributes:
       note: told of NaN in a dataset whose metrics are not finite.
       seed: of the keys that a task may draw with (`Task.compute_eval_loss`).
+      compiling: returns a context in which the step of a dataset is compiled.
     """
 
     partitioner: Partitioner
@@ -33,6 +35,7 @@ class Evaluator:
     max_eval_batches: int | None
     note: Callable[[str], None] = print
     seed: int = dataclasses.field(default=0, kw_only=True)
+    compiling: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
     def run(
         self,
@@ -67,7 +70,8 @@ class Evaluator:
                 where = f"datasets.{name}, batch {index}"
                 check_ids(inputs, num_ids, where, first_row=rows.start)
                 if index == 0:
-                    compile_step(run, pipeline, f"datasets.{name}")
+                    with self.compiling():
+                        compile_step(run, pipeline, f"datasets.{name}")
                 batch = global_batch(inputs, partitioner.mesh, num_rows)
                 key = partitioner.batch_key(self.seed, step, index)
                 outputs = run(mdl_vars, batch, key)

@@ -1,4 +1,4 @@
-"""The numbers of a step, read while the next step runs: the devices never wait for the host."""
+"""The numbers and times of a step, read while the next runs: no device waits for the host."""
 
 import dataclasses
 import time
@@ -8,7 +8,18 @@ from typing import Any
 import jax
 import numpy as np
 
+from praxis_lite.run.goodput.kinds import EVALUATION, SAVE
+from praxis_lite.run.goodput.timeline import Timeline
 from praxis_lite.run.trainer.hooks.hook import Hook, StepMetrics, overrides
+from praxis_lite.run.trainer.metrics.device_clock import OnDevices
+from praxis_lite.run.trainer.metrics.step_times import (
+    DEVICE_TIME,
+    DISPATCH_TIME,
+    EVALUATION_TIME,
+    INPUT_TIME,
+    SAVE_TIME,
+    STEP_TIME,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +30,8 @@ class PendingStep:
       batch: the index of the batch.
       inputs: its rows from `first_row` on, on the host.
       input_time: the seconds that the loop waited for them.
+      dispatch_time: the seconds that the call of the step took.
+      on_devices: when the step began and ended on the devices.
     """
 
     step: int
@@ -27,20 +40,23 @@ class PendingStep:
     inputs: Any
     first_row: int
     input_time: float
+    dispatch_time: float
+    on_devices: OnDevices
 
 
 class LateMetrics:
-    """Reads the outputs of a step and gives them to the hooks.
+    """Reads the outputs of a step, adds its times (`step_times`), and gives them to the hooks.
 
     Attributes:
       pending: the step to be read next, or None.
       last_time: when the step before it was read, in seconds of time.perf_counter.
     """
 
-    def __init__(self, hooks: Sequence[Hook], weight_unit: str):
+    def __init__(self, hooks: Sequence[Hook], weight_unit: str, timeline: Timeline):
         self._adding = [hook for hook in hooks if overrides(hook, "add_metrics")]
         self._told = [hook for hook in hooks if overrides(hook, "after_metrics")]
-        self._weight_unit = weight_unit
+        self._weight_unit, self._timeline = weight_unit, timeline
+        self._spent = timeline.clock.seconds()
         self.pending: PendingStep | None = None
         self.last_time = time.perf_counter()
 
@@ -51,9 +67,19 @@ class LateMetrics:
         pending, self.pending = self.pending, None
         outputs = jax.device_get(pending.outputs)
         now = time.perf_counter()
+        self._timeline.made(pending.step)
+        before, self._spent = self._spent, self._timeline.clock.seconds()
         weight = float(outputs["metrics"]["loss"][1])
-        line = _line(pending, outputs, now - self.last_time)
-        line[f"{self._weight_unit}_per_second"] = weight / line["step_time"]
+        line = _line(pending, outputs)
+        line |= {
+            STEP_TIME: now - self.last_time,
+            INPUT_TIME: pending.input_time,
+            DISPATCH_TIME: pending.dispatch_time,
+            DEVICE_TIME: pending.on_devices.seconds(),
+            EVALUATION_TIME: self._spent[EVALUATION] - before[EVALUATION],
+            SAVE_TIME: self._spent[SAVE] - before[SAVE],
+        }
+        line[f"{self._weight_unit}_per_second"] = weight / line[STEP_TIME]
         self.last_time = now
         metrics = StepMetrics(
             pending.step, line, weight, pending.batch, pending.inputs, pending.first_row
@@ -64,10 +90,7 @@ class LateMetrics:
             hook.after_metrics(metrics)
 
 
-def _line(pending: PendingStep, outputs: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+def _line(pending: PendingStep, outputs: Mapping[str, Any]) -> dict[str, Any]:
     metrics = {name: float(value) for name, (value, _) in outputs["metrics"].items()}
     learner = {name: np.asarray(value).item() for name, value in outputs["learner"].items()}
-    return {
-        "step": pending.step, **metrics, **learner, "step_time": seconds,
-        "input_time": pending.input_time,
-    }
+    return {"step": pending.step, **metrics, **learner}

@@ -24,6 +24,10 @@ from praxis_lite.run.config.text import (
 )
 from praxis_lite.run.experiment.launched_config import LaunchedConfig
 from praxis_lite.run.experiment.recorded_job import keep_tokenizers
+from praxis_lite.run.goodput.goodput import goodput_of
+from praxis_lite.run.goodput.kinds import COMPILE, INIT, RESTORE, SAVE
+from praxis_lite.run.goodput.phase_clock import PhaseClock
+from praxis_lite.run.goodput.timeline import Timeline
 from praxis_lite.run.job import processes
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.job.job_lock import JobLock
@@ -61,18 +65,19 @@ from praxis_lite.run.trainer.trainer import StartingPoint
 
 def train(
     job: JobOnMesh, launched: LaunchedConfig, sources: Mapping[str, Source] | None = None,
-    more_hooks: MoreHooks = lambda job: (),
+    more_hooks: MoreHooks = lambda job: (), *, clock: PhaseClock | None = None,
 ) -> None:
     """Trains a job from nothing, from an initial state, or from where it stopped.
 
     Args:
       sources: of initial states besides checkpoints, by the setting of `run` that names them.
       more_hooks: returns hooks that come before those of every job.
+      clock: of the launch; None: it begins now.
 
     Raises ConfigError if the job's checkpoint is of another model, or of other data; and
     LastStepUnsound if the job is trained and saved, but its last step was skipped.
     """
-    run, files = job.run, job.files
+    run, files, clock = job.run, job.files, clock or PhaseClock(kind=INIT)
     check_hooks(job.hooks, job)
     check_names(job.partitioner.layout)
     sources = {"init_from_checkpoint_rules": FromCheckpoints, **(sources or {})}
@@ -95,20 +100,24 @@ def train(
         if not files.config_json.is_file():
             # Before other files: a launch that is stopped from here on leaves a job to go on with.
             files.write_config(*texts)
+        timeline = held.enter_context(Timeline(files.timeline_jsonl, clock, _say))
         saved = held.enter_context(
             Checkpoints(
                 files.checkpoints, saving=run.checkpoints, note=_say, config_json=config_json,
                 evaluated=lambda: metrics_by_step(files),
             )
         )
-        if saved.latest_step() is None:
-            start = _new_start(job, sources)
+        held.callback(clock.begins, SAVE)  # On the way out the save in flight is waited for.
+        with clock.during(RESTORE):
+            newest = saved.latest_step()
+        if newest is None:
+            start = _new_start(job, sources, clock)
         else:
             data = saved.latest_data()
             accepted = check_resumable(data, job.datasets[TRAIN], run.accept_changed_data)
             for line in [*accepted, *check_same_seed(data, run)]:
                 print(line)
-            start = _resumed(job, saved)
+            start = _resumed(job, saved, clock)
             before = load_config_file(files.config_json, packages=launched.packages).config
             for line in config_difference(before, launched.config):
                 print(f"changed since the job was last run: {line}")
@@ -118,6 +127,7 @@ def train(
         _print_layout(job.partitioner, files)
         if reason := _nothing_to_do(job, start.step, saved.latest_step()):
             print(reason)
+            timeline.take_back()
             draw_loss_curve(files, start.step, print)
             check_last_step(files, start.step, trainer.num_skipped_in_a_row(start.state))
             return
@@ -127,10 +137,11 @@ def train(
         stop.training_begins(saved.latest_step())
         print(when_checkpoints_come(run, start.step))
         print("compiling the first step", flush=True)
-        compile_together(
-            (step_for(job.partitioner, "datasets", name), pipeline, f"datasets.{name}")
-            for name, pipeline in job.datasets.items()
-        )
+        with clock.during(COMPILE):
+            compile_together(
+                (step_for(job.partitioner, "datasets", name), pipeline, f"datasets.{name}")
+                for name, pipeline in job.datasets.items()
+            )
         roll_backs, skipped = RollBacks(), start.skipped_batches
         while True:
             check_batches_left(job.datasets[TRAIN], run, skipped)
@@ -139,7 +150,7 @@ def train(
                     run.num_train_steps, sys.stdout, run.log_every_steps, start.step
                 )
                 hooks = hooks_of(job, progress, more_hooks)
-                trained = trainer.train(job, start, saved, stop, hooks, progress.note)
+                trained = trainer.train(job, start, saved, stop, hooks, progress.note, timeline)
                 break
             except LossSpike as found:
                 # Its frames hold the state, and another one is to be restored.
@@ -147,12 +158,15 @@ def train(
             roll_backs.add(spike)
             del start
             skipped = tuple(sorted({*skipped, spike.batch}))
-            start = _rolled_back(job, saved, spike, skipped, sources)
+            start = _rolled_back(job, saved, spike, skipped, sources, clock)
             print(
                 f"rolled back from the loss spike of step {spike.step} to step {start.step}; its "
                 f"batch {spike.batch} is left out ({len(skipped)} left out so far)", flush=True
             )
+        timeline.ended_by = trained.stopped_by or "the end"
         draw_loss_curve(files, trained.step, progress.note)
+    if processes.is_first() and (goodput := goodput_of(files)):
+        print(goodput.line())
     if trained.stopped_by:
         print(
             f"stopped by {trained.stopped_by}: step {trained.step} is saved, and the same command "
@@ -200,21 +214,25 @@ def _initial_state(job: JobOnMesh, sources: Mapping[str, Source]) -> InitialStat
     return sources[name](value, job.partitioner.layout)
 
 
-def _new_start(job: JobOnMesh, sources: Mapping[str, Source]) -> StartingPoint:
+def _new_start(
+    job: JobOnMesh, sources: Mapping[str, Source], clock: PhaseClock
+) -> StartingPoint:
     """Returns the start of a job: a drawn state, or that of a source."""
     partitioner = job.partitioner
     key, source = partitioner.key(job.run.seed), _initial_state(job, sources)
     if source is None:
         _say("initialising the state")
-        compile_init(partitioner, key)
+        with clock.during(COMPILE):
+            compile_init(partitioner, key)
         return StartingPoint(0, partitioner.init(key))
     source.keep(job.files)
     return StartingPoint(source.step, begun(partitioner, key, source, _say))
 
 
-def _resumed(job: JobOnMesh, saved: Checkpoints) -> StartingPoint:
+def _resumed(job: JobOnMesh, saved: Checkpoints, clock: PhaseClock) -> StartingPoint:
     """Returns the start of a job from its newest checkpoint."""
-    restored = saved.restore(job.partitioner.layout, job.partitioner.mesh)
+    with clock.during(RESTORE):
+        restored = saved.restore(job.partitioner.layout, job.partitioner.mesh)
     print(f"restored the checkpoint of step {restored.step}", flush=True)
     data = restored.data
     return StartingPoint(
@@ -224,16 +242,17 @@ def _resumed(job: JobOnMesh, saved: Checkpoints) -> StartingPoint:
 
 def _rolled_back(
     job: JobOnMesh, saved: Checkpoints, spike: LossSpike, skipped: tuple[int, ...],
-    sources: Mapping[str, Source],
+    sources: Mapping[str, Source], clock: PhaseClock,
 ) -> StartingPoint:
     """Returns the newest checkpoint, or a new start if there is none, with these batches left out.
 
     A spike ends its run before the checkpoint of its step is begun. One of that step, or of a later
     one, is set aside.
     """
-    saved.abandon_after(spike.step - 1)
-    is_new = saved.latest_step() is None
-    start = _new_start(job, sources) if is_new else _resumed(job, saved)
+    with clock.during(RESTORE):
+        saved.abandon_after(spike.step - 1)
+        is_new = saved.latest_step() is None
+    start = _new_start(job, sources, clock) if is_new else _resumed(job, saved, clock)
     return dataclasses.replace(start, skipped_batches=skipped)
 
 

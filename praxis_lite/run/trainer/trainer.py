@@ -13,6 +13,8 @@ from praxis_lite.core.sharding.inputs import check_ids, global_batch
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.inputs.position import DataPosition
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
+from praxis_lite.run.goodput.kinds import COMPILE, INPUT_WAIT, STEP
+from praxis_lite.run.goodput.timeline import Timeline
 from praxis_lite.run.job.processes.stopping import StopRequest
 from praxis_lite.run.trainer.checks.id_sizes import num_ids_of
 from praxis_lite.run.trainer.checks.memory import compile_step
@@ -20,6 +22,7 @@ from praxis_lite.run.trainer.hooks.hook import Hook, StepMade, by_name, override
 from praxis_lite.run.trainer.hooks.loop import Loop
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.run.trainer.late_metrics import LateMetrics, PendingStep
+from praxis_lite.run.trainer.metrics.device_clock import DeviceClock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Trained:
 
 def train(
     job: JobOnMesh, start: StartingPoint, checkpoints: Checkpoints, stop: StopRequest,
-    hooks: Sequence[Hook], note: Callable[[str], None],
+    hooks: Sequence[Hook], note: Callable[[str], None], timeline: Timeline,
 ) -> Trained:
     """Trains to `run.num_train_steps`, or until training stops early or is asked to stop.
 
@@ -66,52 +69,60 @@ def train(
     Args:
       stop: asked after every step, and before every batch of an evaluation.
       note: prints a line.
+      timeline: of the launch; told the steps, and what the time is spent on.
 
     Raises:
       ConfigError: a batch has ids that the model has no row for; or what a hook raises.
       LossSpike: a loss spiked and run.loss_spikes.action is "roll_back".
       FailedSave: a checkpoint could not be written.
     """
-    loop = Loop(job, start.step, start.skipped_batches, checkpoints, stop, hooks, note)
+    loop = Loop(job, start.step, start.skipped_batches, checkpoints, stop, hooks, note, timeline)
+    timeline.goes_on_from(start.step)
     with contextlib.ExitStack() as held:
         for hook in loop.hooks:
             held.enter_context(hook)
-        with loop.watchdog:
-            return _run(loop, start)
+        with loop.watchdog, DeviceClock() as device_clock:
+            return _run(loop, start, device_clock)
 
 
-def _run(loop: Loop, start: StartingPoint) -> Trained:
+def _run(loop: Loop, start: StartingPoint, device_clock: DeviceClock) -> Trained:
     job, partitioner, state, step = loop.job, loop.job.partitioner, start.state, start.step
     for name, hook in by_name(loop.hooks).items():
         hook.restore(start.hooks.get(name))
         hook.before_training(loop, state)
-    late = LateMetrics(loop.hooks, partitioner.task.weight_unit)
+    late = LateMetrics(loop.hooks, partitioner.task.weight_unit, loop.timeline)
     acting = [hook for hook in loop.hooks if overrides(hook, "after_step")]
     key, taken = partitioner.key(job.run.seed), _batches(loop)
-    while not loop.is_last(step):
-        step += 1
-        loop.checkpoints.raise_if_failed()
-        index, inputs, batch, first_row, input_time = next(taken)
-        if step == loop.first_step + 1:
-            _compile(loop)
-        # The name by which xprof finds the steps in a profile.
-        with jax.profiler.StepTraceAnnotation("train", step_num=step):
-            state, outputs = partitioner.train_step(state, batch, key)
-        loop.stop.step_ended()
-        loop.asked_to_stop()
+    with loop.timeline.clock.during(STEP):
+        while not loop.is_last(step):
+            step += 1
+            loop.checkpoints.raise_if_failed()
+            index, inputs, batch, first_row, input_time = next(taken)
+            if step == loop.first_step + 1:
+                late.last_time += _compile(loop)
+            called = time.perf_counter()
+            # The name by which xprof finds the steps in a profile.
+            with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                state, outputs = partitioner.train_step(state, batch, key)
+            dispatch_time = time.perf_counter() - called
+            on_devices = device_clock.began(called, outputs["metrics"]["loss"])
+            loop.stop.step_ended()
+            loop.asked_to_stop()
+            late.read()
+            late.pending = PendingStep(
+                step, index, outputs, inputs, first_row, input_time, dispatch_time, on_devices
+            )
+            loop.results = None
+            for hook in acting:
+                if hook.is_due(step, loop.is_last(step)):
+                    if hook.waits:
+                        late.read()
+                    step_made = StepMade(step, state, batch, key, outputs, loop.is_last(step))
+                    loop.end(hook.after_step(step_made))
+                    if hook.waits:
+                        late.last_time = time.perf_counter()
+            loop.watchdog.step_ended(step)
         late.read()
-        late.pending = PendingStep(step, index, outputs, inputs, first_row, input_time)
-        loop.results = None
-        for hook in acting:
-            if hook.is_due(step, loop.is_last(step)):
-                if hook.waits:
-                    late.read()
-                step_made = StepMade(step, state, batch, key, outputs, loop.is_last(step))
-                loop.end(hook.after_step(step_made))
-                if hook.waits:
-                    late.last_time = time.perf_counter()
-        loop.watchdog.step_ended(step)
-    late.read()
     if loop.reason and not loop.stops:
         loop.note(f"stopped early at step {step}: {loop.reason}")
     for hook in loop.hooks:
@@ -128,7 +139,8 @@ def _batches(loop: Loop) -> Iterator[tuple[int, Any, Any, int, float]]:
     batches = DataPosition.of_step(loop.first_step, loop.skipped_batches).batches(pipeline, rows)
     while True:
         began = time.perf_counter()
-        index, inputs = next(batches)
+        with loop.timeline.clock.during(INPUT_WAIT):
+            index, inputs = next(batches)
         input_time = time.perf_counter() - began
         check_ids(inputs, num_ids, f"datasets.{TRAIN}, batch {index}", first_row=rows.start)
         batch = global_batch(inputs, partitioner.mesh, num_rows)
@@ -136,13 +148,17 @@ def _batches(loop: Loop) -> Iterator[tuple[int, Any, Any, int, float]]:
         yield index, inputs, batch, rows.start, input_time
 
 
-def _compile(loop: Loop) -> None:
+def _compile(loop: Loop) -> float:
+    """Compiles the training step; returns the seconds that it took."""
+    began = time.perf_counter()
     with contextlib.ExitStack() as held:
+        held.enter_context(loop.timeline.clock.during(COMPILE))
         for hook in loop.hooks:
             held.enter_context(hook.compiling())
         compile_step(
             loop.job.partitioner.train_step, loop.job.datasets[TRAIN], f"datasets.{TRAIN}"
         )
+    return time.perf_counter() - began
 
 
 def num_skipped_in_a_row(state: TrainState) -> int:

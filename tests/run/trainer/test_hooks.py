@@ -221,7 +221,6 @@ class Poisoned(Hooked):
 '''
 (home() / "jobzoo/hooked.py").write_text(EXPERIMENTS)
 HOOKED = "--exp=jobzoo.hooked.Hooked"
-TIMES = ("step_time", "input_time", "examples_per_second")
 
 
 def calls_of(*argv, runs=succeed):
@@ -239,8 +238,7 @@ def of_kind(calls, kind):
 
 
 def steps_of(job):
-    lines = read_json_lines(job.metrics_jsonl)
-    return [{n: v for n, v in line.items() if n not in TIMES} for line in lines]
+    return lines_of(job.metrics_jsonl)
 
 
 @pytest.fixture(scope="module")

@@ -19,14 +19,9 @@ from tests.support.line_jobs import LINE
 
 TINY = "--exp=jobzoo.experiments.Tiny"
 
-# What depends on the clock.
-TIMES = {"step_time", "input_time", "tokens_per_second"}
-
 
 def steps_of(job):
-    """Returns the lines of metrics.jsonl without what depends on the clock."""
-    lines = read_json_lines(job.metrics_jsonl)
-    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
+    return lines_of(job.metrics_jsonl)
 
 
 def assert_as_if_never_interrupted(job):

@@ -17,6 +17,7 @@ from praxis_lite.inputs.tokenizers.plain import ByteTokenizer
 from praxis_lite.inputs.workers import WithWorkers
 from praxis_lite.run.experiment.experiment import Job, check_dataset_name
 from praxis_lite.run.experiment.run_config import RunConfig
+from praxis_lite.run.trainer.metrics.step_times import HFU, MFU, TIMES
 
 
 def check_parts(job: Any) -> None:
@@ -196,7 +197,7 @@ def check_watched_metrics(
 
 # Names of a line of metrics.jsonl or eval_metrics.jsonl besides the task's and the learner's.
 _OTHER_NAMES = {
-    "step", "dataset", "step_time", "input_time", "is_loss_spike", "num_batches_left_out",
+    "step", "dataset", *TIMES, MFU, HFU, "is_loss_spike", "num_batches_left_out",
 }
 
 

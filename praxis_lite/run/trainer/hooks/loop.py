@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
+from praxis_lite.run.goodput.timeline import Timeline
 from praxis_lite.run.job import processes
 from praxis_lite.run.job.processes.stop_consensus import StopConsensus
 from praxis_lite.run.job.processes.stopping import StopRequest
@@ -26,6 +27,7 @@ class Loop:
       note: prints a line, above the line of progress.
       is_first: True in the process that writes the job's files.
       checkpoints, stop, watchdog, consensus: of the job.
+      timeline: of this launch; `timeline.clock` tells what its seconds are spent on.
       hooks: all of them, in their order.
       stops: True once a process was asked to stop, on all processes alike.
       reason: why a hook ends training, or None.
@@ -39,11 +41,12 @@ class Loop:
     def __init__(
         self, job: JobOnMesh, first_step: int, skipped_batches: Sequence[int],
         checkpoints: Checkpoints, stop: StopRequest, hooks: Sequence[Hook],
-        note: Callable[[str], None],
+        note: Callable[[str], None], timeline: Timeline,
     ):
         stopping = job.run.stopping
         self.job, self.first_step, self.skipped_batches = job, first_step, tuple(skipped_batches)
         self.checkpoints, self.stop, self.hooks, self.note = checkpoints, stop, tuple(hooks), note
+        self.timeline = timeline
         self.is_first = processes.is_first()
         self.consensus = StopConsensus(job.partitioner.mesh)
         self.watchdog = Watchdog(

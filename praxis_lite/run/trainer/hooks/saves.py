@@ -7,6 +7,7 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.inputs.position import DataPosition
+from praxis_lite.run.goodput.kinds import SAVE
 from praxis_lite.run.job.processes.watchdog import SAVING
 from praxis_lite.run.trainer.evaluation import watched_values
 from praxis_lite.run.trainer.hooks.hook import Hook, StepMade, by_name, overrides
@@ -50,15 +51,17 @@ class Saves(Hook):
             data["hooks"] = hooks
         loop.saved_at = time.monotonic()
         loop.consensus.saved()
-        with loop.watchdog.during(SAVING):
+        loop.timeline.goes_on_from(step)
+        with loop.watchdog.during(SAVING), loop.timeline.clock.during(SAVE):
             loop.checkpoints.save(
                 step, state, self._job.partitioner.layout, data,
                 watched_values(loop.results or {}), is_last=is_last,
             )
 
     def after_training(self, step: int) -> None:
-        with self._loop.watchdog.during(SAVING):
-            self._loop.checkpoints.wait()
+        loop = self._loop
+        with loop.watchdog.during(SAVING), loop.timeline.clock.during(SAVE):
+            loop.checkpoints.wait()
 
 
 def _saved_by(loop: Loop) -> dict[str, object]:

@@ -1,5 +1,5 @@
-"""Where does a run write its numbers? JSON lines, TensorBoard, the terminal, a PNG.
+"""Where do the numbers of a run go, and its clocks? JSON lines, TensorBoard, the terminal, a PNG.
 
-Never sees a device or a model. matplotlib and tensorboardX are loaded on first use, tensorflow
+Never sees a model. matplotlib and tensorboardX are loaded on first use, tensorflow
 never.
 """

@@ -1,0 +1,190 @@
+"""Where the time of a job went: all its launches, and what lay between them."""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+
+from praxis_lite.run.goodput.kinds import IDLE, IMPORT, KINDS, LOST_STEP, STEP
+from praxis_lite.run.goodput.stretches import Stretch, read_stretches
+from praxis_lite.run.job.job_dir import JobDir
+from praxis_lite.run.text_table import table_lines
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A launch of a job: a process that trained, or was about to.
+
+    Attributes:
+      began, ended: in Unix seconds. A launch that was killed ends with its last sign of life.
+      first_step: the step that it went on from; None: it ended before that was known.
+      last_step: the newest step that it made, or None.
+      ended_by: "the end", a signal, the name of an exception; None: it was killed, or still runs.
+      num_lost_steps: how many of its steps were made again later.
+      seconds: by kind, all that a launch can have; they add up to `ended` - `began`.
+    """
+
+    began: float
+    ended: float
+    first_step: int | None
+    last_step: int | None
+    ended_by: str | None
+    num_lost_steps: int
+    seconds: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Goodput:
+    """The seconds of a job by kind, from its first launch to the end of its last.
+
+    Attributes:
+      launches: in their order.
+      seconds: by kind, in the order of `KINDS`, those between launches as "idle".
+      total_seconds: the sum of all kinds.
+    """
+
+    launches: tuple[Launch, ...]
+    seconds: Mapping[str, float]
+    total_seconds: float
+
+    @property
+    def share(self) -> float:
+        """The share of the time in which steps were made that count; 0 if no time passed."""
+        return self.seconds[STEP] / self.total_seconds if self.total_seconds else 0.0
+
+    @property
+    def num_lost_steps(self) -> int:
+        """The number of steps that were made again later."""
+        return sum(launch.num_lost_steps for launch in self.launches)
+
+    def line(self) -> str:
+        """Returns a sentence: the share of useful steps, and where the most of the rest went."""
+        others = sorted(
+            ((value, kind) for kind, value in self.seconds.items() if kind != STEP), reverse=True
+        )
+        rest = ", ".join(
+            f"{kind} {value / self.total_seconds:.1%}"
+            for value, kind in others[:3] if value >= 0.001 * self.total_seconds
+        )
+        count = len(self.launches)
+        over = f"{self.total_seconds:,.0f} s in {count} launch{'es' * (count > 1)}"
+        return f"goodput {self.share:.1%} of {over}" + (f"; {rest}" if rest else "")
+
+    def __str__(self) -> str:
+        """Returns two tables: seconds and share of each kind; and the launches."""
+        rows = [("kind", "seconds", "share")]
+        for kind, value in self.seconds.items():
+            share = value / self.total_seconds if self.total_seconds else 0.0
+            rows.append((kind, f"{value:,.1f}", f"{share:.1%}"))
+        rows.append(("all", f"{self.total_seconds:,.1f}", "100.0%"))
+        lines = [*table_lines(rows, right=(1, 2)), f"goodput: {self.share:.1%}, the steps' share"]
+        if lost := self.num_lost_steps:
+            lines[-1] += f"; {lost:,} step{'s' * (lost > 1)} made again"
+        rows = [("launch", "seconds", "steps", "lost", "goodput", "ended by")]
+        for launch in self.launches:
+            seconds = launch.ended - launch.began
+            steps = "none"
+            if launch.first_step is not None and launch.last_step > launch.first_step:
+                steps = f"{launch.first_step + 1} to {launch.last_step}"
+            rows.append((
+                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(launch.began)),
+                f"{seconds:,.1f}", steps, f"{launch.num_lost_steps}",
+                f"{launch.seconds[STEP] / seconds if seconds else 0.0:.1%}",
+                launch.ended_by or "no word: killed, or at work",
+            ))
+        return "\n".join([*lines, "", *table_lines(rows, right=(1, 3, 4))])
+
+
+def goodput_of(job_dir: JobDir) -> Goodput | None:
+    """Returns where the time of a job went, or None if no launch has left a word.
+
+    Launches count from the moment that they hold the job's directory; one that was refused before
+    has no entry, and its time is idle. So is the time of a launch that found nothing to do. Only
+    launches that train are there.
+
+    Raises:
+      ConfigError: timeline.jsonl cannot be read.
+    """
+    if not job_dir.timeline_jsonl.exists():
+        return None
+    return goodput(read_stretches(job_dir.timeline_jsonl))
+
+
+def goodput(stretches: Sequence[Stretch]) -> Goodput | None:
+    """Returns where the time went by all stretches of a job, in their order; None if by none.
+
+    A launch that began before the one before it had ended is cut: its import is shorter by the
+    time that both were there. If it began before by more than that, a clock was set back, and no
+    time lies between the two.
+    """
+    lost = _lost_shares(stretches)
+    launches: list[Launch] = []
+    for began, group in itertools.groupby(zip(stretches, lost, strict=True), lambda x: x[0].launch):
+        parts = list(group)
+        before = launches[-1].ended if launches else None
+        launches.append(_launch(began, parts, before))
+    if not launches:
+        return None
+    seconds = {
+        kind: sum(launch.seconds.get(kind, 0.0) for launch in launches) for kind in KINDS
+    }
+    seconds[IDLE] = sum(
+        max(0.0, after.began - before.ended) for before, after in itertools.pairwise(launches)
+    )
+    return Goodput(tuple(launches), seconds, sum(seconds.values()))
+
+
+def _launch(
+    began: float, parts: Sequence[tuple[Stretch, "_Lost"]], before: float | None
+) -> Launch:
+    kinds = [kind for kind in KINDS if kind != IDLE]
+    seconds = {
+        kind: sum(part.seconds.get(kind, 0.0) for part, _ in parts) for kind in kinds
+    }
+    seconds[LOST_STEP] = sum(part.seconds[STEP] * lost.share for part, lost in parts)
+    seconds[STEP] = max(0.0, seconds[STEP] - seconds[LOST_STEP])
+    if before is not None and 0 < before - began <= seconds[IMPORT]:
+        seconds[IMPORT] -= before - began
+        began = before
+    steps = [part for part, _ in parts if part.first_step is not None]
+    return Launch(
+        began, began + sum(seconds.values()),
+        steps[0].first_step if steps else None, steps[-1].last_step if steps else None,
+        parts[-1][0].ended_by, sum(lost.num_steps for _, lost in parts), seconds,
+    )
+
+
+@dataclasses.dataclass
+class _Lost:
+    """The steps of a stretch that were made again, and their share of its seconds of steps."""
+
+    num_steps: int = 0
+    share: float = 0.0
+
+
+def _lost_shares(stretches: Sequence[Stretch]) -> list[_Lost]:
+    """Returns the loss of each stretch: its steps that a later stretch made again."""
+    lost = [_Lost() for _ in stretches]
+    ends: list[tuple[int, int]] = []  # Stretches that count, and the last step that counts of each.
+    for index, stretch in enumerate(stretches):
+        first = stretch.first_step
+        if first is None:
+            continue
+        former = stretches[index - 1] if index else None
+        is_same = former is not None and former.launch == stretch.launch
+        if not (is_same and former.last_step == first):
+            while ends and ends[-1][1] >= first:
+                before, end = ends.pop()
+                begin = stretches[before].first_step
+                if begin >= first:  # With the step that it was in when it was killed.
+                    lost[before] = _Lost(lost[before].num_steps + end - begin, 1.0)
+                    continue
+                if end > first:
+                    lost[before].num_steps += end - first
+                    lost[before].share = lost[before].num_steps / (
+                        stretches[before].last_step - begin
+                    )
+                ends.append((before, first))
+                break
+        ends.append((index, stretch.last_step))
+    return lost
