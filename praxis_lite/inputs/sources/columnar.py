@@ -92,11 +92,10 @@ class ArrowFiles(FileSource):
         """Returns a file's batches, and bool[batches]: those that are known to be sound."""
         if index.path not in self._open:
             index.require_unchanged()
-            is_copied = index.values["is_copied"]
+            is_copied, path = index.values["is_copied"], index.path
             if is_copied:
-                result = mapped(copy_of(self.cache_folder(), index, self._copy))
-            else:
-                result = mapped(index.path)
+                path = copy_of(self.cache_folder(), index, self._copy)
+            result = mapped(path)
             index.require_rows(int(result.stops[-1]) if result.batches else 0)
             self._open[index.path] = result, np.full(len(result.batches), is_copied)
         return self._open[index.path]

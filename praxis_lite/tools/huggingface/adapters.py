@@ -14,7 +14,7 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.train_state import LeafLayout
 from praxis_lite.layers.whole_model.adapters import form_of, merged
 from praxis_lite.tools.huggingface.tensors.writing import Pieces, save_tensors
-from praxis_lite.tools.huggingface.weights import Part, rearranged
+from praxis_lite.tools.huggingface.weights import Part, groups_of, rearranged
 
 # Adapted layers by their path in the model, of `praxis_lite.layers.adapted_layers`.
 Layers = Mapping[str, Any]
@@ -115,7 +115,7 @@ def _forms(part: Part, layer: Any) -> _Forms:
         )
     name_of = dict(zip(form.weight, names, strict=True)) | {"r": _RANK}
     a, b = ([name_of[letter] for letter in letters] for letters in (form.a, form.b))
-    groups = [group.split() for group in einops_groups(theirs)]
+    groups = groups_of(theirs)
     inside = [set(group) == set(a) - {_RANK} for group in groups]
     into, out = (groups[0], groups[1]) if inside[0] else (groups[1], groups[0])
     return _Forms(
@@ -123,22 +123,6 @@ def _forms(part: Part, layer: Any) -> _Forms:
         f"{' '.join(b)} -> ({' '.join(out)}) {_RANK}",
         inside[0],
     )
-
-
-def einops_groups(side: str) -> list[str]:
-    """Returns the dims on a side of a form, each as the names in it: "(n k) d": ["n k", "d"]."""
-    groups, inside = [], False
-    for word in side.replace("(", " ( ").replace(")", " ) ").split():
-        if word == "(":
-            groups.append("")
-            inside = True
-        elif word == ")":
-            inside = False
-        elif inside:
-            groups[-1] = f"{groups[-1]} {word}".strip()
-        else:
-            groups.append(word)
-    return groups
 
 
 def _targets(modules: Sequence[str]) -> list[str]:

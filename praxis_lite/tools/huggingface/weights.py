@@ -22,6 +22,12 @@ def rearranged(array: Any, form: str, **sizes: int) -> Any:
     return einops.rearrange(array, form, **sizes)
 
 
+def groups_of(side: str) -> list[list[str]]:
+    """Returns the names in each dim on a side of a form: "(n k) d": [["n", "k"], ["d"]]."""
+    groups = re.findall(r"\(([^)]*)\)|(\S+)", side)
+    return [(several or single).split() for several, single in groups]
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
     """A tensor of theirs as a part of a weight of ours.
@@ -50,11 +56,8 @@ class Part:
 
     def shape(self) -> tuple[int, ...]:
         """Returns the shape of the part in the tensor; with `of_heads` that of all parts."""
-        groups = re.findall(r"\(([^)]*)\)|(\S+)", self.form.split(" -> ")[0])
-        return tuple(
-            math.prod(self.sizes[name] for name in (group or single).split())
-            for group, single in groups
-        )
+        groups = groups_of(self.form.split(" -> ")[0])
+        return tuple(math.prod(self.sizes[name] for name in group) for group in groups)
 
     def piece_shape(self) -> tuple[int, ...]:
         """Returns the shape of the array at `index` of our weight."""

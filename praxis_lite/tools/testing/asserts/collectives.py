@@ -71,15 +71,9 @@ def compiled_step(
         config = experiment.config() if isinstance(experiment, Experiment) else experiment
         check_required(config)
         job = build(config)
-        if mesh is not None:
-            mesh_config = dataclasses.replace(
-                job.mesh, ici_mesh_shape=tuple(mesh), dcn_mesh_shape=None,
-                allow_unused_devices=True,
-            )
-            job = dataclasses.replace(job, mesh=mesh_config)
-        else:
-            mesh_config = dataclasses.replace(job.mesh, allow_unused_devices=True)
-            job = dataclasses.replace(job, mesh=mesh_config)
+        shape = {} if mesh is None else {"ici_mesh_shape": tuple(mesh), "dcn_mesh_shape": None}
+        mesh_config = dataclasses.replace(job.mesh, **shape, allow_unused_devices=True)
+        job = dataclasses.replace(job, mesh=mesh_config)
         partitioner = planned_partitioner(job, topology_of(topology))
         ((_, _, spec),) = step_specs(job, partitioner, [partitioner.steps[step]])
     compiled = partitioner.steps[step].lower(spec).compile()
