@@ -39,9 +39,7 @@ def on_each_device(
     """
     rows = jax.tree.map(lambda x: PartitionSpec(data_axes) if x.ndim else PartitionSpec(), inputs)
     mapped = jax.shard_map(
-        function,
-        in_specs=(rows, *(specs for _, specs in others)),
-        out_specs=out,
+        function, in_specs=(rows, *(specs for _, specs in others)), out_specs=out,
         axis_names=set(data_axes),
     )
     # No constraint inside may name a data axis.

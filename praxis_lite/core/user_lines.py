@@ -11,8 +11,7 @@ _PACKAGE = Path(__file__).parents[1]
 _EXPERIMENTS = f"{_PACKAGE / 'experiments'}{os.sep}"
 # The library, the program beside it in its checkout, and what is installed.
 _NOT_OF_THE_USER = (
-    f"{_PACKAGE}{os.sep}",
-    f"{_PACKAGE.parent / 'main.py'}",
+    f"{_PACKAGE}{os.sep}", f"{_PACKAGE.parent / 'main.py'}",
     *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib")),
 )
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")

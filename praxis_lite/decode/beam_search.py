@@ -45,8 +45,7 @@ class BeamSearch(Decoder):
         super().__post_init__()
         self._require("beam_size", self.beam_size >= 1, "1 or more")
         self._require(
-            "tokens_per_beam",
-            self.tokens_per_beam is None or self.tokens_per_beam >= 1,
+            "tokens_per_beam", self.tokens_per_beam is None or self.tokens_per_beam >= 1,
             "None (beam_size), or 1 or more",
         )
         self._require("length_norm_alpha", math.isfinite(self.length_norm_alpha), "finite")
@@ -106,8 +105,7 @@ class BeamSearch(Decoder):
             }
             positions = jnp.repeat(prompts.lengths + t, num_hyps)
             logits, cache = rebuilt(model)(
-                new_ids.reshape(-1, 1),
-                positions=positions[:, None],
+                new_ids.reshape(-1, 1), positions=positions[:, None],
                 cache=take_hyps(carry["cache"], dims, hyps_BK),
             )
             return {

@@ -60,13 +60,11 @@ class Decoder(abc.ABC):
         self._require("max_decode_steps", 1 <= self.max_decode_steps <= most, "1 or more")
         self._require("seqlen", self.seqlen is None or self.seqlen >= 1, "None, or 1 or more")
         self._require(
-            "min_decode_steps",
-            0 <= self.min_decode_steps < self.max_decode_steps,
+            "min_decode_steps", 0 <= self.min_decode_steps < self.max_decode_steps,
             f"0 or more and less than max_decode_steps ({self.max_decode_steps})",
         )
         self._require(
-            "eos_id",
-            self.eos_id is None or all(map(_is_token, self.eos_ids)),
+            "eos_id", self.eos_id is None or all(map(_is_token, self.eos_ids)),
             "a token, a tuple of tokens, or None for the tokenizer's",
         )
 

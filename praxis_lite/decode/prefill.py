@@ -66,10 +66,8 @@ def _step_by_step(
         logits, cache = carry
         logprobs = jax.nn.log_softmax(logits, axis=-1)[rows, ids[:, t]]
         new, cache = rebuilt(model)(
-            ids[:, t][:, None],
-            positions=jnp.full((ids.shape[0], 1), t, jnp.int32),
-            paddings=paddings[:, t][:, None],
-            cache=cache,
+            ids[:, t][:, None], positions=jnp.full((ids.shape[0], 1), t, jnp.int32),
+            paddings=paddings[:, t][:, None], cache=cache,
         )
         # A row whose prompt is over keeps the logits of its last token.
         logits = jnp.where((t <= last)[:, None], new[:, 0].astype(jnp.float32), logits)

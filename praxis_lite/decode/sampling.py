@@ -48,8 +48,7 @@ class Greedy(Decoder):
             "stop_sequences", all(self.stop_sequences), "sequences of at least one token"
         )
         self._require(
-            "stop_strings",
-            not isinstance(self.stop_strings, str) and all(self.stop_strings),
+            "stop_strings", not isinstance(self.stop_strings, str) and all(self.stop_strings),
             "a sequence of texts that are not empty",
         )
         self._require("num_cache_slots", self.num_cache_slots >= 0, "0 (batches) or more")

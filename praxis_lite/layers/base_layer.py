@@ -254,8 +254,7 @@ def require_floating(layer: object, **dtypes: Any) -> None:
     """
     for name, dtype in dtypes.items():
         require(
-            jnp.issubdtype(dtype, jnp.floating),
-            f"{type(layer).__name__}.{name}",
+            jnp.issubdtype(dtype, jnp.floating), f"{type(layer).__name__}.{name}",
             jnp.dtype(dtype).name,
             "a floating-point dtype, such as bfloat16: others have no gradient",
             "Products in int8 are a setting of their own (docs/training.md).",

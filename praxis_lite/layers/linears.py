@@ -81,9 +81,7 @@ class Bias(BaseLayer):
     ):
         require_positive(self, dims=dims)
         self.b = self.weight(
-            (dims,),
-            weight_split_dims_mapping,
-            init=jax.nn.initializers.constant(bias_init),
+            (dims,), weight_split_dims_mapping, init=jax.nn.initializers.constant(bias_init),
             rngs=rngs,
         )
         self.activation_split_dims_mapping = activation_split_dims_mapping
@@ -187,11 +185,8 @@ class Mlp(BaseLayer):
             for width, next_width in zip(widths, widths[1:], strict=False)
         )
         self.logits = FeedForward(
-            widths[-1],
-            output_dims,
-            activation="identity",
-            weight_split_dims_mapping=weight_split_dims_mapping,
-            rngs=rngs,
+            widths[-1], output_dims, activation="identity",
+            weight_split_dims_mapping=weight_split_dims_mapping, rngs=rngs,
         )
 
     def __call__(self, inputs: jax.Array) -> jax.Array:

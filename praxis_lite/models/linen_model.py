@@ -66,9 +66,7 @@ class LinenModel(Model):
         eval_module = module if eval_module is None else eval_module
         for name, given in (("module", module), ("eval_module", eval_module)):
             require(
-                isinstance(given, nn.Module),
-                f"LinenModel.{name}",
-                given,
+                isinstance(given, nn.Module), f"LinenModel.{name}", given,
                 "a flax.linen Module that is built",
                 "In an experiment that is an fdl.Config of its class, not an fdl.Partial.",
             )

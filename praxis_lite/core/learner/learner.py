@@ -102,9 +102,7 @@ class Learner:
         slot_mesh_axes: Sequence[str] = (),
     ):
         self.limits = GradientLimits(
-            clip_gradient_norm_to_value,
-            clip_gradient_single_norm_to_value,
-            clip_gradient_to_value,
+            clip_gradient_norm_to_value, clip_gradient_single_norm_to_value, clip_gradient_to_value,
             skip_step_gradient_norm_value,
         )
         self.auxiliary_optimizers = tuple(auxiliary_optimizers)

@@ -107,8 +107,7 @@ def _group_slot_specs(group: Group, weight_specs: PyTree, partition_specs: PyTre
 
     def slots_if(resize: Callable[[Shape], Shape]) -> PyTree:
         structs = jax.tree.map(
-            lambda w: jax.ShapeDtypeStruct(resize(w.shape[stack_rank:]), w.dtype),
-            weight_specs,
+            lambda w: jax.ShapeDtypeStruct(resize(w.shape[stack_rank:]), w.dtype), weight_specs,
             is_leaf=_is_weight_spec,
         )
         return jax.eval_shape(group.optimizer.init, structs)

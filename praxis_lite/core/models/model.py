@@ -80,8 +80,7 @@ def spec_leaves(weight_specs: MdlVars) -> list[tuple[str, WeightSpec]]:
 def whole(mdl_vars: Any) -> Any:
     """Returns the tree with each `ShardedWeight` gathered."""
     return jax.tree.map(
-        lambda x: x.whole() if isinstance(x, ShardedWeight) else x,
-        mdl_vars,
+        lambda x: x.whole() if isinstance(x, ShardedWeight) else x, mdl_vars,
         is_leaf=lambda x: isinstance(x, ShardedWeight),
     )
 

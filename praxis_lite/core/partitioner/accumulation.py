@@ -68,18 +68,14 @@ def value_and_grad(
         grad_sums, non_trainable = carry
         micro_batch, index = x
         (_, (metrics, new)), grads = grad_fn(
-            fixed,
-            params,
-            non_trainable,
-            _spread(micro_batch, inputs_split_mapping),
+            fixed, params, non_trainable, _spread(micro_batch, inputs_split_mapping),
             jax.random.fold_in(key, index),
         )
         weight = metrics["loss"][1]
         counts = weight != 0
         grad_sums = jax.tree.map(
             lambda total, g: total + jnp.where(counts, g.astype(jnp.float32) * weight, 0.0),
-            grad_sums,
-            lay_out(grads),
+            grad_sums, lay_out(grads),
         )
         new = jax.tree.map(lambda n, o: jnp.where(counts, n, o), new, non_trainable)
         return (grad_sums, new), metrics

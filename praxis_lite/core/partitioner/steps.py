@@ -83,8 +83,7 @@ def train_step(
         lambda new, old: jnp.where(is_skipped, old, new), new_non_trainable, non_trainable
     )
     new_state = TrainState(
-        step=state.step + 1,
-        mdl_vars={"params": new_params, "non_trainable": new_non_trainable},
+        step=state.step + 1, mdl_vars={"params": new_params, "non_trainable": new_non_trainable},
         opt_states=opt_states,
     )
     return new_state, {"metrics": metrics, "learner": learner_scalars}

@@ -105,9 +105,7 @@ def constrain(x: jax.Array, activation_split_dims_mapping: SplitDims) -> jax.Arr
     if activation_split_dims_mapping is None or mesh.empty:
         return x
     spec = to_partition_spec(
-        activation_split_dims_mapping,
-        mesh.axis_names,
-        rank=x.ndim,
+        activation_split_dims_mapping, mesh.axis_names, rank=x.ndim,
         path=f"activation_split_dims_mapping of an activation of shape {x.shape}",
     )
     return jax.lax.with_sharding_constraint(x, without_axes(spec, mesh.manual_axes))

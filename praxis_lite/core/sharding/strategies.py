@@ -113,9 +113,7 @@ def apply_rules(leaf: Leaf, rules: Sequence[Rule], job_mesh: JobMesh) -> RuledSp
             outcome = Outcome(outcome)
         # Whatever a rule returns, of a user's own too, is one entry per dim and each axis once.
         checked = to_partition_spec(
-            outcome.spec,
-            tuple(job_mesh.axis_sizes),
-            rank=len(leaf.shape),
+            outcome.spec, tuple(job_mesh.axis_sizes), rank=len(leaf.shape),
             path=f"{leaf.path}, split by {text}",
         )
         if tuple(checked) != spec:

@@ -54,8 +54,7 @@ class TextPrompts(IndexedPipeline):
     def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
         rows = (self.batch_size,)
         return spec_of(
-            ids=((*rows, self._width), np.int32),
-            prefix_lengths=(rows, np.int32),
+            ids=((*rows, self._width), np.int32), prefix_lengths=(rows, np.int32),
             weights=(rows, np.float32),
         )
 
@@ -102,8 +101,7 @@ class TextPrompts(IndexedPipeline):
         prompts = []
         for text, bits in zip(
             [self._long_enough[i] for i in chosen],
-            random_bits(self.seed, 0, len(chosen), purpose=1).tolist(),
-            strict=True,
+            random_bits(self.seed, 0, len(chosen), purpose=1).tolist(), strict=True,
         ):
             # One byte at least is left to continue.
             longest = min(self.max_prompt_bytes, len(text) - 1)

@@ -105,10 +105,8 @@ def check_contexts(
             "is_cross_attention=True attends to another. Leave them out."
         )
     require(
-        right_context is None or (right_context >= 0 and not is_causal),
-        f"{name}.right_context",
-        right_context,
-        "0 or more, with is_causal=False",
+        right_context is None or (right_context >= 0 and not is_causal), f"{name}.right_context",
+        right_context, "0 or more, with is_causal=False",
     )
 
 

@@ -59,11 +59,8 @@ class _Chunks:
         self.q, self.k, self.v = rows(q), columns(k), columns(v)
         self.q_index = rows(mask.q_index(T), mode="edge")
         self.mask = dataclasses.replace(
-            mask,
-            q_index_BT=None,
-            q_segments_BT=rows(mask.q_segments_BT),
-            kv_segments_BS=columns(mask.kv_segments_BS),
-            kv_visible_BS=columns(mask.kv_visible_BS),
+            mask, q_index_BT=None, q_segments_BT=rows(mask.q_segments_BT),
+            kv_segments_BS=columns(mask.kv_segments_BS), kv_visible_BS=columns(mask.kv_visible_BS),
         )
 
     @property
@@ -209,8 +206,7 @@ def _backward(options, chunk_size, residuals, d_encoded):
         return dq, dk, dv
 
     start = (
-        jnp.zeros_like(chunks.q),
-        jnp.zeros(chunks.k.shape, jnp.float32),
+        jnp.zeros_like(chunks.q), jnp.zeros(chunks.k.shape, jnp.float32),
         jnp.zeros(chunks.v.shape, jnp.float32),
     )
     start = varying_alike(start, (chunks.arrays, d_encoded))

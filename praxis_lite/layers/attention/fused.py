@@ -63,13 +63,8 @@ def cudnn_attention(
 
     def on_one_device(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return jax.nn.dot_product_attention(
-            q,
-            k,
-            v,
-            scale=options.scale,
-            is_causal=mask.right_context == 0,
-            local_window_size=window,
-            implementation="cudnn",
+            q, k, v, scale=options.scale, is_causal=mask.right_context == 0,
+            local_window_size=window, implementation="cudnn",
         )
 
     return per_device(on_one_device, q_BTNK, k_BSGK, v_BSGK, (), split)
@@ -179,20 +174,12 @@ def _splash_kernel(
         head_mask = masks.LocalMask(lengths, (left, mask.right_context), offset=0)
     block_q, block_kv = _block_sizes(lengths)
     sizes = splash.BlockSizes(
-        block_q=block_q,
-        block_kv=block_kv,
-        block_q_dkv=block_q,
-        block_kv_dkv=block_kv,
-        block_q_dq=block_q,
-        block_kv_dq=block_kv,
+        block_q=block_q, block_kv=block_kv, block_q_dkv=block_q, block_kv_dkv=block_kv,
+        block_q_dq=block_q, block_kv_dq=block_kv,
     )
     return splash.make_splash_mha(
-        masks.MultiHeadMask([head_mask] * num_heads),
-        block_sizes=sizes,
-        head_shards=1,
-        q_seq_shards=1,
-        attn_logits_soft_cap=options.cap or None,
-        interpret=interpret,
+        masks.MultiHeadMask([head_mask] * num_heads), block_sizes=sizes, head_shards=1,
+        q_seq_shards=1, attn_logits_soft_cap=options.cap or None, interpret=interpret,
     )
 
 

@@ -25,19 +25,9 @@ from praxis_lite.layers.stochastics import Dropout
 
 _ALL = frozenset(
     {
-        "atten_dropout_prob",
-        "atten_logit_cap",
-        "atten_mask",
-        "attention_extra_logit",
-        "attention_sinks",
-        "cache",
-        "float32_logits=False",
-        "num_kv_heads",
-        "paddings",
-        "relative_bias_tpl",
-        "segment_ids",
-        "window",
-        "window without is_causal",
+        "atten_dropout_prob", "atten_logit_cap", "atten_mask", "attention_extra_logit",
+        "attention_sinks", "cache", "float32_logits=False", "num_kv_heads", "paddings",
+        "relative_bias_tpl", "segment_ids", "window", "window without is_causal",
         "zero_fully_masked",
     }
 )
@@ -46,31 +36,19 @@ KERNELS: dict[str, frozenset[str]] = {
     "einsum": _ALL,
     "dot_product": _ALL
     - {
-        "atten_dropout_prob",
-        "atten_logit_cap",
-        "atten_mask",
-        "attention_extra_logit",
-        "attention_sinks",
-        "float32_logits=False",
-        "zero_fully_masked",
+        "atten_dropout_prob", "atten_logit_cap", "atten_mask", "attention_extra_logit",
+        "attention_sinks", "float32_logits=False", "zero_fully_masked",
     },
     "cudnn": frozenset({"num_kv_heads", "window"}),
     "splash": frozenset(
         {
-            "atten_logit_cap",
-            "num_kv_heads",
-            "paddings",
-            "segment_ids",
-            "window",
+            "atten_logit_cap", "num_kv_heads", "paddings", "segment_ids", "window",
             "window without is_causal",
         }
     ),
     "chunked": _ALL
     - {
-        "atten_dropout_prob",
-        "atten_mask",
-        "attention_sinks",
-        "float32_logits=False",
+        "atten_dropout_prob", "atten_mask", "attention_sinks", "float32_logits=False",
         "relative_bias_tpl",
     },
     "blocked": _ALL - {"atten_dropout_prob", "atten_mask", "cache", "relative_bias_tpl"},

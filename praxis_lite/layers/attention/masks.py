@@ -99,8 +99,7 @@ def cross_attention_mask(
         encoded_segment_ids = None
     return AttentionMask(
         q_segments_BT=None if encoded_segment_ids is None else segment_ids,
-        kv_segments_BS=encoded_segment_ids,
-        kv_visible_BS=visible_BS,
+        kv_segments_BS=encoded_segment_ids, kv_visible_BS=visible_BS,
     )
 
 

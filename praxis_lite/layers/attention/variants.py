@@ -34,10 +34,7 @@ class MultiQueryDotProductAttention(DotProductAttention):
         **settings: Any,
     ):
         super().__init__(
-            input_dim,
-            num_heads,
-            num_kv_heads=num_kv_heads,
-            internal_enable_per_dim_scale=False,
+            input_dim, num_heads, num_kv_heads=num_kv_heads, internal_enable_per_dim_scale=False,
             **settings,
         )
 

@@ -256,8 +256,7 @@ def _backward(chunks: _ClassChunks, kept: tuple, grads: TokenStats) -> tuple:
     return (
         [jnp.sum(grad, 0).astype(x.dtype) for grad, x in zip(input_grads, inputs, strict=True)],
         [grad.astype(w.dtype) for grad, w in zip(weight_grads, weights, strict=True)],
-        None if bias_NS is None else bias_grad.astype(bias_NS.dtype),
-        None,
+        None if bias_NS is None else bias_grad.astype(bias_NS.dtype), None,
     )
 
 

@@ -16,9 +16,7 @@ from praxis_lite.layers.embedding.embeddings import LOOKUP_STYLES, lookup
 
 def _check_timescales(layer: object, min_timescale: float, max_timescale: float) -> None:
     require(
-        0 < min_timescale <= max_timescale,
-        f"{type(layer).__name__}.min_timescale",
-        min_timescale,
+        0 < min_timescale <= max_timescale, f"{type(layer).__name__}.min_timescale", min_timescale,
         f"a number above 0 and up to max_timescale, {max_timescale}",
     )
 

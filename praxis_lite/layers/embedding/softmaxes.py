@@ -80,8 +80,7 @@ class FullSoftmax(BaseLayer):
         require(z_loss_weight >= 0.0, f"{name}.z_loss_weight", z_loss_weight, "0 (none) or more")
         require(
             0.0 <= label_smoothing_prob < 1.0 and (num_classes > 1 or not label_smoothing_prob),
-            f"{name}.label_smoothing_prob",
-            label_smoothing_prob,
+            f"{name}.label_smoothing_prob", label_smoothing_prob,
             f"0, or less than 1 where there are two classes or more; here are {num_classes}",
         )
         self.num_classes, self.input_dims = num_classes, input_dims

@@ -76,9 +76,7 @@ def dropless(
         # values of the forward pass: they are computed again.
         on_device = jax.checkpoint(on_device)
     outputs = jax.shard_map(
-        on_device,
-        in_specs=(batch_split,) * 3 + (expert_split,),
-        out_specs=batch_split,
+        on_device, in_specs=(batch_split,) * 3 + (expert_split,), out_specs=batch_split,
         axis_names=set(token_axes),
     )(*arrays, weights)
     return outputs[: x_BTD.shape[0]]

@@ -80,15 +80,12 @@ class Gating:
             check(is_whole(value) or is_unset, name, "a positive integer")
         gating, num_chosen = self.gating_func, self.num_experts_per_token
         check(
-            gating != "top2" or num_chosen == 2,
-            "num_experts_per_token",
-            "2 with gating_func 'top2'",
-            "Set gating_func='top_k'.",
+            gating != "top2" or num_chosen == 2, "num_experts_per_token",
+            "2 with gating_func 'top2'", "Set gating_func='top_k'.",
         )
         fewest = num_chosen if self.is_top_k else 2 if gating == "dense_top2" else 1
         check(
-            self.num_experts >= fewest,
-            "num_experts",
+            self.num_experts >= fewest, "num_experts",
             f"{fewest} or more, for each token goes to {fewest}",
             "Add experts, or lower num_experts_per_token (gating_func='top_k').",
         )
@@ -102,22 +99,17 @@ class Gating:
                 "dropless=True."
             )
         check(
-            self.is_top_k or not self.dropless,
-            "dropless",
+            self.is_top_k or not self.dropless, "dropless",
             f"False with gating_func {gating!r}, whose experts have a number of seats",
             "Or set gating_func='top2' or 'top_k'.",
         )
         check(
-            self.is_top_k or self.normalize_gates,
-            "normalize_gates",
-            f"True with gating_func {gating!r}",
-            "Or set gating_func='top2' or 'top_k'.",
+            self.is_top_k or self.normalize_gates, "normalize_gates",
+            f"True with gating_func {gating!r}", "Or set gating_func='top2' or 'top_k'.",
         )
         check(
-            policy == "all" or gating == "top2",
-            "second_expert_policy",
-            f"'all' with gating_func {gating!r}",
-            "Or set gating_func='top2'.",
+            policy == "all" or gating == "top2", "second_expert_policy",
+            f"'all' with gating_func {gating!r}", "Or set gating_func='top2'.",
         )
         for name in ("load_balance_loss_weight", "router_z_loss_weight"):
             check(getattr(self, f"moe_{name}") >= 0, f"moe_{name}", "0 or more")

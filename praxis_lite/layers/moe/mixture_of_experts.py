@@ -140,10 +140,8 @@ class TransformerFeedForwardMoe(ResidualBranch):
             f"{name}.moe_gating_embedding_level", moe_gating_embedding_level, EMBEDDING_LEVELS
         )
         require(
-            not (self.gating.dropless and relu_dropout_prob),
-            f"{name}.relu_dropout_prob",
-            relu_dropout_prob,
-            "0 with dropless=True, where what it drops would depend on the mesh",
+            not (self.gating.dropless and relu_dropout_prob), f"{name}.relu_dropout_prob",
+            relu_dropout_prob, "0 with dropless=True, where what it drops would depend on the mesh",
             "Set residual_dropout_prob.",
         )
         activation_fn(activation, self)
@@ -158,10 +156,8 @@ class TransformerFeedForwardMoe(ResidualBranch):
 
         init = functools.partial(expert_initializer, internal_gshard_variance_scaling_fan_in_init)
         self.gate = self.weight(
-            (input_dims, self.gating.num_experts),
-            gate_split_dims_mapping,
-            init=init(False, input_dims),
-            rngs=rngs,
+            (input_dims, self.gating.num_experts), gate_split_dims_mapping,
+            init=init(False, input_dims), rngs=rngs,
         )
 
         per_expert = (self.gating.num_experts,)

@@ -30,10 +30,8 @@ class CausalConv(BaseLayer):
     ):
         split_J, *split_NK = (*(weight_split_dims_mapping or ()), None, None, None)[:3]
         self.w = self.weight(
-            (num_taps, num_heads, dim_per_head),
-            (split_J, *split_NK),
-            init=jax.nn.initializers.normal(num_taps**-0.5),
-            rngs=rngs,
+            (num_taps, num_heads, dim_per_head), (split_J, *split_NK),
+            init=jax.nn.initializers.normal(num_taps**-0.5), rngs=rngs,
         )
         self.b = self.weight((num_heads, dim_per_head), split_NK, init=zeros, rngs=rngs)
         self.num_taps = num_taps
@@ -108,21 +106,13 @@ class RgLruBlock(BaseLayer):
 
         def projection(**kwargs: Any) -> AttentionProjection:
             return AttentionProjection(
-                input_dim,
-                num_heads,
-                dim_per_head,
-                use_bias=use_bias,
-                weight_split_dims_mapping=weight_split_dims_mapping,
-                rngs=rngs,
-                **kwargs,
+                input_dim, num_heads, dim_per_head, use_bias=use_bias,
+                weight_split_dims_mapping=weight_split_dims_mapping, rngs=rngs, **kwargs,
             )
 
         self.linear_x, self.linear_y = projection(), projection()
         self.conv = CausalConv(
-            conv_width,
-            num_heads,
-            dim_per_head,
-            weight_split_dims_mapping=(None, split_N, split_K),
+            conv_width, num_heads, dim_per_head, weight_split_dims_mapping=(None, split_N, split_K),
             rngs=rngs,
         )
         self.rg_lru = RgLru(

@@ -71,8 +71,7 @@ class StageLayout:
         entries[dim] = axis
         if row_dim is not None and self.row_split is not None:
             rows = to_partition_spec(
-                tuple(self.row_split)[:rank],
-                mesh.axis_names,
+                tuple(self.row_split)[:rank], mesh.axis_names,
                 path="Pipeline.activation_split_dims_mapping",
             )
             rows = without_axes(rows, mesh.manual_axes)
@@ -168,8 +167,7 @@ def run_ticks(
     # A copy per stage, so that the gradients of the stages add up once, after the last tick.
     inputs_SM = jax.tree.map(
         lambda a: layout.constrain(
-            jnp.broadcast_to(a, (num_stages, *a.shape)),
-            row_dim=None if a.shape[1] == 1 else 2,
+            jnp.broadcast_to(a, (num_stages, *a.shape)), row_dim=None if a.shape[1] == 1 else 2,
             rank=1,
         ),
         inputs_M,

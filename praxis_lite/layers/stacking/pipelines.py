@@ -241,15 +241,12 @@ class Pipeline(BaseLayer):
         sizes = f"for {num_microbatches} microbatches and num_stages {self.num_stages}"
         require(
             self.circular_repeat == 1 or num_microbatches >= self.num_stages,
-            "Pipeline.circular_repeat",
-            self.circular_repeat,
+            "Pipeline.circular_repeat", self.circular_repeat,
             f"1 {sizes}, or stage 0 would wait for the first to come round",
             "Or have at least as many microbatches as stages.",
         )
         require(
-            not self.stream_io or num_microbatches % self.num_stages == 0,
-            "Pipeline.stream_io",
-            True,
-            f"False {sizes}, which does not divide them",
+            not self.stream_io or num_microbatches % self.num_stages == 0, "Pipeline.stream_io",
+            True, f"False {sizes}, which does not divide them",
             "Or make the microbatches a multiple of the stages.",
         )

@@ -54,8 +54,7 @@ class ResidualBranch(BaseLayer):
         check_norm_policy(norm_policy, self)
         require(
             add_skip_connection or not residual_droppath_prob,
-            f"{type(self).__name__}.residual_droppath_prob",
-            residual_droppath_prob,
+            f"{type(self).__name__}.residual_droppath_prob", residual_droppath_prob,
             "0.0 with add_skip_connection=False, which adds nothing that could be dropped",
         )
         has_two, is_outer = norm_policy == "primer_hybrid", norm_policy in ("post", "post_skip")

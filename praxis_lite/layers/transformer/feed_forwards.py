@@ -80,8 +80,7 @@ class TransformerFeedForward(ResidualBranch):
         super().__init__(input_dims, output_dims, rngs=rngs, **settings)
         require(
             output_dims == input_dims or not self.add_skip_connection,
-            "TransformerFeedForward.output_dims",
-            output_dims,
+            "TransformerFeedForward.output_dims", output_dims,
             f"the inputs' {input_dims} dims, because the outputs are added to them",
             "Leave it out, or set add_skip_connection=False.",
         )
@@ -142,11 +141,8 @@ class TransformerFeedForward(ResidualBranch):
         if axis is not None:
             return by_hand(
                 HalfBlock(
-                    self,
-                    lambda layer, x, rows: layer._fed(x, rows.get("paddings"), None),
-                    self.activation_split_dims_mapping,
-                    reads_sequences=False,
-                    output="ffn_layer2",
+                    self, lambda layer, x, rows: layer._fed(x, rows.get("paddings"), None),
+                    self.activation_split_dims_mapping, reads_sequences=False, output="ffn_layer2",
                 ),
                 axis, x, {"paddings": paddings},
             )

@@ -25,13 +25,8 @@ __all__ = ["Transformer", "TransformerFeedForward"]
 
 # B batch, T time, S time of what is attended across, D model dims.
 _KEYS = (
-    "self_attention",
-    "self_attention_dropout",
-    "self_attention_droppath",
-    "cross_attention",
-    "cross_attention_dropout",
-    "cross_attention_droppath",
-    "ff_layer",
+    "self_attention", "self_attention_dropout", "self_attention_droppath", "cross_attention",
+    "cross_attention_dropout", "cross_attention_droppath", "ff_layer",
 )
 
 
@@ -129,8 +124,7 @@ class Transformer(BaseLayer):
             **({} if norm_policy == "pre" else {"norm_policy": norm_policy}),
             **({"add_skip_connection": False} if is_parallel else {}),
             **_given(
-                relu_dropout_prob=relu_dropout_prob,
-                residual_dropout_prob=residual_dropout_prob,
+                relu_dropout_prob=relu_dropout_prob, residual_dropout_prob=residual_dropout_prob,
                 residual_droppath_prob=residual_droppath_prob,
             ),
             rngs=rngs,
@@ -222,12 +216,9 @@ class Transformer(BaseLayer):
             return self.residual_droppath(x, attended, keys[f"{name}_droppath"])
 
         outputs = normed_branch(
-            self.norm_policy,
-            (self.layer_norm, self.pre_layer_norm, self.post_layer_norm),
-            inputs,
+            self.norm_policy, (self.layer_norm, self.pre_layer_norm, self.post_layer_norm), inputs,
             lambda x: attend("self_attention", x, positions=positions, **local),
-            functools.partial(join, name="self_attention"),
-            key,
+            functools.partial(join, name="self_attention"), key,
         )
         if self._crosses(encoded, caches):
             across = {
@@ -241,10 +232,8 @@ class Transformer(BaseLayer):
             outputs = normed_branch(
                 self.norm_policy,
                 (self.cross_layer_norm, self.pre_cross_layer_norm, self.post_cross_layer_norm),
-                outputs,
-                lambda x: attend("cross_attention", x, **across),
-                functools.partial(join, name="cross_attention"),
-                key,
+                outputs, lambda x: attend("cross_attention", x, **across),
+                functools.partial(join, name="cross_attention"), key,
             )
         fed = self.ff_layer(
             inputs if self.is_parallel else outputs, paddings=paddings, segment_ids=segment_ids,

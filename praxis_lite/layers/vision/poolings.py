@@ -118,8 +118,7 @@ class GlobalPooling(BaseLayer):
         is_list = isinstance(pooling_dims, Sequence) and len(pooling_dims) > 0
         require(
             is_list and all(isinstance(dim, int) and dim >= 0 for dim in pooling_dims),
-            "GlobalPooling.pooling_dims",
-            pooling_dims,
+            "GlobalPooling.pooling_dims", pooling_dims,
             "a list of dims from 0 on, for instance (1, 2) to pool over H and W of [B, H, W, C]",
         )
         self.pooling_dims, self.pooling_type = tuple(pooling_dims), pooling_type

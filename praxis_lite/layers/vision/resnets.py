@@ -71,9 +71,7 @@ class ResNetBlock(BaseLayer):
         if zero_init_residual:
             gamma = getattr(getattr(conv, "bn", None), "gamma", None)
             require(
-                gamma is not None,
-                f"{type(self).__name__}.zero_init_residual",
-                True,
+                gamma is not None, f"{type(self).__name__}.zero_init_residual", True,
                 "False where conv_params make no norm with a gamma",
                 "Or set batch_norm_tpl of conv_params.",
             )
@@ -94,8 +92,7 @@ class ResNetBlock(BaseLayer):
         require(output_dim >= 4, name, output_dim, expected)
         inner = output_dim // 4
         return [
-            ((1, 1, input_dim, inner), 1),
-            ((kernel_size, kernel_size, inner, inner), stride),
+            ((1, 1, input_dim, inner), 1), ((kernel_size, kernel_size, inner, inner), stride),
             ((1, 1, inner, output_dim), 1),
         ]
 
@@ -176,12 +173,8 @@ class ResNet(BaseLayer):
             names.append([f"stage_{stage}_block_{i}" for i in range(num_blocks)])
             for i, name in enumerate(names[-1]):
                 block = block_params(
-                    width,
-                    channel,
-                    conv_params=conv_params,
-                    kernel_size=kernel,
-                    stride=stride if i == 0 else 1,
-                    rngs=rngs,
+                    width, channel, conv_params=conv_params, kernel_size=kernel,
+                    stride=stride if i == 0 else 1, rngs=rngs,
                 )
                 setattr(self, name, block)  # Pax's names.
                 width = channel

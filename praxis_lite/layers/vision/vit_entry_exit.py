@@ -85,12 +85,8 @@ class VitEntryLayers(BaseLayer):
         require_positive(self, patch_size=patch_size, **sizes)
         check_sizes(self, 1 if len(pos_emb_shapes) == 1 else 2, pos_emb_shapes=pos_emb_shapes)
         self.patch_projection = FeedForward(
-            input_dims,
-            output_dims,
-            has_bias=input_fc_has_bias,
-            activation="identity",
-            weight_split_dims_mapping=weight_split_dims_mapping,
-            rngs=rngs,
+            input_dims, output_dims, has_bias=input_fc_has_bias, activation="identity",
+            weight_split_dims_mapping=weight_split_dims_mapping, rngs=rngs,
         )
         num_positions = math.prod(pos_emb_shapes)
         self.pos_emb = pos_emb_tpl(num_positions, output_dims, rngs=rngs) if pos_emb_tpl else None
@@ -208,12 +204,8 @@ class VitExitLayers(BaseLayer):
 
         def projection(activation: str) -> FeedForward:
             return FeedForward(
-                hidden_dim,
-                output_dim,
-                has_bias=output_fc_has_bias,
-                activation=activation,
-                weight_split_dims_mapping=weight_split_dims_mapping,
-                rngs=rngs,
+                hidden_dim, output_dim, has_bias=output_fc_has_bias, activation=activation,
+                weight_split_dims_mapping=weight_split_dims_mapping, rngs=rngs,
             )
 
         is_plain = not output_fc_tanh and output_dim != hidden_dim

@@ -82,11 +82,7 @@ def build_vision_transformer(
     parts are `entry_layers_tpl`, `transformer_layers_tpl.block` and `exit_layers_tpl`.
     """
     block = fdl.Partial(
-        Transformer,
-        model_dims,
-        mlp_dims,
-        num_heads,
-        mask_self_attention=False,
+        Transformer, model_dims, mlp_dims, num_heads, mask_self_attention=False,
         tr_atten_tpl=fdl.Partial(DotProductAttention, internal_enable_per_dim_scale=False),
     )
     return fdl.Partial(

@@ -212,8 +212,7 @@ def _adapt(layer: Dense, rank: int, scale: float, rngs: nnx.Rngs) -> None:
     split_of = dict(zip(form.weight, _splits(layer, sizes), strict=True))  # The rank is whole.
     fan_in = math.prod(size_of[letter] for letter in form.summed)
     for name, letters, init in (
-        ("lora_a", form.a, WeightInit.Gaussian(fan_in**-0.5)),
-        ("lora_b", form.b, zeros),
+        ("lora_a", form.a, WeightInit.Gaussian(fan_in**-0.5)), ("lora_b", form.b, zeros),
     ):
         shape = tuple(size_of[letter] for letter in letters)
         split = tuple(split_of.get(letter) for letter in letters)

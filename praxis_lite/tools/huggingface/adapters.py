@@ -120,8 +120,7 @@ def _forms(part: Part, layer: Any) -> _Forms:
     into, out = (groups[0], groups[1]) if inside[0] else (groups[1], groups[0])
     return _Forms(
         f"{' '.join(a)} -> {_RANK} ({' '.join(into)})",
-        f"{' '.join(b)} -> ({' '.join(out)}) {_RANK}",
-        inside[0],
+        f"{' '.join(b)} -> ({' '.join(out)}) {_RANK}", inside[0],
     )
 
 

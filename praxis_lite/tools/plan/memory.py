@@ -151,8 +151,7 @@ def what_to_change(memory: Memory | None, layout: StateLayout, available: int) -
     activations = memory.activations + memory.temporaries if memory else 0
     words = [
         "checkpoint_policy='save_nothing' of the stack",
-        "micro-batches (Learner.gradient_accumulation_steps)",
-        "fewer rows per device",
+        "micro-batches (Learner.gradient_accumulation_steps)", "fewer rows per device",
         "a softmax in chunks (softmax chunk_size)",
     ]
     if memory is None or activations > available / 4 or not changes:

@@ -194,8 +194,7 @@ _WINDOWED = (
 _RIGHT = {
     primitive: _right(primitive, compute)
     for names, compute in (
-        (_SCATTERS, _scatter),
-        (_WINDOWED, _windowed),
+        (_SCATTERS, _scatter), (_WINDOWED, _windowed),
         (("select_and_scatter_add",), _gradient_of_maxima),
         (("conv_general_dilated",), _convolution),
     )
