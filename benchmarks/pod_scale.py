@@ -10,6 +10,7 @@ to MaxText's step and to the best one written by hand in plain JAX, both compile
 """
 
 import argparse
+import collections
 import os
 import time
 
@@ -37,10 +38,11 @@ from praxis_lite.layers import (
 from praxis_lite.layers.whole_model.sharding_presets import COMPILER_OPTIONS, SHARDING_PRESETS
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tools.explain import hlo
+from praxis_lite.tools.explain.hlo_text import op_name_of, parse
 from praxis_lite.tools.plan.chips import CHIPS
 from praxis_lite.tools.plan.costs import Efficiencies
 from praxis_lite.tools.plan.schedule import schedule
-from praxis_lite.tools.plan.timeline import Mesh
+from praxis_lite.tools.plan.timeline import Mesh, Timeline
 
 # Model dims, layers, heads, dims of a head, hidden dims, vocabulary.
 MODELS = {
@@ -162,9 +164,21 @@ def measured(options: argparse.Namespace, row: str) -> None:
         if not options.layers:
             ratios = [ours / theirs for ours, theirs in zip(figures, of_peer, strict=True)]
             print("  / {:8} {:.2f} peak  {:.2f} cycles  {:.2f} s".format(peer, *ratios))
-    for name, seconds in result.of.most_common(options.top):
+    for name, seconds in _by_operation(text, result).most_common(options.top):
         of_it = seconds * CHIPS[chip].clock
         print(f"  {of_it / 1e6:9.2f} Mcycles {100 * of_it / cycles:5.1f}%  {name[-130:]}")
+
+
+def _by_operation(text: str, timeline: Timeline) -> collections.Counter:
+    """Returns the seconds of a timeline by the JAX operation of an instruction."""
+    instructions = {
+        name: instruction for computation in parse(text).computations.values()
+        for name, instruction in computation.items()
+    }
+    seconds = collections.Counter()
+    for name, value in timeline.of.items():
+        seconds[op_name_of(instructions[name]) or instructions[name].opcode] += value
+    return seconds
 
 
 def main() -> None:

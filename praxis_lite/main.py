@@ -19,6 +19,7 @@ from praxis_lite.run.modes.train import Train
 from praxis_lite.tools.modes.check import Check
 from praxis_lite.tools.modes.explain import Explain
 from praxis_lite.tools.modes.plan import Plan
+from praxis_lite.tools.modes.profile import Profile
 from praxis_lite.tools_of_jobs import SOURCES, hooks_of_tools
 
 MODES: Mapping[str, Mode] = {
@@ -29,6 +30,7 @@ MODES: Mapping[str, Mode] = {
     "plan": Plan(),
     "check": Check(),
     "summary": Summary(),
+    "profile": Profile(),
 }
 
 

@@ -40,5 +40,7 @@ def hooks_of_tools(job: "JobOnMesh") -> "list[Hook]":
     """Returns the hooks that tools add to a job; they come before those of every job."""
     from praxis_lite.tools.explain.compiler_warnings import CompilerWarnings
     from praxis_lite.tools.non_finite.hook import NonFinite
+    from praxis_lite.tools.profile.tables import ProfileTables
 
-    return [CompilerWarnings(job), *([NonFinite(job)] if job.run.debug_nans else [])]
+    non_finite = [NonFinite(job)] if job.run.debug_nans else []
+    return [CompilerWarnings(job), *non_finite, ProfileTables()]

@@ -4,11 +4,11 @@ import dataclasses
 import math
 import re
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh as DeviceMesh
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.compiled_steps import Step
@@ -144,7 +144,7 @@ def plan_of_compiled(
     compiled: jax.stages.Compiled, compile_seconds: float, efficiencies: Efficiencies = FITTED,
 ) -> StepPlan:
     """Returns the plan of a step that is compiled for the topology's devices; as `plan_step`."""
-    layout, chip = partitioner.layout, topology.chip
+    layout, mesh, chip = partitioner.layout, partitioner.mesh, topology.chip
     planned = hlo.memory_per_device(compiled)
     if planned is None:
         raise ConfigError(f"The compiler for {topology.name} does not tell the memory of a step.")
@@ -157,8 +157,8 @@ def plan_of_compiled(
         compiled=compiled, bubble_share=_bubbles(partitioner, step, element_spec),
         why_not="" if fits else what_to_change(memory, layout, chip.hbm_bytes),
         **timed(
-            text, topology, mesh_of(partitioner.mesh, topology), num_units(element_spec),
-            efficiencies,
+            text, topology, mesh_of(dict(mesh.shape), list(mesh.devices.flat), topology),
+            num_units(element_spec), efficiencies,
         ),
     )
 
@@ -252,16 +252,21 @@ def _weights(element_spec: PyTree) -> Any:
     return element_spec.get("weights") if isinstance(element_spec, dict) else None
 
 
-def mesh_of(mesh: DeviceMesh, topology: Topology) -> Mesh:
-    """Returns a schedule's view of a mesh over the topology's devices."""
-    devices = list(mesh.devices.flat)
+def mesh_of(
+    axis_sizes: Mapping[str, int], devices: Sequence[Any], topology: Topology
+) -> Mesh:
+    """Returns a schedule's view of a mesh over the topology's devices.
+
+    Args:
+      devices: in the mesh's order, with the attributes of a `jax.Device`.
+    """
     per_slice = topology.devices_per_slice
     if topology.chip.torus_dims:
         slices = np.array([getattr(device, "slice_index", None) or 0 for device in devices])
         coords = np.array([device.coords for device in devices])
-        return Mesh(dict(mesh.shape), slices, coords, (*topology.dims, *(1,) * 3)[:3])
+        return Mesh(axis_sizes, slices, coords, (*topology.dims, *(1,) * 3)[:3])
     place = {device.id: index for index, device in enumerate(topology.devices)}
-    return Mesh(dict(mesh.shape), np.array([place[item.id] // per_slice for item in devices]))
+    return Mesh(axis_sizes, np.array([place[item.id] // per_slice for item in devices]))
 
 
 def text_of(compiled: jax.stages.Compiled, topology: Topology) -> str:

@@ -82,11 +82,13 @@ class _Walk:
         def sent(one: Instruction, around: Mapping, outside: str = "") -> tuple[float, OnWire]:
             in_fusion = computation[outside] if outside else None
             seconds, crosses, entry = self.on_the_wire(one, around, count, in_fusion, computation)
+            entry.instructions.add(item.name)
             is_free[crosses] = max(now, is_free[crosses]) + seconds
             return is_free[crosses], entry
 
         def waited(until: float, entry: OnWire) -> float:
             entry.exposed_seconds += max(0.0, until - now) * count
+            entry.instructions.add(item.name)
             return max(now, until)
 
         for item in computation.values():
@@ -144,7 +146,7 @@ class _Walk:
                 self.made.compute += seconds * count
             else:
                 self.made.memory += seconds * count
-            self.made.of[op_name_of(one) or one.opcode] += seconds * count
+            self.made.of[one.name] += seconds * count
         return seconds
 
     def flops_of(self, one: Instruction, around: Mapping, count: int) -> int:

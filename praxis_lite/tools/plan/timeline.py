@@ -46,6 +46,7 @@ class OnWire:
       seconds: on the wire.
       exposed_seconds: of these, in which the device waits.
       crosses: it leaves the slice or node.
+      instructions: that begin or end it, by name.
     """
 
     kind: str
@@ -58,6 +59,7 @@ class OnWire:
     seconds: float = 0.0
     exposed_seconds: float = 0.0
     crosses: bool = False
+    instructions: set[str] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass
@@ -73,7 +75,7 @@ class Timeline:
       flops: matmul flops, those of kernels included.
       unknown_kernels: Pallas kernels that cost nothing here, by name.
       collectives: by kind, axes and layer.
-      of: by the JAX operation of an instruction, its seconds.
+      of: by an instruction that is no collective, its seconds.
     """
 
     seconds: float = 0.0

@@ -12,6 +12,7 @@ import pytest
 
 from praxis_lite import ConfigError, ProfileSettings, RunConfig
 from praxis_lite.run.job.job_dir import JobDir
+from praxis_lite.run.job.processes import signals
 from praxis_lite.run.job.processes.signals import EndsBySignal
 from praxis_lite.run.job.processes.stop_consensus import StopConsensus
 from praxis_lite.run.job.processes.stopping import StopRequest
@@ -83,14 +84,20 @@ def test_a_request_that_is_no_file_is_said_once_and_never_waited_for(tmp_path, k
     assert "profile.request cannot be read and removed" in notes[0]
 
 
-def test_sigusr1_asks_for_a_profile_in_training_and_ends_nothing_outside_of_it(capfd):
+def test_sigusr1_asks_for_a_profile_in_training_and_ends_nothing_outside_of_it(monkeypatch):
+    lines = []
+    monkeypatch.setattr(signals, "say", lines.append)
     with EndsBySignal():
         with StopRequest() as stop:
             os.kill(os.getpid(), signal.SIGUSR1)
             assert wait_for(lambda: stop.profile_is_asked)
             assert stop.reason is None
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert wait_for(lambda: "no training runs" in err_of(capfd))
+        assert wait_for(lambda: len(lines) == 2)
+    assert lines == [
+        "SIGUSR1: a profile begins after the first step",
+        "SIGUSR1: no profile is made, because no training runs",
+    ]
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
@@ -121,15 +128,6 @@ def wait_for(is_so):
             return True
         threading.Event().wait(0.01)
     return False
-
-
-_heard: list[str] = []
-
-
-def err_of(capfd):
-    """Returns all of standard error so far."""
-    _heard.append(capfd.readouterr().err)
-    return "".join(_heard)
 
 
 def steps_in(folder: Path, process: int = 0) -> list[int]:

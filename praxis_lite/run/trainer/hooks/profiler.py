@@ -78,7 +78,7 @@ class Profiler:
         return folder if is_written else None
 
     def discard(self) -> None:
-        """Ends a trace that training has not come to the end of, and removes what it left."""
+        """Ends an unfinished trace, if there is any, and removes its files."""
         folder, self._folder, self.steps = self._folder, None, None
         if folder is not None:
             with contextlib.suppress(Exception):

@@ -39,7 +39,7 @@ class ProfileBegins(Hook):
     def after_step(self, made: StepMade) -> None:
         asked, self._loop.profile_steps = self._loop.profile_steps, 0
         if self._profiler.steps:
-            self._loop.note("a profile is being made: the one that was asked for now is not")
+            self._loop.note("no profile is made of what was asked for: another is being made")
         elif made.is_last:
             self._loop.note("no profile is made of what was asked for: this was the last step")
         else:

@@ -1,0 +1,133 @@
+"""A profile as tables: time by layer and by collective, and memory by array."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from praxis_lite.core.errors import format_bytes
+from praxis_lite.run.text_table import table_lines
+from praxis_lite.tools.plan.report import seconds_text
+from praxis_lite.tools.profile.measured import Measured, Row
+from praxis_lite.tools.profile.memory import PeakMemory
+
+MOST_ROWS = 20
+_COLUMNS = ("time", "share", "count", "predicted", "measured/predicted")
+
+
+def profile_text(measured: Measured, memory: PeakMemory, most: int = MOST_ROWS) -> str:
+    """Returns the tables of a profile, and notes on how to read them.
+
+    Args:
+      most: layers, collectives, arrays and temporaries that have a row each; the largest.
+    """
+    facts = measured.facts
+    devices = f"{len(facts.devices)} {facts.devices[0].device_kind} devices"
+    if measured.num_devices < len(facts.devices):
+        devices += f", of which {measured.num_devices} were traced"
+    total = Row(1, measured.step_seconds, measured.predicted_seconds)
+    lines = [
+        f"steps {facts.first_step} to {facts.last_step} on {devices}: means of a step on a device",
+        "",
+        *_time_table(measured, total, most),
+        "", *_memory_lines(memory, most),
+        *(f"note: {note}" for note in _notes(measured, memory)),
+    ]
+    return "\n".join(lines)
+
+
+def _time_table(measured: Measured, total: Row, most: int) -> list[str]:
+    seconds = total.seconds
+    collectives = {
+        f"{kind} {'+'.join(axes) or '-'}  {layer}": row
+        for (kind, axes, layer), row in measured.collectives.items()
+    }
+    rows: list[Sequence[str]] = [
+        ("", *_COLUMNS), ("step", *_cells(total, seconds)),
+        *_largest("layers", measured.layers, seconds, most),
+        *_largest("collectives", collectives, seconds, most),
+        ("no instruction ran", *_cells(Row(0, measured.idle_seconds), seconds)),
+    ]
+    return [line.rstrip() for line in table_lines(rows, right=range(1, len(rows[0])))]
+
+
+def _largest(
+    title: str, named: Mapping[str, Row], seconds: float, most: int
+) -> list[Sequence[str]]:
+    """Returns the row of all, and below it those with most seconds."""
+    if not named:
+        return [(f"no {title}", *[""] * len(_COLUMNS))]
+    items = list(named.items())
+    rows = [(title, *_cells(_sum(list(named.values())), seconds))]
+    rows += [(f"  {name}", *_cells(row, seconds)) for name, row in items[:most]]
+    if more := [row for _, row in items[most:]]:
+        rows.append((f"  {len(more)} more", *_cells(_sum(more), seconds)))
+    return rows
+
+
+def _sum(rows: Sequence[Row]) -> Row:
+    predicted = [row.predicted for row in rows if row.predicted is not None]
+    return Row(
+        sum(row.count for row in rows), sum(row.seconds for row in rows),
+        sum(predicted) if predicted else None,
+    )
+
+
+def _cells(row: Row, seconds: float) -> Sequence[str]:
+    ratio = "-"
+    if row.predicted:
+        ratio = f"{row.seconds / row.predicted:.3g}"
+    return (
+        seconds_text(row.seconds), f"{row.seconds / seconds:.1%}" if seconds else "-",
+        f"{row.count:.6g}" if row.count else "",
+        "-" if row.predicted is None else seconds_text(row.predicted), ratio,
+    )
+
+
+def _memory_lines(memory: PeakMemory, most: int) -> list[str]:
+    if memory.peak is None:
+        return ["memory: the compiler does not tell that of a step"]
+    rows: list[tuple[str, Any]] = [("memory of a device at the peak of a step", memory.peak)]
+    rows += [(f"  {name}", size) for name, size in _first(memory.arrays, most)]
+    rows += [("  batch and other arguments", memory.batch),
+             ("  outputs that are not in the state's place", memory.outputs),
+             ("  temporaries", memory.temporaries)]
+    rows += [(f"    {name}", size) for name, size in _first(memory.layers, most)]
+    if memory.layers:
+        rest = memory.temporaries - sum(memory.layers.values())
+        rows.append(("    in smaller buffers, or free", max(0, rest)))
+    cells = [
+        (name, format_bytes(size), f"{size / max(memory.peak, 1):.1%}") for name, size in rows
+    ]
+    return table_lines(cells, right=(1, 2))
+
+
+def _first(sizes: Mapping[str, int], most: int) -> list[tuple[str, int]]:
+    items = list(sizes.items())
+    more = items[most:]
+    rest = [(f"{len(more)} more", sum(size for _, size in more))] if more else []
+    return [*items[:most], *rest]
+
+
+def _notes(measured: Measured, memory: PeakMemory) -> list[str]:
+    platform, kind = (getattr(measured.facts.devices[0], n) for n in ("platform", "device_kind"))
+    result = []
+    if measured.topology is None:
+        result.append(f"nothing is predicted: the plan has no figures of {kind}")
+    elif platform == "cpu":
+        result.append(
+            "predicted is each simulated device on a core of its own; here all share this "
+            "machine's cores, and a collective's time is mostly the wait for the others"
+        )
+    else:
+        result.append("a collective's time has its wait for other devices in it")
+    if measured.other_seconds:
+        others = sorted(measured.other_seconds.items(), key=lambda item: -item[1])
+        named = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in others[:5])
+        result.append(f"other programs in the trace, between steps, per step and device: {named}")
+    if memory.used is None:
+        result.append(f"the memory that was in use: the platform {platform} does not tell")
+    else:
+        result.append(
+            f"the most memory in use on a device since the process began: "
+            f"{format_bytes(memory.used)}"
+        )
+    return result

@@ -1,0 +1,62 @@
+"""The tables of a profile: made from its files, by the hook of a run and by --mode=profile."""
+
+from pathlib import Path
+
+from praxis_lite.core.errors import ConfigError, did_you_mean
+from praxis_lite.files.whole_files import write_whole
+from praxis_lite.run.job.job_dir import JobDir
+from praxis_lite.run.trainer.hooks.hook import Hook
+from praxis_lite.run.trainer.hooks.loop import Loop
+from praxis_lite.tools.profile.measured import measure
+from praxis_lite.tools.profile.memory import peak_memory
+from praxis_lite.tools.profile.report import profile_text
+
+PROFILE_TXT = "profile.txt"
+_PRINTED_ROWS = 6  # Of each kind, between the lines of a job's progress.
+
+
+def tables_of(folder: Path) -> str:
+    """Returns the tables of a profile; raises ConfigError if its files are missing or damaged."""
+    return profile_text(measure(folder), peak_memory(folder))
+
+
+def folder_of(files: JobDir, step: int | None) -> Path:
+    """Returns the folder of a job's profile that begins with a step; None: of the newest.
+
+    Raises:
+      ConfigError: there is no such profile.
+    """
+    steps = sorted(
+        int(path.parent.name) for path in files.profiles.glob("*/profile.json")
+        if path.parent.name.isdecimal()
+    )
+    if not steps:
+        raise ConfigError(
+            f"{files.profiles} has no profile. Train with --set run.profile.steps=FIRST:END, or "
+            f"while the job runs write a file {files.profile_request}."
+        )
+    if step is not None and step not in steps:
+        raise ConfigError(
+            f"--step={step}, but {files.profiles} has profiles that begin with the steps "
+            f"{', '.join(map(str, steps))}.{did_you_mean(str(step), map(str, steps))}"
+        )
+    return files.profiles / str(steps[-1] if step is None else step)
+
+
+class ProfileTables(Hook):
+    """Prints the tables of each profile once it is written, and keeps them beside it."""
+
+    every, waits = None, False
+
+    def before_training(self, loop: Loop, state: object) -> None:
+        self._note = loop.note
+
+    def after_profile(self, folder: Path) -> None:
+        try:
+            measured, memory = measure(folder), peak_memory(folder)
+            text = profile_text(measured, memory, _PRINTED_ROWS)
+            write_whole(folder / PROFILE_TXT, f"{profile_text(measured, memory)}\n".encode())
+        except Exception as error:  # The run has nothing of it.
+            self._note(f"the profile has no tables, and training goes on: {error}")
+            return
+        self._note(f"{text}\nmore rows: {folder / PROFILE_TXT}")
