@@ -1,15 +1,17 @@
 """Positions: sinusoidal, learned, rotary. Names and numerics are Pax's."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.core.errors import ConfigError, require, require_choice
+from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain
-from praxis_lite.layers.base_layer import BaseLayer, Initializer, require_positive, xavier
-from praxis_lite.layers.embedding.embeddings import LOOKUP_STYLES, lookup
+from praxis_lite.layers.base_layer import BaseLayer, require_positive
+from praxis_lite.layers.calls import takes_settings_of
+from praxis_lite.layers.embedding.embeddings import Embedding, lookup
 
 # B batch (or 1), T time, D model dims, N heads, K dims per head.
 
@@ -71,7 +73,7 @@ class PositionalEmbedding(BaseLayer):
         return constrain(signal, self.activation_split_dims_mapping)
 
 
-class TrainablePositionalEmbedding(BaseLayer):
+class TrainablePositionalEmbedding(Embedding):
     """Returns a learned vector per position: int [B, T] -> [B, T, D]; its weight is [max, D].
 
     Args:
@@ -81,25 +83,13 @@ class TrainablePositionalEmbedding(BaseLayer):
       activation_split_dims_mapping: of [B, T, D].
     """
 
-    def __init__(
-        self,
-        max_seq_length: int,
-        embedding_dims: int,
-        *,
-        lookup_style: str = "index",
-        weight_init: Initializer = xavier,
-        weight_split_dims_mapping: SplitDims = None,
-        activation_split_dims_mapping: SplitDims = None,
-        rngs: nnx.Rngs,
-    ):
+    @takes_settings_of(
+        Embedding, but=("num_classes", "input_dims", "scale_sqrt_depth", "fprop_dtype")
+    )
+    def __init__(self, max_seq_length: int, embedding_dims: int, **settings: Any):
         require_positive(self, max_seq_length=max_seq_length, embedding_dims=embedding_dims)
-        require_choice(f"{type(self).__name__}.lookup_style", lookup_style, LOOKUP_STYLES)
-        self.emb_var = self.weight(
-            (max_seq_length, embedding_dims), weight_split_dims_mapping, init=weight_init, rngs=rngs
-        )
-        self.weight_split_dims_mapping = weight_split_dims_mapping
-        self.max_seq_length, self.lookup_style = max_seq_length, lookup_style
-        self.activation_split_dims_mapping = activation_split_dims_mapping
+        super().__init__(max_seq_length, embedding_dims, **settings)
+        self.max_seq_length = max_seq_length
 
     def check_length(self, length: int) -> None:
         """Checks that the positions suffice for sequences of `length`.

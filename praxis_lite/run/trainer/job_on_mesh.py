@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.errors import ConfigError, require_choice
 from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.sharding.mesh import filled_mesh, make_mesh, simulate_devices
@@ -63,9 +63,11 @@ _READ_FIELDS = {
 def partitioner_of(job: Job, mode: str) -> Partitioner:
     """Returns the task on its mesh, after all that can be checked before anything compiles.
 
-    Raises ConfigError if the mesh, the data, the task and what the run watches do not fit together.
-    The mode, "train", "eval", "decode" or "explain", tells what is checked; for "load" no data is.
+    Raises ConfigError if the mesh, the data, the task and what the run watches do not fit together,
+    or for another mode. The mode, "train", "eval", "decode" or "explain", tells what is checked;
+    for "load" no data is.
     """
+    require_choice("What a job on its mesh is checked for", mode, _READ_FIELDS)
     check_parts(job)
     use_compilation_cache()
     mesh = _mesh_of(job)

@@ -5,9 +5,11 @@ import sys
 
 import pytest
 
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.main import MODES
 from praxis_lite.run.modes.mode import CommandLine
 from praxis_lite.run.modes.options import parsed
+from praxis_lite.run.trainer.job_on_mesh import partitioner_of
 from tests.support.job_runs import CHECKOUT
 
 MODES_PY = """
@@ -128,3 +130,8 @@ def test_help_of_a_mode_has_its_options_alone_and_help_of_all_has_all(name, caps
         local = {"--chat": "decode", "--measure": "plan", "--shrink": "check"}[other]
         assert (other in texts[2]) == (local == name)
         assert other in texts[1]
+
+
+def test_a_job_is_checked_for_what_there_is():
+    with pytest.raises(ConfigError, match="'lode'.*Did you mean load"):
+        partitioner_of(None, "lode")

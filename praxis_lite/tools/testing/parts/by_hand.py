@@ -1,7 +1,7 @@
 """The update by hand: plain optax on each layer, limits and averages written out."""
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ import numpy as np
 import optax
 from flax import traverse_util
 
+from praxis_lite.core.learner.learner import Learner
 from praxis_lite.core.learner.whole_trees import updates_of
 from praxis_lite.tools.testing import tolerances
 from praxis_lite.tools.testing.certificate import Comparison
@@ -16,9 +17,6 @@ from praxis_lite.tools.testing.check import Check
 from praxis_lite.tools.testing.runs.float64 import in_float64
 from praxis_lite.tools.testing.runs.on_mesh import Leaves, OnMesh
 from praxis_lite.tools.testing.runs.wide_types import wide_dtype
-
-if TYPE_CHECKING:
-    from praxis_lite.core.learner.learner import Learner
 
 Flat = dict[str, Any]
 
@@ -68,7 +66,7 @@ def _units(groups: Any) -> list[tuple[Any, list[str], tuple[int, ...] | None]]:
     return units
 
 
-def _step(learner: "Learner", units: list, shapes: Mapping[str, Any]) -> Any:
+def _step(learner: Learner, units: list, shapes: Mapping[str, Any]) -> Any:
     """Returns a compiled (params, slots, average, grads, number) -> (params, slots, average)."""
     limits = learner.limits
 
