@@ -4,12 +4,15 @@ import contextlib
 from collections.abc import Mapping
 
 from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.run.goodput.kinds import INPUT_WAIT, STEP
 from praxis_lite.run.trainer.evaluation import evaluation_line, watched_values
 from praxis_lite.run.trainer.hooks.hook import Hook, StepMetrics
 from praxis_lite.run.trainer.hooks.loop import Loop
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.run.trainer.metrics.json_lines import JsonLinesWriter
-from praxis_lite.run.trainer.metrics.progress import ProgressLine, count_of
+from praxis_lite.run.trainer.metrics.progress import ProgressLine
+from praxis_lite.run.trainer.metrics.rates import Pause, Rates
+from praxis_lite.run.trainer.metrics.step_times import EVALUATION_TIME, SAVE_TIME
 from praxis_lite.run.trainer.metrics.tensorboard import TensorBoardWriter
 
 
@@ -63,21 +66,22 @@ class Progress(Hook):
     every, waits = None, False
 
     def __init__(self, job: JobOnMesh, line: ProgressLine):
-        self._weight_unit, self._line = job.partitioner.task.weight_unit, line
-        # Of all steps but the first, which waits for workers to start, and for the compiler.
-        self._is_first, self._time, self._input_time, self._weight = True, 0.0, 0.0, 0.0
+        self._weight_unit, self._line, run = job.partitioner.task.weight_unit, line, job.run
+        pauses = {
+            EVALUATION_TIME: Pause(run.evaluation.every_steps),
+            SAVE_TIME: Pause(run.checkpoints.every_steps, run.checkpoints.seconds_between),
+        }
+        self._rates = Rates(run.num_train_steps, job.partitioner.mesh.size, pauses)
+
+    def before_training(self, loop: Loop, state: TrainState) -> None:
+        self._clock = loop.timeline.clock
 
     def after_metrics(self, metrics: StepMetrics) -> None:
-        line = metrics.line
-        if not self._is_first:
-            self._time += line["step_time"]
-            self._input_time += line["input_time"]
-            self._weight += metrics.weight
-        self._is_first = False
+        spent = self._clock.seconds()
+        self._rates.add(metrics.line, metrics.weight, spent[STEP] + spent[INPUT_WAIT])
         self._line.update(
-            metrics.step, step_time=line["step_time"], loss=line["loss"],
-            num_tokens=metrics.weight if self._weight_unit == "tokens" else None,
-            input_time=line["input_time"],
+            metrics.step, metrics.line["loss"], self._rates,
+            has_tokens=self._weight_unit == "tokens",
         )
 
     def after_evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
@@ -85,12 +89,8 @@ class Progress(Hook):
             self._line.note(evaluation_line(step, name, values))
 
     def after_training(self, step: int) -> None:
-        if self._input_time and self._time:
-            self._line.note(
-                f"waiting for input took {100 * self._input_time / self._time:.2g}% of the steps' "
-                f"time; the input alone could feed "
-                f"{count_of(self._weight / self._input_time)} {self._weight_unit}/s"
-            )
+        if words := self._rates.words_on_input(self._weight_unit):
+            self._line.note(words)
 
     def __exit__(self, *exc_info: object) -> None:
         self._line.close()
