@@ -41,6 +41,7 @@ def hooks_of_tools(job: "JobOnMesh") -> "list[Hook]":
     from praxis_lite.tools.explain.compiler_warnings import CompilerWarnings
     from praxis_lite.tools.non_finite.hook import NonFinite
     from praxis_lite.tools.profile.tables import ProfileTables
+    from praxis_lite.tools.utilization.hook import Utilization
 
     non_finite = [NonFinite(job)] if job.run.debug_nans else []
-    return [CompilerWarnings(job), *non_finite, ProfileTables()]
+    return [CompilerWarnings(job), Utilization(job), *non_finite, ProfileTables()]

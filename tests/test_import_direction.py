@@ -49,7 +49,7 @@ ORDERS = {
     "praxis_lite/tools": (
         {"begin_job", "explain", "foreign_checkpoints", "interpreter"},
         {"huggingface", "nnx", "non_finite", "pax", "plan"},
-        {"profile", "testing"},
+        {"profile", "testing", "utilization"},
         {"modes"},
     ),
     "praxis_lite/layers": (

@@ -272,14 +272,21 @@ def _convolution_flops(
         at = {key: values.split("x")[int(dim)] for key, values in window.items()}
         stride, hole, spread = (int(at.get(k, 1)) for k in ("stride", "lhs_dilate", "rhs_dilate"))
         pad = int(at.get("pad", "0_0").split("_")[0])
-        total *= _window_hits(lhs[dim], rhs[dim], result[dim], stride, pad, hole, spread)
+        total *= window_hits(lhs[dim], rhs[dim], result[dim], stride, pad, hole, spread)
     return 2 * total
 
 
 @lru_cache(maxsize=1024)
-def _window_hits(
+def window_hits(
     size: int, window: int, outputs: int, stride: int, pad: int, hole: int, spread: int
 ) -> int:
+    """Returns along a spatial dim of a convolution how often a window meets an element.
+
+    Args:
+      size, window, outputs: of the input, the window, the result.
+      stride, pad, hole, spread: the window's stride, the padding before the input, and the dilation
+        of input and window.
+    """
     return sum(
         place % hole == 0
         for first in range(-pad, window * spread - pad, spread)

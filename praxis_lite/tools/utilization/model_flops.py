@@ -1,0 +1,98 @@
+"""The matmul flops of a model, as it is written: without padding, and without recomputation."""
+
+import dataclasses
+import math
+from typing import Any
+
+from jax.extend import core
+
+from praxis_lite.core.jaxprs import opened
+from praxis_lite.tools.explain.hlo import window_hits
+from praxis_lite.tools.plan.schedule import RECOMPUTED
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFlops:
+    """The flops of a program on all devices together.
+
+    Attributes:
+      flops: 2 x multiplications in matmuls and convolutions, but for those of `jax.checkpoint`,
+        which a backward pass makes again.
+      at_least: some are in a loop whose length the program does not tell (`lax.while_loop`): they
+        count as in a single pass.
+    """
+
+    flops: int
+    at_least: bool
+
+
+def model_flops(jaxpr: Any) -> ModelFlops:
+    """Returns the flops of a traced program, whose shapes are those of no mesh.
+
+    A scan counts as often as it runs, of branches the costliest; kernels (Pallas, cuDNN) count as
+    nothing.
+    """
+    flops, at_least = 0, False
+    for eqn in opened(jaxpr).eqns:
+        if RECOMPUTED in str(eqn.source_info.name_stack):
+            continue
+        name, params = eqn.primitive.name, eqn.params
+        if name in _MATMULS:
+            flops += _MATMULS[name](eqn)
+        elif name != "pallas_call":
+            inner = [model_flops(item) for item in core.jaxprs_in_params(params)]
+            costliest = max((item.flops for item in inner), default=0)
+            total = costliest if name == "cond" else sum(item.flops for item in inner)
+            flops += total * _num_runs(name, params)
+            at_least |= any(item.at_least for item in inner) or (name == "while" and total > 0)
+    return ModelFlops(flops, at_least)
+
+
+def _num_runs(name: str, params: dict[str, Any]) -> int:
+    """Returns how often an operation runs its program; each device of a shard_map runs it once."""
+    if name == "scan":
+        return params["length"]
+    if name == "shard_map":
+        sizes = params["mesh"].shape
+        return math.prod(sizes[axis] for axis in params["newly_manual_axes"])
+    return 1
+
+
+def _dot(eqn: core.JaxprEqn) -> int:
+    (over, _), _ = eqn.params["dimension_numbers"]
+    lhs = eqn.invars[0].aval.shape
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[dim] for dim in over)
+
+
+def _ragged_dot(eqn: core.JaxprEqn) -> int:
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (over, _), _ = numbers.dot_dimension_numbers
+    lhs, result = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    flops = 2 * math.prod(result) * math.prod(lhs[dim] for dim in over)
+    if set(numbers.lhs_ragged_dimensions) & set(over):
+        # A result for each group, from the rows of that group alone.
+        return flops // eqn.invars[2].aval.shape[-1]
+    return flops
+
+
+def _convolution(eqn: core.JaxprEqn) -> int:
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    lhs, rhs = (var.aval.shape for var in eqn.invars)
+    result = eqn.outvars[0].aval.shape
+    batch, features = numbers.out_spec[:2]
+    flops = 2 * result[batch] * result[features] * rhs[numbers.rhs_spec[1]]
+    for dim in range(len(params["window_strides"])):
+        sizes = (
+            shape[spec[dim + 2]] for shape, spec in
+            zip((lhs, rhs, result), numbers, strict=True)
+        )
+        flops *= window_hits(
+            *sizes, params["window_strides"][dim], params["padding"][dim][0],
+            params["lhs_dilation"][dim], params["rhs_dilation"][dim],
+        )
+    return flops
+
+
+_MATMULS = {
+    "dot_general": _dot, "ragged_dot_general": _ragged_dot, "conv_general_dilated": _convolution,
+}
