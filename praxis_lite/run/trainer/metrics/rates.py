@@ -20,7 +20,7 @@ _SPEED_STEPS = 50  # Speeds are means of this many steps: steady, yet up to date
 
 @dataclasses.dataclass(frozen=True)
 class Pause:
-    """A pause of the steps, now and then and after the last one: evaluations, or saves.
+    """A pause of the steps, now and then and after the last step: evaluations, or saves.
 
     Attributes:
       every_steps: it comes after each step that this divides; None: not by steps.
