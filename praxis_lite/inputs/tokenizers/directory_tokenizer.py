@@ -5,16 +5,21 @@ import functools
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
 from praxis_lite.inputs.tokenizers.files import TOKENIZER_CONFIG, TokenizerFiles
 from praxis_lite.inputs.tokenizers.special.named_tokens import FLAGS, Token
 from praxis_lite.inputs.tokenizers.special.special_tokens import SpecialTokens
-from praxis_lite.inputs.tokenizers.special.turn_ends import turn_end_ids
+
+# An answer that no template has in it; and a token that may stand behind it.
+_ANSWER = "praxislite"
+_MARK = re.compile(r"\s*(<[^<>\s]+>|\[[^\[\]\s]+\])")
 
 
 class DirectoryTokenizer(Tokenizer):
@@ -87,7 +92,17 @@ class DirectoryTokenizer(Tokenizer):
 
     @functools.cached_property
     def turn_end_ids(self) -> tuple[int, ...]:
-        return turn_end_ids(self)
+        # The first thing behind an answer, if it is one token by itself: <|im_end|>, </s>.
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
+        try:
+            text = "" if self.chat is None else self.chat.render(messages)
+        except ConfigError:
+            return ()  # Said where a conversation is to be read.
+        mark = _MARK.match(text.rpartition(_ANSWER)[2]) if _ANSWER in text else None
+        if mark is None:
+            return ()
+        ids = self.encode(mark[1], False).tolist()
+        return tuple(ids) if len(ids) == 1 else ()
 
     @functools.cached_property
     def _sha256(self) -> str:
