@@ -4,6 +4,10 @@ from praxis_lite.core.errors import ConfigError as ConfigError
 from praxis_lite.core.sharding.mesh_config import MeshConfig as MeshConfig
 from praxis_lite.core.task import Task as Task
 from praxis_lite.host.optional_packages import require_package as require_package
+from praxis_lite.python_calls import check as check
+from praxis_lite.python_calls import explain as explain
+from praxis_lite.python_calls import plan as plan
+from praxis_lite.python_calls import train as train
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints as Checkpoints
 from praxis_lite.run.checkpoints.init.loading_rules import LOAD_ALL as LOAD_ALL
 from praxis_lite.run.checkpoints.init.loading_rules import (
@@ -20,8 +24,8 @@ from praxis_lite.run.experiment.run_settings import EvaluationSettings as Evalua
 from praxis_lite.run.experiment.run_settings import LossSpikeSettings as LossSpikeSettings
 from praxis_lite.run.experiment.run_settings import ProfileSettings as ProfileSettings
 from praxis_lite.run.experiment.run_settings import StopSettings as StopSettings
+from praxis_lite.run.loading import load as load
 from praxis_lite.run.trained_model import TrainedModel as TrainedModel
-from praxis_lite.run.trained_model import load as load
 from praxis_lite.run.trainer.hooks.hook import Hook as Hook
 from praxis_lite.run.trainer.hooks.hook import StepMade as StepMade
 from praxis_lite.run.trainer.hooks.hook import StepMetrics as StepMetrics

@@ -51,6 +51,7 @@ NAMES = {
     ("praxis_lite.core", "ShardMapPartitioner"): "praxis_lite.collectives",
     ("praxis_lite.core", "VariationalNoise"): "praxis_lite.optimizers",
     ("praxis_lite.core", "require_package"): "praxis_lite",
+    ("praxis_lite.interop.trained_model", "load"): "praxis_lite.run.loading",
     ("praxis_lite.models", "Model"): "praxis_lite.core",
     ("praxis_lite.models", "NnxModel"): "praxis_lite.core",
     ("praxis_lite.trainer.metrics", "JsonLinesWriter"): f"{_METRICS}.json_lines",

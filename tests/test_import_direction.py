@@ -28,7 +28,7 @@ ORDERS = {
         {"run"},
         {"tools"},
         {"tools_of_jobs"},
-        {"main"},
+        {"main", "python_calls"},
     ),
     "praxis_lite/core": (
         {"errors", "jaxprs"},
@@ -43,7 +43,9 @@ ORDERS = {
         {"checkpoints", "generation", "goodput"},
         {"experiment"},
         {"trainer"},
-        {"command", "trained_model"},
+        {"command", "given_batches", "shown_model"},
+        {"trained_model"},
+        {"loading"},
         {"modes"},
     ),
     "praxis_lite/tools": (

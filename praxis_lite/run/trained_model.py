@@ -1,96 +1,54 @@
 """A job's trained model, in Python: its weights, predictions, continuations and scores."""
 
-import dataclasses
 import functools
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import fiddle as fdl
 import jax
 import numpy as np
 
-from praxis_lite.core.errors import ConfigError, did_you_mean, require
+from praxis_lite.core.errors import ConfigError, did_you_mean
 from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.core.sharding.mesh import attached_mesh
-from praxis_lite.core.sharding.mesh_config import MeshConfig
 from praxis_lite.decode.decoder import Decoder
 from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.inputs.batches import checked_spec
-from praxis_lite.inputs.numpy_data import InMemory
 from praxis_lite.inputs.text.token_ids import whole_number
-from praxis_lite.run.config.build import build
-from praxis_lite.run.config.overrides import check_required
 from praxis_lite.run.experiment.experiment import Job
-from praxis_lite.run.experiment.launched_config import config_of_job
-from praxis_lite.run.experiment.recorded_job import check_tokenizers
 from praxis_lite.run.experiment.setting_of import naming_settings
 from praxis_lite.run.generation import with_decoder
-from praxis_lite.run.job.job_dir import JobDir, open_for_reading
+from praxis_lite.run.given_batches import Batch, in_memory
+from praxis_lite.run.job.job_dir import JobDir
+from praxis_lite.run.shown_model import html_of, text_of
 from praxis_lite.run.trainer.checks.datasets import check_reads
-from praxis_lite.run.trainer.checks.job_checks import check_decoder, check_parts
+from praxis_lite.run.trainer.checks.job_checks import check_decoder
 from praxis_lite.run.trainer.decoding.prompt_decoder import PromptDecoder
 from praxis_lite.run.trainer.decoding.user_prompts import Prompts, prompt_batch
 from praxis_lite.run.trainer.evaluation import Evaluator
 from praxis_lite.run.trainer.forward_pass import check_call, forward_pass
-from praxis_lite.run.trainer.job_on_mesh import partitioner_of
+from praxis_lite.run.trainer.layout_table import mesh_text
+from praxis_lite.run.trainer.metrics.columns import MetricsColumns
+from praxis_lite.run.trainer.metrics.evaluation_columns import evaluation_columns
 from praxis_lite.run.trainer.restored_weights import restored_weights
 
-Batch = Mapping[str, np.ndarray]
 Record = dict[str, Any]
-
-
-def load(
-    job_log_dir: str | os.PathLike[str],
-    step: int | Literal["best"] | None = None,
-    *,
-    mesh: MeshConfig | Literal["attached", "job"] = "attached",
-    settings: Sequence[str] = (),
-    packages: Sequence[str] = (),
-) -> "TrainedModel":
-    """Returns the model that a job has trained, with the weights of a checkpoint of it.
-
-    The checkpoint is verified before it is read, and nothing is written into the directory.
-
-    Args:
-      job_log_dir: of the job.
-      step: of the checkpoint, or "best", or None for the newest.
-      mesh: "attached", which suits a notebook, is all accelerators that are attached, or one CPU
-        device if there are none, whatever the job was trained on. "job" is the job's own mesh; its
-        devices are simulated if there are no accelerators and JAX has not started yet. Or a
-        MeshConfig.
-      settings: "path=value" each, as for --set.
-      packages: of your own, which the job's config may name, as for --packages.
-
-    Raises:
-      ConfigError: no job was trained there, it has no such checkpoint or a damaged one, a setting
-        or the mesh does not fit.
-    """
-    is_mesh = isinstance(mesh, MeshConfig) or mesh in ("attached", "job")
-    require(is_mesh, "load: mesh", mesh, "'attached', 'job' or a MeshConfig")
-    is_step = step is None or step == "best" or type(step) is int
-    require(is_step, "load: step", step, "a whole number, 'best' or None")
-    job_dir = open_for_reading(job_log_dir, writes=False)
-    config = config_of_job(job_dir, None, settings, packages).config
-    check_required(config)
-    check_tokenizers(config)
-    job = build(config)
-    check_parts(job)
-    if mesh != "job":
-        chosen = attached_mesh(job.mesh) if mesh == "attached" else mesh
-        job = dataclasses.replace(job, mesh=chosen)
-    return TrainedModel(partitioner_of(job, "load"), job, config, job_dir, step)
 
 
 class TrainedModel:
     """The weights of a job's checkpoint on a mesh, and the calls of the job's task.
 
-    Each method compiles when it is called for the first time with arrays of some shapes.
+    Of `praxis_lite.train` the weights are read from the checkpoint when they are first used. Each
+    method compiles when it is called for the first time with arrays of some shapes. A notebook
+    shows the loss curve and the last numbers.
 
     Attributes:
       step: of the checkpoint.
+      experiment: the full name of its class.
       job: as `fdl.build` made it of the job's config; its mesh is the one in use.
       partitioner: the job's task on that mesh.
+      job_dir: the directory of the job, a `pathlib.Path`.
+      stopped_by: what asked the training to end early, such as "SIGINT"; None: nothing did, or the
+        model was loaded.
     """
 
     def __init__(
@@ -100,13 +58,41 @@ class TrainedModel:
         config: fdl.Config,
         job_dir: JobDir,
         step: int | str | None,
+        *,
+        experiment: str = "",
+        stopped_by: str | None = None,
     ):
-        self.partitioner, self.job = partitioner, job
-        self._config, self._job_dir = config, job_dir
+        self.partitioner, self.job, self.step = partitioner, job, step
+        self.experiment, self.stopped_by = experiment, stopped_by
+        self.job_dir, self._files, self._config = job_dir.path, job_dir, config
         self._with_decoder: dict[Decoder, Partitioner] = {}
         self._restored: dict[bool, Any] = {}
-        use_ema = job.run.evaluation.use_ema_states
-        self.step, self._restored[use_ema] = restored_weights(partitioner, job_dir, step, use_ema)
+
+    def __repr__(self) -> str:
+        mesh = mesh_text(self.partitioner.mesh.shape)
+        numbers = text_of(self.metrics, self.evaluations)
+        return f"TrainedModel({self.experiment}, step {self.step}{numbers}; {mesh}; {self.job_dir})"
+
+    def _repr_html_(self) -> str:
+        title = f"{self.experiment}, step {self.step}"
+        return html_of(title, str(self.job_dir), self.metrics, self.evaluations)
+
+    @property
+    def metrics(self) -> dict[str, np.ndarray]:
+        """The numbers of metrics.jsonl by name, "step", "loss", ..., each of shape [steps].
+
+        They are float64, but "step" int64; a step that lacks a number has NaN. The file is read
+        anew each time. `pandas.DataFrame(model.metrics)` is a table of it.
+        """
+        lines = MetricsColumns(self._files.metrics_jsonl)
+        lines.read()
+        columns = lines.columns()
+        return columns | {"step": columns["step"].astype(np.int64)}
+
+    @property
+    def evaluations(self) -> dict[str, dict[str, np.ndarray]]:
+        """The numbers of eval_metrics.jsonl by dataset, then by name; as `metrics`."""
+        return evaluation_columns(self._files.eval_metrics_jsonl)
 
     @property
     def mdl_vars(self) -> Any:
@@ -160,7 +146,7 @@ class TrainedModel:
         """
         limit = self.job.run.evaluation.max_batches
         if not isinstance(data, str | InputPipeline):
-            data, limit = _in_memory(data), None
+            data, limit = in_memory(data), None
         name, pipeline = self._pipeline("datasets", data)
         check_reads(self.partitioner.eval_step, checked_spec(pipeline, name), name)
         if pipeline.num_batches is None and limit is None:
@@ -225,8 +211,8 @@ class TrainedModel:
 
     def _mdl_vars(self, use_ema: bool) -> Any:
         if use_ema not in self._restored:
-            _, self._restored[use_ema] = restored_weights(
-                self.partitioner, self._job_dir, self.step, use_ema
+            self.step, self._restored[use_ema] = restored_weights(
+                self.partitioner, self._files, self.step, use_ema
             )
         return self._restored[use_ema]
 
@@ -261,24 +247,3 @@ class TrainedModel:
     @functools.cached_property
     def _forward(self) -> Callable[..., Any]:
         return forward_pass(self.partitioner)
-
-
-def _in_memory(data: Batch | Iterable[Batch]) -> InMemory:
-    """Returns a pipeline of the rows of all batches, as many at a time as the largest has."""
-    batches = [data] if isinstance(data, Mapping) else list(data)
-    for batch in batches:
-        if not isinstance(batch, Mapping) or batch.keys() != batches[0].keys():
-            result = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
-            raise ConfigError(
-                f"evaluate was given a batch of {result}; give NumPy arrays by name, the same "
-                "names in every batch."
-            )
-    if not batches:
-        raise ConfigError("evaluate was given 0 batches. Give it one at least.")
-    arrays = {name: [np.asarray(batch[name]) for batch in batches] for name in batches[0]}
-    most_rows = max((len(x) for xs in arrays.values() for x in xs if x.ndim), default=1)
-    try:
-        joined = {name: np.concatenate(xs) if xs[0].ndim else xs[0] for name, xs in arrays.items()}
-    except ValueError as error:
-        raise ConfigError(f"evaluate was given batches that do not fit: {error}.") from None
-    return InMemory(joined, batch_size=max(most_rows, 1), shuffle=False)

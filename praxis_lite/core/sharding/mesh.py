@@ -105,7 +105,10 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         if _is_chosen_by_user():
             more = " For more, unset JAX_NUM_CPU_DEVICES and XLA_FLAGS, which fix their number."
         elif platform == "cpu" and wanted <= MAX_SIMULATED_DEVICES:
-            more = f" For more, call simulate_devices({wanted}) before JAX makes its first array."
+            more = (
+                f" For more, call simulate_devices({wanted}), or train, before JAX makes its first "
+                "array: restart Python, in a notebook the kernel, and do that first."
+            )
         else:
             more = ""
         raise ConfigError(

@@ -21,17 +21,17 @@ def build(config: fdl.Config) -> Any:
     Raises:
         ConfigError: a class or function of an installed package refuses its arguments, or a class
             lacks methods; names the path. What the user's or the library's own code raises is
-            raised as it is.
+            raised as it is: the very exception.
     """
     try:
         return fdl.build(config)
-    except ConfigError:
-        raise
     except Exception as error:
         place = _PLACE.search(str(error))
         innermost = traceback.extract_tb(error.__traceback__)[-1].filename
-        if not place or user_line(error) or Path(innermost).is_relative_to(_PACKAGE):
-            raise
+        is_ours = isinstance(error, ConfigError) or Path(innermost).is_relative_to(_PACKAGE)
+        if not place or is_ours or user_line(error):
+            raised = _without_fiddle(error)
+            raise raised.with_traceback(error.__traceback__) from raised.__cause__
         name, path = place.groups()
         path = path.lstrip(".").replace("['", ".").replace("']", "")
         words = own_words(error)
@@ -41,3 +41,10 @@ def build(config: fdl.Config) -> Any:
         raise ConfigError(
             f"{path}: {name} cannot be made: {shown(words, 1000).rstrip('.')}. {hint}"
         ) from error
+
+
+def _without_fiddle(error: Exception) -> Exception:
+    """Returns the exception that a constructor raised, which Fiddle puts into a proxy."""
+    while "proxy_base_exception" in vars(error):
+        error = vars(error)["proxy_base_exception"]
+    return error

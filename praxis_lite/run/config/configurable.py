@@ -153,6 +153,13 @@ def may_be_called(module: str, name: str, value: Any) -> bool:
 
 def refused(where: str, module: str, name: str) -> str:
     """Returns the paragraph about a name that a config may not have."""
+    if module == "__main__":
+        return (
+            f"{where} names {shown(f'{module}.{name}')}, which a notebook or a script defined, and "
+            "which only that can use: define it, and call praxis_lite.load(DIR, "
+            "packages=['__main__']). For --mode=eval and other processes define it in a module of "
+            "a package of yours, train from there, and name the package with --packages."
+        )
     top = module.partition(".")[0]
     is_own = top not in ("builtins", "praxis_lite", *sys.stdlib_module_names) and not any(
         library.partition(".")[0] == top for library in LIBRARIES

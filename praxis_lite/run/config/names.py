@@ -48,6 +48,11 @@ def imported(module: str, name: str, *, is_called: bool = False) -> Any:
         f"config.json names {module}.{name}, which is not there: the code has changed since the "
         "job began, or its package is not on sys.path. Restore it, or start a new job."
     )
+    if module == "__main__":
+        gone = (
+            f"config.json names {module}.{name}, which a notebook or a script defined, and which "
+            "is not defined here yet. Run the cell or the lines that define it first."
+        )
     result = _holder(module)
     for depth, part in enumerate(name.split(".")):
         # Not getattr of an instance: a name leads to what stands in modules and classes only.

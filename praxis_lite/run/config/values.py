@@ -87,6 +87,12 @@ def _are_same(item: Any, other: Any) -> bool:
     return repr(item) == repr(other)
 
 
+def is_bare_word(text: str) -> bool:
+    """Returns True if a text, without quotes, means itself, and no number, None or sequence."""
+    is_number = text.lower().lstrip("-") in ("inf", "nan")
+    return _read(text) == _Word(text) and text.isprintable() and not is_number
+
+
 def type_name(annotation: Any) -> str:
     """Returns the annotation as a person writes it."""
     if annotation is UNKNOWN or annotation is Any:

@@ -23,6 +23,8 @@ ExperimentT = TypeVar("ExperimentT", bound="type[Experiment]")
 # Where the library's own experiments are.
 HOME = "praxis_lite.experiments"
 _LIBRARY = "praxis_lite"
+# The module of a notebook's cells, and of a script.
+_MAIN = "__main__"
 
 # Classes by full name.
 registered: dict[str, type] = {}
@@ -53,6 +55,17 @@ def register(experiment: ExperimentT) -> ExperimentT:
     return experiment
 
 
+def register_anew(experiment: ExperimentT) -> ExperimentT:
+    """Registers a class as `register` does, in place of another by its name: of a reloaded module.
+
+    Raises:
+        ConfigError: it is not a subclass of Experiment.
+    """
+    if isinstance(experiment, type):
+        registered.pop(full_name(experiment), None)
+    return register(experiment)
+
+
 def full_name(experiment: type) -> str:
     """Returns `module.Class`: the name under which a class is registered and recorded."""
     return callable_name(experiment)
@@ -61,13 +74,15 @@ def full_name(experiment: type) -> str:
 def allowed_packages(listed: Sequence[str] = ()) -> tuple[str, ...]:
     """Returns the packages in which experiments, and what configs name, may lie.
 
-    They are `praxis_lite.experiments`, the `listed` ones of `--packages`, and those with an
-    experiment that this process has registered (a notebook's own, or one imported by hand).
+    They are `praxis_lite.experiments`, the `listed` ones of `--packages`, those with an experiment
+    that this process has registered, and in a notebook what its cells define ("__main__").
 
     Raises:
         ConfigError: a listed one is not a name, one of Python's own packages, or not on sys.path.
     """
     for package in listed:
+        if package == _MAIN:
+            continue
         if not package.isidentifier() or package in sys.stdlib_module_names:
             raise ConfigError(
                 f"--packages={shown(package)} is not a package of your own: wanted top-level names "
@@ -79,6 +94,7 @@ def allowed_packages(listed: Sequence[str] = ()) -> tuple[str, ...]:
                 "directory is, under `python -m praxis_lite.main`)."
             )
     others = sorted(key.partition(".")[0] for key in registered if not _is_in(HOME, key))
+    others += [_MAIN] if _is_interactive(_MAIN) else []
     return tuple(dict.fromkeys([HOME, *listed, *others]))
 
 
@@ -202,4 +218,4 @@ def _unknown(name: str, allowed: Sequence[str], known: Sequence[str]) -> str:
 
 def _is_interactive(module: str) -> bool:
     # In a notebook a cell that runs again defines its class again.
-    return module == "__main__" and not hasattr(sys.modules["__main__"], "__file__")
+    return module == _MAIN and not hasattr(sys.modules[_MAIN], "__file__")

@@ -116,10 +116,7 @@ def job_on_mesh(
         )
 
         with saying_what_is_large(partitioner.layout), saying_what_this_cpu_lacks():
-            yield JobOnMesh(
-                partitioner, job.datasets, job.decode_datasets, job.run, command.job_dir,
-                job.hooks,
-            )
+            yield JobOnMesh(partitioner, job, command.job_dir)
 
 
 def job_log_dir(command: CommandLine) -> str:

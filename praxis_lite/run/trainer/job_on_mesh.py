@@ -35,14 +35,37 @@ from praxis_lite.run.trainer.layout_table import mesh_text
 
 @dataclasses.dataclass(frozen=True)
 class JobOnMesh:
-    """A job as it runs: its task on the mesh, its data, its files, its own hooks."""
+    """A job as it runs: its task on the mesh, and its files.
+
+    Attributes:
+      partitioner: the job's task on the mesh.
+      job: as it was built.
+      files: of its directory; None for a mode that needs none.
+    """
 
     partitioner: Partitioner
-    datasets: Mapping[str, InputPipeline]
-    decode_datasets: Mapping[str, InputPipeline]
-    run: RunConfig
+    job: Job
     files: JobDir
-    hooks: Sequence[Any] = ()
+
+    @property
+    def datasets(self) -> Mapping[str, InputPipeline]:
+        """The datasets that are trained and evaluated on."""
+        return self.job.datasets
+
+    @property
+    def decode_datasets(self) -> Mapping[str, InputPipeline]:
+        """The datasets of prompts."""
+        return self.job.decode_datasets
+
+    @property
+    def run(self) -> RunConfig:
+        """The settings of the run."""
+        return self.job.run
+
+    @property
+    def hooks(self) -> Sequence[Any]:
+        """The hooks of the experiment."""
+        return self.job.hooks
 
     @property
     def eval_sets(self) -> dict[str, InputPipeline]:

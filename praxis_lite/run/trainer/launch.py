@@ -60,19 +60,23 @@ from praxis_lite.run.trainer.metrics.json_lines import append_lines
 from praxis_lite.run.trainer.metrics.progress import ProgressLine
 from praxis_lite.run.trainer.metrics.records import write_records
 from praxis_lite.run.trainer.restored_weights import restored_weights
-from praxis_lite.run.trainer.trainer import StartingPoint
+from praxis_lite.run.trainer.trainer import StartingPoint, Trained
 
 
 def train(
     job: JobOnMesh, launched: LaunchedConfig, sources: Mapping[str, Source] | None = None,
     more_hooks: MoreHooks = lambda job: (), *, clock: PhaseClock | None = None,
-) -> None:
+    stop_request: type[StopRequest] = StopRequest,
+) -> Trained:
     """Trains a job from nothing, from an initial state, or from where it stopped.
 
     Args:
       sources: of initial states besides checkpoints, by the setting of `run` that names them.
       more_hooks: returns hooks that come before those of every job.
       clock: of the launch; None: it begins now.
+      stop_request: hears who asks the job to end.
+
+    Returns how training ended, as it does if there was nothing left to train.
 
     Raises ConfigError if the job's checkpoint is of another model, or of other data; and
     LastStepUnsound if the job is trained and saved, but its last step was skipped.
@@ -94,7 +98,7 @@ def train(
     texts = config_json, config_lines(launched.config)
     with contextlib.ExitStack() as held:
         stop = held.enter_context(
-            StopRequest(run.stopping.time_limit_seconds, num_processes=processes.count())
+            stop_request(run.stopping.time_limit_seconds, num_processes=processes.count())
         )
         held.enter_context(JobLock(files.path, _say))
         if not files.config_json.is_file():
@@ -129,8 +133,9 @@ def train(
             print(reason)
             timeline.take_back()
             draw_loss_curve(files, start.step, print)
-            check_last_step(files, start.step, trainer.num_skipped_in_a_row(start.state))
-            return
+            trained = Trained(start.step, trainer.num_skipped_in_a_row(start.state))
+            check_last_step(files, trained.step, trained.num_skipped)
+            return trained
         check_first_batches(job.datasets)
         for line in notes_on_resume(job.datasets):
             print(line)
@@ -175,6 +180,7 @@ def train(
     else:
         print(f"trained to step {trained.step}: {files.path}")
     check_last_step(files, trained.step, trained.num_skipped)
+    return trained
 
 
 def evaluate(job: JobOnMesh, step: int | str | None) -> None:

@@ -3,10 +3,10 @@
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.sharding import Mesh
 
 from praxis_lite.core.errors import format_bytes
 from praxis_lite.core.partitioner.compiled_steps import Step
@@ -24,7 +24,7 @@ from praxis_lite.run.trainer.layout_table import (
     split_text,
 )
 from praxis_lite.tools.explain import hlo
-from praxis_lite.tools.explain.explain_page import ExplainedStep, page
+from praxis_lite.tools.explain.explain_page import ExplainedStep, in_notebook, page
 
 if TYPE_CHECKING:
     from praxis_lite.core.task import Task
@@ -34,31 +34,71 @@ if TYPE_CHECKING:
 Figures = Callable[[Step, Any, jax.stages.Compiled, float], Sequence[tuple[str, str]]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The layout of an experiment, and its compiled steps.
+
+    It prints as --mode=explain does, and a notebook draws what each device holds and sends.
+
+    Attributes:
+      experiment: its full name.
+      mesh: of the devices.
+      layout: of the state: shapes, specs and bytes per device of each array.
+      notes, warnings: on the layout, in sentences.
+      steps: compiled, each with its batch, collectives, memory per device and flops.
+      text: all that --mode=explain prints of it.
+    """
+
+    experiment: str
+    mesh: Mesh
+    layout: StateLayout
+    notes: Sequence[str]
+    warnings: Sequence[str]
+    steps: Sequence[ExplainedStep]
+    text: str = dataclasses.field(repr=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        return in_notebook(self.page())
+
+    def page(self) -> str:
+        """Returns the page of --html: a whole HTML page that asks nothing of the network."""
+        return page(self.experiment, self.mesh, self.layout, self.warnings, self.steps)
+
+
 def explain(
     partitioner: Partitioner,
     datasets: Mapping[str, InputPipeline],
     decode_datasets: Mapping[str, InputPipeline],
-    print_text: Callable[[str], None],
+    print_text: Callable[[str], None] = lambda text: None,
     *,
-    title: str = "",
-    html: Path | None = None,
+    experiment: str = "",
     figures_of: Figures | None = None,
-) -> None:
-    """Prints the table of layout.txt, notes, warnings, and per step its batch and collectives.
+) -> Explanation:
+    """Returns the table of layout.txt, notes, warnings, and per step its batch and collectives.
 
     Args:
-      print_text: takes a text without its last line break.
-      title, html: of the page that draws what each device holds; html=None: no page is written.
+      print_text: told each part of the text as soon as it is known, without its last line break.
+      experiment: its full name.
       figures_of: what else is said of a compiled step (step, spec of a batch, step compiled, its
         seconds of compiling) -> (name, value) each; --mode=plan's figures of attached devices.
     """
+    texts: list[str] = []
+
+    def say(text: str) -> None:
+        texts.append(text)
+        print_text(text)
+
     layout = partitioner.layout
-    print_text(layout_table(layout))
-    for note in (*layout.notes, *padding_notes(layout)):
-        print_text(f"note: {note}")
+    say(layout_table(layout))
+    notes = [*layout.notes, *padding_notes(layout)]
+    for note in notes:
+        say(f"note: {note}")
     warnings = layout_warnings(layout)
     for warning in warnings:
-        print_text(f"WARNING: {warning}")
+        say(f"WARNING: {warning}")
     steps = [
         (step_for(partitioner, root, name), name, pipeline)
         for root, pipelines in (("datasets", datasets), ("decode_datasets", decode_datasets))
@@ -66,7 +106,7 @@ def explain(
     ]
     explained = []
     for step, name, pipeline in steps:
-        print_text(f"\n{step.name}, batches of {name}")
+        say(f"\n{step.name}, batches of {name}")
         spec = pipeline.element_spec()
         start = time.monotonic()
         compiled = step.lower(spec).compile()
@@ -76,11 +116,10 @@ def explain(
             figures = figures_of(step, spec, compiled, seconds)
             item = dataclasses.replace(item, figures=figures)
         explained.append(item)
-        for line in _step_text(explained[-1]).splitlines():
-            print_text(f"  {line}".rstrip())
-    if html is not None:
-        html.write_text(page(title, partitioner.mesh, layout, warnings, explained), "utf-8")
-        print_text(f"\nThe page to look at in a browser: {html.absolute()}")
+        say("\n".join(f"  {line}".rstrip() for line in _step_text(item).splitlines()))
+    return Explanation(
+        experiment, partitioner.mesh, layout, notes, warnings, explained, "\n".join(texts)
+    )
 
 
 def explained_step(

@@ -72,6 +72,19 @@ def page(
     return before.replace("{{title}}", html.escape(title)) + text + after
 
 
+def in_notebook(page: str, *, height: int = 640) -> str:
+    """Returns a page as an element of a notebook's output: a frame with styles of its own.
+
+    Args:
+      page: a whole HTML page.
+      height: of the frame, in pixels.
+    """
+    return (
+        f'<iframe srcdoc="{html.escape(page)}" width="100%" height="{height}" '
+        'style="border:1px solid #ccc" sandbox="allow-scripts"></iframe>'
+    )
+
+
 def _drawn_mesh(axis_sizes: Mapping[str, int], device_ids: list[int]) -> dict[str, Any]:
     """Returns the axes that are drawn: of very many devices, groups, numbered from 0.
 

@@ -1,12 +1,18 @@
 """`main.py --mode=check`: does an experiment compute alike on a mesh and on a single device?"""
 
 import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from praxis_lite.core.errors import require
 from praxis_lite.run.modes.launched import experiment_of
 from praxis_lite.run.modes.mode import CommandLine, Mode
 from praxis_lite.run.modes.options import file_to_write
+
+if TYPE_CHECKING:
+    from praxis_lite.tools.testing.certificate import Certificate
+    from praxis_lite.tools.testing.meshes import Shape
 
 
 class Check(Mode):
@@ -39,10 +45,32 @@ class Check(Mode):
         json: Path | None,
     ) -> int:
         """Checks; returns 1 if anything differs."""
-        require(steps > 0, "--steps", steps, "1 or more")
-        launched = experiment_of(command)
+        certificate = checked(
+            command, lambda text: print(text, flush=True), meshes=meshes, steps=steps,
+            shrink=shrink,
+        )
+        if json is not None:
+            json.write_text(certificate.json_text(), "utf-8")
+        print(f"\n{certificate}", flush=True)
+        return int(not certificate.certified)
 
-        from praxis_lite.tools.testing.command import check
 
-        is_certified = check(launched, meshes=meshes, steps=steps, shrink=shrink, file=json)
-        return int(not is_certified)
+def checked(
+    command: CommandLine, print_text: Callable[[str], None], *,
+    meshes: "str | Sequence[Shape] | None", steps: int, shrink: bool,
+) -> "Certificate":
+    """Returns the certificate of the experiment of a command line.
+
+    Args:
+      print_text: told what is being done, a line each.
+      meshes, steps, shrink: as for `tools.testing.command.check`.
+
+    Raises:
+      ConfigError: as training does, or a mesh does not fit.
+    """
+    require(steps > 0, "--steps", steps, "1 or more")
+    launched = experiment_of(command)
+
+    from praxis_lite.tools.testing.command import check
+
+    return check(launched, meshes=meshes, steps=steps, shrink=shrink, print_text=print_text)

@@ -1,11 +1,16 @@
 """`main.py --mode=explain`: the layout and the compiled steps of an experiment."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from praxis_lite.run.modes.launched import experiment_of, job_on_mesh
 from praxis_lite.run.modes.mode import CommandLine, Mode
 from praxis_lite.run.modes.options import file_to_write
+
+if TYPE_CHECKING:
+    from praxis_lite.tools.explain.explain import Explanation
 
 
 class Explain(Mode):
@@ -22,13 +27,27 @@ class Explain(Mode):
 
     def run(self, command: CommandLine, *, html: Path | None) -> None:
         """Explains; raises ConfigError as training does."""
-        launched = experiment_of(command)
-        with job_on_mesh(command, launched, "explain") as job:
-            from praxis_lite.tools.explain.explain import explain
-            from praxis_lite.tools.plan.attached import figures_of_attached
+        explanation = explained(command, print)
+        if html is not None:
+            html.write_text(explanation.page(), "utf-8")
+            print(f"\nThe page to look at in a browser: {html.absolute()}")
 
-            explain(
-                job.partitioner, job.datasets, job.decode_datasets, print,
-                title=launched.experiment, html=html,
-                figures_of=figures_of_attached(job.partitioner),
-            )
+
+def explained(command: CommandLine, print_text: Callable[[str], None]) -> "Explanation":
+    """Returns the explanation of the experiment of a command line.
+
+    Args:
+      print_text: told each part of its text as soon as it is known.
+
+    Raises:
+      ConfigError: as training does.
+    """
+    launched = experiment_of(command)
+    with job_on_mesh(command, launched, "explain") as job:
+        from praxis_lite.tools.explain.explain import explain
+        from praxis_lite.tools.plan.attached import figures_of_attached
+
+        return explain(
+            job.partitioner, job.datasets, job.decode_datasets, print_text,
+            experiment=launched.experiment, figures_of=figures_of_attached(job.partitioner),
+        )

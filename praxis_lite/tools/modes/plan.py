@@ -1,15 +1,20 @@
 """`main.py --mode=plan`: what an experiment would do on devices that nobody has."""
 
 import argparse
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.run.modes.launched import experiment_of
 from praxis_lite.run.modes.mode import CommandLine, Mode
 from praxis_lite.run.modes.options import file_to_write, names
 
-_STEPS = ("train", "eval", "decode")
+if TYPE_CHECKING:
+    from praxis_lite.tools.plan.job_plan import Plan
+
+STEPS = ("train", "eval", "decode")
 _MINUTES = 10.0
 
 
@@ -30,7 +35,7 @@ class Plan(Mode):
         )
         options.add_argument(
             "--steps", metavar="NAMES", type=_steps, default=["train"],
-            help=f"of {','.join(_STEPS)}; default: train",
+            help=f"of {','.join(STEPS)}; default: train",
         )
         options.add_argument(
             "--search", action="store_true",
@@ -69,25 +74,72 @@ class Plan(Mode):
                 "--mode=plan needs --topology=CHIP:SHAPE, the devices to plan for, such as "
                 "--topology=v5e:16x16."
             )
-        launched = experiment_of(command)
-
-        from praxis_lite.tools.plan import command as plans
-
         if measure:
-            plans.measured(launched, file=json)
-            return
-        chosen = plans.chosen_topology(topology, num_slices)
-        if search:
+            launched = experiment_of(command)
+
+            from praxis_lite.run.config.build import build
+            from praxis_lite.tools.plan.attached import measure as measured
+
+            measured(build(launched.config), file=json)
+        elif search:
+            launched = experiment_of(command)
+
+            from praxis_lite.tools.plan.job_plan import chosen_topology, compiling_for
             from praxis_lite.tools.plan.search import search as searched
 
-            searched(launched, command.packages, chosen, minutes=search_minutes, file=json)
+            _ask_for_no_device()
+            chosen = chosen_topology(topology, num_slices)
+            with compiling_for(chosen):
+                searched(launched, command.packages, chosen, minutes=search_minutes, file=json)
         else:
-            plans.plan(launched, chosen, steps, file=json, html=html)
+            _ask_for_no_device()
+            plan = planned(command, _print_now, topology, num_slices, steps)
+            if html is not None:
+                html.write_text(plan.page(), "utf-8")
+                print(f"\nThe page to look at in a browser: {html.absolute()}")
+            if json is not None:
+                json.write_text(plan.json_text(), "utf-8")
+            plan.require_fit()
+
+
+def planned(
+    command: CommandLine, print_text: Callable[[str], None], topology: str, num_slices: int,
+    steps: Sequence[str],
+) -> "Plan":
+    """Returns the plan of the experiment of a command line, whether it fits or not.
+
+    Args:
+      print_text: told each part of its text as soon as it is known.
+      topology, num_slices, steps: as for --topology, --num_slices and --steps.
+
+    Raises:
+      ConfigError: there is no such topology, the mesh does not fill it, or as training does.
+    """
+    launched = experiment_of(command)
+
+    from praxis_lite.run.config.build import build
+    from praxis_lite.tools.plan.job_plan import chosen_topology, plan_job
+
+    chosen = chosen_topology(topology, num_slices)
+    job = build(launched.config)
+    return plan_job(job, chosen, steps, print_text, experiment=launched.experiment)
+
+
+def _ask_for_no_device() -> None:
+    """Keeps JAX from accelerators, which need not be there for a plan."""
+    if "JAX_PLATFORMS" not in os.environ:
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _print_now(text: str) -> None:
+    print(text, flush=True)
 
 
 def _steps(words: str) -> list[str]:
-    if not set(names(words)) <= set(_STEPS):
+    if not set(names(words)) <= set(STEPS):
         raise argparse.ArgumentTypeError(
-            f"{words!r} with --mode=plan; wanted is names of steps: {', '.join(_STEPS)}"
+            f"{words!r} with --mode=plan; wanted is names of steps: {', '.join(STEPS)}"
         )
     return names(words)

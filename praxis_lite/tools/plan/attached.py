@@ -1,8 +1,10 @@
 """Plans of devices that are attached: their figures for --mode=explain, and --measure."""
 
+import json
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -39,8 +41,11 @@ def figures_of_attached(
     return found
 
 
-def measure(job: Job) -> tuple[StepPlan, list[float]]:
+def measure(job: Job, *, file: Path | None = None) -> tuple[StepPlan, list[float]]:
     """Trains ten steps on the attached devices; prints what was predicted and what was measured.
+
+    Args:
+      file: to write the plan and the measured seconds into, as JSON.
 
     Returns:
       The plan, and the seconds of each step.
@@ -81,4 +86,7 @@ def measure(job: Job) -> tuple[StepPlan, list[float]]:
         f"{useful / taken / topology.chip.peak():.1%}\n"
         f"predicted {seconds_text(plan.step_seconds)}: {plan.step_seconds / taken:.2f} of measured"
     )
+    if file is not None:
+        record = plan.to_json() | {"measured_seconds": seconds}
+        file.write_text(json.dumps(record, indent=1), "utf-8")
     return plan, seconds

@@ -1,6 +1,8 @@
 """What was compared, how far it differed and how far it may: the table, the line, the JSON."""
 
 import dataclasses
+import html
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -77,7 +79,7 @@ class FirstDifference:
 
 @dataclasses.dataclass
 class Certificate:
-    """What `check_on_meshes` returns.
+    """What `check_on_meshes` returns: it prints as a table, and a notebook shows it as such.
 
     Attributes:
       experiment: its full name.
@@ -96,6 +98,18 @@ class Certificate:
     not_certified: list[str] = dataclasses.field(default_factory=list)
     first_difference: FirstDifference | None = None
 
+    def __str__(self) -> str:
+        return f"{self.table()}\n\n{self.summary()}"
+
+    def _repr_html_(self) -> str:
+        head, *rows = self._cells()
+        cells = [_row("th", head), *(_row("td", row) for row in rows)]
+        color = "#2e8b57" if self.certified else "#d1495b"
+        return (
+            f'<div><b>{html.escape(self.experiment)}</b>: <span style="color:{color}">'
+            f"{html.escape(self.summary())}</span><table>{''.join(cells)}</table></div>"
+        )
+
     @property
     def certified(self) -> bool:
         return self.first_difference is None and all(item.is_equal for item in self.comparisons)
@@ -109,13 +123,16 @@ class Certificate:
 
     def table(self) -> str:
         """Returns a line of text for each mesh and kind."""
+        return "\n".join(table_lines(self._cells(), right=(2, 3, 4)))
+
+    def _cells(self) -> list[tuple[str, ...]]:
         lines = [("mesh", "what", "number", "difference", "tolerance", "why")]
         lines += [
             (item.mesh, item.what, f"{number:,}", _number(item.difference), _number(item.tolerance),
              item.why if item.is_equal else f"DIFFERS at {_place(item)}")
             for item, number in self.rows()
         ]
-        return "\n".join(table_lines(lines, right=(2, 3, 4)))
+        return lines
 
     def summary(self) -> str:
         """Returns the last line: what was certified, or what differs first."""
@@ -125,8 +142,12 @@ class Certificate:
             return f"certified: {done}" + (f"; not certified: {sizes}" if sizes else "")
         return f"not certified: {self.first_difference}"
 
+    def json_text(self) -> str:
+        """Returns the file that `--json` writes."""
+        return json.dumps(self.to_json(), indent=1) + "\n"
+
     def to_json(self) -> dict[str, Any]:
-        """Returns the JSON that `--json` writes."""
+        """Returns the certificate as values for JSON."""
         first = self.first_difference
         return {
             "experiment": self.experiment,
@@ -141,6 +162,11 @@ class Certificate:
             "not_certified": self.not_certified,
             "first_difference": None if first is None else _finite(dataclasses.asdict(first)),
         }
+
+
+def _row(tag: str, cells: Sequence[str]) -> str:
+    style = ' style="text-align:left"'
+    return f"<tr>{''.join(f'<{tag}{style}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
 def differences(

@@ -1,42 +1,40 @@
-"""`main.py --mode=check`: the certificate as a table, a line and a file."""
+"""The check of an experiment as it was launched: shrunk if asked, on the meshes that are named."""
 
-import json
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 from praxis_lite.run.experiment.launched_config import LaunchedConfig
 from praxis_lite.run.trainer.job_on_mesh import use_compilation_cache
 from praxis_lite.tools.explain.compiler_warnings import explained_warnings
-from praxis_lite.tools.testing.meshes import parse_meshes
+from praxis_lite.tools.testing.certificate import Certificate
+from praxis_lite.tools.testing.meshes import Shape, parse_meshes
 from praxis_lite.tools.testing.on_meshes import check_on_meshes
 from praxis_lite.tools.testing.shrink import shrunk
 
 
 def check(
-    launched: LaunchedConfig, *, meshes: str | None = None, steps: int = 20, shrink: bool = False,
-    file: Path | None = None,
-) -> bool:
-    """Returns True if nothing differs; prints what was compared.
+    launched: LaunchedConfig, *, meshes: str | Sequence[Shape] | None = None, steps: int = 20,
+    shrink: bool = False, print_text: Callable[[str], None],
+) -> Certificate:
+    """Returns what was compared, and the first difference.
 
     Args:
-      meshes: "1x4x2,...", as for --meshes; None: those of `check_on_meshes`.
+      meshes: "1x4x2,...", as for --meshes, or shapes; None: those of `check_on_meshes`.
       steps: of training on the experiment's own mesh.
       shrink: True: a smaller model of the same kind is checked.
-      file: to write the certificate into.
+      print_text: told what is being done, a line each.
     """
     config, not_certified = launched.config, []
     if shrink:
         config, not_certified = shrunk(config)
-        print(f"Shrunk; these sizes are not certified: {', '.join(not_certified)}.", flush=True)
-    shapes = None if meshes is None else parse_meshes(meshes, tuple(config.mesh.axis_names))
+        print_text(f"Shrunk; these sizes are not certified: {', '.join(not_certified)}.")
+    if isinstance(meshes, str):
+        meshes = parse_meshes(meshes, tuple(config.mesh.axis_names))
     use_compilation_cache()
     # What a mesh reshards at a cost is said in training: here meshes are tried that nobody chose.
     with explained_warnings(lambda warning: None):
         certificate = check_on_meshes(
-            config, shapes, steps=steps, name=launched.experiment, packages=launched.packages,
-            print_text=lambda text: print(text, flush=True),
+            config, meshes, steps=steps, name=launched.experiment, packages=launched.packages,
+            print_text=print_text,
         )
     certificate.not_certified = not_certified
-    if file is not None:
-        file.write_text(json.dumps(certificate.to_json(), indent=1) + "\n", "utf-8")
-    print(f"\n{certificate.table()}\n\n{certificate.summary()}", flush=True)
-    return certificate.certified
+    return certificate

@@ -144,7 +144,7 @@ def test_notes_are_printed():
     struct = jax.ShapeDtypeStruct((7,), "float32")
     layout = StateLayout({"w": struct}, {"w": PartitionSpec(None)}, {}, {}, ("w was left whole",))
     lines = []
-    explain(types.SimpleNamespace(layout=layout), {}, {}, lines.append)
+    explain(types.SimpleNamespace(layout=layout, mesh=None), {}, {}, lines.append)
     assert "note: w was left whole" in lines
 
 

@@ -13,7 +13,7 @@ from praxis_lite.run.config.class_attributes import configured
 from praxis_lite.run.experiment import registry
 from praxis_lite.tools.explain import hlo
 from praxis_lite.tools.plan import predict
-from praxis_lite.tools.plan.command import plan_job
+from praxis_lite.tools.plan.job_plan import plan_job
 from praxis_lite.tools.plan.memory import bytes_of_stacks, out_of_memory
 from praxis_lite.tools.plan.planned_job import planned_partitioner, step_specs
 from praxis_lite.tools.plan.predict import plan_of_compiled, plan_step

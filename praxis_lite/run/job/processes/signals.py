@@ -54,6 +54,11 @@ class SignalListener(contextlib.AbstractContextManager):
         """Called in the thread, at once, for each PROFILES."""
         say(f"{name(PROFILES)}: no profile is made, because no training runs")
 
+    def _asked_again(self, signum: int) -> None:
+        """Called in the thread, at once, for a second signal; ends the process."""
+        say(f"{name(signum)}, the second signal: ended at once")
+        end_now(128 + signum)
+
     def _time_is_up(self) -> None:
         """Called in the thread, at `_wakes_at`."""
 
@@ -140,8 +145,7 @@ class SignalListener(contextlib.AbstractContextManager):
                 self._heard_first = signum, now
             self._asked(signum)
         elif self._heard_first[0] != signum or now - self._heard_first[1] > SAME_SECONDS:
-            say(f"{name(signum)}, the second signal: ended at once")
-            end_now(128 + signum)
+            self._asked_again(signum)
 
 
 class EndsBySignal(SignalListener):

@@ -60,7 +60,7 @@ class StopRequest(signals.SignalListener):
         if not self._has_stepped:
             with self._lock:
                 if self._leaves:
-                    raise self._raised or SystemExit(self._status)
+                    raise self._end_before_any_step()
                 self._has_stepped = True
 
     def _in_main(self, signum: int) -> None:
@@ -110,12 +110,19 @@ class StopRequest(signals.SignalListener):
                     "ends at once"
                 )
 
+    def _end_before_any_step(self) -> BaseException:
+        """Returns the exception that ends the training of a process that was to end before."""
+        return self._raised or SystemExit(self._status)
+
     def _say_nothing_is_lost(self) -> None:
         if self._status:
-            signals.say(
-                f"error: {self.reason} is over before a step was made, and {self._newest}. It has "
-                "to be longer than restoring and compiling take: raise "
-                "run.stopping.time_limit_seconds."
-            )
+            signals.say(f"error: {self._too_short()}")
             return
         signals.say(f"{self.reason}: ended; nothing is lost, for {self._newest}")
+
+    def _too_short(self) -> str:
+        """Returns the words for a time limit that is over before any step."""
+        return (
+            f"{self.reason} is over before a step was made, and {self._newest}. It has to be "
+            "longer than restoring and compiling take: raise run.stopping.time_limit_seconds."
+        )

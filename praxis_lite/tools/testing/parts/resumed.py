@@ -1,6 +1,7 @@
 """A job as it is launched: its program, and that it goes on as if it had not been stopped."""
 
 import contextlib
+import dataclasses
 import io
 import re
 import tempfile
@@ -19,6 +20,7 @@ from praxis_lite.run.experiment.launched_config import LaunchedConfig
 from praxis_lite.run.experiment.run_config import RunConfig
 from praxis_lite.run.experiment.run_settings import StopSettings
 from praxis_lite.run.job.job_dir import JobDir
+from praxis_lite.run.job.processes.interrupts import Interrupt
 from praxis_lite.run.trainer import launch
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
@@ -115,9 +117,14 @@ def _losses(
             checkpoints=SaveSettings(save_non_finite=True),
             stopping=StopSettings(watchdog_seconds=None, max_skipped_steps_in_a_row=None),
         )
-        job = JobOnMesh(mesh.partitioner, {TRAIN: pipeline}, {}, run, JobDir(folder))
+        job = dataclasses.replace(
+            check.job, datasets={TRAIN: pipeline}, decode_datasets={}, run=run, hooks=()
+        )
         with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(LastStepUnsound):
-            launch.train(job, launched)
+            on_mesh = JobOnMesh(mesh.partitioner, job, JobDir(folder))
+            ended = launch.train(on_mesh, launched, stop_request=Interrupt)
+            if ended.stopped_by:
+                raise KeyboardInterrupt(ended.stopped_by)
     return {
         f"step {line['step']}": np.asarray(line["loss"])
         for line in read_json_lines(JobDir(folder).metrics_jsonl)

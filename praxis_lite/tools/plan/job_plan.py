@@ -1,0 +1,151 @@
+"""The plan of a job: an experiment's steps on a topology, as text, as JSON and as a page."""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+from jax.sharding import Mesh
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.partitioner.train_state import StateLayout
+from praxis_lite.core.sharding.devices.libtpu import mismatch
+from praxis_lite.run.experiment.experiment import Job
+from praxis_lite.run.trainer.job_on_mesh import print_compiler_options, use_compilation_cache
+from praxis_lite.run.trainer.layout_table import layout_warnings, mesh_text
+from praxis_lite.tools.explain.compiler_warnings import explained_warnings
+from praxis_lite.tools.explain.explain import explained_step
+from praxis_lite.tools.explain.explain_page import ExplainedStep, in_notebook, page
+from praxis_lite.tools.plan.planned_job import planned_partitioner, step_specs
+from praxis_lite.tools.plan.predict import StepPlan, plan_step
+from praxis_lite.tools.plan.report import figures, plan_text
+from praxis_lite.tools.plan.topology import Topology, topology_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The predicted steps of an experiment on devices that need not be there.
+
+    It prints as --mode=plan does, and a notebook draws what each device holds and sends.
+
+    Attributes:
+      experiment: its full name.
+      topology: the devices.
+      mesh: of them.
+      layout: of the state: shapes, specs and bytes per device of each array.
+      warnings: on the layout, in sentences.
+      steps: the predictions, in the order asked for: seconds, bytes and shares of the peak.
+      drawn: the steps that compiled, as the page draws them.
+      text: all that --mode=plan prints of it.
+    """
+
+    experiment: str
+    topology: Topology
+    mesh: Mesh
+    layout: StateLayout
+    warnings: Sequence[str]
+    steps: Sequence[StepPlan]
+    drawn: Sequence[ExplainedStep] = dataclasses.field(repr=False)
+    text: str = dataclasses.field(repr=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        return in_notebook(self.page())
+
+    @property
+    def fits(self) -> bool:
+        """True if each step's memory is no more than the device's."""
+        return all(step.fits for step in self.steps)
+
+    def page(self) -> str:
+        """Returns the page of --html: a whole HTML page that asks nothing of the network."""
+        return page(self.experiment, self.mesh, self.layout, self.warnings, self.drawn)
+
+    def json_text(self) -> str:
+        """Returns the file that --json writes."""
+        first, *others = (step.to_json() for step in self.steps)
+        return json.dumps(first | {"other_steps": others}, indent=1) + "\n"
+
+    def require_fit(self) -> None:
+        """Raises ConfigError if a step does not fit; names the first, and what to change."""
+        for step in self.steps:
+            if not step.fits:
+                raise ConfigError(
+                    f"{self.experiment} does not fit on {self.topology.name}: its {step.step} step "
+                    f"needs {step.peak_bytes_per_device / 2**30:.2f} GiB on each device, which has "
+                    f"{step.hbm_bytes_per_device / 2**30:.2f} GiB. {step.why_not}"
+                )
+
+
+def chosen_topology(name: str, num_slices: int) -> Topology:
+    """Returns the topology of --topology and --num_slices.
+
+    Raises:
+      ConfigError: as `topology_of`.
+    """
+    topology = topology_of(name, num_slices)
+    if topology.compiled_for == "tpu" and (message := mismatch()):
+        print(f"WARNING: {message}")
+    return topology
+
+
+@contextlib.contextmanager
+def compiling_for(topology: Topology) -> Iterator[None]:
+    """Sets JAX's cache of compiled programs for a topology's, while it is entered."""
+    if topology.compiled_for != "tpu":
+        use_compilation_cache()
+        yield
+        return
+    before = jax.config.jax_enable_compilation_cache
+    # JAX (0.10 to 0.12) cannot read back a program for devices that are not there, and warns.
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+
+
+def plan_job(
+    job: Job, topology: Topology, steps: Sequence[str],
+    print_text: Callable[[str], None] = lambda text: None, *, experiment: str = "",
+) -> Plan:
+    """Returns the plan of a job's steps, whether they fit or not.
+
+    Args:
+      steps: "train", "eval" or "decode".
+      print_text: told each part of the text as soon as it is known, without its last line break.
+      experiment: its full name.
+
+    Raises:
+      ConfigError: the mesh does not fill the topology, or there is no dataset for a step.
+    """
+    texts: list[str] = []
+
+    def say(text: str) -> None:
+        texts.append(text)
+        print_text(text)
+
+    partitioner = planned_partitioner(job, topology)
+    mesh, layout = partitioner.mesh, partitioner.layout
+    where = f"{mesh_text(mesh.shape)} on {topology.name}"
+    say(f"{where}: {mesh.size} devices, none of them needed here")
+    print_compiler_options(partitioner)
+    warnings = layout_warnings(layout)
+    for warning in warnings:
+        say(f"WARNING: {warning}")
+    plans, drawn = [], []
+    chosen = [partitioner.steps[step] for step in steps]
+    for step, name, spec in step_specs(job, partitioner, chosen):
+        say(f"\n{step.name}, batches of {name}")
+        with compiling_for(topology), explained_warnings(say):
+            item = plan_step(partitioner, step, spec, topology)
+        say(plan_text(item))
+        if item.compiled is not None:
+            shown = explained_step(partitioner, step, name, spec, item.compiled)
+            drawn.append(dataclasses.replace(shown, figures=figures(item)))
+        # What is compiled is large, and no longer needed.
+        plans.append(dataclasses.replace(item, compiled=None))
+    return Plan(experiment, topology, mesh, layout, warnings, plans, drawn, "\n".join(texts))

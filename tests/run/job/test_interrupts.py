@@ -1,0 +1,67 @@
+"""Signals and a time limit end a training in Python, and never the process that it is in."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.job_runs import CHECKOUT
+
+# Each case raises signals in a process of its own, whose main thread is in the place that it names.
+HEAD = '''
+import signal, time
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.run.job.processes.interrupts import Interrupt
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+before = [signal.getsignal(item) for item in (signal.SIGINT, signal.SIGTERM)]
+
+def ended(limit, *signums, steps=1, pause=0.3):
+    try:
+        with Interrupt(limit) as stop:
+            stop.training_begins(40)
+            for _ in range(steps):
+                stop.step_ended()
+            for signum in signums:
+                signal.raise_signal(signum)
+                time.sleep(pause)
+            time.sleep(3 * (limit or 0))
+            stop.step_ended()
+            print("saved:", stop.reason)
+    except (KeyboardInterrupt, ConfigError) as error:
+        print(type(error).__name__, error)
+    assert before == [signal.getsignal(item) for item in (signal.SIGINT, signal.SIGTERM)]
+'''
+CASES = {
+    "ended(None, signal.SIGINT)": "saved: SIGINT",
+    "ended(None, signal.SIGTERM)": "saved: SIGTERM",
+    "ended(None, signal.SIGINT, signal.SIGINT)": "KeyboardInterrupt SIGINT",
+    "ended(None, signal.SIGINT, signal.SIGINT, pause=0)": "saved: SIGINT",  # One request, twice.
+    "ended(None, signal.SIGINT, signal.SIGTERM, pause=0)": "KeyboardInterrupt SIGTERM",
+    "ended(None, signal.SIGINT, steps=0)": "KeyboardInterrupt SIGINT",
+    "ended(None, signal.SIGTERM, steps=0)": "KeyboardInterrupt SIGTERM",
+    "ended(0.1)": "saved: the time limit of 0.1 s",
+    "ended(0.1, steps=0)": "ConfigError the time limit of 0.1 s is over before a step was made",
+    "ended(None)": "saved: None",
+}
+
+
+@pytest.fixture(scope="module")
+def lines():
+    """Returns what each of CASES prints, all in one process, one after the other."""
+    source = HEAD + "".join(f"{case}\n" for case in CASES)
+    done = subprocess.run(
+        [sys.executable, "-c", source], cwd=CHECKOUT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines(), done.stderr
+
+
+def test_each_way_to_ask_ends_the_training_and_the_process_goes_on(lines):
+    out, err = lines
+    assert len(out) == len(CASES)
+    for actual, (case, expected) in zip(out, CASES.items(), strict=True):
+        assert actual.startswith(expected), case
+    assert "SIGINT: ending when the running step is made and saved" in err
+    assert "SIGINT: ended; nothing is lost, for the newest checkpoint is of step 40" in err
