@@ -64,8 +64,9 @@ def beginning(
 
 @contextlib.contextmanager
 def _marked(job_dir: JobDir) -> Iterator[None]:
-    with JobLock(job_dir.path, print):
+    with contextlib.ExitStack() as held:
         try:
+            held.enter_context(JobLock(job_dir.path, print))
             opened_to_append(job_dir.beginning).close()
         except OSError as error:
             raise not_written(job_dir.beginning, error) from error

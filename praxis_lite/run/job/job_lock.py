@@ -47,7 +47,7 @@ class JobLock(contextlib.AbstractContextManager):
             if error.errno not in _HELD:
                 raise
             raise ConfigError(
-                f"--job_log_dir={self._path.parent}: another training is at work there, "
+                f"--job_log_dir={self._path.parent}: another process trains or begins a job, "
                 f"{holder or 'whose name it has not written yet'}. Wait for its end, or end it "
                 "(kill PID saves its step); or name another directory."
             ) from None
