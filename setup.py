@@ -49,6 +49,8 @@ setup(
         "praxis_lite": ["py.typed"],
         # The page of --mode=explain --html.
         "praxis_lite.tools.explain": ["explain_page.html"],
+        # The page of --mode=report --html.
+        "praxis_lite.tools.report": ["report_page.html"],
         # What is what in the models of Hugging Face, a table per family.
         "praxis_lite.tools.huggingface": ["families/*.toml"],
     },

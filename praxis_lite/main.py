@@ -20,6 +20,7 @@ from praxis_lite.tools.modes.check import Check
 from praxis_lite.tools.modes.explain import Explain
 from praxis_lite.tools.modes.plan import Plan
 from praxis_lite.tools.modes.profile import Profile
+from praxis_lite.tools.modes.report import Report
 from praxis_lite.tools_of_jobs import SOURCES, hooks_of_tools
 
 MODES: Mapping[str, Mode] = {
@@ -31,6 +32,7 @@ MODES: Mapping[str, Mode] = {
     "check": Check(),
     "summary": Summary(),
     "profile": Profile(),
+    "report": Report(),
 }
 
 

@@ -52,6 +52,7 @@ ORDERS = {
         {"begin_job", "explain", "foreign_checkpoints", "interpreter"},
         {"huggingface", "nnx", "non_finite", "pax", "plan"},
         {"profile", "testing", "utilization"},
+        {"report"},
         {"modes"},
     ),
     "praxis_lite/layers": (

@@ -127,7 +127,10 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message.rstrip('.')}. --help lists the options.")
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        parsed, unknown = self.parse_known_args(args, namespace)
+        # Arguments without dashes may stand between options: --mode=report JOB --html=FILE JOB.
+        has_arguments = any(action.nargs == "*" for action in self._get_positional_actions())
+        parse = self.parse_known_intermixed_args if has_arguments else self.parse_known_args
+        parsed, unknown = parse(args, namespace)
         if unknown:
             raise ConfigError(self._unknown(unknown[0]))
         return parsed

@@ -172,7 +172,7 @@ def _users_mode(name: str, packages: Sequence[str], modes: Modes) -> Mode:
 def _flags(mode: Mode) -> list[str]:
     parser = argparse.ArgumentParser(add_help=False)
     mode.add_options(parser)
-    return [action.option_strings[0] for action in parser._actions]
+    return [action.option_strings[0] for action in parser._actions if action.option_strings]
 
 
 def _described(name: str, mode: Mode) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.files.json_text import opened
@@ -19,8 +18,8 @@ from praxis_lite.run.trainer.metrics.decimal_numbers import (
     number_or_nan,
 )
 
-# Bytes that are read at once: as many as a processor's cache takes with what is made of them.
-_BLOCK = 1 << 18
+# Bytes that are read at once.
+_BLOCK = 1 << 20
 
 
 class MetricsColumns:
@@ -142,8 +141,9 @@ def _of_equal_lines(text: bytes) -> dict[str, np.ndarray] | None:
     if not is_regular or (sizes != sizes[0]).any() or (ends < colons + len(": ")).any():
         return None
     for starts, size in zip(begins.T, sizes[0] + len(": "), strict=True):
-        written = sliding_window_view(characters, size)[starts]
-        if not (written == written[0]).all():
+        # A view of the text whose every element is a word of that size.
+        words = np.ndarray(len(text) - size, f"S{size}", text, strides=(1,))[starts]
+        if (words != words[0]).any():
             return None
     try:
         numbers = decimal_numbers(text, (colons + len(": ")).ravel(), ends.ravel()).reshape(shape)

@@ -16,6 +16,7 @@ _KEPT = np.where(np.arange(WIDTH + 1)[:, None] > _FROM_END, 255, 0).astype(np.ui
 # By the number of decimals: each digit's power of ten in the number without its point.
 _DECIMALS = np.arange(WIDTH)[:, None]
 _POWERS = 10.0 ** (_FROM_END - ((_DECIMALS > 0) & (_FROM_END > _DECIMALS)))
+_TENS = 10.0 ** np.arange(WIDTH + 100)
 
 
 def decimal_numbers(text: bytes, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -36,8 +37,10 @@ def decimal_numbers(text: bytes, starts: np.ndarray, ends: np.ndarray) -> np.nda
       ValueError: a part is not JSON.
     """
     padded = np.frombuffer(bytes(WIDTH) + text, np.uint8)
-    sizes = ends - starts
-    characters = sliding_window_view(padded, WIDTH)[ends]
+    exponents = _negative_exponents(padded, starts, ends)
+    mantissa_ends = ends - np.where(exponents > 0, len("e-05"), 0)
+    sizes = mantissa_ends - starts
+    characters = sliding_window_view(padded, WIDTH)[mantissa_ends]
     characters &= _KEPT[np.minimum(sizes, WIDTH)]
     is_negative = padded[starts + WIDTH] == ord("-")
     is_point = characters == ord(".")
@@ -48,16 +51,18 @@ def decimal_numbers(text: bytes, starts: np.ndarray, ends: np.ndarray) -> np.nda
     num_digits = is_digit.sum(1, dtype=np.uint8)
     digits *= is_digit
     numbers = np.empty(len(starts))
-    # Without its point a number of 15 digits is exact, and so the quotient is its float.
     for decimals in np.flatnonzero(np.bincount(num_decimals)):
         rows = np.flatnonzero(num_decimals == decimals)
-        numbers[rows] = digits[rows].astype(float) @ _POWERS[decimals] / 10.0**decimals
+        numbers[rows] = digits[rows].astype(float) @ _POWERS[decimals]
+    # Without its point a number of 15 digits is exact, and so is the power of ten of a number that
+    # is not tiny: the quotient is its float.
+    numbers /= _TENS[num_decimals + exponents]
     numbers[is_negative] *= -1
     is_plain = (
         (num_digits > 0) & (num_digits + num_points + is_negative == sizes)
         & (num_points == (num_decimals > 0))
     )
-    # With an exponent, or words.
+    # With another exponent, or words.
     others = np.flatnonzero(~is_plain)
     bounds = zip(starts[others].tolist(), ends[others].tolist(), strict=True)
     values = json.loads(b"[" + b",".join([text[start:end] for start, end in bounds]) + b"]")
@@ -65,6 +70,15 @@ def decimal_numbers(text: bytes, starts: np.ndarray, ends: np.ndarray) -> np.nda
         raise ValueError("a part is a piece of a list")
     numbers[others] = [number_or_nan(value) for value in values]
     return numbers
+
+
+def _negative_exponents(padded: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Returns the exponent 5 of "1.5e-05" by part, 0 for a part without such an exponent."""
+    is_one = (ends - starts > 4) & (padded[ends + WIDTH - 4] == ord("e"))
+    is_one &= padded[ends + WIDTH - 3] == ord("-")
+    tens, units = (padded[ends + WIDTH - place] - np.uint8(ord("0")) for place in (2, 1))
+    is_one &= (tens < 10) & (units < 10)
+    return np.where(is_one, 10 * tens.astype(np.int64) + units, 0)
 
 
 def is_number(value: object) -> bool:

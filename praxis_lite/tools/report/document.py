@@ -1,0 +1,196 @@
+"""All that a report's page shows, as a single JSON document.
+
+Arrays are Base64 of their bytes, little-endian: float32, on axes float64. So NaN and the infinities
+are what they are, and a page of five long jobs is a third of its size as text.
+"""
+
+import base64
+import datetime
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from praxis_lite.run.goodput.goodput import Goodput
+from praxis_lite.run.trainer.metrics.json_lines import strict_json
+from praxis_lite.tools.report.buckets import Buckets, buckets_of, with_extremes
+from praxis_lite.tools.report.config_differences import config_differences
+from praxis_lite.tools.report.job_reader import JobState
+from praxis_lite.tools.report.progress_axes import at_steps, progress_axes, weight_unit
+
+# Where the time of a step went, in the order in which they are drawn.
+SPENT = ("input_time", "dispatch_time", "device_time", "save_time", "evaluation_time")
+# Columns that say something of single steps; a page marks those.
+MARKS = {"skipped": "num_skipped_in_a_row", "spikes": "is_loss_spike"}
+_NO_METRICS = {"step", *SPENT, *MARKS.values(), "num_skipped_steps", "num_batches_left_out"}
+# A page of less than 5 MB, and curves with more points than a screen has.
+_MOST_BYTES, _MOST_BUCKETS, _FEWEST_BUCKETS = 3_500_000, 2_000, 50
+_MOST_METRICS, _MOST_MARKS, _MOST_EVALUATIONS, _MOST_ARRAYS = 80, 300, 500, 12
+_MOST_DIFFERENCES = 500
+MOST_LETTERS = 600_000  # Of samples.
+
+
+def document(
+    jobs: Sequence[JobState], *, written: datetime.datetime, reload_seconds: float | None
+) -> dict[str, Any]:
+    """Returns the document: strict JSON.
+
+    Args:
+      written: when the jobs were read, with its time zone.
+      reload_seconds: after which an open page asks for a newer one; None: never.
+    """
+    names = metric_names(jobs)
+    most = _most_buckets(jobs, names[:_MOST_METRICS])
+    rows, num_equal = config_differences([job.config for job in jobs])
+    notes = [f"{job.name}: {note}" for job in jobs for note in job.notes]
+    if len(names) > _MOST_METRICS:
+        notes.append(f"Of {len(names)} metrics the first {_MOST_METRICS} are drawn.")
+    if len(rows) > _MOST_DIFFERENCES:
+        notes.append(f"Of {len(rows)} differing settings the first {_MOST_DIFFERENCES} are shown.")
+    return {
+        "written": written.strftime("%Y-%m-%d %H:%M:%S %Z").strip(),
+        "reload_seconds": reload_seconds,
+        "metrics": names[:_MOST_METRICS],
+        "spent": SPENT,
+        "jobs": [_job(job, names[:_MOST_METRICS], most) for job in jobs],
+        "config": {"rows": rows[:_MOST_DIFFERENCES], "num_equal": num_equal},
+        "notes": notes,
+    }
+
+
+def metric_names(jobs: Sequence[JobState]) -> list[str]:
+    """Returns the metrics of training and of evaluations: loss first, then those of most jobs."""
+    counts: dict[str, int] = {}
+    for job in jobs:
+        lines = [line for group in job.evaluations.values() for line in group]
+        evaluated = (name for line in lines for name in line if _is_number(line[name]))
+        for name in dict.fromkeys([*job.columns, *evaluated]):
+            if name not in _NO_METRICS:
+                counts[name] = counts.get(name, 0) + 1
+    return sorted(counts, key=lambda name: (name != "loss", -counts[name]))
+
+
+def evaluation_points(job: JobState) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
+    """Returns the steps and the values of each metric of a job's evaluations, by dataset."""
+    points: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {}
+    for dataset, lines in job.evaluations.items():
+        names = dict.fromkeys(name for line in lines for name in line if _is_number(line[name]))
+        for name in names:
+            if name == "step":
+                continue
+            pairs = [(line["step"], line[name]) for line in lines if _is_number(line.get(name))]
+            steps, values = np.array(pairs, float).T
+            points.setdefault(dataset, {})[name] = steps, values
+    return points
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _most_buckets(jobs: Sequence[JobState], names: Sequence[str]) -> int:
+    """Returns how many buckets each job may have, for a page of limited size."""
+    axes = 3 * 8
+    of_bucket = sum(
+        axes + 4 * sum(3 for name in names if name in job.columns)
+        + 4 * sum(1 for name in SPENT if name in job.columns)
+        for job in jobs
+    )
+    most = int(_MOST_BYTES * 3 / 4 / max(of_bucket, 1))  # Base64 writes 3 bytes as 4.
+    return min(max(most, _FEWEST_BUCKETS), _MOST_BUCKETS)
+
+
+def _job(job: JobState, names: Sequence[str], most: int) -> dict[str, Any]:
+    axes = progress_axes(job.columns)
+    buckets = buckets_of(len(job.columns["step"]), most)
+    arrays, totals = job.layout
+    largest = sorted(arrays, key=lambda array: -array.num_bytes)
+    marks = {
+        kind: {"num": len(steps), **_axes(at_steps(axes, steps[:_MOST_MARKS]))}
+        for kind, column in MARKS.items() if len(steps := job.steps_where(column))
+    }
+    return {
+        "name": job.name,
+        "path": job.path,
+        "experiment": job.experiment,
+        "state": job.state,
+        "last_step": job.last_step,
+        "num_train_steps": job.num_train_steps,
+        "weight_unit": weight_unit(job.columns),
+        "num_lines": buckets.num_lines,
+        "axes": _axes({name: axis[buckets.ends] for name, axis in axes.items()}),
+        "metrics": {
+            name: _curve(job.columns[name], buckets) for name in names if name in job.columns
+        },
+        "last": {
+            name: strict_json(job.columns[name][-1], name)
+            for name in names if name in job.columns and buckets.num_lines
+        },
+        "spent": {
+            name: _base64(buckets.means(job.columns[name]))
+            for name in SPENT if name in job.columns and buckets.num_lines
+        },
+        "evaluations": {
+            dataset: {
+                name: _evaluation(steps, values, axes)
+                for name, (steps, values) in metrics.items()
+            }
+            for dataset, metrics in evaluation_points(job).items()
+        },
+        "marks": marks,
+        "samples": job.samples,
+        "goodput": job.goodput and _goodput(job.goodput),
+        "layout": {
+            "totals": totals,
+            "num_arrays": len(arrays),
+            "largest": [vars(array) for array in largest[:_MOST_ARRAYS]],
+        },
+    }
+
+
+def _curve(values: np.ndarray, buckets: Buckets) -> dict[str, str]:
+    """Returns "mean", "min" and "max" of each bucket, or "mean" alone where each is a line."""
+    if not len(values):
+        return {"mean": ""}
+    if buckets.are_lines:
+        return {"mean": _base64(values)}
+    return {
+        "mean": _base64(buckets.means(values)), "min": _base64(buckets.lowest(values)),
+        "max": _base64(buckets.highest(values)),
+    }
+
+
+def _evaluation(
+    steps: np.ndarray, values: np.ndarray, axes: Mapping[str, np.ndarray]
+) -> dict[str, Any]:
+    kept = with_extremes(values, _MOST_EVALUATIONS)
+    return {
+        "num": len(values), "axes": _axes(at_steps(axes, steps[kept])),
+        "values": _base64(values[kept]),
+    }
+
+
+def _goodput(goodput: Goodput) -> dict[str, Any]:
+    return strict_json(
+        {
+            "seconds": dict(goodput.seconds),
+            "total": goodput.total_seconds,
+            "launches": [
+                {
+                    "began": launch.began, "ended": launch.ended, "first_step": launch.first_step,
+                    "last_step": launch.last_step, "ended_by": launch.ended_by,
+                }
+                for launch in goodput.launches
+            ],
+        },
+        "goodput",
+    )
+
+
+def _axes(axes: Mapping[str, np.ndarray]) -> dict[str, str]:
+    return {name: _base64(axis, "<f8") for name, axis in axes.items()}
+
+
+def _base64(values: np.ndarray, dtype: str = "<f4") -> str:
+    with np.errstate(over="ignore"):  # Beyond float32 it is infinite.
+        return base64.b64encode(values.astype(dtype).tobytes()).decode()

@@ -1,0 +1,137 @@
+"""A job's files as they are now: read again and again while it trains, and never locked."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.files.json_text import content_of
+from praxis_lite.run.goodput.goodput import Goodput, goodput_of
+from praxis_lite.run.job.job_dir import JobDir, recorded_experiment
+from praxis_lite.run.job.job_lock import is_training
+from praxis_lite.run.trainer.metrics.columns import MetricsColumns
+from praxis_lite.run.trainer.metrics.json_lines import lines_if_any
+from praxis_lite.tools.report.config_differences import config_of
+from praxis_lite.tools.report.layout_arrays import LayoutArray, layout_arrays
+from praxis_lite.tools.report.samples import Samples, SamplesReader
+
+
+@dataclasses.dataclass(frozen=True)
+class JobState:
+    """A job at a moment.
+
+    Attributes:
+      name: in the report.
+      experiment: its full name.
+      is_training: a process trains it.
+      columns: of metrics.jsonl.
+      evaluations: the lines of eval_metrics.jsonl by dataset, in the order of their steps.
+      config: values by path.
+      goodput: None if the job did not record where its time went.
+      layout: the arrays of its state, and a sentence about their sum.
+      notes: sentences on what could not be read or shown.
+    """
+
+    name: str
+    path: str
+    experiment: str
+    is_training: bool
+    columns: Mapping[str, np.ndarray]
+    evaluations: Mapping[str, Sequence[Mapping[str, Any]]]
+    config: Mapping[str, str]
+    samples: Samples
+    goodput: Goodput | None
+    layout: tuple[Sequence[LayoutArray], str]
+    notes: Sequence[str]
+
+    @property
+    def last_step(self) -> int:
+        """The newest step in metrics.jsonl; 0 if there is none."""
+        steps = self.columns["step"]
+        return int(steps[-1]) if len(steps) else 0
+
+    @property
+    def num_train_steps(self) -> int | None:
+        """The steps that the job is to make, or None if its config does not tell."""
+        text = self.config.get("run.num_train_steps", "")
+        return int(text) if text.isdecimal() else None
+
+    @property
+    def state(self) -> str:
+        """ "trains", "has no steps", "was stopped" before it made all its steps, or "has ended"."""
+        if self.is_training:
+            return "trains"
+        if not self.last_step:
+            return "has no steps"
+        steps = self.num_train_steps
+        return "was stopped" if steps is not None and self.last_step < steps else "has ended"
+
+    def steps_where(self, column: str) -> np.ndarray:
+        """Returns the steps at which a column is above 0."""
+        if column not in self.columns:
+            return np.empty(0)
+        return self.columns["step"][self.columns[column] > 0]
+
+
+class JobReader:
+    """Reads a job; lines that it has read it does not read again."""
+
+    def __init__(self, name: str, files: JobDir):
+        self._name, self._files = name, files
+        self._columns, self._samples = MetricsColumns(files.metrics_jsonl), SamplesReader(files)
+
+    def read(self, most_letters: int) -> JobState:
+        """Returns the job as it is.
+
+        Args:
+          most_letters: of its samples.
+
+        Raises:
+          ConfigError: metrics.jsonl cannot be read, or the directory is no job's any longer.
+        """
+        # Asked first: what the job wrote at its end is read once it has ended.
+        trains, notes = is_training(self._files.path), []
+        self._columns.read()
+        if number := self._columns.num_unreadable:
+            lines = "1 line is" if number == 1 else f"{number} lines are"
+            notes.append(f"metrics.jsonl: {lines} left out, for want of a JSON object with a step.")
+        columns = self._columns.columns()
+        if not len(columns["step"]):
+            notes.append("There is no step in metrics.jsonl yet.")
+        if not (config := config_of(self._text("config.txt"))):
+            notes.append("There is no config.txt, so its settings are not compared.")
+        samples, num_left_out = self._samples.read(most_letters)
+        if num_left_out:
+            files = "a file" if num_left_out == 1 else f"{num_left_out} files"
+            notes.append(f"The samples of {files} in decode are left out: the page has no room.")
+        return JobState(
+            self._name, str(self._files.path), recorded_experiment(self._files), trains, columns,
+            self._evaluations(notes), config, samples, self._goodput(notes),
+            layout_arrays(self._text("layout.txt")), notes,
+        )
+
+    def _evaluations(self, notes: list[str]) -> dict[str, list[dict[str, Any]]]:
+        try:
+            lines = lines_if_any(self._files.eval_metrics_jsonl)
+        except ConfigError as error:
+            notes.append(str(error))
+            return {}
+        evaluations: dict[str, list[dict[str, Any]]] = {}
+        for line in sorted(lines, key=lambda line: line["step"]):
+            evaluations.setdefault(str(line.get("dataset", "evaluation")), []).append(line)
+        return evaluations
+
+    def _goodput(self, notes: list[str]) -> Goodput | None:
+        try:
+            return goodput_of(self._files)
+        except ConfigError as error:
+            notes.append(str(error))
+            return None
+
+    def _text(self, name: str) -> str:
+        try:
+            return content_of(self._files.path / name).decode("utf-8", "replace")
+        except OSError:  # A job that was begun by others may lack it.
+            return ""

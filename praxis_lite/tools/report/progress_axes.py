@@ -1,0 +1,45 @@
+"""How far a job had come with each line of metrics.jsonl: steps, tokens or examples, hours."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+_PER_SECOND = "_per_second"
+# Beside each other in the loop: all that passes while a job trains, but for its beginning.
+_TIMES = ("step_time", "evaluation_time", "save_time")
+
+
+def weight_unit(columns: Mapping[str, np.ndarray]) -> str | None:
+    """Returns the unit of a batch's weight, such as "tokens", or None if no column tells it."""
+    units = [name.removesuffix(_PER_SECOND) for name in columns if name.endswith(_PER_SECOND)]
+    usual = [unit for unit in ("tokens", "examples") if unit in units]
+    return next(iter([*usual, *units]), None)
+
+
+def progress_axes(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns "steps", the weight by its unit, and "hours", as they were after each line.
+
+    Lines that were lost count for nothing. Hours are those in which steps, evaluations and saves
+    were made; launches and the time between them are not among them.
+    """
+    axes = {"steps": columns["step"]}
+    seconds = np.nan_to_num(columns.get("step_time", np.zeros(len(columns["step"]))))
+    if unit := weight_unit(columns):
+        axes[unit] = np.cumsum(np.nan_to_num(columns[f"{unit}{_PER_SECOND}"]) * seconds).round()
+    times = [np.nan_to_num(columns[name]) for name in _TIMES if name in columns]
+    if times:
+        axes["hours"] = np.cumsum(sum(times)) / 3600
+    return axes
+
+
+def at_steps(axes: Mapping[str, np.ndarray], steps: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns how far the job had come at steps, such as those of evaluations, between lines too.
+
+    Steps before the first line are at its beginning, and those behind the last at its end.
+    """
+    known = {name: axis for name, axis in axes.items() if name != "steps"}
+    lines = np.searchsorted(axes["steps"], steps, side="right")
+    return {
+        "steps": steps,
+        **{name: np.concatenate([[0.0], axis])[lines] for name, axis in known.items()},
+    }

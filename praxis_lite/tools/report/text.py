@@ -1,0 +1,116 @@
+"""A report as text for a terminal."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from praxis_lite.core.errors import few, printable, shown
+from praxis_lite.run.text_table import table_lines
+from praxis_lite.run.trainer.metrics.progress import count_of, metric_text
+from praxis_lite.tools.report.config_differences import config_differences
+from praxis_lite.tools.report.document import SPENT, evaluation_points
+from praxis_lite.tools.report.job_reader import JobState
+from praxis_lite.tools.report.progress_axes import progress_axes, weight_unit
+
+_MOST_DIFFERENCES = 40
+
+
+def report_text(jobs: Sequence[JobState]) -> str:
+    """Returns a table of jobs, the differences of their configs, and what happened to them."""
+    parts = [
+        _jobs(jobs), _evaluations(jobs), _differences(jobs), _times(jobs), _events(jobs),
+        "\n".join(f"note: {job.name}: {note}" for job in jobs for note in job.notes),
+    ]
+    return printable("\n\n".join(part for part in parts if part))
+
+
+def progress_text(job: JobState) -> str:
+    """Returns a line: how far a job has come."""
+    of = f" of {job.num_train_steps}" if job.num_train_steps else ""
+    loss = job.columns.get("loss", np.empty(0))
+    end = f", loss {metric_text(loss[-1])}" if len(loss) else ""
+    return printable(f"{job.name}: step {job.last_step}{of}{end}, {job.state}")
+
+
+def _jobs(jobs: Sequence[JobState]) -> str:
+    rows = [["job", "step", "of", "loss", "weight", "hours", "goodput", "state"]]
+    for job in jobs:
+        axes, unit = progress_axes(job.columns), weight_unit(job.columns)
+        loss = job.columns.get("loss", np.empty(0))
+        rows.append([
+            job.name,
+            str(job.last_step),
+            str(job.num_train_steps or ""),
+            metric_text(loss[-1]) if len(loss) else "",
+            f"{count_of(axes[unit][-1])} {unit}" if unit and len(axes[unit]) else "",
+            f"{axes['hours'][-1]:.3g}" if len(axes.get("hours", ())) else "",
+            f"{job.goodput.share:.1%}" if job.goodput else "",
+            job.state,
+        ])
+    return "\n".join(table_lines(rows, right=range(1, 7)))
+
+
+def _evaluations(jobs: Sequence[JobState]) -> str:
+    points = [evaluation_points(job) for job in jobs]
+    names = dict.fromkeys(
+        (dataset, metric) for of_job in points for dataset, metrics in of_job.items()
+        for metric in metrics
+    )
+    if not names:
+        return ""
+    rows = [["the last evaluation", *(job.name for job in jobs)]]
+    for dataset, metric in names:
+        cells = []
+        for of_job in points:
+            if metric in of_job.get(dataset, {}):
+                steps, values = of_job[dataset][metric]
+                cells.append(f"{metric_text(values[-1])} (step {steps[-1]:.0f})")
+            else:
+                cells.append("")
+        rows.append([f"{dataset}/{metric}", *cells])
+    return "\n".join(table_lines(rows))
+
+
+def _differences(jobs: Sequence[JobState]) -> str:
+    rows, num_equal = config_differences([job.config for job in jobs])
+    if len(jobs) < 2:
+        return ""
+    if not rows:
+        return f"All {num_equal} settings are equal."
+    cells = [
+        [path, *("" if value is None else shown(value, 40) for value in values)]
+        for path, values in rows[:_MOST_DIFFERENCES]
+    ]
+    lines = table_lines([["settings that differ", *(job.name for job in jobs)], *cells])
+    more = len(rows) - _MOST_DIFFERENCES
+    if more > 0:
+        lines.append(f"and {more} more, which --html=FILE shows")
+    return "\n".join([*lines, f"{num_equal} settings are equal"])
+
+
+def _times(jobs: Sequence[JobState]) -> str:
+    names = [name for name in ("step_time", *SPENT) if any(name in job.columns for job in jobs)]
+    if not names:
+        return ""
+    header = ["mean seconds of a step", *(name.removesuffix("_time") for name in names)]
+    rows = []
+    for job in jobs:
+        columns = [job.columns.get(name, np.empty(0)) for name in names]
+        finite = [column[np.isfinite(column)] for column in columns]
+        means = [f"{values.mean():.3g}" if len(values) else "" for values in finite]
+        rows.append([job.name, *means])
+    return "\n".join(table_lines([header, *rows], right=range(1, len(header))))
+
+
+def _events(jobs: Sequence[JobState]) -> str:
+    lines = []
+    for job in jobs:
+        for words, column in (
+            ("skipped", "num_skipped_in_a_row"), ("loss spikes", "is_loss_spike"),
+        ):
+            steps = [f"{step:.0f}" for step in job.steps_where(column)]
+            if steps:
+                lines.append(f"{job.name}: {len(steps)} {words}, at steps {few(steps, 8)}")
+        if job.goodput and len(job.goodput.launches) > 1:
+            lines.append(f"{job.name}: {len(job.goodput.launches)} launches")
+    return "\n".join(lines)

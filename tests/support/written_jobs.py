@@ -1,0 +1,78 @@
+"""Directories of jobs that nobody trained: the files that a report reads."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from praxis_lite.run.job.job_dir import JobDir
+from praxis_lite.run.trainer.metrics.json_lines import json_line
+
+LAYOUT = """\
+path                 shape     padded    dtype    spec         bytes/device  padding  decided by
+------------------------------------------------------------------------------------------------
+step                 []                  int32    ()                      4
+mdl_vars/params/w/a  [7, 13]   [8, 14]   float32  (data, mdl)         1,112    18.8%  (1)
+mdl_vars/params/w/b  [13]                float32  (-)                    52           no split
+(1) a long decision
+
+2 weights with 104 parameters; the state takes 1 KiB. Each device of the mesh (data 4) holds 1 KiB.
+"""
+
+
+def training_lines(num_steps: int, seed: int = 0, **others: Any) -> list[dict[str, Any]]:
+    """Returns lines as a run writes them, with numbers of float32; `others` are of each line."""
+    rng = np.random.default_rng(seed)
+
+    def float32(values: np.ndarray) -> list[float]:
+        return values.astype(np.float32).tolist()
+
+    steps = np.arange(1, num_steps + 1)
+    columns = {
+        "loss": float32(2 + 3 / np.sqrt(steps) + rng.normal(0, 0.05, num_steps)),
+        "accuracy": float32(rng.random(num_steps)),
+        "grad_norm": float32(np.abs(rng.normal(1, 0.1, num_steps))),
+        "learning_rate": float32(1e-3 / np.sqrt(steps)),
+        "step_time": (0.5 + rng.random(num_steps) / 8).tolist(),
+        "input_time": (rng.random(num_steps) / 64).tolist(),
+        "dispatch_time": (rng.random(num_steps) / 32).tolist(),
+        "device_time": (0.4 + rng.random(num_steps) / 8).tolist(),
+        "save_time": np.where(steps % 7 == 0, 1.25, 0.0).tolist(),
+        "evaluation_time": np.where(steps % 13 == 0, 2.5, 0.0).tolist(),
+    }
+    lines = []
+    for index, step in enumerate(steps.tolist()):
+        line = {name: column[index] for name, column in columns.items()}
+        line |= {"tokens_per_second": 512 / line["step_time"], "num_skipped_in_a_row": 0}
+        lines.append({"step": step, **line, "num_skipped_steps": 0, **others})
+    return lines
+
+
+def written_job(
+    path: Path, lines: Sequence[Mapping[str, Any]] = (), *,
+    evaluations: Sequence[Mapping[str, Any]] = (), settings: Sequence[str] = (),
+    samples: Mapping[str, Sequence[Mapping[str, Any]]] | None = None, layout: str = LAYOUT,
+    timeline: Sequence[Mapping[str, Any]] = (), experiment: str = "zoo.lm.Tiny",
+) -> JobDir:
+    """Returns a job with these files; `samples` are the records of "DATASET/STEP"."""
+    job = JobDir(path)
+    path.mkdir(parents=True)
+    job.write_config(
+        json.dumps({"experiment": experiment}), ["run.seed=7", "task.model=zoo.Lm", *settings]
+    )
+    if lines:
+        job.metrics_jsonl.write_text("".join(map(json_line, lines)))
+    if evaluations:
+        job.eval_metrics_jsonl.write_text("".join(map(json_line, evaluations)))
+    if layout:
+        job.layout_txt.write_text(layout)
+    if timeline:
+        job.timeline_jsonl.write_text("".join(json.dumps(item) + "\n" for item in timeline))
+    for name, records in (samples or {}).items():
+        dataset, step = name.rsplit("/", 1)
+        file = job.decode_jsonl(dataset, int(step))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return job
