@@ -139,6 +139,7 @@ def _job(job: JobState, names: Sequence[str], most: int) -> dict[str, Any]:
         },
         "marks": marks,
         "samples": job.samples,
+        "profiles": job.profiles,
         "goodput": job.goodput and _goodput(job.goodput),
         "layout": {
             "totals": totals,

@@ -15,6 +15,7 @@ from praxis_lite.run.trainer.metrics.columns import MetricsColumns
 from praxis_lite.run.trainer.metrics.json_lines import lines_if_any
 from praxis_lite.tools.report.config_differences import config_of
 from praxis_lite.tools.report.layout_arrays import LayoutArray, layout_arrays
+from praxis_lite.tools.report.profile_texts import profile_texts
 from praxis_lite.tools.report.samples import Samples, SamplesReader
 
 
@@ -31,6 +32,7 @@ class JobState:
       config: values by path.
       goodput: None if the job did not record where its time went.
       layout: the arrays of its state, and a sentence about their sum.
+      profiles: the tables of its newest profiles by their first step.
       notes: sentences on what could not be read or shown.
     """
 
@@ -44,6 +46,7 @@ class JobState:
     samples: Samples
     goodput: Goodput | None
     layout: tuple[Sequence[LayoutArray], str]
+    profiles: Mapping[int, str]
     notes: Sequence[str]
 
     @property
@@ -109,7 +112,7 @@ class JobReader:
         return JobState(
             self._name, str(self._files.path), recorded_experiment(self._files), trains, columns,
             self._evaluations(notes), config, samples, self._goodput(notes),
-            layout_arrays(self._text("layout.txt")), notes,
+            layout_arrays(self._text("layout.txt")), profile_texts(self._files), notes,
         )
 
     def _evaluations(self, notes: list[str]) -> dict[str, list[dict[str, Any]]]:

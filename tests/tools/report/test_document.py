@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from praxis_lite.tools.profile.tables import PROFILE_TXT
 from praxis_lite.tools.report.document import MOST_LETTERS, SPENT, document
 from praxis_lite.tools.report.job_reader import JobReader
 from praxis_lite.tools.report.page import page
@@ -189,6 +190,19 @@ def test_the_arrays_of_the_layout_are_those_of_layout_txt(tmp_path):
          "num_bytes": 52},
     ]
     assert of_job["layout"]["totals"].startswith("2 weights with 104 parameters;")
+
+
+def test_profiles_are_shown_as_their_hook_wrote_them(tmp_path):
+    job = written_job(tmp_path / "job", training_lines(7))
+    for step in (3, 20, 100, 5):
+        folder = job.profiles / str(step)
+        folder.mkdir(parents=True)
+        (folder / PROFILE_TXT).write_text(f"table of {step}{HOSTILE}\n")
+    (job.profiles / "no step").mkdir()
+    (of_job,) = document_of({"job": job})["jobs"]
+    assert of_job["profiles"] == {
+        str(step): f"table of {step}{HOSTILE}\n" for step in (5, 20, 100)
+    }
 
 
 def test_a_job_without_anything_and_damaged_files_are_shown_with_notes(tmp_path):
