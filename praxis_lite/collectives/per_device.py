@@ -17,12 +17,8 @@ PyTree = Any
 
 
 def on_each_device(
-    function: Callable[..., Any],
-    inputs: PyTree,
-    *others: tuple[PyTree, PyTree],
-    out: Any,
-    data_axes: tuple[str, ...],
-    axis_rules: LogicalAxisRules = (),
+    function: Callable[..., Any], inputs: PyTree, *others: tuple[PyTree, PyTree], out: Any,
+    data_axes: tuple[str, ...], axis_rules: LogicalAxisRules = (),
 ) -> Any:
     """Returns `function(inputs, *others)`, run by each device on its rows; JAX checks the types.
 

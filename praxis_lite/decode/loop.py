@@ -92,10 +92,7 @@ def start(
 
 
 def advance(
-    decoder: Decoder,
-    model: Any,
-    state: DecodeState,
-    num_steps: int | jax.Array,
+    decoder: Decoder, model: Any, state: DecodeState, num_steps: int | jax.Array,
     until_one_ends: bool | jax.Array = False,
 ) -> tuple[DecodeState, jax.Array]:
     """Returns the state after at most `num_steps` more tokens per row, and the number of steps.

@@ -62,8 +62,7 @@ _METHODS: dict[str, tuple[Draw, str]] = {
 
 
 def fans(
-    shape: Sequence[int],
-    fan_in_axes: Sequence[int] | None = None,
+    shape: Sequence[int], fan_in_axes: Sequence[int] | None = None,
     fan_out_axes: Sequence[int] | None = None,
 ) -> tuple[int, int]:
     """Returns how many inputs an output has, and how many outputs an input.

@@ -70,10 +70,8 @@ def check_choices(
 
 
 def optimizer_names(
-    paths: Collection[str],
-    auxiliary: Iterable[AuxiliaryOptimizer] = (),
-    exclusion: Iterable[str] = (),
-    inclusion: Iterable[str] = (),
+    paths: Collection[str], auxiliary: Iterable[AuxiliaryOptimizer] = (),
+    exclusion: Iterable[str] = (), inclusion: Iterable[str] = (),
 ) -> dict[str, str]:
     """Returns by path the optimizer of each trained weight: an auxiliary optimizer's name, or "".
 

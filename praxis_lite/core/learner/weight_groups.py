@@ -111,11 +111,8 @@ class WeightGroups:
 
 
 def grouped(
-    weight_specs: PyTree,
-    names: Mapping[str, str],
-    optimizers: Mapping[str, optax.GradientTransformation],
-    *,
-    by_stack: bool = True,
+    weight_specs: PyTree, names: Mapping[str, str],
+    optimizers: Mapping[str, optax.GradientTransformation], *, by_stack: bool = True,
     together: Collection[str] = (),
 ) -> dict[str, Group]:
     """Returns the groups of `WeightGroups` by their names.

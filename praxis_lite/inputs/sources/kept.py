@@ -56,9 +56,7 @@ class Kept(NamedTuple):
 
 
 def entries(
-    folder: str,
-    names: Sequence[str],
-    make: Callable[[list[int]], None],
+    folder: str, names: Sequence[str], make: Callable[[list[int]], None],
     is_current: Callable[[int, Kept], bool] = lambda number, result: True,
 ) -> list[Kept]:
     """Returns the entry of each name, read from a folder, or made now.
@@ -166,10 +164,7 @@ def _array(file: IO[bytes], is_mapped: bool) -> np.ndarray:
 
 
 def write(
-    folder: str,
-    name: str,
-    values: Mapping[str, Any],
-    arrays: Mapping[str, Any],
+    folder: str, name: str, values: Mapping[str, Any], arrays: Mapping[str, Any],
     files: Mapping[str, str] | None = None,
 ) -> None:
     """Writes an entry: what JSON can hold, arrays, and files that are moved there.

@@ -227,10 +227,7 @@ class DotProductAttention(AttentionHeads):
         return checkpoint_name(outputs, "out_proj"), cache
 
     def _attend(
-        self,
-        inputs: jax.Array,
-        rows: Mapping[str, jax.Array | None],
-        key: jax.Array | None = None,
+        self, inputs: jax.Array, rows: Mapping[str, jax.Array | None], key: jax.Array | None = None,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
         """Returns outputs and cache; or, of a device's part of the heads, its term of them.

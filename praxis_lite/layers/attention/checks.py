@@ -27,12 +27,8 @@ class HeadSizes(NamedTuple):
 
 
 def head_sizes(
-    layer: object,
-    input_dim: int | Mapping[str, int],
-    hidden_dim: int | None,
-    num_heads: int,
-    dim_per_head: int | None,
-    num_kv_heads: int | None,
+    layer: object, input_dim: int | Mapping[str, int], hidden_dim: int | None, num_heads: int,
+    dim_per_head: int | None, num_kv_heads: int | None,
 ) -> HeadSizes:
     """Returns the sizes that the settings of `layer` amount to.
 
@@ -85,10 +81,7 @@ def require_one_source(layer: object, is_one: bool) -> None:
 
 
 def check_contexts(
-    layer: object,
-    is_causal: bool,
-    is_cross_attention: bool,
-    window: int | None,
+    layer: object, is_causal: bool, is_cross_attention: bool, window: int | None,
     right_context: int | None,
 ) -> None:
     """Checks how far a token sees, before and after it.
@@ -124,12 +117,8 @@ def require_one_segment(layer: object, cache: Any, segment_ids: jax.Array | None
 
 
 def check_call(
-    layer: Any,
-    inputs: jax.Array,
-    encoded: jax.Array | None,
-    cache: Any,
-    atten_mask: jax.Array | None,
-    segment_ids: jax.Array | None,
+    layer: Any, inputs: jax.Array, encoded: jax.Array | None, cache: Any,
+    atten_mask: jax.Array | None, segment_ids: jax.Array | None,
 ) -> None:
     """Checks that attention has keys to attend to, and a cache and mask of the right kind.
 

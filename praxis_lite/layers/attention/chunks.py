@@ -18,13 +18,8 @@ _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def chunked_attention(
-    q_BTNK: jax.Array,
-    k_BSGK: jax.Array,
-    v_BSGK: jax.Array,
-    mask: AttentionMask,
-    options: LogitOptions,
-    *,
-    chunk_size: int,
+    q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask: AttentionMask,
+    options: LogitOptions, *, chunk_size: int,
 ) -> jax.Array:
     """Returns the attended values [B, T, N, K]; a single chunk of the logits exists at a time.
 

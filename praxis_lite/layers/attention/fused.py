@@ -23,13 +23,8 @@ LANES = 128  # Of a TPU's vector registers; splash works on blocks of so many.
 
 
 def dot_product_attention(
-    q_BTNK: jax.Array,
-    k_BSGK: jax.Array,
-    v_BSGK: jax.Array,
-    mask: AttentionMask,
-    options: LogitOptions,
-    *,
-    bias: jax.Array | None = None,
+    q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask: AttentionMask,
+    options: LogitOptions, *, bias: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the attended values [B, T, N, K], by jax.nn.dot_product_attention in XLA."""
     visible_BTS = mask.visible(q_BTNK.shape[1], k_BSGK.shape[1])
@@ -46,13 +41,8 @@ def dot_product_attention(
 
 
 def cudnn_attention(
-    q_BTNK: jax.Array,
-    k_BSGK: jax.Array,
-    v_BSGK: jax.Array,
-    mask: AttentionMask,
-    options: LogitOptions,
-    *,
-    split: SplitDims = None,
+    q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask: AttentionMask,
+    options: LogitOptions, *, split: SplitDims = None,
 ) -> jax.Array:
     """Returns the attended values [B, T, N, K], by cuDNN's flash attention (arXiv:2307.08691).
 
@@ -71,14 +61,8 @@ def cudnn_attention(
 
 
 def splash_attention(
-    q_BTNK: jax.Array,
-    k_BSGK: jax.Array,
-    v_BSGK: jax.Array,
-    mask: AttentionMask,
-    options: LogitOptions,
-    *,
-    split: SplitDims = None,
-    interpret: bool = False,
+    q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask: AttentionMask,
+    options: LogitOptions, *, split: SplitDims = None, interpret: bool = False,
 ) -> jax.Array:
     """Returns the attended values [B, T, N, K], by JAX's splash attention for TPU.
 
@@ -157,10 +141,7 @@ def _share_of_blocks(lengths: tuple[int, int], mask: AttentionMask) -> float:
 
 
 def _splash_kernel(
-    lengths: tuple[int, int],
-    num_heads: int,
-    mask: AttentionMask,
-    options: LogitOptions,
+    lengths: tuple[int, int], num_heads: int, mask: AttentionMask, options: LogitOptions,
     interpret: bool,
 ) -> Callable[..., jax.Array]:
     # Imported here: Pallas takes a while to import, and only a TPU needs it.
@@ -184,12 +165,8 @@ def _splash_kernel(
 
 
 def per_device(
-    attend: Callable[..., jax.Array],
-    q_BTNK: jax.Array,
-    k_BSGK: jax.Array,
-    v_BSGK: jax.Array,
-    rest: tuple[jax.Array, ...],
-    split: SplitDims,
+    attend: Callable[..., jax.Array], q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array,
+    rest: tuple[jax.Array, ...], split: SplitDims,
 ) -> jax.Array:
     """Returns `attend(q, k, v, *rest)` with each device's rows and heads worked on by it alone.
 
@@ -222,10 +199,8 @@ def per_device(
 
 
 def _without_vma(
-    attend: Callable[..., jax.Array],
-    specs: tuple[PartitionSpec, ...],
-    of_rest: tuple[PartitionSpec, ...],
-    axes: set[str],
+    attend: Callable[..., jax.Array], specs: tuple[PartitionSpec, ...],
+    of_rest: tuple[PartitionSpec, ...], axes: set[str],
 ) -> Callable[..., jax.Array]:
     """Returns `attend(q, k, v, *rest)` mapped over `axes`, unchecked for what varies there.
 

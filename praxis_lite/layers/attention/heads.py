@@ -118,10 +118,7 @@ class AttentionHeads(BaseLayer):
         self.output_split_dims_mapping = output_split_dims_mapping
 
     def _project(
-        self,
-        inputs: jax.Array,
-        encoded: jax.Array | None,
-        positions: jax.Array,
+        self, inputs: jax.Array, encoded: jax.Array | None, positions: jax.Array,
         kv_positions: jax.Array | None,
     ) -> tuple[jax.Array, Cache | None]:
         """Returns queries of inputs; and keys and values of `encoded`, or None if there is none."""

@@ -81,8 +81,7 @@ class AttentionMask:
 
 
 def cross_attention_mask(
-    segment_ids: jax.Array | None,
-    encoded_paddings: jax.Array | None,
+    segment_ids: jax.Array | None, encoded_paddings: jax.Array | None,
     encoded_segment_ids: jax.Array | None,
 ) -> AttentionMask:
     """Returns the mask by which queries see `encoded`: keys of their segment that are no padding.

@@ -73,12 +73,8 @@ class Embedding(BaseLayer):
 
 
 def lookup(
-    table_VD: jax.Array,
-    ids: jax.Array,
-    weight_split_dims_mapping: SplitDims,
-    lookup_style: str,
-    dtype: jnp.dtype,
-    activation_split_dims_mapping: SplitDims,
+    table_VD: jax.Array, ids: jax.Array, weight_split_dims_mapping: SplitDims, lookup_style: str,
+    dtype: jnp.dtype, activation_split_dims_mapping: SplitDims,
 ) -> jax.Array:
     """Returns the rows of `table_VD` at `ids`, [...] -> [..., D], in `dtype`.
 

@@ -91,12 +91,8 @@ _rows.defvjp(_rows_forward, _rows_backward)
 
 
 def through_seats(
-    x_GSD: jax.Array,
-    experts_GSK: jax.Array,
-    gates_GSK: jax.Array,
-    is_routed_GSK: jax.Array,
-    seats: tuple[int, int],
-    at_experts: AtExperts,
+    x_GSD: jax.Array, experts_GSK: jax.Array, gates_GSK: jax.Array, is_routed_GSK: jax.Array,
+    seats: tuple[int, int], at_experts: AtExperts,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns for each token the gated sum over its experts, [G, S, D], and the share dropped.
 

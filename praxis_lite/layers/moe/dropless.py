@@ -117,11 +117,7 @@ def _unpacked(packed: jax.Array, num_chosen: int) -> tuple[jax.Array, jax.Array,
 
 
 def _gated_sums(
-    x_nD: jax.Array,
-    experts_nK: jax.Array,
-    gates_nK: jax.Array,
-    weights: Weights,
-    activation: Glu,
+    x_nD: jax.Array, experts_nK: jax.Array, gates_nK: jax.Array, weights: Weights, activation: Glu,
 ) -> jax.Array:
     """Returns the gated sums [n, D] over a device's own experts; others are L, or their gate 0."""
     num_local, (num_tokens, num_chosen) = _num_experts(weights), experts_nK.shape

@@ -52,13 +52,8 @@ def glu(activate: Function, limit: float | None, alpha: float = 1.702) -> Glu:
 
 
 def through_experts(
-    product: Callable[[jax.Array, jax.Array], jax.Array],
-    x: jax.Array,
-    weights: Weights,
-    activation: Glu,
-    on_hidden: Function = lambda hidden: hidden,
-    *,
-    at_rows: Function,
+    product: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, weights: Weights,
+    activation: Glu, on_hidden: Function = lambda hidden: hidden, *, at_rows: Function,
 ) -> jax.Array:
     """Returns each expert's feed-forward of its own tokens, of the shape of `x`.
 
@@ -81,14 +76,8 @@ def through_experts(
 
 
 def at_experts(
-    x_GECD: jax.Array,
-    weights: Weights,
-    activation: Glu,
-    dropout: Function,
-    *,
-    tokens_split: SplitDims,
-    weights_split: SplitDims,
-    dispatch_split: SplitDims,
+    x_GECD: jax.Array, weights: Weights, activation: Glu, dropout: Function, *,
+    tokens_split: SplitDims, weights_split: SplitDims, dispatch_split: SplitDims,
     hidden_split: SplitDims,
 ) -> jax.Array:
     """Returns the experts' outputs of the tokens in their seats, [G, E, C, D]: there and back.

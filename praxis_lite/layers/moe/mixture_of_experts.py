@@ -230,12 +230,8 @@ class TransformerFeedForwardMoe(ResidualBranch):
         return constrain(outputs, self.activation_split_dims_mapping)
 
     def _experts(
-        self,
-        x_BTD: jax.Array,
-        is_token_BT: jax.Array,
-        segment_ids_BT: jax.Array | None,
-        routing_key: jax.Array | None,
-        relu_key: jax.Array | None,
+        self, x_BTD: jax.Array, is_token_BT: jax.Array, segment_ids_BT: jax.Array | None,
+        routing_key: jax.Array | None, relu_key: jax.Array | None,
     ) -> jax.Array:
         """Returns the gated sum of what each token's experts make of it, [B, T, D]."""
         gating, groups = self.gating, self.gating.groups_of(*x_BTD.shape[:2])

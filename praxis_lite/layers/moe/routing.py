@@ -25,13 +25,8 @@ def expert_capacity(
 
 
 def choose_experts(
-    logits_GSE: jax.Array,
-    is_token_GS: jax.Array,
-    key: jax.Array | None,
-    num_chosen: int,
-    second_expert_policy: str,
-    second_expert_threshold: float,
-    normalize_gates: bool = True,
+    logits_GSE: jax.Array, is_token_GS: jax.Array, key: jax.Array | None, num_chosen: int,
+    second_expert_policy: str, second_expert_threshold: float, normalize_gates: bool = True,
     over_chosen: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns experts, gates and is_routed (True if a choice is used), each [G, S, K].
@@ -74,14 +69,8 @@ def top_k_experts(
 
 
 def experts_by_group(
-    logits_GSE: jax.Array,
-    correction_E: jax.Array,
-    is_token_GS: jax.Array,
-    num_chosen: int,
-    num_groups: int,
-    num_chosen_groups: int,
-    gates_scale: float,
-    normalize_gates: bool,
+    logits_GSE: jax.Array, correction_E: jax.Array, is_token_GS: jax.Array, num_chosen: int,
+    num_groups: int, num_chosen_groups: int, gates_scale: float, normalize_gates: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns experts and gates [G, S, K] of DeepSeek-V3's router (arXiv:2412.19437, section 2.1).
 
@@ -179,9 +168,7 @@ def tokens_by_expert_choice(scores_GSE: jax.Array, capacity: int) -> tuple[jax.A
 
 
 def load_balance_loss(
-    probs_GSE: jax.Array,
-    first_expert_GS: jax.Array,
-    is_token_GS: jax.Array,
+    probs_GSE: jax.Array, first_expert_GS: jax.Array, is_token_GS: jax.Array,
     is_in_row_GS: jax.Array,
 ) -> jax.Array:
     """Returns E x sum over experts of (share of first choices x mean probability), of the groups.

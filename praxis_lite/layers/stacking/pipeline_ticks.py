@@ -80,14 +80,8 @@ class StageLayout:
 
 
 def apply_layer(
-    block: Any,
-    x: jax.Array,
-    layer: jax.Array,
-    microbatch: jax.Array | int,
-    *,
-    key: jax.Array | None,
-    cache: PyTree,
-    **inputs: Any,
+    block: Any, x: jax.Array, layer: jax.Array, microbatch: jax.Array | int, *,
+    key: jax.Array | None, cache: PyTree, **inputs: Any,
 ) -> tuple[jax.Array, PyTree, Values]:
     """Returns a block's (x, cache) and its assignments; its key folds in layer, microbatch."""
     if key is not None:
@@ -97,16 +91,8 @@ def apply_layer(
 
 
 def run_ticks(
-    blocks: Any,
-    x_M: jax.Array,
-    inputs_M: PyTree,
-    others: dict[str, Any],
-    key: jax.Array | None,
-    cache: PyTree,
-    *,
-    schedule: Schedule,
-    stream_io: bool,
-    checkpoint_policy: str,
+    blocks: Any, x_M: jax.Array, inputs_M: PyTree, others: dict[str, Any], key: jax.Array | None,
+    cache: PyTree, *, schedule: Schedule, stream_io: bool, checkpoint_policy: str,
     layout: StageLayout,
 ) -> tuple[jax.Array, PyTree, Values]:
     """Returns x_M after all blocks, the cache, and the assigned variables' new values.

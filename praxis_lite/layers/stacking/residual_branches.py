@@ -70,12 +70,8 @@ class ResidualBranch(BaseLayer):
         self.norm_policy, self.add_skip_connection = norm_policy, add_skip_connection
 
     def _with_branch(
-        self,
-        inputs: jax.Array,
-        branch: Callable[[jax.Array], jax.Array],
-        dropout_key: jax.Array | None,
-        droppath_key: jax.Array | None,
-        key: jax.Array | None,
+        self, inputs: jax.Array, branch: Callable[[jax.Array], jax.Array],
+        dropout_key: jax.Array | None, droppath_key: jax.Array | None, key: jax.Array | None,
     ) -> jax.Array:
         """Returns inputs and branch joined; `key` tells norms that this is a training pass."""
 
@@ -90,11 +86,8 @@ class ResidualBranch(BaseLayer):
 
 
 def normed_branch(
-    norm_policy: str,
-    norms: tuple[Any, Any, Any],
-    inputs: jax.Array,
-    branch: Callable[[jax.Array], jax.Array],
-    join: Callable[[jax.Array, jax.Array], jax.Array],
+    norm_policy: str, norms: tuple[Any, Any, Any], inputs: jax.Array,
+    branch: Callable[[jax.Array], jax.Array], join: Callable[[jax.Array, jax.Array], jax.Array],
     key: jax.Array | None,
 ) -> jax.Array:
     """Returns `join(inputs, branch(inputs))` with norms where the policy has them.

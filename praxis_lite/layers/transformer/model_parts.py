@@ -24,10 +24,7 @@ def embed(layer: Any, ids: jax.Array) -> jax.Array:
 
 
 def position_embedding(
-    template: Callable[..., Any] | None,
-    max_seq_length: int | None,
-    model_dims: int,
-    *,
+    template: Callable[..., Any] | None, max_seq_length: int | None, model_dims: int, *,
     rngs: nnx.Rngs,
 ) -> Any:
     """Returns a model's position embedding, learned where there is a `max_seq_length`, or None."""
@@ -65,11 +62,8 @@ def with_positions(
 
 
 def repeated_block(
-    model: object,
-    templates: Callable[..., Any] | Sequence[Callable[..., Any]],
-    num_layers: int,
-    *sizes: int,
-    **settings: Any,
+    model: object, templates: Callable[..., Any] | Sequence[Callable[..., Any]], num_layers: int,
+    *sizes: int, **settings: Any,
 ) -> tuple[Block, int]:
     """Returns the block of a stack of `num_layers`, and their number: a pattern counts once.
 
@@ -84,9 +78,7 @@ def repeated_block(
 
 
 def with_total_loss(
-    model: nnx.Module,
-    outputs: dict[str, jax.Array],
-    weights: jax.Array,
+    model: nnx.Module, outputs: dict[str, jax.Array], weights: jax.Array,
     entropy_loss_weight: float | None = None,
 ) -> dict[str, jax.Array]:
     """Returns a softmax's outputs with the sums per token and row, and the total loss."""

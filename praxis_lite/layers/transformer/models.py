@@ -189,13 +189,8 @@ class TransformerLm(BaseLayer):
         return with_total_loss(self, outputs, weights, self.entropy_loss_weight)
 
     def _activations(
-        self,
-        ids: jax.Array,
-        positions: jax.Array | None,
-        segment_ids: jax.Array | None,
-        paddings: jax.Array | None,
-        inputs_indicator: jax.Array | None,
-        key: jax.Array | None,
+        self, ids: jax.Array, positions: jax.Array | None, segment_ids: jax.Array | None,
+        paddings: jax.Array | None, inputs_indicator: jax.Array | None, key: jax.Array | None,
         cache: Any = None,
     ) -> tuple[jax.Array, Any]:
         """Returns the softmax's inputs, [B, T, D], and the cache."""

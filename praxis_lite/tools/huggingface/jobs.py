@@ -24,11 +24,8 @@ ADAPTERS = ("merge", "peft")
 
 
 def begin_job(
-    directory: str | os.PathLike[str],
-    job_log_dir: str | os.PathLike[str],
-    *,
-    settings: Sequence[str] = (),
-    note: Note = lambda line: None,
+    directory: str | os.PathLike[str], job_log_dir: str | os.PathLike[str], *,
+    settings: Sequence[str] = (), note: Note = lambda line: None,
 ) -> JobDir:
     """Returns a new job of huggingface.CausalLm whose checkpoint of step 0 has a model's weights.
 
@@ -59,12 +56,8 @@ def hf_dir_setting(job_dir: JobDir) -> str:
 
 
 def export_job(
-    job_log_dir: str | os.PathLike[str],
-    directory: str | os.PathLike[str],
-    *,
-    step: int | None = None,
-    dtype: str | None = None,
-    adapters: str | None = None,
+    job_log_dir: str | os.PathLike[str], directory: str | os.PathLike[str], *,
+    step: int | None = None, dtype: str | None = None, adapters: str | None = None,
     note: Note = lambda line: None,
 ) -> None:
     """Exports a checkpoint of a job in the format of Hugging Face.

@@ -20,14 +20,8 @@ if TYPE_CHECKING:
 
 
 def begin_job(
-    experiment: str,
-    pax_directory: str | Path,
-    job_log_dir: str | Path,
-    *,
-    step: int | None = None,
-    settings: Sequence[str] = (),
-    ignore: Sequence[str] = (),
-    new: Sequence[str] = (),
+    experiment: str, pax_directory: str | Path, job_log_dir: str | Path, *, step: int | None = None,
+    settings: Sequence[str] = (), ignore: Sequence[str] = (), new: Sequence[str] = (),
     packages: Sequence[str] = (),
 ) -> "JobDir":
     """Returns a new job of an experiment whose checkpoint of step 0 has Pax's weights.

@@ -35,8 +35,7 @@ PyTree = Any
 
 
 def without_xla_errors(
-    function: Callable[..., PyTree],
-    static_argnums: int | Sequence[int] = (),
+    function: Callable[..., PyTree], static_argnums: int | Sequence[int] = (),
     also: Callable[[core.ClosedJaxpr], core.ClosedJaxpr] = lambda jaxpr: jaxpr,
 ) -> Callable[..., PyTree]:
     """Returns a function of the same numbers, right however its arrays are split.
@@ -62,10 +61,7 @@ def without_xla_errors(
 
 
 def _scatter(
-    primitive: core.Primitive,
-    operand: jax.Array,
-    indices: jax.Array,
-    updates: jax.Array,
+    primitive: core.Primitive, operand: jax.Array, indices: jax.Array, updates: jax.Array,
     **params: Any,
 ) -> jax.Array:
     mesh, is_there = jax.sharding.get_abstract_mesh(), jnp.ones((), bool)

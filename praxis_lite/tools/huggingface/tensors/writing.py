@@ -25,13 +25,8 @@ MAX_FILE_BYTES = 5_000_000_000
 
 
 def write_tensors(
-    directory: Path,
-    parts: Sequence[Part],
-    arrays: Mapping[str, jax.Array],
-    mesh: Mesh,
-    dtypes: Mapping[str, np.dtype],
-    *,
-    max_file_bytes: int = MAX_FILE_BYTES,
+    directory: Path, parts: Sequence[Part], arrays: Mapping[str, jax.Array], mesh: Mesh,
+    dtypes: Mapping[str, np.dtype], *, max_file_bytes: int = MAX_FILE_BYTES,
     note: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Writes the tensors that weights on a mesh are, in files of up to `max_file_bytes`.
