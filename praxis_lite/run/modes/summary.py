@@ -6,9 +6,9 @@ from praxis_lite.run.modes.mode import CommandLine, Mode
 
 
 class Summary(Mode):
-    """Prints losses, evaluations, a few continuations, and where everything lies."""
+    """Prints losses, evaluations, where the time went, continuations, where everything lies."""
 
-    summary = "prints a job's losses, evaluations and continuations"
+    summary = "prints a job's losses, evaluations, goodput and continuations"
 
     def run(self, command: CommandLine) -> None:
         """Prints them; raises ConfigError if there is no job."""

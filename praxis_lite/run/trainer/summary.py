@@ -1,16 +1,23 @@
 """A job's results as a person wants to read them, from the files in its directory."""
 
 import textwrap
+from statistics import fmean
 
+from praxis_lite.run.goodput.goodput import goodput_of
 from praxis_lite.run.job.job_dir import COMMAND_LINE, JobDir
+from praxis_lite.run.text_table import table_lines
 from praxis_lite.run.trainer.metrics.json_lines import lines_if_any
 from praxis_lite.run.trainer.metrics.progress import metric_text
 from praxis_lite.run.trainer.metrics.records import read_records
+from praxis_lite.run.trainer.metrics.step_times import HFU, MFU, STEP_TIME, TIMES
 
 
 def summary(job: JobDir, *, num_prompts: int = 3) -> str:
-    """Returns the losses, the evaluations, a few continuations, and where everything lies."""
-    parts = [_training(job), _evaluations(job), *_continuations(job, num_prompts), _places(job)]
+    """Returns losses, evaluations, where the time went, continuations, where everything lies."""
+    parts = [
+        _training(job), _evaluations(job), _time(job), _times_of_a_step(job),
+        *_continuations(job, num_prompts), _places(job),
+    ]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -36,6 +43,32 @@ def _evaluations(job: JobDir) -> str:
                 f"  {' ' * len(dataset)}  (gzip -9 needs {gzip:.4f} bits per byte for this text)"
             )
     return "\n".join(["Evaluation", *lines]) if lines else ""
+
+
+def _time(job: JobDir) -> str:
+    if (goodput := goodput_of(job)) is None:
+        return ""
+    return "Where the time went\n" + textwrap.indent(str(goodput), "  ")
+
+
+def _times_of_a_step(job: JobDir) -> str:
+    """Returns the means of the columns that clocks fill; dispatch and devices overlap the rest."""
+    lines = [line for line in lines_if_any(job.metrics_jsonl) if line.keys() >= set(TIMES)]
+    if not lines:
+        return ""
+    means = {name: fmean(line[name] for line in lines) for name in TIMES}
+    rows = [
+        (f"  {name}", f"{mean:.4g} s", f"{mean / means[STEP_TIME]:.1%}")
+        for name, mean in means.items()
+    ]
+    for name in (MFU, HFU):
+        if known := [line for line in lines if name in line]:
+            seconds = sum(line[STEP_TIME] for line in known)
+            share = sum(line[name] * line[STEP_TIME] for line in known) / seconds
+            rows.append((f"  {name}", "", f"{share:.1%}"))
+    count = "1 step" if len(lines) == 1 else f"{len(lines):,} steps"
+    head = f"The time of a step, on average of {count}, and its share of step_time"
+    return "\n".join([head, *table_lines(rows, right=(1, 2))])
 
 
 def _continuations(job: JobDir, num_prompts: int) -> list[str]:
@@ -74,6 +107,7 @@ def _places(job: JobDir) -> str:
         "layout of the weights": job.layout_txt,
         "metrics of each step": job.metrics_jsonl,
         "evaluations": job.eval_metrics_jsonl,
+        "time of each launch": job.timeline_jsonl,
         "loss curve": job.loss_curve_png,
         "checkpoints": job.checkpoints,
         "decoded": job.path / "decode",

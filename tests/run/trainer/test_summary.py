@@ -53,6 +53,30 @@ def test_it_shows_losses_evaluations_continuations_and_places(tmp_path):
     assert "TensorBoard" not in places
 
 
+def test_it_shows_where_the_time_of_the_job_and_of_a_step_went(tmp_path):
+    job = JobDir(tmp_path)
+    times = {
+        "step_time": 0.5, "input_time": 0.1, "dispatch_time": 0.01, "device_time": 0.35,
+        "evaluation_time": 0.0, "save_time": 0.2,
+    }
+    shares = {"mfu": 0.3, "hfu": 0.4}
+    slow = times | {"step_time": 1.5, "mfu": 0.1, "hfu": 0.4 / 3}
+    write_lines(
+        job.metrics_jsonl,
+        [{"step": 1, "loss": 3.0, **times, **shares}, {"step": 2, "loss": 2.0, **slow}],
+    )
+    stretch = {"launch": 1.7e9, "first_step": 0, "last_step": 2, "ended_by": "the end"}
+    write_lines(job.timeline_jsonl, [stretch | {"seconds": {"compile": 6.0, "step": 2.0}}])
+    _, time, step, _ = summary(job).replace("\n\n  ", "\n  ").split("\n\n")
+    assert time.startswith("Where the time went\n") and "goodput: 25.0%" in time
+    assert [line.split() for line in step.splitlines()[1:]] == [
+        ["step_time", "1", "s", "100.0%"], ["input_time", "0.1", "s", "10.0%"],
+        ["dispatch_time", "0.01", "s", "1.0%"], ["device_time", "0.35", "s", "35.0%"],
+        ["evaluation_time", "0", "s", "0.0%"], ["save_time", "0.2", "s", "20.0%"],
+        ["mfu", "15.0%"], ["hfu", "20.0%"],
+    ]
+
+
 def test_it_says_how_tensorboard_is_had_and_takes_packages_as_the_other_modes_do(tmp_path):
     job = JobDir(tmp_path / "job")
     job.tensorboard.mkdir(parents=True)
