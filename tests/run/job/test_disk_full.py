@@ -10,12 +10,15 @@ from unittest import mock
 import pytest
 
 from praxis_lite import ConfigError
+from praxis_lite.files.json_text import opened_to_append
 from praxis_lite.run.experiment import registry
 from praxis_lite.run.job.job_dir import JobDir
+from praxis_lite.run.trainer.metrics import kept_lines
 from praxis_lite.run.trainer.metrics.json_lines import JsonLinesWriter, read_json_lines
 from praxis_lite.run.trainer.metrics.loss_curve import plot_loss_curve
 from praxis_lite.run.trainer.metrics.tensorboard import TensorBoardWriter
-from tests.support.job_runs import launch
+from tests.support.job_runs import launch, lines_of, succeed
+from tests.support.line_jobs import LINE
 
 
 @contextlib.contextmanager
@@ -29,18 +32,152 @@ def files_of_at_most(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_line_that_does_not_fit_leaves_the_lines_before_whole(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    with JsonLinesWriter(path, None) as writer:
+def steps_in(path):
+    return [line["step"] for line in read_json_lines(path)]
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Lets each line try again to write those that are kept."""
+    monkeypatch.setattr(kept_lines, "_RETRY_SECONDS", 0.0)
+
+
+def test_lines_that_do_not_fit_are_kept_and_written_once_there_is_room(tmp_path, at_once):
+    path, notes = tmp_path / "metrics.jsonl", []
+    with JsonLinesWriter(path, None, notes.append) as writer:
         writer.write({"step": 1, "loss": 2.5})
         before = path.read_bytes()
-        with files_of_at_most(len(before) + 7), pytest.raises(ConfigError) as full:
+        with files_of_at_most(len(before) + 7):
+            for step in (2, 3, 4):
+                writer.write({"step": step, "loss": 1.5})
+                assert path.read_bytes() == before  # No part of a line either.
+        (said,) = notes
+        assert str(path) in said and "File too large" in said
+        writer.write({"step": 5, "loss": 1.5})
+        assert steps_in(path) == [1, 2, 3, 4, 5]
+        writer.write({"step": 6, "loss": 1.5})
+    assert notes[1:] == [f"{path} can be written again, with 4 lines of steps 2 to 5"]
+    assert steps_in(path) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_part_of_a_line_that_could_not_be_taken_back_goes_with_the_next_try(
+    tmp_path, at_once, monkeypatch
+):
+    path = tmp_path / "metrics.jsonl"
+    with JsonLinesWriter(path, None, lambda line: None) as writer:
+        writer.write({"step": 1, "loss": 2.5})
+        size = path.stat().st_size
+        with monkeypatch.context() as patch, files_of_at_most(size + 7):
+            patch.setattr(os, "truncate", mock.Mock(side_effect=OSError(errno.EIO, "gone")))
             writer.write({"step": 2, "loss": 1.5})
-        assert path.read_bytes() == before
-    assert str(path) in str(full.value) and "File too large" in str(full.value)
-    with JsonLinesWriter(path, 1) as writer:
-        writer.write({"step": 2, "loss": 1.5})
-    assert [line["step"] for line in read_json_lines(path)] == [1, 2]
+        assert path.stat().st_size == size + 7
+        writer.write({"step": 3, "loss": 1.5})
+    assert steps_in(path) == [1, 2, 3]
+
+
+def test_a_directory_that_is_gone_for_a_while_misses_no_line(tmp_path, at_once):
+    path, notes = tmp_path / "job" / "metrics.jsonl", []
+    path.parent.mkdir()
+    with JsonLinesWriter(path, 0, notes.append) as writer:
+        writer.write({"step": 1})
+        path.parent.rename(tmp_path / "elsewhere")
+        writer.write({"step": 2})
+        assert not path.parent.exists()
+        (tmp_path / "elsewhere").rename(path.parent)
+        writer.write({"step": 3})
+        assert steps_in(path) == [1, 2, 3]
+        path.unlink()
+        writer.write({"step": 4})
+    assert steps_in(path) == [4] and len(notes) == 2
+
+
+def test_lines_that_are_lost_at_the_end_are_an_error_or_a_note_beside_another(tmp_path, at_once):
+    path, notes = tmp_path / "metrics.jsonl", []
+    for raises in (ConfigError, KeyError):
+        with (
+            files_of_at_most(0), pytest.raises(raises) as error,
+            JsonLinesWriter(path, 1, notes.append) as writer,
+        ):
+            writer.write({"step": 2, "loss": 1.5})
+            writer.write({"step": 3, "loss": 1.5})
+            if raises is KeyError:
+                raise KeyError
+    words = str(error.value) if raises is ConfigError else notes[-1]
+    assert str(path) in words and "2 lines of steps 2 to 3 are lost" in words
+    assert "File too large" in words and len(notes) == 3
+
+
+def test_a_limited_number_of_lines_is_kept_and_the_others_are_counted(
+    tmp_path, at_once, monkeypatch
+):
+    monkeypatch.setattr(kept_lines, "_MOST_LINES", 3)
+    path, notes = tmp_path / "metrics.jsonl", []
+    with JsonLinesWriter(path, None, notes.append) as writer:
+        with files_of_at_most(0):
+            for step in range(1, 8):
+                writer.write({"step": step})
+        writer.write({"step": 8})
+    assert steps_in(path) == [6, 7, 8]
+    assert notes[1].endswith("with 3 lines of steps 6 to 8, and 5 before them are lost")
+
+
+def test_a_disk_that_stays_full_is_tried_once_a_second(tmp_path, monkeypatch):
+    path, now = tmp_path / "metrics.jsonl", [100.0]
+    monkeypatch.setattr(kept_lines.time, "monotonic", lambda: now[0])
+    opens = mock.Mock(side_effect=opened_to_append)
+    with JsonLinesWriter(path, None, lambda line: None) as writer:
+        monkeypatch.setattr(kept_lines, "opened_to_append", opens)
+        with files_of_at_most(0):
+            for step in range(1, 101):
+                writer.write({"step": step})
+                now[0] += 0.1
+        assert opens.call_count == 9  # The first try had the file open.
+    assert steps_in(path) == list(range(1, 101))
+
+
+@pytest.mark.slow
+def test_a_job_whose_disk_fails_for_some_steps_goes_on_and_misses_no_line(tmp_path):
+    whole, job = JobDir(tmp_path / "whole"), JobDir(tmp_path / "job")
+    argv = (LINE, "--set", "run.num_train_steps=14")
+    succeed(*argv, f"--job_log_dir={whole.path}")
+    write, fails = os.fstat, range(3, 9)
+
+    def fstat(number):
+        name = os.readlink(f"/proc/self/fd/{number}")
+        is_ours = name.endswith(("/metrics.jsonl", "/timeline.jsonl"))
+        if is_ours and name.startswith(str(job.path)) and fstat.step in fails:
+            raise OSError(errno.EIO, "Input/output error")
+        return write(number)
+
+    add = kept_lines.KeptLines.add
+
+    def noting(self, step, text):
+        fstat.step = step
+        add(self, step, text)
+
+    fstat.step = 0
+    with (
+        mock.patch.object(os, "fstat", fstat),
+        mock.patch.object(kept_lines.KeptLines, "add", noting),
+        mock.patch.object(kept_lines, "_RETRY_SECONDS", 0.0),
+    ):
+        done = succeed(*argv, f"--job_log_dir={job.path}")
+    assert lines_of(job.metrics_jsonl) == lines_of(whole.metrics_jsonl)
+    assert done.out.count("metrics.jsonl cannot be written: Input/output error") == 1
+    assert done.out.count("metrics.jsonl can be written again, with 7 lines of steps 3 to 9") == 1
+
+
+@pytest.mark.slow
+def test_a_job_whose_lines_are_lost_says_so_and_ends_with_status_2_all_else_saved(tmp_path):
+    job = JobDir(tmp_path)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with mock.patch.object(kept_lines.KeptLines, "_open_again", side_effect=full):
+        done = launch(LINE, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=7")
+    message = " ".join(done.err.split())
+    assert done.code == 2 and "7 lines of steps 1 to 7 are lost" in message
+    assert f"{job.metrics_jsonl} could not be written: No space left on device" in message
+    assert (job.checkpoints / "7" / "commit.json").exists()
+    assert job.timeline_jsonl.exists()
 
 
 def test_lines_that_cannot_be_mended_stay(tmp_path):

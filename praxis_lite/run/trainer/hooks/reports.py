@@ -32,8 +32,8 @@ class MetricsFiles(Hook):
     def before_training(self, loop: Loop, state: TrainState) -> None:
         files, first_step, hold = self._job.files, loop.first_step, self._held.enter_context
         self._board = hold(TensorBoardWriter(files.tensorboard, first_step, loop.note))
-        self._eval_writer = hold(JsonLinesWriter(files.eval_metrics_jsonl, first_step))
-        self._writer = hold(JsonLinesWriter(files.metrics_jsonl, first_step))
+        self._eval_writer = hold(JsonLinesWriter(files.eval_metrics_jsonl, first_step, loop.note))
+        self._writer = hold(JsonLinesWriter(files.metrics_jsonl, first_step, loop.note))
         if not loop.is_first:
             return
         if lost := self._writer.lost_steps:
@@ -57,7 +57,7 @@ class MetricsFiles(Hook):
         self._board.scalars(step, watched_values(results))
 
     def __exit__(self, *exc_info: object) -> None:
-        self._held.close()
+        self._held.__exit__(*exc_info)
 
 
 class Progress(Hook):

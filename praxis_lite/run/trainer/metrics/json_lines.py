@@ -7,7 +7,7 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from praxis_lite.core.errors import ConfigError, not_written
 from praxis_lite.files.json_text import content_of, opened_to_append
 from praxis_lite.files.whole_files import write_whole
+from praxis_lite.run.trainer.metrics.kept_lines import KeptLines
 
 # Strict JSON has no such numbers, and a reader in another language would stop at a bare NaN.
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -32,13 +33,16 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
     Opening the file mends what an earlier run left: a last line that a kill cut short goes, and
     the lines after `resume_step`, which the resumed run writes anew, are moved to NAME.lost.jsonl.
     The mended file replaces the old one whole, so a kill in the middle loses nothing. Raises
-    ConfigError if a line in the middle cannot be read.
+    ConfigError if a line in the middle cannot be read, or the file cannot be written at first. If
+    it cannot be written later its lines are kept (`KeptLines`); if they cannot be written at the
+    end either, leaving the context raises ConfigError, or notes it on the way of another exception.
 
     Numbers have as many digits as float64 needs, so float32 round-trips bit for bit. NaN and the
     infinities are written as the strings "NaN", "Infinity" and "-Infinity".
 
     Args:
       resume_step: None: every line is dropped; sys.maxsize: every line stays.
+      note: told when the file cannot be written, and when it can be again.
 
     Attributes:
       num_kept: how many lines of earlier runs stay.
@@ -46,13 +50,19 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
       lost_path: the file that they are in.
     """
 
-    def __init__(self, path: str | os.PathLike[str], resume_step: int | None):
+    def __init__(
+        self, path: str | os.PathLike[str], resume_step: int | None,
+        note: Callable[[str], None] = print,
+    ):
         self.path = pathlib.Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.lost_path = self.path.with_name(f"{self.path.stem}.lost.jsonl")
         with _no_other_changes(self.path):
             self._mend(-1 if resume_step is None else resume_step)
-            self._file = opened_to_append(self.path)
+            try:
+                self._lines = KeptLines(self.path, note)
+            except OSError as error:
+                raise not_written(self.path, error) from error
 
     def _mend(self, last: int) -> None:
         lines = lines_if_any(self.path)
@@ -68,34 +78,13 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
             write_whole(self.path, content)
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Appends a line, which must have an integer `step`; scalar arrays become numbers.
-
-        Raises ConfigError if the disk is full; the lines before stay whole.
-        """
+        """Appends a line, which must have an integer `step`; scalar arrays become numbers."""
         if not isinstance(line.get("step"), int | np.integer):
             raise ValueError(f"{self.path}: a line needs an integer 'step', got {dict(line)}")
-        # One write per line: a reader sees at most one unfinished line, the last.
-        try:
-            size = os.path.getsize(self.path)
-        except OSError as error:  # Its directory was renamed or deleted.
-            raise not_written(self.path, error) from error
-        try:
-            self._file.write(json_line(line))
-            self._file.flush()
-        except OSError as error:
-            # Closing drops the rest of the buffer; truncating drops the part that was written.
-            with contextlib.suppress(OSError):
-                self._file.close()
-            with contextlib.suppress(OSError):
-                os.truncate(self.path, size)
-            raise not_written(self.path, error) from error
+        self._lines.add(int(line["step"]), json_line(line))
 
-    def close(self) -> None:
-        """Closes the file; a second call does nothing."""
-        self._file.close()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self._lines.close(is_last_word=kind is None)
 
 
 def append_lines(path: pathlib.Path, lines: Sequence[Mapping[str, Any]]) -> None:
