@@ -33,6 +33,9 @@ PLOTS = ["matplotlib>=3.11.2,<4", "tensorboardX>=2.6.5,<3"]
 QUANTIZATION = ["qwix>=0.1.8,<0.2"]
 # Real images without a network: the handwritten digits that vision.Digits* and others learn.
 DIGITS = ["scikit-learn>=1.9.1,<2"]
+# Tasks of language models, such as hellaswag, asked of ours; its base, which needs no torch. Not in
+# `test`: it wants an older python-dateutil than all others get, so .ci/run installs it by itself.
+LM_EVAL = [*TEXT, "lm_eval>=0.4.13,<0.5"]
 
 setup(
     name="praxis_lite",
@@ -92,6 +95,7 @@ setup(
         "plots": PLOTS,
         "quantization": QUANTIZATION,
         "digits": DIGITS,
+        "lm_eval": LM_EVAL,
         # --mode=plan for TPUs: their compiler, on a machine without any. Each jax names its own
         # libtpu (0.10.2: 0.0.42, 0.11.2: 0.0.48, 0.12.0: 0.0.50); with another one a profile ends
         # by SIGSEGV. There are wheels for this platform alone.
@@ -100,7 +104,7 @@ setup(
         "tpu": ["jax[tpu]"],
         "gpu": ["jax[cuda12]"],
         "test": [
-            # All features but the TPU's compiler, whose tests are skipped without it.
+            # All features but the TPU's compiler and lm_eval, whose tests are skipped without them.
             *HF, *SOURCES, *PLOTS, *QUANTIZATION, *DIGITS,
             # The suite, on two cores.
             "pytest>=9.2,<10",

@@ -51,6 +51,7 @@ PACKAGES = (
     "praxis_lite.experiments.seq2seq",
     "praxis_lite.experiments.vision",
     "praxis_lite.tools.huggingface",
+    "praxis_lite.tools.lm_eval",
     "praxis_lite.tools.nnx",
     "praxis_lite.tools.pax",
     "praxis_lite.tools.testing",

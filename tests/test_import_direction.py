@@ -51,7 +51,7 @@ ORDERS = {
     "praxis_lite/tools": (
         {"begin_job", "explain", "foreign_checkpoints", "interpreter"},
         {"huggingface", "nnx", "non_finite", "pax", "plan"},
-        {"profile", "testing", "utilization"},
+        {"lm_eval", "profile", "testing", "utilization"},
         {"report"},
         {"modes"},
     ),

@@ -25,7 +25,10 @@ OURS = {"praxis_lite", "tasks", "experiments"}
 # pip's names of packages that are imported by another name.
 PIP_NAMES = {"orbax": "orbax-checkpoint", "array_record": "array-record", "google": "protobuf"}
 # Modules that import a package of an extra at their top: nothing imports them at its own.
-LATE = {"praxis_lite.inputs.tokenizers.templates.sandbox": "jinja2"}
+LATE = {
+    "praxis_lite.inputs.tokenizers.templates.sandbox": "jinja2",
+    "praxis_lite.tools.lm_eval.lm": "lm_eval",
+}
 # Late imports after `require_package`.
 ASKED_FOR = {"experiments.vision": "sklearn"}
 
@@ -86,7 +89,7 @@ def test_packages_of_extras_are_asked_for_by_the_extra_that_has_them():
         assert pip_name.strip("'") in (plain if extra is None else extras[extra]), package
     assert extras["text"] < extras["hf"]
     assert extras["data"] == extras["sources"]  # Its name until the extras went by use.
-    for extra in {extra for _, extra in PACKAGES.values()} - {None, "plan"}:
+    for extra in {extra for _, extra in PACKAGES.values()} - {None, "plan", "lm_eval"}:
         assert extras[extra] <= extras["test"]
 
 
@@ -155,6 +158,8 @@ def test_a_command_says_the_pip_line_before_it_compiles(plain):
     "the picture of a search": "'praxis_lite[plots]' (or: pip install matplotlib)",
     "--topology": "'praxis_lite[plan]' (or: pip install 'jax[tpu]')",
     "vision.digits": "'praxis_lite[digits]' (or: pip install scikit-learn)",
+    "harness_model": "'praxis_lite[lm_eval]' (or: pip install lm_eval)",
+    "the command of lm_eval": "'praxis_lite[lm_eval]' (or: pip install lm_eval)",
 }.items())  # fmt: skip
 def test_a_feature_says_what_to_install(plain, feature, pip_line):
     (line,) = re.findall(f"^{re.escape(feature)}: (.*)", plain[1], re.M)

@@ -25,6 +25,7 @@ PACKAGES: dict[str, tuple[str, str | None]] = {
     "libtpu": ("'jax[tpu]'", "plan"),
     "qwix": ("qwix", "quantization"),
     "sklearn": ("scikit-learn", "digits"),
+    "lm_eval": ("lm_eval", "lm_eval"),
 }
 
 

@@ -31,7 +31,11 @@ MODULES = {path.stem for path in LIBRARY.rglob("*.py")} | {
     path.parent.name for path in LIBRARY.rglob("__init__.py")
 }
 # Of pip, pytest, tensorboard, XLA, of modules with command lines of their own, and of an example.
-OTHERS_FLAGS = {"--largest", "--no-deps", "--wheel-dir", "--dist", "--logdir"}
+OTHERS_FLAGS = {
+    "--largest", "--no-deps", "--wheel-dir", "--dist", "--logdir",
+    # lm_eval's.
+    "--model", "--model_args", "--tasks", "--apply_chat_template",
+}
 
 
 def lines_below(folder):

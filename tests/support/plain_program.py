@@ -58,6 +58,8 @@ def features(folder: Path) -> dict[str, Callable[[], object]]:
     from praxis_lite.inputs.tokenizers.loading import load_tokenizer
     from praxis_lite.layers.whole_model.quantization import quantized
     from praxis_lite.tools.huggingface.model import load
+    from praxis_lite.tools.lm_eval import harness_model
+    from praxis_lite.tools.lm_eval.__main__ import evaluate
     from praxis_lite.tools.plan.search_report import picture
     from praxis_lite.tools.plan.topology import topology_of
 
@@ -89,6 +91,8 @@ def features(folder: Path) -> dict[str, Callable[[], object]]:
         "the picture of a search": lambda: picture([], None, folder / "pareto.png"),
         "--topology": lambda: topology_of("v5e:2x4"),
         "vision.digits": lambda: vision.digits("train"),
+        "harness_model": lambda: harness_model(None),
+        "the command of lm_eval": lambda: evaluate([]),
     }
 
 

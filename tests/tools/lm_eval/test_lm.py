@@ -1,0 +1,184 @@
+"""Tasks of lm_eval asked of our models, against lm_eval's adapter of transformers and our own."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from praxis_lite import ConfigError
+from praxis_lite.core import MeshConfig, make_mesh
+from praxis_lite.tools import huggingface
+from praxis_lite.tools.lm_eval import harness_model
+from praxis_lite.tools.lm_eval.__main__ import main
+from tests.support import job_runs
+from tests.support.goldens import golden
+from tests.support.lm_eval_tasks import TASKS, model_directory, write_tasks
+from tests.support.marks import needs_lm_eval
+
+pytestmark = [pytest.mark.slow, needs_lm_eval]
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture(scope="module")
+def offline():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_DATASETS_OFFLINE", "1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """The model with each tokenizer: on a mesh that divides nothing, or on one device."""
+    shapes = {"llama": (1, 4, 2), "qwen": (1, 1, 1)}
+    return {
+        name: huggingface.load(
+            model_directory(tmp_path_factory.mktemp(name), name),
+            make_mesh(MeshConfig(ici_mesh_shape=shape, allow_unused_devices=True)),
+        )
+        for name, shape in shapes.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen"])
+def test_tasks_have_the_answers_of_the_adapter_of_transformers(name, llama, tasks, offline):
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    results = lm_eval.simple_evaluate(
+        harness_model(llama[name], batch_size=3), tasks=[*TASKS],
+        task_manager=TaskManager(include_path=str(tasks)), bootstrap_iters=0,
+    )
+    expected = golden("lm_eval/goldens.json")["tasks"][name]
+    for task in TASKS:
+        answers = [sample["resps"] for sample in results["samples"][task]]
+        assert leaves(answers) == [pytest.approx(x, abs=1e-4) for x in leaves(expected[task])]
+        metrics = results["results"][task]
+        for metric, value in expected[task]["metrics"].items():
+            assert metrics[metric] == pytest.approx(value, rel=1e-5), metric
+
+
+@pytest.mark.parametrize("add_bos_token", [None, True, False])
+def test_contexts_and_continuations_are_cut_as_the_adapter_of_transformers_cuts_them(
+    add_bos_token, llama
+):
+    (case,) = [
+        case for case in golden("lm_eval/goldens.json")["encoded"]
+        if case["tokenizer"] == "llama" and case["add_bos_token"] is add_bos_token
+    ]
+    asked = harness_model(llama["llama"], add_bos_token=add_bos_token)
+    for context, continuation, *ids in case["pairs"]:
+        assert [*asked._encode_pair(context, continuation)] == ids, (context, continuation)
+
+
+def leaves(tree):
+    """Returns the numbers, flags and texts of lists and tuples in lists and tuples."""
+    if isinstance(tree, dict):
+        return leaves(tree["answers"])
+    return sum(map(leaves, tree), []) if isinstance(tree, list | tuple) else [tree]
+
+
+@pytest.fixture(scope="module")
+def job():
+    """A model of bytes, and the block of the page that asks it, run with a task of ours."""
+    job, _ = job_runs.trained()
+    return job_runs.loaded(job)
+
+
+@pytest.fixture(scope="module")
+def asked(job):
+    return harness_model(job, batch_size=4, max_length=48, seed=5)
+
+
+def requests(kind, *args):
+    from lm_eval.api.instance import Instance
+
+    return [Instance(kind, {}, arg, place) for place, arg in enumerate(args)]
+
+
+def test_the_score_of_what_a_job_of_bytes_generates_is_that_of_generate(job, asked):
+    prompts = ["7 plus ", "9 plus 2 makes", "e"]
+    records = job.generate([asked.tok_encode(item) for item in prompts])
+    scores = asked._loglikelihood_tokens([
+        (None, asked.tok_encode(prompt), record["output_ids"])
+        for prompt, record in zip(prompts, records, strict=True)
+    ])
+    for (score, is_greedy), record in zip(scores, records, strict=True):
+        assert is_greedy and score == pytest.approx(record["log_prob"], abs=1e-4)
+    settings = {"until": ["\n\n"], "max_gen_toks": 5}
+    texts = asked.generate_until(requests("generate_until", *((x, settings) for x in prompts)))
+    assert texts == [record["continuation"] for record in records]
+
+
+def test_a_text_of_bytes_has_the_score_of_the_forward_pass_in_windows(job, asked):
+    text = "12 plus 3 makes 15.\n" * 3  # 60 bytes: a window of 48, and one more of 12.
+    (score,) = asked.loglikelihood_rolling(requests("loglikelihood_rolling", (text,)))
+    ids = [256, *text.encode()]
+    expected = 0.0
+    for row, num_scored in ((ids[:49], 48), (ids[12:], 12)):
+        logits = job.predict(np.array([row[:-1]], np.int32))[0][0].astype(np.float64)
+        logits -= logits.max(-1, keepdims=True)
+        log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        expected += log_probs[np.arange(48), row[1:]][-num_scored:].sum()
+    assert score == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_temperature_draws_alike_from_one_seed_and_otherwise_for_each_request(job, asked):
+    settings = {"until": ["~"], "max_gen_toks": 12, "do_sample": True, "temperature": 1.5}
+    asks = requests("generate_until", *[("7 plus ", settings)] * 4)
+    texts = asked.generate_until(asks)
+    assert len(set(texts)) == 4
+    assert asked.generate_until(asks) == texts
+    again = harness_model(job, batch_size=4, max_length=48, seed=6).generate_until(asks)
+    assert again != texts
+    with pytest.raises(ConfigError, match="num_beams=3; known here are.*max_gen_toks"):
+        asked.generate_until(requests("generate_until", ("7", {"until": [], "num_beams": 3})))
+    with pytest.raises(ConfigError, match="max_gen_toks is 48; wanted is less than max_length, 48"):
+        asked.generate_until(requests("generate_until", ("7", {"until": [], "max_gen_toks": 48})))
+
+
+def test_the_page_evaluates_a_job_on_the_command_line_and_in_python(tasks, offline, tmp_path):
+    from lm_eval.tasks import TaskManager
+
+    folder, _ = job_runs.trained()
+    page = (Path(__file__).parents[3] / "docs/evaluation.md").read_text("utf-8")
+    (command,) = re.findall(r"^    python (-m .*?)\n\n", page, re.MULTILINE | re.DOTALL)
+    words = shlex.split(command.replace("\\\n", "").replace("hellaswag", "tiny_choice"))
+    words = [word.replace("JOB", f"{folder.path},packages=jobzoo,max_length=64") for word in words]
+    done = subprocess.run(
+        [sys.executable, *words, "--include_path", tasks, "--output_path", tmp_path / "results",
+         "--log_samples"],
+        capture_output=True, text=True, cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": f"{job_runs.CHECKOUT}:{job_runs.home()}"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "|tiny_choice|" in done.stdout
+    (samples,) = (tmp_path / "results").rglob("samples_tiny_choice_*.jsonl")
+    printed = [json.loads(line)["resps"] for line in samples.read_text().splitlines()]
+
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    block = block.replace('load("JOB")', f"load({str(folder.path)!r}, packages=['jobzoo'])")
+    block = block.replace("batch_size=32", "batch_size=32, max_length=64")
+    block = block.replace('["hellaswag"]', "['tiny_choice'], task_manager=tasks")
+    actual = {"tasks": TaskManager(include_path=str(tasks))}
+    exec(block, actual)
+    expected = [sample["resps"] for sample in actual["results"]["samples"]["tiny_choice"]]
+    assert leaves(printed) == [str(x) for x in leaves(expected)]
+
+
+def test_the_command_says_in_a_paragraph_what_is_wrong(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [])
+    words = ["--model", "praxis_lite", "--model_args", "job=no_such_job", "--tasks", "hellaswag"]
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    assert re.fullmatch("error: .*no_such_job.*\n", capsys.readouterr().err.splitlines(True)[-1])
