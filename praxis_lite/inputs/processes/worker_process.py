@@ -21,7 +21,8 @@ from praxis_lite.inputs.base import IndexedPipeline
 from praxis_lite.inputs.leaves import require_numbers
 from praxis_lite.inputs.processes import compared
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# That are for the parent; a scheduler sends them to all processes of a job.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def share(first: int, stride: int, end: int | None) -> Iterable[int]:

@@ -17,7 +17,8 @@ _END = b"praxis_lite: compiled\n"
 # Passes each line on as it comes, except the warnings, which it gives back at the end. It is a
 # process of its own, so that XLA's last words before an abort are passed on too.
 _FILTER = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # A scheduler sends it to all processes of a job.
 end, kept = sys.argv[1].encode(), []
 for line in open(0, "rb"):
     if line.endswith(end):

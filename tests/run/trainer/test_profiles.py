@@ -19,6 +19,7 @@ from praxis_lite.run.job.processes.stopping import StopRequest
 from praxis_lite.run.trainer.hooks.profile_facts import read_facts
 from praxis_lite.run.trainer.hooks.profile_requests import ProfileRequests
 from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
+from tests.run.job.test_disk_full import files_of_at_most
 from tests.support import process_pairs
 from tests.support.job_runs import launch, start_process, succeed, trained
 from tests.support.line_jobs import LINE
@@ -212,6 +213,38 @@ def test_a_profile_that_cannot_be_made_is_said_and_ends_nothing(tmp_path):
         jax.profiler.stop_trace()
     assert done.out.count("no profile is made of steps 2 to 3, and training goes on") == 1
     assert [line["step"] for line in read_json_lines(other.metrics_jsonl)] == list(range(1, 8))
+
+
+@pytest.mark.slow
+def test_a_trace_that_the_disk_does_not_take_is_lost_and_the_next_is_written(tmp_path):
+    job = JobDir(tmp_path / "job")
+    succeed(LINE, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=1")
+    with files_of_at_most(40_000):
+        done = launch(LINE, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=5",
+                      "run.profile.steps=2:4")
+    assert done.code == 0, done.err
+    assert done.out.count("the profile of steps 2 to 3 is lost, and training goes on") == 1
+    assert "File too large" in done.out
+    assert list(job.profiles.iterdir()) == []
+    succeed(LINE, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=9",
+            "run.profile.steps=6:8")
+    assert steps_in(job.profiles / "6") == [6, 7]
+    assert runs_in(job.profiles / "6") == dict.fromkeys(range(2), 2)
+
+
+@pytest.mark.slow
+def test_outside_of_the_main_thread_it_is_said_that_sigusr1_is_not_heard(tmp_path):
+    done = []
+    thread = threading.Thread(
+        target=lambda: done.append(
+            launch(LINE, f"--job_log_dir={tmp_path}", "--set", "run.num_train_steps=2")
+        )
+    )
+    thread.start()
+    thread.join()
+    assert done[0].code == 0, done[0].err
+    assert "note: SIGUSR1 is not heard, because" in done[0].out
+    assert str(tmp_path / "profile.request") in done[0].out
 
 
 @pytest.mark.slow

@@ -43,6 +43,12 @@ class SignalListener(contextlib.AbstractContextManager):
         self._heard_first: tuple[int, float] | None = None  # The signal, and when it came.
         self._raised: SystemExit | None = None
         self._unraisable_hook = sys.unraisablehook
+        self._handlers: dict[int, Any] = {}  # That were there before.
+
+    @property
+    def hears_profiles(self) -> bool:
+        """Returns True if PROFILES is heard: entered in the main thread, with no handler before."""
+        return PROFILES in self._handlers
 
     def _in_main(self, signum: int) -> None:
         """Called in the main thread, as soon as that runs Python again; may raise."""
@@ -134,7 +140,7 @@ class SignalListener(contextlib.AbstractContextManager):
             for signum in self._read.recv(64):
                 if signum in SIGNALS:
                     self._heard(signum)
-                elif signum == PROFILES and PROFILES in self._handlers:
+                elif signum == PROFILES and self.hears_profiles:
                     self._profile_asked()
 
     def _heard(self, signum: int) -> None:

@@ -59,23 +59,26 @@ class Profiler:
         """Writes the files of a profile, whose last step made `state`.
 
         Returns:
-          The folder; None in other processes than the first, and if it could not be written.
+          The folder; None in other processes than the first, and if a file could not be written.
         """
         steps, self.steps = range(self.steps.start, step + 1), None
         folder, self._folder = self._folder, None
         if folder is None:
             return None
         jax.block_until_ready(state)
-        seconds = time.perf_counter() - self._began
-        is_written = False
+        seconds, is_kept = time.perf_counter() - self._began, False
         with self._never_ending_the_run(f"the profile of {_words(steps)} is lost"):
             _stop()
             _move(_unfinished(folder), folder / "plugins/profile" / f"step_{steps.start}")
-            if processes.is_first():
-                write_facts(self._job, folder, steps, seconds)
-                self.note(f"profiled {_words(steps)}: {folder}")
-            is_written = processes.is_first()
-        return folder if is_written else None
+            is_kept = True
+        shutil.rmtree(_unfinished(folder), ignore_errors=True)
+        if not is_kept or not processes.is_first():
+            return None
+        self.note(f"profiled {_words(steps)}: {folder}")
+        with self._never_ending_the_run(f"{folder} has the trace alone"):
+            write_facts(self._job, folder, steps, seconds)
+            return folder
+        return None
 
     def discard(self) -> None:
         """Ends an unfinished trace, if there is any, and removes its files."""
@@ -133,7 +136,6 @@ def _move(unfinished: Path, session: Path) -> None:
         for ending in (".xplane.pb", ".trace.json.gz"):
             if file.name.endswith(ending):
                 file.replace(session / f"process_{processes.index()}{ending}")
-    shutil.rmtree(unfinished)
 
 
 def _words(steps: range) -> str:

@@ -71,6 +71,12 @@ class ProfileEnds(Hook):
     def before_training(self, loop: Loop, state: TrainState) -> None:
         self._loop = loop
         self._profiler.note = loop.note
+        if not loop.stop.hears_profiles:
+            loop.note(
+                "note: SIGUSR1 is not heard, because training is not in the main thread, or the "
+                "process has a handler of its own; a file asks for a profile: "
+                f"{loop.job.files.profile_request}"
+            )
 
     def is_due(self, step: int, is_last: bool) -> bool:
         return bool(self._profiler.steps) and (is_last or step == self._profiler.steps[-1])
