@@ -91,6 +91,8 @@ def test_a_program_takes_what_its_parts_do(hop_seconds):
     assert by_kind["all-gather"].wire_bytes == 7 * 1024
     assert by_kind["all-gather"].bytes == 8 * 1024
     assert by_kind["all-gather"].axes == ("data",)
+    assert by_kind["collective-permute"].instructions == {"start", "done"}
+    assert actual.of == pytest.approx({"y": 3 * computed, "b": actual.memory - 3 * computed})
     assert actual.exposed == pytest.approx(3 * max(permute - computed, 0) + gather)
 
 

@@ -17,6 +17,7 @@ def test_on_cpu_events_name_device_and_run_whatever_their_thread(tmp_path):
         "a": [on_cpu("dot.1", 10, 5, 0, 7), on_cpu("dot.1", 40, 7, 1, 8), ("Rendezvous", 0, 9, {})],
         "b": [
             on_cpu("while.1", 10, 12, 0, 7), on_cpu("add.1", 13, 9, 0, 7),
+            on_cpu("mul.1", 14, 2, 0, 7), on_cpu("mul.1", 18, 2, 0, 7),
             on_cpu("dot.1", 100, 1, 0, 9), on_cpu("dot.9", 0, 4, 0, 1, "jit_other"),
         ],
     }
@@ -25,8 +26,9 @@ def test_on_cpu_events_name_device_and_run_whatever_their_thread(tmp_path):
     assert trace.devices == {0, 1}
     assert trace.ops == {
         "dot.1": OpTime(3, pytest.approx(13e-6)), "add.1": OpTime(1, pytest.approx(9e-6)),
+        "mul.1": OpTime(2, pytest.approx(4e-6)),
     }
-    # On device 0 dot.1 and add.1 overlap: 10 to 22, and 100 to 101; on device 1 40 to 47.
+    # On device 0 all but the last overlap: 10 to 22, and 100 to 101; on device 1 40 to 47.
     assert trace.busy_seconds == pytest.approx(20e-6)
     assert sorted(trace.run_seconds) == pytest.approx([1e-6, 7e-6, 12e-6])
     assert trace.other_seconds == {"jit_other": pytest.approx(4e-6)}
