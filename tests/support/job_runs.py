@@ -330,7 +330,9 @@ def _packages(argv: tuple[str, ...]) -> list[str]:
     return [] if has_own else ["--packages=jobzoo"]
 
 
-def start_process(*argv: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.Popen:
+def start_process(
+    *argv: str, cwd: Path, env: dict[str, str] | None = None, out: Any = subprocess.PIPE
+) -> subprocess.Popen:
     """Starts `python -m praxis_lite.main` with the checkout and `jobzoo` on the path."""
     whole = {**os.environ, "PYTHONPATH": f"{CHECKOUT}:{home()}"}
     whole |= {"XDG_CACHE_HOME": str(home() / "cache"), **(env or {})}
@@ -338,7 +340,7 @@ def start_process(*argv: str, cwd: Path, env: dict[str, str] | None = None) -> s
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return subprocess.Popen(
         [sys.executable, "-m", "praxis_lite.main", *argv, *_packages(argv)],
-        cwd=cwd, env=whole, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        cwd=cwd, env=whole, text=True, stdout=out, stderr=subprocess.PIPE,
     )
 
 

@@ -117,6 +117,7 @@ def goodput(stretches: Sequence[Stretch]) -> Goodput | None:
     time that both were there. If it began before by more than that, a clock was set back, and no
     time lies between the two.
     """
+    stretches = _with_steps_after_the_last_sign(stretches)
     lost = _lost_shares(stretches)
     launches: list[Launch] = []
     for began, group in itertools.groupby(zip(stretches, lost, strict=True), lambda x: x[0].launch):
@@ -152,6 +153,20 @@ def _launch(
         steps[0].first_step if steps else None, steps[-1].last_step if steps else None,
         parts[-1][0].ended_by, sum(lost.num_steps for _, lost in parts), seconds,
     )
+
+
+def _with_steps_after_the_last_sign(stretches: Sequence[Stretch]) -> list[Stretch]:
+    """Returns stretches with the steps that a later launch found, in the second before a kill."""
+    result: list[Stretch] = []
+    newest = None  # The index of the newest stretch with steps.
+    for stretch in stretches:
+        if stretch.lost_to is not None and newest is not None:
+            last_step = max(result[newest].last_step, stretch.lost_to)
+            result[newest] = dataclasses.replace(result[newest], last_step=last_step)
+        if stretch.first_step is not None:
+            newest = len(result)
+        result.append(stretch)
+    return result
 
 
 @dataclasses.dataclass

@@ -28,6 +28,9 @@ class Stretch:
       seconds: by kind, of this stretch alone.
       ended_by: if the launch ended in it, and could say so: "the end", a signal, the name of an
         exception.
+      lost_to: the newest step whose line in metrics.jsonl was moved away when this stretch began,
+        for it goes on from an earlier step; None: there was none. A launch that was killed made
+        steps up to there, also after its last sign of life.
     """
 
     launch: float
@@ -35,6 +38,7 @@ class Stretch:
     last_step: int | None
     seconds: Mapping[str, float]
     ended_by: str | None = None
+    lost_to: int | None = None
 
     def line(self) -> str:
         """Returns the stretch as a line of the file."""
@@ -65,11 +69,12 @@ def _stretch(line: str) -> Stretch | None:
     try:
         fields = parse_json(line)
         names = [field.name for field in dataclasses.fields(Stretch)]
-        launch, first_step, last_step, seconds, ended_by = (fields[name] for name in names)
+        launch, first_step, last_step, seconds, ended_by, lost_to = map(fields.get, names)
         is_sound = (
             _is_seconds(launch)
             and (first_step is None) == (last_step is None)
             and (first_step is None or _are_steps(first_step, last_step))
+            and (lost_to is None or (first_step is not None and _are_steps(first_step, lost_to)))
             and all(kind in OF_LAUNCH and _is_seconds(value) for kind, value in seconds.items())
             and (ended_by is None or isinstance(ended_by, str))
         )
@@ -79,7 +84,7 @@ def _stretch(line: str) -> Stretch | None:
         return None
     by_kind = {kind: float(seconds.get(kind, 0)) for kind in OF_LAUNCH}
     words = None if ended_by is None else shown(ended_by)
-    return Stretch(float(launch), first_step, last_step, by_kind, words)
+    return Stretch(float(launch), first_step, last_step, by_kind, words, lost_to)
 
 
 def _are_steps(first: Any, last: Any) -> bool:

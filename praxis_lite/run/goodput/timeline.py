@@ -39,6 +39,7 @@ class Timeline(contextlib.AbstractContextManager):
         self._path, self._note = path, note
         self._first_step: int | None = None
         self._last_step: int | None = None
+        self._lost_to: int | None = None
         self._before = dict.fromkeys(clock.seconds(), 0.0)  # The stretch's seconds are above these.
         self._closed = b""  # Lines of closed stretches that are not in the file yet.
         self._file, self._offset, self._start = -1, 0, 0
@@ -55,6 +56,11 @@ class Timeline(contextlib.AbstractContextManager):
                     self._closed += self._line(now, None)
                 self._before = now
             self._first_step = self._last_step = step
+            self._lost_to = None
+
+    def loses(self, step: int) -> None:
+        """Notes that steps up to this one were made before, after the stretch's first step."""
+        self._lost_to = step
 
     def made(self, step: int) -> None:
         """Notes that a step has ended and its metrics are known."""
@@ -122,6 +128,6 @@ class Timeline(contextlib.AbstractContextManager):
     def _line(self, now: dict[str, float], ended_by: str | None) -> bytes:
         seconds = {kind: value - self._before[kind] for kind, value in now.items()}
         stretch = Stretch(
-            self.clock.began, self._first_step, self._last_step, seconds, ended_by
+            self.clock.began, self._first_step, self._last_step, seconds, ended_by, self._lost_to
         )
         return stretch.line().encode()

@@ -132,6 +132,23 @@ def test_the_step_in_which_a_launch_is_killed_is_lost_even_right_after_a_save(jo
     assert goodput_of(job).num_lost_steps == 0
 
 
+def test_steps_of_the_last_second_before_a_kill_are_counted_by_the_launch_that_finds_them(job):
+    clocks = Clocks()
+    launch = FakeLaunch(job.timeline_jsonl, clocks)
+    launch.timeline.goes_on_from(0)
+    launch.steps(1, 3, 1)
+    launch.killed(unseen=0.75)  # In which it made steps 4 to 6, a line of metrics.jsonl each.
+    launch = FakeLaunch(job.timeline_jsonl, clocks)
+    launch.timeline.goes_on_from(0)
+    launch.timeline.loses(6)
+    launch.steps(1, 2, 1)
+    launch.saves(2, 1)
+    launch.ends()
+    assert seconds_of(job) == {STEP: 2.0, LOST_STEP: 3.0, SAVE: 1.0, IDLE: 0.75}
+    assert [item.num_lost_steps for item in goodput_of(job).launches] == [6, 0]
+    assert goodput_of(job).launches[0].last_step == 6
+
+
 def test_a_launch_goes_on_from_a_step_that_no_line_begins_with(job):
     """Lines that a disk did not take: the steps share their stretch's seconds alike."""
     clocks = Clocks()
@@ -216,6 +233,7 @@ STRANGE = [
           {"first_step": None}, {"last_step": 2**40}, {"first_step": 0.0}, {"seconds": []},
           {"seconds": {STEP: -1}}, {"seconds": {STEP: "1"}}, {"seconds": {"sleep": 1.0}},
           {"seconds": {LOST_STEP: 1.0}}, {"ended_by": 7}, {"launch": 10**400},
+          {"lost_to": -1}, {"lost_to": "2"}, {"lost_to": True},
       )),
     '{"launch": NaN, "first_step": 0, "last_step": 3, "seconds": {}, "ended_by": null}',
     '{"launch": 5, "first_step": 0, "last_step": 3, "seconds": {"step": 1}, "ended_by": nul',

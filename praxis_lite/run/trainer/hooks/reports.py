@@ -37,6 +37,7 @@ class MetricsFiles(Hook):
         if not loop.is_first:
             return
         if lost := self._writer.lost_steps:
+            loop.timeline.loses(lost[-1])
             loop.note(
                 f"steps {lost[0]} to {lost[-1]} were made before, but not saved, and are made "
                 f"again; their lines are in {self._writer.lost_path.name} now"
