@@ -36,6 +36,8 @@ DIGITS = ["scikit-learn>=1.9.1,<2"]
 # Tasks of language models, such as hellaswag, asked of ours; its base, which needs no torch. Not in
 # `test`: it wants an older python-dateutil than all others get, so .ci/run installs it by itself.
 LM_EVAL = [*TEXT, "lm_eval>=0.4.13,<0.5"]
+# --mode=sweep: the searches, the pruners, and the journal of its trials.
+SWEEP = ["optuna>=5,<6"]
 
 setup(
     name="praxis_lite",
@@ -96,6 +98,7 @@ setup(
         "quantization": QUANTIZATION,
         "digits": DIGITS,
         "lm_eval": LM_EVAL,
+        "sweep": SWEEP,
         # --mode=plan for TPUs: their compiler, on a machine without any. Each jax names its own
         # libtpu (0.10.2: 0.0.42, 0.11.2: 0.0.48, 0.12.0: 0.0.50); with another one a profile ends
         # by SIGSEGV. There are wheels for this platform alone.
@@ -105,7 +108,7 @@ setup(
         "gpu": ["jax[cuda12]"],
         "test": [
             # All features but the TPU's compiler and lm_eval, whose tests are skipped without them.
-            *HF, *SOURCES, *PLOTS, *QUANTIZATION, *DIGITS,
+            *HF, *SOURCES, *PLOTS, *QUANTIZATION, *DIGITS, *SWEEP,
             # The suite, on two cores.
             "pytest>=9.2,<10",
             "pytest-xdist>=3.8,<4",

@@ -21,6 +21,7 @@ from praxis_lite.tools.modes.explain import Explain
 from praxis_lite.tools.modes.plan import Plan
 from praxis_lite.tools.modes.profile import Profile
 from praxis_lite.tools.modes.report import Report
+from praxis_lite.tools.modes.sweep import Sweep
 from praxis_lite.tools_of_jobs import SOURCES, hooks_of_tools
 
 MODES: Mapping[str, Mode] = {
@@ -30,6 +31,7 @@ MODES: Mapping[str, Mode] = {
     "explain": Explain(),
     "plan": Plan(),
     "check": Check(),
+    "sweep": Sweep(),
     "summary": Summary(),
     "profile": Profile(),
     "report": Report(),

@@ -49,8 +49,8 @@ ORDERS = {
         {"modes"},
     ),
     "praxis_lite/tools": (
-        {"begin_job", "explain", "foreign_checkpoints", "interpreter"},
-        {"huggingface", "nnx", "non_finite", "pax", "plan"},
+        {"explain", "foreign_checkpoints", "interpreter"},
+        {"huggingface", "nnx", "non_finite", "pax", "plan", "sweep"},
         {"lm_eval", "profile", "testing", "utilization"},
         {"report"},
         {"modes"},

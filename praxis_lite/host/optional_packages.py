@@ -26,6 +26,7 @@ PACKAGES: dict[str, tuple[str, str | None]] = {
     "qwix": ("qwix", "quantization"),
     "sklearn": ("scikit-learn", "digits"),
     "lm_eval": ("lm_eval", "lm_eval"),
+    "optuna": ("optuna", "sweep"),
 }
 
 

@@ -14,7 +14,7 @@ from praxis_lite.files.whole_files import write_whole
 from praxis_lite.host.user_errors import explained
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.job.processes.watchdog import Watchdog
-from praxis_lite.tools.begin_job import beginning
+from praxis_lite.tools.foreign_checkpoints.begin_job import beginning
 from tests.support.job_runs import succeed
 from tests.support.line_jobs import LINE
 

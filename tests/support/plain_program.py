@@ -62,6 +62,7 @@ def features(folder: Path) -> dict[str, Callable[[], object]]:
     from praxis_lite.tools.lm_eval.__main__ import evaluate
     from praxis_lite.tools.plan.search_report import picture
     from praxis_lite.tools.plan.topology import topology_of
+    from praxis_lite.tools.sweep.study import Study
 
     def file(name: str, content: bytes = b"\0" * 64) -> str:
         path = folder / "files" / name
@@ -93,6 +94,7 @@ def features(folder: Path) -> dict[str, Callable[[], object]]:
         "vision.digits": lambda: vision.digits("train"),
         "harness_model": lambda: harness_model(None),
         "the command of lm_eval": lambda: evaluate([]),
+        "--mode=sweep": lambda: Study(folder / "sweep.journal"),
     }
 
 

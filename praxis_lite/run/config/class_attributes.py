@@ -11,7 +11,7 @@ import fiddle as fdl
 from praxis_lite.core.callables import callable_name
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.user_lines import user_line
-from praxis_lite.run.config.overrides import apply_overrides
+from praxis_lite.run.config.overrides import apply_overrides, value_at
 
 
 class _Experiment(Protocol):
@@ -36,9 +36,36 @@ def configured(
         ConfigError: no such path, or no value of that field's type; or the class's constructor
             requires arguments.
     """
+    return _configured(experiment, settings, packages)[1]
+
+
+def value_after(
+    experiment: type[_Experiment], settings: Sequence[str], path: str,
+    packages: Collection[str] = (),
+) -> Any:
+    """Returns the value that a path has once the settings of `--set` are applied.
+
+    Args:
+        experiment, settings, packages: as of `configured`.
+        path: of a field of the config, or of an attribute of the class.
+
+    Raises:
+        ConfigError: as `configured`, or there is no such path.
+    """
+    # Its attribute is among the values even if no setting names it.
+    values, config = _configured(experiment, settings, packages, also=_first_key(path))
+    known = _attributes(experiment)
+    return value_at(values if _first_key(path) in known else config, path, known)
+
+
+def _configured(
+    experiment: type[_Experiment], settings: Sequence[str], packages: Collection[str],
+    also: str = "",
+) -> tuple[fdl.Config, fdl.Config]:
+    """Returns the class's attributes that are set, as a config, and the config of the job."""
     result, known = _made(experiment), _attributes(experiment)
     local = [setting for setting in settings if _first_key(setting) in known]
-    named = {_first_key(item) for item in local}
+    named = {_first_key(item) for item in local} | ({also} & known.keys())
     # Copies, for what the class holds is shared by all instances.
     values = fdl.Config(_attributes_of, **copy.deepcopy({name: known[name] for name in named}))
     apply_overrides(values, local, packages)
@@ -46,7 +73,7 @@ def configured(
         setattr(result, name, getattr(values, name))
     config = result.config()
     apply_overrides(config, [one for one in settings if one not in local], packages, known)
-    return config
+    return values, config
 
 
 def _made(experiment: type[_Experiment]) -> _Experiment:

@@ -61,6 +61,14 @@ def apply_overrides(
     return [_apply(config, setting, packages, attributes) for setting in settings]
 
 
+def value_at(config: fdl.Buildable, path: str, attributes: Collection[str] = ()) -> Any:
+    """Returns the value at a path; raises ConfigError if there is none, as `apply_overrides`."""
+    trail = _resolve(config, path)
+    if trail is None:
+        raise ConfigError(no_such_path(config, path, attributes))
+    return trail[-1].value
+
+
 def check_required(config: fdl.Buildable) -> None:
     """Checks that every `fdl.Config` has the arguments that its callable requires.
 

@@ -61,25 +61,12 @@ def _follow(
     job_dir: JobDir, packages: Sequence[str], steps: NewSteps, take: Callable[[Any], None]
 ) -> None:
     from praxis_lite.run.checkpoints.steps.verified_steps import StepLost
+    from praxis_lite.run.experiment.registry import allowed_packages
+    from praxis_lite.run.trainer.job_history import is_complete
 
-    for step in steps.until(lambda step: _is_complete(job_dir, packages, step)):
+    allowed = allowed_packages(packages)
+    for step in steps.until(lambda step: is_complete(job_dir, step, allowed)):
         try:
             take(step)
         except StepLost as lost:
             print(f"step {step} is skipped: {lost}", flush=True)
-
-
-def _is_complete(job_dir: JobDir, packages: Sequence[str], step: int) -> bool:
-    """Returns True if the job, as it was last launched, makes no step after this."""
-    from praxis_lite.run.config.build import build
-    from praxis_lite.run.config.text import load_config_file
-    from praxis_lite.run.experiment.registry import allowed_packages
-    from praxis_lite.run.trainer.job_history import watched_history
-
-    config = load_config_file(job_dir.config_json, packages=allowed_packages(packages)).config
-    run = build(config.run)
-    if step >= run.num_train_steps:
-        return True
-    early = run.stopping.early
-    values = watched_history(early, job_dir, step)
-    return early is not None and early.reason_to_stop(values) is not None

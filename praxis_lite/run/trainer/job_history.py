@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable, Collection
 
 from praxis_lite.core.errors import ConfigError, LastStepUnsound
+from praxis_lite.run.config.build import build
+from praxis_lite.run.config.text import load_config_file
 from praxis_lite.run.experiment.early_stopping import EarlyStopping
 from praxis_lite.run.experiment.run_config import RunConfig
 from praxis_lite.run.job import processes
@@ -59,6 +61,20 @@ def metrics_by_step(job: JobDir) -> dict[int, dict[str, float]]:
         named = {f"{dataset}/{name}": value for name, value in values.items()}
         metrics.setdefault(step, {}).update(named)
     return metrics
+
+
+def is_complete(job: JobDir, step: int, packages: Collection[str] = ()) -> bool:
+    """Returns True if a job, as it was last launched, makes no step after this.
+
+    Args:
+      packages: of the user, that its config may name.
+    """
+    run = build(load_config_file(job.config_json, packages=packages).config.run)
+    if step >= run.num_train_steps:
+        return True
+    early = run.stopping.early
+    values = watched_history(early, job, step)
+    return early is not None and early.reason_to_stop(values) is not None
 
 
 def losses_before(run: RunConfig, job: JobDir) -> list[float]:

@@ -1,4 +1,5 @@
 """Checkpoints that other libraries wrote with Orbax: their arrays, and none of their JSON trusted.
 
-A job begins with those of Flax's users by `run.init_from_checkpoint_rules`.
+A job begins with those of Flax's users by `run.init_from_checkpoint_rules`; with those of Hugging
+Face and Pax a command begins one.
 """

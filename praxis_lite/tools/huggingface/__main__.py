@@ -21,7 +21,7 @@ def _convert(argv: Sequence[str] | None) -> None:
     print_log()
     args = _parser().parse_args(argv)
     # Imported here: a signal may come while jax is.
-    from praxis_lite.tools.begin_job import how_to_go_on
+    from praxis_lite.tools.foreign_checkpoints.begin_job import how_to_go_on
     from praxis_lite.tools.huggingface.jobs import begin_job, export_job, hf_dir_setting
     from praxis_lite.tools.huggingface.model import EXPERIMENT
 

@@ -41,7 +41,7 @@ def begin_job(
       ConfigError: the directory has a checkpoint already, or the weights do not fit the model.
     """
     # Imported here: a signal may come while jax is.
-    from praxis_lite.tools.begin_job import begin_job_with, beginning
+    from praxis_lite.tools.foreign_checkpoints.begin_job import begin_job_with, beginning
     from praxis_lite.tools.pax.checkpoints import read_pax_checkpoint
     from praxis_lite.tools.pax.initial_state import FromPax
 
@@ -82,7 +82,7 @@ def _begin(argv: Sequence[str] | None) -> None:
     job = begin_job(args.exp, args.pax, args.job_log_dir, step=args.pax_step,
                     settings=args.settings, ignore=args.ignore, new=args.new,
                     packages=args.packages)
-    from praxis_lite.tools.begin_job import how_to_go_on
+    from praxis_lite.tools.foreign_checkpoints.begin_job import how_to_go_on
 
     print(how_to_go_on(job, args.exp, args.settings, args.packages))
 

@@ -1,0 +1,185 @@
+"""--mode=sweep from its options: the sweep is checked, run or printed, and reported."""
+
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.inputs.base import TRAIN
+from praxis_lite.run.config.build import build
+from praxis_lite.run.config.class_attributes import value_after
+from praxis_lite.run.config.former_settings import settings_of_today
+from praxis_lite.run.config.overrides import check_required
+from praxis_lite.run.experiment import registry
+from praxis_lite.run.experiment.launched_config import config_of_experiment
+from praxis_lite.run.job.job_dir import JobDir, local_directory
+from praxis_lite.run.job.job_lock import JobLock
+from praxis_lite.run.modes.mode import CommandLine
+from praxis_lite.tools.sweep.report import picture, report
+from praxis_lite.tools.sweep.running import check_parallel, record_result, run_trials
+from praxis_lite.tools.sweep.settings import NUM_TRIALS, SweepSettings, metric_of
+from praxis_lite.tools.sweep.space import Space, space_of
+from praxis_lite.tools.sweep.study import OpenTrial, Study
+from praxis_lite.tools.sweep.trial_job import TrialJob
+
+
+def sweep(
+    command: CommandLine, directory: str, *, parallel: int, prints: bool, num_trials: int | None,
+    metric: str | None, **chosen: Any,
+) -> int | None:
+    """Runs the trials of a sweep, or prints their commands; returns 1 if none is complete at last.
+
+    Args:
+      directory: of --job_log_dir. Without --exp its sweep is reported, and nothing is run.
+      chosen: search, better, pruner and seed, as of `SweepSettings`.
+
+    Raises:
+      ConfigError: a setting, a value to try, or the directory is wrong; or as `run_trials`.
+    """
+    path = local_directory(directory)
+    journal = path / "sweep.journal"
+    _check_directory(path, journal, is_new=command.exp is not None)
+    if command.exp is None:
+        return _reported(Study(journal), path)
+    settings = _settings(command, num_trials, metric, **chosen)
+    if prints:
+        require(
+            settings.search != "tpe", "--search with --print", settings.search, "grid or random",
+            "TPE chooses a trial by the results of those before it.",
+        )
+    else:
+        check_parallel(parallel)
+    path.mkdir(parents=True, exist_ok=True)
+
+    def job_of(trial: OpenTrial) -> TrialJob:
+        trial_settings = settings.space.settings(dict(trial.values))
+        return TrialJob(path, trial.number, settings, trial_settings)
+
+    with JobLock(path, _say):
+        study = Study(journal, settings)
+        for trial in study.begun():
+            if (job := job_of(trial)).is_complete():
+                record_result(trial, job, status=0)
+        if prints:
+            if _printed(study, job_of):
+                return None
+        else:
+            _announce(settings, path, parallel)
+            if reason := run_trials(study, job_of, parallel, _say):
+                _say(f"stopped by {reason}: the same command goes on with the sweep: {path}")
+                return None
+        return _reported(study, path)
+
+
+def _check_directory(path: Path, journal: Path, *, is_new: bool) -> None:
+    if JobDir(path).config_json.exists():
+        raise ConfigError(
+            f"--job_log_dir={path} is the directory of a job. Name another one for the sweep, "
+            "which keeps a job per trial in it."
+        )
+    if journal.is_file():
+        return
+    visible = [item.name for item in path.iterdir() if item.name[0] != "."] if path.exists() else []
+    if not is_new or visible:
+        raise ConfigError(
+            f"--job_log_dir={path} has no sweep (sweep.journal)"
+            + (f", but {', '.join(sorted(visible)[:3])}" if visible else "")
+            + ". Name a new directory for a sweep, with --exp=NAME."
+        )
+
+
+def _settings(
+    command: CommandLine, num_trials: int | None, metric: str | None, *, search: str, **chosen: Any
+) -> SweepSettings:
+    """Returns the settings of a sweep, every value to try checked in the experiment's config."""
+    packages = registry.allowed_packages(command.packages)
+    experiment = registry.get_experiment(command.exp, command.packages)
+    space = space_of(
+        settings_of_today(command.settings, _say),
+        lambda settings, path: value_after(experiment, settings, path, packages),
+    )
+    if search == "grid":
+        require(
+            num_trials is None, "--trials", num_trials, "left out with --search=grid, which makes "
+            "each combination",
+        )
+        combinations = list(space.combinations())
+        num_trials, to_check = len(combinations), map(space.settings, combinations)
+    else:
+        num_trials, to_check = num_trials or NUM_TRIALS, space.to_check()
+    config = first = None
+    for settings in to_check:
+        config = _checked(command, settings, space)
+        first = first or config
+    run = build(first.run)
+    metric = metric_of(metric, [name for name in first.datasets if name != TRAIN])
+    if "/" in metric:
+        require(
+            not run.evaluation.by_follower, "run.evaluation.by_follower", True,
+            "False in a sweep by an evaluation", "No follower evaluates the trials.",
+        )
+        if chosen["pruner"] != "none" and run.evaluation.every_steps is None:
+            _say(
+                "note: no trial ends early, for the only evaluation is at the last step: set "
+                "run.evaluation.every_steps"
+            )
+    return SweepSettings(
+        experiment=registry.full_name(experiment), packages=sorted(command.packages), space=space,
+        search=search, num_trials=num_trials, metric=metric, num_steps=run.num_train_steps,
+        **chosen,
+    )
+
+
+def _checked(command: CommandLine, settings: list[str], space: Space) -> Any:
+    """Returns the config of a trial; raises ConfigError, with its values, if it is wrong."""
+    try:
+        config = config_of_experiment(command.exp, settings, command.packages).config
+        check_required(config)
+        build(config)
+    except ConfigError as error:
+        values = " ".join(settings[len(space.fixed):])
+        raise ConfigError(f"The trial with {values}: {error}") from error
+    return config
+
+
+def _printed(study: Study, job_of: Callable[[OpenTrial], TrialJob]) -> bool:
+    """Prints the command of each trial that has yet to be made; returns False if all are."""
+    trials = study.begun()
+    while (trial := study.next()) is not None:
+        trials.append(trial)
+    for trial in trials:
+        job = job_of(trial)
+        if job.is_training():
+            print(f"trial {trial.number} is trained now: {job.files.path}", file=sys.stderr)
+        else:
+            print(shlex.join(job.command()))
+    return bool(trials)
+
+
+def _announce(settings: SweepSettings, path: Path, parallel: int) -> None:
+    better = "less" if settings.better == "min" else "more"
+    prunes = "" if settings.pruner == "none" else f"; the worst end early ({settings.pruner})"
+    _say(
+        f"{settings.experiment}, sweep, in {path}: {settings.num_trials} trials "
+        f"({settings.search}), {parallel} at a time, by {settings.metric} ({better} is better)"
+        f"{prunes}"
+    )
+    for item in settings.space.searched:
+        _say(f"  {item}")
+
+
+def _reported(study: Study, path: Path) -> int | None:
+    records = study.records()
+    _say(report(study.settings, records, path))
+    try:
+        picture(study.settings, records, path / "sweep.png")
+        _say(f"drawn: {path / 'sweep.png'}")
+    except ConfigError as error:
+        _say(f"note: {error}")
+    return None if study.best() else 1
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

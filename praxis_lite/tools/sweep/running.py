@@ -1,0 +1,199 @@
+"""The trials of a sweep as processes of this machine: begun, judged, ended, recorded."""
+
+import math
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.run.job.processes import signals
+from praxis_lite.tools.sweep.study import OpenTrial, Study
+from praxis_lite.tools.sweep.trial_job import TrialJob
+
+_POLL_SECONDS, _PROGRESS_SECONDS = 0.2, 15.0
+# How long the trials of a sweep that was killed may take to end.
+_LEFT_SECONDS = 60.0
+_PLATFORM = (
+    "from praxis_lite.core.sharding.mesh import attached_devices; print(attached_devices()[1])"
+)
+
+
+class EndRequest(signals.SignalListener):
+    """Hears a signal while it is entered: trials are to end, and to save; a second ends at once.
+
+    Attributes:
+      reason: the signal's name, or None.
+    """
+
+    reason: str | None = None
+
+    def _asked(self, signum: int) -> None:
+        if self.reason is None:
+            self.reason = signals.name(signum)
+            signals.say(
+                f"{self.reason}: ending the trials, which save their steps; a second signal ends "
+                "at once"
+            )
+
+
+class RunningTrial:
+    """A trial and its process."""
+
+    def __init__(self, trial: OpenTrial, job: TrialJob):
+        self.trial, self.job, self._process = trial, job, job.start()
+        self._judged: set[int] = set()
+        self.worst_at: int | None = None
+
+    def judge(self) -> None:
+        """Gives the trial's new values to the study, and ends the process if it is of the worst.
+
+        Values are judged in their order, also those that came since the process ended: whether a
+        trial is pruned, and where, does not depend on when the files are read.
+        """
+        for step, value in self.job.values():
+            if self.worst_at is not None or not math.isfinite(value):
+                return
+            if step not in self._judged:
+                self._judged.add(step)
+                if self.trial.is_among_the_worst(step, value):
+                    self.worst_at = step
+                    self.end()
+
+    def end(self) -> None:
+        """Asks the process to save and to end."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def has_ended(self) -> bool:
+        """Returns True once the process has ended."""
+        return self._process.poll() is not None
+
+    def wait(self) -> None:
+        """Waits for the end of the process."""
+        self._process.wait()
+
+    def record(self) -> str:
+        """Records how the trial ended; returns it in words."""
+        self.judge()
+        if self.worst_at is not None:
+            self.trial.pruned(self.worst_at)
+            return f"pruned at step {self.worst_at}"
+        return record_result(self.trial, self.job, self._process.returncode)
+
+
+def record_result(trial: OpenTrial, job: TrialJob, status: int) -> str:
+    """Records the result of a job that ended with this exit status; returns it in words."""
+    result = job.result()
+    # A job checks its settings, its data and its memory before its first step.
+    if status == 2 and not job.has_stepped():
+        return trial.failed("refused", job.last_words())
+    if status or job.was_stopped():
+        return trial.failed("failed", f"status {status}: {job.last_words()}")
+    if result is None:
+        return trial.failed("failed", job.lacks_metric())
+    step, value = result
+    if not math.isfinite(value):
+        return trial.failed("failed", f"{job.metric} is {value} at step {step}")
+    trial.completed(step, value)
+    return f"{job.metric} {value:.6g} at step {step}"
+
+
+def run_trials(
+    study: Study, job_of: Callable[[OpenTrial], TrialJob], parallel: int,
+    note: Callable[[str], None],
+) -> str | None:
+    """Runs the trials that are left; returns the signal that ended the sweep before, or None.
+
+    Args:
+      job_of: returns the job of a trial.
+      parallel: how many run at a time.
+
+    Raises:
+      ConfigError: a trial is trained by another process.
+    """
+    waiting, running = study.begun(), list[RunningTrial]()
+    said_at = time.monotonic()
+    with EndRequest() as request:
+        try:
+            while True:
+                while request.reason is None and len(running) < parallel:
+                    trial = waiting.pop(0) if waiting else study.next()
+                    if trial is None:
+                        break
+                    running.append(_begun(trial, job_of(trial), request, note))
+                if not running:
+                    return request.reason
+                for item in running[:]:
+                    if item.has_ended():
+                        running.remove(item)
+                        if request.reason is None or item.worst_at is not None:
+                            note(f"trial {item.trial.number}: {item.record()}")
+                    else:
+                        item.judge()
+                if request.reason is not None:
+                    break
+                if time.monotonic() - said_at > _PROGRESS_SECONDS:
+                    said_at = time.monotonic()
+                    note(_progress(study, running))
+                time.sleep(_POLL_SECONDS)
+        finally:
+            for item in running:
+                item.end()
+            for item in running:
+                item.wait()
+    return request.reason
+
+
+def _begun(
+    trial: OpenTrial, job: TrialJob, request: EndRequest, note: Callable[[str], None]
+) -> RunningTrial:
+    deadline = time.monotonic() + _LEFT_SECONDS
+    if job.is_training():
+        note(f"trial {trial.number}: waiting for the process that trains it to end")
+    while job.is_training() and request.reason is None:
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"{job.files.path}: another process trains this trial. Wait for its end, or end it "
+                "(kill PID saves its step; .training there names it)."
+            )
+        time.sleep(_POLL_SECONDS)
+    values = " ".join(f"{path}={text}" for path, text in trial.values.items())
+    note(f"trial {trial.number} {'goes on' if job.has_stepped() else 'begins'}: {values}")
+    return RunningTrial(trial, job)
+
+
+def _progress(study: Study, running: list[RunningTrial]) -> str:
+    words = []
+    for item in running:
+        values = item.job.values()
+        known = f" {values[-1][1]:.4g} at step {values[-1][0]}" if values else " no value yet"
+        words.append(f"trial {item.trial.number}:{known}")
+    records = study.records()
+    ended = sum(record.status not in ("runs", "waits") for record in records)
+    best = study.best()
+    so_far = f"; the best: {best.value:.6g}, trial {best.number}" if best else ""
+    return f"{ended} of {study.settings.num_trials} trials have ended{so_far}; {', '.join(words)}"
+
+
+def check_parallel(parallel: int) -> None:
+    """Checks that several trials can share this machine: accelerators belong to a process each.
+
+    Another process asks for the devices, for whoever asks may hold them.
+
+    Raises:
+      ConfigError: the number is below 1, or there are accelerators.
+    """
+    require(parallel >= 1, "--parallel", parallel, "a number of trials, 1 or more")
+    if parallel == 1:
+        return
+    asked = subprocess.run(
+        [sys.executable, "-c", _PLATFORM], capture_output=True, text=True, check=False
+    )
+    platform = asked.stdout.strip()
+    require(
+        platform == "cpu", "--parallel", parallel, f"1 on devices of the platform {platform!r}",
+        "A process holds all accelerators of a machine: run the trials one after the other, or "
+        "give the lines of --print to a scheduler.",
+    )

@@ -1,0 +1,132 @@
+"""A trial as a job of its own: its command, its process, its output, and the metric as it comes."""
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import praxis_lite
+from praxis_lite.run.checkpoints.steps.step_dirs import committed_steps
+from praxis_lite.run.job.job_dir import JobDir
+from praxis_lite.run.job.job_lock import is_training
+from praxis_lite.run.trainer.job_history import evaluations, is_complete
+from praxis_lite.run.trainer.metrics.json_lines import lines_if_any
+from praxis_lite.tools.sweep.settings import SweepSettings
+
+# Of training's own loss so many values are judged in a trial.
+_MOST_LOSSES = 50
+# Lets the kernel send SIGTERM to a process once its parent is gone (PR_SET_PDEATHSIG), however that
+# ended, and turns it into the command that follows.
+_WITH_PARENT = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
+)
+
+Values = list[tuple[int, float]]
+
+
+class TrialJob:
+    """The job of a trial, in SWEEP/trials/NNNN; its output is in the file SWEEP/trials/NNNN.txt."""
+
+    def __init__(self, sweep_dir: Path, number: int, sweep: SweepSettings, settings: Sequence[str]):
+        self.files = JobDir(sweep_dir / "trials" / f"{number:04d}")
+        self.output = sweep_dir / "trials" / f"{number:04d}.txt"
+        self._sweep, self._settings = sweep, settings
+        self._sizes: list[int] = []
+        self._values: Values = []
+
+    def command(self) -> list[str]:
+        """Returns the command that trains the job, or goes on with it."""
+        packages = self._sweep.packages
+        return [
+            sys.executable, "-m", "praxis_lite.main", "--mode=train",
+            f"--exp={self._sweep.experiment}", f"--job_log_dir={self.files.path}",
+            *([f"--packages={','.join(packages)}"] if packages else []), "--set", *self._settings,
+        ]
+
+    @property
+    def metric(self) -> str:
+        """The metric that trials are compared by."""
+        return self._sweep.metric
+
+    def start(self) -> subprocess.Popen:
+        """Starts the job. It ends softly with this process, however that ends (on Linux)."""
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        paths = [str(Path(praxis_lite.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        command = self.command()
+        with self.output.open("ab") as output:
+            output.write(f"$ {shlex.join(command)}\n".encode())
+            output.flush()
+            if sys.platform == "linux":
+                command = [sys.executable, "-S", "-c", _WITH_PARENT, *command]
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                # Ctrl-C reaches a whole group: the sweep passes it on, once.
+                env=environment, start_new_session=True,
+            )
+
+    def is_training(self) -> bool:
+        """Returns True if a process trains the job now, whoever started it."""
+        return is_training(self.files.path)
+
+    def is_complete(self) -> bool:
+        """Returns True if the job has made its last step, and nobody trains it."""
+        if self.is_training() or not self.files.config_json.is_file():
+            return False
+        steps = committed_steps(self.files.checkpoints)
+        packages = {*self._sweep.packages, self._sweep.experiment.partition(".")[0]}
+        return bool(steps) and is_complete(self.files, steps[-1], packages)
+
+    def has_stepped(self) -> bool:
+        """Returns True if a step of the job was made."""
+        return bool(lines_if_any(self.files.metrics_jsonl))
+
+    def values(self) -> Values:
+        """Returns the metric by step, in order, as far as it is known; of many losses some.
+
+        The files are read only if they have grown.
+        """
+        paths = self.files.metrics_jsonl, self.files.eval_metrics_jsonl
+        sizes = [path.stat().st_size if path.exists() else 0 for path in paths]
+        if sizes != self._sizes:
+            every = max(1, self._sweep.num_steps // _MOST_LOSSES)
+            self._sizes, self._values = sizes, self._read_values(every)
+        return self._values
+
+    def result(self) -> tuple[int, float] | None:
+        """Returns the last step with a value of the metric, and the value; None without any."""
+        values = self._read_values(every=1)
+        return values[-1] if values else None
+
+    def _read_values(self, every: int) -> Values:
+        dataset, slash, name = self._sweep.metric.rpartition("/")
+        if not slash:
+            lines = lines_if_any(self.files.metrics_jsonl)
+            return [(line["step"], line[name]) for line in lines if line["step"] % every == 0]
+        return sorted(
+            (step, metrics[name]) for step, evaluated, metrics in evaluations(self.files)
+            if evaluated == dataset and name in metrics
+        )
+
+    def lacks_metric(self) -> str:
+        """Returns the error of a job without a value of the metric; names its other metrics."""
+        names = sorted({
+            f"{dataset}/{name}" for _, dataset, metrics in evaluations(self.files)
+            for name in metrics
+        })
+        return f"it has no {self._sweep.metric}; its evaluations have {', '.join(names) or 'none'}"
+
+    def last_words(self) -> str:
+        """Returns the error that the job's last launch ended with, or its last line."""
+        if not self.output.exists():
+            return ""
+        launch = self.output.read_text(encoding="utf-8", errors="replace").rpartition("\n$ ")[2]
+        before, error, paragraph = launch.rpartition("\nerror: ")
+        words = paragraph if error else (launch.strip().splitlines() or [""])[-1]
+        return " ".join(words.split())
+
+    def was_stopped(self) -> bool:
+        """Returns True if the last launch was stopped from outside, and the job is not complete."""
+        return self.last_words().startswith("stopped by ")
