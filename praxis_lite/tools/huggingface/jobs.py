@@ -11,7 +11,7 @@ from praxis_lite.files.json_text import content_of
 from praxis_lite.layers.whole_model.adapters import adapted_layers
 from praxis_lite.run.experiment.experiment import Job
 from praxis_lite.run.job.job_dir import JobDir, local_directory, open_for_reading
-from praxis_lite.run.trained_model import load
+from praxis_lite.run.loading import load
 from praxis_lite.tools.foreign_checkpoints.begin_job import begin_job_with, beginning
 from praxis_lite.tools.huggingface.adapters import merged_weights
 from praxis_lite.tools.huggingface.initial_state import FromHuggingFace
