@@ -1,6 +1,7 @@
 """Profiles that settings, SIGUSR1 and a file ask for, and faults of the profiler."""
 
 import collections
+import gzip
 import json
 import os
 import signal
@@ -166,6 +167,10 @@ def test_a_job_traces_the_steps_of_its_ranges_and_trains_as_without(tmp_path):
     assert steps_in(job.profiles / "1") == [1]
     assert steps_in(job.profiles / "3") == [3, 4]
     assert runs_in(job.profiles / "3") == dict.fromkeys(range(8), 2)
+    with gzip.open(job.profiles / "3/plugins/profile/step_3/process_0.trace.json.gz") as file:
+        events = json.load(file)["traceEvents"]
+    # What Perfetto shows: events of XLA's threads, with a begin and a duration.
+    assert sum(item.get("name", "").startswith("all-reduce") for item in events) > 8
     facts = read_facts(job.profiles / "3")
     assert (facts.first_step, facts.last_step, len(facts.devices)) == (3, 4, 8)
     losses = [line["loss"] for line in read_json_lines(trained()[0].metrics_jsonl)]
@@ -283,3 +288,24 @@ def test_two_processes_profile_the_same_steps(tmp_path):
         assert steps_in(folder, process) == [first, first + 1, first + 2]
     assert ends[0].out.count("profiled steps") == 1
     assert "profiled" not in ends[1].out
+
+
+@pytest.mark.slow
+def test_a_job_that_is_asked_to_end_gives_its_profile_up_and_saves(tmp_path, monkeypatch):
+    monkeypatch.setenv("JOBZOO_KILL_AT", "4")
+    monkeypatch.setenv("JOBZOO_SIGNAL", "SIGTERM")
+    done = launch(TINY, f"--job_log_dir={tmp_path / 'job'}", "--set", "run.profile.steps=2:8")
+    job = JobDir(tmp_path / "job")
+    assert done.code == 0, done.err
+    assert "the profile from step 2 on is given up" in done.out
+    assert "stopped by SIGTERM: step 5 is saved" in done.out
+    assert list(job.profiles.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_request_at_the_last_step_is_answered(tmp_path, monkeypatch):
+    monkeypatch.setenv("JOBZOO_KILL_AT", "6")
+    monkeypatch.setenv("JOBZOO_SIGNAL", "SIGUSR1")
+    done = launch(TINY, f"--job_log_dir={tmp_path / 'job'}")
+    assert done.code == 0, done.err
+    assert done.out.count("no profile is made of what was asked for: no step is left") == 1

@@ -36,6 +36,7 @@ class Loop:
       saved_at: when the newest checkpoint was begun, in seconds of time.monotonic.
       profile_steps: how many steps a profile shall have that was asked for and is not begun; 0: no
         profile was. The same on all processes.
+      has_asked: this process asks the others for a profile, and has no answer yet.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Loop:
         self.proposed_end: str | None = None
         self.results: Results | None = None
         self.saved_at = time.monotonic()
-        self.profile_steps = 0
+        self.profile_steps, self.has_asked = 0, False
         self._requests = ProfileRequests(job.files.profile_request, stop, note)
         self._told = [hook for hook in hooks if overrides(hook, "after_evaluation")]
 
@@ -66,11 +67,14 @@ class Loop:
         self.watchdog.alive()
         seconds = self.job.run.checkpoints.seconds_between
         is_due = seconds is not None and time.monotonic() - self.saved_at >= seconds
+        asked = self._requests.taken()
+        self.has_asked |= bool(asked)
         self.stops |= self.consensus.reached(
-            self.stop.reason is not None, is_due, self._requests.taken(),
+            self.stop.reason is not None, is_due, asked,
             self.proposed_end is not None,
         )
-        self.profile_steps = self.consensus.profile_steps or self.profile_steps
+        if self.consensus.profile_steps:
+            self.profile_steps, self.has_asked = self.consensus.profile_steps, False
         return self.stops
 
     def evaluated(self, step: int, results: Results) -> None:

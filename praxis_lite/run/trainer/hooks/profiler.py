@@ -82,8 +82,9 @@ class Profiler:
 
     def discard(self) -> None:
         """Ends an unfinished trace, if there is any, and removes its files."""
-        folder, self._folder, self.steps = self._folder, None, None
+        folder, self._folder, steps, self.steps = self._folder, None, self.steps, None
         if folder is not None:
+            self.note(f"the profile from step {steps.start} on is given up: training ends before")
             with contextlib.suppress(Exception):
                 _stop()
             shutil.rmtree(_unfinished(folder), ignore_errors=True)

@@ -9,6 +9,8 @@ from praxis_lite.run.trainer.hooks.loop import Loop
 from praxis_lite.run.trainer.hooks.profiler import Profiler
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 
+_TOO_LATE = "no profile is made of what was asked for: no step is left"
+
 
 class ProfileBegins(Hook):
     """Begins a profile when the step before its first is made, saved and evaluated.
@@ -20,7 +22,8 @@ class ProfileBegins(Hook):
     every = None
 
     def __init__(self, job: JobOnMesh, profiler: Profiler):
-        self._job, self._profiler = job, profiler
+        self._run, self._profiler = job.run, profiler
+        self._ranges = job.run.profile.ranges()
 
     def before_training(self, loop: Loop, state: TrainState) -> None:
         self._loop, self._state = loop, state
@@ -41,17 +44,21 @@ class ProfileBegins(Hook):
         if self._profiler.steps:
             self._loop.note("no profile is made of what was asked for: another is being made")
         elif made.is_last:
-            self._loop.note("no profile is made of what was asked for: this was the last step")
+            self._loop.note(_TOO_LATE)
         else:
-            end = min(made.step + asked, self._job.run.num_train_steps) + 1
+            end = min(made.step + asked, self._run.num_train_steps) + 1
             steps = self._named_after(made.step) or range(made.step + 1, end)
             self._profiler.begin(steps, made.state)
+
+    def after_training(self, step: int) -> None:
+        if self._loop.has_asked:
+            self._loop.note(_TOO_LATE)
 
     def _named_after(self, step: int) -> range | None:
         """Returns the steps that follow this step in the settings' range around it, or None."""
         if self._profiler.steps:
             return None
-        for steps in self._job.run.profile.ranges():
+        for steps in self._ranges:
             if step + 1 in steps:
                 return range(step + 1, steps.stop)
         return None
@@ -60,7 +67,8 @@ class ProfileBegins(Hook):
 class ProfileEnds(Hook):
     """Ends a profile when its last step is made, before that is evaluated or saved.
 
-    The first of a job's hooks.
+    The first of a job's hooks. If the job is asked to end it has little time, and that is for its
+    checkpoint: the profile is given up.
     """
 
     every = None
@@ -79,7 +87,8 @@ class ProfileEnds(Hook):
             )
 
     def is_due(self, step: int, is_last: bool) -> bool:
-        return bool(self._profiler.steps) and (is_last or step == self._profiler.steps[-1])
+        is_running = bool(self._profiler.steps) and not self._loop.stops
+        return is_running and (is_last or step == self._profiler.steps[-1])
 
     def after_step(self, made: StepMade) -> None:
         with self._loop.watchdog.during(f"writing the profile that ends with step {made.step}"):
