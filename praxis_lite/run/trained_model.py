@@ -27,8 +27,8 @@ from praxis_lite.run.trainer.decoding.user_prompts import Prompts, prompt_batch
 from praxis_lite.run.trainer.evaluation import Evaluator
 from praxis_lite.run.trainer.forward_pass import check_call, forward_pass
 from praxis_lite.run.trainer.layout_table import mesh_text
-from praxis_lite.run.trainer.metrics.columns import MetricsColumns
-from praxis_lite.run.trainer.metrics.evaluation_columns import evaluation_columns
+from praxis_lite.run.trainer.metrics.json_lines import lines_if_any
+from praxis_lite.run.trainer.metrics.line_columns import columns_by_dataset, columns_of
 from praxis_lite.run.trainer.restored_weights import restored_weights
 
 Record = dict[str, Any]
@@ -84,15 +84,12 @@ class TrainedModel:
         They are float64, but "step" int64; a step that lacks a number has NaN. The file is read
         anew each time. `pandas.DataFrame(model.metrics)` is a table of it.
         """
-        lines = MetricsColumns(self._files.metrics_jsonl)
-        lines.read()
-        columns = lines.columns()
-        return columns | {"step": columns["step"].astype(np.int64)}
+        return columns_of(lines_if_any(self._files.metrics_jsonl))
 
     @property
     def evaluations(self) -> dict[str, dict[str, np.ndarray]]:
         """The numbers of eval_metrics.jsonl by dataset, then by name; as `metrics`."""
-        return evaluation_columns(self._files.eval_metrics_jsonl)
+        return columns_by_dataset(lines_if_any(self._files.eval_metrics_jsonl))
 
     @property
     def mdl_vars(self) -> Any:

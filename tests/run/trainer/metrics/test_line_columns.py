@@ -1,4 +1,4 @@
-"""Evaluations as columns by dataset, against the same file read by hand."""
+"""Lines of numbers as columns, and by dataset, against the same file read by hand."""
 
 import json
 import math
@@ -6,11 +6,11 @@ import sys
 
 import numpy as np
 
-from praxis_lite.run.trainer.metrics.evaluation_columns import evaluation_columns
-from praxis_lite.run.trainer.metrics.json_lines import JsonLinesWriter
+from praxis_lite.run.trainer.metrics.json_lines import JsonLinesWriter, read_json_lines
+from praxis_lite.run.trainer.metrics.line_columns import columns_by_dataset, columns_of
 
 LINES = [
-    {"step": 3, "dataset": "heldout", "loss": 2.5},
+    {"step": 3, "dataset": "heldout", "loss": 4.5830535888671875},
     {"step": 3, "dataset": "code", "loss": 1.5, "accuracy": 0.25},
     {"step": 6, "dataset": "heldout", "loss": math.nan, "accuracy": 1, "note": "slow"},
     {"step": 6, "dataset": "code", "loss": math.inf, "accuracy": 0.5},
@@ -19,16 +19,19 @@ LINES = [
 
 def test_columns_are_those_of_the_file(tmp_path):
     path = tmp_path / "eval_metrics.jsonl"
-    assert evaluation_columns(path) == {}
     with JsonLinesWriter(path, sys.maxsize) as writer:
         for line in LINES:
             writer.write(line)
     by_hand = [json.loads(text) for text in path.read_text().splitlines()]
-    result = evaluation_columns(path)
+    lines = read_json_lines(path)
+    result = columns_by_dataset(lines)
     assert result.keys() == {"heldout", "code"}
     for dataset, columns in result.items():
-        lines = [line for line in by_hand if line["dataset"] == dataset]
+        same = [line for line in by_hand if line["dataset"] == dataset]
         assert columns.keys() == {"step", "loss", "accuracy"}
         assert columns["step"].dtype == np.int64 and columns["step"].tolist() == [3, 6]
-        np.testing.assert_array_equal(columns["loss"], [float(line["loss"]) for line in lines])
+        np.testing.assert_array_equal(columns["loss"], [float(line["loss"]) for line in same])
     np.testing.assert_array_equal(result["heldout"]["accuracy"], [math.nan, 1.0])
+    whole = columns_of(lines)
+    np.testing.assert_array_equal(whole["accuracy"], [math.nan, 0.25, 1.0, 0.5])
+    assert columns_by_dataset([]) == {} and columns_of([])["step"].shape == (0,)
