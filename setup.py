@@ -29,6 +29,9 @@ SOURCES = [
 ]
 # The loss curve, and TensorBoard's summaries, without loading tensorflow.
 PLOTS = ["matplotlib>=3.11.2,<4", "tensorboardX>=2.6.5,<3"]
+# Weights & Biases, and MLflow: its client, and what it needs for a database of its own.
+WANDB = ["wandb>=0.31,<0.32"]
+MLFLOW = ["mlflow-skinny>=3.17,<4", "sqlalchemy>=2,<3", "alembic>=1.20,<2"]
 # int8 and fp8 products: the arithmetic of praxis_lite.layers.whole_model.quantization.
 QUANTIZATION = ["qwix>=0.1.8,<0.2"]
 # Real images without a network: the handwritten digits that vision.Digits* and others learn.
@@ -99,6 +102,8 @@ setup(
         "digits": DIGITS,
         "lm_eval": LM_EVAL,
         "sweep": SWEEP,
+        "wandb": WANDB,
+        "mlflow": MLFLOW,
         # --mode=plan for TPUs: their compiler, on a machine without any. Each jax names its own
         # libtpu (0.10.2: 0.0.42, 0.11.2: 0.0.48, 0.12.0: 0.0.50); with another one a profile ends
         # by SIGSEGV. There are wheels for this platform alone.
@@ -108,7 +113,9 @@ setup(
         "gpu": ["jax[cuda12]"],
         "test": [
             # All features but the TPU's compiler and lm_eval, whose tests are skipped without them.
-            *HF, *SOURCES, *PLOTS, *QUANTIZATION, *DIGITS, *SWEEP,
+            *HF, *SOURCES, *PLOTS, *QUANTIZATION, *DIGITS, *SWEEP, *WANDB, *MLFLOW,
+            # Reads Prometheus' text format.
+            "prometheus-client>=0.26,<1",
             # The suite, on two cores.
             "pytest>=9.2,<10",
             "pytest-xdist>=3.8,<4",

@@ -25,6 +25,12 @@ from praxis_lite.run.experiment.run_settings import LossSpikeSettings as LossSpi
 from praxis_lite.run.experiment.run_settings import ProfileSettings as ProfileSettings
 from praxis_lite.run.experiment.run_settings import StopSettings as StopSettings
 from praxis_lite.run.loading import load as load
+from praxis_lite.run.trackers.mlflow import MLflow as MLflow
+from praxis_lite.run.trackers.prometheus import PrometheusTextfile as PrometheusTextfile
+from praxis_lite.run.trackers.tensorboard import TensorBoard as TensorBoard
+from praxis_lite.run.trackers.tracker import TrackedRun as TrackedRun
+from praxis_lite.run.trackers.tracker import Tracker as Tracker
+from praxis_lite.run.trackers.weights_and_biases import WeightsAndBiases as WeightsAndBiases
 from praxis_lite.run.trained_model import TrainedModel as TrainedModel
 from praxis_lite.run.trainer.hooks.hook import Hook as Hook
 from praxis_lite.run.trainer.hooks.hook import StepMade as StepMade

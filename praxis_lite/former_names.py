@@ -56,7 +56,7 @@ NAMES = {
     ("praxis_lite.models", "NnxModel"): "praxis_lite.core",
     ("praxis_lite.trainer.metrics", "JsonLinesWriter"): f"{_METRICS}.json_lines",
     ("praxis_lite.trainer.metrics", "ProgressLine"): f"{_METRICS}.progress",
-    ("praxis_lite.trainer.metrics", "TensorBoardWriter"): f"{_METRICS}.tensorboard",
+    ("praxis_lite.trainer.metrics", "TensorBoardWriter"): "praxis_lite.run.trackers.event_files",
     ("praxis_lite.trainer.metrics", "WeightedMean"): f"{_METRICS}.weighted",
     ("praxis_lite.trainer.metrics", "WeightedScalars"): f"{_METRICS}.weighted",
     ("praxis_lite.trainer.metrics", "plot_loss_curve"): f"{_METRICS}.loss_curve",

@@ -40,7 +40,7 @@ ORDERS = {
     "praxis_lite/run": (
         {"config", "text_table"},
         {"job"},
-        {"checkpoints", "generation", "goodput"},
+        {"checkpoints", "generation", "goodput", "trackers"},
         {"experiment"},
         {"trainer"},
         {"command", "given_batches", "shown_model"},

@@ -22,6 +22,8 @@ PACKAGES: dict[str, tuple[str, str | None]] = {
     "tensorflow_datasets": ("tensorflow-datasets", "sources"),
     "matplotlib": ("matplotlib", "plots"),
     "tensorboardX": ("tensorboardX", "plots"),
+    "wandb": ("wandb", "wandb"),
+    "mlflow": ("mlflow-skinny", "mlflow"),
     "libtpu": ("'jax[tpu]'", "plan"),
     "qwix": ("qwix", "quantization"),
     "sklearn": ("scikit-learn", "digits"),

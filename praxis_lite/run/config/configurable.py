@@ -2,7 +2,8 @@
 
 A job's directory may come from anyone, and `module:name` in its config.json becomes an import and
 then a call: so only what is meant to be configured stands here, and none of it writes, connects,
-starts anything or changes what is global.
+starts anything or changes what is global. (A tracker connects when a job trains: the config of that
+comes from an experiment's code, and not from a file.)
 """
 
 import enum
@@ -27,7 +28,8 @@ _PURE_FUNCTIONS = {"constrain", "pax_outputs"}
 _NOT_FOR_CONFIGS = {
     "BadExample", "Checkpoints", "ConfigError", "FileSource", "Hook",
     "InputsSplitMapping", "JobMesh", "LOAD_ALL", "Leaf", "LossOutputs", "Outcome", "Source",
-    "SplitDims", "StepMade", "StepMetrics", "TrainedModel", "WeightedScalars",
+    "SplitDims", "StepMade", "StepMetrics", "TrackedRun", "Tracker", "TrainedModel",
+    "WeightedScalars",
 }
 
 

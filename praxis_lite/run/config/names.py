@@ -23,6 +23,7 @@ from praxis_lite.run.config.configurable import (
 
 # Where a bare name behind --set is looked up.
 SHORT = (
+    "praxis_lite",
     "praxis_lite.layers",
     "praxis_lite.optimizers",
     "praxis_lite.schedules",

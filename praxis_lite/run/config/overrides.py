@@ -1,5 +1,6 @@
 """`--set path=value`: a field of any config, checked before anything is built."""
 
+import dataclasses
 import functools
 import re
 from collections.abc import Collection, Sequence
@@ -22,6 +23,7 @@ from praxis_lite.run.config.paths import (
     Unknown,
     children,
     holds_only_literals,
+    item_type,
     join,
     settings_of,
     takes_any_name,
@@ -145,6 +147,8 @@ def _child(node: Any, annotation: Any, token: str) -> tuple[Any, Any, Any] | Non
     if isinstance(node, list | tuple) and re.fullmatch(r"-\d+", token) and below:
         index = len(below) + int(token)
         return below[index] if index >= 0 else None
+    if isinstance(node, dict) and takes(hint := item_type(annotation, token)) == "instance":
+        return token, UNSET, hint
     settings = settings_of(node)
     if settings is not None and token.isidentifier() and not token.startswith("__"):
         takes_any, hint = takes_any_name(settings)
@@ -163,12 +167,19 @@ def _assign(config: fdl.Buildable, key: str | int, value: Any) -> None:
 def _replaced(container: Any, key: str | int, value: Any) -> Any:
     # A new container, for the old one may be a default, or a constant of the user's module.
     if isinstance(container, dict):
-        return {**container, key: value}
+        # What stands beside it becomes part of the config too, which holds no instances.
+        beside = {name: _as_config(item) for name, item in container.items()}
+        return {**beside, key: value}
     if (settings := settings_of(container)) is not None:
         _assign(settings, key, value)
         return settings
     items = [*container[:key], value, *container[key + 1 :]]
     return container._make(items) if hasattr(container, "_make") else type(container)(items)
+
+
+def _as_config(item: Any) -> Any:
+    is_instance = dataclasses.is_dataclass(item) and not isinstance(item, type)
+    return (settings_of(item) or item) if is_instance else item
 
 
 def _checked_value(

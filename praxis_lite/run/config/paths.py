@@ -65,11 +65,27 @@ def children(node: Any, annotation: Any) -> list[tuple[str | int, Any, Any]]:
             for key, value in arguments.items()
         ]
     if isinstance(node, dict):
-        return [(key, value, _item_type(annotation, key)) for key, value in node.items()]
+        return [(key, value, item_type(annotation, key)) for key, value in node.items()]
     if isinstance(node, list | tuple):
-        return [(index, item, _item_type(annotation, index)) for index, item in enumerate(node)]
+        return [(index, item, item_type(annotation, index)) for index, item in enumerate(node)]
     settings = settings_of(node)
     return [] if settings is None else children(settings, annotation)
+
+
+def item_type(annotation: Any, key: Any) -> Any:
+    """Returns the annotation of an item, given the container's."""
+    for part in union_parts(annotation):
+        origin, args = typing.get_origin(part), typing.get_args(part)
+        if isinstance(key, int) and origin is tuple and args:
+            if args[-1] is Ellipsis:
+                return args[0]
+            return args[key] if key < len(args) else UNKNOWN
+        is_mapping = isinstance(origin, type) and issubclass(origin, collections.abc.Mapping)
+        if is_mapping and len(args) == 2:
+            return args[1]
+        if isinstance(key, int) and len(args) == 1 and not is_mapping:
+            return args[0]
+    return UNKNOWN
 
 
 def settings_of(value: Any) -> fdl.Buildable | None:
@@ -152,8 +168,14 @@ def _value_or_default(config: fdl.Buildable, key: str | int, value: Any) -> Any:
         factories = {field.name: field.default_factory for field in dataclasses.fields(function)}
         factory = factories.get(key, dataclasses.MISSING)
         if factory is not dataclasses.MISSING:
-            return factory() if factory in (dict, list, tuple, set) else MADE_BY_CLASS
+            # Ours make settings and no more; a user's may do anything.
+            is_known = factory in (dict, list, tuple, set) or _is_ours(factory)
+            return factory() if is_known else MADE_BY_CLASS
     return UNSET if value is fdl.NO_VALUE else value
+
+
+def _is_ours(function: Any) -> bool:
+    return getattr(function, "__module__", "").startswith("praxis_lite.run.")
 
 
 def _parameter_types(config: fdl.Buildable) -> dict[Any, Any]:
@@ -209,19 +231,3 @@ def _evaluate(hint: Any, owner: Any) -> Any:
         return typing.get_type_hints(item, namespace, include_extras=True)["hint"]
     except (NameError, AttributeError, TypeError, SyntaxError):
         return UNKNOWN
-
-
-def _item_type(annotation: Any, key: Any) -> Any:
-    """Returns the annotation of an item, given the container's."""
-    for part in union_parts(annotation):
-        origin, args = typing.get_origin(part), typing.get_args(part)
-        if isinstance(key, int) and origin is tuple and args:
-            if args[-1] is Ellipsis:
-                return args[0]
-            return args[key] if key < len(args) else UNKNOWN
-        is_mapping = isinstance(origin, type) and issubclass(origin, collections.abc.Mapping)
-        if is_mapping and len(args) == 2:
-            return args[1]
-        if isinstance(key, int) and len(args) == 1 and not is_mapping:
-            return args[0]
-    return UNKNOWN

@@ -16,6 +16,8 @@ from praxis_lite.run.experiment.run_settings import (
     ProfileSettings,
     StopSettings,
 )
+from praxis_lite.run.trackers.settings import check_trackers, default_trackers
+from praxis_lite.run.trackers.tracker import Tracker
 
 
 @takes_former_settings
@@ -31,6 +33,8 @@ class RunConfig:
         stopping: what ends training before its last step.
         loss_spikes: what is a loss spike, and what follows it.
         profile: which steps are profiled, and by which processes.
+        trackers: by name, services and files that show the run besides the job's own. None: no
+            tracker, so that `--set run.trackers.tensorboard=None` takes away that of every job.
         log_every_steps: steps between printed lines if the output is not a terminal. None: about 20
             lines in a run. `metrics.jsonl` has every step in any case.
         accept_changed_data: names in the fingerprint of the training data, such as "seed" or
@@ -56,6 +60,7 @@ class RunConfig:
     stopping: StopSettings = StopSettings()
     loss_spikes: LossSpikeSettings = LossSpikeSettings()
     profile: ProfileSettings = ProfileSettings()
+    trackers: Mapping[str, Tracker | None] = dataclasses.field(default_factory=default_trackers)
     log_every_steps: int | None = None
     accept_changed_data: Sequence[str] = ()
     decode_use_ema_states: bool = False
@@ -76,6 +81,7 @@ class RunConfig:
                 isinstance(part, kind), f"run.{name}", part,
                 f"{kind.__name__}: fdl.Config({kind.__name__}, ...)", CHANGE,
             )
+        check_trackers(self.trackers)
         require(
             self.checkpoints.max_to_keep >= 2, "run.checkpoints.max_to_keep",
             self.checkpoints.max_to_keep, "a whole number, 2 or more", CHANGE,

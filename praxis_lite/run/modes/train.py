@@ -1,9 +1,11 @@
 """`main.py --mode=train`: trains an experiment, from nothing or from where its job stopped."""
 
+import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from praxis_lite.core.errors import require
 from praxis_lite.run.goodput.kinds import IMPORT, INIT
 from praxis_lite.run.goodput.phase_clock import PhaseClock
 from praxis_lite.run.job.processes.stopping import StopRequest
@@ -13,6 +15,7 @@ from praxis_lite.run.modes.mode import CommandLine, Mode
 if TYPE_CHECKING:
     from praxis_lite.run.checkpoints.init.initial_state import Source
     from praxis_lite.run.experiment.launched_config import LaunchedConfig
+    from praxis_lite.run.trackers.tracker import Tracker
     from praxis_lite.run.trainer.hooks.hook import Hook
     from praxis_lite.run.trainer.hooks.standard import MoreHooks
     from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
@@ -33,20 +36,45 @@ class Train(Mode):
     def __init__(self, sources: "Mapping[str, Source]", more_hooks: "MoreHooks"):
         self._sources, self._more_hooks = sources, more_hooks
 
-    def run(self, command: CommandLine) -> None:
+    def add_options(self, options: argparse._ArgumentGroup) -> None:
+        options.add_argument(
+            "--metrics_port", metavar="N", type=_port,
+            help="show the newest metrics to Prometheus at http://localhost:N/metrics; 0: at a "
+            "free port, which a line names",
+        )
+        options.add_argument(
+            "--metrics_host", metavar="ADDRESS",
+            help="of --metrics_port: the address to listen on, 0.0.0.0 for all; default: this "
+            "machine alone can fetch them",
+        )
+
+    def run(
+        self, command: CommandLine, *, metrics_port: int | None = None,
+        metrics_host: str | None = None,
+    ) -> None:
         """Trains; raises ConfigError as `launch.train` does."""
-        trained(command, self._sources, self._more_hooks)
+        require(
+            metrics_host is None or metrics_port is not None, "--metrics_port", metrics_port,
+            "a port, beside --metrics_host", "Add --metrics_port=N.",
+        )
+        trackers = {}
+        if metrics_port is not None:
+            from praxis_lite.run.trackers.metrics_endpoint import LOOPBACK, MetricsEndpoint
+
+            trackers["--metrics_port"] = MetricsEndpoint(metrics_port, metrics_host or LOOPBACK)
+        trained(command, self._sources, self._more_hooks, trackers=trackers)
 
 
 def trained(
     command: CommandLine, sources: "Mapping[str, Source]", more_hooks: "MoreHooks", *,
-    hooks: "Sequence[Hook]" = (), stop_request: type[StopRequest] = StopRequest,
+    hooks: "Sequence[Hook]" = (), trackers: "Mapping[str, Tracker] | None" = None,
+    stop_request: type[StopRequest] = StopRequest,
 ) -> "tuple[JobOnMesh, LaunchedConfig, Trained]":
     """Trains the experiment of a command line; returns its job, its config, and how it ended.
 
     Args:
       sources, more_hooks, stop_request: as for `launch.train`.
-      hooks: besides those of the experiment, after them.
+      hooks, trackers: besides those of the experiment, after them.
 
     Raises:
       ConfigError: as `launch.train`.
@@ -59,10 +87,18 @@ def trained(
             # Imported after the checks, so that an error need not wait for Orbax.
             from praxis_lite.run.trainer import launch
 
-        if hooks:
-            with_hooks = dataclasses.replace(job.job, hooks=(*job.hooks, *hooks))
-            job = dataclasses.replace(job, job=with_hooks)
+        if hooks or trackers:
+            all_trackers = {**job.run.trackers, **(trackers or {})}
+            run = dataclasses.replace(job.run, trackers=all_trackers)
+            more = dataclasses.replace(job.job, run=run, hooks=(*job.hooks, *hooks))
+            job = dataclasses.replace(job, job=more)
         ended = launch.train(
             job, launched, sources, more_hooks, clock=clock, stop_request=stop_request
         )
     return job, launched, ended
+
+
+def _port(text: str) -> int:
+    if not (text.isdecimal() and int(text) < 2**16):
+        raise argparse.ArgumentTypeError(f"{text} is no port; wanted is a number from 0 to 65535")
+    return int(text)

@@ -40,6 +40,7 @@ from praxis_lite.run.trainer.checks.step_of_data import step_for
 from praxis_lite.run.trainer.evaluation import Evaluator, evaluation_line
 from praxis_lite.run.trainer.hooks.hook import check_hooks
 from praxis_lite.run.trainer.hooks.standard import MoreHooks, hooks_of
+from praxis_lite.run.trainer.hooks.tracking import Trackers
 from praxis_lite.run.trainer.job_history import (
     check_last_step,
     draw_loss_curve,
@@ -83,6 +84,8 @@ def train(
     """
     run, files, clock = job.run, job.files, clock or PhaseClock(kind=INIT)
     check_hooks(job.hooks, job)
+    for tracker in filter(None, run.trackers.values()):
+        tracker.check()
     check_names(job.partitioner.layout)
     sources = {"init_from_checkpoint_rules": FromCheckpoints, **(sources or {})}
     if not step_dirs.committed_steps(files.checkpoints):
@@ -139,6 +142,7 @@ def train(
         check_first_batches(job.datasets)
         for line in notes_on_resume(job.datasets):
             print(line)
+        trackers = held.enter_context(Trackers(job, launched, start.step, _say))
         stop.training_begins(saved.latest_step())
         print(when_checkpoints_come(run, start.step))
         print("compiling the first step", flush=True)
@@ -154,7 +158,7 @@ def train(
                 progress = ProgressLine(
                     run.num_train_steps, sys.stdout, run.log_every_steps, start.step
                 )
-                hooks = hooks_of(job, progress, more_hooks)
+                hooks = hooks_of(job, progress, more_hooks, trackers)
                 trained = trainer.train(job, start, saved, stop, hooks, progress.note, timeline)
                 break
             except LossSpike as found:
@@ -170,6 +174,7 @@ def train(
             )
         timeline.ended_by = trained.stopped_by or "the end"
         draw_loss_curve(files, trained.step, progress.note)
+        trackers.ends(trained.step, stopped=trained.stopped_by is not None)
     if processes.is_first() and (goodput := goodput_of(files)):
         print(goodput.line())
     if trained.stopped_by:

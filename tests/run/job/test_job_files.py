@@ -58,7 +58,7 @@ def test_the_directory_holds_what_the_readme_says(ran):
     # What JobLock locks; a desktop does not show it.
     assert sorted(os.listdir(job.path)) == [
         ".training", "checkpoints", "config.json", "config.txt", "eval_metrics.jsonl", "layout.txt",
-        "loss_curve.png", "metrics.jsonl", "tensorboard", "timeline.jsonl",
+        "loss_curve.png", "metrics.jsonl", "tensorboard", "timeline.jsonl", "trackers",
     ]
     # The newest three.
     assert sorted(os.listdir(job.checkpoints)) == ["100", "150", "200"]

@@ -112,7 +112,8 @@ def test_options_reach_their_mode_and_no_other():
         "step": None, "follow": False, "follow_seconds": 600, "prompt": ["x", "y", "z"],
         "prompts": None, "chat": False,
     }
-    assert parsed([], MODES) == (CommandLine(packages=[], settings=[]), MODES["train"], {})
+    none = {"metrics_port": None, "metrics_host": None}
+    assert parsed([], MODES) == (CommandLine(packages=[], settings=[]), MODES["train"], none)
     assert parsed(["--mode=check"], MODES)[2]["steps"] == 20
     assert parsed(["--mode=plan", "--steps=eval,train"], MODES)[2]["steps"] == ["eval", "train"]
 

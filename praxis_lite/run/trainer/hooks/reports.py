@@ -1,11 +1,11 @@
-"""Reports of a run to people: a line of progress, files of metrics, curves for TensorBoard."""
+"""Reports of a run to people: a line of progress, files of metrics."""
 
 import contextlib
 from collections.abc import Mapping
 
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.run.goodput.kinds import INPUT_WAIT, STEP
-from praxis_lite.run.trainer.evaluation import evaluation_line, watched_values
+from praxis_lite.run.trainer.evaluation import evaluation_line
 from praxis_lite.run.trainer.hooks.hook import Hook, StepMetrics
 from praxis_lite.run.trainer.hooks.loop import Loop
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
@@ -13,11 +13,10 @@ from praxis_lite.run.trainer.metrics.json_lines import JsonLinesWriter
 from praxis_lite.run.trainer.metrics.progress import ProgressLine
 from praxis_lite.run.trainer.metrics.rates import Pause, Rates
 from praxis_lite.run.trainer.metrics.step_times import EVALUATION_TIME, SAVE_TIME
-from praxis_lite.run.trainer.metrics.tensorboard import TensorBoardWriter
 
 
 class MetricsFiles(Hook):
-    """Writes metrics.jsonl, eval_metrics.jsonl and TensorBoard's files.
+    """Writes metrics.jsonl and eval_metrics.jsonl.
 
     Lines of steps after the first are moved away, for these steps are made again.
     """
@@ -26,12 +25,9 @@ class MetricsFiles(Hook):
 
     def __init__(self, job: JobOnMesh):
         self._job, self._held = job, contextlib.ExitStack()
-        run = job.run
-        self._board_every = run.log_every_steps or max(1, run.num_train_steps // 200)
 
     def before_training(self, loop: Loop, state: TrainState) -> None:
         files, first_step, hold = self._job.files, loop.first_step, self._held.enter_context
-        self._board = hold(TensorBoardWriter(files.tensorboard, first_step, loop.note))
         self._eval_writer = hold(JsonLinesWriter(files.eval_metrics_jsonl, first_step, loop.note))
         self._writer = hold(JsonLinesWriter(files.metrics_jsonl, first_step, loop.note))
         if not loop.is_first:
@@ -47,15 +43,11 @@ class MetricsFiles(Hook):
                       "steps; the others are lost, and the loss curve lacks them")
 
     def after_metrics(self, metrics: StepMetrics) -> None:
-        step, line = metrics.step, metrics.line
-        self._writer.write(line)
-        if step % self._board_every == 0 or step == self._job.run.num_train_steps:
-            self._board.scalars(step, {n: v for n, v in line.items() if n != "step"})
+        self._writer.write(metrics.line)
 
     def after_evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
         for name, values in results.items():
             self._eval_writer.write({"step": step, "dataset": name, **values})
-        self._board.scalars(step, watched_values(results))
 
     def __exit__(self, *exc_info: object) -> None:
         self._held.__exit__(*exc_info)

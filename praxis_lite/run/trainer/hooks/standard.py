@@ -11,6 +11,7 @@ from praxis_lite.run.trainer.hooks.profiles import ProfileBegins, ProfileEnds
 from praxis_lite.run.trainer.hooks.reports import MetricsFiles, Progress
 from praxis_lite.run.trainer.hooks.saves import Saves
 from praxis_lite.run.trainer.hooks.skipped_steps import SkippedSteps
+from praxis_lite.run.trainer.hooks.tracking import Trackers, Tracking
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.run.trainer.metrics.progress import ProgressLine
 
@@ -18,7 +19,9 @@ from praxis_lite.run.trainer.metrics.progress import ProgressLine
 MoreHooks = Callable[[JobOnMesh], Sequence[Hook]]
 
 
-def hooks_of(job: JobOnMesh, progress: ProgressLine, more: MoreHooks) -> list[Hook]:
+def hooks_of(
+    job: JobOnMesh, progress: ProgressLine, more: MoreHooks, trackers: Trackers
+) -> list[Hook]:
     """Returns the hooks of a job: those of every job, of tools, and of its experiment."""
     profiler = Profiler(job)
     return [
@@ -26,8 +29,9 @@ def hooks_of(job: JobOnMesh, progress: ProgressLine, more: MoreHooks) -> list[Ho
         ProfileEnds(job, profiler),
         *more(job),
         # Files come first: what is said or raised after them is on disk.
-        MetricsFiles(job), Progress(job, progress), LossSpikes(job), SkippedSteps(job),
-        EarlyStops(job), Evaluations(job), FollowedEvaluations(job),
+        MetricsFiles(job), Tracking(trackers), Progress(job, progress),
+        LossSpikes(job), SkippedSteps(job), EarlyStops(job),
+        Evaluations(job), FollowedEvaluations(job),
         *job.hooks,
         Saves(job),
         ProfileBegins(job, profiler),

@@ -1,0 +1,90 @@
+"""A tracker of a run: a service, or files of another program, that shows its numbers."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal
+
+# How a launch ended: at its last step, by a signal or a limit, or by an exception.
+Ending = Literal["finished", "stopped", "failed"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrackedRun:
+    """A run as its trackers see it.
+
+    Attributes:
+      id: 32 hex digits that are the same for all launches of a job; a file in its directory.
+      name: of the job's directory.
+      experiment: the full name of the experiment's class.
+      job_log_dir: the job's directory.
+      config: of the whole job, by path, as `config.txt` has it; numbers and true or false as such.
+      facts: about this launch, by name: mesh, devices, host, versions, number of parameters.
+      first_step: the number of steps that were made before.
+      evaluated: the names of the datasets that the job evaluates on.
+      note: prints a line for the user; from any thread.
+    """
+
+    id: str
+    name: str
+    experiment: str
+    job_log_dir: Path
+    config: Mapping[str, str | int | float | bool]
+    facts: Mapping[str, str]
+    first_step: int
+    evaluated: tuple[str, ...] = ()
+    note: Callable[[str], None] = print
+
+
+class Tracker:
+    """A service, or files of another program, that shows the numbers of a run. Subclass it.
+
+    A job has its trackers by name in `RunConfig.trackers`. Each works on a copy, in a thread of its
+    own, which reads what it gives from the job's metrics.jsonl and eval_metrics.jsonl: so a tracker
+    that fails or hangs neither ends nor slows the run. Some time after an exception `start` is
+    called again, and it goes on with the step where it stopped; the next launch gives it what it
+    still lacks.
+
+    All calls come from that thread, in the first of several processes. The constructor only stores
+    settings; `start` imports and connects. Raise ConfigError in `start` where trying again is of no
+    use: the tracker then gets no more calls.
+
+    Attributes:
+      every: steps between the steps whose numbers it gets. None: run.log_every_steps, or about 200
+        steps in a run. The last step and all evaluations come in any case.
+      newest_alone: True: it gets the newest numbers once a second, and none of those before, as
+        where only the present counts.
+    """
+
+    every: int | None = None
+    newest_alone: bool = False
+
+    def check(self) -> None:
+        """Raises ConfigError if a setting or a package is missing, before anything compiles."""
+
+    def start(self, run: TrackedRun) -> None:
+        """Begins a launch of a run, or goes on with that of an earlier launch: see `run.id`."""
+
+    def go_on_from(self, step: int) -> None:
+        """Hides what is recorded of later steps, which are made and recorded again.
+
+        Called after `start`, and when a run goes back before a loss spike. A tracker without a
+        `go_on_from` of its own gets the numbers of each step once, as they were first made.
+        """
+
+    def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Records the numbers of a step, "loss", or of an evaluation: "heldout/loss"."""
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Records a text."""
+
+    def image(self, step: int, name: str, png: bytes) -> None:
+        """Records a picture, such as the loss curve at the end of a launch."""
+
+    def end(self, ending: Ending) -> None:
+        """Ends a launch; the same run may go on with another one."""
+
+
+def replaces(tracker: Tracker) -> bool:
+    """Returns True if a tracker hides later steps, so that it takes them again."""
+    return type(tracker).go_on_from is not Tracker.go_on_from

@@ -1,0 +1,155 @@
+"""A job's trackers: their threads, and the hook that tells them what was made."""
+
+import contextlib
+import math
+import platform
+import socket
+import time
+from collections.abc import Callable, Mapping
+
+import jax
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.files.json_text import content_of
+from praxis_lite.run.config.text import config_values
+from praxis_lite.run.experiment.launched_config import LaunchedConfig
+from praxis_lite.run.job import processes
+from praxis_lite.run.trackers.run_id import run_id
+from praxis_lite.run.trackers.tracker import Ending, TrackedRun, Tracker
+from praxis_lite.run.trainer.hooks.hook import Hook, StepMetrics
+from praxis_lite.run.trainer.hooks.loop import Loop
+from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
+from praxis_lite.run.trainer.metrics.tracker_thread import TrackerThread
+
+# The end of a launch waits no longer for its trackers.
+END_SECONDS = 30
+
+
+class Trackers(contextlib.AbstractContextManager):
+    """The trackers of a job, each in a thread of its own, in the first process alone.
+
+    Leaving the context ends them, and waits for at most END_SECONDS.
+    """
+
+    def __init__(
+        self, job: JobOnMesh, launched: LaunchedConfig, first_step: int,
+        note: Callable[[str], None],
+    ):
+        self._ending: Ending = "finished"
+        self._note, self._files, self._threads = note, job.files, list[TrackerThread]()
+        self._by_follower = job.run.evaluation.by_follower
+        trackers = {name: item for name, item in job.run.trackers.items() if item is not None}
+        if not trackers or not processes.is_first():
+            return
+        try:
+            run = tracked_run(job, launched, first_step, note)
+        except ConfigError as error:
+            note(f"note: the run has no trackers: {error}")
+            return
+        for name, tracker in trackers.items():
+            self._threads.append(
+                TrackerThread(name, tracker, run, job.files, _due_steps(job, tracker))
+            )
+
+    def __enter__(self) -> "Trackers":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def go_on_from(self, step: int) -> None:
+        """Says that training begins after this step: at a start, and after a roll-back."""
+        for thread in self._threads:
+            thread.go_on_from(step)
+
+    def made(self, step: int) -> None:
+        """Says that the line of a step is in metrics.jsonl."""
+        for thread in self._threads:
+            if thread.is_due(step):
+                thread.made(step)
+                if self._by_follower:  # Its evaluations are in the file once they are made.
+                    thread.evaluated(step)
+
+    def evaluated(self, step: int) -> None:
+        """Says that the lines of an evaluation are in eval_metrics.jsonl."""
+        for thread in self._threads:
+            thread.evaluated(step)
+
+    def ends(self, step: int, *, stopped: bool) -> None:
+        """Says that the launch trained to a step, and gives the trackers its loss curve."""
+        self._ending = "stopped" if stopped else "finished"
+        with contextlib.suppress(OSError):  # There is none, as a note said.
+            png = content_of(self._files.loss_curve_png)
+            for thread in self._threads:
+                thread.image(step, "loss_curve", png)
+
+    def say(self, note: Callable[[str], None]) -> None:
+        """Passes on what the trackers have to say."""
+        for thread in self._threads:
+            while thread.notes:
+                note(thread.notes.popleft())
+
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        ends_at = time.monotonic() + END_SECONDS
+        for thread in self._threads:
+            thread.end(self._ending if kind is None else "failed")
+        for thread in self._threads:
+            thread.join(max(0.0, ends_at - time.monotonic()))
+        self.say(self._note)
+        for thread in self._threads:
+            if thread.is_alive():
+                self._note(
+                    f"note: the {thread.name} was not done after {END_SECONDS} s, and is left; the "
+                    "next launch of the job gives it what it lacks"
+                )
+
+
+class Tracking(Hook):
+    """Tells the trackers what was made; comes after the hook that writes the files of metrics."""
+
+    every, waits = None, False
+
+    def __init__(self, trackers: Trackers):
+        self._trackers = trackers
+
+    def before_training(self, loop: Loop, state: TrainState) -> None:
+        self._note = loop.note
+        self._trackers.go_on_from(loop.first_step)
+
+    def after_metrics(self, metrics: StepMetrics) -> None:
+        self._trackers.made(metrics.step)
+        self._trackers.say(self._note)
+
+    def after_evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
+        self._trackers.evaluated(step)
+
+
+def tracked_run(
+    job: JobOnMesh, launched: LaunchedConfig, first_step: int, note: Callable[[str], None]
+) -> TrackedRun:
+    """Returns a run as its trackers see it; raises ConfigError if its id cannot be written."""
+
+    mesh, leaves = job.partitioner.mesh, job.partitioner.layout.leaves()
+    sizes = (math.prod(leaf.shape) for leaf in leaves if leaf.path.startswith("mdl_vars/"))
+    facts = {
+        "job_log_dir": str(job.files.path),
+        "host": socket.gethostname(),
+        "processes": str(processes.count()),
+        "mesh": ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items()),
+        "devices": f"{mesh.size} {mesh.devices.flat[0].device_kind}",
+        "parameters": f"{sum(sizes):,}",
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+    }
+    return TrackedRun(
+        id=run_id(job.files.trackers, note), name=job.files.path.name,
+        experiment=launched.experiment, job_log_dir=job.files.path,
+        config=config_values(launched.config), facts=facts, first_step=first_step,
+        evaluated=tuple(job.eval_sets), note=note,
+    )
+
+
+def _due_steps(job: JobOnMesh, tracker: Tracker) -> Callable[[int], bool]:
+    last = job.run.num_train_steps
+    every = tracker.every or job.run.log_every_steps or max(1, last // 200)
+    return lambda step: step % every == 0 or step == last

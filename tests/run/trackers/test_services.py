@@ -1,0 +1,106 @@
+"""One run in W&B, MLflow and TensorBoard, though its job was killed: read by each library."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from unittest import mock
+
+import pytest
+
+from praxis_lite.run.job.job_dir import JobDir
+from praxis_lite.run.trackers.run_id import run_id
+from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
+from tests.support.job_runs import start_process
+
+pytestmark = pytest.mark.slow
+
+LONG = "x" * 7000  # MLflow's params have at most 6000 characters.
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory):
+    """The job, what each library has of it, the number of steps, and what the launches printed."""
+    folder = tmp_path_factory.mktemp("tracked")
+    job, uri = JobDir(folder / "job"), f"sqlite:///{folder}/mlflow.db"
+
+    def launch(num_steps):
+        environment = {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false"}
+        with mock.patch.dict(os.environ, environment):
+            return start_process(
+                "--exp=jobzoo.experiments.Tiny", "--job_log_dir=job", "--set",
+                f"run.num_train_steps={num_steps}", "run.log_every_steps=1",
+                "run.checkpoints.every_steps=5", "run.evaluation.every_steps=5",
+                "run.trackers.wandb=WeightsAndBiases()", "run.trackers.mlflow=MLflow()",
+                f"run.trackers.mlflow.tracking_uri={uri}",
+                f"run.trackers.mlflow.experiment={LONG[:400]}", cwd=folder,
+            )
+
+    process, deadline = launch(5000), time.monotonic() + 240
+    # All three have some steps, and W&B has them on disk.
+    while min(recorded(job, name) for name in ("wandb", "mlflow", "tensorboard")) < 13:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.02)
+    time.sleep(2.5)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    made = read_json_lines(job.metrics_jsonl)[-1]["step"]
+    process = launch(made + 4)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    read = subprocess.run(
+        [sys.executable, "-m", "tests.support.read_trackers", str(job.path), uri],
+        capture_output=True, text=True,
+    )
+    assert read.returncode == 0, read.stderr
+    return job, json.loads(read.stdout), made + 4, out
+
+
+def recorded(job, name):
+    try:
+        return json.loads((job.trackers / f"{name}.json").read_text())["step"]
+    except (OSError, ValueError):
+        return 0
+
+
+@pytest.mark.parametrize("library", ["tensorboard", "mlflow"])
+def test_each_step_and_each_evaluation_is_there_once(tracked, library):
+    job, read, last, _ = tracked
+    losses = {line["step"]: line["loss"] for line in read_json_lines(job.metrics_jsonl)}
+    points = read[library]["points"]["loss"]
+    assert [step for step, _ in points] == list(range(1, last + 1))
+    assert dict(points) == pytest.approx(losses, rel=1e-6)
+    evaluated = [step for step, _ in read[library]["points"]["heldout/loss"]]
+    assert evaluated == [*range(5, last, 5), last]
+
+
+def test_wandb_has_one_run_of_two_launches_and_each_step_once(tracked):
+    job, read, last, out = tracked
+    wandb = read["wandb"]
+    assert wandb["launches"] == 2
+    assert wandb["ids"] == [run_id(job.trackers, print)]
+    steps = [step for step, _ in wandb["points"]["loss"]]
+    assert len(steps) == len(set(steps))
+    # It may lack what W&B held for its file in the second before the job was killed.
+    lacking = sorted(set(range(1, last + 1)) - set(steps))
+    assert lacking == [] or lacking == list(range(max(14, lacking[0]), last - 3)), lacking
+    losses = {line["step"]: line["loss"] for line in read_json_lines(job.metrics_jsonl)}
+    assert all(losses[step] == pytest.approx(loss) for step, loss in wandb["points"]["loss"])
+    assert wandb["config"]["task.model.num_heads"] == 3
+    assert wandb["config"]["facts.mesh"] == "replica 1, data 4, mdl 2"
+    assert any(name.startswith("loss_curve") for name in wandb["pictures"])
+
+
+def test_mlflow_has_the_config_the_changed_setting_and_the_picture(tracked):
+    job, read, last, out = tracked
+    mlflow = read["mlflow"]
+    assert mlflow["params"]["task.model.num_heads"] == "3"
+    assert mlflow["params"]["run.num_train_steps"] == "5000"
+    assert mlflow["tags"]["changed.run.num_train_steps"] == str(last)
+    assert mlflow["tags"]["praxis_lite.run_id"] == run_id(job.trackers, print)
+    assert mlflow["status"] == "FINISHED"
+    assert mlflow["pictures"] == [f"loss_curve/{last}.png"]
+    assert read["tensorboard"]["pictures"] == [last]
+    assert "note:" not in out.replace("note: mdl_vars", ""), out

@@ -1,0 +1,92 @@
+"""Trackers of a real job: set on the command line, and whatever they do, it trains."""
+
+import re
+import sys
+
+import fiddle as fdl
+import pytest
+
+from praxis_lite import ConfigError, RunConfig, TensorBoard, WeightsAndBiases
+from praxis_lite.run.config.overrides import apply_overrides
+from praxis_lite.run.config.text import config_lines, dump_config, load_config
+from praxis_lite.run.job.job_dir import JobDir
+from praxis_lite.run.trainer.hooks import tracking
+from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
+from tests.support.job_runs import launch
+from tests.support.tracked_runs import Hangs
+
+
+def test_a_tracker_is_set_by_name_and_taken_away_and_the_config_keeps_it():
+    config = fdl.Config(RunConfig, num_train_steps=7)
+    root = fdl.Config(dict, run=config)
+    apply_overrides(root, [
+        "run.trackers.wandb=WeightsAndBiases()", "run.trackers.wandb.tags=a,b",
+        "run.trackers.tensorboard.every=3", "run.trackers.text=PrometheusTextfile()",
+    ])
+    built = fdl.build(config)
+    assert built.trackers["wandb"] == WeightsAndBiases(tags=("a", "b"))
+    assert built.trackers["tensorboard"] == TensorBoard(every=3)
+    assert "run.trackers.wandb.project=None" in config_lines(root)
+    text = dump_config(root, "zoo.Tiny")
+    assert load_config(text, packages=["zoo"]).config == root
+    apply_overrides(root, ["run.trackers.tensorboard=None", "run.trackers.wandb=none"])
+    assert fdl.build(config).trackers["tensorboard"] is None
+    assert RunConfig(num_train_steps=7).trackers == {"tensorboard": TensorBoard()}
+
+
+@pytest.mark.parametrize("setting, words", {
+    "run.trackers.wandb=WeightAndBiases()": "WeightsAndBiases",
+    "run.trackers.wandb=SaveSettings()": "run.trackers.wandb is SaveSettings.*a Tracker",
+    "run.trackers.tensorboard.every=0": "run.trackers.tensorboard.every is 0",
+    "run.trackers['a/b']=TensorBoard()": "A name in run.trackers is 'a/b'",
+    "run.trackers.wandb.project=x": "run.trackers.wandb.project: the config has no such field",
+    "run.checkpoint.every_steps=3": "the config has no such field",
+}.items())  # fmt: skip
+def test_a_wrong_tracker_is_refused_with_its_path(setting, words):
+    config = fdl.Config(RunConfig, num_train_steps=7)
+    with pytest.raises(ConfigError) as error:
+        apply_overrides(fdl.Config(dict, run=config), [setting])
+        fdl.build(config)
+    assert re.search(words, " ".join(str(error.value).split()))
+
+
+@pytest.mark.slow
+def test_a_job_trains_as_ever_though_one_tracker_hangs_and_one_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracking, "END_SECONDS", 0.5)
+    zoo = "tests.support.tracked_runs"
+    done = launch(
+        "--packages=jobzoo,tests", "--exp=jobzoo.experiments.Tiny", f"--job_log_dir={tmp_path}/job",
+        "--metrics_port=0", "--set", "run.num_train_steps=4", f"run.trackers.hangs={zoo}.Hangs()",
+        f"run.trackers.raises={zoo}.Raises()",
+    )
+    Hangs.let_go.set()
+    assert done.code == 0 and done.err == ""
+    lines = done.out.splitlines()
+    first, last = (line for line in lines if "the tracker raises failed, and training go" in line)
+    assert "ConnectionError: no service at 127.0.0.1:9 (it is tried again after 60 s" in first
+    assert "(the next launch of the job gives it what it lacks)" in last
+    assert any("the tracker hangs was not done after 0.5 s, and is left" in line for line in lines)
+    assert any(line.startswith("metrics for Prometheus: http://127.0.0.1:") for line in lines)
+    job = JobDir(tmp_path / "job")
+    assert [line["step"] for line in read_json_lines(job.metrics_jsonl)] == [1, 2, 3, 4]
+    assert sorted(path.name for path in job.trackers.iterdir()) == [
+        "hangs.json", "raises.json", "run_id.json", "tensorboard.json"
+    ]
+    Hangs.let_go.clear()
+
+
+def test_a_missing_package_and_a_wrong_port_are_said_before_anything_compiles(tmp_path):
+    def refused(*argv):
+        done = launch("--exp=jobzoo.experiments.Tiny", f"--job_log_dir={tmp_path}/job", *argv)
+        assert done.code == 2 and done.num_compiled == 0
+        return " ".join(done.err.split())
+
+    before = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("praxis_lite.host.optional_packages.is_installed", lambda name: False)
+        error = refused("--set", "run.trackers.w=WeightsAndBiases()")
+    assert "WeightsAndBiases needs wandb" in error
+    assert "pip install 'praxis_lite[wandb]'" in error
+    assert not {"wandb", "mlflow"} & (set(sys.modules) - before)
+    assert "70000 is no port" in refused("--metrics_port=70000")
+    assert "--metrics_port is None; wanted is a port" in refused("--metrics_host=0.0.0.0")
