@@ -7,6 +7,7 @@ from praxis_lite.host.optional_packages import require_package as require_packag
 from praxis_lite.python_calls import check as check
 from praxis_lite.python_calls import explain as explain
 from praxis_lite.python_calls import plan as plan
+from praxis_lite.python_calls import report as report
 from praxis_lite.python_calls import train as train
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints as Checkpoints
 from praxis_lite.run.checkpoints.init.loading_rules import LOAD_ALL as LOAD_ALL

@@ -1,4 +1,4 @@
-"""The modes of the command line as Python calls: train, explain, plan and check.
+"""The modes of the command line as Python calls: train, explain, plan, check and report.
 
 They take what the command line takes, do the same, and raise what it prints as a paragraph.
 """
@@ -18,6 +18,7 @@ from praxis_lite.run.modes.train import trained
 from praxis_lite.tools.modes.check import checked
 from praxis_lite.tools.modes.explain import explained
 from praxis_lite.tools.modes.plan import STEPS, planned
+from praxis_lite.tools.modes.report import reader_of
 from praxis_lite.tools_of_jobs import SOURCES, hooks_of_tools
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from praxis_lite.run.trainer.hooks.hook import Hook
     from praxis_lite.tools.explain.explain import Explanation
     from praxis_lite.tools.plan.job_plan import Plan
+    from praxis_lite.tools.report.report import Report
     from praxis_lite.tools.testing.certificate import Certificate
 
 
@@ -146,6 +148,20 @@ def check(
     """
     command = _command("check", experiment, settings, packages)
     return checked(command, _print_now, meshes=meshes, steps=steps, shrink=shrink)
+
+
+def report(*job_log_dirs: str | os.PathLike[str]) -> "Report":
+    """Returns jobs beside each other, from their files, as --mode=report prints them.
+
+    A notebook shows curves, evaluations, settings that differ, samples, and where the time went.
+
+    Args:
+      job_log_dirs: of one job or several, which may be training.
+
+    Raises:
+      ConfigError: a directory is no job's, or its files cannot be read.
+    """
+    return reader_of([os.fspath(path) for path in job_log_dirs]).read()
 
 
 def _command(

@@ -62,30 +62,11 @@ def metric_names(jobs: Sequence[JobState]) -> list[str]:
     """Returns the metrics of training and of evaluations: loss first, then those of most jobs."""
     counts: dict[str, int] = {}
     for job in jobs:
-        lines = [line for group in job.evaluations.values() for line in group]
-        evaluated = (name for line in lines for name in line if _is_number(line[name]))
+        evaluated = [name for columns in job.evaluations.values() for name in columns]
         for name in dict.fromkeys([*job.columns, *evaluated]):
             if name not in _NO_METRICS:
                 counts[name] = counts.get(name, 0) + 1
     return sorted(counts, key=lambda name: (name != "loss", -counts[name]))
-
-
-def evaluation_points(job: JobState) -> dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]:
-    """Returns the steps and the values of each metric of a job's evaluations, by dataset."""
-    points: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {}
-    for dataset, lines in job.evaluations.items():
-        names = dict.fromkeys(name for line in lines for name in line if _is_number(line[name]))
-        for name in names:
-            if name == "step":
-                continue
-            pairs = [(line["step"], line[name]) for line in lines if _is_number(line.get(name))]
-            steps, values = np.array(pairs, float).T
-            points.setdefault(dataset, {})[name] = steps, values
-    return points
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _most_buckets(jobs: Sequence[JobState], names: Sequence[str]) -> int:
@@ -132,10 +113,10 @@ def _job(job: JobState, names: Sequence[str], most: int) -> dict[str, Any]:
         },
         "evaluations": {
             dataset: {
-                name: _evaluation(steps, values, axes)
-                for name, (steps, values) in metrics.items()
+                name: _evaluation(columns["step"], values, axes)
+                for name, values in columns.items() if name != "step"
             }
-            for dataset, metrics in evaluation_points(job).items()
+            for dataset, columns in job.evaluations.items()
         },
         "marks": marks,
         "samples": job.samples,

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from praxis_lite.run.job.job_dir import JobDir, recorded_experiment
 from praxis_lite.run.job.job_lock import is_training
 from praxis_lite.run.trainer.metrics.columns import MetricsColumns
 from praxis_lite.run.trainer.metrics.json_lines import lines_if_any
+from praxis_lite.run.trainer.metrics.line_columns import columns_by_dataset
 from praxis_lite.tools.report.config_differences import config_of
 from praxis_lite.tools.report.layout_arrays import LayoutArray, layout_arrays
 from praxis_lite.tools.report.profile_texts import profile_texts
@@ -28,7 +28,7 @@ class JobState:
       experiment: its full name.
       is_training: a process trains it.
       columns: of metrics.jsonl.
-      evaluations: the lines of eval_metrics.jsonl by dataset, in the order of their steps.
+      evaluations: the columns of eval_metrics.jsonl by dataset, in the order of their steps.
       config: values by path.
       goodput: None if the job did not record where its time went.
       layout: the arrays of its state, and a sentence about their sum.
@@ -41,7 +41,7 @@ class JobState:
     experiment: str
     is_training: bool
     columns: Mapping[str, np.ndarray]
-    evaluations: Mapping[str, Sequence[Mapping[str, Any]]]
+    evaluations: Mapping[str, Mapping[str, np.ndarray]]
     config: Mapping[str, str]
     samples: Samples
     goodput: Goodput | None
@@ -115,16 +115,21 @@ class JobReader:
             layout_arrays(self._text("layout.txt")), profile_texts(self._files), notes,
         )
 
-    def _evaluations(self, notes: list[str]) -> dict[str, list[dict[str, Any]]]:
+    def _evaluations(self, notes: list[str]) -> dict[str, dict[str, np.ndarray]]:
         try:
-            lines = lines_if_any(self._files.eval_metrics_jsonl)
+            evaluations = columns_by_dataset(lines_if_any(self._files.eval_metrics_jsonl))
         except ConfigError as error:
             notes.append(str(error))
             return {}
-        evaluations: dict[str, list[dict[str, Any]]] = {}
-        for line in sorted(lines, key=lambda line: line["step"]):
-            evaluations.setdefault(str(line.get("dataset", "evaluation")), []).append(line)
-        return evaluations
+        # A process beside the training may have added its own later.
+        orders = {
+            dataset: np.argsort(columns["step"], kind="stable")
+            for dataset, columns in evaluations.items()
+        }
+        return {
+            dataset: {name: column[orders[dataset]] for name, column in columns.items()}
+            for dataset, columns in evaluations.items()
+        }
 
     def _goodput(self, notes: list[str]) -> Goodput | None:
         try:

@@ -18,7 +18,7 @@ def named_jobs(paths: Sequence[str]) -> dict[str, JobDir]:
     """
     if not paths:
         raise ConfigError(
-            "--mode=report needs the directory of at least one job: --mode=report JOB [JOB ...]."
+            "A report needs the directory of at least one job: --mode=report JOB [JOB ...]."
         )
     jobs: dict[str, JobDir] = {}
     for path in paths:

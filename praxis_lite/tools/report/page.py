@@ -1,7 +1,7 @@
 """The page of --mode=report --html=FILE: report_page.html with a document in it.
 
-It asks nothing of the network. Its script makes text nodes only, and without a script it has the
-loss curves.
+It asks nothing of the network. Its script makes text nodes only, and without a script it shows
+the losses of the first jobs.
 """
 
 import html
@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-from praxis_lite.tools.report.curve_svg import curve_svg
+from praxis_lite.run.shown_model import html_of
 from praxis_lite.tools.report.job_reader import JobState
+
+_MOST_WITHOUT_SCRIPT = 8  # Jobs.
 
 
 def page(jobs: Sequence[JobState], document: Mapping[str, Any]) -> str:
@@ -25,7 +27,10 @@ def page(jobs: Sequence[JobState], document: Mapping[str, Any]) -> str:
     text = json.dumps(document, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     parts = {
         "title": html.escape(", ".join(job.name for job in jobs)),
-        "curves": curve_svg(jobs, next(iter(document["metrics"]), "loss")),
+        "jobs": "".join(
+            html_of(job.name, job.path, job.columns, job.evaluations)
+            for job in jobs[:_MOST_WITHOUT_SCRIPT]
+        ),
         "document": text,
     }
     # What is put in is not looked at again, whatever it holds.

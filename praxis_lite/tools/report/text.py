@@ -8,7 +8,7 @@ from praxis_lite.core.errors import few, printable, shown
 from praxis_lite.run.text_table import table_lines
 from praxis_lite.run.trainer.metrics.progress import count_of, metric_text
 from praxis_lite.tools.report.config_differences import config_differences
-from praxis_lite.tools.report.document import SPENT, evaluation_points
+from praxis_lite.tools.report.document import SPENT
 from praxis_lite.tools.report.job_reader import JobState
 from praxis_lite.tools.report.progress_axes import progress_axes, weight_unit
 
@@ -51,22 +51,19 @@ def _jobs(jobs: Sequence[JobState]) -> str:
 
 
 def _evaluations(jobs: Sequence[JobState]) -> str:
-    points = [evaluation_points(job) for job in jobs]
     names = dict.fromkeys(
-        (dataset, metric) for of_job in points for dataset, metrics in of_job.items()
-        for metric in metrics
+        (dataset, metric) for job in jobs for dataset, columns in job.evaluations.items()
+        for metric in columns if metric != "step"
     )
     if not names:
         return ""
     rows = [["the last evaluation", *(job.name for job in jobs)]]
     for dataset, metric in names:
-        cells = []
-        for of_job in points:
-            if metric in of_job.get(dataset, {}):
-                steps, values = of_job[dataset][metric]
-                cells.append(f"{metric_text(values[-1])} (step {steps[-1]:.0f})")
-            else:
-                cells.append("")
+        of_jobs = [job.evaluations.get(dataset, {}) for job in jobs]
+        cells = [
+            f"{metric_text(columns[metric][-1])} (step {columns['step'][-1]})"
+            if metric in columns else "" for columns in of_jobs
+        ]
         rows.append([f"{dataset}/{metric}", *cells])
     return "\n".join(table_lines(rows))
 

@@ -1,6 +1,7 @@
 """--mode=report as a command: its jobs, its errors, its text, and --follow until a job ends."""
 
 import contextlib
+import html as html_module
 import io
 import json
 import os
@@ -8,12 +9,13 @@ import re
 
 import pytest
 
+import praxis_lite
 from praxis_lite.main import main
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.job.job_lock import JobLock
 from praxis_lite.run.trainer.metrics.json_lines import json_line
 from praxis_lite.tools.report.named_jobs import named_jobs
-from praxis_lite.tools.report.report import report
+from praxis_lite.tools.report.report import ReportReader, told_reports
 from tests.support.written_jobs import training_lines, written_job
 
 
@@ -29,7 +31,11 @@ def launched(*argv):
 
 
 def document_in(file):
-    (text,) = re.findall(r'id="document">(.*?)</script>', file.read_text(), re.DOTALL)
+    return document_of(file.read_text())
+
+
+def document_of(page):
+    (text,) = re.findall(r'id="document">(.*?)</script>', page, re.DOTALL)
     return json.loads(text)
 
 
@@ -122,9 +128,9 @@ def test_following_ends_with_the_job_and_shows_its_last_line(tmp_path):
 
     rest = [""]
     with lock:
-        report(
-            {"job": JobDir(job.path)}, html=html, follow_seconds=3.0, write_line=told.append,
-            sleep=sleep,
+        told_reports(
+            ReportReader({"job": JobDir(job.path)}), html=html, follow_seconds=3.0,
+            write_line=told.append, sleep=sleep,
         )
     assert [shown["jobs"][0]["last_step"] for shown in seen] == [7, 13, 20, 27]
     assert [shown["jobs"][0]["state"] for shown in seen] == ["trains"] * 4
@@ -134,14 +140,26 @@ def test_following_ends_with_the_job_and_shows_its_last_line(tmp_path):
     assert last["reload_seconds"] is None
     progress = [words for words in told if words.startswith("job: step ")]
     assert [words.split()[2] for words in progress] == ["7", "13", "20", "27"]
-    assert told[-1] == f"\nwritten: {html}"
+    assert told[-1] == f"\nThe page to look at in a browser: {html}"
 
 
 def test_nothing_is_followed_that_does_not_train(jobs, tmp_path):
     def sleep(seconds):
         raise AssertionError
 
-    report(
-        named_jobs(list(map(str, jobs))), html=None, follow_seconds=3.0, write_line=lambda _: None,
-        sleep=sleep,
+    told_reports(
+        ReportReader(named_jobs(list(map(str, jobs)))), html=None, follow_seconds=3.0,
+        write_line=lambda _: None, sleep=sleep,
     )
+
+
+def test_in_python_a_report_prints_as_the_command_does_and_its_page_is_the_commands(
+    jobs, tmp_path
+):
+    html = tmp_path / "report.html"
+    _, out, _ = launched(*jobs, f"--html={html}")
+    report = praxis_lite.report(*jobs)
+    assert out.startswith(f"{report}\n")
+    page = report.page()
+    assert document_of(page)["jobs"] == document_in(html)["jobs"]
+    assert html_module.escape(page) in report._repr_html_()
