@@ -43,7 +43,9 @@ def sweep(
     _check_directory(path, journal, is_new=command.exp is not None)
     if command.exp is None:
         return _reported(Study(journal), path)
-    settings = _settings(command, num_trials, metric, **chosen)
+    # What --print prints is for a scheduler, and nothing else stands between its lines.
+    note = _say_aside if prints else _say
+    settings = _settings(command, num_trials, metric, note, **chosen)
     if prints:
         require(
             settings.search != "tpe", "--search with --print", settings.search, "grid or random",
@@ -57,7 +59,7 @@ def sweep(
         trial_settings = settings.space.settings(dict(trial.values))
         return TrialJob(path, trial.number, settings, trial_settings)
 
-    with JobLock(path, _say):
+    with JobLock(path, note):
         study = Study(journal, settings)
         for trial in study.begun():
             if (job := job_of(trial)).is_complete():
@@ -91,13 +93,14 @@ def _check_directory(path: Path, journal: Path, *, is_new: bool) -> None:
 
 
 def _settings(
-    command: CommandLine, num_trials: int | None, metric: str | None, *, search: str, **chosen: Any
+    command: CommandLine, num_trials: int | None, metric: str | None, note: Callable[[str], None],
+    *, search: str, **chosen: Any,
 ) -> SweepSettings:
     """Returns the settings of a sweep, every value to try checked in the experiment's config."""
     packages = registry.allowed_packages(command.packages)
     experiment = registry.get_experiment(command.exp, command.packages)
     space = space_of(
-        settings_of_today(command.settings, _say),
+        settings_of_today(command.settings, note),
         lambda settings, path: value_after(experiment, settings, path, packages),
     )
     if search == "grid":
@@ -121,7 +124,7 @@ def _settings(
             "False in a sweep by an evaluation", "No follower evaluates the trials.",
         )
         if chosen["pruner"] != "none" and run.evaluation.every_steps is None:
-            _say(
+            note(
                 "note: no trial ends early, for the only evaluation is at the last step: set "
                 "run.evaluation.every_steps"
             )
@@ -152,7 +155,7 @@ def _printed(study: Study, job_of: Callable[[OpenTrial], TrialJob]) -> bool:
     for trial in trials:
         job = job_of(trial)
         if job.is_training():
-            print(f"trial {trial.number} is trained now: {job.files.path}", file=sys.stderr)
+            _say_aside(f"trial {trial.number} is trained now: {job.files.path}")
         else:
             print(shlex.join(job.command()))
     return bool(trials)
@@ -183,3 +186,7 @@ def _reported(study: Study, path: Path) -> int | None:
 
 def _say(line: str) -> None:
     print(line, flush=True)
+
+
+def _say_aside(line: str) -> None:
+    print(line, file=sys.stderr)

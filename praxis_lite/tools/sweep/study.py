@@ -53,8 +53,8 @@ class Study:
     """The trials of a sweep.
 
     Args:
-      journal: the file; it is made if it is absent. A single process may write it at a time.
-      settings: None: those that the journal has.
+      journal: the file. Only the holder of the sweep's directory may write it.
+      settings: of the sweep, which is begun or gone on with. None: it is only read.
 
     Raises:
       ConfigError: Optuna is missing, the journal is damaged, or of another sweep.
@@ -64,14 +64,18 @@ class Study:
         self._optuna = optuna = optional_module("optuna", "--mode=sweep")
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         backends = optional_module("optuna.storages.journal", "--mode=sweep")
-        # Its holder was killed: of the processes that write it a lock of the folder lets one in.
-        journal.with_name(f"{journal.name}.lock").unlink(missing_ok=True)
-        better = {} if settings is None else {"direction": f"{settings.better}imize"}
+        if settings is not None:
+            # Left by a holder that was killed.
+            journal.with_name(f"{journal.name}.lock").unlink(missing_ok=True)
         try:
             storage = optuna.storages.JournalStorage(backends.JournalFileBackend(str(journal)))
-            self._study = optuna.create_study(
-                storage=storage, study_name="sweep", load_if_exists=True, **better
-            )
+            if settings is None:
+                self._study = optuna.load_study(storage=storage, study_name="sweep")
+            else:
+                self._study = optuna.create_study(
+                    storage=storage, study_name="sweep", direction=f"{settings.better}imize",
+                    load_if_exists=True,
+                )
             recorded = self._study.user_attrs.get("settings")
             before = None if recorded is None else SweepSettings.of_json(recorded)
         except (ValueError, LookupError, TypeError, OSError) as error:

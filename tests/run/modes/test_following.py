@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from praxis_lite.run.checkpoints.sharded_reading import read_arrays
 from praxis_lite.run.checkpoints.steps import step_dirs
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.trainer.job_history import metrics_by_step
@@ -150,7 +151,7 @@ def test_two_processes_end_after_the_same_step_when_a_follower_has_said_it(tmp_p
 
 
 @pytest.mark.slow
-def test_a_step_that_is_deleted_or_damaged_is_skipped_and_said(tmp_path):
+def test_a_step_that_is_deleted_or_damaged_is_skipped_and_said(tmp_path, monkeypatch):
     job = copy_of_trained(tmp_path / "job")
     (job.checkpoints / "7" / "commit.json").write_text("{}")
     before = read_json_lines(job.eval_metrics_jsonl)
@@ -158,6 +159,18 @@ def test_a_step_that_is_deleted_or_damaged_is_skipped_and_said(tmp_path):
     assert done.code == 0, done.err
     assert "skipped the checkpoints of steps 3, 6: 7 is newer" in done.out
     assert "step 7 is skipped: The checkpoint of step 7 in" in done.out
+    assert read_json_lines(job.eval_metrics_jsonl) == before
+    shutil.rmtree(job.checkpoints / "7")
+
+    def read_and_delete(*args):
+        arrays = read_arrays(*args)
+        step_dirs.remove(job.checkpoints / "6")
+        return arrays
+
+    monkeypatch.setattr("praxis_lite.run.checkpoints.checkpoints.read_arrays", read_and_delete)
+    done = launch("--mode=eval", f"--job_log_dir={job.path}", "--follow", "--follow_seconds=1")
+    assert done.code == 0, done.err
+    assert re.search("step 6 is skipped: The checkpoint of step 6 in .* was deleted", done.out)
     assert read_json_lines(job.eval_metrics_jsonl) == before
 
 

@@ -60,12 +60,12 @@ def loss_at(rate):
 def test_a_grid_is_tried_in_its_order_and_the_best_is_said_as_set_takes_it(
     tmp_path, quick, capsys
 ):
-    rates = f"{RATE}=1e-3,1e-1,1e-2"
+    rates = f"{RATE}=1e-1,1e-2"
     sizes = "datasets.train.batch_size=13,26"
     assert quick(tmp_path / "s", rates, sizes, "run.seed=3") is None
     records = records_in(tmp_path / "s")
     assert [tuple(record.values.values()) for record in records] == [
-        (rate, size) for rate in ("1e-3", "1e-1", "1e-2") for size in ("13", "26")
+        (rate, size) for rate in ("1e-1", "1e-2") for size in ("13", "26")
     ]
     assert [record.value for record in records] == [
         loss_at(float(record.values[RATE])) for record in records
@@ -75,7 +75,7 @@ def test_a_grid_is_tried_in_its_order_and_the_best_is_said_as_set_takes_it(
     assert shlex.split(line) == [
         SWEPT, "--set", "run.seed=3", f"{RATE}=1e-2", "datasets.train.batch_size=13",
     ]
-    assert f"the best is trial 4, heldout/loss 1: {tmp_path}/s/trials/0004\n" in out
+    assert f"the best is trial 2, heldout/loss 1: {tmp_path}/s/trials/0002\n" in out
     assert (tmp_path / "s/sweep.png").read_bytes().startswith(b"\x89PNG")
     # Finished: nothing is run, the table is printed; without --exp too.
     assert quick(tmp_path / "s", rates, sizes, "run.seed=3") is None
@@ -100,7 +100,7 @@ def test_trials_that_are_refused_or_fail_are_recorded_and_the_sweep_goes_on(
     ]
     out = capsys.readouterr().out
     assert "trial 0 refused: The state of training does not fit.\n" in out
-    assert quick(tmp_path / "none", f"{RATE}=512,256") == 1
+    assert quick(tmp_path / "none", f"{RATE}=512,512.0") == 1
     assert "no trial is complete" in capsys.readouterr().out
 
 
@@ -181,9 +181,9 @@ def test_printed_lines_are_the_trials_and_their_results_are_collected(
     tmp_path, quick, capsys, monkeypatch
 ):
     folder, settings = tmp_path / "a folder's", (f"{RATE}=1e-3,1e-2", "PRESET='a b'")
-    assert quick(folder, *settings, prints=True) is None
+    assert quick(folder, *settings, prints=True, pruner="median") is None
     lines = capsys.readouterr().out.splitlines()
-    assert [shlex.split(line)[-3:] for line in lines] == [
+    assert [shlex.split(line)[-3:] for line in lines] == [  # And nothing else.
         ["--set", "PRESET='a b'", f"{RATE}={rate}"] for rate in ("1e-3", "1e-2")
     ]
     (folder / "trials").mkdir()

@@ -193,7 +193,7 @@ def test_no_line_of_a_guest_is_lost_while_the_writer_mends_its_file_and_goes_on(
     monkeypatch.setattr(json_lines, "write_whole", slowly)
 
     def guest(name):
-        for number in range(60):
+        for number in range(25):
             append_lines(path, [{"step": 0, "dataset": name, "loss": float(number)}])
 
     guests = [threading.Thread(target=guest, args=(name,)) for name in ("a", "b")]
@@ -205,7 +205,7 @@ def test_no_line_of_a_guest_is_lost_while_the_writer_mends_its_file_and_goes_on(
             writer.write({"step": 9, "dataset": "own"})
     lines = [(line.get("dataset"), line.get("loss")) for line in read_json_lines(path)]
     for name in ("a", "b"):
-        assert [loss for dataset, loss in lines if dataset == name] == [*map(float, range(60))]
+        assert [loss for dataset, loss in lines if dataset == name] == [*map(float, range(25))]
 
 
 def test_a_missing_file_is_an_error_of_the_user(tmp_path):
