@@ -1,0 +1,145 @@
+"""What a run with all that it measures and writes costs over a bare loop of the same step.
+
+`python benchmarks/run_overhead.py` trains a job whose step is 10 ms of matmuls: goodput and its
+file, the times of each step, MFU and HFU, metrics.jsonl, TensorBoard, the line of progress. Every
+20 steps it pauses while a bare loop makes 20 steps of the same compiled program on another state:
+batch, call, numbers read one step late. Prints the ratio of both, on the median of the turns and on
+the tenth of them in which the machine was least disturbed; and the processor time of the loop's
+thread, which passes beside the devices' as long as it is shorter. Checkpoints are left out. The
+program computes in a single thread, so that the host has a core beside the device.
+"""
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
+
+from praxis_lite.core import simulate_devices  # noqa: E402
+
+simulate_devices(1)
+
+import jax  # noqa: E402
+
+from benchmarks.matmul_job import Matmuls  # noqa: E402
+from praxis_lite import Hook, RunConfig, SaveSettings  # noqa: E402
+from praxis_lite.core import Partitioner, make_mesh  # noqa: E402
+from praxis_lite.run.config.build import build  # noqa: E402
+from praxis_lite.run.experiment.launched_config import LaunchedConfig  # noqa: E402
+from praxis_lite.run.job.job_dir import JobDir  # noqa: E402
+from praxis_lite.run.trainer import launch  # noqa: E402
+from praxis_lite.run.trainer.job_on_mesh import JobOnMesh  # noqa: E402
+from praxis_lite.tools.plan.chips import CHIPS  # noqa: E402
+from praxis_lite.tools.utilization.hook import Utilization  # noqa: E402
+from praxis_lite.tools_of_jobs import hooks_of_tools  # noqa: E402
+
+STEP_SECONDS, GOAL = 0.01, 1.01
+PER_TURN = 20
+
+
+class Turns(Hook):
+    """Lets the bare loop have its turn, and times both."""
+
+    every, waits = PER_TURN, True
+
+    def __init__(self, partitioner: Partitioner, pipeline):
+        self._partitioner, self._batches = partitioner, pipeline.batches()
+        # Of each turn: seconds of a step, and of these the processor's for the loop's thread.
+        self.with_all: list[tuple[float, float]] = []
+        self.bare: list[tuple[float, float]] = []
+        self._since: tuple[float, float] | None = None
+
+    def before_training(self, loop, state):
+        self._key = self._partitioner.key(0)
+        self._state = self._partitioner.init(self._key)
+
+    def after_step(self, made):
+        if self._since is not None:
+            self.with_all.append(each_since(self._since))
+            self.bare.append(self.turn())
+        self._since = clocks()
+
+    def turn(self) -> tuple[float, float]:
+        """Makes steps in a bare loop; returns the seconds of each, by both clocks."""
+        began, pending = clocks(), None
+        for _ in range(PER_TURN):
+            batch = self._partitioner.global_batch(next(self._batches))
+            self._state, outputs = self._partitioner.train_step(self._state, batch, self._key)
+            if pending is not None:
+                jax.device_get(pending)
+            pending = outputs
+        jax.device_get(pending)
+        return each_since(began)
+
+
+def clocks() -> tuple[float, float]:
+    """Returns the seconds that passed, and those that the processor gave to this thread."""
+    return time.perf_counter(), time.thread_time()
+
+
+def each_since(before: tuple[float, float]) -> tuple[float, float]:
+    """Returns what both clocks have counted for each step of a turn."""
+    wall, processor = clocks()
+    return (wall - before[0]) / PER_TURN, (processor - before[1]) / PER_TURN
+
+
+def job_of(num_layers: int, num_steps: int, folder: Path) -> tuple[JobOnMesh, LaunchedConfig]:
+    """Returns the job on one device, and its config."""
+    experiment = Matmuls()
+    experiment.num_layers = num_layers
+    config = experiment.config()
+    job = build(config)
+    job = type(job)(**{
+        **{name: getattr(job, name) for name in job.__dataclass_fields__},
+        "run": RunConfig(num_train_steps=num_steps, checkpoints=SaveSettings(every_seconds=86_400)),
+    })
+    partitioner = Partitioner(job.task, make_mesh(job.mesh))
+    launched = LaunchedConfig(config, "benchmarks.matmul_job.Matmuls", packages=["benchmarks"])
+    return JobOnMesh(partitioner, job, JobDir(folder)), launched
+
+
+def seconds_of_a_step(num_layers: int) -> float:
+    """Returns the median time of a step of so many layers."""
+    with tempfile.TemporaryDirectory() as folder:
+        job, _ = job_of(num_layers, 1, Path(folder))
+    turns = Turns(job.partitioner, job.datasets["train"])
+    turns.before_training(None, None)
+    return min(turns.turn()[0] for _ in range(12))
+
+
+def main() -> None:
+    """Prints the times of both loops, and their ratio."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--num_turns", type=int, default=60)
+    args = parser.parse_args()
+    num_layers = max(1, round(8 * STEP_SECONDS / seconds_of_a_step(8)))
+    with tempfile.TemporaryDirectory() as folder:
+        job, launched = job_of(num_layers, (args.num_turns + 1) * PER_TURN, Path(folder))
+        turns = Turns(job.partitioner, job.datasets["train"])
+
+        def more_hooks(job):
+            hooks = [hook for hook in hooks_of_tools(job) if not isinstance(hook, Utilization)]
+            return [Utilization(job, CHIPS["cpu"]), *hooks, turns]
+
+        with contextlib.redirect_stdout(io.StringIO()):
+            launch.train(job, launched, more_hooks=more_hooks)
+    print(f"{num_layers} layers, {len(turns.bare)} turns of {PER_TURN} steps each")
+    print(f"{'ms a step':<12}{'all on':>10}{'bare':>10}{'ratio':>8}{'goal':>8}")
+    for name, part, clock in (("median", 0.5, 0), ("least tenth", 0.1, 0), ("loop thread", 0.1, 1)):
+        a, b = (
+            sorted(both[clock] for both in times)[int(part * len(times))]
+            for times in (turns.with_all, turns.bare)
+        )
+        goal = "" if clock else GOAL
+        print(f"{name:<12}{a * 1e3:>10.3f}{b * 1e3:>10.3f}{a / b:>8.4f}{goal:>8}")
+
+
+if __name__ == "__main__":
+    main()
