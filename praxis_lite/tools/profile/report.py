@@ -22,7 +22,7 @@ def profile_text(measured: Measured, memory: PeakMemory, most: int = MOST_ROWS) 
     facts = measured.facts
     devices = f"{len(facts.devices)} {facts.devices[0].device_kind} devices"
     if measured.num_devices < len(facts.devices):
-        devices += f", of which {measured.num_devices} were traced"
+        devices += f", {measured.num_devices} of them traced"
     total = Row(1, measured.step_seconds, measured.predicted_seconds)
     lines = [
         f"steps {facts.first_step} to {facts.last_step} on {devices}: means of a step on a device",

@@ -90,6 +90,11 @@ def folder_with(path, kind="cpu", platform="cpu", **fields):
     return path
 
 
+def spoilt(path, **fields):
+    file = path / "profile.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
 def test_layers_and_collectives_of_a_trace_by_hand(tmp_path):
     measured = measure(folder_with(tmp_path))
     us = {name: (row.count, round(1e6 * row.seconds, 3)) for name, row in measured.layers.items()}
@@ -106,7 +111,7 @@ def test_layers_and_collectives_of_a_trace_by_hand(tmp_path):
     text = profile_text(measured, peak_memory(tmp_path))
     assert re.search(r"enc/ffn +30 us +30\.0% +3 ", text)
     assert re.search(r"all-reduce data  gradient of enc/ffn +60 us +60\.0% +3 ", text)
-    assert "of which 1 were traced" in text
+    assert "on 2 cpu devices, 1 of them traced" in text
 
 
 def test_memory_adds_up_to_what_the_compiler_plans(tmp_path):
@@ -136,6 +141,12 @@ def test_nothing_is_predicted_of_unknown_devices_and_that_is_said(tmp_path):
         lambda path: (path / "profile.json").write_text('{"first_step": 5}'),
         lambda path: (path / "profile.json").write_text("[1]"),
         lambda path: (path / "profile.json").unlink(),
+        lambda path: spoilt(path, axis_sizes={"data": 3}),
+        lambda path: spoilt(path, step_bytes={"argument": 5}),
+        lambda path: spoilt(path, arrays={"w": "many"}),
+        lambda path: spoilt(path, last_step=2),
+        lambda path: spoilt(path, devices=[{"id": 0}]),
+        lambda path: spoilt(path, more=5),
         lambda path: (path / profile_facts.HLO_TXT).write_text("no program"),
         lambda path: (path / profile_facts.HLO_PROTO).write_bytes(b"\x0a\xff\xff"),
         lambda path: (path / "plugins/profile/step_5/process_0.xplane.pb").unlink(),

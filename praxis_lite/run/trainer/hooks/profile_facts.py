@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 HLO_TXT = "train_step.hlo.txt"
 HLO_PROTO = "train_step.hlo_proto.pb"  # The same with its buffers, as xprof reads it.
 MEMORY_PROF = "memory.prof"  # For pprof: the arrays that were alive, by the line that made them.
+_PLANNED = ("argument", "output", "temp", "alias", "generated_code")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,12 +78,11 @@ def write_facts(job: JobOnMesh, folder: Path, steps: range, seconds: float) -> N
     write_whole(folder / MEMORY_PROF, jax.profiler.device_memory_profile())
     write_whole(folder / HLO_TXT, compiled.as_text().encode())
     write_whole(folder / HLO_PROTO, _hlo_proto(compiled, stats))
-    names = ("argument", "output", "temp", "alias", "generated_code")
     facts = ProfileFacts(
         first_step=steps[0], last_step=steps[-1], seconds=seconds, axis_sizes=dict(mesh.shape),
         devices=[_facts_of(device) for device in mesh.devices.flat],
         arrays={leaf.path: leaf.bytes_per_device for leaf in partitioner.layout.leaves()},
-        step_bytes=stats and {name: getattr(stats, f"{name}_size_in_bytes") for name in names},
+        step_bytes=stats and {name: getattr(stats, f"{name}_size_in_bytes") for name in _PLANNED},
         peak_bytes={
             device.id: peak for device in mesh.local_devices
             if (peak := (device.memory_stats() or {}).get("peak_bytes_in_use")) is not None
@@ -102,10 +103,20 @@ def read_facts(folder: Path) -> ProfileFacts:
         ]
         peaks = {int(key): int(value) for key, value in fields["peak_bytes"].items()}
         facts = ProfileFacts(**{**fields, "devices": devices, "peak_bytes": peaks})
-        sizes = [facts.first_step, *facts.axis_sizes.values(), *facts.arrays.values(),
-                 *(facts.step_bytes or {}).values()]
-        if not devices or facts.num_steps < 1 or any(type(size) is not int for size in sizes):
-            raise ValueError("a number that cannot be")
+        planned = facts.step_bytes
+        numbers = [
+            facts.first_step, facts.last_step, *facts.axis_sizes.values(), *facts.arrays.values(),
+            *([] if planned is None else [planned[name] for name in _PLANNED]),
+            *(item.id for item in devices),
+        ]
+        words = [word for item in devices for word in (item.platform, item.device_kind)]
+        if (
+            any(type(number) is not int for number in numbers) or facts.num_steps < 1
+            or not all(isinstance(word, str) for word in words)
+            or math.prod(facts.axis_sizes.values()) != len(devices) or not devices
+            or any(item.platform == "tpu" and item.coords is None for item in devices)
+        ):
+            raise ValueError("its numbers and devices do not go together")
         return dataclasses.replace(facts, seconds=float(facts.seconds))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
