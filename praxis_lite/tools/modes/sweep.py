@@ -46,13 +46,19 @@ class Sweep(Mode):
             help=f"of random and tpe; default: {_SEED}",
         )
         options.add_argument(
+            "--topology", metavar="CHIP:SHAPE",
+            help="devices, as for --mode=plan, such as v5e:2x4: a trial that does not fit on them "
+            "by its plan is not begun",
+        )
+        options.add_argument(
             "--print", dest="prints", action="store_true",
             help="print the trials' commands for a scheduler, in place of running them",
         )
 
     def run(
         self, command: CommandLine, *, search: str, trials: int | None, parallel: int,
-        metric: str | None, better: str, prune: str, seed: int, prints: bool,
+        metric: str | None, better: str, prune: str, seed: int, topology: str | None,
+        prints: bool,
     ) -> int | None:
         """Sweeps; raises ConfigError as `sweep` does."""
         directory = job_log_dir(command)
@@ -61,5 +67,5 @@ class Sweep(Mode):
 
         return sweep(
             command, directory, parallel=parallel, prints=prints, num_trials=trials, metric=metric,
-            search=search, better=better, pruner=prune, seed=seed,
+            search=search, better=better, pruner=prune, seed=seed, topology=topology,
         )

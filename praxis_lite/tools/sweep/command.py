@@ -18,7 +18,12 @@ from praxis_lite.run.job.job_dir import JobDir, local_directory
 from praxis_lite.run.job.job_lock import JobLock
 from praxis_lite.run.modes.mode import CommandLine
 from praxis_lite.tools.sweep.report import picture, report
-from praxis_lite.tools.sweep.running import check_parallel, record_result, run_trials
+from praxis_lite.tools.sweep.running import (
+    check_parallel,
+    is_refused_by_plan,
+    record_result,
+    run_trials,
+)
 from praxis_lite.tools.sweep.settings import NUM_TRIALS, SweepSettings, metric_of
 from praxis_lite.tools.sweep.space import Space, space_of
 from praxis_lite.tools.sweep.study import OpenTrial, Study
@@ -27,12 +32,13 @@ from praxis_lite.tools.sweep.trial_job import TrialJob
 
 def sweep(
     command: CommandLine, directory: str, *, parallel: int, prints: bool, num_trials: int | None,
-    metric: str | None, **chosen: Any,
+    metric: str | None, topology: str | None = None, **chosen: Any,
 ) -> int | None:
     """Runs the trials of a sweep, or prints their commands; returns 1 if none is complete at last.
 
     Args:
       directory: of --job_log_dir. Without --exp its sweep is reported, and nothing is run.
+      topology: devices, as of --mode=plan: what does not fit on them is not begun.
       chosen: search, better, pruner and seed, as of `SweepSettings`.
 
     Raises:
@@ -65,11 +71,11 @@ def sweep(
             if (job := job_of(trial)).is_complete():
                 record_result(trial, job, status=0)
         if prints:
-            if _printed(study, job_of):
+            if _printed(study, job_of, topology):
                 return None
         else:
             _announce(settings, path, parallel)
-            if reason := run_trials(study, job_of, parallel, _say):
+            if reason := run_trials(study, job_of, parallel, topology, _say):
                 _say(f"stopped by {reason}: the same command goes on with the sweep: {path}")
                 return None
         return _reported(study, path)
@@ -147,11 +153,14 @@ def _checked(command: CommandLine, settings: list[str], space: Space) -> Any:
     return config
 
 
-def _printed(study: Study, job_of: Callable[[OpenTrial], TrialJob]) -> bool:
+def _printed(
+    study: Study, job_of: Callable[[OpenTrial], TrialJob], topology: str | None
+) -> bool:
     """Prints the command of each trial that has yet to be made; returns False if all are."""
     trials = study.begun()
     while (trial := study.next()) is not None:
         trials.append(trial)
+    trials = [x for x in trials if not is_refused_by_plan(x, job_of(x), topology, _say_aside)]
     for trial in trials:
         job = job_of(trial)
         if job.is_training():

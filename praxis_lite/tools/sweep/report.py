@@ -3,7 +3,6 @@
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.run.text_table import table_lines
@@ -111,8 +110,10 @@ def _short(paths: Sequence[str]) -> list[str]:
     return short
 
 
-def _shown(text: str) -> Any:
-    """Returns a number in a few digits, another text as it is."""
+def _shown(text: str) -> str:
+    """Returns a fraction in a few digits, another text as it is."""
+    if text.isdecimal():
+        return text
     try:
         number = float(text)
     except ValueError:

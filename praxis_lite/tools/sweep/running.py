@@ -102,16 +102,17 @@ def record_result(trial: OpenTrial, job: TrialJob, status: int) -> str:
 
 def run_trials(
     study: Study, job_of: Callable[[OpenTrial], TrialJob], parallel: int,
-    note: Callable[[str], None],
+    topology: str | None, note: Callable[[str], None],
 ) -> str | None:
     """Runs the trials that are left; returns the signal that ended the sweep before, or None.
 
     Args:
       job_of: returns the job of a trial.
       parallel: how many run at a time.
+      topology: as of `is_refused_by_plan`.
 
     Raises:
-      ConfigError: a trial is trained by another process.
+      ConfigError: a trial is trained by another process; or as `is_refused_by_plan`.
     """
     waiting, running = study.begun(), list[RunningTrial]()
     said_at = time.monotonic()
@@ -122,7 +123,8 @@ def run_trials(
                     trial = waiting.pop(0) if waiting else study.next()
                     if trial is None:
                         break
-                    running.append(_begun(trial, job_of(trial), request, note))
+                    if not is_refused_by_plan(trial, job_of(trial), topology, note):
+                        running.append(_begun(trial, job_of(trial), request, note))
                 if not running:
                     return request.reason
                 for item in running[:]:
@@ -144,6 +146,33 @@ def run_trials(
             for item in running:
                 item.wait()
     return request.reason
+
+
+def is_refused_by_plan(
+    trial: OpenTrial, job: TrialJob, topology: str | None, note: Callable[[str], None]
+) -> bool:
+    """Plans a trial that has not begun; records that it is refused if it does not fit.
+
+    Args:
+      topology: the devices, as of --topology; None: nothing is planned.
+
+    Raises:
+      ConfigError: there is no such topology, or its compiler is not installed.
+    """
+    if topology is None or job.has_stepped():
+        return False
+    process = job.start_plan(topology)
+    try:
+        status = process.wait()
+    finally:
+        process.terminate()
+    if status == 0:
+        return False
+    words = job.last_words()
+    if status != 2 or words.startswith("--topology"):
+        raise ConfigError(f"The plan of trial {trial.number} ended with status {status}: {words}")
+    note(f"trial {trial.number}: {trial.failed('refused', words)}")
+    return True
 
 
 def _begun(

@@ -38,12 +38,19 @@ class TrialJob:
 
     def command(self) -> list[str]:
         """Returns the command that trains the job, or goes on with it."""
+        return self._main("train", f"--job_log_dir={self.files.path}")
+
+    def _main(self, mode: str, option: str) -> list[str]:
         packages = self._sweep.packages
         return [
-            sys.executable, "-m", "praxis_lite.main", "--mode=train",
-            f"--exp={self._sweep.experiment}", f"--job_log_dir={self.files.path}",
+            sys.executable, "-m", "praxis_lite.main", f"--mode={mode}",
+            f"--exp={self._sweep.experiment}", option,
             *([f"--packages={','.join(packages)}"] if packages else []), "--set", *self._settings,
         ]
+
+    def plan_command(self, topology: str) -> list[str]:
+        """Returns the command that plans the job for devices that need not be there."""
+        return self._main("plan", f"--topology={topology}")
 
     @property
     def metric(self) -> str:
@@ -52,10 +59,16 @@ class TrialJob:
 
     def start(self) -> subprocess.Popen:
         """Starts the job. It ends softly with this process, however that ends (on Linux)."""
+        return self._started(self.command())
+
+    def start_plan(self, topology: str) -> subprocess.Popen:
+        """Starts the plan; its status is 2 if the job does not fit."""
+        return self._started(self.plan_command(topology))
+
+    def _started(self, command: list[str]) -> subprocess.Popen:
         self.output.parent.mkdir(parents=True, exist_ok=True)
         paths = [str(Path(praxis_lite.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        command = self.command()
         with self.output.open("ab") as output:
             output.write(f"$ {shlex.join(command)}\n".encode())
             output.flush()

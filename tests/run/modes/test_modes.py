@@ -75,7 +75,7 @@ def test_a_mode_of_a_users_package_has_its_options_and_its_exit_status(run):
      "mypackage.modes.Count, "),
     (["--packages=mypackage", "--mode=mypackage.modes.NotOne"], 2, "<class 'int'>;"),
     (["--packages=mypackage", "--mode=mypackage.modes.Count", "--topology=cpu:8"], 2,
-     "--mode=plan; --mode=mypackage.modes.Count "),
+     "--mode=plan and --mode=sweep; --mode=mypackage.modes.Count "),
     (["--packages=mypackage", "--mode=mypackage.modes.Wrong"], 1,
      'line 28, in run: `raise LookupError("no such number")`'),
     (["--packages=nowhere", "--mode=nowhere.modes.Count"], 2, "--packages=nowhere"),

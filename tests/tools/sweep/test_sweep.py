@@ -197,6 +197,27 @@ def test_printed_lines_are_the_trials_and_their_results_are_collected(
     assert [record.value for record in records_in(folder)] == [loss_at(1e-3), loss_at(1e-2)]
 
 
+def test_what_does_not_fit_by_its_plan_is_not_begun(tmp_path, quick, capsys, monkeypatch):
+    plan = "import sys; at = sys.argv[1]; print('error:', at); sys.exit(2 * ('128' in at))"
+
+    def planned(job, topology):
+        return [sys.executable, "-S", "-c", plan, f"{topology} {job._settings[-1]}"]
+
+    monkeypatch.setattr(TrialJob, "plan_command", planned)
+    rates = f"{RATE}=128,1e-2"
+    quick(tmp_path / "s", rates, topology="v5e:2x4")
+    records = records_in(tmp_path / "s")
+    reasons = [(record.status, record.reason) for record in records]
+    assert reasons == [("refused", f"v5e:2x4 {RATE}=128"), ("complete", "")]
+    assert not (tmp_path / "s/trials/0000").exists()
+    capsys.readouterr()
+    quick(tmp_path / "p", rates, topology="v5e:2x4", prints=True)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert shlex.split(line)[-1] == f"{RATE}=1e-2"
+    with pytest.raises(ConfigError, match="The plan of trial 0 .* status 2: --topology=v5x"):
+        quick(tmp_path / "t", rates, topology="--topology=v5x")
+
+
 def test_what_is_wrong_is_refused_before_a_trial_begins(tmp_path, quick):
     rates = f"{RATE}=1e-3,1e-2"
     for settings, given, words in [
