@@ -410,12 +410,15 @@ def _read_job(folder: Path) -> None:
     from praxis_lite.run.checkpoints import tools
     from praxis_lite.run.config.build import build
     from praxis_lite.run.config.text import load_config_file
+    from praxis_lite.run.goodput import goodput_of
+    from praxis_lite.run.job.job_dir import JobDir
     from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
 
     loaded = load_config_file(folder / "job/config.json", packages=("faultzoo",))
     build(loaded.config)
     for name in ("metrics.jsonl", "eval_metrics.jsonl"):
         read_json_lines(folder / "job" / name)
+    str(goodput_of(JobDir(folder / "job")))
     directory = tools.steps_directory(str(folder / "job"))
     tools.listing(tools.list_steps(directory))
 
