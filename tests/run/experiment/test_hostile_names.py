@@ -143,7 +143,8 @@ def test_nothing_is_imported_run_or_read_but_the_source_of_experiments(answers, 
     read = {tuple(item) for item in answer["events"]}
     assert {event for event, _ in read} <= {"open", "compile"}
     experiments = f"{CHECKOUT}/praxis_lite/experiments/"
-    assert all(file.startswith(experiments) for _, file in read)
+    own_start = "/proc/self/stat"  # When this process began, for the goodput of a training.
+    assert all(file.startswith(experiments) or file == own_start for _, file in read)
     # Work, not time: each file of experiments is read and parsed a few times at most.
     num_files = len(list((CHECKOUT / "experiments").glob("*.py")))
     assert len(answer["events"]) <= 8 * num_files
