@@ -11,15 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from praxis_lite import ConfigError
 from praxis_lite.core import MeshConfig, make_mesh
 from praxis_lite.tools import huggingface
 from praxis_lite.tools.lm_eval import harness_model
 from praxis_lite.tools.lm_eval.__main__ import main
 from tests.support import job_runs
-from tests.support.goldens import golden
-from tests.support.lm_eval_tasks import TASKS, model_directory, write_tasks
+from tests.support.goldens import GOLDENS, golden
+from tests.support.lm_eval_tasks import CHATS, TASKS, model_directory, write_tasks
 from tests.support.marks import needs_lm_eval
 
+SETTINGS = "packages=jobzoo,max_length=64"
 pytestmark = [pytest.mark.slow, needs_lm_eval]
 
 
@@ -77,6 +79,21 @@ def test_contexts_and_continuations_are_cut_as_the_adapter_of_transformers_cuts_
     asked = harness_model(llama["llama"], add_bos_token=add_bos_token)
     for context, continuation, *ids in case["pairs"]:
         assert [*asked._encode_pair(context, continuation)] == ids, (context, continuation)
+
+
+def test_chats_go_by_the_tokenizers_template(llama):
+    asked, others = harness_model(llama["llama"]), harness_model(llama["qwen"])
+    expected = golden("lm_eval/goldens.json")["chats"]
+    assert asked.apply_chat_template(*CHATS["question"]) == expected["question"]
+    config = json.loads((GOLDENS / "lm_eval/llama/tokenizer_config.json").read_text())
+    assert asked.chat_template(True) == config["chat_template"]
+    assert asked.chat_template(False) is None
+    with pytest.raises(ConfigError, match="names 'rag'; wanted is no name"):
+        asked.chat_template("rag")
+    # lm_eval keeps requests by these names.
+    assert asked.tokenizer_name != others.tokenizer_name
+    assert asked.tokenizer_name == harness_model(llama["llama"]).tokenizer_name
+    assert "/" not in asked.tokenizer_name
 
 
 def leaves(tree):
@@ -159,7 +176,7 @@ def test_the_page_evaluates_a_job_on_the_command_line_and_in_python(tasks, offli
     page = (Path(__file__).parents[3] / "docs/evaluation.md").read_text("utf-8")
     (command,) = re.findall(r"^    python (-m .*?)\n\n", page, re.MULTILINE | re.DOTALL)
     words = shlex.split(command.replace("\\\n", "").replace("hellaswag", "tiny_choice"))
-    words = [word.replace("JOB", f"{folder.path},packages=jobzoo,max_length=64") for word in words]
+    words = [word.replace("JOB", f"{folder.path},mesh=job,{SETTINGS}") for word in words]
     done = subprocess.run(
         [sys.executable, *words, "--include_path", tasks, "--output_path", tmp_path / "results",
          "--log_samples"],
@@ -178,7 +195,10 @@ def test_the_page_evaluates_a_job_on_the_command_line_and_in_python(tasks, offli
     actual = {"tasks": TaskManager(include_path=str(tasks))}
     exec(block, actual)
     expected = [sample["resps"] for sample in actual["results"]["samples"]["tiny_choice"]]
-    assert leaves(printed) == [str(x) for x in leaves(expected)]
+    # The command line on the job's mesh, Python on one device.
+    assert [x for x in leaves(printed) if x in ("True", "False")] == ["False"] * 15
+    scores = [float(x) for x in leaves(printed) if x not in ("True", "False")]
+    assert scores == pytest.approx(leaves(expected)[::2], abs=1e-4)
 
 
 def test_the_command_says_in_a_paragraph_what_is_wrong(monkeypatch, capsys):
