@@ -86,9 +86,11 @@ def _job(job: JobState, names: Sequence[str], most: int) -> dict[str, Any]:
     buckets = buckets_of(len(job.columns["step"]), most)
     arrays, totals = job.layout
     largest = sorted(arrays, key=lambda array: -array.num_bytes)
+    marked = {kind: job.steps_where(column) for kind, column in MARKS.items()}
+    marked["restarts"] = job.restarts
     marks = {
         kind: {"num": len(steps), **_axes(at_steps(axes, steps[:_MOST_MARKS]))}
-        for kind, column in MARKS.items() if len(steps := job.steps_where(column))
+        for kind, steps in marked.items() if len(steps)
     }
     return {
         "name": job.name,

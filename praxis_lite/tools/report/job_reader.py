@@ -71,6 +71,13 @@ class JobState:
         steps = self.num_train_steps
         return "was stopped" if steps is not None and self.last_step < steps else "has ended"
 
+    @property
+    def restarts(self) -> np.ndarray:
+        """The steps that later launches went on from."""
+        launches = self.goodput.launches[1:] if self.goodput else ()
+        steps = [launch.first_step for launch in launches if launch.first_step is not None]
+        return np.array(steps, float)
+
     def steps_where(self, column: str) -> np.ndarray:
         """Returns the steps at which a column is above 0."""
         if column not in self.columns:

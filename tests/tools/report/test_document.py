@@ -159,6 +159,7 @@ def test_where_the_time_went_is_what_the_jobs_goodput_says(tmp_path):
     shown = {kind: value for kind, value in goodput["seconds"].items() if value}
     assert shown == {"import": 7.5, "compile": 10, "step": 90, "save": 2, "idle": 24.5}
     assert goodput["total"] == 134
+    assert numbers(of_job["marks"]["restarts"]["steps"], "<f8").tolist() == [7]
     assert [launch["ended_by"] for launch in goodput["launches"]] == ["SIGTERM", "the end"]
 
 

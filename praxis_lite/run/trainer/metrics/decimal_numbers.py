@@ -13,10 +13,8 @@ WIDTH = 24
 _FROM_END = np.arange(WIDTH)[::-1]
 # By the size of a number: 255 where it has a character, 0 before it.
 _KEPT = np.where(np.arange(WIDTH + 1)[:, None] > _FROM_END, 255, 0).astype(np.uint8)
-# By the number of decimals: each digit's power of ten in the number without its point.
-_DECIMALS = np.arange(WIDTH)[:, None]
-_POWERS = 10.0 ** (_FROM_END - ((_DECIMALS > 0) & (_FROM_END > _DECIMALS)))
 _TENS = 10.0 ** np.arange(WIDTH + 100)
+_WHOLE_TENS = 10 ** np.minimum(np.arange(WIDTH + 1), 19).astype(np.uint64)  # No number has more.
 
 
 def decimal_numbers(text: bytes, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -44,22 +42,22 @@ def decimal_numbers(text: bytes, starts: np.ndarray, ends: np.ndarray) -> np.nda
     characters &= _KEPT[np.minimum(sizes, WIDTH)]
     is_negative = padded[starts + WIDTH] == ord("-")
     is_point = characters == ord(".")
-    num_points = is_point.sum(1, dtype=np.uint8)
+    num_points = _counts(is_point)
     num_decimals = np.where(num_points > 0, WIDTH - 1 - is_point.argmax(1), 0)
     digits = characters - np.uint8(ord("0"))
     is_digit = digits < 10
-    num_digits = is_digit.sum(1, dtype=np.uint8)
+    num_digits = _counts(is_digit)
     digits *= is_digit
-    numbers = np.empty(len(starts))
-    for decimals in np.flatnonzero(np.bincount(num_decimals)):
-        rows = np.flatnonzero(num_decimals == decimals)
-        numbers[rows] = digits[rows].astype(float) @ _POWERS[decimals]
+    first, second, third = _eight_digits(digits.view("<u8")).T
+    # With a 0 in place of the point.
+    whole = first * np.uint64(10**16) + second * np.uint64(10**8) + third
+    before, behind = np.divmod(whole, _WHOLE_TENS[num_decimals + num_points])
     # Without its point a number of 15 digits is exact, and so is the power of ten of a number that
     # is not tiny: the quotient is its float.
-    numbers /= _TENS[num_decimals + exponents]
+    numbers = (before * _WHOLE_TENS[num_decimals] + behind) / _TENS[num_decimals + exponents]
     numbers[is_negative] *= -1
     is_plain = (
-        (num_digits > 0) & (num_digits + num_points + is_negative == sizes)
+        (first < 1_000) & (num_digits > 0) & (num_digits + num_points + is_negative == sizes)
         & (num_points == (num_decimals > 0))
     )
     # With another exponent, or words.
@@ -70,6 +68,23 @@ def decimal_numbers(text: bytes, starts: np.ndarray, ends: np.ndarray) -> np.nda
         raise ValueError("a part is a piece of a list")
     numbers[others] = [number_or_nan(value) for value in values]
     return numbers
+
+
+def _counts(is_set: np.ndarray) -> np.ndarray:
+    """Returns how many of each row's flags are set: eight at once, as the bits of an integer."""
+    first, second, third = np.bitwise_count(is_set.view(np.uint64)).T
+    return first + second + third
+
+
+def _eight_digits(words: np.ndarray) -> np.ndarray:
+    """Returns the number whose eight digits are the bytes of a word, the first byte first.
+
+    Neighbours are joined, then pairs, then fours: D. Lemire, "Quickly parsing eight digits", 2018.
+    """
+    twos = words * np.uint64(10) + (words >> np.uint64(8))
+    even, odd = np.uint64(0xFF000000FF), np.uint64(16)
+    fours = (twos & even) * np.uint64(100 + (1_000_000 << 32))
+    return (fours + ((twos >> odd) & even) * np.uint64(1 + (10_000 << 32))) >> np.uint64(32)
 
 
 def _negative_exponents(padded: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
