@@ -53,16 +53,16 @@ PAIRS = [
 
 def write_tokenizer(folder: Path, adds_bos: bool, bos: str | None) -> None:
     """Writes a tokenizer of at most 101 ids, the model's."""
-    own = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
-    own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    own.decoder = decoders.ByteLevel()
-    own.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=101, special_tokens=SPECIAL))
+    tokenizer = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=101, special_tokens=SPECIAL))
     if adds_bos:
-        own.post_processor = processors.TemplateProcessing(
+        tokenizer.post_processor = processors.TemplateProcessing(
             single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
         )
     folder.mkdir(parents=True, exist_ok=True)
-    own.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": "</s>",
         "pad_token": "<pad>", "unk_token": "<unk>", "clean_up_tokenization_spaces": False,
@@ -80,12 +80,13 @@ def model(name: str, **settings: Any) -> HFLM:
 
 def encoded(name: str, add_bos_token: bool | None) -> dict[str, Any]:
     """Returns the ids of texts and pairs, and of the texts without special tokens."""
-    own = model(name, add_bos_token=add_bos_token)
+    adapter = model(name, add_bos_token=add_bos_token)
     return {
-        "tokenizer": name, "add_bos_token": add_bos_token, "prefix_token_id": own.prefix_token_id,
-        "texts": [[text, own.tok_encode(text)] for text in TEXTS],
-        "bare": [[text, own.tok_encode(text, add_special_tokens=False)] for text in TEXTS],
-        "pairs": [[*pair, *own._encode_pair(*pair)] for pair in PAIRS],
+        "tokenizer": name, "add_bos_token": add_bos_token,
+        "prefix_token_id": adapter.prefix_token_id,
+        "texts": [[text, adapter.tok_encode(text)] for text in TEXTS],
+        "bare": [[text, adapter.tok_encode(text, add_special_tokens=False)] for text in TEXTS],
+        "pairs": [[*pair, *adapter._encode_pair(*pair)] for pair in PAIRS],
     }
 
 
@@ -115,7 +116,9 @@ def main() -> None:
         write_tokenizer(FOLDER / name, *settings)
     llama = model("llama")
     goldens = {
-        "versions": {one.__name__: one.__version__ for one in (lm_eval, transformers, torch)},
+        "versions": {
+            module.__name__: module.__version__ for module in (lm_eval, transformers, torch)
+        },
         "max_length": llama.max_length,
         "encoded": [encoded(name, adds) for name in TOKENIZERS for adds in (None, True, False)],
         "chats": {name: llama.apply_chat_template(*chat) for name, chat in CHATS.items()},

@@ -10,7 +10,11 @@ from lm_eval.models.utils import (
     normalize_gen_kwargs,
     postprocess_generated_text,
 )
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from lm_eval.utils import (
+    get_rolling_token_windows,
+    make_disjoint_window,
+    simple_parse_args_string,
+)
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.tools.lm_eval.chat_text import chat_text
@@ -52,8 +56,6 @@ class HarnessModel(TemplateLM):
         cls, arg_string: str, additional_config: Mapping[str, Any] | None = None
     ) -> "HarnessModel":
         """Returns the model of "job=DIR,batch_size=32"; see `model_of_args`."""
-        from lm_eval.utils import simple_parse_args_string
-
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     @property
@@ -120,10 +122,10 @@ class HarnessModel(TemplateLM):
 
     def _request(self, context: str, gen_kwargs: Mapping[str, Any]) -> Request:
         settings = normalize_gen_kwargs(dict(gen_kwargs), self.max_gen_toks)
-        end = self.eot_token_id
-        end = None if end is None else self.tokenizer.decode([end])
+        end = None if self.eot_token_id is None else self.tokenizer.decode([self.eot_token_id])
         until = handle_stop_sequences(settings.pop("until"), eos=end)
-        decoder = self._continuations.decoder(settings, settings.pop("max_gen_toks"))
+        max_new_tokens = settings.pop("max_gen_toks")
+        decoder = self._continuations.decoder(settings, max_new_tokens)
         return Request(self.tok_encode(context), decoder, tuple(filter(None, until)))
 
     def apply_chat_template(
