@@ -6,6 +6,8 @@ import io
 import json
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -16,6 +18,8 @@ from praxis_lite.run.job.job_lock import JobLock
 from praxis_lite.run.trainer.metrics.json_lines import json_line
 from praxis_lite.tools.report.named_jobs import named_jobs
 from praxis_lite.tools.report.report import ReportReader, told_reports
+from tests.support import line_jobs
+from tests.support.job_runs import CHECKOUT, home
 from tests.support.written_jobs import training_lines, written_job
 
 
@@ -163,3 +167,26 @@ def test_in_python_a_report_prints_as_the_command_does_and_its_page_is_the_comma
     page = report.page()
     assert document_of(page)["jobs"] == document_in(html)["jobs"]
     assert html_module.escape(page) in report._repr_html_()
+
+
+@pytest.mark.slow
+def test_a_real_training_is_followed_to_its_end(tmp_path):
+    job, html = tmp_path / "job", tmp_path / "report.html"
+    command = [
+        sys.executable, CHECKOUT / "main.py", "--packages=jobzoo", line_jobs.LINE,
+        f"--job_log_dir={job}", "--set", "run.num_train_steps=97",
+        "run.loss_spikes.action=report",
+    ]
+    env = {**os.environ, "PYTHONPATH": str(home()), "JAX_NUM_CPU_DEVICES": "2"}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as training:
+        for line in training.stdout:
+            if line.startswith("compiling"):
+                break
+        status, out, err = launched(job, f"--html={html}", "--follow", "--every=0.2")
+        training.stdout.read()
+    assert (training.returncode, status, err) == (0, 0, "")
+    (of_job,) = document_in(html)["jobs"]
+    assert (of_job["last_step"], of_job["state"]) == (97, "has ended")
+    assert of_job["weight_unit"] == "examples" and of_job["goodput"]["seconds"]["step"] > 0
+    assert re.search("^job +97 +97 ", out, re.MULTILINE)
+    assert out.startswith(f"writing {html} every 0.2 s")
