@@ -291,21 +291,19 @@ def test_two_processes_profile_the_same_steps(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_job_that_is_asked_to_end_gives_its_profile_up_and_saves(tmp_path, monkeypatch):
+def test_a_job_that_is_asked_to_end_gives_its_profile_up_and_its_last_step_none(
+    tmp_path, monkeypatch
+):
+    job = JobDir(tmp_path / "job")
     monkeypatch.setenv("JOBZOO_KILL_AT", "4")
     monkeypatch.setenv("JOBZOO_SIGNAL", "SIGTERM")
-    done = launch(TINY, f"--job_log_dir={tmp_path / 'job'}", "--set", "run.profile.steps=2:8")
-    job = JobDir(tmp_path / "job")
+    done = launch(TINY, f"--job_log_dir={job.path}", "--set", "run.profile.steps=2:8")
     assert done.code == 0, done.err
     assert "the profile from step 2 on is given up" in done.out
     assert "stopped by SIGTERM: step 5 is saved" in done.out
     assert list(job.profiles.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_a_request_at_the_last_step_is_answered(tmp_path, monkeypatch):
     monkeypatch.setenv("JOBZOO_KILL_AT", "6")
     monkeypatch.setenv("JOBZOO_SIGNAL", "SIGUSR1")
-    done = launch(TINY, f"--job_log_dir={tmp_path / 'job'}")
+    done = launch(TINY, f"--job_log_dir={job.path}")
     assert done.code == 0, done.err
     assert done.out.count("no profile is made of what was asked for: no step is left") == 1
