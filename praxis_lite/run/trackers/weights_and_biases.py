@@ -46,11 +46,17 @@ class WeightsAndBiases(Tracker):
             # Points that are not on disk are lost if the process is killed; W&B's own is 15 s.
             x_transaction_log_flush_interval=1.0,
         )
-        self._run = self._wandb.init(
-            id=run.id, resume="allow", name=run.name, dir=str(run.job_log_dir),
-            project=self.project, entity=self.entity, tags=list(self.tags) or None,
-            job_type="train", settings=settings,
-        )
+        try:
+            self._run = self._wandb.init(
+                id=run.id, resume="allow", name=run.name, dir=str(run.job_log_dir),
+                project=self.project, entity=self.entity, tags=list(self.tags) or None,
+                job_type="train", settings=settings,
+            )
+        except Exception:
+            # Its process would say that the run is in use when it is tried again.
+            if self._wandb.run is None:
+                self._wandb.teardown()
+            raise
         facts = {f"facts.{name}": value for name, value in run.facts.items()}
         self._run.config.update({**run.config, **facts}, allow_val_change=True)
         self._run.define_metric("step", hidden=True)

@@ -40,7 +40,7 @@ from praxis_lite.run.trainer.checks.step_of_data import step_for
 from praxis_lite.run.trainer.evaluation import Evaluator, evaluation_line
 from praxis_lite.run.trainer.hooks.hook import check_hooks
 from praxis_lite.run.trainer.hooks.standard import MoreHooks, hooks_of
-from praxis_lite.run.trainer.hooks.tracking import Trackers
+from praxis_lite.run.trainer.hooks.tracking import trackers_of
 from praxis_lite.run.trainer.job_history import (
     check_last_step,
     draw_loss_curve,
@@ -142,7 +142,7 @@ def train(
         check_first_batches(job.datasets)
         for line in notes_on_resume(job.datasets):
             print(line)
-        trackers = held.enter_context(Trackers(job, launched, start.step, _say))
+        trackers = held.enter_context(trackers_of(job, launched, start.step, _say))
         stop.training_begins(saved.latest_step())
         print(when_checkpoints_come(run, start.step))
         print("compiling the first step", flush=True)

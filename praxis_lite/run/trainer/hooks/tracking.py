@@ -5,7 +5,7 @@ import math
 import platform
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
@@ -15,6 +15,7 @@ from praxis_lite.files.json_text import content_of
 from praxis_lite.run.config.text import config_values
 from praxis_lite.run.experiment.launched_config import LaunchedConfig
 from praxis_lite.run.job import processes
+from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.trackers.run_id import run_id
 from praxis_lite.run.trackers.tracker import Ending, TrackedRun, Tracker
 from praxis_lite.run.trainer.hooks.hook import Hook, StepMetrics
@@ -27,30 +28,18 @@ END_SECONDS = 30
 
 
 class Trackers(contextlib.AbstractContextManager):
-    """The trackers of a job, each in a thread of its own, in the first process alone.
+    """The trackers of a job, each in a thread of its own.
 
     Leaving the context ends them, and waits for at most END_SECONDS.
     """
 
     def __init__(
-        self, job: JobOnMesh, launched: LaunchedConfig, first_step: int,
-        note: Callable[[str], None],
+        self, threads: Sequence[TrackerThread], files: JobDir, note: Callable[[str], None], *,
+        by_follower: bool = False,
     ):
+        self._threads, self._files, self._note = threads, files, note
+        self._by_follower = by_follower
         self._ending: Ending = "finished"
-        self._note, self._files, self._threads = note, job.files, list[TrackerThread]()
-        self._by_follower = job.run.evaluation.by_follower
-        trackers = {name: item for name, item in job.run.trackers.items() if item is not None}
-        if not trackers or not processes.is_first():
-            return
-        try:
-            run = tracked_run(job, launched, first_step, note)
-        except ConfigError as error:
-            note(f"note: the run has no trackers: {error}")
-            return
-        for name, tracker in trackers.items():
-            self._threads.append(
-                TrackerThread(name, tracker, run, job.files, _due_steps(job, tracker))
-            )
 
     def __enter__(self) -> "Trackers":
         for thread in self._threads:
@@ -122,6 +111,29 @@ class Tracking(Hook):
 
     def after_evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
         self._trackers.evaluated(step)
+
+
+def trackers_of(
+    job: JobOnMesh, launched: LaunchedConfig, first_step: int, note: Callable[[str], None]
+) -> Trackers:
+    """Returns the trackers of a job; none of a process that is not the first.
+
+    Args:
+      first_step: the number of steps that were made before.
+      note: prints a line.
+    """
+    trackers = {name: item for name, item in job.run.trackers.items() if item is not None}
+    threads = []
+    if trackers and processes.is_first():
+        try:
+            run = tracked_run(job, launched, first_step, note)
+            threads = [
+                TrackerThread(name, tracker, run, job.files, _due_steps(job, tracker))
+                for name, tracker in trackers.items()
+            ]
+        except ConfigError as error:
+            note(f"note: the run has no trackers: {error}")
+    return Trackers(threads, job.files, note, by_follower=job.run.evaluation.by_follower)
 
 
 def tracked_run(

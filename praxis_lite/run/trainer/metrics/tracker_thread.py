@@ -57,17 +57,17 @@ class TrackerThread(threading.Thread):
         """Announces that training goes on after a step: the files have nothing later."""
         self._made = self._evaluated = step
         self._beginnings.append(step)
-        self._wake.set()
+        self._wake_up()
 
     def made(self, step: int) -> None:
         """Announces that the line of a step is written."""
         self._made = step
-        self._wake.set()
+        self._wake_up()
 
     def evaluated(self, step: int) -> None:
         """Announces that all lines of an evaluation are written."""
         self._evaluated = step
-        self._wake.set()
+        self._wake_up()
 
     def text(self, step: int, name: str, text: str) -> None:
         """Gives the tracker a text."""
@@ -110,6 +110,8 @@ class TrackerThread(threading.Thread):
                     self.notes.append(f"note: {error}")
                     return
                 self._say(error, seconds)
+                if self._ends.is_set():
+                    return
                 self._is_started = False
                 self._restart()
                 self._ends.wait(seconds)
@@ -174,7 +176,11 @@ class TrackerThread(threading.Thread):
 
     def _call(self, call: Callable[[], None]) -> None:
         self._calls.append(call)
-        self._wake.set()
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        if not self._wake.is_set():  # The loop calls this each step: a lock costs more than a look.
+            self._wake.set()
 
     def _say(self, error: BaseException, seconds: float) -> None:
         if self._has_failed and not self._ends.is_set():

@@ -1,0 +1,89 @@
+"""What trackers cost a training loop: the hook's calls alone, and the length of steps of 10 ms.
+
+    WANDB_MODE=offline python -m benchmarks.tracker_overhead [--steps=500]
+
+A step is a wait of 10 ms without Python's lock, as for a device, and the line that the loop writes.
+TensorBoard, W&B (offline), MLflow (SQLite), a file and a port for Prometheus record every step,
+which is fifty times as often as by default in a run of 10,000 steps.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from praxis_lite import MLflow, PrometheusTextfile, TensorBoard, WeightsAndBiases
+from praxis_lite.run.job.job_dir import JobDir
+from praxis_lite.run.trackers.metrics_endpoint import MetricsEndpoint
+from praxis_lite.run.trackers.tracker import TrackedRun
+from praxis_lite.run.trainer.hooks.tracking import Trackers
+from praxis_lite.run.trainer.metrics.json_lines import JsonLinesWriter
+from praxis_lite.run.trainer.metrics.tracker_thread import TrackerThread
+
+STEP_SECONDS = 0.010
+NAMES = ("loss", "accuracy", "grad_norm", "learning_rate", "step_time", "input_time", "a", "b", "c")
+
+
+def threads_in(job: JobDir, every: int) -> list[TrackerThread]:
+    """Returns the threads of all trackers for a job, or none if `every` is 0."""
+    if not every:
+        return []
+    folder = job.path
+    job.trackers.mkdir()
+    run = TrackedRun("0" * 32, "job", "zoo.Tiny", folder, {"run.seed": 0}, {}, 0)
+    trackers = {
+        "tensorboard": TensorBoard(), "wandb": WeightsAndBiases(project="overhead"),
+        "mlflow": MLflow(f"sqlite:///{folder}/mlflow.db"), "file": PrometheusTextfile(),
+        "port": MetricsEndpoint(0),
+    }
+    return [
+        TrackerThread(name, tracker, run, job, lambda step: step % every == 0)
+        for name, tracker in trackers.items()
+    ]
+
+
+def measured(num_steps: int, every: int) -> tuple[float, float]:
+    """Returns the median seconds of a step, and those of the hook's calls in it."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        job = JobDir(folder)
+        with (
+            JsonLinesWriter(job.metrics_jsonl, None) as writer,
+            Trackers(threads_in(job, every), job, print) as trackers,
+        ):
+            trackers.go_on_from(0)
+            if every:
+                time.sleep(20)  # They have begun: W&B and MLflow are imported.
+            seconds, calls = [], []
+            for step in range(1, num_steps + 1):
+                began = time.perf_counter()
+                time.sleep(STEP_SECONDS)
+                writer.write({"step": step, **dict.fromkeys(NAMES, step / 7)})
+                called = time.perf_counter()
+                trackers.made(step)
+                trackers.say(print)
+                ended = time.perf_counter()
+                seconds.append(ended - began)
+                calls.append(ended - called)
+        return statistics.median(seconds), statistics.median(calls)
+
+
+def main() -> None:
+    """Prints a line per setting."""
+    options = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    options.add_argument("--steps", type=int, default=500)
+    num_steps = options.parse_args().steps
+    base, _ = measured(num_steps, 0)
+    print(f"no trackers: a step of {1000 * base:.3f} ms")
+    for every in (1, 50):
+        step, call = measured(num_steps, every)
+        print(
+            f"five trackers, every {every}: a step of {1000 * step:.3f} ms "
+            f"({100 * (step / base - 1):+.2f}%), of which the hook's calls "
+            f"{1e6 * call:.1f} us ({100 * call / STEP_SECONDS:.3f}% of 10 ms)"
+        )
+
+
+if __name__ == "__main__":
+    main()
