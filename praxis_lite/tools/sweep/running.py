@@ -1,11 +1,12 @@
 """The trials of a sweep as processes of this machine: begun, judged, ended, recorded."""
 
+import contextlib
 import math
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.run.job.processes import signals
@@ -116,36 +117,38 @@ def run_trials(
     """
     waiting, running = study.begun(), list[RunningTrial]()
     said_at = time.monotonic()
-    with EndRequest() as request:
-        try:
-            while True:
-                while request.reason is None and len(running) < parallel:
-                    trial = waiting.pop(0) if waiting else study.next()
-                    if trial is None:
-                        break
-                    if not is_refused_by_plan(trial, job_of(trial), topology, note):
-                        running.append(_begun(trial, job_of(trial), request, note))
-                if not running:
-                    return request.reason
-                for item in running[:]:
-                    if item.has_ended():
-                        running.remove(item)
-                        if request.reason is None or item.worst_at is not None:
-                            note(f"trial {item.trial.number}: {item.record()}")
-                    else:
-                        item.judge()
-                if request.reason is not None:
+    with EndRequest() as request, _ended_softly(running):
+        while request.reason is None:
+            while request.reason is None and len(running) < parallel:
+                trial = waiting.pop(0) if waiting else study.next()
+                if trial is None:
                     break
-                if time.monotonic() - said_at > _PROGRESS_SECONDS:
-                    said_at = time.monotonic()
-                    note(_progress(study, running))
-                time.sleep(_POLL_SECONDS)
-        finally:
+                if not is_refused_by_plan(trial, job_of(trial), topology, note):
+                    running.append(_begun(trial, job_of(trial), request, note))
+            if not running:
+                break
+            for item in [item for item in running if item.has_ended()]:
+                running.remove(item)
+                note(f"trial {item.trial.number}: {item.record()}")
             for item in running:
-                item.end()
-            for item in running:
-                item.wait()
+                item.judge()
+            if time.monotonic() - said_at > _PROGRESS_SECONDS:
+                said_at = time.monotonic()
+                note(_progress(study, running))
+            time.sleep(_POLL_SECONDS)
     return request.reason
+
+
+@contextlib.contextmanager
+def _ended_softly(running: list[RunningTrial]) -> Iterator[None]:
+    """Asks the trials that run on the way out to save and to end, and waits for them."""
+    try:
+        yield
+    finally:
+        for item in running:
+            item.end()
+        for item in running:
+            item.wait()
 
 
 def is_refused_by_plan(

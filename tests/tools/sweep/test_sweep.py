@@ -144,6 +144,8 @@ def test_a_search_with_a_seed_makes_the_same_trials_also_if_it_was_cut_in_two(
 @pytest.mark.slow
 def test_ctrl_c_ends_all_trials_softly_and_the_same_command_goes_on(tmp_path, quick, capsys):
     folder, rates = tmp_path / "s", f"{RATE}=64,64.0"
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # As in the background of a shell.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def both_wait():
         jobs = [JobDir(folder / "trials" / name) for name in ("0000", "0001")]
