@@ -22,13 +22,13 @@ class Evaluate(Mode):
     def run(
         self, command: CommandLine, *, step: int | str | None, follow: bool, follow_seconds: int,
     ) -> None:
-        """Evaluates; raises ConfigError as `launch.evaluate` does."""
+        """Evaluates; raises ConfigError as `evaluation.evaluate` does."""
         checkpoints = each_checkpoint(command, step, follow_seconds if follow else None)
         launched = recorded_job_of(command, "eval")
         with job_on_mesh(command, launched, "eval", same={"--step": step}) as job:
-            from praxis_lite.run.trainer import launch
+            from praxis_lite.run.trainer.evaluation import evaluate
 
-            checkpoints(lambda step: launch.evaluate(job, step))
+            checkpoints(lambda step: evaluate(job, step))
 
 
 def add_step(options: argparse._ArgumentGroup) -> None:

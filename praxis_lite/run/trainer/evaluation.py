@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.sharding.inputs import check_ids, global_batch
 from praxis_lite.core.task import records_of
@@ -16,8 +17,12 @@ from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.inputs.batches import checked_batches, non_finite_rows
 from praxis_lite.run.trainer.checks.id_sizes import num_ids_of
 from praxis_lite.run.trainer.checks.memory import compile_step
+from praxis_lite.run.trainer.job_on_mesh import JobOnMesh, compile_together
+from praxis_lite.run.trainer.metrics.json_lines import append_lines
 from praxis_lite.run.trainer.metrics.progress import metric_text
+from praxis_lite.run.trainer.metrics.records import write_records
 from praxis_lite.run.trainer.metrics.weighted import WeightedMean, WeightedScalars
+from praxis_lite.run.trainer.restored_weights import restored_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +112,35 @@ def _add(
     mean.add(metrics)
     if outputs:
         records += records_of(outputs, is_true_row)
+
+
+def evaluate(job: JobOnMesh, step: int | str | None) -> None:
+    """Evaluates a checkpoint ("best"; None: the newest) on every dataset but `train`."""
+    partitioner, run = job.partitioner, job.run
+    if not job.eval_sets:
+        raise ConfigError(
+            "The experiment has no dataset to evaluate on: 'train' is the only one. Add another to "
+            'its datasets(), for instance: "heldout": fdl.Config(TextWindows, ..., shuffle=False).'
+        )
+    compile_together(
+        (partitioner.eval_examples, pipeline, f"datasets.{name}")
+        for name, pipeline in job.eval_sets.items()
+    )
+    step, mdl_vars = restored_weights(partitioner, job.files, step, run.evaluation.use_ema_states)
+    evaluator = Evaluator(partitioner, job.eval_sets, run.evaluation.max_batches, seed=run.seed)
+    examples: dict[str, list[dict[str, Any]]] = {}
+    results = evaluator.run(step, mdl_vars, examples=examples)
+    append_lines(
+        job.files.eval_metrics_jsonl,
+        [{"step": step, "dataset": name, **metrics} for name, metrics in results.items()],
+    )
+    for name, metrics in results.items():
+        print(evaluation_line(step, name, metrics))
+    for name, records in examples.items():
+        path = job.files.eval_jsonl(name, step)
+        write_records(path, records, print)
+        count = "1 example" if len(records) == 1 else f"{len(records)} examples"
+        print(f"evaluated {count} of {name} with the weights of step {step}: {path}")
 
 
 def watched_values(results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -8,6 +8,7 @@ from praxis_lite.run.config.build import build
 from praxis_lite.run.config.text import load_config_file
 from praxis_lite.run.experiment.early_stopping import EarlyStopping
 from praxis_lite.run.experiment.run_config import RunConfig
+from praxis_lite.run.goodput.goodput import goodput_of
 from praxis_lite.run.job import processes
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.job.processes.broadcast import from_first
@@ -121,6 +122,19 @@ def draw_loss_curve(files: JobDir, step: int, note: Callable[[str], None]) -> No
         )
     except ConfigError as error:
         note(f"note: {error}")
+
+
+def say_goodput(files: JobDir, note: Callable[[str], None]) -> None:
+    """Notes where the time of the job went so far, or why that is not known."""
+    if not processes.is_first():
+        return
+    try:
+        goodput = goodput_of(files)
+    except ConfigError as error:
+        note(f"note: {error}")
+        return
+    if goodput is not None:
+        note(goodput.line())
 
 
 def check_last_step(job: JobDir, step: int, num_skipped: int) -> None:

@@ -1,12 +1,10 @@
-"""What train and eval do with a job, once it is built, checked and on its mesh."""
+"""A job that trains, once it is built, checked and on its mesh."""
 
 import contextlib
 import dataclasses
 import sys
 from collections.abc import Mapping
-from typing import Any
 
-from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.files.whole_files import write_whole
 from praxis_lite.inputs.base import TRAIN
@@ -24,7 +22,6 @@ from praxis_lite.run.config.text import (
 )
 from praxis_lite.run.experiment.launched_config import LaunchedConfig
 from praxis_lite.run.experiment.recorded_job import keep_tokenizers
-from praxis_lite.run.goodput.goodput import goodput_of
 from praxis_lite.run.goodput.kinds import COMPILE, INIT, RESTORE, SAVE
 from praxis_lite.run.goodput.phase_clock import PhaseClock
 from praxis_lite.run.goodput.timeline import Timeline
@@ -37,7 +34,6 @@ from praxis_lite.run.trainer.checks.job_checks import check_batches_left, check_
 from praxis_lite.run.trainer.checks.memory import compile_init
 from praxis_lite.run.trainer.checks.resume import check_resumable, check_same_seed, notes_on_resume
 from praxis_lite.run.trainer.checks.step_of_data import step_for
-from praxis_lite.run.trainer.evaluation import Evaluator, evaluation_line
 from praxis_lite.run.trainer.hooks.hook import check_hooks
 from praxis_lite.run.trainer.hooks.standard import MoreHooks, hooks_of
 from praxis_lite.run.trainer.hooks.tracking import trackers_of
@@ -46,6 +42,7 @@ from praxis_lite.run.trainer.job_history import (
     draw_loss_curve,
     lacks_evaluation,
     metrics_by_step,
+    say_goodput,
     watched_history,
     when_checkpoints_come,
 )
@@ -57,10 +54,7 @@ from praxis_lite.run.trainer.layout_table import (
     padding_notes,
 )
 from praxis_lite.run.trainer.loss_spikes import LossSpike, RollBacks
-from praxis_lite.run.trainer.metrics.json_lines import append_lines
 from praxis_lite.run.trainer.metrics.progress import ProgressLine
-from praxis_lite.run.trainer.metrics.records import write_records
-from praxis_lite.run.trainer.restored_weights import restored_weights
 from praxis_lite.run.trainer.trainer import StartingPoint, Trained
 
 
@@ -175,8 +169,7 @@ def train(
         timeline.ended_by = trained.stopped_by or "the end"
         draw_loss_curve(files, trained.step, progress.note)
         trackers.ends(trained.step, stopped=trained.stopped_by is not None)
-    if processes.is_first() and (goodput := goodput_of(files)):
-        print(goodput.line())
+    say_goodput(files, print)
     if trained.stopped_by:
         print(
             f"stopped by {trained.stopped_by}: step {trained.step} is saved, and the same command "
@@ -186,35 +179,6 @@ def train(
         print(f"trained to step {trained.step}: {files.path}")
     check_last_step(files, trained.step, trained.num_skipped)
     return trained
-
-
-def evaluate(job: JobOnMesh, step: int | str | None) -> None:
-    """Evaluates a checkpoint ("best"; None: the newest) on every dataset but `train`."""
-    partitioner, run = job.partitioner, job.run
-    if not job.eval_sets:
-        raise ConfigError(
-            "The experiment has no dataset to evaluate on: 'train' is the only one. Add another to "
-            'its datasets(), for instance: "heldout": fdl.Config(TextWindows, ..., shuffle=False).'
-        )
-    compile_together(
-        (partitioner.eval_examples, pipeline, f"datasets.{name}")
-        for name, pipeline in job.eval_sets.items()
-    )
-    step, mdl_vars = restored_weights(partitioner, job.files, step, run.evaluation.use_ema_states)
-    evaluator = Evaluator(partitioner, job.eval_sets, run.evaluation.max_batches, seed=run.seed)
-    examples: dict[str, list[dict[str, Any]]] = {}
-    results = evaluator.run(step, mdl_vars, examples=examples)
-    append_lines(
-        job.files.eval_metrics_jsonl,
-        [{"step": step, "dataset": name, **metrics} for name, metrics in results.items()],
-    )
-    for name, metrics in results.items():
-        print(evaluation_line(step, name, metrics))
-    for name, records in examples.items():
-        path = job.files.eval_jsonl(name, step)
-        write_records(path, records, print)
-        count = "1 example" if len(records) == 1 else f"{len(records)} examples"
-        print(f"evaluated {count} of {name} with the weights of step {step}: {path}")
 
 
 def _initial_state(job: JobOnMesh, sources: Mapping[str, Source]) -> InitialState | None:

@@ -22,6 +22,7 @@ from praxis_lite.run.goodput.kinds import (
 )
 from praxis_lite.run.goodput.stretches import read_stretches
 from praxis_lite.run.job.job_dir import JobDir
+from praxis_lite.run.trainer.job_history import say_goodput
 from tests.run.goodput.launches import Clocks, FakeLaunch
 
 
@@ -283,6 +284,9 @@ def test_no_file_is_no_goodput_and_a_file_that_cannot_be_read_is_named(job):
     job.timeline_jsonl.mkdir()
     with pytest.raises(ConfigError, match=r"timeline\.jsonl"):
         goodput_of(job)
+    notes = []
+    say_goodput(job, notes.append)  # At the end of training it is no error.
+    assert len(notes) == 1 and str(job.timeline_jsonl) in notes[0]
 
 
 def test_a_file_that_cannot_be_written_is_said_once_and_written_when_it_can(job):

@@ -163,6 +163,18 @@ def test_the_steps_that_were_lost_are_those_whose_lines_were_moved(killed):
     assert actual.seconds[SAVE] > 0 and actual.seconds[RESTORE] > 0
 
 
+def test_the_columns_of_a_step_are_its_times_and_those_of_the_pauses_before_it(killed):
+    first = goodput_of(killed[0]).launches[-1].first_step + 1
+    lines = [line for line in lines_if_any(killed[0].metrics_jsonl) if line["step"] > first]
+    for line in lines:
+        # The hook sleeps between two steps, while the devices have nothing to do.
+        assert line["step_time"] >= 0.1 and 0 < line["dispatch_time"] < line["step_time"]
+        assert 0 < line["device_time"] < line["step_time"] / 2
+        assert 0 < line["input_time"] < line["step_time"] and line["evaluation_time"] == 0
+    saved_before = [line["step"] for line in lines if line["save_time"]]
+    assert saved_before == [step for step in (21, 31) if step > first]
+
+
 def test_the_end_of_training_and_the_summary_say_it(killed):
     job, *_ = killed
     actual = goodput_of(job)
