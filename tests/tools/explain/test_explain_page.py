@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite.core import StateLayout
-from praxis_lite.tools.explain.explain_page import ExplainedStep, page
+from praxis_lite.tools.explain.explain_page import ExplainedStep, in_notebook, page
 from praxis_lite.tools.explain.hlo import Collective, MemoryPerDevice
 from tests.support.browser import EXECUTABLE, NO_BROWSER, Browser
 
@@ -417,3 +417,21 @@ def test_the_page_is_one_file_with_valid_data(mesh_222):
     data = text.split('id="document">')[1].split("</script>")[0]
     assert len(json.loads(data)["leaves"]) == len(LEAVES)
     assert not re.search(r"\bsrc=|href=\"(?!data:)|@import|url\(|fetch\(|XMLHttp|https?:", text)
+
+
+def test_in_a_notebooks_output_the_page_draws_and_filters(browser, mesh_222, tmp_path):
+    frame = in_notebook(page("a job", mesh_222, layout_of(LEAVES, dict(mesh_222.shape)), (), ()))
+    # Within the sandbox of a notebook nobody else can look.
+    frame = frame.replace('sandbox="allow-scripts"', "")
+    (tmp_path / "notebook.html").write_text(f"<p>output</p>{frame}", encoding="utf-8")
+    item = browser(mesh_222, layout_of({}, dict(mesh_222.shape)))
+    item.open((tmp_path / "notebook.html").as_uri())
+    inside = "document.querySelector('iframe').contentDocument"
+    item.wait(f"{inside}.getElementById('count').textContent.endsWith(' arrays')")
+    assert item.run(f"{inside}.querySelectorAll('[data-path]').length") > 0
+    item.run(
+        f"(() => {{ const box = {inside}.getElementById('filter'); box.value = 'attention';"
+        " box.dispatchEvent(new Event('input')); })()"
+    )
+    assert item.run(f"{inside}.getElementById('count').textContent").startswith("2 of ")
+    assert item.complaints == []
