@@ -1,6 +1,7 @@
 """Directories of jobs that nobody trained: the files that a report reads."""
 
 import json
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,4 +76,40 @@ def written_job(
         file = job.decode_jsonl(dataset, int(step))
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return job
+
+
+def nonsense_job(path: Path, seed: int) -> JobDir:
+    """Returns a job whose files hold what no run writes, other nonsense for each seed."""
+    rng = random.Random(seed)
+
+    def value() -> Any:
+        return rng.choice([
+            None, True, "NaN", "-Infinity", "x" * 99, 10**400, -(10**400), 1e308, -1e308, 0, -3,
+            2**53 + 1, 0.1, [], {}, [[1]], {"a": 1}, "\ud800", "</script><b>",
+        ])
+
+    def line() -> str:
+        names = [
+            "loss", "dataset", "step_time", "tokens_per_second", "save_time", "prompt", "launch",
+            "num_skipped_in_a_row", "continuation", "seconds", "first_step", "last_step",
+            "ended_by", "__proto__", "",
+        ]
+        item = {name: value() for name in rng.sample(names, rng.randrange(len(names)))}
+        if rng.random() < 0.9:
+            item["step"] = rng.choice([rng.randrange(-5, 40), 10**17, 10**400, True])
+        text = json.dumps(item)
+        return text[: rng.randrange(len(text))] if rng.random() < 0.1 else text
+
+    job = written_job(path)
+    files = [
+        "metrics.jsonl", "eval_metrics.jsonl", "timeline.jsonl", "config.txt", "layout.txt",
+        "decode/x/7.jsonl", "decode/x/08.jsonl", "profiles/3/profile.txt",
+    ]
+    for name in rng.sample(files, 6):
+        file = job.path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        text = "\n".join(line() for _ in range(rng.randrange(60)))
+        noise = bytes(rng.randrange(256) for _ in range(rng.choice([0, 9])))
+        file.write_bytes(text.encode() + noise)
     return job

@@ -31,7 +31,8 @@ class Buckets:
         """Returns the mean of each bucket's finite values, NaN if it has none."""
         is_finite = np.isfinite(values)
         counts = np.add.reduceat(is_finite, self.starts, dtype=float)
-        sums = np.add.reduceat(np.where(is_finite, values, 0.0), self.starts)
+        with np.errstate(over="ignore"):  # A sum beyond all floats is infinite.
+            sums = np.add.reduceat(np.where(is_finite, values, 0.0), self.starts)
         return np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)
 
     def lowest(self, values: np.ndarray) -> np.ndarray:

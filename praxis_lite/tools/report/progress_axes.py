@@ -23,13 +23,18 @@ def progress_axes(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     were made; launches and the time between them are not among them.
     """
     axes = {"steps": columns["step"]}
-    seconds = np.nan_to_num(columns.get("step_time", np.zeros(len(columns["step"]))))
-    if unit := weight_unit(columns):
-        axes[unit] = np.cumsum(np.nan_to_num(columns[f"{unit}{_PER_SECOND}"]) * seconds).round()
-    times = [np.nan_to_num(columns[name]) for name in _TIMES if name in columns]
+    times = {name: _sound(columns[name]) for name in _TIMES if name in columns}
+    unit = weight_unit(columns)
+    if unit and "step_time" in times:
+        axes[unit] = np.cumsum(_sound(columns[f"{unit}{_PER_SECOND}"]) * times["step_time"]).round()
     if times:
-        axes["hours"] = np.cumsum(sum(times)) / 3600
+        axes["hours"] = np.cumsum(sum(times.values())) / 3600
     return axes
+
+
+def _sound(column: np.ndarray) -> np.ndarray:
+    """Returns a column with 0 in place of numbers that no clock and no batch has."""
+    return np.where((column > 0) & (column < 1e15), column, 0.0)
 
 
 def at_steps(axes: Mapping[str, np.ndarray], steps: np.ndarray) -> dict[str, np.ndarray]:

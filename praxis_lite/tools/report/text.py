@@ -42,7 +42,7 @@ def _jobs(jobs: Sequence[JobState]) -> str:
             str(job.last_step),
             str(job.num_train_steps or ""),
             metric_text(loss[-1]) if len(loss) else "",
-            f"{count_of(axes[unit][-1])} {unit}" if unit and len(axes[unit]) else "",
+            f"{count_of(axes[unit][-1])} {unit}" if len(axes.get(unit, ())) else "",
             f"{axes['hours'][-1]:.3g}" if len(axes.get("hours", ())) else "",
             f"{job.goodput.share:.1%}" if job.goodput else "",
             job.state,
@@ -94,7 +94,8 @@ def _times(jobs: Sequence[JobState]) -> str:
     for job in jobs:
         columns = [job.columns.get(name, np.empty(0)) for name in names]
         finite = [column[np.isfinite(column)] for column in columns]
-        means = [f"{values.mean():.3g}" if len(values) else "" for values in finite]
+        with np.errstate(over="ignore"):
+            means = [f"{values.mean():.3g}" if len(values) else "" for values in finite]
         rows.append([job.name, *means])
     return "\n".join(table_lines([header, *rows], right=range(1, len(header))))
 

@@ -16,7 +16,8 @@ from praxis_lite.tools.profile.tables import PROFILE_TXT
 from praxis_lite.tools.report.document import MOST_LETTERS, SPENT, document
 from praxis_lite.tools.report.job_reader import JobReader
 from praxis_lite.tools.report.page import page
-from tests.support.written_jobs import training_lines, written_job
+from praxis_lite.tools.report.text import report_text
+from tests.support.written_jobs import nonsense_job, training_lines, written_job
 
 NOW = datetime.datetime(2026, 2, 3, 4, 5, 6, tzinfo=datetime.UTC)
 HOSTILE = "</script><script>document.title=7</script><!--<img src=x onerror=a>{{title}}{{document}}"
@@ -219,6 +220,13 @@ def test_a_job_without_anything_and_damaged_files_are_shown_with_notes(tmp_path)
     notes = collections.Counter(note.partition(":")[0] for note in actual["notes"])
     assert notes == {"empty": 2, "damaged": 2}
     assert actual["jobs"][1]["goodput"] is None
+
+
+@pytest.mark.parametrize("seed", range(23))
+def test_files_of_nonsense_end_no_report(tmp_path, seed):
+    states = read({"job": nonsense_job(tmp_path / "job", seed)})
+    text = page(states, document(states, written=NOW, reload_seconds=None))
+    assert len(document_in(text)["jobs"]) == 1 and report_text(states)
 
 
 def test_names_settings_and_samples_stay_text_in_the_page(tmp_path):

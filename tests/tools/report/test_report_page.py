@@ -12,7 +12,7 @@ from praxis_lite.tools.report.document import document
 from praxis_lite.tools.report.job_reader import JobReader
 from praxis_lite.tools.report.page import page
 from tests.support.browser import EXECUTABLE, NO_BROWSER, Browser
-from tests.support.written_jobs import training_lines, written_job
+from tests.support.written_jobs import nonsense_job, training_lines, written_job
 
 pytestmark = [
     pytest.mark.skipif(EXECUTABLE is None, reason=NO_BROWSER), pytest.mark.slow,
@@ -228,6 +228,18 @@ def test_the_open_page_of_a_job_that_trains_shows_the_newest_and_rests_at_its_en
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert item.run("view.logY && doc.reload_seconds === null")
+
+
+def test_the_page_of_files_of_nonsense_has_no_error(browser, tmp_path):
+    for seed in range(12):
+        jobs = {"nonsense": nonsense_job(tmp_path / str(seed), seed)}
+        if not JobReader("job", jobs["nonsense"]).read(100).last_step:
+            continue
+        item = browser(of=page_of(jobs), address="#logx=&logy=&smooth=7&x=hours")
+        item.run("charts.forEach((chart) => { chart.isSeen = true }); drawAll()")
+        item.run("change({ logX: false, logY: false, cut: false, x: 'steps' })")
+        item.run("charts.forEach((chart) => chart.tell(3, 100))")
+        assert item.complaints == [], seed
 
 
 def test_without_a_script_the_losses_are_there(jobs):

@@ -17,6 +17,7 @@ from praxis_lite.run.trainer.metrics.decimal_numbers import (
     is_number,
     number_or_nan,
 )
+from praxis_lite.run.trainer.metrics.json_lines import is_step
 
 # Bytes that are read at once.
 _BLOCK = 1 << 20
@@ -106,7 +107,7 @@ class MetricsColumns:
                 line = json.loads(part)
             except (ValueError, RecursionError):
                 line = None
-            if isinstance(line, dict) and isinstance(line.get("step"), int):
+            if isinstance(line, dict) and is_step(line.get("step")):
                 lines.append({
                     name: number_or_nan(value) for name, value in line.items() if is_number(value)
                 })
@@ -150,5 +151,5 @@ def _of_equal_lines(text: bytes) -> dict[str, np.ndarray] | None:
     except ValueError:
         return None
     columns = dict(zip(first_line, numbers.T.copy(), strict=True))
-    is_whole = np.isfinite(columns["step"]) & (columns["step"] % 1 == 0)
+    is_whole = (np.abs(columns["step"]) <= 2**53) & (columns["step"] % 1 == 0)
     return columns if is_whole.all() else None

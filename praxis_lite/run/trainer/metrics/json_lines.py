@@ -165,7 +165,7 @@ def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     for number, text in enumerate(texts, start=1):
         try:
             line = json.loads(text)
-            if not isinstance(line["step"], int):
+            if not is_step(line["step"]):
                 raise TypeError("step is no integer")
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             if number == len(texts) and isinstance(error, ValueError):
@@ -175,6 +175,11 @@ def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
                 "Mend or remove that line; only the last one may be cut short.") from error
         lines.append(with_non_finite(line))
     return lines
+
+
+def is_step(value: object) -> bool:
+    """Returns True for an integer that a float64 holds exactly, as every step of a run is."""
+    return isinstance(value, int) and abs(value) <= 2**53
 
 
 def lines_if_any(path: pathlib.Path) -> list[dict[str, Any]]:
