@@ -30,7 +30,7 @@ def test_the_pages_blocks_run(tmp_path):
     assert done.stdout.splitlines()[-1].startswith("True ")
 
 
-@pytest.mark.parametrize("name", ["train", "explain", "plan", "check"])
+@pytest.mark.parametrize("name", ["train", "explain", "plan", "check", "report"])
 def test_each_argument_is_on_the_page(name):
     parameters = inspect.signature(getattr(pl, name)).parameters
     assert [word for word in parameters if word not in PAGE] == []
