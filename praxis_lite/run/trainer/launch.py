@@ -35,6 +35,7 @@ from praxis_lite.run.trainer.checks.memory import compile_init
 from praxis_lite.run.trainer.checks.resume import check_resumable, check_same_seed, notes_on_resume
 from praxis_lite.run.trainer.checks.step_of_data import step_for
 from praxis_lite.run.trainer.hooks.hook import check_hooks
+from praxis_lite.run.trainer.hooks.skipped_steps import num_skipped_in_a_row
 from praxis_lite.run.trainer.hooks.standard import MoreHooks, hooks_of
 from praxis_lite.run.trainer.hooks.tracking import trackers_of
 from praxis_lite.run.trainer.job_history import (
@@ -130,7 +131,7 @@ def train(
             print(reason)
             timeline.take_back()
             draw_loss_curve(files, start.step, print)
-            trained = Trained(start.step, trainer.num_skipped_in_a_row(start.state))
+            trained = Trained(start.step, num_skipped_in_a_row(start.state))
             check_last_step(files, trained.step, trained.num_skipped)
             return trained
         check_first_batches(job.datasets)

@@ -13,13 +13,13 @@ from praxis_lite.core.sharding.inputs import check_ids, global_batch
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.inputs.position import DataPosition
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
-from praxis_lite.run.goodput.kinds import COMPILE, INPUT_WAIT, STEP
+from praxis_lite.run.goodput.kinds import INPUT_WAIT, STEP
 from praxis_lite.run.goodput.timeline import Timeline
 from praxis_lite.run.job.processes.stopping import StopRequest
 from praxis_lite.run.trainer.checks.id_sizes import num_ids_of
-from praxis_lite.run.trainer.checks.memory import compile_step
 from praxis_lite.run.trainer.hooks.hook import Hook, StepMade, by_name, overrides
 from praxis_lite.run.trainer.hooks.loop import Loop
+from praxis_lite.run.trainer.hooks.skipped_steps import num_skipped_in_a_row
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.run.trainer.late_metrics import LateMetrics, PendingStep
 from praxis_lite.run.trainer.metrics.device_clock import DeviceClock
@@ -99,7 +99,7 @@ def _run(loop: Loop, start: StartingPoint, device_clock: DeviceClock) -> Trained
             loop.checkpoints.raise_if_failed()
             index, inputs, batch, first_row, input_time = next(taken)
             if step == loop.first_step + 1:
-                late.last_time += _compile(loop)
+                late.last_time += loop.compile()
             called = time.perf_counter()
             # The name by which xprof finds the steps in a profile.
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
@@ -146,21 +146,3 @@ def _batches(loop: Loop) -> Iterator[tuple[int, Any, Any, int, float]]:
         batch = global_batch(inputs, partitioner.mesh, num_rows)
         loop.consensus.host_worked(time.perf_counter() - began)
         yield index, inputs, batch, rows.start, input_time
-
-
-def _compile(loop: Loop) -> float:
-    """Compiles the training step; returns the seconds that it took."""
-    began = time.perf_counter()
-    with contextlib.ExitStack() as held:
-        held.enter_context(loop.timeline.clock.during(COMPILE))
-        for hook in loop.hooks:
-            held.enter_context(hook.compiling())
-        compile_step(
-            loop.job.partitioner.train_step, loop.job.datasets[TRAIN], f"datasets.{TRAIN}"
-        )
-    return time.perf_counter() - began
-
-
-def num_skipped_in_a_row(state: TrainState) -> int:
-    """Returns the number of steps skipped in a row, up to the last step made."""
-    return int(jax.device_get(state.opt_states["num_skipped_in_a_row"]))

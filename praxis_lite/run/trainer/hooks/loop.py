@@ -1,15 +1,19 @@
 """The training loop as its hooks see it."""
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from praxis_lite.inputs.base import TRAIN
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
+from praxis_lite.run.goodput.kinds import COMPILE
 from praxis_lite.run.goodput.timeline import Timeline
 from praxis_lite.run.job import processes
 from praxis_lite.run.job.processes.stop_consensus import StopConsensus
 from praxis_lite.run.job.processes.stopping import StopRequest
 from praxis_lite.run.job.processes.watchdog import Watchdog
+from praxis_lite.run.trainer.checks.memory import compile_step
 from praxis_lite.run.trainer.hooks.hook import Hook, overrides
 from praxis_lite.run.trainer.hooks.profile_requests import ProfileRequests
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
@@ -61,6 +65,16 @@ class Loop:
         self.profile_steps, self.has_asked = 0, False
         self._requests = ProfileRequests(job.files.profile_request, stop, note)
         self._told = [hook for hook in hooks if overrides(hook, "after_evaluation")]
+
+    def compile(self) -> float:
+        """Compiles the training step, in the context of all hooks; returns the seconds it took."""
+        began, train = time.perf_counter(), self.job.datasets[TRAIN]
+        with contextlib.ExitStack() as held:
+            held.enter_context(self.timeline.clock.during(COMPILE))
+            for hook in self.hooks:
+                held.enter_context(hook.compiling())
+            compile_step(self.job.partitioner.train_step, train, f"datasets.{TRAIN}")
+        return time.perf_counter() - began
 
     def asked_to_stop(self) -> bool:
         """Returns `stops`, having asked all processes; a sign of life for the watchdog."""

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError
@@ -89,3 +90,8 @@ def _check_rates(line: Mapping[str, Any]) -> None:
                 f"The {name} of step {line['step']} is {value:g}; wanted is a rate from 0 to "
                 f"{MAX_LEARNING_RATE:g}. A model learns nothing at this one: mend the schedule."
             )
+
+
+def num_skipped_in_a_row(state: TrainState) -> int:
+    """Returns the number of steps skipped in a row, up to the last step made."""
+    return int(jax.device_get(state.opt_states["num_skipped_in_a_row"]))
