@@ -47,6 +47,11 @@ def test_a_damaged_position_begins_anew(tmp_path, content):
 
 
 def test_a_pipe_in_the_place_of_a_position_is_no_file_to_write(tmp_path):
-    os.mkfifo(tmp_path / "wandb.json")
-    with pytest.raises(OSError):
-        Position(tmp_path / "wandb.json", lambda note: None)
+    path = tmp_path / "wandb.json"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with pytest.raises(OSError, match="no plain file"):
+            Position(path, lambda note: None)
+    finally:
+        os.close(reader)

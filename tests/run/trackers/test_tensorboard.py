@@ -60,7 +60,7 @@ def shown(tmp_path_factory):
         tracker = TensorBoard()
         tracker.start(run_in(folder, first_step=first_step))
         tracker.go_on_from(first_step)
-        for step in range(first_step + 1, first_step + 7):
+        for step in range(first_step + 1, first_step + 14):
             tracker.scalars(step, {"loss": offset + step})
         tracker.text(step, "samples", "one\ntwo")
         tracker.image(step, "loss_curve", picture.getvalue())
@@ -74,7 +74,7 @@ events = EventAccumulator({str(folder / "tensorboard")!r}).Reload()
 texts = {{tag: [(item.step, item.tensor_proto.string_val[0].decode())
                for item in events.Tensors(tag)]
          for tag in events.PluginTagToContent("text")}}
-(image,) = [item for item in events.Images("loss_curve") if item.step == 13]
+(image,) = [item for item in events.Images("loss_curve") if item.step == 20]
 hparams = {{tag: plugin_data_pb2.HParamsPluginData.FromString(content)
            for tag, content in events.PluginTagToContent("hparams").items()}}
 start = hparams["_hparams_/session_start_info"].session_start_info.hparams
@@ -93,12 +93,12 @@ print(json.dumps({{
 
 
 def test_tensorboard_shows_each_step_once_after_a_resume(shown):
-    first = [[step, 100.0 + step] for step in range(1, 7)]
-    assert shown["loss"] == first + [[step, float(step)] for step in range(8, 14)]
+    first = [[step, 100.0 + step] for step in range(1, 8)]
+    assert shown["loss"] == first + [[step, float(step)] for step in range(8, 21)]
 
 
 def test_tensorboard_shows_texts_pictures_and_hyperparameters(shown):
-    assert shown["texts"]["samples/text_summary"][-1] == [13, "    one\n    two\n"]
+    assert shown["texts"]["samples/text_summary"][-1] == [20, "    one\n    two\n"]
     assert "    task.rate=0.5\n" in shown["texts"]["config/text_summary"][0][1]
     assert shown["image"] == [70, 30]
     assert (shown["rate"], shown["on"]) == (0.5, True)

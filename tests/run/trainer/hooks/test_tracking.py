@@ -6,7 +6,7 @@ import sys
 import fiddle as fdl
 import pytest
 
-from praxis_lite import ConfigError, RunConfig, TensorBoard, WeightsAndBiases
+from praxis_lite import ConfigError, MLflow, RunConfig, TensorBoard, WeightsAndBiases
 from praxis_lite.run.config.overrides import apply_overrides
 from praxis_lite.run.config.text import config_lines, dump_config, load_config
 from praxis_lite.run.job.job_dir import JobDir
@@ -19,6 +19,10 @@ from tests.support.tracked_runs import Hangs
 def test_a_tracker_is_set_by_name_and_taken_away_and_the_config_keeps_it():
     config = fdl.Config(RunConfig, num_train_steps=7)
     root = fdl.Config(dict, run=config)
+    # The default beside it, an instance, becomes a part of the config that JSON can hold.
+    apply_overrides(root, ["run.trackers.mlflow=MLflow()"])
+    assert load_config(dump_config(root, "zoo.Tiny"), packages=["zoo"]).config == root
+    assert fdl.build(config).trackers == {"tensorboard": TensorBoard(), "mlflow": MLflow()}
     apply_overrides(root, [
         "run.trackers.wandb=WeightsAndBiases()", "run.trackers.wandb.tags=a,b",
         "run.trackers.tensorboard.every=3", "run.trackers.text=PrometheusTextfile()",
