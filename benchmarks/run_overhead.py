@@ -11,6 +11,7 @@ program computes in a single thread, so that the host has a core beside the devi
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import os
 import sys
@@ -29,6 +30,7 @@ simulate_devices(1)
 import jax  # noqa: E402
 
 from benchmarks.matmul_job import Matmuls  # noqa: E402
+from benchmarks.tracker_overhead import all_trackers  # noqa: E402
 from praxis_lite import Hook, RunConfig, SaveSettings  # noqa: E402
 from praxis_lite.core import Partitioner, make_mesh  # noqa: E402
 from praxis_lite.run.config.build import build  # noqa: E402
@@ -90,15 +92,20 @@ def each_since(before: tuple[float, float]) -> tuple[float, float]:
     return (wall - before[0]) / PER_TURN, (processor - before[1]) / PER_TURN
 
 
-def job_of(num_layers: int, num_steps: int, folder: Path) -> tuple[JobOnMesh, LaunchedConfig]:
-    """Returns the job on one device, and its config."""
+def job_of(
+    num_layers: int, num_steps: int, folder: Path, *, has_trackers: bool = False
+) -> tuple[JobOnMesh, LaunchedConfig]:
+    """Returns the job on one device, with TensorBoard or a tracker of each kind, and its config."""
     experiment = Matmuls()
     experiment.num_layers = num_layers
     config = experiment.config()
     job = build(config)
     job = type(job)(**{
         **{name: getattr(job, name) for name in job.__dataclass_fields__},
-        "run": RunConfig(num_train_steps=num_steps, checkpoints=SaveSettings(every_seconds=86_400)),
+        "run": dataclasses.replace(
+            RunConfig(num_train_steps=num_steps, checkpoints=SaveSettings(every_seconds=86_400)),
+            **({"trackers": all_trackers(folder)} if has_trackers else {}),
+        ),
     })
     partitioner = Partitioner(job.task, make_mesh(job.mesh))
     launched = LaunchedConfig(config, "benchmarks.matmul_job.Matmuls", packages=["benchmarks"])
@@ -118,10 +125,17 @@ def main() -> None:
     """Prints the times of both loops, and their ratio."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num_turns", type=int, default=60)
+    parser.add_argument(
+        "--trackers", action="store_true",
+        help="a tracker of each kind, W&B offline, beside TensorBoard",
+    )
     args = parser.parse_args()
+    os.environ.setdefault("WANDB_MODE", "offline")
     num_layers = max(1, round(8 * STEP_SECONDS / seconds_of_a_step(8)))
     with tempfile.TemporaryDirectory() as folder:
-        job, launched = job_of(num_layers, (args.num_turns + 1) * PER_TURN, Path(folder))
+        job, launched = job_of(
+            num_layers, (args.num_turns + 1) * PER_TURN, Path(folder), has_trackers=args.trackers
+        )
         turns = Turns(job.partitioner, job.datasets["train"])
 
         def more_hooks(job):

@@ -16,7 +16,7 @@ from pathlib import Path
 from praxis_lite import MLflow, PrometheusTextfile, TensorBoard, WeightsAndBiases
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.trackers.metrics_endpoint import MetricsEndpoint
-from praxis_lite.run.trackers.tracker import TrackedRun
+from praxis_lite.run.trackers.tracker import TrackedRun, Tracker
 from praxis_lite.run.trainer.hooks.tracking import Trackers
 from praxis_lite.run.trainer.metrics.json_lines import JsonLinesWriter
 from praxis_lite.run.trainer.metrics.tracker_thread import TrackerThread
@@ -25,21 +25,24 @@ STEP_SECONDS = 0.010
 NAMES = ("loss", "accuracy", "grad_norm", "learning_rate", "step_time", "input_time", "a", "b", "c")
 
 
-def threads_in(job: JobDir, every: int) -> list[TrackerThread]:
-    """Returns the threads of all trackers for a job, or none if `every` is 0."""
-    if not every:
-        return []
-    folder = job.path
-    job.trackers.mkdir()
-    run = TrackedRun("0" * 32, "job", "zoo.Tiny", folder, {"run.seed": 0}, {}, 0)
-    trackers = {
+def all_trackers(folder: Path) -> dict[str, Tracker]:
+    """Returns a tracker of each kind; a database is in the folder."""
+    return {
         "tensorboard": TensorBoard(), "wandb": WeightsAndBiases(project="overhead"),
         "mlflow": MLflow(f"sqlite:///{folder}/mlflow.db"), "file": PrometheusTextfile(),
         "port": MetricsEndpoint(0),
     }
+
+
+def threads_in(job: JobDir, every: int) -> list[TrackerThread]:
+    """Returns the threads of all trackers for a job, or none if `every` is 0."""
+    if not every:
+        return []
+    job.trackers.mkdir()
+    run = TrackedRun("0" * 32, "job", "zoo.Tiny", job.path, {"run.seed": 0}, {}, 0)
     return [
         TrackerThread(name, tracker, run, job, lambda step: step % every == 0)
-        for name, tracker in trackers.items()
+        for name, tracker in all_trackers(job.path).items()
     ]
 
 

@@ -169,7 +169,7 @@ def train(
             )
         timeline.ended_by = trained.stopped_by or "the end"
         draw_loss_curve(files, trained.step, progress.note)
-        trackers.ends(trained.step, stopped=trained.stopped_by is not None)
+        trackers.ends(start.step, trained.step, stopped=trained.stopped_by is not None)
     say_goodput(files, print)
     if trained.stopped_by:
         print(

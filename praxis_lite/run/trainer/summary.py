@@ -16,9 +16,32 @@ def summary(job: JobDir, *, num_prompts: int = 3) -> str:
     """Returns losses, evaluations, where the time went, continuations, where everything lies."""
     parts = [
         _training(job), _evaluations(job), _time(job), _times_of_a_step(job),
-        *_continuations(job, num_prompts), _places(job),
+        *(text for _, _, text in continuations(job, num_prompts)), _places(job),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def continuations(job: JobDir, num_prompts: int) -> list[tuple[str, int, str]]:
+    """Returns (dataset, step, text) of the newest decode file of each dataset.
+
+    The text has a few prompts and their continuations. Raises ConfigError if a file is damaged.
+    """
+    parts = []
+    for directory in sorted((job.path / "decode").glob("*")):
+        files = [file for file in directory.glob("*.jsonl") if file.stem.isdecimal()]
+        files.sort(key=lambda file: int(file.stem))
+        if not files:
+            continue
+        records, step = read_records(files[-1]), int(files[-1].stem)
+        # A command line adds its records to those of others before.
+        shown = records[-num_prompts:] if directory.name == COMMAND_LINE else records[:num_prompts]
+        number = "" if len(shown) == len(records) else f", {len(shown)} of {len(records)}"
+        lines = [f"Continuations ({directory.name}, step {step}{number})"]
+        for record in shown:
+            lines.append(_block("prompt", str(record.get("prompt", ""))))
+            lines.append(_block("  goes on", str(record.get("continuation", ""))))
+        parts.append((directory.name, step, "\n".join(lines)))
+    return parts
 
 
 def _training(job: JobDir) -> str:
@@ -69,25 +92,6 @@ def _times_of_a_step(job: JobDir) -> str:
     count = "1 step" if len(lines) == 1 else f"{len(lines):,} steps"
     head = f"The time of a step, on average of {count}, and its share of step_time"
     return "\n".join([head, *table_lines(rows, right=(1, 2))])
-
-
-def _continuations(job: JobDir, num_prompts: int) -> list[str]:
-    parts = []
-    for directory in sorted((job.path / "decode").glob("*")):
-        files = [file for file in directory.glob("*.jsonl") if file.stem.isdecimal()]
-        files.sort(key=lambda file: int(file.stem))
-        if not files:
-            continue
-        records = read_records(files[-1])
-        # A command line adds its records to those of others before.
-        shown = records[-num_prompts:] if directory.name == COMMAND_LINE else records[:num_prompts]
-        number = "" if len(shown) == len(records) else f", {len(shown)} of {len(records)}"
-        lines = [f"Continuations ({directory.name}, step {files[-1].stem}{number})"]
-        for record in shown:
-            lines.append(_block("prompt", str(record.get("prompt", ""))))
-            lines.append(_block("  goes on", str(record.get("continuation", ""))))
-        parts.append("\n".join(lines))
-    return parts
 
 
 def _block(name: str, text: str) -> str:

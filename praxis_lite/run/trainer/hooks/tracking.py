@@ -22,9 +22,12 @@ from praxis_lite.run.trainer.hooks.hook import Hook, StepMetrics
 from praxis_lite.run.trainer.hooks.loop import Loop
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.run.trainer.metrics.tracker_thread import TrackerThread
+from praxis_lite.run.trainer.summary import continuations
 
 # The end of a launch waits no longer for its trackers.
 END_SECONDS = 30
+# Continuations of each dataset that trackers get as a text.
+NUM_SAMPLES = 5
 
 
 class Trackers(contextlib.AbstractContextManager):
@@ -64,9 +67,21 @@ class Trackers(contextlib.AbstractContextManager):
         for thread in self._threads:
             thread.evaluated(step)
 
-    def ends(self, step: int, *, stopped: bool) -> None:
-        """Says that the launch trained to a step, and gives the trackers its loss curve."""
+    def ends(self, first_step: int, step: int, *, stopped: bool) -> None:
+        """Says that the launch trained from one step to another.
+
+        The trackers get its loss curve, and samples of what was decoded since `first_step`.
+        """
         self._ending = "stopped" if stopped else "finished"
+        if not self._threads:
+            return
+        try:
+            for dataset, decoded, text in continuations(self._files, NUM_SAMPLES):
+                if decoded >= first_step:
+                    for thread in self._threads:
+                        thread.text(decoded, f"decode/{dataset}", text)
+        except ConfigError as error:
+            self._note(f"note: trackers get no decoded samples: {error}")
         with contextlib.suppress(OSError):  # There is none, as a note said.
             png = content_of(self._files.loss_curve_png)
             for thread in self._threads:

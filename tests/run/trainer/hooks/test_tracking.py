@@ -12,8 +12,9 @@ from praxis_lite.run.config.text import config_lines, dump_config, load_config
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.trainer.hooks import tracking
 from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
+from praxis_lite.run.trainer.metrics.tracker_thread import TrackerThread
 from tests.support.job_runs import launch
-from tests.support.tracked_runs import Hangs
+from tests.support.tracked_runs import Hangs, Remembers, run_in
 
 
 def test_a_tracker_is_set_by_name_and_taken_away_and_the_config_keeps_it():
@@ -52,6 +53,28 @@ def test_a_wrong_tracker_is_refused_with_its_path(setting, words):
         apply_overrides(fdl.Config(dict, run=config), [setting])
         fdl.build(config)
     assert re.search(words, " ".join(str(error.value).split()))
+
+
+def test_decoded_samples_and_the_loss_curve_come_at_the_end(tmp_path):
+    job = JobDir(tmp_path)
+    for dataset, step in (("prompts", 3), ("prompts", 7), ("old", 2)):
+        path = job.decode_jsonl(dataset, step)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f'{{"prompt": "at {step}", "continuation": "on"}}\n')
+    job.loss_curve_png.write_bytes(b"png")
+    job.trackers.mkdir()
+    tracker, notes = Remembers(), []
+    thread = TrackerThread("t", tracker, run_in(tmp_path), job, lambda step: True)
+    with tracking.Trackers([thread], job, notes.append) as trackers:
+        trackers.go_on_from(7)
+        trackers.ends(3, 7, stopped=True)
+    (decoded, curve), ending = tracker.calls, tracker.ending
+    assert decoded[:2] == (7, "decode/prompts") and "| at 7" in decoded[2]
+    assert curve == (7, "loss_curve", b"png") and ending == ["stopped"] and notes == []
+    job.decode_jsonl("prompts", 7).write_text("no json")
+    with tracking.Trackers([], job, notes.append) as trackers:
+        trackers.ends(3, 7, stopped=False)  # Nobody asks.
+    assert notes == []
 
 
 @pytest.mark.slow
