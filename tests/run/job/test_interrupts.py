@@ -18,6 +18,7 @@ signal.signal(signal.SIGTERM, signal.SIG_DFL)
 before = [signal.getsignal(item) for item in (signal.SIGINT, signal.SIGTERM)]
 
 def ended(limit, *signums, steps=1, pause=0.3):
+    pauses = 0
     try:
         with Interrupt(limit) as stop:
             stop.training_begins(40)
@@ -26,23 +27,24 @@ def ended(limit, *signums, steps=1, pause=0.3):
             for signum in signums:
                 signal.raise_signal(signum)
                 time.sleep(pause)
+                pauses += 1
             time.sleep(3 * (limit or 0))
             stop.step_ended()
             print("saved:", stop.reason)
     except (KeyboardInterrupt, ConfigError) as error:
-        print(type(error).__name__, error)
+        print(type(error).__name__, pauses, error)
     assert before == [signal.getsignal(item) for item in (signal.SIGINT, signal.SIGTERM)]
 '''
 CASES = {
     "ended(None, signal.SIGINT)": "saved: SIGINT",
     "ended(None, signal.SIGTERM)": "saved: SIGTERM",
-    "ended(None, signal.SIGINT, signal.SIGINT)": "KeyboardInterrupt SIGINT",
+    "ended(None, signal.SIGINT, signal.SIGINT)": "KeyboardInterrupt 1 SIGINT",
     "ended(None, signal.SIGINT, signal.SIGINT, pause=0)": "saved: SIGINT",  # One request, twice.
-    "ended(None, signal.SIGINT, signal.SIGTERM, pause=0)": "KeyboardInterrupt SIGTERM",
-    "ended(None, signal.SIGINT, steps=0)": "KeyboardInterrupt SIGINT",
-    "ended(None, signal.SIGTERM, steps=0)": "KeyboardInterrupt SIGTERM",
+    "ended(None, signal.SIGINT, signal.SIGTERM, pause=0)": "KeyboardInterrupt 1 SIGTERM",
+    "ended(None, signal.SIGINT, steps=0)": "KeyboardInterrupt 0 SIGINT",
+    "ended(None, signal.SIGTERM, steps=0)": "KeyboardInterrupt 0 SIGTERM",
     "ended(0.1)": "saved: the time limit of 0.1 s",
-    "ended(0.1, steps=0)": "ConfigError the time limit of 0.1 s is over before a step was made",
+    "ended(0.1, steps=0)": "ConfigError 0 the time limit of 0.1 s is over before a step was made",
     "ended(None)": "saved: None",
 }
 
