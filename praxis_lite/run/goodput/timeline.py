@@ -59,7 +59,7 @@ class Timeline(contextlib.AbstractContextManager):
             self._lost_to = None
 
     def loses(self, step: int) -> None:
-        """Notes that steps up to this one were made before, after the stretch's first step."""
+        """Notes that the steps to `step`, after the stretch's first step, were made before."""
         self._lost_to = step
 
     def made(self, step: int) -> None:

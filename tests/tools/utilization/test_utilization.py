@@ -40,6 +40,7 @@ def test_each_line_has_both_shares_and_the_first_line_says_how_they_count(tmp_pa
     assert len(shown) == 6  # Of all lines but the first.
 
 
+@pytest.mark.slow
 def test_chips_that_are_not_known_have_no_shares():
     lines = read_json_lines(trained()[0].metrics_jsonl)
     assert not {"mfu", "hfu"} & lines[0].keys()

@@ -48,7 +48,7 @@ class KeptLines:
             self._write()
 
     def close(self, *, is_last_word: bool) -> None:
-        """Closes the file, having tried once more to write what is kept.
+        """Closes the file, having tried once more to write the kept lines.
 
         Args:
           is_last_word: raise the error that lines are lost; else it is noted.
@@ -115,7 +115,7 @@ class KeptLines:
         self._error = error
 
     def _drop_file(self) -> None:
-        """Closes the file, and so drops what is left in its buffer."""
+        """Closes the file, and so drops the rest of its buffer."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
