@@ -24,7 +24,6 @@ from praxis_lite.run.checkpoints.files.stored_arrays import stored_arrays
 from praxis_lite.run.checkpoints.save_checks import check_finite, check_names
 from praxis_lite.run.checkpoints.save_queue import SaveQueue
 from praxis_lite.run.checkpoints.sharded_reading import read_arrays
-from praxis_lite.run.checkpoints.steps import step_dirs
 from praxis_lite.run.checkpoints.steps.manifest import (
     check_same,
     digest_of_config,
@@ -32,12 +31,7 @@ from praxis_lite.run.checkpoints.steps.manifest import (
     new_manifest,
 )
 from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
-from praxis_lite.run.checkpoints.steps.verified_steps import (
-    Metrics,
-    Step,
-    StepLost,
-    VerifiedSteps,
-)
+from praxis_lite.run.checkpoints.steps.verified_steps import Metrics, Step, VerifiedSteps
 from praxis_lite.run.job.job_dir import local_directory
 from praxis_lite.run.job.processes.broadcast import from_first
 
@@ -280,30 +274,12 @@ class Checkpoints:
     def _chosen(self, step: Step) -> tuple[int, Mapping[str, Any]]:
         """Returns the step that is meant, verified, and its manifest."""
         result = from_first(self._name, lambda: self._steps.choose(step, self._best))
-        manifest = self._steps.manifest(result)
-        if not manifest:
-            raise self._deleted(result)
-        return result, manifest
+        with self._steps.read(result) as manifest:
+            return result, manifest
 
     def _read(
         self, step: int, leaves: Mapping[str, LeafLayout], mesh: Mesh
     ) -> dict[str, jax.Array]:
         """Returns arrays of a step that was verified and compared."""
-        step_dir = self.directory / str(step)
-        before = step_dirs.identity(step_dir)
-        try:
-            arrays = read_arrays(stored_arrays(step_dir, self._steps.manifest(step)), leaves, mesh)
-        except ConfigError as error:
-            if step_dirs.identity(step_dir) != before:
-                raise self._deleted(step) from error
-            raise
-        # A deletion begins with a rename: files of a folder that has its name still are all there.
-        if before is None or step_dirs.identity(step_dir) != before:
-            raise self._deleted(step)
-        return arrays
-
-    def _deleted(self, step: int) -> StepLost:
-        return StepLost(
-            f"The checkpoint of step {step} in {self.directory} was deleted while it was read, by "
-            "the job that trains there: try again."
-        )
+        with self._steps.read(step) as manifest:
+            return read_arrays(stored_arrays(self.directory / str(step), manifest), leaves, mesh)

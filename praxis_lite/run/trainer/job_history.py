@@ -12,6 +12,7 @@ from praxis_lite.run.goodput.goodput import goodput_of
 from praxis_lite.run.job import processes
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.job.processes.broadcast import from_first
+from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.run.trainer.loss_spikes import losses_of
 from praxis_lite.run.trainer.metrics.json_lines import lines_if_any, read_json_lines
 from praxis_lite.run.trainer.metrics.loss_curve import plot_loss_curve
@@ -28,6 +29,25 @@ def lacks_evaluation(
     return from_first(
         "lacks evaluation", lambda: bool(eval_sets) and evaluated.isdisjoint(eval_sets)
     )
+
+
+def nothing_to_do(job: JobOnMesh, first_step: int, saved_step: int | None) -> str:
+    """Returns why a restored job makes no more steps and what to change, or "" if it makes some."""
+    run = job.run
+    if lacks_evaluation(run, job.eval_sets, job.files, saved_step, first_step):
+        return ""
+    if first_step >= run.num_train_steps:
+        return (
+            f"The job has already made its {run.num_train_steps} steps; to go on, raise "
+            "run.num_train_steps."
+        )
+    values = watched_history(run.stopping.early, job.files, first_step)
+    if reason := run.stopping.early and run.stopping.early.reason_to_stop(values):
+        return (
+            f"The job stopped early at step {first_step}: {reason}. To go on, raise "
+            "run.stopping.early.patience, or set run.stopping.early=None."
+        )
+    return ""
 
 
 def watched_history(

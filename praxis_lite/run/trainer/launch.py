@@ -41,10 +41,9 @@ from praxis_lite.run.trainer.hooks.tracking import trackers_of
 from praxis_lite.run.trainer.job_history import (
     check_last_step,
     draw_loss_curve,
-    lacks_evaluation,
     metrics_by_step,
+    nothing_to_do,
     say_goodput,
-    watched_history,
     when_checkpoints_come,
 )
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh, compile_together
@@ -127,7 +126,7 @@ def train(
         if processes.is_first():
             keep_tokenizers(launched.config, files)
         _print_layout(job.partitioner, files)
-        if reason := _nothing_to_do(job, start.step, saved.latest_step()):
+        if reason := nothing_to_do(job, start.step, saved.latest_step()):
             print(reason)
             timeline.take_back()
             draw_loss_curve(files, start.step, print)
@@ -246,22 +245,3 @@ def _print_layout(partitioner: Partitioner, files: JobDir) -> None:
         print(f"note: {note}")
     for warning in layout_warnings(layout):
         print(f"WARNING: {warning}")
-
-
-def _nothing_to_do(job: JobOnMesh, first_step: int, saved_step: int | None) -> str:
-    """Returns why a restored job makes no more steps and what to change, or "" if it makes some."""
-    run = job.run
-    if lacks_evaluation(run, job.eval_sets, job.files, saved_step, first_step):
-        return ""
-    if first_step >= run.num_train_steps:
-        return (
-            f"The job has already made its {run.num_train_steps} steps; to go on, raise "
-            "run.num_train_steps."
-        )
-    values = watched_history(run.stopping.early, job.files, first_step)
-    if reason := run.stopping.early and run.stopping.early.reason_to_stop(values):
-        return (
-            f"The job stopped early at step {first_step}: {reason}. To go on, raise "
-            "run.stopping.early.patience, or set run.stopping.early=None."
-        )
-    return ""

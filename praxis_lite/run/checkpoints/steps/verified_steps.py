@@ -6,7 +6,8 @@ listing reads nothing. The job whose directory it is sets a damaged step aside; 
 leaves it where it is, for a training process may be at work there.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -146,6 +147,30 @@ class VerifiedSteps:
                 return {}
             self._manifests[step] = manifest
         return self._manifests[step]
+
+    @contextlib.contextmanager
+    def read(self, step: int) -> Iterator[Mapping[str, Any]]:
+        """Yields the manifest of a step, whose files are read in this context.
+
+        Raises:
+          StepLost: on the way in or out: the step was deleted meanwhile, by the job that trains.
+        """
+        deleted = StepLost(
+            f"The checkpoint of step {step} in {self.directory} was deleted while it was read, by "
+            "the job that trains there: try again."
+        )
+        manifest, before = self.manifest(step), step_dirs.identity(self._dir(step))
+        if not manifest or before is None:
+            raise deleted
+        try:
+            yield manifest
+        except ConfigError as error:
+            if step_dirs.identity(self._dir(step)) != before:
+                raise deleted from error
+            raise
+        # A deletion begins with a rename: files of a folder that has its name still are all there.
+        if step_dirs.identity(self._dir(step)) != before:
+            raise deleted
 
     def forget(self, step: int) -> None:
         """Forgets the record of a step: another was saved with its number, or it is gone."""
