@@ -115,7 +115,7 @@ class _Named(dict):
 
 
 def weights_of(inputs: Mapping[str, Any]) -> jax.Array:
-    """Returns a batch's weights, [B, ...] in float32; ones for its rows if it has none."""
+    """Returns a batch's weights, [B, ...] in float32; if it has none, 1 for each row."""
     if "weights" in inputs:
         return inputs["weights"].astype(jnp.float32)
     rows = [jnp.shape(x)[:1] for x in jax.tree.leaves(dict(inputs)) if jnp.ndim(x)]

@@ -145,7 +145,7 @@ class Dense(BaseLayer):
         return constrain(outputs, self.activation_split_dims_mapping)
 
     def biased(self, outputs: jax.Array) -> jax.Array:
-        """Returns the outputs of the equation plus the bias, if there is one."""
+        """Returns the outputs of the equation plus any bias."""
         if self.b is None:
             return outputs
         operands, results = self.equation.split("->")

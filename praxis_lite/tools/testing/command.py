@@ -15,7 +15,7 @@ def check(
     launched: LaunchedConfig, *, meshes: str | Sequence[Shape] | None = None, steps: int = 20,
     shrink: bool = False, print_text: Callable[[str], None],
 ) -> Certificate:
-    """Returns what was compared, and the first difference.
+    """Returns the comparisons as text, and the first difference.
 
     Args:
       meshes: "1x4x2,...", as for --meshes, or shapes; None: those of `check_on_meshes`.

@@ -15,7 +15,7 @@ from praxis_lite.run.job.processes.signals import say
 
 
 def to_nothing(number: int) -> None:
-    """Makes a file descriptor, open or closed, one of /dev/null."""
+    """Points a file descriptor, open or closed, to /dev/null."""
     null = os.open(os.devnull, os.O_RDWR)
     if null != number:  # The lowest that is free may be the one.
         os.dup2(null, number)
