@@ -34,7 +34,7 @@ class TensorBoardWriter(contextlib.AbstractContextManager):
             self.go_on_from(resume_step)
 
     def go_on_from(self, step: int) -> None:
-        """Lets TensorBoard hide what is recorded of later steps."""
+        """Lets TensorBoard hide the events of later steps."""
         start = self._event_pb2.SessionLog(status=self._event_pb2.SessionLog.START)
         self._write(self._event_pb2.Event(step=step + 1, session_log=start))
 

@@ -20,7 +20,7 @@ _KEY, _PARAM, _TAG, _PARAMS, _METRICS = 250, 6000, 8000, 100, 1000
 
 @dataclasses.dataclass
 class MLflow(Tracker):
-    """Records a run in MLflow: one run there for all launches of a job.
+    """Records a job in MLflow, all its launches as a single run.
 
     A setting that changed between two launches keeps its first value as a param, for MLflow's
     params never change; the new one is the tag "changed.PATH".

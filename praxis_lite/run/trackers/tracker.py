@@ -66,7 +66,7 @@ class Tracker:
         """Begins a launch of a run, or goes on with that of an earlier launch: see `run.id`."""
 
     def go_on_from(self, step: int) -> None:
-        """Hides what is recorded of later steps, which are made and recorded again.
+        """Hides the records of later steps, which are made and recorded again.
 
         Called after `start`, and when a run goes back before a loss spike. A tracker without a
         `go_on_from` of its own gets the numbers of each step once, as they were first made.
@@ -82,7 +82,7 @@ class Tracker:
         """Records a picture, such as the loss curve at the end of a launch."""
 
     def end(self, ending: Ending) -> None:
-        """Ends a launch; the same run may go on with another one."""
+        """Ends a launch; the next launch may continue the same run."""
 
 
 def replaces(tracker: Tracker) -> bool:

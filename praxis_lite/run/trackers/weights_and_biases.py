@@ -15,7 +15,7 @@ _TIMEOUT_SECONDS = 20
 
 @dataclasses.dataclass
 class WeightsAndBiases(Tracker):
-    """Records a run in Weights & Biases: one run there for all launches of a job.
+    """Records a job in Weights & Biases, all its launches as a single run.
 
     `WANDB_API_KEY`, `WANDB_BASE_URL`, `WANDB_MODE=offline` and the like count as they do everywhere
     (https://docs.wandb.ai). Offline runs are in JOB/wandb, a folder per launch, for `wandb sync`.
@@ -80,5 +80,5 @@ class WeightsAndBiases(Tracker):
             self._run.log({"step": step, name: self._wandb.Image(str(path))})
 
     def end(self, ending: Ending) -> None:
-        """Ends the launch; W&B shows one that failed as failed."""
+        """Ends the launch; after an exception W&B shows it as failed."""
         self._run.finish(exit_code=int(ending == "failed"))

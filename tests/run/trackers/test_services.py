@@ -17,8 +17,6 @@ from tests.support.job_runs import start_process
 
 pytestmark = pytest.mark.slow
 
-LONG = "x" * 7000  # MLflow's params have at most 6000 characters.
-
 
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory):
@@ -35,7 +33,7 @@ def tracked(tmp_path_factory):
                 "run.checkpoints.every_steps=5", "run.evaluation.every_steps=5",
                 "run.trackers.wandb=WeightsAndBiases()", "run.trackers.mlflow=MLflow()",
                 f"run.trackers.mlflow.tracking_uri={uri}",
-                f"run.trackers.mlflow.experiment={LONG[:400]}", cwd=folder,
+                "run.trackers.mlflow.experiment=tiny", cwd=folder,
             )
 
     process, deadline = launch(5000), time.monotonic() + 240
@@ -102,5 +100,36 @@ def test_mlflow_has_the_config_the_changed_setting_and_the_picture(tracked):
     assert mlflow["tags"]["praxis_lite.run_id"] == run_id(job.trackers, print)
     assert mlflow["status"] == "FINISHED"
     assert mlflow["pictures"] == [f"loss_curve/{last}.png"]
+    # They are beside the database, and not in the current directory.
+    there = {path.name for path in job.path.parent.iterdir()}
+    assert "mlartifacts" in there and "mlruns" not in there
     assert read["tensorboard"]["pictures"] == [last]
     assert "note:" not in out.replace("note: mdl_vars", ""), out
+
+
+def test_a_param_that_is_too_long_for_mlflow_is_cut_and_named(tmp_path):
+    code = f"""
+import dataclasses, json, pathlib
+from mlflow import MlflowClient
+from praxis_lite import MLflow
+from tests.support.tracked_runs import run_in
+notes, uri = [], "sqlite:///{tmp_path}/mlflow.db"
+config = {{"task['a/b']": "x" * 7000, "run.seed": 7}}
+for first_step in (0, 3):
+    tracker = MLflow(uri)
+    run = run_in(pathlib.Path({str(tmp_path)!r}), config=config, note=notes.append)
+    tracker.start(run)
+    tracker.text(3, "decode/prompts", "words")
+    tracker.end("failed")
+    config["run.seed"] = 8
+client = MlflowClient(uri)
+(item,) = client.search_runs([client.get_experiment_by_name("zoo.Tiny").experiment_id])
+print(json.dumps([notes, item.data.params, item.data.tags, item.info.status]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    notes, params, tags, status = json.loads(done.stdout)
+    assert params == {"task__a/b__": "x" * 6000, "run.seed": "7"}
+    assert tags["changed.run.seed"] == "8" and "changed.task__a/b__" not in tags
+    assert len(notes) == 2 and "6000 characters: task__a/b__ is cut there" in notes[0]
+    assert status == "FAILED"

@@ -68,7 +68,7 @@ class Trackers(contextlib.AbstractContextManager):
             thread.evaluated(step)
 
     def ends(self, first_step: int, step: int, *, stopped: bool) -> None:
-        """Says that the launch trained from one step to another.
+        """Says that the launch trained from `first_step` to `step`.
 
         The trackers get its loss curve, and samples of what was decoded since `first_step`.
         """
@@ -88,7 +88,7 @@ class Trackers(contextlib.AbstractContextManager):
                 thread.image(step, "loss_curve", png)
 
     def say(self, note: Callable[[str], None]) -> None:
-        """Passes on what the trackers have to say."""
+        """Passes on the notes of the trackers."""
         for thread in self._threads:
             while thread.notes:
                 note(thread.notes.popleft())

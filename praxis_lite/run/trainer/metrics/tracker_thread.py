@@ -21,7 +21,7 @@ _NO_NUMBERS = ("step", "dataset")
 
 
 class TrackerThread(threading.Thread):
-    """Gives a tracker the lines of metrics.jsonl and eval_metrics.jsonl, up to the announced ones.
+    """Gives a tracker the lines of metrics.jsonl and eval_metrics.jsonl, up to announced steps.
 
     The files are the queue: nothing is lost while a tracker hangs or fails, and no memory is held.
     A `Position` in the job's directory says what is recorded, so that a run that goes on after a
@@ -78,7 +78,7 @@ class TrackerThread(threading.Thread):
         self._call(lambda: self._tracker.image(step, name, png))
 
     def end(self, ending: Ending) -> None:
-        """Asks the tracker to record what there is, and to end."""
+        """Asks the tracker to record the rest, and to end."""
         self._ending = ending
         self._ends.set()
         self._wake.set()
