@@ -19,8 +19,8 @@ from praxis_lite.run.trainer.metrics.decimal_numbers import (
 )
 from praxis_lite.run.trainer.metrics.json_lines import is_step
 
-# Bytes that are read at once.
-_BLOCK = 1 << 20
+# Bytes that are read at once: more would take the system longer to give memory for.
+_BLOCK = 1 << 19
 
 
 class MetricsColumns:
