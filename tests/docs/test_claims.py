@@ -34,7 +34,9 @@ MODULES = {path.stem for path in LIBRARY.rglob("*.py")} | {
 OTHERS_FLAGS = {
     "--largest", "--no-deps", "--wheel-dir", "--dist", "--logdir",
     # lm_eval's.
-    "--model", "--model_args", "--tasks", "--apply_chat_template",
+    "--model", "--model_args", "--tasks", "--apply_chat_template", "--include_path",
+    # pip's.
+    "--no-build-isolation", "--target",
 }
 
 

@@ -1,0 +1,209 @@
+"""Thirty things of a first day, each run as docs/first_day.md shows it, and the seconds it took.
+
+    python benchmarks/first_day.py                       # prints the table of the page
+    python benchmarks/first_day.py --write               # writes it into the page
+    python benchmarks/first_day.py --folder=F --only=a   # keeps files in F; rows that have "a"
+
+A row is a command for a shell, with $P for `python -m praxis_lite.main`, or a few lines of Python.
+All run in one folder, one after the other, each in a process of its own; a row may need the files
+of those before it. What a person brings along (texts, chats, a package, a model, a checkpoint of
+Pax) is made at the start by `first_day_files.py`. A row fails if its status or output is another.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import first_day_files
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs/first_day.md"
+MODULE = "python -m praxis_lite.main"
+HEAD = "| you want | how | seconds |"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A thing that a person wants.
+
+    Attributes:
+      want: in a few words.
+      how: a shell's command, or lines of Python, the first an import.
+      needs: a package of an extra.
+      status: with which the command ends.
+      found: words that it prints.
+    """
+
+    want: str
+    how: str
+    needs: str | None = None
+    status: int = 0
+    found: str = ""
+
+    @property
+    def is_python(self) -> bool:
+        return self.how.startswith("import ")
+
+
+PL = "import praxis_lite as pl\n"
+ROWS = [
+    Row("install, the dependencies being there",
+        "pip install --no-deps --no-build-isolation --target installed REPOSITORY",
+        found="Successfully installed"),
+    Row("list the experiments", "$P --list", found="lm.PyDocs"),
+    Row("train", "$P --exp=lm.Synthetic --job_log_dir=a --set run.num_train_steps=30",
+        found="trained to step 30"),
+    Row("go on: more steps", "$P --exp=lm.Synthetic --job_log_dir=a --set run.num_train_steps=40",
+        found="restored the checkpoint of step 30"),
+    Row("go on on another mesh",
+        "$P --exp=lm.Synthetic --job_log_dir=a --set run.num_train_steps=50 "
+        "mesh.ici_mesh_shape=1,2,2", found="changed since the job was last run: mesh"),
+    Row("change a setting",
+        "$P --exp=lm.Synthetic --job_log_dir=b --set run.num_train_steps=50 "
+        "task.learner.optimizer=lion task.learner.learning_rate=3e-4", found="trained to step 50"),
+    Row("see the result", "$P --mode=summary --job_log_dir=a", found="heldout, step 50"),
+    Row("compare two runs, on a page", "$P --mode=report a b --html=report.html",
+        found="report.html"),
+    Row("the numbers in Python",
+        f'{PL}job = pl.load("a")\n'
+        'print(job.metrics["loss"][-1], job.evaluations["heldout"]["loss"])',
+        found="["),
+    Row("evaluate a checkpoint", "$P --mode=eval --job_log_dir=a", found="heldout: accuracy"),
+    Row("evaluate beside a training, to its end", "$P --mode=eval --job_log_dir=a --follow",
+        found="heldout"),
+    Row("look at the checkpoints", "python -m praxis_lite.run.checkpoints ls a", found="50"),
+    Row("train on your own text",
+        "$P --exp=lm.PyDocs --job_log_dir=text --set 'corpus.files=texts/*.txt' "
+        "run.num_train_steps=20 task.model.num_layers=2", found="trained to step 20"),
+    Row("continue a prompt", '$P --mode=decode --job_log_dir=text --prompt "The word "',
+        found="decoded 1 record"),
+    Row("the same in Python", f'{PL}print(pl.load("text").generate("The ", temperature=0.7))',
+        found="continuation"),
+    Row("your own model and data in Python",
+        f'{PL}job = pl.train("mymodel.experiments.Wave", "wave", packages=["mymodel"])\n'
+        'print(job)', found="step 150, loss"),
+    Row("what each device holds and sends",
+        "$P --mode=explain --exp=lm.Synthetic --html=explain.html", found="explain.html"),
+    Row("memory, time and MFU on a pod",
+        "$P --mode=plan --exp=lm.Synthetic --topology=v5e:2x4", "libtpu", found="MFU"),
+    Row("the same in Python",
+        f'{PL}plan = pl.plan("lm.Synthetic", topology="cpu:8")\n'
+        'print(plan.fits, plan.steps[0].peak_bytes_per_device)',
+        found="True"),
+    Row("does a mesh compute what one device does?",
+        "$P --mode=check --exp=lm.Synthetic --meshes=1x2x1 --steps=1", found="certified"),
+    Row("profile two steps",
+        "$P --exp=lm.Synthetic --job_log_dir=profiled --set run.num_train_steps=12 "
+        "run.profile.steps=8:10", found="measured/predicted"),
+    Row("the profile's table again", "$P --mode=profile --job_log_dir=profiled",
+        found="measured/predicted"),
+    Row("find where a NaN was made",
+        "$P --packages=mymodel --exp=mymodel.broken.Broken --job_log_dir=nan --set "
+        "run.debug_nans=true run.num_train_steps=3", status=3, found="broken.py"),
+    Row("track in Weights & Biases",
+        "WANDB_MODE=offline $P --exp=lm.Synthetic --job_log_dir=tracked --set "
+        "run.num_train_steps=9 'run.trackers.wandb=WeightsAndBiases()' "
+        "run.trackers.wandb.project=first", "wandb", found="trained to step 9"),
+    Row("try several settings",
+        "$P --mode=sweep --exp=lm.Synthetic --job_log_dir=sweep --set run.num_train_steps=10 "
+        "task.learner.learning_rate=1e-3,1e-2", "optuna", found="complete"),
+    Row("two processes, on one machine or on two",
+        "$P --exp=lm.Synthetic --job_log_dir=two --coordinator=localhost:PORT --num_processes=2 "
+        "--process_id=1 --set run.num_train_steps=9 & $P --exp=lm.Synthetic --job_log_dir=two "
+        "--coordinator=localhost:PORT --num_processes=2 --process_id=0 --set run.num_train_steps=9 "
+        "&& wait", found="trained to step 9"),
+    Row("a tokenizer of your own",
+        "python -m praxis_lite.inputs.tokenizers train 'texts/*.txt' bpe --vocab-size=300",
+        "tokenizers", found="bpe"),
+    Row("fine-tune a Hugging Face model on chats",
+        "$P --exp=huggingface.ChatLora --job_log_dir=chat --set HF_DIR=llama "
+        "CHAT_FILES=chats.jsonl SEQ_LEN=64 BATCH_SIZE=8 task.learner.learning_rate=1e-2 "
+        "run.num_train_steps=60", "safetensors", found="trained to step 60"),
+    Row("chat with it",
+        '$P --mode=decode --job_log_dir=chat --chat --prompt "What comes after 4?"',
+        "safetensors", found="comes"),
+    Row("export it",
+        "python -m praxis_lite.tools.huggingface export chat merged --adapters merge",
+        "safetensors", found="wrote merged"),
+    Row("ask it the tasks of lm-evaluation-harness",
+        "python -m praxis_lite.tools.lm_eval --model praxis_lite --model_args pretrained=merged "
+        "--include_path tasks --tasks what_comes_after", "lm_eval", found="what_comes_after"),
+    Row("begin with the weights of a Pax job",
+        "python -m praxis_lite.tools.pax.job --packages=paxmodel --exp=paxmodel.FromPax --pax=pax "
+        "--job_log_dir=from_pax", found="began"),
+]
+
+
+def main() -> None:
+    """Runs the rows, and prints or writes the page."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
+    parser.add_argument("--only", default="", help="run the rows whose text has this")
+    parser.add_argument("--folder", type=Path, help="work here, and go on with what is there")
+    args = parser.parse_args()
+    if args.write and args.only:
+        parser.error("--only leaves rows out, and the page has all: leave --write out")
+    rows = [row for row in ROWS if args.only in f"{row.want} {row.how}"]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or Path(temporary)
+        if not folder.is_dir() or not any(folder.iterdir()):
+            folder.mkdir(exist_ok=True)
+            first_day_files.write(folder)
+        lines = [f"| {row.want} | {shown(row)} | {seconds(row, folder)} |" for row in rows]
+    table = "\n".join([HEAD, "| --- | --- | --- |", *lines])
+    if args.write:
+        before, _, _ = PAGE.read_text("utf-8").partition(HEAD)
+        PAGE.write_text(before + table + "\n", "utf-8")
+    else:
+        print(table)
+
+
+def shown(row: Row) -> str:
+    """Returns the second cell of a row."""
+    lines = row.how.splitlines()
+    text = "<br>".join(f"`{line.strip()}`" for line in lines)
+    return text.replace("|", "\\|")
+
+
+def seconds(row: Row, folder: Path) -> str:
+    """Returns the seconds that a row took, and of the processors; "-" without its package.
+
+    Raises:
+      SystemExit: it ended with another status, or did not print what it should.
+    """
+    if row.needs is not None and importlib.util.find_spec(row.needs) is None:
+        print(f"{row.want}: left out, {row.needs} is not installed", file=sys.stderr)
+        return "-"
+    bin_folder = str(Path(sys.executable).parent)
+    environment = os.environ | {
+        "PYTHONPATH": f"{ROOT}:{folder}", "XDG_CACHE_HOME": str(folder / "cache"),
+        "PATH": f"{bin_folder}:{os.environ['PATH']}", "JAX_PLATFORMS": "cpu", "P": MODULE,
+    }
+    words = row.how.replace("REPOSITORY", str(ROOT))
+    words = words.replace("PORT", str(first_day_files.free_port()))
+    command = [sys.executable, "-c", words] if row.is_python else ["bash", "-c", words]
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    done = subprocess.run(
+        command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, timeout=900,
+    )
+    wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    if done.returncode != row.status or row.found not in done.stdout:
+        sys.exit(
+            f"{row.want}: status {done.returncode}, wanted is {row.status} and {row.found!r} in\n"
+            f"{done.stdout[-3000:]}"
+        )
+    print(f"{row.want}: {wall:.1f} s, {cpu:.1f} s of the processors", file=sys.stderr, flush=True)
+    return f"{wall:.0f} ({cpu:.0f})"
+
+
+if __name__ == "__main__":
+    main()
