@@ -132,7 +132,7 @@ def check(
     settings: Settings = (),
     packages: Sequence[str] = (),
 ) -> "Certificate":
-    """Returns the comparison of an experiment on meshes with itself on one device.
+    """Returns the comparison of an experiment on meshes with a single device.
 
     It prints what it does as it goes, for it may take minutes. See the certificate's `certified`.
 

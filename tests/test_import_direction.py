@@ -43,7 +43,7 @@ ORDERS = {
         {"checkpoints", "generation", "goodput", "trackers"},
         {"experiment"},
         {"trainer"},
-        {"command", "given_batches", "shown_model"},
+        {"command", "shown_model"},
         {"trained_model"},
         {"loading"},
         {"modes"},

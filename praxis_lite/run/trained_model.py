@@ -17,14 +17,13 @@ from praxis_lite.inputs.text.token_ids import whole_number
 from praxis_lite.run.experiment.experiment import Job
 from praxis_lite.run.experiment.setting_of import naming_settings
 from praxis_lite.run.generation import with_decoder
-from praxis_lite.run.given_batches import Batch, in_memory
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.shown_model import html_of, text_of
 from praxis_lite.run.trainer.checks.datasets import check_reads
 from praxis_lite.run.trainer.checks.job_checks import check_decoder
 from praxis_lite.run.trainer.decoding.prompt_decoder import PromptDecoder
 from praxis_lite.run.trainer.decoding.user_prompts import Prompts, prompt_batch
-from praxis_lite.run.trainer.evaluation import Evaluator
+from praxis_lite.run.trainer.evaluation import Batch, Evaluator, in_memory
 from praxis_lite.run.trainer.forward_pass import check_call, forward_pass
 from praxis_lite.run.trainer.layout_table import mesh_text
 from praxis_lite.run.trainer.metrics.json_lines import lines_if_any

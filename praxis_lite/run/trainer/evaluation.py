@@ -4,10 +4,11 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.partitioner import Partitioner
@@ -15,6 +16,7 @@ from praxis_lite.core.sharding.inputs import check_ids, global_batch
 from praxis_lite.core.task import records_of
 from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.inputs.batches import checked_batches, non_finite_rows
+from praxis_lite.inputs.numpy_data import InMemory
 from praxis_lite.run.trainer.checks.id_sizes import num_ids_of
 from praxis_lite.run.trainer.checks.memory import compile_step
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh, compile_together
@@ -23,6 +25,8 @@ from praxis_lite.run.trainer.metrics.progress import metric_text
 from praxis_lite.run.trainer.metrics.records import write_records
 from praxis_lite.run.trainer.metrics.weighted import WeightedMean, WeightedScalars
 from praxis_lite.run.trainer.restored_weights import restored_weights
+
+Batch = Mapping[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,3 +157,28 @@ def evaluation_line(step: int, dataset: str, results: Mapping[str, float]) -> st
     words = "  ".join(f"{name} {metric_text(value)}" for name, value in results.items())
     words = words or "no metrics, for no row weighs anything"
     return f"step {step}  {dataset}: {words}"
+
+
+def in_memory(data: Batch | Iterable[Batch]) -> InMemory:
+    """Returns a pipeline of the rows of all batches, as many at a time as the largest has.
+
+    Raises:
+      ConfigError: there are no batches, or they do not fit together.
+    """
+    batches = [data] if isinstance(data, Mapping) else list(data)
+    for batch in batches:
+        if not isinstance(batch, Mapping) or batch.keys() != batches[0].keys():
+            result = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
+            raise ConfigError(
+                f"evaluate was given a batch of {result}; give NumPy arrays by name, the same "
+                "names in every batch."
+            )
+    if not batches:
+        raise ConfigError("evaluate was given 0 batches. Give it one at least.")
+    arrays = {name: [np.asarray(batch[name]) for batch in batches] for name in batches[0]}
+    most_rows = max((len(x) for xs in arrays.values() for x in xs if x.ndim), default=1)
+    try:
+        joined = {name: np.concatenate(xs) if xs[0].ndim else xs[0] for name, xs in arrays.items()}
+    except ValueError as error:
+        raise ConfigError(f"evaluate was given batches that do not fit: {error}.") from None
+    return InMemory(joined, batch_size=max(most_rows, 1), shuffle=False)
