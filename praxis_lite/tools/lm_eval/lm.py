@@ -76,9 +76,7 @@ class HarnessModel(TemplateLM):
         """The new tokens of requests that do not say how many."""
         return min(USUAL_NEW_TOKENS, max(1, self.max_length // 2))
 
-    def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
-    ) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None) -> list[int]:
         return self._text_ids.of(string, add_special_tokens)
 
     def loglikelihood_rolling(
@@ -99,7 +97,7 @@ class HarnessModel(TemplateLM):
         return [make_disjoint_window(window) for window in windows]
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         scores = self._log_likelihoods.of([request[1:] for request in requests])
         answers = [(score.log_likelihood, score.is_greedy) for score in scores]

@@ -63,7 +63,11 @@ def test_a_users_package_is_found_by_full_name(packages):
     assert registry.get_experiment("MyLm", ["zoo"]) is actual
 
 
-def test_a_package_that_is_not_listed_is_not_looked_into_until_it_has_registered(packages):
+def test_a_package_that_is_not_listed_is_not_looked_into_until_it_has_registered(
+    packages, monkeypatch
+):
+    # A worker of pytest-xdist has no file, and so looks like a notebook.
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "tests.py", raising=False)
     with pytest.raises(ConfigError, match=r"--packages=zoo"):
         registry.get_experiment("zoo.deep.lm.MyLm")
     assert "zoo" not in sys.modules and registry.allowed_packages() == ("experiments",)
