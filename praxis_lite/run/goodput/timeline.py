@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.files.json_text import descriptor
 from praxis_lite.run.goodput.phase_clock import PhaseClock
 from praxis_lite.run.goodput.stretches import Stretch
@@ -79,6 +80,8 @@ class Timeline(contextlib.AbstractContextManager):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None and issubclass(kind, ConfigError) and self._first_step is None:
+            self.take_back()  # A launch that is refused changes no file.
         taken_back = self._is_over.is_set()
         self._is_over.set()
         self._thread.join()

@@ -69,6 +69,7 @@ class TensorBoardWriter(contextlib.AbstractContextManager):
         """Closes the file; a second call does nothing."""
         with contextlib.suppress(OSError, ValueError):  # Each event was flushed.
             self._events.close()
+        self._close_file()
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
@@ -82,7 +83,10 @@ class TensorBoardWriter(contextlib.AbstractContextManager):
             self._events.write_event(event)
             self._events.flush()
         except OSError:
-            # tensorboardX's own close() flushes once more, fails, and leaves the file open.
-            with contextlib.suppress(OSError, AttributeError):
-                self._events._py_recordio_writer.close()
+            self._close_file()
             raise
+
+    def _close_file(self) -> None:
+        # tensorboardX's own close() flushes first, and leaves the file open if that fails.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            self._events._py_recordio_writer.close()

@@ -71,7 +71,9 @@ def test_each_step_and_each_evaluation_is_there_once(tracked, library):
     assert [step for step, _ in points] == list(range(1, last + 1))
     assert dict(points) == pytest.approx(losses, rel=1e-6)
     evaluated = [step for step, _ in read[library]["points"]["heldout/loss"]]
-    assert evaluated == [*range(5, last, 5), last]
+    assert sorted(set(evaluated)) == [*range(5, last, 5), last]
+    # The kill may come between an evaluation and the note that MLflow has it.
+    assert len(evaluated) <= len(set(evaluated)) + (library == "mlflow")
 
 
 def test_wandb_has_one_run_of_two_launches_and_each_step_once(tracked):
