@@ -23,7 +23,16 @@ from praxis_lite import ConfigError
 from praxis_lite.run.config.text import load_config_file
 from praxis_lite.run.job.job_dir import JobDir
 from tests.support import line_jobs
-from tests.support.job_runs import CHECKOUT, home, launch, lines_of, loaded, succeed, trained
+from tests.support.job_runs import (
+    CHECKOUT,
+    home,
+    launch,
+    lines_of,
+    loaded,
+    start_process,
+    succeed,
+    trained,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -382,8 +391,11 @@ def test_classes_of_a_notebook_survive_in_it_and_elsewhere_it_is_said_what_to_do
     assert run(NOTEBOOK + loads).splitlines()[-1] == weights[0]
     message = run("import praxis_lite as pl\n" + loads)
     assert "__main__.Net" in message and "Run the cell" in message
-    elsewhere = launch("--mode=eval", f"--job_log_dir={tmp_path}")
-    assert elsewhere.code == 2 and "__main__.Net" in elsewhere.err
+    # In a process of its own: a worker of pytest-xdist has no file, and so looks like a notebook.
+    elsewhere = start_process("--mode=eval", f"--job_log_dir={tmp_path}", cwd=tmp_path)
+    err = " ".join(elsewhere.communicate()[1].split())
+    assert elsewhere.returncode == 2 and "__main__.Net" in err
+    assert "in a module of a package of yours" in err
     assert shlex.split(JobDir(tmp_path).config_txt.read_text())  # Its names are written, too.
 
 

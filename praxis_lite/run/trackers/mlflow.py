@@ -58,13 +58,17 @@ class MLflow(Tracker):
             self._id = client.create_run(experiment_id, tags=tags, run_name=run.name).info.run_id
             before = {}
         self._client = client
+        # Steps by key of a run that was there, as they are asked for; None: the run is new. A kill
+        # may come between a record and the note that it was made.
+        self._recorded: dict[str, set[int]] | None = {} if runs else None
         self._settings(run, before)
 
     def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Records numbers at a step."""
+        """Records numbers at a step, but for those that the run has there."""
         now = int(time.time() * 1000)
         metrics = [
             self._entities.Metric(_key(name), value, now, step) for name, value in scalars.items()
+            if step not in self._recorded_steps(_key(name))
         ]
         for at in range(0, len(metrics), _METRICS):
             self._client.log_batch(self._id, metrics=metrics[at : at + _METRICS])
@@ -83,6 +87,15 @@ class MLflow(Tracker):
     def end(self, ending: Ending) -> None:
         """Ends the launch."""
         self._client.set_terminated(self._id, _STATES[ending])
+
+    def _recorded_steps(self, key: str) -> set[int]:
+        """Returns the steps of a metric that the run had when this launch went on with it."""
+        if self._recorded is None:
+            return set()
+        if key not in self._recorded:
+            history = self._client.get_metric_history(self._id, key)
+            self._recorded[key] = {point.step for point in history}
+        return self._recorded[key]
 
     def _settings(self, run: TrackedRun, before: Mapping[str, str]) -> None:
         """Records the config as params, and facts and changed settings as tags."""
