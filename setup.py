@@ -78,6 +78,8 @@ setup(
         # The digest of every file of a checkpoint, verified before a restore: XXH3, as fast as the
         # disk, where the standard library's hashes would take seconds per GiB.
         "xxhash>=4.1,<5",
+        # Metrics of long jobs as columns: json.loads takes three times as long.
+        "orjson>=3.11.5,<4",
         # Datasets whose examples are found by their number, and ArrayRecord files of them.
         "grain>=0.2.18,<0.3",
         # Imported by name, in the versions that jax, orbax-checkpoint and grain bring: bfloat16 of

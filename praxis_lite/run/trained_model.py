@@ -26,8 +26,8 @@ from praxis_lite.run.trainer.decoding.user_prompts import Prompts, prompt_batch
 from praxis_lite.run.trainer.evaluation import Batch, Evaluator, in_memory
 from praxis_lite.run.trainer.forward_pass import check_call, forward_pass
 from praxis_lite.run.trainer.layout_table import mesh_text
+from praxis_lite.run.trainer.metrics.columns import columns_by_dataset, columns_of
 from praxis_lite.run.trainer.metrics.json_lines import lines_if_any
-from praxis_lite.run.trainer.metrics.line_columns import columns_by_dataset, columns_of
 from praxis_lite.run.trainer.restored_weights import restored_weights
 
 Record = dict[str, Any]

@@ -10,9 +10,8 @@ from praxis_lite.files.json_text import content_of
 from praxis_lite.run.goodput.goodput import Goodput, goodput_of
 from praxis_lite.run.job.job_dir import JobDir, recorded_experiment
 from praxis_lite.run.job.job_lock import is_training
-from praxis_lite.run.trainer.metrics.columns import MetricsColumns
+from praxis_lite.run.trainer.metrics.columns import MetricsColumns, columns_by_dataset
 from praxis_lite.run.trainer.metrics.json_lines import lines_if_any
-from praxis_lite.run.trainer.metrics.line_columns import columns_by_dataset
 from praxis_lite.tools.report.config_differences import config_of
 from praxis_lite.tools.report.layout_arrays import LayoutArray, layout_arrays
 from praxis_lite.tools.report.profile_texts import profile_texts

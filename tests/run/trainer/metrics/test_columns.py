@@ -1,13 +1,19 @@
 """metrics.jsonl as columns, against Python's json; a file that grows, is cut, damaged, replaced."""
 
+import json
 import math
+import sys
 
 import numpy as np
 import pytest
 
 from praxis_lite import ConfigError
-from praxis_lite.run.trainer.metrics.columns import MetricsColumns
-from praxis_lite.run.trainer.metrics.json_lines import json_line
+from praxis_lite.run.trainer.metrics.columns import (
+    MetricsColumns,
+    columns_by_dataset,
+    columns_of,
+)
+from praxis_lite.run.trainer.metrics.json_lines import JsonLinesWriter, json_line, read_json_lines
 
 KEYS = ("loss", "accuracy", "grad_norm/ffn", "learning_rate", "num_skipped_steps", "step_time")
 
@@ -29,7 +35,7 @@ def random_lines(num_lines, seed=0):
     return [{"step": step, **{key: number() for key in KEYS}} for step in range(1, num_lines + 1)]
 
 
-def columns_of(path):
+def columns_in(path):
     reader = MetricsColumns(path)
     assert reader.read()
     return reader.columns(), reader.num_unreadable
@@ -40,18 +46,14 @@ def assert_same(actual, lines):
     assert set(actual) == names
     for name in names:
         expected = np.array([line.get(name, math.nan) for line in lines], float)
-        np.testing.assert_allclose(actual[name], expected, rtol=1e-15, atol=0, err_msg=name)
-        with np.errstate(over="ignore"):
-            np.testing.assert_array_equal(
-                actual[name].astype(np.float32), expected.astype(np.float32), err_msg=name
-            )
+        np.testing.assert_array_equal(actual[name], expected, err_msg=name)
 
 
 def test_every_number_is_that_of_json(tmp_path):
     lines = random_lines(701)
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(map(json_line, lines)))
-    actual, num_unreadable = columns_of(file)
+    actual, num_unreadable = columns_in(file)
     assert_same(actual, lines)
     assert num_unreadable == 0
 
@@ -62,11 +64,11 @@ def test_lines_of_other_keys_have_nan_where_they_have_no_number(tmp_path):
     lines[13]["hook/x"] = 1.5
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(map(json_line, lines)))
-    assert_same(columns_of(file)[0], lines)
+    assert_same(columns_in(file)[0], lines)
 
 
-# A line among others, and the loss in it; None: it is left out as unreadable.
-LINES = {
+# A line between others, and the loss in it; None: the line is unreadable and is left out.
+STRANGE_LINES = {
     '{"step": 2, "loss": 0.5, "x": {"step": 7, "loss": 3}}': 0.5,
     '{"step": 2, "loss": 0.5, "x": [1, {"a": 2}]}': 0.5,
     '{"step": 2, "loss": 0.5, "x": "a: b, c}"}': 0.5,
@@ -98,15 +100,15 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("line", LINES, ids=range(len(LINES)))
+@pytest.mark.parametrize("line", STRANGE_LINES, ids=range(len(STRANGE_LINES)))
 def test_a_strange_line_is_read_as_json_reads_it_or_left_out(tmp_path, line):
     file = tmp_path / "metrics.jsonl"
     others = [{"step": step, "loss": step / 8} for step in (1, 3, 5)]
     texts = list(map(json_line, others))
     texts.insert(1, f"{line}\n")
     file.write_text("".join(texts))
-    actual, num_unreadable = columns_of(file)
-    loss = LINES[line]
+    actual, num_unreadable = columns_in(file)
+    loss = STRANGE_LINES[line]
     expected = [1 / 8, *([] if loss is None else [loss]), 3 / 8, 5 / 8]
     np.testing.assert_array_equal(actual["loss"], expected)
     assert num_unreadable == (loss is None)
@@ -115,7 +117,7 @@ def test_a_strange_line_is_read_as_json_reads_it_or_left_out(tmp_path, line):
 def test_what_one_line_lacks_and_the_next_has_too_much_is_not_taken_for_two_lines(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1, "loss": 2}\n{"step": 2}\n{"step": 3, "loss": 4, "x": 5}\n')
-    actual, _ = columns_of(file)
+    actual, _ = columns_in(file)
     np.testing.assert_array_equal(actual["loss"], [2, math.nan, 4])
 
 
@@ -155,3 +157,31 @@ def test_a_directory_in_its_place_is_refused(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(ConfigError, match="metrics.jsonl cannot be read"):
         MetricsColumns(tmp_path / "metrics.jsonl").read()
+
+
+EVALUATED = [
+    {"step": 3, "dataset": "heldout", "loss": 4.5830535888671875},
+    {"step": 3, "dataset": "code", "loss": 1.5, "accuracy": 0.25},
+    {"step": 6, "dataset": "heldout", "loss": math.nan, "accuracy": 1, "note": "slow"},
+    {"step": 6, "dataset": "code", "loss": math.inf, "accuracy": 0.5},
+]
+
+
+def test_evaluations_by_dataset_are_those_of_the_file(tmp_path):
+    path = tmp_path / "eval_metrics.jsonl"
+    with JsonLinesWriter(path, sys.maxsize) as writer:
+        for line in EVALUATED:
+            writer.write(line)
+    by_hand = [json.loads(text) for text in path.read_text().splitlines()]
+    lines = read_json_lines(path)
+    result = columns_by_dataset(lines)
+    assert result.keys() == {"heldout", "code"}
+    for dataset, columns in result.items():
+        same = [line for line in by_hand if line["dataset"] == dataset]
+        assert columns.keys() == {"step", "loss", "accuracy"}
+        assert columns["step"].dtype == np.int64 and columns["step"].tolist() == [3, 6]
+        np.testing.assert_array_equal(columns["loss"], [float(line["loss"]) for line in same])
+    np.testing.assert_array_equal(result["heldout"]["accuracy"], [math.nan, 1.0])
+    whole = columns_of(lines)
+    np.testing.assert_array_equal(whole["accuracy"], [math.nan, 0.25, 1.0, 0.5])
+    assert columns_by_dataset([]) == {} and columns_of([])["step"].shape == (0,)
