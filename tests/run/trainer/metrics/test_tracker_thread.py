@@ -145,8 +145,8 @@ def test_the_newest_alone_comes_to_one_that_wants_no_other(files):
     tracker = Remembers()
     tracker.newest_alone = True
     launch(tracker, files, 0, 500, evaluates=[300])
-    assert tracker.points[-1] == (300, {"heldout/loss": -300, "other/loss": -300})
-    assert 500 in losses(tracker) and len(losses(tracker)) < 100
+    assert tracker.points.count((300, {"heldout/loss": -300, "other/loss": -300})) == 1
+    assert list(losses(tracker))[-1] == 500 and len(losses(tracker)) < 100
     assert not (files.trackers / "t.json").exists()
 
 
