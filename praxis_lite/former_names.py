@@ -92,10 +92,9 @@ def name_today(module: str, name: str) -> tuple[str, str]:
 
 def module_today(name: str) -> str | None:
     """Returns today's name of a module of an earlier version, or None if it has no other."""
-    prefix = name
-    while prefix and prefix not in MODULES:
-        prefix = prefix.rpartition(".")[0]
-    return MODULES[prefix] + name[len(prefix):] if prefix else None
+    below = f"{name}."
+    former = max((key for key in MODULES if below.startswith(f"{key}.")), key=len, default=None)
+    return None if former is None else MODULES[former] + name[len(former):]
 
 
 def install() -> None:
