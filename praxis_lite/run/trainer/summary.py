@@ -1,63 +1,81 @@
 """A job's results as a person wants to read them, from the files in its directory."""
 
 import textwrap
-from statistics import fmean
 
+import numpy as np
+
+from praxis_lite.core.errors import ConfigError, printable
 from praxis_lite.run.goodput.goodput import goodput_of
-from praxis_lite.run.job.job_dir import COMMAND_LINE, JobDir
+from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.text_table import table_lines
+from praxis_lite.run.trainer.metrics.columns import Columns, MetricsColumns, columns_of
 from praxis_lite.run.trainer.metrics.json_lines import lines_if_any
 from praxis_lite.run.trainer.metrics.progress import metric_text
-from praxis_lite.run.trainer.metrics.records import read_records
+from praxis_lite.run.trainer.metrics.records import DecodedFile, decoded_files
 from praxis_lite.run.trainer.metrics.step_times import HFU, MFU, STEP_TIME, TIMES
 
 
 def summary(job: JobDir, *, num_prompts: int = 3) -> str:
     """Returns losses, evaluations, where the time went, continuations, where everything lies."""
-    parts = [
-        _training(job), _evaluations(job), _time(job), _times_of_a_step(job),
-        *(text for _, _, text in continuations(job, num_prompts)), _places(job),
-    ]
-    return "\n\n".join(part for part in parts if part)
+    metrics = MetricsColumns(job.metrics_jsonl)
+    metrics.read()
+    columns = metrics.columns()
+    with np.errstate(all="ignore"):  # Nobody knows who wrote the file.
+        parts = [
+            _training(columns), _evaluations(job), _time(job), _times_of_a_step(columns),
+            *(text for _, _, text in continuations(job, num_prompts)), _places(job),
+        ]
+    return printable("\n\n".join(part for part in parts if part))
 
 
 def continuations(job: JobDir, num_prompts: int) -> list[tuple[str, int, str]]:
     """Returns (dataset, step, text) of the newest decode file of each dataset.
 
-    The text has a few prompts and their continuations. Raises ConfigError if a file is damaged.
+    The text has a few prompts and their continuations. Raises ConfigError if a file cannot be read.
     """
-    parts = []
-    for directory in sorted((job.path / "decode").glob("*")):
-        files = [file for file in directory.glob("*.jsonl") if file.stem.isdecimal()]
-        files.sort(key=lambda file: int(file.stem))
-        if not files:
-            continue
-        records, step = read_records(files[-1]), int(files[-1].stem)
-        # A command line adds its records to those of others before.
-        shown = records[-num_prompts:] if directory.name == COMMAND_LINE else records[:num_prompts]
-        number = "" if len(shown) == len(records) else f", {len(shown)} of {len(records)}"
-        lines = [f"Continuations ({directory.name}, step {step}{number})"]
-        for record in shown:
-            lines.append(_block("prompt", str(record.get("prompt", ""))))
-            lines.append(_block("  goes on", str(record.get("continuation", ""))))
-        parts.append((directory.name, step, "\n".join(lines)))
-    return parts
+    newest = {file.dataset: file for file in decoded_files(job)}
+    return [(name, file.step, _continuations(file, num_prompts)) for name, file in newest.items()]
 
 
-def _training(job: JobDir) -> str:
-    if not (lines := lines_if_any(job.metrics_jsonl)):
+def _continuations(file: DecodedFile, num_prompts: int) -> str:
+    try:
+        decoded = file.read(num_prompts)
+    except OSError as error:
+        raise ConfigError(
+            f"{file.path} cannot be read ({error.strerror or error}). Take it away, and decode "
+            "again."
+        ) from None
+    number, of = len(decoded.pairs), decoded.num_lines
+    head = f"Continuations ({file.dataset}, step {file.step}"
+    if not decoded.is_whole:
+        head += f", {number} of more than {of}"
+    elif number < of:
+        head += f", {number} of {of}"
+    if decoded.num_unreadable:
+        head += f", unreadable lines: {decoded.num_unreadable}"
+    lines = [f"{head})"]
+    for prompt, text in decoded.pairs:
+        lines += [_block("prompt", prompt), _block("  goes on", text)]
+    return "\n".join(lines)
+
+
+def _training(columns: Columns) -> str:
+    steps = columns["step"]
+    if "loss" not in columns:
         return ""
-    marks = [lines[0], *(lines[len(lines) * part // 4] for part in (1, 2, 3)), lines[-1]]
-    steps = "  ".join(f"{line['step']:>8}" for line in marks)
-    losses = "  ".join(f"{metric_text(line['loss']):>8}" for line in marks)
-    return f"Training\n  step  {steps}\n  loss  {losses}"
+    marks = [0, *(len(steps) * part // 4 for part in (1, 2, 3)), -1]
+    numbers = "  ".join(f"{steps[mark]:>8}" for mark in marks)
+    losses = "  ".join(f"{metric_text(columns['loss'][mark]):>8}" for mark in marks)
+    return f"Training\n  step  {numbers}\n  loss  {losses}"
 
 
 def _evaluations(job: JobDir) -> str:
-    newest = {line["dataset"]: line for line in lines_if_any(job.eval_metrics_jsonl)}
+    newest = {str(line.get("dataset", "")): line for line in lines_if_any(job.eval_metrics_jsonl)}
     lines = []
     for dataset, line in newest.items():
-        values = {n: v for n, v in line.items() if n not in ("step", "dataset")}
+        values = {
+            name: columns[-1] for name, columns in columns_of([line]).items() if name != "step"
+        }
         gzip = values.pop("gzip_bits_per_byte", None)
         text = "  ".join(f"{name} {metric_text(value)}" for name, value in values.items())
         lines.append(f"  {dataset}, step {line['step']}: {text}")
@@ -74,22 +92,26 @@ def _time(job: JobDir) -> str:
     return "Where the time went\n" + textwrap.indent(str(goodput), "  ")
 
 
-def _times_of_a_step(job: JobDir) -> str:
+def _times_of_a_step(columns: Columns) -> str:
     """Returns the means of the columns that clocks fill; dispatch and devices overlap the rest."""
-    lines = [line for line in lines_if_any(job.metrics_jsonl) if line.keys() >= set(TIMES)]
-    if not lines:
+    if not columns.keys() >= set(TIMES):
         return ""
-    means = {name: fmean(line[name] for line in lines) for name in TIMES}
+    is_known = np.isfinite([columns[name] for name in TIMES]).all(axis=0)
+    if not is_known.any():
+        return ""
+    means = {name: columns[name][is_known].mean() for name in TIMES}
     rows = [
         (f"  {name}", f"{mean:.4g} s", f"{mean / means[STEP_TIME]:.1%}")
         for name, mean in means.items()
     ]
     for name in (MFU, HFU):
-        if known := [line for line in lines if name in line]:
-            seconds = sum(line[STEP_TIME] for line in known)
-            share = sum(line[name] * line[STEP_TIME] for line in known) / seconds
+        if name in columns:
+            has = is_known & np.isfinite(columns[name])
+            times = columns[STEP_TIME][has]
+            share = (columns[name][has] * times).sum() / times.sum()
             rows.append((f"  {name}", "", f"{share:.1%}"))
-    count = "1 step" if len(lines) == 1 else f"{len(lines):,} steps"
+    number = is_known.sum()
+    count = "1 step" if number == 1 else f"{number:,} steps"
     head = f"The time of a step, on average of {count}, and its share of step_time"
     return "\n".join([head, *table_lines(rows, right=(1, 2))])
 

@@ -111,10 +111,8 @@ class JobReader:
             notes.append("There is no step in metrics.jsonl yet.")
         if not (config := config_of(self._text("config.txt"))):
             notes.append("There is no config.txt, so its settings are not compared.")
-        samples, num_left_out = self._samples.read(most_letters)
-        if num_left_out:
-            files = "a file" if num_left_out == 1 else f"{num_left_out} files"
-            notes.append(f"The samples of {files} in decode are left out: the page has no room.")
+        samples, on_samples = self._samples.read(most_letters)
+        notes += on_samples
         return JobState(
             self._name, str(self._files.path), recorded_experiment(self._files), trains, columns,
             self._evaluations(notes), config, samples, self._goodput(notes),

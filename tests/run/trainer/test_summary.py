@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from praxis_lite.run.job.job_dir import COMMAND_LINE, JobDir
 from praxis_lite.run.trainer.metrics.records import add_records
 from praxis_lite.run.trainer.summary import summary
@@ -118,3 +120,47 @@ def test_prompts_of_command_lines_are_added_to_one_file_and_the_newest_are_shown
     continuations = summary(job).split("\n\n")[0].splitlines()
     assert continuations[0] == "Continuations (command_line, step 7, 3 of 5)"
     assert [line[-1] for line in continuations[1::2]] == ["c", "d", "e"]
+
+
+def test_texts_of_continuations_may_have_any_letters(tmp_path):
+    job = JobDir(tmp_path)
+    path = job.decode_jsonl("p", 7)
+    add_records(path, [{"prompt": "a\u2028b", "continuation": "c\x85d\x1b[31m"}])
+    lines = summary(job).split("\n\n")[0].splitlines()
+    assert lines == ["Continuations (p, step 7)", "  prompt    | a", "            | b",
+                     "    goes on | c", "            | d\\x1b[31m"]
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, '{"prompt": ' + "[" * 2000 + "]" * 2000 + "}",
+                                  "7", "{", '"a"', "\udcff", ""])
+def test_lines_that_are_no_records_are_counted(line, tmp_path):
+    path = JobDir(tmp_path).decode_jsonl("p", 7)
+    path.parent.mkdir(parents=True)
+    whole = b'{"prompt": "a", "score": 3}\n'
+    path.write_bytes(whole + line.encode("utf-8", "surrogateescape") + b"\n" + whole + b'{"prom')
+    head, *lines = summary(JobDir(tmp_path)).split("\n\n")[0].splitlines()
+    assert head == "Continuations (p, step 7, 2 of 3, unreadable lines: 1)"
+    assert lines == 2 * ["  prompt    | a", '    goes on | {"score": 3}']
+
+
+def test_of_a_huge_file_a_part_is_read(tmp_path):
+    job = JobDir(tmp_path)
+    records = [{"prompt": f"{n}", "continuation": "x" * 10_000} for n in range(500)]
+    for dataset in ("p", COMMAND_LINE):
+        write_lines(job.decode_jsonl(dataset, 7), records)
+    newest, first = (text.split("  prompt    | ") for text in summary(job).split("\n\n")[:2])
+    assert first[0] == "Continuations (p, step 7, 3 of more than 417)\n"
+    assert newest[0] == "Continuations (command_line, step 7, 3 of more than 417)\n"
+    assert [text.split()[0] for text in (*first[1:], *newest[1:])] == [
+        "0", "1", "2", "497", "498", "499",
+    ]
+
+
+def test_lines_of_metrics_may_lack_numbers(tmp_path):
+    job = JobDir(tmp_path)
+    lines = [{"step": 1}, {"step": 2, "loss": "text"}, {"step": 3, "loss": 7}]
+    write_lines(job.metrics_jsonl, lines)
+    write_lines(job.eval_metrics_jsonl, [*lines, {"step": 4, "dataset": "h", "loss": None, "a": 1}])
+    training, evaluation, _ = summary(job).split("\n\n")
+    assert training.splitlines()[2].split() == ["loss", "nan", "nan", "nan", "7.0000", "7.0000"]
+    assert evaluation.splitlines()[1:] == ["  , step 3: loss 7.0000", "  h, step 4: a 1.0000"]

@@ -2,6 +2,7 @@
 
 import base64
 import collections
+import contextlib
 import datetime
 import json
 import math
@@ -12,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.run.trainer.summary import summary
 from praxis_lite.tools.profile.tables import PROFILE_TXT
 from praxis_lite.tools.report.document import MOST_LETTERS, SPENT, document
 from praxis_lite.tools.report.job_reader import JobReader
@@ -224,9 +227,12 @@ def test_a_job_without_anything_and_damaged_files_are_shown_with_notes(tmp_path)
 
 @pytest.mark.parametrize("seed", range(23))
 def test_files_of_nonsense_end_no_report(tmp_path, seed):
-    states = read({"job": nonsense_job(tmp_path / "job", seed)})
+    job = nonsense_job(tmp_path / "job", seed)
+    states = read({"job": job})
     text = page(states, document(states, written=NOW, reload_seconds=None))
     assert len(document_in(text)["jobs"]) == 1 and report_text(states)
+    with contextlib.suppress(ConfigError):  # Of a damaged line.
+        assert summary(job)
 
 
 def test_names_settings_and_samples_stay_text_in_the_page(tmp_path):

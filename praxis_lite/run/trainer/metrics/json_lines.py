@@ -57,7 +57,7 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
         self.path = pathlib.Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.lost_path = self.path.with_name(f"{self.path.stem}.lost.jsonl")
-        with _no_other_changes(self.path):
+        with no_other_changes(self.path):
             self._mend(-1 if resume_step is None else resume_step)
             try:
                 self._lines = KeptLines(self.path, note)
@@ -95,7 +95,7 @@ def append_lines(path: pathlib.Path, lines: Sequence[Mapping[str, Any]]) -> None
     """
     text, deadline = "".join(map(json_line, lines)), time.monotonic() + _CUT_SHORT_SECONDS
     try:
-        with _no_other_changes(path), opened_to_append(path) as file:
+        with no_other_changes(path), opened_to_append(path) as file:
             while (content := content_of(path)) and not content.endswith(b"\n"):
                 if time.monotonic() > deadline:
                     whole = content.rfind(b"\n") + 1
@@ -119,7 +119,7 @@ def _is_json(text: bytes) -> bool:
 
 
 @contextlib.contextmanager
-def _no_other_changes(path: pathlib.Path) -> Iterator[None]:
+def no_other_changes(path: pathlib.Path) -> Iterator[None]:
     """Holds a lock on the folder, so that no other process mends the file or adds to it as a guest.
 
     The writer of the file adds to it all the same: its lines and a guest's are whole. A file system
