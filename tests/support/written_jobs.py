@@ -11,16 +11,18 @@ import numpy as np
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.trainer.metrics.json_lines import json_line
 
-LAYOUT = """\
-path                 shape     padded    dtype    spec         bytes/device  padding  decided by
-------------------------------------------------------------------------------------------------
-step                 []                  int32    ()                      4
-mdl_vars/params/w/a  [7, 13]   [8, 14]   float32  (data, mdl)         1,112    18.8%  (1)
-mdl_vars/params/w/b  [13]                float32  (-)                    52           no split
-(1) a long decision
-
-2 weights with 104 parameters; the state takes 1 KiB. Each device of the mesh (data 4) holds 1 KiB.
-"""
+LAYOUT = {
+    "totals": "2 weights with 104 parameters; each device of the mesh (data 4) holds 1 KiB.",
+    "arrays": [
+        {"path": path, "shape": shape, "padded_shape": padded, "dtype": dtype, "spec": spec,
+         "num_bytes": size}
+        for path, shape, padded, dtype, spec, size in (
+            ("step", "[]", "[]", "int32", "()", 4),
+            ("mdl_vars/params/w/a", "[7, 13]", "[8, 14]", "float32", "(data, mdl)", 1112),
+            ("mdl_vars/params/w/b", "[13]", "[13]", "float32", "(-)", 52),
+        )
+    ],
+}
 
 
 def training_lines(num_steps: int, seed: int = 0, **others: Any) -> list[dict[str, Any]]:
@@ -54,7 +56,7 @@ def training_lines(num_steps: int, seed: int = 0, **others: Any) -> list[dict[st
 def written_job(
     path: Path, lines: Sequence[Mapping[str, Any]] = (), *,
     evaluations: Sequence[Mapping[str, Any]] = (), settings: Sequence[str] = (),
-    samples: Mapping[str, Sequence[Mapping[str, Any]]] | None = None, layout: str = LAYOUT,
+    samples: Mapping[str, Sequence[Mapping[str, Any]]] | None = None, layout: Any = LAYOUT,
     timeline: Sequence[Mapping[str, Any]] = (), experiment: str = "zoo.lm.Tiny",
 ) -> JobDir:
     """Returns a job with these files; `samples` are the records of "DATASET/STEP"."""
@@ -67,8 +69,8 @@ def written_job(
         job.metrics_jsonl.write_text("".join(map(json_line, lines)))
     if evaluations:
         job.eval_metrics_jsonl.write_text("".join(map(json_line, evaluations)))
-    if layout:
-        job.layout_txt.write_text(layout)
+    if layout is not None:
+        job.layout_json.write_text(json.dumps(layout))
     if timeline:
         job.timeline_jsonl.write_text("".join(json.dumps(item) + "\n" for item in timeline))
     for name, records in (samples or {}).items():
@@ -103,7 +105,7 @@ def nonsense_job(path: Path, seed: int) -> JobDir:
 
     job = written_job(path)
     files = [
-        "metrics.jsonl", "eval_metrics.jsonl", "timeline.jsonl", "config.txt", "layout.txt",
+        "metrics.jsonl", "eval_metrics.jsonl", "timeline.jsonl", "config.txt", "layout.json",
         "decode/x/7.jsonl", "decode/x/08.jsonl", "profiles/3/profile.txt",
     ]
     for name in rng.sample(files, 6):

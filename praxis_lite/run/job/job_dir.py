@@ -31,6 +31,7 @@ class JobDir:
       config_json: the config from which the job is rebuilt; it makes the directory a job's.
       config_txt: the same config for people: one `path=value` per line.
       layout_txt: every weight's shapes, spec, bytes per device and padding.
+      layout_json: the same as data, for programs.
       init_from_checkpoint_txt: where each variable of a new job came from, if it was not drawn.
       metrics_jsonl: a line per training step.
       eval_metrics_jsonl: a line per dataset and evaluation.
@@ -56,6 +57,7 @@ class JobDir:
     config_json = _below("config.json")
     config_txt = _below("config.txt")
     layout_txt = _below("layout.txt")
+    layout_json = _below("layout.json")
     init_from_checkpoint_txt = _below("init_from_checkpoint.txt")
     metrics_jsonl = _below("metrics.jsonl")
     eval_metrics_jsonl = _below("eval_metrics.jsonl")

@@ -48,6 +48,7 @@ from praxis_lite.run.trainer.job_history import (
 )
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh, compile_together
 from praxis_lite.run.trainer.layout_table import (
+    layout_json,
     layout_table,
     layout_warnings,
     optimizer_report,
@@ -237,6 +238,7 @@ def _say(line: str) -> None:
 
 def _print_layout(partitioner: Partitioner, files: JobDir) -> None:
     layout, table = partitioner.layout, layout_table(partitioner.layout)
+    write_whole(files.layout_json, layout_json(layout).encode())
     write_whole(files.layout_txt, "\n".join([table, *layout.notes, ""]).encode())
     for line in optimizer_report(partitioner.learner.groups):
         print(line)

@@ -1,19 +1,79 @@
-"""Tables and lines to read: every weight, its optimizer, and what deserves a warning."""
+"""Every weight and its optimizer: as a table and lines to read, with warnings, and as data."""
 
 import collections
+import dataclasses
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
-from praxis_lite.core.errors import few, format_bytes
+from praxis_lite.core.errors import ConfigError, few, format_bytes
 from praxis_lite.core.learner.weight_groups import WeightGroups
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
 from praxis_lite.core.sharding.weight_spec import spec_items
+from praxis_lite.files.json_text import read_json
 from praxis_lite.run.text_table import table_lines
 
 # From here on an array is worth a warning: a smaller one costs less than the reader's attention.
 LARGE_BYTES = 1 << 20
 WASTEFUL_PADDING = 0.10
 LONG_DECISION = 30
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutArray:
+    """A leaf of a state in texts, as layout.txt and layout.json have it.
+
+    Attributes:
+      shape, padded_shape: its true and its stored shape, such as "[4, 148, 436]".
+      spec: such as "(-, data, mdl)".
+      num_bytes: on each device.
+    """
+
+    path: str
+    shape: str
+    padded_shape: str
+    dtype: str
+    spec: str
+    num_bytes: int
+
+    @classmethod
+    def of(cls, leaf: LeafLayout) -> "LayoutArray":
+        """Returns the array of a leaf."""
+        return cls(
+            leaf.path, shape_text(leaf.shape), shape_text(leaf.padded_shape), str(leaf.dtype),
+            split_text(leaf.spec), leaf.bytes_per_device,
+        )
+
+
+def layout_json(layout: StateLayout) -> str:
+    """Returns a state's leaves, and the sentence on a device's bytes in all, as JSON."""
+    arrays = [vars(LayoutArray.of(leaf)) for leaf in layout.leaves()]
+    return json.dumps({"totals": _totals(layout), "arrays": arrays}, indent=1)
+
+
+def read_layout(path: Path) -> tuple[list[LayoutArray], str]:
+    """Returns the arrays and the sentence of `layout_json`; none and "" if there is no such file.
+
+    Raises:
+      ConfigError: the file is damaged.
+    """
+    if not path.exists():
+        return [], ""
+    record = read_json(path)
+    try:
+        arrays = [LayoutArray(**item) for item in record["arrays"]]
+        types = tuple(field.type for field in dataclasses.fields(LayoutArray))
+        if not isinstance(record["totals"], str) or any(
+            tuple(map(type, vars(array).values())) != types for array in arrays
+        ):
+            raise TypeError("a number stands for a text, or a text for a number")
+        return arrays, record["totals"]
+    except (TypeError, KeyError) as error:
+        raise ConfigError(
+            f"{path} is damaged, or praxis_lite did not write it ({error}). The next launch of the "
+            "job writes it anew."
+        ) from None
 
 
 def layout_table(layout: StateLayout) -> str:
@@ -30,14 +90,15 @@ def leaf_table(leaves: Iterable[LeafLayout]) -> str:
     header = ("path", "shape", "padded", "dtype", "spec", "bytes/device", "padding", "decided by")
     rows, numbers = [header], {}
     for leaf in leaves:
-        padded = "" if leaf.padded_shape == leaf.shape else shape_text(leaf.padded_shape)
-        share = f"{leaf.padding_share:.1%}" if padded else ""
-        size = f"{leaf.bytes_per_device:,}"
+        array, has_padding = LayoutArray.of(leaf), leaf.padded_shape != leaf.shape
         decided_by = " ".join(leaf.declared_by.split())
         if len(decided_by) > LONG_DECISION:
             decided_by = f"({numbers.setdefault(decided_by, len(numbers) + 1)})"
-        shape, spec = shape_text(leaf.shape), split_text(leaf.spec)
-        rows.append((leaf.path, shape, padded, str(leaf.dtype), spec, size, share, decided_by))
+        rows.append((
+            array.path, array.shape, array.padded_shape if has_padding else "", array.dtype,
+            array.spec, f"{array.num_bytes:,}",
+            f"{leaf.padding_share:.1%}" if has_padding else "", decided_by,
+        ))
     lines = table_lines(rows, right=(5, 6))
     lines.insert(1, "-" * len(lines[0]))
     return "\n".join([*lines, *(f"({number}) {text}" for text, number in numbers.items())])

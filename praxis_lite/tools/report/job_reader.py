@@ -6,16 +6,18 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.files.json_text import content_of
+from praxis_lite.files.json_text import opened
 from praxis_lite.run.goodput.goodput import Goodput, goodput_of
 from praxis_lite.run.job.job_dir import JobDir, recorded_experiment
 from praxis_lite.run.job.job_lock import is_training
+from praxis_lite.run.trainer.layout_table import LayoutArray, read_layout
 from praxis_lite.run.trainer.metrics.columns import MetricsColumns, columns_by_dataset
 from praxis_lite.run.trainer.metrics.json_lines import lines_if_any
 from praxis_lite.tools.report.config_differences import config_of
-from praxis_lite.tools.report.layout_arrays import LayoutArray, layout_arrays
 from praxis_lite.tools.report.profile_texts import profile_texts
 from praxis_lite.tools.report.samples import Samples, SamplesReader
+
+_MOST_SETTINGS = 16 << 20  # Bytes of config.txt.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +60,7 @@ class JobState:
     def num_train_steps(self) -> int | None:
         """The steps that the job is to make, or None if its config does not tell."""
         text = self.config.get("run.num_train_steps", "")
-        return int(text) if text.isdecimal() else None
+        return int(text) if text.isdecimal() and len(text) < 20 else None
 
     @property
     def state(self) -> str:
@@ -109,14 +111,14 @@ class JobReader:
         columns = self._columns.columns()
         if not len(columns["step"]):
             notes.append("There is no step in metrics.jsonl yet.")
-        if not (config := config_of(self._text("config.txt"))):
+        if not (config := self._settings()):
             notes.append("There is no config.txt, so its settings are not compared.")
         samples, on_samples = self._samples.read(most_letters)
         notes += on_samples
         return JobState(
             self._name, str(self._files.path), recorded_experiment(self._files), trains, columns,
             self._evaluations(notes), config, samples, self._goodput(notes),
-            layout_arrays(self._text("layout.txt")), profile_texts(self._files), notes,
+            self._layout(notes), profile_texts(self._files), notes,
         )
 
     def _evaluations(self, notes: list[str]) -> dict[str, dict[str, np.ndarray]]:
@@ -142,8 +144,16 @@ class JobReader:
             notes.append(str(error))
             return None
 
-    def _text(self, name: str) -> str:
+    def _layout(self, notes: list[str]) -> tuple[Sequence[LayoutArray], str]:
         try:
-            return content_of(self._files.path / name).decode("utf-8", "replace")
+            return read_layout(self._files.layout_json)
+        except ConfigError as error:
+            notes.append(str(error))
+            return [], ""
+
+    def _settings(self) -> dict[str, str]:
+        try:
+            with opened(self._files.config_txt) as file:
+                return config_of(file.read(_MOST_SETTINGS).decode("utf-8", "replace"))
         except OSError:  # A job that was begun by others may lack it.
-            return ""
+            return {}

@@ -10,6 +10,7 @@ from tensorboardX.proto import event_pb2
 from praxis_lite.run.config.overrides import apply_overrides
 from praxis_lite.run.config.text import load_config_file
 from praxis_lite.run.job.job_dir import JobDir
+from praxis_lite.run.trainer.layout_table import read_layout
 from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
 from tests.support.job_runs import home, start_process, trained
 
@@ -57,8 +58,9 @@ def test_the_directory_holds_what_the_readme_says(ran):
     job = ran[0]
     # What JobLock locks; a desktop does not show it.
     assert sorted(os.listdir(job.path)) == [
-        ".training", "checkpoints", "config.json", "config.txt", "eval_metrics.jsonl", "layout.txt",
-        "loss_curve.png", "metrics.jsonl", "tensorboard", "timeline.jsonl", "trackers",
+        ".training", "checkpoints", "config.json", "config.txt", "eval_metrics.jsonl",
+        "layout.json", "layout.txt", "loss_curve.png", "metrics.jsonl", "tensorboard",
+        "timeline.jsonl", "trackers",
     ]
     # The newest three.
     assert sorted(os.listdir(job.checkpoints)) == ["100", "150", "200"]
@@ -119,6 +121,8 @@ def test_layout_txt_has_a_line_per_array(ran):
         assert f"\n{path} " in text
     assert "weights with 3,186 parameters; the state of training takes" in text
     assert "Each device of the mesh (replica 1, data 4, mdl 2) holds" in text
+    arrays, totals = read_layout(ran[0].layout_json)
+    assert totals in text and all(f"\n{array.path} " in text for array in arrays)
 
 
 def test_tensorboard_has_the_metrics(ran):

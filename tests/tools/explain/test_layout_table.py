@@ -1,6 +1,7 @@
 """layout.txt: every column counted by hand."""
 
 import functools
+import json
 import re
 
 import fiddle as fdl
@@ -13,16 +14,19 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite import Task
 from praxis_lite.core import Learner, StateLayout
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.train_state import state_layout
 from praxis_lite.layers import BaseLayer
 from praxis_lite.layers.base_layer import stacked
 from praxis_lite.run.trainer.layout_table import (
     LONG_DECISION,
     bytes_per_device,
+    layout_json,
     layout_table,
     layout_warnings,
     leaf_table,
     padding_notes,
+    read_layout,
 )
 from tests.support.job_runs import home
 
@@ -94,6 +98,30 @@ def test_every_weight_stands_in_the_table_as_counted_by_hand(tiny_layout):
     split = {path for path, (_, _, spec, _, _) in BY_HAND.items() if set(spec) - set("(-, )")}
     assert {decided_by[path] for path in split} == {"weight_split_dims_mapping"}
     assert "weight_split_dims_mapping" not in {decided_by[p] for p in BY_HAND.keys() - split}
+
+
+def test_programs_read_the_arrays_as_counted_by_hand(tiny_layout, tmp_path):
+    (tmp_path / "layout.json").write_text(layout_json(tiny_layout))
+    arrays, totals = read_layout(tmp_path / "layout.json")
+    assert totals == layout_table(tiny_layout).splitlines()[-1]
+    weights = [array for array in arrays if array.path.startswith("mdl_vars/")]
+    assert {array.path: (array.shape, array.padded_shape, array.dtype, array.spec, array.num_bytes)
+            for array in weights} == {
+        path: (shape, padded or shape, "float32", spec, size)
+        for path, (shape, padded, spec, size, _) in BY_HAND.items()
+    }
+
+
+@pytest.mark.parametrize("record", [
+    None, [], {}, {"arrays": [], "totals": 7}, {"arrays": [{"path": "a"}], "totals": ""},
+    {"arrays": [{"path": "a", "shape": "[]", "padded_shape": "[]", "dtype": "int32", "spec": "()",
+                 "num_bytes": True}], "totals": ""},
+])
+def test_a_layout_of_others_is_refused(record, tmp_path):
+    path = tmp_path / "layout.json"
+    path.write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match=r"layout\.json is damaged"):
+        read_layout(path)
 
 
 def test_a_long_decision_is_numbered_and_written_out_once_below_the_table():

@@ -20,7 +20,7 @@ from praxis_lite.tools.report.document import MOST_LETTERS, SPENT, document
 from praxis_lite.tools.report.job_reader import JobReader
 from praxis_lite.tools.report.page import page
 from praxis_lite.tools.report.text import report_text
-from tests.support.written_jobs import nonsense_job, training_lines, written_job
+from tests.support.written_jobs import LAYOUT, nonsense_job, training_lines, written_job
 
 NOW = datetime.datetime(2026, 2, 3, 4, 5, 6, tzinfo=datetime.UTC)
 HOSTILE = "</script><script>document.title=7</script><!--<img src=x onerror=a>{{title}}{{document}}"
@@ -185,14 +185,11 @@ def test_samples_are_there_by_step_and_what_has_no_room_is_said(tmp_path):
     assert any("2 files" in note for note in state.notes)
 
 
-def test_the_arrays_of_the_layout_are_those_of_layout_txt(tmp_path):
+def test_the_arrays_of_the_layout_are_those_of_layout_json(tmp_path):
     (of_job,) = document_of({"job": written_job(tmp_path / "job")})["jobs"]
     assert of_job["layout"]["num_arrays"] == 3
     assert of_job["layout"]["largest"][:2] == [
-        {"path": "mdl_vars/params/w/a", "shape": "[8, 14]", "dtype": "float32",
-         "spec": "(data, mdl)", "num_bytes": 1112},
-        {"path": "mdl_vars/params/w/b", "shape": "[13]", "dtype": "float32", "spec": "(-)",
-         "num_bytes": 52},
+        LAYOUT["arrays"][1], LAYOUT["arrays"][2],
     ]
     assert of_job["layout"]["totals"].startswith("2 weights with 104 parameters;")
 
@@ -211,9 +208,9 @@ def test_profiles_are_shown_as_their_hook_wrote_them(tmp_path):
 
 
 def test_a_job_without_anything_and_damaged_files_are_shown_with_notes(tmp_path):
-    empty = written_job(tmp_path / "empty", layout="")
+    empty = written_job(tmp_path / "empty", layout=None)
     empty.config_txt.unlink()
-    damaged = written_job(tmp_path / "damaged", training_lines(3), layout="\0\0 no layout\n")
+    damaged = written_job(tmp_path / "damaged", training_lines(3), layout={"arrays": [{}]})
     with damaged.metrics_jsonl.open("a") as file:
         file.write('{"step": nonsense}\n{"step": 4, "lo')
     damaged.eval_metrics_jsonl.write_text("no line\n{}\n")
@@ -221,7 +218,7 @@ def test_a_job_without_anything_and_damaged_files_are_shown_with_notes(tmp_path)
     actual = document_of({"empty": empty, "damaged": damaged})
     assert [job["last_step"] for job in actual["jobs"]] == [0, 3]
     notes = collections.Counter(note.partition(":")[0] for note in actual["notes"])
-    assert notes == {"empty": 2, "damaged": 2}
+    assert notes == {"empty": 2, "damaged": 3}
     assert actual["jobs"][1]["goodput"] is None
 
 
@@ -236,12 +233,13 @@ def test_files_of_nonsense_end_no_report(tmp_path, seed):
 
 
 def test_names_settings_and_samples_stay_text_in_the_page(tmp_path):
+    array = LAYOUT["arrays"][0] | {"path": HOSTILE, "spec": HOSTILE}
     job = written_job(
         tmp_path / "job", training_lines(7, **{HOSTILE: 1.5}),
         evaluations=[{"step": 7, "dataset": HOSTILE, "loss": 2.0, HOSTILE: 3.0}],
         settings=[f"a={HOSTILE}"], samples={"prompts/7": [{"prompt": HOSTILE,
                                                            "continuation": HOSTILE}]},
-        experiment=HOSTILE, layout=f"path{HOSTILE}",
+        experiment=HOSTILE, layout={"totals": HOSTILE, "arrays": [array]},
     )
     states = read({HOSTILE: job})
     text = page(states, document(states, written=NOW, reload_seconds=None))

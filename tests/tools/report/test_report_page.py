@@ -51,7 +51,7 @@ def jobs(tmp_path_factory):
                 for step in (13, 37)
             },
         )
-    jobs["empty"] = written_job(folder / "empty", layout="")
+    jobs["empty"] = written_job(folder / "empty", layout=None)
     return jobs
 
 
@@ -129,7 +129,7 @@ def line_through(ticks, place):
 def test_a_curve_is_drawn_where_its_numbers_are(browser, jobs):
     lines = training_lines(31, seed=5)
     item = browser(of=page_of({"job": written_job(
-        jobs["empty"].path.parent / "straight", lines, layout=""
+        jobs["empty"].path.parent / "straight", lines, layout=None
     )}))
     drawn = item.run(DRAWN)
     x_ticks = [tick for tick in drawn["ticks"] if tick["isX"]][:-1]
