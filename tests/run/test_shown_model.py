@@ -52,3 +52,13 @@ def test_a_job_without_a_step_and_losses_that_are_nan_are_shown():
     losses = np.where(np.arange(37) % 2, METRICS["loss"], np.nan)
     (line, _), _ = drawn(html_of("Tiny", "/", METRICS | {"loss": losses}, {}))
     assert len(line) == 18
+
+
+@pytest.mark.parametrize("losses", [
+    [1e30, 1e30, 1e30], [1e99, -1e99, 0.0], [1e308, 2.0, -1e308], [np.inf, 2.0, -np.inf],
+])
+def test_losses_of_any_size_are_drawn_in_the_picture(losses):
+    lines, _ = drawn(html_of("Tiny", "/", {"step": np.arange(3), "loss": np.array(losses)}, {}))
+    assert [len(line) for line in lines] == 2 * [3 if abs(losses[0]) < 1e100 else 1]
+    points = np.array(sum(lines, []))
+    assert (points > 0).all() and (points < [640, 240]).all()

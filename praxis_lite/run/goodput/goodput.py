@@ -50,7 +50,7 @@ class Goodput:
     @property
     def share(self) -> float:
         """The share of the time in which steps were made that count; 0 if no time passed."""
-        return self.seconds[STEP] / self.total_seconds if self.total_seconds else 0.0
+        return self._share(self.seconds[STEP])
 
     @property
     def num_lost_steps(self) -> int:
@@ -63,8 +63,8 @@ class Goodput:
             ((value, kind) for kind, value in self.seconds.items() if kind != STEP), reverse=True
         )
         rest = ", ".join(
-            f"{kind} {value / self.total_seconds:.1%}"
-            for value, kind in others[:3] if value >= 0.001 * self.total_seconds
+            f"{kind} {self._share(value):.1%}"
+            for value, kind in others[:3] if self._share(value) >= 0.001
         )
         count = len(self.launches)
         over = f"{self.total_seconds:,.0f} s in {count} launch{'es' * (count > 1)}"
@@ -74,8 +74,7 @@ class Goodput:
         """Returns two tables: seconds and share of each kind; and the launches."""
         rows = [("kind", "seconds", "share")]
         for kind, value in self.seconds.items():
-            share = value / self.total_seconds if self.total_seconds else 0.0
-            rows.append((kind, f"{value:,.1f}", f"{share:.1%}"))
+            rows.append((kind, f"{value:,.1f}", f"{self._share(value):.1%}"))
         rows.append(("all", f"{self.total_seconds:,.1f}", "100.0%"))
         lines = [*table_lines(rows, right=(1, 2)), f"goodput: {self.share:.1%}, the steps' share"]
         if lost := self.num_lost_steps:
@@ -93,6 +92,9 @@ class Goodput:
                 launch.ended_by or "no word: killed, or at work",
             ))
         return "\n".join([*lines, "", *table_lines(rows, right=(1, 3, 4))])
+
+    def _share(self, seconds: float) -> float:
+        return seconds / self.total_seconds if self.total_seconds else 0.0
 
 
 def goodput_of(job_dir: JobDir) -> Goodput | None:

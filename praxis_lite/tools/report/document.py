@@ -24,8 +24,10 @@ SPENT = ("input_time", "dispatch_time", "device_time", "save_time", "evaluation_
 MARKS = {"skipped": "num_skipped_in_a_row", "spikes": "is_loss_spike"}
 _NO_METRICS = {"step", *SPENT, *MARKS.values(), "num_skipped_steps", "num_batches_left_out"}
 # A page of less than 5 MB, and curves with more points than a screen has.
-_MOST_BYTES, _MOST_BUCKETS, _FEWEST_BUCKETS = 3_500_000, 2_000, 50
-_MOST_METRICS, _MOST_MARKS, _MOST_EVALUATIONS, _MOST_ARRAYS = 80, 300, 500, 12
+_CURVE_BYTES, _MOST_BUCKETS, _FEWEST_BUCKETS = 3_000_000, 2_000, 50
+_EVALUATION_BYTES, _MOST_EVALUATIONS, _FEWEST_EVALUATIONS = 1_000_000, 500, 11
+_MOST_METRICS, _MOST_MARKS, _MOST_ARRAYS = 80, 300, 12
+_AXES_BYTES = 3 * 8  # Of a point.
 _MOST_DIFFERENCES = 500
 MOST_LETTERS = 600_000  # Of samples.
 
@@ -40,7 +42,7 @@ def document(
       reload_seconds: after which an open page asks for a newer one; None: never.
     """
     names = metric_names(jobs)
-    most = _most_buckets(jobs, names[:_MOST_METRICS])
+    most, most_points = _most_buckets(jobs, names[:_MOST_METRICS]), _most_evaluations(jobs)
     rows, num_equal = config_differences([job.config for job in jobs])
     notes = [f"{job.name}: {note}" for job in jobs for note in job.notes]
     if len(names) > _MOST_METRICS:
@@ -52,7 +54,7 @@ def document(
         "reload_seconds": reload_seconds,
         "metrics": names[:_MOST_METRICS],
         "spent": SPENT,
-        "jobs": [_job(job, names[:_MOST_METRICS], most) for job in jobs],
+        "jobs": [_job(job, names[:_MOST_METRICS], most, most_points) for job in jobs],
         "config": {"rows": rows[:_MOST_DIFFERENCES], "num_equal": num_equal},
         "notes": notes,
     }
@@ -71,17 +73,31 @@ def metric_names(jobs: Sequence[JobState]) -> list[str]:
 
 def _most_buckets(jobs: Sequence[JobState], names: Sequence[str]) -> int:
     """Returns how many buckets each job may have, for a page of limited size."""
-    axes = 3 * 8
     of_bucket = sum(
-        axes + 4 * sum(3 for name in names if name in job.columns)
+        _AXES_BYTES + 4 * sum(3 for name in names if name in job.columns)
         + 4 * sum(1 for name in SPENT if name in job.columns)
         for job in jobs
     )
-    most = int(_MOST_BYTES * 3 / 4 / max(of_bucket, 1))  # Base64 writes 3 bytes as 4.
-    return min(max(most, _FEWEST_BUCKETS), _MOST_BUCKETS)
+    return min(max(_in_base64(_CURVE_BYTES, of_bucket), _FEWEST_BUCKETS), _MOST_BUCKETS)
 
 
-def _job(job: JobState, names: Sequence[str], most: int) -> dict[str, Any]:
+def _most_evaluations(jobs: Sequence[JobState]) -> int:
+    """Returns how many points each metric of an evaluation may have, likewise."""
+    num_curves = sum(len(columns) for job in jobs for columns in job.evaluations.values())
+    of_point = num_curves * (_AXES_BYTES + 4)
+    return min(
+        max(_in_base64(_EVALUATION_BYTES, of_point), _FEWEST_EVALUATIONS), _MOST_EVALUATIONS
+    )
+
+
+def _in_base64(num_bytes: int, of_each: int) -> int:
+    """Returns how often so many bytes fit in, once Base64 has made 4 of 3."""
+    return num_bytes * 3 // (4 * max(of_each, 1))
+
+
+def _job(
+    job: JobState, names: Sequence[str], most: int, most_evaluations: int
+) -> dict[str, Any]:
     axes = progress_axes(job.columns)
     buckets = buckets_of(len(job.columns["step"]), most)
     arrays, totals = job.layout
@@ -115,7 +131,7 @@ def _job(job: JobState, names: Sequence[str], most: int) -> dict[str, Any]:
         },
         "evaluations": {
             dataset: {
-                name: _evaluation(columns["step"], values, axes)
+                name: _evaluation(columns["step"], values, axes, most_evaluations)
                 for name, values in columns.items() if name != "step"
             }
             for dataset, columns in job.evaluations.items()
@@ -145,9 +161,9 @@ def _curve(values: np.ndarray, buckets: Buckets) -> dict[str, str]:
 
 
 def _evaluation(
-    steps: np.ndarray, values: np.ndarray, axes: Mapping[str, np.ndarray]
+    steps: np.ndarray, values: np.ndarray, axes: Mapping[str, np.ndarray], most: int
 ) -> dict[str, Any]:
-    kept = with_extremes(values, _MOST_EVALUATIONS)
+    kept = with_extremes(values, most)
     return {
         "num": len(values), "axes": _axes(at_steps(axes, steps[kept])),
         "values": _base64(values[kept]),

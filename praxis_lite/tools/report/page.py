@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-import numpy as np
-
 from praxis_lite.run.shown_model import html_of
 from praxis_lite.tools.report.job_reader import JobState
 
@@ -27,11 +25,10 @@ def page(jobs: Sequence[JobState], document: Mapping[str, Any]) -> str:
     template = (resources.files(__package__) / "report_page.html").read_text("utf-8")
     # In a script element only "<" can end it; names may hold anything.
     text = json.dumps(document, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    with np.errstate(all="ignore"):  # A loss near the end of all floats is drawn somewhere.
-        losses = [
-            html_of(job.name, job.path, job.columns, job.evaluations)
-            for job in jobs[:_MOST_WITHOUT_SCRIPT]
-        ]
+    losses = [
+        html_of(job.name, job.path, job.columns, job.evaluations)
+        for job in jobs[:_MOST_WITHOUT_SCRIPT]
+    ]
     parts = {
         "title": html.escape(", ".join(job.name for job in jobs)),
         "jobs": "".join(losses),

@@ -12,6 +12,7 @@ _TIMES = ("step_time", "evaluation_time", "save_time")
 def weight_unit(columns: Mapping[str, np.ndarray]) -> str | None:
     """Returns the unit of a batch's weight, such as "tokens", or None if no column tells it."""
     units = [name.removesuffix(_PER_SECOND) for name in columns if name.endswith(_PER_SECOND)]
+    units = [unit for unit in units if unit not in ("steps", "hours")]  # The other axes.
     usual = [unit for unit in ("tokens", "examples") if unit in units]
     return next(iter([*usual, *units]), None)
 

@@ -20,7 +20,7 @@ from praxis_lite.run.goodput.kinds import (
     SAVE,
     STEP,
 )
-from praxis_lite.run.goodput.stretches import read_stretches
+from praxis_lite.run.goodput.stretches import Stretch, read_stretches
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.trainer.job_history import say_goodput
 from tests.run.goodput.launches import Clocks, FakeLaunch
@@ -268,6 +268,13 @@ def test_lines_of_strangers_are_left_out(job):
     words = json.loads(whole) | {"ended_by": "\x1b[31m" + "x" * 1000}
     job.timeline_jsonl.write_text(json.dumps(words) + "\n")
     assert len(goodput_of(job).launches[0].ended_by) < 100 and "\x1b" not in str(goodput_of(job))
+
+
+def test_a_launch_without_a_second_has_no_share(job):
+    line = Stretch(5.0, None, None, {}).line()
+    job.timeline_jsonl.write_text(line)
+    assert goodput_of(job).line() == "goodput 0.0% of 0 s in 1 launch"
+    assert "goodput: 0.0%" in str(goodput_of(job))
 
 
 def test_a_line_that_was_cut_short_stays_apart_from_the_next_launch(job):

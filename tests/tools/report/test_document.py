@@ -125,6 +125,30 @@ def test_evaluations_stand_where_the_job_was_at_their_steps(tmp_path):
     ))
 
 
+def test_a_users_rate_is_no_axis(tmp_path):
+    lines = training_lines(7, **{"hours_per_second": 3.0, "steps_per_second": 2.0})
+    (of_job,) = document_of({"job": written_job(tmp_path / "a", lines)})["jobs"]
+    for line in lines:
+        del line["tokens_per_second"]
+    (other,) = document_of({"job": written_job(tmp_path / "b", lines)})["jobs"]
+    assert of_job["axes"].keys() - other["axes"].keys() == {"tokens"}
+    assert other["axes"]["steps"] == of_job["axes"]["steps"]
+    assert other["axes"]["hours"] == of_job["axes"]["hours"]
+
+
+def test_many_evaluations_keep_the_page_small(tmp_path):
+    evaluations = [
+        {"step": step, "dataset": f"set {number}", **{f"m{i}": step / (i + 1) for i in range(12)}}
+        for number in range(5) for step in range(1, 701)
+    ]
+    (state,) = read({"job": written_job(tmp_path / "job", training_lines(7),
+                                        evaluations=evaluations)})
+    made = document(5 * [state], written=NOW, reload_seconds=None)
+    assert len(page(5 * [state], made).encode()) < 5_000_000
+    points = made["jobs"][4]["evaluations"]["set 4"]["m11"]
+    assert points["num"] == 700 and numbers(points["values"])[-1] == np.float32(700 / 12)
+
+
 def test_differing_settings_are_shown_and_equal_ones_counted(tmp_path):
     jobs = {
         "a": written_job(tmp_path / "a", settings=["lr=1", "a.b=x=y", "same=1"]),

@@ -13,13 +13,14 @@ _WIDTH, _HEIGHT = 640, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 12, 28
 _COLOR = "#1f77b4"
 _EVALUATION_COLORS = ("#d1495b", "#2e8b57", "#8e5ea2", "#e08e0b")
+_HIGHEST = 1e100  # Differences and squares of losses below it are floats, too.
 _MOST_POINTS = 1_000  # More than the picture has pixels would only make it large.
 
 Columns = Mapping[str, np.ndarray]
 
 
 def loss_svg(metrics: Columns, evaluations: Mapping[str, Columns]) -> str:
-    """Returns an SVG of loss against step, or "" if there is no finite loss.
+    """Returns an SVG of loss against step, or "" if there is no loss below 1e100.
 
     Args:
       metrics: with "step" and "loss", of equal length: drawn faint, and smoothed.
@@ -59,12 +60,12 @@ def legend(evaluations: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _points(columns: Columns) -> tuple[np.ndarray, np.ndarray]:
-    """Returns steps and finite losses, at most _MOST_POINTS of them."""
+    """Returns steps and losses that can be drawn, at most _MOST_POINTS of them."""
     steps, losses = columns.get("step", np.zeros(0)), columns.get("loss", np.zeros(0))
     if len(steps) != len(losses):
         return np.zeros(0), np.zeros(0)
-    finite = np.isfinite(losses)
-    steps, losses = steps[finite], losses[finite]
+    is_drawn = np.abs(losses) < _HIGHEST  # False for NaN.
+    steps, losses = steps[is_drawn], losses[is_drawn]
     every = max(1, math.ceil(len(steps) / _MOST_POINTS))
     return steps[::every].astype(float), losses[::every].astype(float)
 
@@ -72,7 +73,8 @@ def _points(columns: Columns) -> tuple[np.ndarray, np.ndarray]:
 def _scale(values: np.ndarray, start: float, end: float):
     low, high = float(values.min()), float(values.max())
     if high == low:
-        low, high = low - 0.5, high + 0.5
+        margin = max(0.5, abs(low) / 2)
+        low, high = low - margin, high + margin
     return lambda x: start + (np.asarray(x, float) - low) / (high - low) * (end - start)
 
 
