@@ -1,10 +1,12 @@
 """Files that a reader sees whole: the old or the new file, whenever the process is killed."""
 
 import contextlib
+import io
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from praxis_lite.core.errors import ConfigError, few, not_written
 
@@ -32,6 +34,13 @@ def write_whole(path: Path, content: bytes) -> None:
     finally:
         with contextlib.suppress(OSError):  # A file stands where its directory was.
             temporary.unlink(missing_ok=True)
+
+
+def write_picture(path: Path, figure: Any, *, dpi: int) -> None:
+    """Writes a figure of matplotlib as a PNG, as `write_whole`."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=dpi)
+    write_whole(path, picture.getvalue())
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
 """A program that writes what a job of a sweep writes, in no time: the sweep's trial in tests.
 
 Its loss is a parabola of the learning rate's logarithm, lowest at 0.01, with the same value at each
-evaluation. Some learning rates are faults: 512 is refused, 256 fails, 128 has a NaN, and 64 waits
-at step 10 until it is asked to end. It goes on from the lines that it has written before.
+evaluation. Some learning rates are faults: 512 is refused, 256 fails, 128 has a NaN, 64 waits at
+step 10 until it is asked to end, and 32 damages its file of evaluations. It goes on from the lines
+that it has written before.
 """
 
 import json
@@ -34,6 +35,9 @@ def main(argv):
         append(metrics, line)
         if step % EVERY == 0:
             append(folder / "eval_metrics.jsonl", {**line, "dataset": "heldout"})
+        if rate == 32 and step == 7:
+            with (folder / "eval_metrics.jsonl").open("a") as file:
+                file.write("nonsense\n")
         if rate == 256 and step == 7:
             print("error: the plug was pulled")
             return 1

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from praxis_lite.files.whole_files import write_picture
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.tools.plan.candidates import Candidate
 from praxis_lite.tools.plan.predict import StepPlan
@@ -76,7 +77,7 @@ def picture(plans: Plans, topology: Topology, path: Path) -> None:
     axes.axvline(topology.chip.hbm_bytes / 2**30, color="tab:red", linestyle=":", linewidth=1)
     axes.set(xlabel="GiB per device", ylabel="predicted seconds per step", title=topology.name)
     axes.legend()
-    figure.savefig(path, dpi=130)
+    write_picture(path, figure, dpi=130)
 
 
 def written_class(

@@ -4,6 +4,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from praxis_lite.core.errors import printable, shown
+from praxis_lite.files.whole_files import write_picture
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.run.text_table import table_lines
 from praxis_lite.tools.sweep.settings import SweepSettings
@@ -13,6 +15,7 @@ from praxis_lite.tools.sweep.study import TrialRecord, best_of
 _COLOURS = {"complete": "#1f5fa8", "pruned": "#e08e0b"}
 # Values further apart than this are drawn by their logarithm.
 _LOG_FROM = 20.0
+_MOST_LETTERS = 24  # Of a value below the picture.
 
 
 def report(sweep: SweepSettings, records: Sequence[TrialRecord], directory: Path) -> str:
@@ -32,21 +35,22 @@ def report(sweep: SweepSettings, records: Sequence[TrialRecord], directory: Path
         if record.reason:
             lines.append(f"trial {record.number} {record.status}: {record.reason}")
     if best is None:
-        return "\n".join([*lines, "no trial is complete, so none is the best"])
-    settings = shlex.join(sweep.space.settings(dict(best.values)))
-    return "\n".join([
-        *lines,
-        f"the best is trial {best.number}, {sweep.metric} {best.value:.6g}: "
-        f"{directory / 'trials' / f'{best.number:04d}'}",
-        f"    --exp={sweep.experiment} --set {settings}",
-    ])
+        lines.append("no trial is complete, so none is the best")
+    else:
+        settings = shlex.join(sweep.space.settings(dict(best.values)))
+        lines += [
+            f"the best is trial {best.number}, {sweep.metric} {best.value:.6g}: "
+            f"{directory / 'trials' / f'{best.number:04d}'}",
+            f"    --exp={sweep.experiment} --set {settings}",
+        ]
+    return printable("\n".join(lines))
 
 
 def picture(sweep: SweepSettings, records: Sequence[TrialRecord], path: Path) -> None:
     """Draws the metric against each setting, a panel per setting, as a PNG.
 
     Raises:
-      ConfigError: matplotlib is missing.
+      ConfigError: matplotlib is missing, or the file cannot be written.
     """
     figures = optional_module("matplotlib.figure", str(path))
     searched = sweep.space.searched
@@ -70,7 +74,9 @@ def picture(sweep: SweepSettings, records: Sequence[TrialRecord], path: Path) ->
             )
         numbers = [_place(record.values[item.path], places) for record in known]
         if places:
-            axes.set_xticks(range(len(texts)), labels=[_shown(text) for text in texts])
+            # A text is no formula, whatever dollars it has.
+            labels = [shown(_shown(text), _MOST_LETTERS) for text in texts]
+            axes.set_xticks(range(len(texts)), labels=labels, parse_math=False)
         elif numbers and min(numbers) > 0 and max(numbers) > _LOG_FROM * min(numbers):
             axes.set_xscale("log")
         axes.set_xlabel(name)
@@ -78,7 +84,7 @@ def picture(sweep: SweepSettings, records: Sequence[TrialRecord], path: Path) ->
     grid[0].set_ylabel(sweep.metric)
     grid[-1].legend()
     figure.suptitle(f"{sweep.experiment.rpartition('.')[2]}, {len(records)} trials")
-    figure.savefig(path, dpi=110)
+    write_picture(path, figure, dpi=110)
 
 
 def _places(texts: Sequence[str]) -> dict[str, float]:

@@ -86,14 +86,18 @@ class RunningTrial:
 
 def record_result(trial: OpenTrial, job: TrialJob, status: int) -> str:
     """Records the result of a job that ended with this exit status; returns it in words."""
-    result = job.result()
+    try:
+        result = job.result()
+        words = job.lacks_metric() if result is None else ""
+    except ConfigError as error:
+        return trial.failed("failed", str(error))
     # A job checks its settings, its data and its memory before its first step.
     if status == 2 and not job.has_stepped():
         return trial.failed("refused", job.last_words())
     if status or job.was_stopped():
         return trial.failed("failed", f"status {status}: {job.last_words()}")
     if result is None:
-        return trial.failed("failed", job.lacks_metric())
+        return trial.failed("failed", words)
     step, value = result
     if not math.isfinite(value):
         return trial.failed("failed", f"{job.metric} is {value} at step {step}")

@@ -5,6 +5,7 @@ A trial that is running when the sweep is killed stays so in the journal, and go
 
 import contextlib
 import dataclasses
+import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -54,7 +55,7 @@ class Study:
 
     Args:
       journal: the file. Only the holder of the sweep's directory may write it.
-      settings: of the sweep, which is begun or gone on with. None: it is only read.
+      settings: of the sweep, to begin it or to go on with it; None: to read it.
 
     Raises:
       ConfigError: Optuna is missing, the journal is damaged, or of another sweep.
@@ -65,8 +66,9 @@ class Study:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         backends = optional_module("optuna.storages.journal", "--mode=sweep")
         if settings is not None:
-            # Left by a holder that was killed.
+            # Left by a holder that was killed, or by a full disk.
             journal.with_name(f"{journal.name}.lock").unlink(missing_ok=True)
+            _cut_torn_line(journal)
         try:
             storage = optuna.storages.JournalStorage(backends.JournalFileBackend(str(journal)))
             if settings is None:
@@ -190,6 +192,13 @@ class OpenTrial:
         self._trial.set_user_attr("reason", reason)
         self._study.tell(self._trial, state=_state("FAIL"))
         return f"{status}: {reason}"
+
+
+def _cut_torn_line(journal: Path) -> None:
+    """Cuts a last line without its end off, which Optuna would go on in."""
+    if journal.is_file():
+        content = journal.read_bytes()
+        os.truncate(journal, content.rfind(b"\n") + 1)
 
 
 _STATUS = {

@@ -1,5 +1,6 @@
 """A trial as a job of its own: its command, its process, its output, and the metric as it comes."""
 
+import contextlib
 import os
 import shlex
 import subprocess
@@ -7,12 +8,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 import praxis_lite
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.run.checkpoints.steps.step_dirs import committed_steps
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.job.job_lock import is_training
 from praxis_lite.run.trainer.job_history import evaluations, is_complete
-from praxis_lite.run.trainer.metrics.json_lines import lines_if_any
+from praxis_lite.run.trainer.metrics.columns import MetricsColumns
 from praxis_lite.tools.sweep.settings import SweepSettings
 
 # Of training's own loss so many values are judged in a trial.
@@ -33,6 +37,7 @@ class TrialJob:
         self.files = JobDir(sweep_dir / "trials" / f"{number:04d}")
         self.output = sweep_dir / "trials" / f"{number:04d}.txt"
         self._sweep, self._settings = sweep, settings
+        self._metrics = MetricsColumns(self.files.metrics_jsonl)
         self._sizes: list[int] = []
         self._values: Values = []
 
@@ -90,34 +95,49 @@ class TrialJob:
             return False
         steps = committed_steps(self.files.checkpoints)
         packages = {*self._sweep.packages, self._sweep.experiment.partition(".")[0]}
-        return bool(steps) and is_complete(self.files, steps[-1], packages)
+        try:
+            return bool(steps) and is_complete(self.files, steps[-1], packages)
+        except ConfigError:  # The next launch of the job says which file is damaged.
+            return False
 
     def has_stepped(self) -> bool:
         """Returns True if a step of the job was made."""
-        return bool(lines_if_any(self.files.metrics_jsonl))
+        with contextlib.suppress(ConfigError):
+            self._metrics.read()
+        return len(self._metrics.columns()["step"]) > 0
 
     def values(self) -> Values:
         """Returns the metric by step, in order, as far as it is known; of many losses some.
 
-        The files are read only if they have grown.
+        The files are read only if they have grown. Of a damaged file the values of before stay.
         """
         paths = self.files.metrics_jsonl, self.files.eval_metrics_jsonl
         sizes = [path.stat().st_size if path.exists() else 0 for path in paths]
         if sizes != self._sizes:
-            every = max(1, self._sweep.num_steps // _MOST_LOSSES)
-            self._sizes, self._values = sizes, self._read_values(every)
+            self._sizes = sizes
+            with contextlib.suppress(ConfigError):
+                self._values = self._read_values(max(1, self._sweep.num_steps // _MOST_LOSSES))
         return self._values
 
     def result(self) -> tuple[int, float] | None:
-        """Returns the last step with a value of the metric, and the value; None without any."""
+        """Returns the last step with a value of the metric, and the value; None without any.
+
+        Raises:
+          ConfigError: the file is damaged.
+        """
         values = self._read_values(every=1)
         return values[-1] if values else None
 
     def _read_values(self, every: int) -> Values:
         dataset, slash, name = self._sweep.metric.rpartition("/")
         if not slash:
-            lines = lines_if_any(self.files.metrics_jsonl)
-            return [(line["step"], line[name]) for line in lines if line["step"] % every == 0]
+            self._metrics.read()
+            columns = self._metrics.columns()
+            steps, losses = columns["step"], columns.get(name, np.empty(0))
+            return [
+                (int(step), float(loss)) for step, loss in zip(steps, losses, strict=False)
+                if step % every == 0
+            ]
         return sorted(
             (step, metrics[name]) for step, evaluated, metrics in evaluations(self.files)
             if evaluated == dataset and name in metrics

@@ -1,12 +1,14 @@
 """Sweeps whose trials are a program that takes no time: chosen, judged, recorded, resumed."""
 
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
 import pytest
 
@@ -16,7 +18,10 @@ from praxis_lite.run.modes.mode import CommandLine
 from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
 from praxis_lite.tools.sweep import running
 from praxis_lite.tools.sweep.command import sweep
-from praxis_lite.tools.sweep.study import Study
+from praxis_lite.tools.sweep.report import picture
+from praxis_lite.tools.sweep.settings import SweepSettings
+from praxis_lite.tools.sweep.space import Space, Values
+from praxis_lite.tools.sweep.study import Study, TrialRecord
 from praxis_lite.tools.sweep.trial_job import TrialJob
 from tests.support import quick_trial
 from tests.support.job_runs import home
@@ -85,19 +90,30 @@ def test_a_grid_is_tried_in_its_order_and_the_best_is_said_as_set_takes_it(
     sweep(CommandLine(mode="sweep"), str(tmp_path / "s"), parallel=1, prints=False,
           num_trials=None, metric=None, **CHOSEN)
     assert capsys.readouterr().out == table
+    # A full disk tore the line of the journal with the end of the last trial.
+    journal = tmp_path / "s/sweep.journal"
+    journal.write_bytes(journal.read_bytes().rpartition(b'"datetime_complete"')[0])
+    (tmp_path / "s/sweep.png").unlink()
+    (tmp_path / "s/sweep.png").mkdir()
+    assert quick(tmp_path / "s", rates, sizes, "run.seed=3") is None
+    assert records_in(tmp_path / "s") == records
+    out = capsys.readouterr().out
+    assert "trial 3 goes on" in out and re.search("note: .*sweep.png could not be written", out)
 
 
 def test_trials_that_are_refused_or_fail_are_recorded_and_the_sweep_goes_on(
     tmp_path, quick, capsys
 ):
-    quick(tmp_path / "s", f"{RATE}=512,256,128,1e-2", parallel=3)
+    quick(tmp_path / "s", f"{RATE}=512,256,128,32,1e-2", parallel=3)
     reasons = [(record.status, record.reason) for record in records_in(tmp_path / "s")]
     assert reasons == [
         ("refused", "The state of training does not fit."),
         ("failed", "status 1: the plug was pulled"),
         ("failed", "heldout/loss is nan at step 20"),
+        ("failed", mock.ANY),
         ("complete", ""),
     ]
+    assert "eval_metrics.jsonl, line 2: " in records_in(tmp_path / "s")[3].reason
     out = capsys.readouterr().out
     assert "trial 0 refused: The state of training does not fit.\n" in out
     assert quick(tmp_path / "none", f"{RATE}=512,512.0") == 1
@@ -267,6 +283,20 @@ def test_the_loss_of_training_is_judged_without_evaluations(tmp_path, quick):
     assert [(record.step, record.value) for record in records] == [
         (20, loss_at(1e-3)), (20, loss_at(1e-2)),
     ]
+
+
+def test_texts_that_were_tried_are_no_formulas_in_the_picture(tmp_path):
+    texts = (r"$\frac$", "b" * 400)
+    records = [
+        TrialRecord(number, {"a.b": text}, "complete", 1.0 + number, 7, "")
+        for number, text in enumerate(texts)
+    ]
+    settings = SweepSettings(
+        experiment="zoo.Lm", packages=(), space=Space((), (Values("a.b", texts),)), metric="loss",
+        num_trials=2, num_steps=7, **CHOSEN,
+    )
+    picture(settings, records, tmp_path / "sweep.png")
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_accelerators_are_no_processes_to_share(monkeypatch):

@@ -1,6 +1,5 @@
 """The loss curve as a PNG, drawn from a run's JSON lines."""
 
-import io
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.files.whole_files import write_whole
+from praxis_lite.files.whole_files import write_picture
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
 
@@ -38,7 +37,7 @@ def plot_loss_curve(metrics_path: str | os.PathLike[str], png_path: str | os.Pat
         raise ConfigError(f"{metrics_path}: no line has a loss, so there is no curve to draw.")
     rate_steps, rates = _series(lines, "learning_rate")
 
-    figure = figures.Figure(figsize=(9, 5.6 if rates.size else 4.6), dpi=130, layout="constrained")
+    figure = figures.Figure(figsize=(9, 5.6 if rates.size else 4.6), layout="constrained")
     if rates.size:
         loss_axes, rate_axes = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
         rate_axes.plot(rate_steps, rates, color=_GREY, linewidth=1.4)
@@ -57,17 +56,17 @@ def plot_loss_curve(metrics_path: str | os.PathLike[str], png_path: str | os.Pat
 
     loss_axes.set_ylabel("loss")
     rate_axes.set_xlabel("step")
-    loss_axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
-    loss_axes.legend(frameon=False, loc="upper right")
+    # Names are no formulas, whatever dollars they have.
+    loss_axes.set_title(title, loc="left", fontsize=12, fontweight="bold", parse_math=False)
+    for text in loss_axes.legend(frameon=False, loc="upper right").get_texts():
+        text.set_parse_math(False)
     for axes in {loss_axes, rate_axes}:
         axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.margins(x=0.015)
         axes.spines[["top", "right"]].set_visible(False)
     figure.align_ylabels()
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png")
-    write_whole(pathlib.Path(png_path), picture.getvalue())
+    write_picture(pathlib.Path(png_path), figure, dpi=130)
 
 
 def _draw_evaluations(axes: Any, lines: Sequence[Mapping[str, Any]]) -> None:

@@ -55,7 +55,8 @@ def test_nothing_finite_stays_nan():
 ], ids=["one step", "nothing finite", "constant rate"])
 def test_any_run_can_be_drawn(tmp_path, lines):
     write_lines(tmp_path / "m.jsonl", lines)
-    plot_loss_curve(tmp_path / "m.jsonl", tmp_path / "loss.png", tmp_path / "absent.jsonl", "a run")
+    plot_loss_curve(tmp_path / "m.jsonl", tmp_path / "loss.png", tmp_path / "absent.jsonl",
+                    r"no formula: $\frac$")
     assert pixels_of(tmp_path / "loss.png").std() > 0
 
 
@@ -65,7 +66,9 @@ def test_evaluations_and_learning_rate_are_drawn(tmp_path):
     full = write_lines(tmp_path / "full.jsonl",
                        [{"step": s, "loss": 5 / s, "learning_rate": 1e-3 * s} for s in steps])
     evals = write_lines(tmp_path / "evals.jsonl", [
-        {"step": s, "dataset": "heldout", "loss": 6 / s, "bits_per_byte": 8 / s} for s in (13, 37)])
+        {"step": s, "dataset": r"$\frac$", "loss": 6 / s, "bits_per_byte": 8 / s}
+        for s in (13, 37)
+    ])
     plot_loss_curve(bare, tmp_path / "bare.png")
     plot_loss_curve(bare, tmp_path / "evals.png", evals)
     plot_loss_curve(full, tmp_path / "full.png")
