@@ -11,21 +11,6 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TASK = """\
-task: what_comes_after
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {file}
-test_split: test
-num_fewshot: 0
-output_type: multiple_choice
-doc_to_text: "What comes after {{{{number}}}}?"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: "{{{{gold}}}}"
-metric_list:
-  - metric: acc
-"""
 BROKEN = """\
 import fiddle as fdl
 import jax.numpy as jnp
@@ -95,14 +80,15 @@ def _chats_and_model(folder: Path) -> None:
 
 def _task(folder: Path) -> None:
     """Writes a task of lm_eval."""
+    from tests.support.lm_eval_tasks import MORE, write_task
+
     folder.mkdir()
     rows = [
-        {"number": number, "choices": [f"{number + 1} comes.", f"{number + 2} comes."], "gold": 0}
+        {"question": f"What comes after {number}?", "gold": 0,
+         "choices": [f"{number + 1} comes.", f"{number + 2} comes."]}
         for number in range(7)
     ]
-    file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    (folder / "what_comes_after.yaml").write_text(TASK.format(file=file), "utf-8")
+    write_task(folder, "what_comes_after", rows, MORE["tiny_choice"])
 
 
 def _pax_job(folder: Path) -> None:

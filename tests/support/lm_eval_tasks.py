@@ -5,7 +5,9 @@ Needs nothing of praxis_lite, so that the goldens are made of the same.
 
 import json
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 TASKS = ("tiny_choice", "tiny_rolling", "tiny_generate")
@@ -78,11 +80,16 @@ metric_list:
 def write_tasks(folder: Path) -> Path:
     """Returns the folder after three tasks are written into it, for lm_eval's include_path."""
     for name, rows in zip(TASKS, (QUESTIONS, TEXTS, CONTEXTS), strict=True):
-        file = folder / f"{name}.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        text = YAML.format(name=name, file=file, more=MORE[name])
-        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
+        write_task(folder, name, rows, MORE[name])
     return folder
+
+
+def write_task(folder: Path, name: str, rows: Sequence[Mapping[str, Any]], more: str) -> None:
+    """Writes a task and its rows; `more` are the lines of YAML that say what is asked."""
+    file = folder / f"{name}.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    text = YAML.format(name=name, file=file, more=more)
+    (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
 
 
 def model_directory(folder: Path, tokenizer: str) -> Path:

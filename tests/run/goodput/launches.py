@@ -23,14 +23,16 @@ class Clocks:
 
 
 class FakeLaunch:
-    """A launch that spends its time as it is told."""
+    """A launch that spends its time as it is told; at `from_step` it begins to train."""
 
-    def __init__(self, path, clocks, notes=None):
+    def __init__(self, path, clocks, notes=None, from_step=None):
         self.clocks = clocks
         self.clock = PhaseClock(now=clocks.now, unix=clocks.unix)
         self.notes = [] if notes is None else notes
         self.timeline = Timeline(path, self.clock, self.notes.append)
         self.timeline.__enter__()
+        if from_step is not None:
+            self.timeline.goes_on_from(from_step)
 
     def spends(self, kind, seconds):
         with self.clock.during(kind):

@@ -89,8 +89,7 @@ def test_three_launches_two_of_them_killed_add_up_to_all_of_the_time(job):
 
 def test_a_roll_back_loses_steps_within_a_launch_and_across_saves(job):
     clocks = Clocks()
-    launch = FakeLaunch(job.timeline_jsonl, clocks)
-    launch.timeline.goes_on_from(0)
+    launch = FakeLaunch(job.timeline_jsonl, clocks, from_step=0)
     launch.steps(1, 4, 1)
     launch.saves(4, 0.5)
     launch.steps(5, 8, 1)
@@ -109,8 +108,7 @@ def test_a_roll_back_loses_steps_within_a_launch_and_across_saves(job):
 def test_steps_that_are_lost_twice_count_once_each_time_that_they_were_made(job):
     clocks = Clocks()
     for first, last in ((0, 7), (0, 3), (0, 9)):
-        launch = FakeLaunch(job.timeline_jsonl, clocks)
-        launch.timeline.goes_on_from(first)
+        launch = FakeLaunch(job.timeline_jsonl, clocks, from_step=first)
         launch.steps(first + 1, last, 1)
         launch.killed()
     assert seconds_of(job) == {STEP: 9.0, LOST_STEP: 10.0}
@@ -119,15 +117,13 @@ def test_steps_that_are_lost_twice_count_once_each_time_that_they_were_made(job)
 
 def test_the_step_in_which_a_launch_is_killed_is_lost_even_right_after_a_save(job):
     clocks = Clocks()
-    launch = FakeLaunch(job.timeline_jsonl, clocks)
-    launch.timeline.goes_on_from(0)
+    launch = FakeLaunch(job.timeline_jsonl, clocks, from_step=0)
     launch.steps(1, 3, 1)
     launch.saves(3, 1)
     launch.spends(STEP, 0.8)
     launch.killed()
     assert seconds_of(job) == {STEP: 3.8, SAVE: 1.0}  # Nobody has made it again so far.
-    launch = FakeLaunch(job.timeline_jsonl, clocks)
-    launch.timeline.goes_on_from(3)
+    launch = FakeLaunch(job.timeline_jsonl, clocks, from_step=3)
     launch.steps(4, 4, 1)
     launch.ends()
     assert seconds_of(job) == {STEP: 4.0, LOST_STEP: 0.8, SAVE: 1.0}
@@ -136,12 +132,10 @@ def test_the_step_in_which_a_launch_is_killed_is_lost_even_right_after_a_save(jo
 
 def test_steps_of_the_last_second_before_a_kill_are_counted_by_the_launch_that_finds_them(job):
     clocks = Clocks()
-    launch = FakeLaunch(job.timeline_jsonl, clocks)
-    launch.timeline.goes_on_from(0)
+    launch = FakeLaunch(job.timeline_jsonl, clocks, from_step=0)
     launch.steps(1, 3, 1)
     launch.killed(unseen=0.75)  # In which it made steps 4 to 6, a line of metrics.jsonl each.
-    launch = FakeLaunch(job.timeline_jsonl, clocks)
-    launch.timeline.goes_on_from(0)
+    launch = FakeLaunch(job.timeline_jsonl, clocks, from_step=0)
     launch.timeline.loses(6)
     launch.steps(1, 2, 1)
     launch.saves(2, 1)
@@ -154,12 +148,10 @@ def test_steps_of_the_last_second_before_a_kill_are_counted_by_the_launch_that_f
 def test_a_launch_goes_on_from_a_step_that_no_line_begins_with(job):
     """Lines that a disk did not take: the steps share their stretch's seconds alike."""
     clocks = Clocks()
-    launch = FakeLaunch(job.timeline_jsonl, clocks)
-    launch.timeline.goes_on_from(0)
+    launch = FakeLaunch(job.timeline_jsonl, clocks, from_step=0)
     launch.steps(1, 8, 1)
     launch.killed()
-    launch = FakeLaunch(job.timeline_jsonl, clocks)
-    launch.timeline.goes_on_from(6)
+    launch = FakeLaunch(job.timeline_jsonl, clocks, from_step=6)
     launch.steps(7, 7, 1)
     launch.ends()
     assert seconds_of(job) == {STEP: 7.0, LOST_STEP: 2.0}
@@ -167,14 +159,12 @@ def test_a_launch_goes_on_from_a_step_that_no_line_begins_with(job):
 
 def test_a_second_save_of_a_step_and_a_later_launch_lose_nothing(job):
     clocks = Clocks()
-    launch = FakeLaunch(job.timeline_jsonl, clocks)
-    launch.timeline.goes_on_from(0)
+    launch = FakeLaunch(job.timeline_jsonl, clocks, from_step=0)
     launch.steps(1, 3, 1)
     launch.saves(3, 1)
     launch.saves(3, 1)
     launch.ends()
-    launch = FakeLaunch(job.timeline_jsonl, clocks)
-    launch.timeline.goes_on_from(3)
+    launch = FakeLaunch(job.timeline_jsonl, clocks, from_step=3)
     launch.steps(4, 5, 1)
     launch.ends()
     assert seconds_of(job) == {STEP: 5.0, SAVE: 2.0}
@@ -217,8 +207,7 @@ def test_the_line_of_a_stretch_is_written_anew_in_its_place(job):
 
 
 def test_steps_write_nothing_between_the_signs_of_life(job, monkeypatch):
-    launch = FakeLaunch(job.timeline_jsonl, Clocks())
-    launch.timeline.goes_on_from(0)
+    launch = FakeLaunch(job.timeline_jsonl, Clocks(), from_step=0)
     launch.killed()
     writes = []
     monkeypatch.setattr(os, "pwrite", lambda *args: writes.append(args))
@@ -254,8 +243,7 @@ STRANGE = [
 
 def test_lines_of_strangers_are_left_out(job):
     clocks = Clocks()
-    launch = FakeLaunch(job.timeline_jsonl, clocks)
-    launch.timeline.goes_on_from(0)
+    launch = FakeLaunch(job.timeline_jsonl, clocks, from_step=0)
     launch.steps(1, 3, 1)
     launch.ends()
     whole = job.timeline_jsonl.read_bytes()
@@ -299,8 +287,7 @@ def test_no_file_is_no_goodput_and_a_file_that_cannot_be_read_is_named(job):
 def test_a_file_that_cannot_be_written_is_said_once_and_written_when_it_can(job):
     clocks = Clocks()
     job.timeline_jsonl.mkdir()
-    launch = FakeLaunch(job.timeline_jsonl, clocks)
-    launch.timeline.goes_on_from(0)
+    launch = FakeLaunch(job.timeline_jsonl, clocks, from_step=0)
     launch.steps(1, 2, 1)
     launch.saves(2, 1)
     launch.killed()
