@@ -33,7 +33,7 @@ def temp_bytes(kernel: Callable[..., jax.Array], B: int, T: int, N: int, G: int,
 
 
 def chunked_bytes(B: int, T: int, N: int, G: int, K: int, C: int) -> int:
-    """Returns what chunks of C should take: two numbers per query and head, and one chunk's work.
+    """Returns the bytes of chunks of C: two numbers per query and head, and one chunk's work.
 
     That is logits, probabilities, their derivatives and one copy for a product, [N, C, C] each (up
     to two more copies where each head has keys of its own), four parts [C, N, K] (queries, outputs'

@@ -35,7 +35,7 @@ PyTree = Any
 
 
 def weight_specs(is_stacked: bool) -> PyTree:
-    """Returns what a decoder-only language model declares, its layers one by one or as a stack."""
+    """Returns the weights of a decoder-only language model, its layers one by one or as a stack."""
     attention = (MODEL, HEADS, MODEL // HEADS)
     layer = {
         **{name: {"w": attention} for name in ("query", "key", "value", "post")},

@@ -44,7 +44,7 @@ _FREE = {
 
 
 def compiled(run: Run, cache: Path) -> dict[str, Any]:
-    """Returns what compiling a run gave: `text` and `peak`, or `too_large` or `failed`."""
+    """Returns the result of compiling a run: `text` and `peak`, or `too_large` or `failed`."""
     kept, program = cache / f"{run['id']}.json", cache / f"{run['id']}.hlo.gz"
     if not kept.exists():
         start = time.monotonic()

@@ -87,7 +87,7 @@ def clocks() -> tuple[float, float]:
 
 
 def each_since(before: tuple[float, float]) -> tuple[float, float]:
-    """Returns what both clocks have counted for each step of a turn."""
+    """Returns the seconds of each step of a turn, by both clocks."""
     wall, processor = clocks()
     return (wall - before[0]) / PER_TURN, (processor - before[1]) / PER_TURN
 

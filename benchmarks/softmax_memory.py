@@ -33,7 +33,7 @@ def allowed_bytes(tokens: int, input_dims: int, chunk_size: int) -> int:
 def temporary_bytes(
     num_classes: int, input_dims: int, tokens: int, chunk_size: int | None
 ) -> int:
-    """Returns what loss and gradients of a softmax take beside arguments and results."""
+    """Returns the bytes that loss and gradients of a softmax take beside arguments and results."""
     model = NnxModel(
         functools.partial(
             layers.FullSoftmax, num_classes, input_dims, chunk_size=chunk_size

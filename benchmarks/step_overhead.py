@@ -125,7 +125,7 @@ class Step:
 
 
 def figures(compiled: jax.stages.Compiled) -> dict[str, float]:
-    """Returns what the compiled program costs on one device."""
+    """Returns the costs of the compiled program on one device, by name."""
     totals = hlo.summarise(hlo.collectives(compiled))
     return {
         "matmul flops": hlo.flops(compiled),

@@ -55,7 +55,7 @@ def statements(body):
 
 @functools.cache
 def imports(module):
-    """Returns what a module imports: each name in full, and the module that it is in."""
+    """Returns the imports of a module: each name in full, and the module that it is in."""
     names = set()
     for node in statements(ast.parse(path_of(module).read_text(encoding="utf-8")).body):
         if isinstance(node, ast.Import):

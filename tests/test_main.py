@@ -24,7 +24,7 @@ def packages():
 
 
 def refused(*argv, num_devices=8):
-    """Returns what `main` said when it refused; it compiled nothing and kept to one paragraph."""
+    """Returns the error of a `main` that refuses: a paragraph, before anything is compiled."""
     done = launch(*argv, num_devices=num_devices)
     assert done.code == 2, done
     assert done.num_compiled == 0, "something was compiled before the error"

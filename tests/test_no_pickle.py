@@ -41,7 +41,7 @@ ALLOWED = {
 
 
 def dangers(source: str, file: str = "") -> Iterator[str]:
-    """Yields what a source has that could turn data into code."""
+    """Yields the calls and imports of a source that could turn data into code."""
     for node in ast.walk(ast.parse(source)):
         for what in _dangers(node):
             if (file, what) not in ALLOWED:

@@ -38,7 +38,7 @@ def imports(source):
 
 
 def private(source):
-    """Returns what a source imports of praxis_lite that is not public."""
+    """Returns the names of praxis_lite that a source imports though they are not public."""
     of_ours = {pair for pair in imports(source) if pair[0].partition(".")[0] == "praxis_lite"}
     return sorted(
         (module, name) for module, name in of_ours

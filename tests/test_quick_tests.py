@@ -54,7 +54,7 @@ STAND_FOR = {
 
 
 def quick_parts(path: Path) -> Iterator[ast.stmt]:
-    """Yields what a test file has at its top level, without tests of which every case is slow."""
+    """Yields the statements of a test file, without tests of which every case is slow."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node) == f"pytestmark = {SLOW}":
             return

@@ -36,7 +36,7 @@ ASKED_FOR = {"experiments.vision": "sklearn"}
 
 @functools.cache
 def arguments() -> dict:
-    """Returns what setup.py calls `setup` with."""
+    """Returns the arguments with which setup.py calls `setup`."""
     calls, setup = [], setuptools.setup
     setuptools.setup = lambda **given: calls.append(given)
     try:

@@ -119,7 +119,7 @@ def checked_spec(pipeline: InputPipeline, name: str) -> Any:
 
 
 def non_finite_rows(batch: Any, first_row: int = 0) -> str | None:
-    """Returns which leaves of a host batch hold NaN or infinity, and in which rows, or None.
+    """Returns a sentence on the leaves and rows of a host batch with NaN or infinity, or None.
 
     Args:
       first_row: the number in the global batch of the batch's first row.

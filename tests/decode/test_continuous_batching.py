@@ -26,7 +26,7 @@ RECURRENT = Recurrent(V, dims=7, seed=1)
 
 @functools.cache
 def batching_of(model, decoder):
-    """Returns what decodes, its programs compiled by whichever test is first."""
+    """Returns a decoder whose programs are compiled by whichever test is first."""
     return ContinuousBatching(decoder, lambda mdl_vars: model, NUM_ROWS, P)
 
 

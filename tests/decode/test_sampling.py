@@ -20,7 +20,7 @@ NUM_DRAWS = 20_011
 
 
 def probabilities(logits, temperature=1.0, k=0, p=None, min_p=0.0):
-    """Returns what each token is drawn with: by sorting, token by token."""
+    """Returns the probability of each token, found by sorting, token by token."""
     probs = np.exp(logits.astype(np.float64) - logits.max())
     order = np.argsort(-probs)[: k or None]
     kept, total = [], 0.0

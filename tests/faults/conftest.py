@@ -8,7 +8,7 @@ from tests.faults.zygote import Zygote
 
 @pytest.fixture(scope="session")
 def zygote():
-    """Returns what launches jobs."""
+    """Yields the process that launches jobs."""
     with Zygote() as process:
         yield process
 

@@ -103,7 +103,7 @@ class _Chain:
         return not self.failures and not self._is_finished
 
     def told(self) -> str:
-        """Returns what was done to the job."""
+        """Returns the job's name and its kills."""
         kills = ", ".join(f"{kill.name} {dict(kill.point)}" for kill in self._history)
         return f"{self.job.name} ({kills})"
 
@@ -144,7 +144,7 @@ class _Chain:
         return path.read_bytes() if path.exists() else b""
 
     def _lost(self, launch: Launch, lines_before: bytes, kill: Kill | None) -> list[str]:
-        """Returns what was lost, where a launch got as far as to say what it restored.
+        """Returns a sentence for each loss, if the launch said which step it restored.
 
         Args:
           kill: of this launch; what it costs is seen in the next one, but for what was damaged.
@@ -192,14 +192,14 @@ class _Chain:
 
 
 def _broken_steps(job: Path) -> list[str]:
-    """Returns what is wrong with the steps, in sentences: a plain number is a whole step's."""
+    """Returns a sentence for each broken step: a folder named by a plain number is to be whole."""
     folders = [job / "checkpoints" / str(step) for step in steps_of(job)]
     return [f"{folder.name} is left broken: {wrong[0]}"
             for folder in folders if (wrong := verify(folder))]
 
 
 def _unlike_a_stop(launch: Launch) -> list[str]:
-    """Returns what a launch that got a TERM did wrong."""
+    """Returns a sentence for each fault of a launch that got a TERM."""
     saved = "stopped by SIGTERM" in launch.out
     told = saved or "SIGTERM" in launch.err
     # Before Python has its handlers the system ends the process.

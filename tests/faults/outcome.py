@@ -94,7 +94,7 @@ def digests_of(job: Path) -> dict[int, str]:
 
 
 def temporary_files(job: Path) -> list[str]:
-    """Returns what a broken-off write has left in a job's directory."""
+    """Returns the files that a broken-off write has left in a job's directory."""
     paths = (path.relative_to(job) for path in job.rglob("*"))
     return sorted(str(path) for path in paths if TEMPORARY.search(path.name))
 

@@ -48,7 +48,7 @@ def _started(job: Path):
 
 
 def _case(row: Row, name: str, phase: str, victim: int, whole: Outcome) -> list[str]:
-    """Returns what went wrong, in sentences."""
+    """Returns a sentence for each fault."""
     job = home() / f"pair_{name}_{phase}_{victim}"
     processes = _started(job)
     process_pairs.wait_until(lambda: _has_come(job, phase), processes)

@@ -53,7 +53,7 @@ PATHS = [
 
 
 def splits(specs, init=init):
-    """Returns what is declared of each weight, by its path."""
+    """Returns the declared mapping of each weight, by its path."""
     leaves = spec_leaves(FunctionModel(init, specs).weight_specs())
     return {path.removeprefix("params/"): spec.split_dims_mapping for path, spec in leaves}
 

@@ -151,7 +151,7 @@ class Run:
 def run(
     learner: Learner, weights: Flat, grads: Sequence[Flat], *, stacked=(), dtype=jnp.float32
 ) -> Run:
-    """Returns what a step per gradient makes of `weights`.
+    """Returns a run of a learner: a step per gradient.
 
     Not jitted, nor the learner's condition: an operation is compiled once for all cases, which
     makes them many times as fast.

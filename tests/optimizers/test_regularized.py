@@ -19,7 +19,7 @@ SGD = functools.partial(optax.sgd, momentum=0.9)
 
 
 def first_update(learning_rate=0.1, **settings):
-    """Returns what is added to the weights for gradients of 1."""
+    """Returns the update of the weights for gradients of 1."""
     optimizer = regularized(learning_rate, optimizer=SGD, **settings)
     grads = jax.tree.map(np.ones_like, WEIGHTS)
     return optimizer.update(grads, optimizer.init(WEIGHTS), WEIGHTS)[0]

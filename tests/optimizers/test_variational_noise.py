@@ -34,7 +34,7 @@ def weights():
 
 
 def noise_of(regex, key=0, step=0, params=None, **settings):
-    """Returns what is added to each weight, by the first names of its path."""
+    """Returns the noise of each weight, by the first names of its path."""
     params = params or weights()
     noise = VariationalNoise(scale=0.3, regex=regex, **settings)
     # In float64, so that the difference is what was added, rounded once.

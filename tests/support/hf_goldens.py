@@ -208,7 +208,7 @@ def trained(
 
 
 def training(folder: Path, actual: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns what ten steps make of the model in a folder, and how far rounding takes it.
+    """Returns the arrays after ten steps of the model in a folder, and how far rounding takes them.
 
     Args:
       found: the folder's other arrays.

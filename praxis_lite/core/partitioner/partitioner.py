@@ -180,7 +180,7 @@ class Partitioner:
         return global_batch(inputs, self.mesh, num_rows)
 
     def process_rows(self, num_rows: int) -> slice:
-        """Returns which rows of a global batch this process feeds."""
+        """Returns the rows of a global batch that this process feeds."""
         arguments.check_integers("process_rows", num_rows=num_rows)
         return process_rows(num_rows, self.mesh)
 

@@ -69,7 +69,7 @@ def is_true_row(inputs: Mapping[str, Any]) -> Any:
 
 
 def process_rows(num_rows: int, mesh: Mesh, process_index: int | None = None) -> slice:
-    """Returns which rows of a batch a process feeds: those that its devices hold.
+    """Returns the rows of a batch that a process feeds: those that its devices hold.
 
     The batch is padded to a multiple of the devices and split over all of them in the mesh's
     order, so a process may hold fewer rows than another, or nothing. Where its devices do not

@@ -40,7 +40,7 @@ class LogitOptions:
 
     @property
     def needs(self) -> dict[str, bool]:
-        """Returns which settings of attention these options are, by name, and which are in use."""
+        """Returns True or False by the name of each of these settings: whether it is in use."""
         return {
             "atten_logit_cap": self.cap > 0.0,
             "attention_extra_logit": self.extra is not None,

@@ -54,7 +54,7 @@ def combine(y_GND: jax.Array, seats_GSK: jax.Array, gates_GSK: jax.Array) -> jax
 
 
 def _choice_in_seat(seats_GSK: jax.Array, num_seats: int) -> jax.Array:
-    """Returns which choice, token x K + k, has each seat, [G, N]; S x K for an empty seat."""
+    """Returns the choice, token x K + k, in each seat, [G, N]; S x K for an empty seat."""
 
     def of_group(seats_SK: jax.Array) -> jax.Array:
         empty = jnp.full(num_seats, seats_SK.size, jnp.int32)

@@ -143,7 +143,7 @@ def test_without_a_key_statistics_are_used_and_not_gathered_and_nothing_is_dropp
 
 
 class Masks(nnx.Module):
-    """Returns what its dropouts leave of ones: of each layer of a stack, of two, of one twice."""
+    """Returns ones behind dropouts: of each layer of a stack, of two, of one twice."""
 
     def __init__(self, rngs: nnx.Rngs):
         @nnx.split_rngs(splits=LAYERS)

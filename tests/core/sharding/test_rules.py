@@ -98,7 +98,7 @@ def is_inferred(case):
 
 
 def one(shape, rules, job_mesh=MESH, **leaf):
-    """Returns what the rules make of one leaf of float32."""
+    """Returns the sharding that the rules give to one leaf of float32."""
     return rule_shardings([Leaf("a/b", shape, "float32", **leaf)], [(".*", rules)], job_mesh)["a/b"]
 
 

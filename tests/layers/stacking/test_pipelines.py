@@ -199,7 +199,7 @@ def replicated(mesh, tree):
 
 @functools.cache
 def on_mesh(case, **changed):
-    """Returns what the pipeline on a (2, 2, 2) mesh gives, and its compiled program."""
+    """Returns the results of the pipeline on a (2, 2, 2) mesh, and its compiled program."""
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(2, 2, 2), axis_names=MESH_AXES))
     model = pipeline_model(case, pipelined=None, **changed)
     run = program(model, mesh=mesh)

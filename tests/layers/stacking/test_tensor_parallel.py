@@ -55,7 +55,7 @@ def half_blocks(how, residual, num_heads, num_kv_heads, hidden_dims, **attention
 
 
 def outputs_and_gradients(half, rows, length, mesh, encoded=False):
-    """Returns what one or both half blocks give and their gradients, and what was compiled."""
+    """Returns the outputs of one or both half blocks, their gradients, and the compiled program."""
     rng = np.random.default_rng(4)
     x = rng.normal(size=(rows, length, DIMS)).astype(np.float32)
     other = rng.normal(size=(rows, length + 1, DIMS)).astype(np.float32)

@@ -48,7 +48,7 @@ for folder in folders:
 def look(
     read: str, good: Path, folders: Iterable[Path], *, before: Sequence[str] = ()
 ) -> dict[str, dict[str, Any] | None]:
-    """Returns what becomes of each folder, by path, or None if the process ended or hung.
+    """Returns the answer to each folder, by path, or None if the process ended or hung.
 
     That is "how" ("accepted", "refused" or "other"), "words", "opened", "done", "imported".
 

@@ -107,7 +107,7 @@ def test_a_restore_refuses_them_too(steps, tmp_path):
 
 
 def tree_of(folder):
-    """Returns what lies in a folder: names, sizes, times of change; outside the step too."""
+    """Returns the files of a folder: names, sizes, times of change; outside the step too."""
     actual = {}
     for path in sorted(folder.rglob("*")):
         status = path.lstat()

@@ -81,7 +81,7 @@ def rules(**settings):
 
 
 def new_state(target):
-    """Returns what `Partitioner.init` draws, by path, without padding."""
+    """Returns the arrays that `Partitioner.init` draws, by path, without padding."""
     leaves = {leaf.path: leaf for leaf in target.layout.leaves()}
     arrays = by_path(target.init(target.key(3)))
     cuts = {path: tuple(map(slice, leaf.shape)) for path, leaf in leaves.items()}

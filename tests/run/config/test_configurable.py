@@ -36,7 +36,7 @@ def holder(module):
 
 @functools.cache
 def may_be_named():
-    """Returns what a config may name, by (module, name), methods of classes included."""
+    """Returns the objects that a config may name, by (module, name), with methods of classes."""
     actual = {}
     for module in (*configurable.PUBLIC, *OWN, *configurable.LIBRARIES):
         values = vars(holder(module))

@@ -263,7 +263,7 @@ def text_files():
 
 
 def answers_of(folder, cases, guarded):
-    """Returns what `main` made of each case, all in one process."""
+    """Returns the answer of `main` to each case, all in one process."""
     home = folder / "home"
     (home / "experiments").mkdir(parents=True)
     (home / "experiments/zebra.py").write_text(

@@ -51,7 +51,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def lines():
-    """Returns what each of CASES prints, all in one process, one after the other."""
+    """Returns the lines that CASES print one after the other in one process, and its errors."""
     source = HEAD + "".join(f"{case}\n" for case in CASES)
     done = subprocess.run(
         [sys.executable, "-c", source], cwd=CHECKOUT, capture_output=True, text=True, timeout=60

@@ -82,7 +82,7 @@ def test_a_file_of_something_else_is_refused_by_its_line(tmp_path, content, said
 
 
 def shown_of(texts, pieces, **settings):
-    """Returns what was written, piece by piece, of these continuations."""
+    """Returns the texts that were written of these continuations, piece by piece."""
     kind = Sample if len(texts) > 2 else Greedy
     decoder = kind(max_decode_steps=99, eos_id=256, **settings)
     written = []

@@ -70,7 +70,7 @@ def test_it_says_which_dim_wastes_more_than_a_tenth(explained):
 
 
 def sections_of(out):
-    """Returns what is said of each step, by its name."""
+    """Returns the text on each step, by its name."""
     pattern = r"^(\w+_step), batches of \w+\n(.*?)(?=^\w+_step,|^The page|\Z)"
     return dict(re.findall(pattern, out, re.M | re.S))
 

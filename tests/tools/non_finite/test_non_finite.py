@@ -108,7 +108,7 @@ class Bench:
     lines: list = dataclasses.field(default_factory=list)
 
     def report(self, tmp_path, fault=None, batch=None):
-        """Returns what is said of a step made with a fault in its weights or batch."""
+        """Returns the report on a step made with a fault in its weights or batch."""
         key, lines = self.partitioner.key(0), []
         if self.reports is None:
             self.reports = NonFiniteReports(

@@ -27,7 +27,7 @@ HOSTILE = "</script><script>document.title=7</script><!--<img src=x onerror=a>{{
 
 
 def read(jobs):
-    """Returns what each job is, as the report reads it."""
+    """Returns the state of each job, as the report reads it."""
     return [JobReader(name, job).read(MOST_LETTERS // len(jobs)) for name, job in jobs.items()]
 
 

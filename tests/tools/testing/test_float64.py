@@ -14,7 +14,7 @@ X = np.random.default_rng(0).normal(size=(7, 13)).astype(np.float32)
 
 
 def wide(function, *args, **settings):
-    """Returns what `function` gives in float64, for arguments of float32."""
+    """Returns the results of `function` in float64, for arguments of float32."""
     result = in_float64(function, *args, **settings)
     with jax.enable_x64(True):
         given = jax.tree.map(
@@ -24,7 +24,7 @@ def wide(function, *args, **settings):
 
 
 def loop(x):
-    """Returns what a scan, a while loop, a branch and casts to few bits make of x [T, D]."""
+    """Returns numbers made of x [T, D] by a scan, a while loop, a branch and casts to few bits."""
 
     def step(carry, row):
         carry = carry * 0.9 + jnp.tanh(row.astype(jnp.bfloat16)).astype(jnp.float32)

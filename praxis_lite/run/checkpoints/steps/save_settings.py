@@ -59,7 +59,7 @@ class SaveSettings:
         return run.checkpoints
 
     def kept(self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """Returns which of the steps stay; `metrics` are of each."""
+        """Returns the steps that stay; `metrics` are of each."""
         kept = set(sorted(steps)[-self.max_to_keep :])
         if self.keep_every_steps is not None:
             kept |= {step for step in steps if step % self.keep_every_steps == 0}

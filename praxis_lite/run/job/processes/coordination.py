@@ -33,7 +33,7 @@ def client() -> Any:
 
 
 def index() -> int:
-    """Returns which process of the job this is; makes no device."""
+    """Returns the index of this process in the job; makes no device."""
     return _state().process_id if client() else 0
 
 

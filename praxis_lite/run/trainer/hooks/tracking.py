@@ -155,7 +155,6 @@ def tracked_run(
     job: JobOnMesh, launched: LaunchedConfig, first_step: int, note: Callable[[str], None]
 ) -> TrackedRun:
     """Returns a run as its trackers see it; raises ConfigError if its id cannot be written."""
-
     mesh, leaves = job.partitioner.mesh, job.partitioner.layout.leaves()
     sizes = (math.prod(leaf.shape) for leaf in leaves if leaf.path.startswith("mdl_vars/"))
     facts = {

@@ -10,7 +10,7 @@ WHERE = "tests.tools.testing.collectives"
 
 
 def _in_place(name, new):
-    """Returns what plants `new(old, x, axis, ...)` for a collective; `along` is the array's dim."""
+    """Returns a planter of `new(old, x, axis, ...)` for a collective; `along`: the array's dim."""
 
     def made(old):
         def call(x, mesh_axis, *args, axis=None, **named):

@@ -24,7 +24,7 @@ def _if_split(change):
 
 
 def _chosen(change):
-    """Returns what changes (experts, gates, is_routed)."""
+    """Returns a function that changes (experts, gates, is_routed)."""
     return lambda actual, *_: change(*actual) if _n() > 1 else actual
 
 

@@ -14,7 +14,7 @@ BY_HAND = ("update by hand",)
 
 
 def _updates(change):
-    """Returns what plants `change(updates, slots, weights)` behind the optimizers."""
+    """Returns a planter of `change(updates, slots, weights)` behind the optimizers."""
     def made(actual, self, grads, norms, slots, weights, loss):
         return change(*actual, weights)
 

@@ -12,7 +12,7 @@ MASK = "praxis_lite.layers.attention.masks:AttentionMask"
 
 
 def _with(change, *axes):
-    """Returns what plants a change of the mask's fields, where these axes are split."""
+    """Returns a planter of a change of the mask's fields, where these axes are split."""
     def new(old):
         def visible_at(self, q_index_BT, kv_index_S):
             if axes and num_devices(*axes) == 1:

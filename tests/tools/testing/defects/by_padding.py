@@ -35,7 +35,7 @@ def _where_padded(pattern, change, true, padded):
 
 
 def _leaks(pattern):
-    """Returns what plants that the first place of a leaf has the padding added."""
+    """Returns a planter of a defect: the first place of a leaf has the padding added."""
     def add(x, padded, is_padding):
         return x.at[(0,) * x.ndim].add(jnp.sum(jnp.where(is_padding, padded, 0.0)))
 

@@ -15,7 +15,7 @@ MICRO = ("micro-batches",)
 
 
 def _broken(loss_fn, fixed, params, non_trainable, inputs, key, *, num_micro_batches, how):
-    """Returns what `value_and_grad` does, made of one part after the other, broken in one place."""
+    """Returns the result of `value_and_grad`, made part after part, and broken in one place."""
     grad_fn = jax.value_and_grad(loss_fn, argnums=1, has_aux=True)
     grads, weights, metrics = [], [], []
     num_rows = inputs["weights"].shape[0]
@@ -102,7 +102,7 @@ def _first_device(x, axes):
 
 
 def _sums(change):
-    """Returns what plants `change(sum, axes)` behind the sum of each whole weight's gradient."""
+    """Returns a planter of `change(sum, axes)` behind the sum of each whole weight's gradient."""
     return after(f"{BY_HAND}:summed", lambda total, g, weight, axes: change(total, g, axes))
 
 
@@ -163,7 +163,7 @@ def _filler_counts(inputs, self, given, num_micro_batches):
 
 
 def _folded(change):
-    """Returns what plants another key on each device."""
+    """Returns a planter of another key on each device."""
     def new(old):
         def on_each_device(function, inputs, *others, data_axes, **named):
             def changed(*args):

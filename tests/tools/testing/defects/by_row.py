@@ -10,7 +10,7 @@ TASK = "tests.tools.testing.tiny:PointsTask"
 
 
 def _loss(make, *, in_evaluation=True, in_training=True):
-    """Returns what plants `make(xent [B], weights [B], is_training)` -> (loss, xent to show)."""
+    """Returns a planter of `make(xent [B], weights [B], is_training)` -> (loss, xent to show)."""
     def new(_):
         def compute_loss(self, model, inputs, key):
             logits, weights = self.logits(model, inputs, key), inputs["weights"]
@@ -32,7 +32,7 @@ def _mean(x, w):
 
 
 def _decode(make):
-    """Returns what plants `make(logits [B, 3], inputs)` -> an output for each row."""
+    """Returns a planter of `make(logits [B, 3], inputs)` -> an output for each row."""
     def new(_):
         def decode(self, model, inputs, key):
             return {"score": make(self.logits(model, inputs, None), inputs)}

@@ -11,7 +11,7 @@ SWITCHED = ("settings switched",)
 
 
 def _hidden(change):
-    """Returns what plants `change(hidden, x, w, remat, unroll)`."""
+    """Returns a planter of `change(hidden, x, w, remat, unroll)`."""
     def new(old):
         return lambda x, w, remat, unroll: change(old(x, w, remat, unroll), x, w, remat, unroll)
 

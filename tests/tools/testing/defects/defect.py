@@ -43,12 +43,12 @@ class Defect:
     steps: int = 2
 
     def certificate(self) -> Certificate:
-        """Returns what a check finds with the defect in place."""
+        """Returns the certificate of a check with the defect in place."""
         with self.planted():
             return check_on_meshes(self.experiment, [self.mesh], steps=self.steps, parts=self.parts)
 
     def missed(self, first: FirstDifference | None) -> str:
-        """Returns what a check did not tell of this defect, in words; "" if it told all."""
+        """Returns a sentence on the part of this defect that a check missed, or ""."""
         if first is None:
             return "not caught"
         if self.axis is not None and first.axis != self.axis:
@@ -57,7 +57,7 @@ class Defect:
 
 
 def replaced(target: str, new: Callable[[Any], Any]) -> Callable[[], Any]:
-    """Returns what makes a context in which an attribute is `new(old)`.
+    """Returns a maker of contexts in which an attribute is `new(old)`.
 
     Args:
       target: "package.module:attribute" or "package.module:Class.attribute".
@@ -75,7 +75,7 @@ def replaced(target: str, new: Callable[[Any], Any]) -> Callable[[], Any]:
 
 
 def after(target: str, change: Callable[..., Any]) -> Callable[[], Any]:
-    """Returns what plants `change(result, *args)` around a function."""
+    """Returns a planter of `change(result, *args)` around a function."""
 
     def new(old: Any) -> Any:
         plain = old.__func__ if isinstance(old, staticmethod | classmethod) else old
