@@ -19,7 +19,7 @@ class Launch:
       began, ended: in Unix seconds. A launch that was killed ends with its last sign of life.
       first_step: the step that it went on from; None: it ended before that was known.
       last_step: the newest step that it made, or None.
-      ended_by: "the end", a signal, the name of an exception; None: it was killed, or still runs.
+      ended_by: THE_END, a signal, the name of an exception; None: it was killed, or still runs.
       num_lost_steps: how many of its steps were made again later.
       seconds: by kind, all that a launch can have; they add up to `ended` - `began`.
     """

@@ -12,6 +12,8 @@ from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.files.json_text import opened, parse_json
 from praxis_lite.run.goodput.kinds import OF_LAUNCH
 
+# How a launch ends that made all its steps, or those until an early stop.
+THE_END = "the end"
 _MOST_BYTES = 64 * 2**20  # A stretch takes 0.3 kB: a save a minute for half a year.
 _MOST_SECONDS = 1e11  # More than three thousand years.
 _MOST_STEPS = 2**31
@@ -26,7 +28,7 @@ class Stretch:
       first_step: the step whose state it goes on from: saved, restored, or 0. None: not known yet.
       last_step: the newest step whose metrics were read in it; of none, `first_step`.
       seconds: by kind, of this stretch alone.
-      ended_by: if the launch ended in it, and could say so: "the end", a signal, the name of an
+      ended_by: if the launch ended in it, and could say so: THE_END, a signal, the name of an
         exception.
       lost_to: the newest step whose line in metrics.jsonl was moved away when this stretch began,
         for it goes on from an earlier step; None: there was none. A launch that was killed made

@@ -9,7 +9,7 @@ from pathlib import Path
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.files.json_text import descriptor
 from praxis_lite.run.goodput.phase_clock import PhaseClock
-from praxis_lite.run.goodput.stretches import Stretch
+from praxis_lite.run.goodput.stretches import THE_END, Stretch
 
 _EVERY_SECONDS = 1.0
 _MOST_CLOSED = 100_000  # Lines that are kept for a disk that takes none.
@@ -36,7 +36,7 @@ class Timeline(contextlib.AbstractContextManager):
     """
 
     def __init__(self, path: Path, clock: PhaseClock, note: Callable[[str], None]):
-        self.clock, self.ended_by = clock, "the end"
+        self.clock, self.ended_by = clock, THE_END
         self._path, self._note = path, note
         self._first_step: int | None = None
         self._last_step: int | None = None

@@ -24,6 +24,7 @@ from praxis_lite.run.experiment.launched_config import LaunchedConfig
 from praxis_lite.run.experiment.recorded_job import keep_tokenizers
 from praxis_lite.run.goodput.kinds import COMPILE, INIT, RESTORE, SAVE
 from praxis_lite.run.goodput.phase_clock import PhaseClock
+from praxis_lite.run.goodput.stretches import THE_END
 from praxis_lite.run.goodput.timeline import Timeline
 from praxis_lite.run.job import processes
 from praxis_lite.run.job.job_dir import JobDir
@@ -167,7 +168,7 @@ def train(
                 f"rolled back from the loss spike of step {spike.step} to step {start.step}; its "
                 f"batch {spike.batch} is left out ({len(skipped)} left out so far)", flush=True
             )
-        timeline.ended_by = trained.stopped_by or "the end"
+        timeline.ended_by = trained.stopped_by or THE_END
         draw_loss_curve(files, trained.step, progress.note)
         trackers.ends(start.step, trained.step, stopped=trained.stopped_by is not None)
     say_goodput(files, print)

@@ -8,6 +8,7 @@ import numpy as np
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.files.json_text import opened
 from praxis_lite.run.goodput.goodput import Goodput, goodput_of
+from praxis_lite.run.goodput.stretches import THE_END
 from praxis_lite.run.job.job_dir import JobDir, recorded_experiment
 from praxis_lite.run.job.job_lock import is_training
 from praxis_lite.run.trainer.layout_table import LayoutArray, read_layout
@@ -69,6 +70,8 @@ class JobState:
             return "trains"
         if not self.last_step:
             return "has no steps"
+        if self.goodput and self.goodput.launches[-1].ended_by == THE_END:  # An early stop too.
+            return "has ended"
         steps = self.num_train_steps
         return "was stopped" if steps is not None and self.last_step < steps else "has ended"
 

@@ -12,6 +12,7 @@ import numpy as np
 
 import praxis_lite
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.files.json_text import opened
 from praxis_lite.run.checkpoints.steps.step_dirs import committed_steps
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.job.job_lock import is_training
@@ -21,6 +22,7 @@ from praxis_lite.tools.sweep.settings import SweepSettings
 
 # Of training's own loss so many values are judged in a trial.
 _MOST_LOSSES = 50
+_MOST_OUTPUT = 1 << 20  # Bytes of a launch's output, from its end.
 # Lets the kernel send SIGTERM to a process once its parent is gone (PR_SET_PDEATHSIG), however that
 # ended, and turns it into the command that follows.
 _WITH_PARENT = (
@@ -155,7 +157,9 @@ class TrialJob:
         """Returns the error that the job's last launch ended with, or its last line."""
         if not self.output.exists():
             return ""
-        launch = self.output.read_text(encoding="utf-8", errors="replace").rpartition("\n$ ")[2]
+        with opened(self.output) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_OUTPUT))
+            launch = file.read().decode("utf-8", "replace").rpartition("\n$ ")[2]
         before, error, paragraph = launch.rpartition("\nerror: ")
         words = paragraph if error else (launch.strip().splitlines() or [""])[-1]
         return " ".join(words.split())

@@ -191,6 +191,17 @@ def test_where_the_time_went_is_what_the_jobs_goodput_says(tmp_path):
     assert [launch["ended_by"] for launch in goodput["launches"]] == ["SIGTERM", "the end"]
 
 
+def test_a_job_that_stopped_early_has_ended_and_one_that_was_killed_was_stopped(tmp_path):
+    states = {}
+    for ended_by in ("the end", "SIGTERM", None):
+        launch = {"launch": 1e9, "first_step": 0, "last_step": 7, "seconds": {"step": 3},
+                  "ended_by": ended_by}
+        job = written_job(tmp_path / str(ended_by), training_lines(7), timeline=[launch],
+                          settings=["run.num_train_steps=13"])
+        states[ended_by] = read({"job": job})[0].state
+    assert states == {"the end": "has ended", "SIGTERM": "was stopped", None: "was stopped"}
+
+
 def test_samples_are_there_by_step_and_what_has_no_room_is_said(tmp_path):
     records = [{"prompt": f"prompt {number}", "continuation": "word " * number}
                for number in range(23)]
