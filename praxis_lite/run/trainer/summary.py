@@ -70,7 +70,9 @@ def _training(columns: Columns) -> str:
 
 
 def _evaluations(job: JobDir) -> str:
-    newest = {str(line.get("dataset", "")): line for line in lines_if_any(job.eval_metrics_jsonl)}
+    # A process beside the training may have added those of former steps later.
+    by_step = sorted(lines_if_any(job.eval_metrics_jsonl), key=lambda line: line["step"])
+    newest = {str(line.get("dataset", "")): line for line in by_step}
     lines = []
     for dataset, line in newest.items():
         values = {

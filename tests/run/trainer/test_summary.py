@@ -21,11 +21,11 @@ def test_it_shows_losses_evaluations_continuations_and_places(tmp_path):
     write_lines(
         job.eval_metrics_jsonl,
         [
-            {"step": 100, "dataset": "heldout", "loss": 7.0, "bits_per_byte": 3.0},
             {
                 "step": 200, "dataset": "heldout", "loss": 1.75, "bits_per_byte": 2.525,
                 "gzip_bits_per_byte": 2.5,
             },
+            {"step": 100, "dataset": "heldout", "loss": 7.0, "bits_per_byte": 3.0},
         ],
     )
     prompts = [
