@@ -26,7 +26,7 @@ from praxis_lite.run.trainer.decoding.user_prompts import Prompts, prompt_batch
 from praxis_lite.run.trainer.evaluation import Batch, Evaluator, in_memory
 from praxis_lite.run.trainer.forward_pass import check_call, forward_pass
 from praxis_lite.run.trainer.layout_table import mesh_text
-from praxis_lite.run.trainer.metrics.columns import columns_by_dataset, columns_of
+from praxis_lite.run.trainer.metrics.columns import columns_by_dataset, columns_in
 from praxis_lite.run.trainer.metrics.json_lines import lines_if_any
 from praxis_lite.run.trainer.restored_weights import restored_weights
 
@@ -83,7 +83,7 @@ class TrainedModel:
         They are float64, but "step" int64; a step that lacks a number has NaN. The file is read
         anew each time. `pandas.DataFrame(model.metrics)` is a table of it.
         """
-        return columns_of(lines_if_any(self._files.metrics_jsonl))
+        return columns_in(self._files.metrics_jsonl)
 
     @property
     def evaluations(self) -> dict[str, dict[str, np.ndarray]]:

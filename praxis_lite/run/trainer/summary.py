@@ -8,7 +8,7 @@ from praxis_lite.core.errors import ConfigError, printable
 from praxis_lite.run.goodput.goodput import goodput_of
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.text_table import table_lines
-from praxis_lite.run.trainer.metrics.columns import Columns, MetricsColumns, columns_of
+from praxis_lite.run.trainer.metrics.columns import Columns, columns_in, columns_of
 from praxis_lite.run.trainer.metrics.json_lines import lines_if_any
 from praxis_lite.run.trainer.metrics.progress import metric_text
 from praxis_lite.run.trainer.metrics.records import DecodedFile, decoded_files
@@ -17,9 +17,7 @@ from praxis_lite.run.trainer.metrics.step_times import HFU, MFU, STEP_TIME, TIME
 
 def summary(job: JobDir, *, num_prompts: int = 3) -> str:
     """Returns losses, evaluations, where the time went, continuations, where everything lies."""
-    metrics = MetricsColumns(job.metrics_jsonl)
-    metrics.read()
-    columns = metrics.columns()
+    columns = columns_in(job.metrics_jsonl)
     with np.errstate(all="ignore"):  # Nobody knows who wrote the file.
         parts = [
             _training(columns), _evaluations(job), _time(job), _times_of_a_step(columns),

@@ -126,19 +126,10 @@ class JobReader:
 
     def _evaluations(self, notes: list[str]) -> dict[str, dict[str, np.ndarray]]:
         try:
-            evaluations = columns_by_dataset(lines_if_any(self._files.eval_metrics_jsonl))
+            return columns_by_dataset(lines_if_any(self._files.eval_metrics_jsonl))
         except ConfigError as error:
             notes.append(str(error))
             return {}
-        # A process beside the training may have added its own later.
-        orders = {
-            dataset: np.argsort(columns["step"], kind="stable")
-            for dataset, columns in evaluations.items()
-        }
-        return {
-            dataset: {name: column[orders[dataset]] for name, column in columns.items()}
-            for dataset, columns in evaluations.items()
-        }
 
     def _goodput(self, notes: list[str]) -> Goodput | None:
         try:

@@ -111,6 +111,13 @@ class MetricsColumns:
         return columns_of(lines)
 
 
+def columns_in(path: Path) -> Columns:
+    """Returns the columns of a file, as `MetricsColumns.columns`; raises ConfigError as `read`."""
+    metrics = MetricsColumns(path)
+    metrics.read()
+    return metrics.columns()
+
+
 def columns_of(lines: Sequence[Mapping[str, Any]]) -> Columns:
     """Returns the columns of lines, as `MetricsColumns.columns`."""
     names = dict.fromkeys(
@@ -121,9 +128,12 @@ def columns_of(lines: Sequence[Mapping[str, Any]]) -> Columns:
 
 
 def columns_by_dataset(lines: Sequence[Mapping[str, Any]]) -> dict[str, Columns]:
-    """Returns the columns of the lines of each dataset."""
+    """Returns the columns of the lines of each dataset, in the order of their steps.
+
+    A process beside the training may have added those of former steps later.
+    """
     groups: dict[str, list[Mapping[str, Any]]] = {}
-    for line in lines:
+    for line in sorted(lines, key=lambda line: line["step"]):
         groups.setdefault(str(line.get("dataset", "")), []).append(line)
     return {dataset: columns_of(group) for dataset, group in groups.items()}
 

@@ -174,7 +174,7 @@ def test_evaluations_by_dataset_are_those_of_the_file(tmp_path):
             writer.write(line)
     by_hand = [json.loads(text) for text in path.read_text().splitlines()]
     lines = read_json_lines(path)
-    result = columns_by_dataset(lines)
+    result = columns_by_dataset(lines[2:] + lines[:2])  # As a process beside the training adds.
     assert result.keys() == {"heldout", "code"}
     for dataset, columns in result.items():
         same = [line for line in by_hand if line["dataset"] == dataset]
