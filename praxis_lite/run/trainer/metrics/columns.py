@@ -18,6 +18,7 @@ Columns = dict[str, np.ndarray]
 
 # Bytes that are read at once: more would take the system longer to give memory for.
 _BLOCK = 1 << 19
+_MOST_BLOCKS = 32  # Of a line; a longer one is unreadable.
 
 
 class MetricsColumns:
@@ -84,18 +85,25 @@ class MetricsColumns:
         self._blocks: list[Columns] = []
 
     def _read_blocks(self, file: IO[bytes]) -> None:
-        rest = b""
+        rest: list[bytes] = []  # Of a line that goes on in the next block.
         while data := file.read(_BLOCK):
-            text = rest + data
-            end = text.rfind(b"\n") + 1
-            text, rest = text[:end], text[end:]
-            if text:
-                block = _of_equal_lines(text)
-                if block is None:
-                    block = self._of_any_lines(text)
-                if len(block["step"]):
-                    self._blocks.append(block)
-                self._offset += len(text)
+            end = data.rfind(b"\n") + 1
+            if end:
+                self._take(b"".join([*rest, data[:end]]))
+                rest = [data[end:]]
+            else:
+                rest.append(data)
+            if len(rest) > _MOST_BLOCKS:  # What follows of it is no line by itself.
+                self._offset += sum(map(len, rest))
+                rest = []
+
+    def _take(self, text: bytes) -> None:
+        block = _of_equal_lines(text)
+        if block is None:
+            block = self._of_any_lines(text)
+        if len(block["step"]):
+            self._blocks.append(block)
+        self._offset += len(text)
 
     def _of_any_lines(self, text: bytes) -> Columns:
         lines = []
