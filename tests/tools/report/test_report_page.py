@@ -84,6 +84,9 @@ def test_names_samples_and_settings_of_strangers_do_nothing(browser):
     assert item.run("document.querySelectorAll('img').length") == 0
     assert item.run("document.getElementById('samples').textContent").count(HOSTILE) == 6
     assert item.run("document.body.innerText").count(HOSTILE) >= 8
+    # The arrays of the layout, by their stored shapes.
+    shown = "mdl_vars/params/w/a[8, 14]float32(data, mdl)1.1 KiB"
+    assert shown in item.run("document.getElementById('main').textContent")
     assert item.complaints == []
     assert [url for url in item.requests if not url.startswith(("file:", "about:"))] == []
 
