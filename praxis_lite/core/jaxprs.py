@@ -10,6 +10,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
+# The scope, in names of operations, of what is computed again: by jax.checkpoint, and by our own
+# backward passes.
+RECOMPUTED = "rematted_computation"
+
 
 def opened(jaxpr: Any) -> core.Jaxpr:
     """Returns a jaxpr without its constants' values; from jax 0.11 it is the jaxpr itself."""

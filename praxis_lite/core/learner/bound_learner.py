@@ -21,6 +21,8 @@ from praxis_lite.core.sharding.weight_spec import spec_items
 
 PyTree = Any
 
+SCOPE = "learner"  # In the names of the operations of an update.
+
 
 @dataclasses.dataclass
 class BoundLearner:
@@ -63,7 +65,7 @@ class BoundLearner:
             opt_states["loss_scale"] = learner.loss_scale.init()
         return opt_states
 
-    @jax.named_scope("learner")
+    @jax.named_scope(SCOPE)
     def update(
         self, grads: PyTree, opt_states: dict[str, PyTree], params: PyTree, loss: jax.Array
     ) -> tuple[PyTree, dict[str, PyTree], dict[str, jax.Array], jax.Array]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from praxis_lite.core.jaxprs import RECOMPUTED
 from praxis_lite.layers.attention.einsum import LogitOptions
 from praxis_lite.layers.attention.masks import AttentionMask
 
@@ -159,7 +160,8 @@ def _backward(options, block_size, residuals, d_encoded):
         )
         d_logits = exp * (d_exp - inner[..., None].astype(logits_dtype))
         if options.cap > 0.0:
-            logits, _ = block.logits(q, k, mask, options)
+            with jax.named_scope(RECOMPUTED):
+                logits, _ = block.logits(q, k, mask, options)
             d_logits = d_logits * (1.0 - (logits / options.cap) ** 2)
         if options.scale != 1.0:
             d_logits = d_logits * options.scale

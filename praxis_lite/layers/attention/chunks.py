@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.collectives.varying import varying_alike
+from praxis_lite.core.jaxprs import RECOMPUTED
 from praxis_lite.layers.attention.einsum import LogitOptions
 from praxis_lite.layers.attention.masks import LARGE_NEGATIVE, AttentionMask
 from praxis_lite.layers.base_layer import filled_up
@@ -176,7 +177,8 @@ def _backward(options, chunk_size, residuals, d_encoded):
 
         def add_keys(j, carry):
             dq_part, dk, dv = carry
-            logits, visible = chunks.logits(i, j, options)
+            with jax.named_scope(RECOMPUTED):
+                logits, visible = chunks.logits(i, j, options)
             log_sum = chunks.rows(log_sums, i, 3)[..., None]
             probs = jnp.where(visible, jnp.exp(logits - log_sum), 0.0)
             values, keys = chunks.columns(chunks.v, j), chunks.columns(chunks.k, j)

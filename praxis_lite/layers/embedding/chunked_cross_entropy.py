@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.collectives.varying import varying_alike
+from praxis_lite.core.jaxprs import RECOMPUTED
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain, num_shards_of
 from praxis_lite.layers.base_layer import filled_up
 from praxis_lite.layers.embedding.cross_entropy import TokenStats
@@ -213,9 +214,9 @@ def _backward(chunks: _ClassChunks, kept: tuple, grads: TokenStats) -> tuple:
     def step(state: tuple, start: jax.Array) -> tuple[tuple, None]:
         input_grads, weight_grads, bias_grad = state
         weight_chunks = chunks.weight_chunks(inputs, weights, start)
-        logits, activation_vjp = jax.vjp(
-            chunks.activation, chunks.products(inputs, weight_chunks, bias_NS, start)
-        )
+        with jax.named_scope(RECOMPUTED):
+            products = chunks.products(inputs, weight_chunks, bias_NS, start)
+        logits, activation_vjp = jax.vjp(chunks.activation, products)
         ids, is_fresh = chunks.classes(start, logits.ndim)
         is_label = ids == labels[..., None, None]
         grad = grads.log_z[..., None, None] * jnp.exp(logits - log_z[..., None, None])

@@ -78,14 +78,20 @@ def compute_seconds(
     return max(matmul, _bytes_moved(one, around, program) / chip.hbm_bandwidth)
 
 
-def kernel_flops(one: Instruction, around: Mapping[str, Instruction]) -> int:
+def kernel_flops(
+    one: Instruction, around: Mapping[str, Instruction], *, of_model: bool = False
+) -> int:
     """Returns the matmul flops of a Pallas kernel of JAX's splash attention, or 0 of another.
 
     Of q [B, N, T, K] against [B, G, S, K]: two matmuls forward, three for dq, four for dk and dv,
     of the blocks that are computed, whose share the layer writes into the text.
+
+    Args:
+      of_model: True: without what the backward pass makes again: the logits, in both kernels, and
+        the gradient of the probabilities, in the second.
     """
     matmuls = next(
-        (number for name, number in (("_dq", 3), ("_dkv", 4), ("_fwd", 2), ("", 0))
+        (number[of_model] for name, number in _SPLASH.items()
          if f"splash_mha{name}" in one.name + one.attributes[-20_000:]), 0,
     )
     operands = [arrays_of(around[name].shape) for name in one.operands if name in around]
@@ -100,6 +106,9 @@ def kernel_flops(one: Instruction, around: Mapping[str, Instruction]) -> int:
     share = re.search(rf'{SHARE_OF_BLOCKS}="([\d.]+)"', one.attributes)
     flops = 2 * matmuls * math.prod(q) * k[-2]
     return int(flops * float(share.group(1) if share else 1.0))
+
+
+_SPLASH = {"_dq": (3, 2), "_dkv": (4, 2), "_fwd": (2, 2)}  # Matmuls, and those of the model.
 
 
 def is_matmul(one: Instruction, program: Program) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from praxis_lite.core.jaxprs import RECOMPUTED
 from praxis_lite.tools.explain import hlo
 from praxis_lite.tools.explain.hlo_groups import axes_of_groups, device_groups
 from praxis_lite.tools.explain.hlo_layers import (
@@ -42,8 +43,6 @@ from praxis_lite.tools.plan.costs import (
     wire_seconds,
 )
 from praxis_lite.tools.plan.timeline import Mesh, OnWire, Timeline
-
-RECOMPUTED = "rematted_computation"  # In the names that jax.checkpoint gives.
 
 
 def schedule(

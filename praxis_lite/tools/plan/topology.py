@@ -22,6 +22,8 @@ _EXAMPLES = {
     3: "2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4, 4x4x8, 8x8x8, 8x8x16 (multiples of 4 from there)",
 }
 _TPUS = [name for name, chip in CHIPS.items() if chip.torus_dims]
+# Words in the names of slower variants and of parts of a GPU, which the table lacks.
+_LESSER_GPUS = {"mig", "nvl", "pcie"}
 _GPUS = [name for name, chip in CHIPS.items() if not chip.torus_dims and name != "cpu"]
 
 
@@ -107,10 +109,11 @@ def attached_topology(devices: Sequence[jax.Device]) -> Topology | None:
         "tpu v4": "v4", "tpu v5 lite": "v5e", "tpu v5e": "v5e", "tpu v5": "v5p", "tpu v5p": "v5p",
         "tpu v6 lite": "v6e", "tpu v6e": "v6e", "tpu7x": "tpu7x",
     }
+    words = set(re.split(r"[ -]", kind))
     name = "cpu" if platform == "cpu" else names.get(kind) or next(
-        (item for item in _GPUS if item in kind), None
+        (item for item in _GPUS if item in words), None
     )
-    if name is None:
+    if name is None or words & _LESSER_GPUS:
         return None
     chip, count = CHIPS[name], len(devices)
     if name == "cpu":

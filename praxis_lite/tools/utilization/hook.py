@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
+from praxis_lite.core.errors import shown
+from praxis_lite.core.jaxprs import RECOMPUTED
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.run.trainer.hooks.hook import Hook, StepMetrics
@@ -14,19 +16,19 @@ from praxis_lite.tools.explain import hlo
 from praxis_lite.tools.explain.hlo_text import executed, op_name_of, parse
 from praxis_lite.tools.plan.chips import Chip
 from praxis_lite.tools.plan.costs import kernel_flops
-from praxis_lite.tools.plan.schedule import RECOMPUTED
 from praxis_lite.tools.plan.topology import attached_topology
-from praxis_lite.tools.utilization.model_flops import model_flops
+from praxis_lite.tools.utilization.model_flops import flops_of_step
 
 
 class Utilization(Hook):
     """Adds the shares of the chips' peak in bfloat16 that a step uses, and says how they count.
 
     MFU (model flops utilization) is of the matmuls of the model as it is written, over all devices:
-    without padding, without what devices compute twice, and without what `jax.checkpoint` computes
-    again. HFU (hardware flops utilization) is of the matmuls of the compiled program on a device,
-    all of them. Either is divided by the seconds of the step and the peak of the chip. Nothing is
-    added on CPU and on chips that the table (tools/plan/chips.py) lacks.
+    without padding, idle stages of a pipeline and the optimizer, and without what several devices
+    compute alike or the backward pass computes again. HFU (hardware flops utilization) is of the
+    matmuls of the compiled program on a device, all of them. Either is divided by the seconds of
+    the step and the peak of the chip. Nothing is added on CPU and on chips that the table
+    (tools/plan/chips.py) lacks.
 
     Args:
       chip: of the devices; None: the chip that is attached.
@@ -51,17 +53,29 @@ class Utilization(Hook):
     def _count(self, chip: Chip) -> None:
         partitioner = self._job.partitioner
         step, spec = partitioner.train_step, self._job.datasets[TRAIN].element_spec()
-        model = model_flops(step.trace(spec).jaxpr)
         program = flops_of_program(step.lower(spec).compile().as_text())
-        on_device = model.flops / partitioner.mesh.size + program.useful_kernels
+        self._flops = {HFU: program.flops}
+        said = (
+            f"MFU and HFU are shares of {chip.peak() / 1e12:,.4g} TFLOP/s, the peak of {chip.name} "
+            f"in bfloat16. A step has on each device {program.flops / 1e12:,.4g} TFLOP of matmuls "
+            "that the compiled program makes (HFU), and "
+        )
+        try:
+            model = flops_of_step(partitioner, spec)
+        except Exception as error:
+            words = " ".join(str(error).split()) or type(error).__name__
+            self._loop.note(
+                f"{said}no MFU, for the model cannot be traced for a single device: "
+                f"{shown(words, 300)}"
+            )
+            return
         # A compiler that merges matmuls makes fewer than were written.
-        self._flops = {MFU: min(on_device, program.flops), HFU: program.flops}
+        on_device = model.flops / partitioner.mesh.size + program.useful_kernels
+        self._flops[MFU] = min(on_device, program.flops)
         unknown = "; a loop of unknown length counts as a single pass" * model.at_least
         self._loop.note(
-            f"MFU and HFU are shares of {chip.peak() / 1e12:,.4g} TFLOP/s, the peak of {chip.name} "
-            f"in bfloat16. A step has on each device {self._flops[MFU] / 1e12:,.4g} TFLOP of "
-            "matmuls that the model needs (MFU: without padding and recomputation), and "
-            f"{program.flops / 1e12:,.4g} TFLOP that the compiled program makes (HFU){unknown}"
+            f"{said}{self._flops[MFU] / 1e12:,.4g} TFLOP that the model needs (MFU: without "
+            f"padding, recomputation and the optimizer){unknown}"
         )
 
     def add_metrics(self, metrics: StepMetrics) -> dict[str, float]:
@@ -93,7 +107,8 @@ def flops_of_program(text: str) -> ProgramFlops:
         if "tpu_custom_call" in instruction.attributes:
             kernel = count * kernel_flops(instruction, site.computation)
             flops += kernel
-            useful += kernel * (RECOMPUTED not in op_name_of(instruction))
+            if RECOMPUTED not in op_name_of(instruction):
+                useful += count * kernel_flops(instruction, site.computation, of_model=True)
     return ProgramFlops(flops, useful)
 
 

@@ -1,14 +1,19 @@
-"""The matmul flops of a model, as it is written: without padding, and without recomputation."""
+"""The matmul flops of a model, as it is written: on a single device, and without recomputation."""
 
 import dataclasses
 import math
 from typing import Any
 
+import numpy as np
 from jax.extend import core
+from jax.sharding import Mesh
 
-from praxis_lite.core.jaxprs import opened
+from praxis_lite.core.jaxprs import RECOMPUTED, opened
+from praxis_lite.core.learner import bound_learner
+from praxis_lite.core.partitioner import accumulation
+from praxis_lite.core.partitioner.gradient_strategy import Gradients
+from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.tools.explain.hlo import window_hits
-from praxis_lite.tools.plan.schedule import RECOMPUTED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,14 +21,33 @@ class ModelFlops:
     """The flops of a program on all devices together.
 
     Attributes:
-      flops: 2 x multiplications in matmuls and convolutions, but for those of `jax.checkpoint`,
-        which a backward pass makes again.
+      flops: 2 x multiplications in matmuls and convolutions, but for those that a backward pass
+        makes again, and those of an optimizer.
       at_least: some are in a loop whose length the program does not tell (`lax.while_loop`): they
         count as in a single pass.
     """
 
     flops: int
     at_least: bool
+
+
+def flops_of_step(partitioner: Partitioner, element_spec: Any) -> ModelFlops:
+    """Returns the flops that a training step's model needs, the same on every mesh.
+
+    The step is traced for a single device: a pipeline has no idle stages there, and experts that
+    are spread over devices get no rows in reserve.
+    """
+    mesh = partitioner.mesh
+    shape = (1,) * len(mesh.axis_names)
+    device = np.array(mesh.local_devices[:1]).reshape(shape)
+    one = Mesh(device, mesh.axis_names, axis_types=mesh.axis_types)
+    step = Partitioner(partitioner.task, one, gradients=Gradients(_of_whole_batch)).train_step
+    return model_flops(step.trace(element_spec).jaxpr)
+
+
+def _of_whole_batch(*args: Any, num_micro_batches: int, **named: Any) -> Any:
+    """Returns `value_and_grad` without micro-batches, which may divide the rows of devices only."""
+    return accumulation.value_and_grad(*args, **named)
 
 
 def model_flops(jaxpr: Any) -> ModelFlops:
@@ -34,7 +58,8 @@ def model_flops(jaxpr: Any) -> ModelFlops:
     """
     flops, at_least = 0, False
     for eqn in opened(jaxpr).eqns:
-        if RECOMPUTED in str(eqn.source_info.name_stack):
+        scopes = str(eqn.source_info.name_stack)
+        if RECOMPUTED in scopes or scopes.split("/")[0] == bound_learner.SCOPE:
             continue
         name, params = eqn.primitive.name, eqn.params
         if name in _MATMULS:

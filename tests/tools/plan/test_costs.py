@@ -76,6 +76,7 @@ def test_a_kernels_flops_are_those_of_the_blocks_it_computes():
     by_hand = 0.25 * 4 * 2 * (2 * 4 * 1024 * 128) * 2048
     assert kernel_flops(MAIN["dkv"], MAIN) == pytest.approx(by_hand)
     assert seconds("dkv", V5E) == pytest.approx(by_hand / V5E.peak())
+    assert kernel_flops(MAIN["dkv"], MAIN, of_model=True) == pytest.approx(by_hand / 2)
     assert kernel_flops(MAIN["d"], MAIN) == 0
 
 

@@ -58,7 +58,9 @@ def test_attached_devices_by_their_kind():
     assert (actual.name, actual.dims, actual.compiled_for) == ("v5e:2x4", (2, 4), "tpu")
     gpus = attached_topology([device("NVIDIA H100 80GB HBM3", "gpu")] * 8)
     assert (gpus.chip.name, gpus.compiled_for) == ("h100", "gpu")
-    assert attached_topology([device("Something else", "gpu")]) is None
+    # Slower variants, and a part of a GPU.
+    for kind in ("Something else", "NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"):
+        assert attached_topology([device(kind, "gpu")]) is None
 
 
 def test_what_the_compiler_for_cuda_is_told_of_each_gpu():

@@ -6,8 +6,16 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from praxis_lite.layers.attention.blocks import blocked_attention
+from praxis_lite.layers.attention.chunks import chunked_attention
+from praxis_lite.layers.attention.einsum import LogitOptions
+from praxis_lite.layers.attention.masks import AttentionMask
+from praxis_lite.layers.embedding.chunked_cross_entropy import token_stats
+from praxis_lite.run.config.build import build
+from praxis_lite.run.experiment.launched_config import config_of_experiment
+from praxis_lite.run.trainer.job_on_mesh import partitioner_of
 from praxis_lite.tools.explain import hlo
-from praxis_lite.tools.utilization.model_flops import model_flops
+from praxis_lite.tools.utilization.model_flops import ModelFlops, flops_of_step, model_flops
 
 
 def flops(function, *shapes):
@@ -53,6 +61,43 @@ def test_what_is_computed_again_counts_once():
         gradient = jax.grad(lambda w, x, wrap=wrap: loss(w, x, wrap))
         assert flops(gradient, (5, 7, 7), (3, 7)).flops == expected
     assert compiled_flops(gradient, (5, 7, 7), (3, 7)) == expected + 5 * 2 * 3 * 7 * 7
+
+
+def test_what_our_own_backward_passes_compute_again_counts_once():
+    # T 5 queries and keys of N 2 heads with K 3, D 7, V 11.
+    q = k = v = (1, 5, 2, 3)
+    inner = 2 * 5 * 2 * 3  # Of the softmax's derivative, beside the six matmuls.
+    given = AttentionMask(), LogitOptions(cap=9.0, zero_fully_masked=True)
+    attentions = (
+        lambda *qkv: chunked_attention(*qkv, *given, chunk_size=5),
+        lambda *qkv: blocked_attention(*qkv, *given, block_size=5),
+    )
+    for attend in attentions:
+        gradient = jax.grad(lambda *qkv, attend=attend: attend(*qkv).sum(), (0, 1, 2))
+        assert flops(gradient, q, k, v).flops == 6 * 2 * 5 * 5 * 2 * 3 + inner
+
+    def loss(x, w):
+        return token_stats([(x, w)], None, jnp.zeros(13, int), chunk_size=11).log_z.sum()
+
+    assert flops(jax.grad(loss, (0, 1)), (13, 7), (7, 11)).flops == 3 * 2 * 13 * 7 * 11
+
+
+def test_a_step_counts_what_its_model_needs_whatever_the_mesh_and_the_optimizer():
+    # By hand: 16 rows of 32 tokens, D 32, ffn 64, 4 heads of 8, 61 classes; two layers.
+    tokens = 16 * 32
+    attention = 4 * tokens * 32 * 32 + 2 * tokens * 32 * 32
+    ffn, logits = 2 * tokens * 32 * 64, tokens * 32 * 61
+    dense = 3 * 2 * (2 * (attention + ffn) + logits)
+    # Two of four experts for each token, the choice of them, and the sum of both.
+    experts = 3 * 2 * (ffn + tokens * 32 * 4 + tokens * 2 * 32)
+    for exp, setting, expected in (
+        ("pipelined.Synthetic", "task.learner.optimizer=muon", dense),  # It has idle stages.
+        ("moe.Synthetic", "task.learner.gradient_accumulation_steps=2", dense + experts),
+    ):
+        launched = config_of_experiment(exp, [setting])
+        job = build(launched.config)
+        actual = flops_of_step(partitioner_of(job, "train"), job.datasets["train"].element_spec())
+        assert actual == ModelFlops(expected, False)
 
 
 def test_groups_of_rows_count_each_row_once():
