@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from praxis_lite.core.errors import format_bytes
+from praxis_lite.core.errors import format_bytes, printable
 from praxis_lite.run.text_table import table_lines
 from praxis_lite.tools.plan.report import seconds_text
 from praxis_lite.tools.profile.measured import Measured, Row
@@ -31,7 +31,7 @@ def profile_text(measured: Measured, memory: PeakMemory, most: int = MOST_ROWS) 
         "", *_memory_lines(memory, most),
         *(f"note: {note}" for note in _notes(measured, memory)),
     ]
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
 def _time_table(measured: Measured, total: Row, most: int) -> list[str]:

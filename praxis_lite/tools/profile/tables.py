@@ -7,8 +7,8 @@ from praxis_lite.files.whole_files import write_whole
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.trainer.hooks.hook import Hook
 from praxis_lite.run.trainer.hooks.loop import Loop
-from praxis_lite.tools.profile.measured import measure
-from praxis_lite.tools.profile.memory import peak_memory
+from praxis_lite.tools.profile.measured import Measured, measure
+from praxis_lite.tools.profile.memory import PeakMemory, peak_memory
 from praxis_lite.tools.profile.report import profile_text
 
 PROFILE_TXT = "profile.txt"
@@ -17,7 +17,19 @@ _PRINTED_ROWS = 6  # Of each kind, between the lines of a job's progress.
 
 def tables_of(folder: Path) -> str:
     """Returns the tables of a profile; raises ConfigError if its files are missing or damaged."""
-    return profile_text(measure(folder), peak_memory(folder))
+    return profile_text(*_read(folder))
+
+
+def _read(folder: Path) -> tuple[Measured, PeakMemory]:
+    try:
+        return measure(folder), peak_memory(folder)
+    except ConfigError:
+        raise
+    except Exception as error:  # A text may be spoilt in more ways than its parser looks for.
+        raise ConfigError(
+            f"The files in {folder} are damaged, or of different programs "
+            f"({type(error).__name__}: {error}). Make another profile."
+        ) from error
 
 
 def folder_of(files: JobDir, step: int | None) -> Path:
@@ -53,7 +65,7 @@ class ProfileTables(Hook):
 
     def after_profile(self, folder: Path) -> None:
         try:
-            measured, memory = measure(folder), peak_memory(folder)
+            measured, memory = _read(folder)
             text = profile_text(measured, memory, _PRINTED_ROWS)
             write_whole(folder / PROFILE_TXT, f"{profile_text(measured, memory)}\n".encode())
         except Exception as error:  # The run has nothing of it.

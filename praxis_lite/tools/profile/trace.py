@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.files.json_text import content_of
 
 _DEVICE = re.compile(r"/device:(?:TPU|GPU):(\d+)")
 _OPS, _MODULES = "XLA Ops", "XLA Modules"  # Lines of a TPU.
@@ -71,8 +72,9 @@ def read_trace(file: Path, module: str, containers: Iterable[str] = ()) -> Trace
       ConfigError: it cannot be read, or the program is not in it.
     """
     try:
-        planes = list(jax.profiler.ProfileData.from_file(str(file)).planes)
-    except (jax.errors.JaxRuntimeError, RuntimeError, ValueError) as error:
+        trace = jax.profiler.ProfileData.from_serialized_xspace(content_of(file))
+        planes = list(trace.planes)
+    except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"{file} cannot be read as a trace ({error}). Make another profile."
         ) from None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 
 import jax
@@ -61,6 +62,8 @@ ENTRY %main (p: f32[64,64]) -> f32[64,64] {
 }
 """  # noqa: E501
 AXES = {"data": 2}
+DEVICE = DeviceFacts(0, "cpu", "cpu", 0, None, None)
+TRACE = "plugins/profile/step_5/process_0.xplane.pb"
 
 
 def folder_with(path, kind="cpu", platform="cpu", **fields):
@@ -74,12 +77,15 @@ def folder_with(path, kind="cpu", platform="cpu", **fields):
             start += duration + 1.0
         events.append(("while.1", begin, 95.0, {"hlo_op": "while.1", **stats}))
         start += 1000.0
-    write_trace(path / "plugins/profile/step_5/process_0.xplane.pb", {"/host:CPU": {"a": events}})
+    write_trace(path / TRACE, {"/host:CPU": {"a": events}})
     (path / profile_facts.HLO_TXT).write_text(TEXT)
     (path / profile_facts.HLO_PROTO).write_bytes(b"")
     facts = ProfileFacts(
         first_step=5, last_step=6, seconds=0.01, axis_sizes=AXES,
-        devices=[DeviceFacts(id, platform, kind, 0, None, None) for id in (0, 1)],
+        devices=[
+            dataclasses.replace(DEVICE, id=id, platform=platform, device_kind=kind)
+            for id in (0, 1)
+        ],
         arrays={"mdl_vars/w": 700, "step": 4},
         step_bytes={"argument": 1000, "output": 704, "temp": 2000, "alias": 704,
                     "generated_code": 0},
@@ -132,6 +138,8 @@ def test_nothing_is_predicted_of_unknown_devices_and_that_is_said(tmp_path):
     assert measured.topology is None and measured.predicted_seconds is None
     assert all(row.predicted is None for row in measured.layers.values())
     assert "nothing is predicted: the plan has no figures of Abacus 9" in tables_of(tmp_path)
+    folder_with(tmp_path, kind="a\x1b[31m terminal's", platform="abacus")
+    assert "\x1b" not in tables_of(tmp_path)
     assert "all-reduce data" in tables_of(tmp_path)
 
 
@@ -146,10 +154,13 @@ def test_nothing_is_predicted_of_unknown_devices_and_that_is_said(tmp_path):
         lambda path: spoilt(path, arrays={"w": "many"}),
         lambda path: spoilt(path, last_step=2),
         lambda path: spoilt(path, devices=[{"id": 0}]),
+        lambda path: spoilt(path, devices=[{**vars(DEVICE), "process_index": []}] * 2),
         lambda path: spoilt(path, more=5),
         lambda path: (path / profile_facts.HLO_TXT).write_text("no program"),
         lambda path: (path / profile_facts.HLO_PROTO).write_bytes(b"\x0a\xff\xff"),
-        lambda path: (path / "plugins/profile/step_5/process_0.xplane.pb").unlink(),
+        lambda path: (path / profile_facts.HLO_TXT).write_text(TEXT.replace("%body (", "%bod (")),
+        lambda path: (path / TRACE).unlink(),
+        lambda path: ((path / TRACE).unlink(), os.mkfifo(path / TRACE)),
     ],
 )
 def test_missing_and_damaged_files_are_named(tmp_path, spoil):
