@@ -58,6 +58,7 @@ def train(
       ConfigError: a setting, the data or the mesh does not fit, or the directory is of another
         job. What the code of the experiment or of a hook raises is raised as it is.
     """
+    require(isinstance(hooks, Sequence), "train: hooks", hooks, "a list of hooks")
     command = _command("train", experiment, settings, packages)
     command.job_log_dir = os.fspath(job_log_dir)
     if threading.current_thread() is not threading.main_thread():
@@ -115,6 +116,8 @@ def plan(
     Raises:
       ConfigError: as `train`, there is no such topology, or the mesh does not fill it.
     """
+    require(isinstance(topology, str), "plan: topology", topology, "a name, such as 'v5e:16x16'")
+    require(type(num_slices) is int, "plan: num_slices", num_slices, "a number")
     steps = [steps] if isinstance(steps, str) else list(steps)
     require(bool(steps), "plan: steps", steps, f"some of {', '.join(STEPS)}")
     for step in steps:
@@ -146,6 +149,7 @@ def check(
     Raises:
       ConfigError: as `train`, or a mesh does not fit.
     """
+    require(type(steps) is int, "check: steps", steps, "a number")
     command = _command("check", experiment, settings, packages)
     return checked(command, _print_now, meshes=meshes, steps=steps, shrink=shrink)
 
