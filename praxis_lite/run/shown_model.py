@@ -30,13 +30,12 @@ def html_of(
       place: the job's directory.
       metrics, evaluations: columns as `TrainedModel` has them.
     """
-    last = {"training": _last(metrics, _SHOWN)}
-    last |= {name: _last(columns, tuple(columns)) for name, columns in evaluations.items()}
-    colors = dict(legend(list(evaluations)))
+    last = [_last(metrics, _SHOWN)]
+    last += [_last(columns, tuple(columns)) for columns in evaluations.values()]
     rows = "".join(
-        f'<tr><td style="text-align:left"><span style="color:{colors[name]}">&#9679;</span> '
+        f'<tr><td style="text-align:left"><span style="color:{color}">&#9679;</span> '
         f'{html.escape(name)}</td><td style="text-align:left">{html.escape(numbers)}</td></tr>'
-        for name, numbers in last.items() if numbers
+        for (name, color), numbers in zip(legend(list(evaluations)), last, strict=True) if numbers
     )
     return (
         f"<div><b>{html.escape(title)}</b><br><small>{html.escape(place)}</small><br>"

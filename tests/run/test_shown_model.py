@@ -40,6 +40,15 @@ def test_the_curve_has_each_step_and_each_evaluation_where_it_belongs():
     assert (y - ys[0]) / (ys[-1] - ys[0]) == pytest.approx(1 / 6, abs=0.01)
 
 
+def test_long_curves_keep_both_ends_and_a_dataset_may_have_any_name():
+    steps = np.arange(1, 3_998)
+    metrics = {"step": steps, "loss": np.linspace(4.0, 1.0, len(steps))}
+    html = html_of("Tiny", "/", metrics, {"training": {"step": steps[-1:], "loss": np.ones(1)}})
+    (line, _), ((x, y),) = drawn(html)
+    assert len(line) <= 1_000 and line[-1] == (x, y)
+    assert f"{steps[-1]:,}" in html and html.count("&#9679;</span> training") == 2
+
+
 def test_the_last_numbers_are_told_and_names_are_escaped():
     html = html_of("Tiny", "/jobs/tiny", METRICS, EVALUATIONS)
     assert "step 37: loss 1<" in html and "mfu" not in html

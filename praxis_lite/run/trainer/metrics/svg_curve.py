@@ -1,7 +1,7 @@
 """The loss curve as an SVG element, for a notebook; it needs no package."""
 
 import html
-import math
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -26,21 +26,19 @@ def loss_svg(metrics: Columns, evaluations: Mapping[str, Columns]) -> str:
       metrics: with "step" and "loss", of equal length: drawn faint, and smoothed.
       evaluations: the same by dataset: drawn as points.
     """
-    series = {"training": _points(metrics)}
-    series |= {name: _points(columns) for name, columns in evaluations.items()}
-    steps = np.concatenate([points[0] for points in series.values()])
-    losses = np.concatenate([points[1] for points in series.values()])
+    train_steps, train_losses = _points(metrics)
+    series = {name: _points(columns) for name, columns in evaluations.items()}
+    steps = np.concatenate([train_steps, *(steps for steps, _ in series.values())])
+    losses = np.concatenate([train_losses, *(losses for _, losses in series.values())])
     if not losses.size:
         return ""
     across = _scale(steps, _LEFT, _WIDTH - _RIGHT)
     up = _scale(losses, _HEIGHT - _BOTTOM, _TOP)
     parts = [*_axis(steps, losses, across, up)]
-    train_steps, train_losses = series.pop("training")
     if train_losses.size:
         parts.append(_line(across(train_steps), up(train_losses), 'stroke-opacity="0.3"'))
         parts.append(_line(across(train_steps), up(smoothed(train_losses)), 'stroke-width="2"'))
-    for index, (name, (at, values)) in enumerate(series.items()):
-        color = _EVALUATION_COLORS[index % len(_EVALUATION_COLORS)]
+    for (name, color), (at, values) in zip(legend(list(series))[1:], series.values(), strict=True):
         title = f"<title>{html.escape(name)}</title>"
         parts += [
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}">{title}</circle>'
@@ -54,9 +52,9 @@ def loss_svg(metrics: Columns, evaluations: Mapping[str, Columns]) -> str:
 
 
 def legend(evaluations: Sequence[str]) -> list[tuple[str, str]]:
-    """Returns (name, colour) of the training and of each dataset, as the SVG draws them."""
-    colors = [_EVALUATION_COLORS[i % len(_EVALUATION_COLORS)] for i in range(len(evaluations))]
-    return [("training", _COLOR), *zip(evaluations, colors, strict=True)]
+    """Returns (name, colour) of the training and then of each dataset, as the SVG draws them."""
+    colors = itertools.cycle(_EVALUATION_COLORS)
+    return [("training", _COLOR), *zip(evaluations, colors, strict=False)]
 
 
 def _points(columns: Columns) -> tuple[np.ndarray, np.ndarray]:
@@ -66,8 +64,9 @@ def _points(columns: Columns) -> tuple[np.ndarray, np.ndarray]:
         return np.zeros(0), np.zeros(0)
     is_drawn = np.abs(losses) < _HIGHEST  # False for NaN.
     steps, losses = steps[is_drawn], losses[is_drawn]
-    every = max(1, math.ceil(len(steps) / _MOST_POINTS))
-    return steps[::every].astype(float), losses[::every].astype(float)
+    # The first and the last are among those that are kept.
+    kept = np.linspace(0, max(0, len(steps) - 1), min(len(steps), _MOST_POINTS)).astype(int)
+    return steps[kept].astype(float), losses[kept].astype(float)
 
 
 def _scale(values: np.ndarray, start: float, end: float):
