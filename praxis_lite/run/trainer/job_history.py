@@ -14,7 +14,7 @@ from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.job.processes.broadcast import from_first
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.run.trainer.loss_spikes import losses_of
-from praxis_lite.run.trainer.metrics.json_lines import lines_if_any, read_json_lines
+from praxis_lite.run.trainer.metrics.json_lines import evaluation_lines, training_lines
 from praxis_lite.run.trainer.metrics.loss_curve import plot_loss_curve
 
 
@@ -24,7 +24,7 @@ def lacks_evaluation(
     """Returns True if a job that goes on from its own checkpoint has yet to evaluate that step."""
     if step != saved_step or not evaluates(run, step):
         return False
-    lines = lines_if_any(job.eval_metrics_jsonl)
+    lines = evaluation_lines(job.eval_metrics_jsonl)
     evaluated = {line["dataset"] for line in lines if line["step"] == step}
     return from_first(
         "lacks evaluation", lambda: bool(eval_sets) and evaluated.isdisjoint(eval_sets)
@@ -69,7 +69,7 @@ def evaluations(job: JobDir) -> list[tuple[int, str, dict[str, float]]]:
     Training's own comes first; --mode=eval adds others.
     """
     first: dict[tuple[int, str], dict[str, float]] = {}
-    for line in lines_if_any(job.eval_metrics_jsonl):
+    for line in evaluation_lines(job.eval_metrics_jsonl):
         metrics = {name: value for name, value in line.items() if name not in ("step", "dataset")}
         first.setdefault((line["step"], line["dataset"]), metrics)
     return [(step, dataset, metrics) for (step, dataset), metrics in first.items()]
@@ -102,7 +102,7 @@ def losses_before(run: RunConfig, job: JobDir) -> list[float]:
     """Returns the losses on disk that the next loss is compared with, to find a spike."""
     if run.loss_spikes.factor is None:
         return []
-    return from_first("losses before", lambda: losses_of(read_json_lines(job.metrics_jsonl)))
+    return from_first("losses before", lambda: losses_of(training_lines(job.metrics_jsonl)))
 
 
 def evaluates(run: RunConfig, step: int) -> bool:
@@ -184,7 +184,7 @@ def check_last_step(job: JobDir, step: int, num_skipped: int) -> None:
             f"gradient too large. The weights in {job.path} are those of step "
             f"{step - num_skipped}. {advice}"
         )
-    losses = {line["dataset"]: line["loss"] for line in lines_if_any(job.eval_metrics_jsonl)
+    losses = {line["dataset"]: line["loss"] for line in evaluation_lines(job.eval_metrics_jsonl)
               if line["step"] == step and "loss" in line}
     for dataset, loss in from_first("last losses", lambda: losses).items():
         if not math.isfinite(loss):

@@ -4,14 +4,17 @@ import json
 import re
 import shutil
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from praxis_lite import EarlyStopping, EvaluationSettings, RunConfig, StopSettings
 from praxis_lite.run.checkpoints.sharded_reading import read_arrays
 from praxis_lite.run.checkpoints.steps import step_dirs
 from praxis_lite.run.job.job_dir import JobDir
+from praxis_lite.run.trainer.hooks import followed as followed_hook
 from praxis_lite.run.trainer.job_history import metrics_by_step
-from praxis_lite.run.trainer.metrics.json_lines import append_lines, read_json_lines
+from praxis_lite.run.trainer.metrics.json_lines import append_lines, json_line, read_json_lines
 from tests.support.job_runs import copy_of_trained, home, launch, start_process, succeed
 from tests.support.process_pairs import ended, start_processes, wait_until
 
@@ -183,6 +186,32 @@ def test_what_does_not_go_with_follow_is_refused(tmp_path):
     ]:
         done = launch(*argv, f"--job_log_dir={tmp_path}/none")
         assert done.code == 2 and words in " ".join(done.err.split()), argv
+
+
+def test_a_damaged_line_of_a_guest_is_said_once_and_ends_nothing(tmp_path, monkeypatch):
+    early = EarlyStopping(metric="heldout/loss", patience=1)
+    run = RunConfig(
+        num_train_steps=9, evaluation=EvaluationSettings(by_follower=True),
+        stopping=StopSettings(early=early),
+    )
+    files, notes = JobDir(tmp_path), []
+    monkeypatch.setattr(followed_hook, "_SECONDS_BETWEEN_LOOKS", 0.0)
+    hook = followed_hook.FollowedEvaluations(SimpleNamespace(run=run, files=files))
+    loop = SimpleNamespace(
+        is_first=True, note=notes.append, proposed_end=None,
+        consensus=SimpleNamespace(end_is_due=False),
+    )
+    hook.before_training(loop, None)
+    good = [{"step": step, "dataset": "heldout", "loss": loss} for step, loss in ((5, 1), (7, 2))]
+    bad = '{"step": 6, "loss": 1}\n'
+    for text in (bad, bad * 2, "".join(map(json_line, [good[0], {"step": 6, "dataset": "x"}]))):
+        files.eval_metrics_jsonl.write_text(text)
+        hook.after_step(None)
+    assert [note.partition(":")[0] for note in notes[1:]] == ["note", *["by a follower"] * 2]
+    assert loop.proposed_end is None
+    append_lines(files.eval_metrics_jsonl, good[1:])
+    hook.after_step(None)
+    assert "was best at step 5" in loop.proposed_end
 
 
 def test_a_job_that_leaves_evaluations_to_a_follower_has_none_of_its_own():

@@ -4,6 +4,7 @@ import math
 import os
 import time
 
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.run.job.processes.broadcast import from_first
 from praxis_lite.run.trainer.evaluation import evaluation_line
@@ -27,7 +28,7 @@ class FollowedEvaluations(Hook):
     def __init__(self, job: JobOnMesh):
         self._job, self._stopping = job, job.run.stopping.early
         self._path = job.files.eval_metrics_jsonl
-        self._looked_at, self._size = -math.inf, -1
+        self._looked_at, self._size, self._is_said = -math.inf, -1, False
 
     def before_training(self, loop: Loop, state: TrainState) -> None:
         self._loop = loop
@@ -59,13 +60,19 @@ class FollowedEvaluations(Hook):
         if size == self._size:
             return
         self._size, values = size, {}
-        for step, dataset, metrics in evaluations(self._job.files):
+        try:
+            found = evaluations(self._job.files)
+        except ConfigError as error:
+            if not self._is_said:
+                self._loop.note(f"note: evaluations by a follower are not heard of: {error}")
+            self._is_said = True
+            return
+        for step, dataset, metrics in found:
             if (step, dataset) not in self._known:
                 self._known.add((step, dataset))
                 self._loop.note(f"by a follower: {evaluation_line(step, dataset, metrics)}")
-            if self._stopping is not None and self._stopping.metric.startswith(f"{dataset}/"):
-                values[step] = self._stopping.watched_in(
-                    {f"{dataset}/{name}": value for name, value in metrics.items()}, step
-                )
+            for name, value in metrics.items():
+                if self._stopping is not None and self._stopping.metric == f"{dataset}/{name}":
+                    values[step] = value
         if self._stopping is not None:
             self._loop.proposed_end = self._stopping.reason_to_stop(values)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.core.errors import ConfigError, not_written
+from praxis_lite.core.errors import ConfigError, is_number, not_written
 from praxis_lite.files.json_text import content_of, opened_to_append
 from praxis_lite.files.whole_files import write_whole
 from praxis_lite.run.trainer.metrics.kept_lines import KeptLines
@@ -185,6 +185,41 @@ def is_step(value: object) -> bool:
 def lines_if_any(path: pathlib.Path) -> list[dict[str, Any]]:
     """Returns `read_json_lines`, or [] if there is no such file."""
     return read_json_lines(path) if path.exists() else []
+
+
+def training_lines(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Returns the lines of metrics.jsonl, or [] if there is no such file.
+
+    Raises:
+      ConfigError: as `read_json_lines`, or a line's loss is no number.
+    """
+    return _checked(path, "a number 'loss'", lambda line: is_number(line.get("loss")))
+
+
+def evaluation_lines(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Returns the lines of eval_metrics.jsonl, or [] if there is no such file.
+
+    Raises:
+      ConfigError: as `read_json_lines`, or a line has no dataset, or a metric that is no number.
+    """
+    return _checked(
+        path, "a text 'dataset' and numbers",
+        lambda line: isinstance(line.get("dataset"), str)
+        and all(is_number(value) for name, value in line.items() if name != "dataset"),
+    )
+
+
+def _checked(
+    path: pathlib.Path, wanted: str, is_right: Callable[[Mapping[str, Any]], bool]
+) -> list[dict[str, Any]]:
+    lines = lines_if_any(path)
+    for number, line in enumerate(lines, start=1):
+        if not is_right(line):
+            raise ConfigError(
+                f"{path}, line {number} is {str(line)[:80]}; wanted is {wanted}. Mend or remove "
+                "that line."
+            )
+    return lines
 
 
 def json_line(line: Mapping[str, Any]) -> str:

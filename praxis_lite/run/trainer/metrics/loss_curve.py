@@ -10,7 +10,7 @@ import numpy as np
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.files.whole_files import write_picture
 from praxis_lite.host.optional_packages import optional_module
-from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
+from praxis_lite.run.trainer.metrics.json_lines import evaluation_lines, read_json_lines
 
 _TRAIN_COLOR = "#1f5fa8"
 _EVAL_COLORS = ("#d1495b", "#2e8b57", "#8e5ea2", "#e08e0b")
@@ -51,8 +51,8 @@ def plot_loss_curve(metrics_path: str | os.PathLike[str], png_path: str | os.Pat
     smooth_losses = smoothed(losses)
     loss_axes.plot(steps, smooth_losses, color=_TRAIN_COLOR, linewidth=2,
                    label=f"training, smoothed: {smooth_losses[-1]:.3f}")
-    if eval_path is not None and os.path.exists(eval_path):
-        _draw_evaluations(loss_axes, read_json_lines(eval_path))
+    if eval_path is not None:
+        _draw_evaluations(loss_axes, evaluation_lines(pathlib.Path(eval_path)))
 
     loss_axes.set_ylabel("loss")
     rate_axes.set_xlabel("step")
@@ -70,9 +70,9 @@ def plot_loss_curve(metrics_path: str | os.PathLike[str], png_path: str | os.Pat
 
 
 def _draw_evaluations(axes: Any, lines: Sequence[Mapping[str, Any]]) -> None:
-    datasets = list(dict.fromkeys(line.get("dataset", "evaluation") for line in lines))
+    datasets = list(dict.fromkeys(line["dataset"] for line in lines))
     for index, dataset in enumerate(datasets):
-        own_lines = [line for line in lines if line.get("dataset", "evaluation") == dataset]
+        own_lines = [line for line in lines if line["dataset"] == dataset]
         steps, losses = _series(own_lines, "loss")
         if not steps.size:
             continue

@@ -17,7 +17,9 @@ from praxis_lite.run.trainer.metrics import json_lines
 from praxis_lite.run.trainer.metrics.json_lines import (
     JsonLinesWriter,
     append_lines,
+    evaluation_lines,
     read_json_lines,
+    training_lines,
 )
 from praxis_lite.run.trainer.metrics.records import add_records
 
@@ -144,6 +146,24 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path, bad):
     with pytest.raises(ConfigError, match=r"m\.jsonl.*2"):
         JsonLinesWriter(path, 3)
     assert path.read_text().count("\n") == 3
+
+
+@pytest.mark.parametrize("bad", [
+    '{"step": 2}', '{"step": 2, "dataset": ["x"]}', '{"step": 2, "dataset": "x", "loss": "low"}',
+    '{"step": 2, "dataset": "x", "loss": null}',
+])
+def test_an_evaluation_without_a_dataset_or_numbers_is_named(tmp_path, bad):
+    path = tmp_path / "eval_metrics.jsonl"
+    good = '{"step": 1, "dataset": "x", "loss": "NaN"}\n'
+    path.write_text(good)
+    (line,) = evaluation_lines(path)
+    assert math.isnan(line["loss"])
+    path.write_text(f"{good}{bad}\n")
+    with pytest.raises(ConfigError, match=r"line 2 is .*; wanted is a text 'dataset' and numbers"):
+        evaluation_lines(path)
+    path.write_text(f"{bad}\n")
+    with pytest.raises(ConfigError, match="line 1 is .*; wanted is a number 'loss'"):
+        training_lines(path)
 
 
 def test_a_whole_last_line_without_a_step_is_no_cut_line(tmp_path):
