@@ -154,7 +154,7 @@ def main() -> None:
         parser.error("--only leaves rows out, and the page has all: leave --write out")
     rows = [row for row in ROWS if args.only in f"{row.want} {row.how}"]
     with tempfile.TemporaryDirectory() as temporary:
-        folder = args.folder or Path(temporary)
+        folder = (args.folder or Path(temporary)).resolve()
         if not folder.is_dir() or not any(folder.iterdir()):
             folder.mkdir(exist_ok=True)
             first_day_files.write(folder)
