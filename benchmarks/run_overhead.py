@@ -5,8 +5,10 @@ file, the times of each step, MFU and HFU, metrics.jsonl, TensorBoard, the line 
 20 steps it pauses while a bare loop makes 20 steps of the same compiled program on another state:
 batch, call, numbers read one step late. Prints the ratio of both, on the median of the turns and on
 the tenth of them in which the machine was least disturbed; and the processor time of the loop's
-thread, which passes beside the devices' as long as it is shorter. Checkpoints are left out. The
-program computes in a single thread, so that the host has a core beside the device.
+thread, which passes beside the devices' as long as it is shorter. Checkpoints are left out.
+
+The device is a core: its threads are bound to one, and all others of this process to the rest, for
+the host of an accelerator does not compute the model either. With --shared_cores they are not.
 """
 
 import argparse
@@ -22,6 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
+os.environ["NPROC"] = "1"  # The threads of XLA's pool for a program.
 
 from praxis_lite.core import simulate_devices  # noqa: E402
 
@@ -81,6 +84,19 @@ class Turns(Hook):
         return each_since(began)
 
 
+def bind_the_device_to_a_core() -> None:
+    """Binds the threads of XLA's pool to a core, and this process's others to the other cores.
+
+    Raises SystemExit where there is a single core, or the system does not bind threads.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if len(cores) < 2:
+        raise SystemExit("Threads cannot be bound to two cores here: try --shared_cores.")
+    for thread in Path("/proc/self/task").iterdir():
+        is_of_device = (thread / "comm").read_text().strip() == "tf_XLAEigen"
+        os.sched_setaffinity(int(thread.name), cores[:1] if is_of_device else cores[1:])
+
+
 def clocks() -> tuple[float, float]:
     """Returns the seconds that passed, and those that the processor gave to this thread."""
     return time.perf_counter(), time.thread_time()
@@ -129,8 +145,15 @@ def main() -> None:
         "--trackers", action="store_true",
         help="a tracker of each kind, W&B offline, beside TensorBoard",
     )
+    parser.add_argument(
+        "--shared_cores", action="store_true",
+        help="the device's threads run on any core, and wait where the host's hold it",
+    )
     args = parser.parse_args()
     os.environ.setdefault("WANDB_MODE", "offline")
+    jax.block_until_ready(jax.jit(lambda x: x @ x)(jax.numpy.ones((512, 512))))  # Has all threads.
+    if not args.shared_cores:
+        bind_the_device_to_a_core()
     num_layers = max(1, round(8 * STEP_SECONDS / seconds_of_a_step(8)))
     with tempfile.TemporaryDirectory() as folder:
         job, launched = job_of(
