@@ -9,6 +9,7 @@ import bisect
 import collections
 import dataclasses
 import re
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,7 +79,11 @@ def read_trace(file: Path, module: str, containers: Iterable[str] = ()) -> Trace
         raise ConfigError(
             f"{file} cannot be read as a trace ({error}). Make another profile."
         ) from None
-    trace = _summed(_events(planes), module, frozenset(containers))
+    with warnings.catch_warnings():
+        # jaxlib 0.12 ends the process where its first look at an event's stats is warned of by
+        # Python 3.13 (a type without __module__), and warnings are errors.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        trace = _summed(_events(planes), module, frozenset(containers))
     if not trace.devices:
         others = ", ".join(sorted(trace.other_seconds)) or "no program"
         raise ConfigError(
