@@ -22,7 +22,7 @@ import pytest  # noqa: E402
 
 from praxis_lite.core import MeshConfig, make_mesh, simulate_devices  # noqa: E402
 
-MAX_RESIDENT_BYTES = 1536 * 2**20
+MAX_RESIDENT_BYTES = 3072 * 2**20
 
 simulate_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

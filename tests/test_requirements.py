@@ -120,6 +120,7 @@ def plain(tmp_path_factory) -> tuple[Path, str]:
     return folder, done.stdout
 
 
+@pytest.mark.slow
 def test_without_any_of_them_a_job_trains_evaluates_and_decodes(plain):
     folder, output = plain
     assert re.findall("STATUS (.*)", output)[:3] == ["None"] * 3

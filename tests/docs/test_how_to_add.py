@@ -178,6 +178,7 @@ def test_the_metrics_are_means_over_true_rows_on_a_mesh(mesh_of):
     np.testing.assert_allclose(actual["long"], (long.mean(), long.size), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_hook_logs_goes_on_where_it_was_and_is_checked(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (line,) = re.findall(r"^    python main.py (--packages=.*LoggedSpirals.*)$", PAGE, re.MULTILINE)

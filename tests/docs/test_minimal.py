@@ -46,6 +46,7 @@ def test_it_prints_what_is_split_how_and_learns_as_one_device_does(capsys):
     assert "one device: losses differ by at most" in out
 
 
+@pytest.mark.slow
 def test_killed_it_goes_on_on_another_mesh_to_the_losses_of_one_device(tmp_path, monkeypatch):
     killed, whole = str(tmp_path / "killed"), str(tmp_path / "whole")
     ended = subprocess.run([sys.executable, "-c", KILLED, killed], cwd=ROOT)

@@ -4,12 +4,15 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
+
 from praxis_lite.inputs.tokenizers.__main__ import main as command
 from tests.support.job_runs import succeed
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tokenizers.md").read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_the_pages_blocks_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("texts").mkdir()

@@ -93,6 +93,7 @@ def test_the_watchdog_reports_where_stacks_txt_is_a_pipe(tmp_path):
     assert len(reports) >= 2
 
 
+@pytest.mark.slow
 def test_a_job_trains_where_its_files_are_pipes(tmp_path):
     job, argv = JobDir(tmp_path), (LINE, f"--job_log_dir={tmp_path}", "--set")
     succeed(*argv, "run.num_train_steps=1")

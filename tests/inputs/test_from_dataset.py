@@ -64,7 +64,8 @@ def assert_same(got, wanted):
             np.testing.assert_array_equal(batch[name], expected[name])
 
 
-@pytest.mark.parametrize("make", [pytest.param(endless, marks=pytest.mark.slow), one_pass])
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [endless, one_pass])
 def test_it_continues_and_splits_by_rows_as_every_pipeline(make):
     whole = taken(make().batches())
     assert_same(taken(make().batches()), whole)

@@ -91,7 +91,9 @@ def test_a_host_reads_its_own_rows_alone_and_any_batch_at_once():
     np.testing.assert_equal(part["x"], pipeline.rows(10**9, slice(0, 5))["x"][1:3])
 
 
-@pytest.mark.parametrize("pipeline", [made(seed=1, repeat=True), in_order(seed=1, repeat=True)])
+@pytest.mark.parametrize("pipeline", [
+    pytest.param(made(seed=1, repeat=True), marks=pytest.mark.slow), in_order(seed=1, repeat=True),
+])
 def test_a_resume_and_parts_of_rows_are_the_same_stream(pipeline):
     whole = taken(pipeline, 9)
     np.testing.assert_equal(taken(pipeline, 3, start=6), whole[6:])

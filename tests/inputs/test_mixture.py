@@ -224,6 +224,7 @@ def test_what_is_wrong_is_said(settings, words):
         Mixture(**given).check()
 
 
+@pytest.mark.slow
 def test_the_digest_is_of_the_stream_and_not_of_who_makes_it():
     def made(**sources):
         given = {"a": SyntheticLm(17, 4, 5, 1), "b": SyntheticLm(17, 6, 5, 2)} | sources

@@ -21,6 +21,7 @@ from praxis_lite.layers import (
 )
 from praxis_lite.run.trainer.forward_pass import forward_pass
 from praxis_lite.tasks.preference import DpoTask
+from tests.support.marks import slow_but
 
 BETA, SMOOTHING = 0.3, 0.1
 KINDS = ("copy", "adapters")
@@ -77,7 +78,7 @@ def log_probs(logits, batch):
     return (chosen * batch["answers"]).sum(-1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but({"copy"}, KINDS))
 def test_the_loss_is_that_of_the_paper(kind):
     partitioner, before, batches, metrics, state = trained(kind, (1, 1, 1))
     # Nothing was learned before the first step: both models are one, but for rounding.
@@ -132,7 +133,8 @@ def test_the_reference_stays_and_the_rest_learns(kind):
     assert metrics[2]["loss"] != metrics[0]["loss"]
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_mesh_gives_the_same(kind):
     *_, expected, _ = trained(kind, (1, 1, 1))
     *_, actual, _ = trained(kind, (1, 4, 2))

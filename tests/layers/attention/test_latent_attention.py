@@ -88,6 +88,7 @@ def test_decoding_from_latents_equals_the_whole_pass(settings):
     np.testing.assert_allclose(jnp.concatenate(actual, 1), expected, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_segments_and_paddings_hide_what_they_hide_in_other_attention():
     layer = attention(q_lora_rank=4)
     segments = jnp.asarray([[1, 1, 1, 2, 2, 2]] * B)

@@ -53,6 +53,7 @@ def layer_of(**settings):
     )
 
 
+@pytest.mark.slow
 def test_shared_experts_are_added_for_every_token():
     x = jnp.asarray(RNG.normal(size=(2, 7, 5)), jnp.float32)
     layer = layer_of(num_shared_experts=2)

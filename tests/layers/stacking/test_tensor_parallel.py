@@ -194,9 +194,9 @@ def losses_of_one_device():
 
 
 @pytest.mark.parametrize(("kind", "word", "policy"), [
-    (Partitioner, "fsdp+ring", "save_nothing"),
     (explicit_partitioner, "fsdp+ring", "save_out_proj"),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        (Partitioner, "fsdp+ring", "save_nothing"),
         (Partitioner, "fsdp+mlp_ring", "save_out_proj"),
         (explicit_partitioner, "fsdp+mlp_ring", "save_everything"),
     ]),

@@ -18,7 +18,8 @@ DATA_PARALLEL = {"explicit.NotebookDp", "explicit.DigitsDp"}  # Weights whole by
 SLOW = {
     "explicit.DigitsDp", "explicit.DigitsFsdp", "explicit.NotebookDp", "explicit.PyDocs",
     "finetune.PyDocsFull", "finetune.PyDocsLora", "linen.DigitsViT", "linen.PyDocs", "moe.PyDocs",
-    "pipelined.PyDocs", "pipelined.Synthetic", "vision.DigitsViT",
+    "pipelined.PyDocs", "pipelined.Synthetic", "python_texts.PythonTexts", "seq2seq.Reverse",
+    "vision.DigitsViT",
 }
 
 

@@ -101,6 +101,7 @@ def test_sampling_is_set_on_the_command_line(decoded, sampled):
     assert "temperature=1.5" not in job.config_txt.read_text()
 
 
+@pytest.mark.slow
 def test_records_of_other_settings_are_kept_beside_and_said(decoded, tmp_path):
     job = JobDir(Path(shutil.copytree(decoded[0].path, tmp_path / "job")))
     path = job.decode_jsonl("prompts", 7)

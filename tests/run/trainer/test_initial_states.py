@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding
 
 from praxis_lite.run.job.job_dir import JobDir
@@ -32,6 +33,7 @@ class Sevens:
         return {PATH: jax.device_put(x, NamedSharding(mesh, self.leaf.spec))}
 
 
+@pytest.mark.slow
 def test_a_source_that_the_run_does_not_know_gives_the_weights(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
     home()

@@ -134,6 +134,7 @@ def test_a_stop_string_is_never_shown_not_even_its_beginning(seed):
     )
 
 
+@pytest.mark.slow
 def test_a_conversation_is_read_line_by_line_and_each_answer_is_part_of_the_next_prompt(
     job, monkeypatch
 ):

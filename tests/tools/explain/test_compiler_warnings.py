@@ -7,6 +7,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -38,6 +39,7 @@ def test_a_full_copy_is_said_once_with_its_layer_and_what_to_change(mesh_of, cap
     assert "inputs_split_mapping=" in note
 
 
+@pytest.mark.slow
 def test_what_is_said_before_an_abort_is_passed_on_and_a_child_that_lives_on_holds_nothing_up():
     program = """
 import os, subprocess, sys

@@ -39,6 +39,7 @@ def explained(tmp_path_factory):
     return out, state_layout(task, {"replica": 1, "data": 4, "mdl": 2}), folder / "page.html"
 
 
+@pytest.mark.slow
 def test_it_prints_the_table_of_layout_txt(explained):
     out, layout, _ = explained
     assert layout_table(layout) in out

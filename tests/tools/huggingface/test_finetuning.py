@@ -95,6 +95,7 @@ def adapters_are_right(root, job):
     assert huggingface.load_tokenizer(root / "merged").vocab_size == VOCAB - 3
 
 
+@pytest.mark.slow
 def test_lora_learns_from_a_model_of_hugging_face_and_goes_back_to_it(started, capsys):
     finetuned(
         started, "ChatLora", "short", "run.num_train_steps=2", "mesh.ici_mesh_shape=1,2,2",
