@@ -36,6 +36,7 @@ from tests.support import lm_runs
 from tests.support.explicit_partitioner import explicit_partitioner
 from tests.support.goldens import golden, trimmed
 from tests.support.lm_runs import on_host, structs
+from tests.support.marks import slow_but
 
 # ---- The notebook.
 
@@ -67,7 +68,7 @@ def notebook_run(name):
     return partitioner, compiled, metrics, jax.device_get(state.mdl_vars["params"])
 
 
-@pytest.mark.parametrize("name", ["dp", "fsdp"])
+@pytest.mark.parametrize("name", slow_but({"dp"}, ["dp", "fsdp"]))
 def test_the_notebooks_losses_and_accuracies(name):
     expected = golden("reference/shard_map_dp_fsdp.json")
     assert expected["steps"] == NUM_STEPS

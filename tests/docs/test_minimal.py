@@ -63,6 +63,7 @@ def test_killed_it_goes_on_on_another_mesh_to_the_losses_of_one_device(tmp_path,
         assert abs(weight - expected_weights[path]).max() < 1e-5, path
 
 
+@pytest.mark.slow
 def test_it_is_short_and_needs_the_core_and_checkpoints_alone():
     source = MINIMAL.read_text(encoding="utf-8")
     assert source.count("\n") <= 170

@@ -106,6 +106,7 @@ def test_a_resume_and_parts_of_rows_are_the_same_stream(pipeline):
     assert stream_digest(pipeline, 4, num_processes=3) == stream_digest(pipeline, 4)
 
 
+@pytest.mark.slow
 def test_workers_and_mixtures_take_it():
     pipeline = made(seed=1, repeat=True)
     ahead = WithWorkers(pipeline, num_workers=2)

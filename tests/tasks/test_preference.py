@@ -115,7 +115,7 @@ def test_the_reference_is_the_copy_or_the_model_without_adapters():
     assert "w" in names and "lora_a" not in names
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but({"copy"}, KINDS))
 def test_the_reference_stays_and_the_rest_learns(kind):
     _, before, _, metrics, state = trained(kind, (1, 1, 1))
     after = jax.device_get(state.mdl_vars["params"])

@@ -8,11 +8,12 @@ from praxis_lite.core import Partitioner
 from praxis_lite.main import main
 from tests.support.explicit_partitioner import explicit_partitioner
 from tests.support.lm_runs import batches, partitioner_of, structs
+from tests.support.marks import slow_but
 
 TASK = partitioner_of("uneven", "adamw", (1, 4, 2)).task
 
 
-@pytest.mark.parametrize("kind", [Partitioner, explicit_partitioner])
+@pytest.mark.parametrize("kind", slow_but({Partitioner}, [Partitioner, explicit_partitioner]))
 def test_options_of_the_platform_reach_its_steps(kind, tmp_path, mesh_of):
     # By its dumps XLA shows that it was told of the folder.
     options = {"cpu": {"xla_dump_to": str(tmp_path)}, "tpu": {"xla_tpu_of_the_future": 1}}

@@ -91,7 +91,7 @@ def check(name: str, task: SequenceToSequenceTask, mesh=None, **given) -> None:
     packed_rows.check(actual, alone(name), TABLES, tolerance=3e-6)
 
 
-@pytest.mark.parametrize("name", slow_but({"rotary"}, ATTENTION))
+@pytest.mark.parametrize("name", slow_but((), ATTENTION))
 def test_pairs_of_a_row_neither_see_nor_change_each_other(name):
     check(name, task_of(name))
 
