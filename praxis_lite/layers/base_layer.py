@@ -228,11 +228,20 @@ def variables(module: nnx.Module) -> Iterator[nnx.Variable]:
             yield node
 
 
-def stacked(module: nnx.Module, stack_split: DimSplit) -> nnx.Module:
-    """Returns `module`, whose arrays got a leading dim by `jax.vmap`, with that dim declared."""
+def stacked(
+    module: nnx.Module, stack_split: DimSplit, *, may_be_apart: bool = False
+) -> nnx.Module:
+    """Returns `module`, whose arrays got a leading dim by `jax.vmap`, with that dim declared.
+
+    Args:
+      stack_split: how the dim splits.
+      may_be_apart: the layer that calls `module` takes `LayersApart` too, in decoding.
+    """
     for variable in variables(module):
         inner = variable.get_metadata().get("stack_split_dims_mapping", ())
-        variable.set_metadata(stack_split_dims_mapping=(stack_split, *inner))
+        variable.set_metadata(
+            stack_split_dims_mapping=(stack_split, *inner), may_be_apart=may_be_apart
+        )
     return module
 
 

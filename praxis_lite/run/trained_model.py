@@ -37,7 +37,8 @@ class TrainedModel:
     """The weights of a job's checkpoint on a mesh, and the calls of the job's task.
 
     Of `praxis_lite.train` the weights are read from the checkpoint when they are first used. Each
-    method compiles when it is called for the first time with arrays of some shapes. A notebook
+    method compiles when it is called for the first time with arrays of some shapes. To decode, the
+    weights of stacked layers are copied once, a layer each, and kept beside the stacks. A notebook
     shows the loss curve and the last numbers.
 
     Attributes:
@@ -66,6 +67,7 @@ class TrainedModel:
         self.job_dir, self._files, self._config = job_dir.path, job_dir, config
         self._with_decoder: dict[Decoder, Partitioner] = {}
         self._restored: dict[bool, Any] = {}
+        self._apart: dict[bool, Any] = {}
 
     def __repr__(self) -> str:
         mesh = mesh_text(self.partitioner.mesh.shape)
@@ -176,7 +178,7 @@ class TrainedModel:
         partitioner = self._decoding(decoder, settings)
         check_reads(partitioner.decode_step, checked_spec(pipeline, name), name)
         run = self.job.run
-        mdl_vars = self._mdl_vars(run.decode_use_ema_states)
+        mdl_vars = self._for_decoding(run.decode_use_ema_states)
         seed = run.seed if seed is None else whole_number(seed, "seed", 0, 2**32 - 1)
         return PromptDecoder(partitioner, mdl_vars, self.step, seed).records(name, pipeline)
 
@@ -211,6 +213,11 @@ class TrainedModel:
                 self.partitioner, self._files, self.step, use_ema
             )
         return self._restored[use_ema]
+
+    def _for_decoding(self, use_ema: bool) -> Any:
+        if use_ema not in self._apart:
+            self._apart[use_ema] = self.partitioner.for_decoding(self._mdl_vars(use_ema))
+        return self._apart[use_ema]
 
     def _pipeline(self, root: str, data: str | InputPipeline) -> tuple[str, InputPipeline]:
         """Returns a name for messages, and the pipeline, checked."""

@@ -37,6 +37,7 @@ class Step:
 
     Attributes:
       where: the task and the mesh.
+      layout: of the arrays that it is called with.
       function: the step before it is compiled, of the same arguments.
       trains: it takes and returns all of the state; else it takes the weights alone.
     """
@@ -51,7 +52,7 @@ class Step:
         check_rows: Callable[[PyTree], None],
     ):
         self.name, self.title, self.required_inputs = name, title, required_inputs
-        self.where, self._layout, self._pure, self._check_rows = where, layout, pure, check_rows
+        self.where, self.layout, self._pure, self._check_rows = where, layout, pure, check_rows
 
     @property
     def kind(self) -> str:
@@ -81,7 +82,7 @@ class Step:
     def check(self, arrays: PyTree, batch: Any, key: Any) -> None:
         """Raises a ConfigError that names the wrong argument of a call, if any."""
         mesh = self.where.mesh
-        arguments.check_tree(self._layout, arrays, f"{self.name}: {self._arrays}", mesh)
+        arguments.check_tree(self.layout, arrays, f"{self.name}: {self._arrays}", mesh)
         arguments.check_batch(batch, f"{self.name}: batch", mesh)
         arguments.check_key(key, f"{self.name}: key", self._may_lack_key)
 
@@ -101,14 +102,14 @@ class Step:
         # Placed as `key` places it: the compiled program is then the one that calls find cached.
         key = jax.eval_shape(lambda: jax.random.key(0))
         key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self.where.replicated)
-        return self._layout.abstract(self.where.mesh), batch, key
+        return self.layout.abstract(self.where.mesh), batch, key
 
     def _compile(
         self, function: Callable[..., Any], compiler_options: Mapping[str, Any] | None,
         also: Callable[[Any], Any] = lambda jaxpr: jaxpr, **settings: Any,
     ) -> None:
         function.__name__ = f"_{self.name}"
-        arrays, whole = self._layout.shardings(self.where.mesh), self.where.replicated
+        arrays, whole = self.layout.shardings(self.where.mesh), self.where.replicated
         self.function = function
         # The batch's sharding is None, "as it comes": `global_batch` has placed it.
         self._compiled = jax.jit(
@@ -121,7 +122,7 @@ class Step:
     def _computed(self, arrays: PyTree, batch: GlobalBatch, key: Any) -> Any:
         if self.required_inputs:
             self.where.task.check_inputs(batch.inputs, self.required_inputs, self.name)
-        return self._pure(self._layout.unpad(arrays), self.where.inputs(batch), key)
+        return self._pure(self.layout.unpad(arrays), self.where.inputs(batch), key)
 
 
 class TrainStep(Step):
@@ -136,7 +137,7 @@ class TrainStep(Step):
             self.check(state, batch, key)
             with self.where.tracing():
                 state, outputs = self._computed(state, batch, key)
-                return self._layout.pad(state), outputs
+                return self.layout.pad(state), outputs
 
         self._compile(on_the_mesh, compiler_options, narrow_scans, donate_argnums=0)
 
@@ -151,16 +152,17 @@ class StepOfWeights(Step):
 
     Args:
       may_lack_key: without a key a fixed one is taken.
+      in_form: brings the weights of a call into the form of the layout.
     """
 
     trains, _arrays = False, "mdl_vars"
 
     def __init__(
         self, *args: Any, compiler_options: Mapping[str, Any] | None, may_lack_key: bool,
-        **named: Any,
+        in_form: Callable[[PyTree], PyTree] = lambda mdl_vars: mdl_vars, **named: Any,
     ):
         super().__init__(*args, **named)
-        self._may_lack_key = may_lack_key
+        self._may_lack_key, self._in_form = may_lack_key, in_form
 
         def on_the_mesh(mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array | None) -> PyTree:
             self.check(mdl_vars, batch, key)
@@ -172,4 +174,4 @@ class StepOfWeights(Step):
     def __call__(
         self, mdl_vars: PyTree, batch: GlobalBatch, key: jax.Array | None = None
     ) -> PyTree:
-        return self._checked(mdl_vars, batch, key)
+        return self._checked(self._in_form(mdl_vars), batch, key)

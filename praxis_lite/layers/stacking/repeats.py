@@ -9,6 +9,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.models.layers_apart import has_layers_apart, layer_of
 from praxis_lite.core.sharding.mesh import compiled_platform
 from praxis_lite.core.sharding.split_dims import DimSplit
 from praxis_lite.layers.base_layer import (
@@ -66,37 +67,45 @@ class Repeat(BaseLayer):
             self.blocks = nnx.List(block(rngs=nnx.Rngs(key)) for key in keys)
         else:
             blocks = jax.vmap(lambda key: block(rngs=nnx.Rngs(key)))(keys)
-            self.blocks = stacked(blocks, stack_split)
+            self.blocks = stacked(blocks, stack_split, may_be_apart=True)
         self.num_layers, self.unroll = num_layers, unroll
         self.checkpoint_policy = checkpoint_policy
 
     def init_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the blocks' caches, stacked on a leading dim."""
-        # A block's cache depends on its settings, not its weights: the stack serves as one block.
-        block = self.blocks[0] if self.unroll else self.blocks
+        """Returns the blocks' caches, stacked on a leading dim; a list if their weights are not."""
+        if (blocks := self._blocks_apart()) is not None:
+            return [block.init_cache(*args, **kwargs) for block in blocks]
         return jax.tree.map(
             lambda x: jnp.broadcast_to(x, (self.num_layers, *x.shape)),
-            block.init_cache(*args, **kwargs),
+            # It depends on a block's settings, not its weights: the stack serves as one block.
+            self.blocks.init_cache(*args, **kwargs),
         )
+
+    def _blocks_apart(self) -> Sequence[Any] | None:
+        """Returns the blocks if their weights are no stacks."""
+        if self.unroll:
+            return self.blocks
+        if has_layers_apart(self.blocks):
+            return [layer_of(self.blocks, i) for i in range(self.num_layers)]
+        return None
 
     def __call__(
         self, x: jax.Array, *, key: jax.Array | None = None, cache: Any = None, **inputs: Any
     ) -> tuple[jax.Array, Any]:
         keys = None if key is None else jax.random.split(key, self.num_layers)
-        is_scanned = not self.unroll and self.num_layers > 1
+        blocks = self._blocks_apart()
+        is_scanned = blocks is None and self.num_layers > 1
         step = remat(_step(inputs, is_scanned), self.checkpoint_policy, is_scanned=is_scanned)
-        if not self.unroll:
+        if blocks is None:
             x, (cache, values) = jax.lax.scan(step, x, (self.blocks, keys, cache))
             assign(self.blocks, values)
             return x, cache
         caches = []
-        for i, block in enumerate(self.blocks):
-            layer_key, layer_cache = jax.tree.map(lambda leaf, i=i: leaf[i], (keys, cache))
-            x, layer_cache = _applied(self, step, x, (block, layer_key, layer_cache))
+        for i, block in enumerate(blocks):
+            layer = (block, None if keys is None else keys[i], None if cache is None else cache[i])
+            x, layer_cache = _applied(self, step, x, layer)
             caches.append(layer_cache)
-        if cache is None:
-            return x, None
-        return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches)
+        return x, None if cache is None else caches
 
 
 class StackedTransformer(BaseLayer):

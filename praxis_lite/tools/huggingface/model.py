@@ -69,7 +69,8 @@ def load(
 class HuggingFaceModel:
     """The weights of a checkpoint of Hugging Face on a mesh, and the model's calls.
 
-    Each method compiles when it is called for the first time with arrays of some shapes.
+    Each method compiles when it is called for the first time with arrays of some shapes; `generate`
+    keeps a copy of the weights of stacked layers, a layer each.
 
     Attributes:
       partitioner: the task on its mesh.
@@ -164,7 +165,7 @@ class HuggingFaceModel:
         batch = partitioner.global_batch({
             "ids": ids, "prefix_lengths": lengths, "weights": np.ones(len(lengths), np.float32),
         })
-        inputs = self.mdl_vars, batch, partitioner.key(0)
+        inputs = self._for_decoding, batch, partitioner.key(0)
         result = jax.device_get(
             self._runs.run(partitioner.decode_step, *inputs, key=ids.shape)
         )
@@ -229,6 +230,10 @@ class HuggingFaceModel:
                 "positions (max_position_embeddings). Shorten it, or load the model with "
                 "settings=['task.model.max_positions=NUMBER'] if its positions are rotary."
             )
+
+    @functools.cached_property
+    def _for_decoding(self) -> Any:
+        return self.partitioner.for_decoding(self.mdl_vars)
 
     @functools.cached_property
     def _sizes(self) -> Mapping[str, int]:

@@ -100,12 +100,13 @@ class Continuations:
             groups[length, request.decoder, request.until].append(place)
         texts = [""] * len(requests)
         progress = Progress("continued", len(requests))
+        mdl_vars = self._model.partitioner.for_decoding(self._model.mdl_vars)
         # The longest first: a lack of memory shows at once.
         for length, decoder, until in sorted(groups, key=lambda group: -group[0]):
             places = groups[length, decoder, until]
             new_ids: list[list[int]] = [[] for _ in places]
             stream = self._batching(decoder, length).stream(
-                self._model.mdl_vars,
+                mdl_vars,
                 (self._prompt(place, contexts[place], length) for place in places),
                 num_steps=STEPS_BETWEEN_LOOKS,
                 should_stop=stops_in_text(self._model.tokenizer, until),

@@ -90,6 +90,7 @@ def _restored(
         job.partitioner, job.files, step, job.run.decode_use_ema_states
     )
     batchings = {} if batchings is None else batchings
+    mdl_vars = job.partitioner.for_decoding(mdl_vars, donates=True)
     return PromptDecoder(job.partitioner, mdl_vars, step, job.run.seed, batchings=batchings)
 
 

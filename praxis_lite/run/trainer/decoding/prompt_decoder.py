@@ -33,7 +33,7 @@ class PromptDecoder:
     """Decodes datasets of prompts with the weights of a checkpoint.
 
     Attributes:
-      mdl_vars: weights of `step`, on the mesh.
+      mdl_vars: weights of `step`, on the mesh, as `Partitioner.for_decoding` returns them.
       seed: of the sampling; the step and the batch's index are folded in.
       note: told how many model steps the prompts took, under continuous batching.
       batchings: the compiled programs of continuous batching, by rows and length of a prompt;

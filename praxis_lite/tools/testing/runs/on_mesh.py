@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from praxis_lite.core.learner.bound_learner import BoundLearner
+from praxis_lite.core.models.layers_apart import apart_like
 from praxis_lite.core.models.model import MdlVars
 from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
@@ -105,10 +106,11 @@ class OnMesh:
     def _of_vars(
         self, step: Step, mdl_vars: MdlVars, inputs: Batch, seed: int, without_randomness: bool
     ) -> PyTree:
-        layout, key = self.layout.select("mdl_vars"), self.partitioner.batch_key(seed, 0, 0)
+        key = self.partitioner.batch_key(seed, 0, 0)
+        mdl_vars = apart_like(step.layout.shapes, mdl_vars)
         run = self._program(step, inputs, without_randomness=without_randomness)
         with jax.enable_x64(True):
-            return jax.device_get(run(self._placed(layout, mdl_vars), self.batch(inputs), key))
+            return jax.device_get(run(self._placed(step.layout, mdl_vars), self.batch(inputs), key))
 
     def call(
         self, function: Callable[..., Any], mdl_vars: MdlVars, inputs: Batch

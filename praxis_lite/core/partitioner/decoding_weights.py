@@ -1,0 +1,84 @@
+"""The weights as decoding reads them: layers of a stack are arrays of their own."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from praxis_lite.core.models.layers_apart import LayersApart, apart_like, has_layers_apart
+from praxis_lite.core.models.model import spec_leaves
+from praxis_lite.core.partitioner.arguments import check_tree
+from praxis_lite.core.partitioner.train_state import StateLayout
+from praxis_lite.core.sharding.leaf_paths import path_of
+
+PyTree = Any
+
+
+class DecodingWeights:
+    """Brings weights into the form that decoding reads.
+
+    A stack whose layers are split over devices stays a stack: apart, each layer would lie on all of
+    them.
+
+    Args:
+      layout: of the mdl_vars in training.
+      weight_specs: of the model.
+      mesh: that the arrays lie on.
+
+    Attributes:
+      layout: of the mdl_vars in decoding.
+    """
+
+    def __init__(self, layout: StateLayout, weight_specs: PyTree, mesh: Mesh):
+        self._training, self._mesh = layout, mesh
+        may_be_apart = {path for path, spec in spec_leaves(weight_specs) if spec.may_be_apart}
+        is_apart = jax.tree.map_with_path(
+            lambda keys, spec: path_of(keys) in may_be_apart and spec[0] is None, layout.specs
+        )
+
+        def layers(x: jax.ShapeDtypeStruct, spec: PartitionSpec, is_apart: bool) -> Any:
+            layer = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+            return LayersApart([layer] * x.shape[0]) if is_apart else x
+
+        def specs(x: jax.ShapeDtypeStruct, spec: PartitionSpec, is_apart: bool) -> Any:
+            return LayersApart([PartitionSpec(*spec[1:])] * x.shape[0]) if is_apart else spec
+
+        self.layout = StateLayout(
+            *(jax.tree.map(of, layout.shapes, layout.specs, is_apart) for of in (layers, specs)),
+            layout.axis_sizes,
+        )
+
+    def of(self, mdl_vars: PyTree, *, donates: bool = False) -> PyTree:
+        """Returns weights in this form: those of training, or in this form already.
+
+        Weights that are no stacks are the same arrays. The others are copied, one after the other.
+
+        Args:
+          donates: a stack is deleted once its layers are there: the memory of one stack more is
+            needed at a time, and not of all.
+
+        Raises:
+          ConfigError: they are not this model's; names a leaf.
+        """
+        if has_layers_apart(mdl_vars) or not has_layers_apart(self.layout.shapes):
+            return mdl_vars
+        check_tree(self._training, mdl_vars, "mdl_vars", self._mesh)
+
+        def layers_of(stack: jax.Array, shardings: list[NamedSharding]) -> list[jax.Array]:
+            layers = _taken_apart(*shardings)(stack)
+            if donates:
+                jax.block_until_ready(layers)
+                stack.delete()
+            return layers
+
+        return apart_like(self.layout.shardings(self._mesh), mdl_vars, layers_of)
+
+
+@functools.cache
+def _taken_apart(*shardings: NamedSharding) -> Callable[[jax.Array], list[jax.Array]]:
+    """Returns a compiled function from a stack to its layers, each of which lies as is said."""
+    return jax.jit(
+        lambda stack: [stack[i] for i in range(len(shardings))], out_shardings=list(shardings)
+    )
