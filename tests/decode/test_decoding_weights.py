@@ -1,0 +1,138 @@
+"""Weights as decoding reads them: layers apart, the same bits, nothing copied in the loop."""
+
+import functools
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from praxis_lite import ConfigError
+from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
+from praxis_lite.core.models.layers_apart import LayersApart
+from praxis_lite.core.partitioner import steps
+from praxis_lite.decode import BeamSearch, Greedy, Sample
+from praxis_lite.decode.continuous_batching import ContinuousBatching, Prompt
+from praxis_lite.layers import Repeat, Transformer, TransformerLm
+from praxis_lite.tasks.language_model import LanguageModelTask
+
+V, D, H, L, P, M = 17, 12, 20, 3, 4, 6
+BATCH = {
+    "ids": np.arange(5 * P, dtype=np.int32).reshape(5, P) % V,
+    "prefix_lengths": np.asarray([4, 2, 3, 1, 4], np.int32),
+    "weights": np.ones(5, np.float32),
+}
+SPEC = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in BATCH.items()}
+DECODERS = {
+    "greedy": Greedy(max_decode_steps=M, eos_id=V),
+    "sample": Sample(max_decode_steps=M, eos_id=3, num_samples=2, temperature=2.0),
+    "beam": BeamSearch(max_decode_steps=M, eos_id=3, beam_size=3),
+}
+PATTERN = [fdl.Partial(Transformer), fdl.Partial(Transformer)]
+
+
+def partitioner_of(decoder="greedy", shape=(1, 1, 1), num_layers=L, **model):
+    lm = fdl.Partial(
+        TransformerLm, V, D, H, num_heads=3, num_layers=num_layers, dim_per_head=4,
+        position_emb_tpl=None, **model,
+    )
+    task = LanguageModelTask(fdl.build(lm), Learner(optax.sgd, 0.1), decoder=DECODERS[decoder])
+    return Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=shape)))
+
+
+def weights_of(partitioner):
+    return partitioner.init(partitioner.key(0)).mdl_vars
+
+
+def decoded(partitioner, mdl_vars):
+    """Returns the outputs of the task's decoding, whatever form its weights are in."""
+    decode = partitioner.with_mdl_vars(functools.partial(steps.decode_step, partitioner.task))
+    inputs = {name: jnp.asarray(x) for name, x in BATCH.items()}
+    return jax.device_get(jax.jit(decode)(mdl_vars, inputs, jax.random.key(0)))
+
+
+@pytest.mark.parametrize("decoder, shape, model", [
+    ("greedy", (1, 1, 1), {}),
+    ("greedy", (1, 2, 2), {}),
+    pytest.param("sample", (1, 1, 1), {}, marks=pytest.mark.slow),
+    pytest.param("beam", (1, 1, 1), {}, marks=pytest.mark.slow),
+    pytest.param("beam", (1, 4, 2), {}, marks=pytest.mark.slow),
+    ("sample", (1, 1, 1), {"transformer_layer_tpl": PATTERN, "num_layers": 4}),
+])
+def test_layers_apart_give_the_same_bits_as_the_stack(decoder, shape, model):
+    partitioner = partitioner_of(decoder, shape, **model)
+    mdl_vars = weights_of(partitioner)
+    actual = decoded(partitioner, partitioner.for_decoding(mdl_vars))
+    expected = decoded(partitioner, mdl_vars)
+    assert np.ptp(expected["output_ids"]) > 0
+    for name, x in expected.items():
+        np.testing.assert_array_equal(actual[name], x, err_msg=name)
+    if decoder != "sample":
+        batch = partitioner.global_batch(BATCH)
+        outputs = partitioner.decode_step(mdl_vars, batch, partitioner.key(0))
+        np.testing.assert_array_equal(outputs["output_ids"], expected["output_ids"])
+
+
+def test_each_layer_lies_as_its_stack_did_and_the_rest_is_the_same_array():
+    partitioner = partitioner_of(shape=(1, 4, 2))
+    mdl_vars = weights_of(partitioner)
+    weights = partitioner.for_decoding(mdl_vars)
+    stack = mdl_vars["params"]["transformer"]["blocks"]["ff_layer"]["ffn_layer1"]["linear"]["w"]
+    apart = weights["params"]["transformer"]["blocks"]["ff_layer"]["ffn_layer1"]["linear"]["w"]
+    assert isinstance(apart, LayersApart) and len(apart.layers) == L
+    for layer, expected in zip(apart.layers, np.asarray(stack), strict=True):
+        np.testing.assert_array_equal(layer, expected)
+        assert layer.sharding.spec == PartitionSpec(*stack.sharding.spec[1:])
+    assert weights["params"]["final_ln"]["scale"] is mdl_vars["params"]["final_ln"]["scale"]
+    assert partitioner.for_decoding(weights) is weights
+    assert not stack.is_deleted()
+
+
+def test_donated_stacks_are_deleted_and_other_weights_are_kept():
+    partitioner = partitioner_of()
+    mdl_vars = weights_of(partitioner)
+    partitioner.for_decoding(mdl_vars, donates=True)
+    blocks = jax.tree.leaves(mdl_vars["params"]["transformer"]["blocks"])
+    assert all(x.is_deleted() for x in blocks)
+    assert not mdl_vars["params"]["final_ln"]["scale"].is_deleted()
+
+
+def test_a_stack_whose_layers_are_split_over_devices_stays_one():
+    split = fdl.Partial(Repeat, stack_split="data")
+    partitioner = partitioner_of(shape=(1, 3, 1), stacked_transformer_tpl=split)
+    mdl_vars = weights_of(partitioner)
+    assert partitioner.for_decoding(mdl_vars) is mdl_vars
+
+
+def test_weights_of_another_model_are_refused():
+    with pytest.raises(ConfigError, match="ff_layer.*shape.*wanted"):
+        partitioner_of().for_decoding(weights_of(partitioner_of(num_layers=L + 1)))
+
+
+def test_the_program_has_no_stack_of_weights():
+    partitioner = partitioner_of()
+    text = partitioner.decode_step.lower(SPEC).as_text()
+    # Each matrix is an argument of its own, and no stack of them is anywhere.
+    assert f"tensor<{D}x{H}xf32>" in text and f"tensor<{L}x{D}x{H}xf32>" not in text
+
+
+def test_continuous_batching_takes_them_and_compiles_once():
+    partitioner = partitioner_of()
+    mdl_vars = weights_of(partitioner)
+    wrap = functools.partial(partitioner.with_mdl_vars, has_splits=True)
+    batching = ContinuousBatching(DECODERS["greedy"], partitioner.task.module, 2, P, wrap=wrap)
+    expected = decoded(partitioner, mdl_vars)["output_ids"][:, 0]
+    actual = np.zeros_like(expected)
+    keys = jax.random.split(jax.random.key(0), len(expected))
+    prompts = [
+        Prompt(ids, length, key)
+        for ids, length, key in zip(BATCH["ids"], BATCH["prefix_lengths"], keys, strict=True)
+    ]
+    filled = [0] * len(prompts)
+    for new in batching.stream(partitioner.for_decoding(mdl_vars), iter(prompts)):
+        actual[new.index, filled[new.index] :][: len(new.ids)] = new.ids
+        filled[new.index] += len(new.ids)
+    np.testing.assert_array_equal(actual, expected)
