@@ -1,6 +1,8 @@
 """Weights as decoding reads them: layers apart, the same bits, nothing copied in the loop."""
 
 import functools
+import itertools
+import re
 
 import fiddle as fdl
 import jax
@@ -55,12 +57,15 @@ def decoded(partitioner, mdl_vars):
 
 
 @pytest.mark.parametrize("decoder, shape, model", [
-    ("greedy", (1, 1, 1), {}),
     ("greedy", (1, 2, 2), {}),
+    pytest.param("greedy", (1, 1, 1), {}, marks=pytest.mark.slow),
     pytest.param("sample", (1, 1, 1), {}, marks=pytest.mark.slow),
     pytest.param("beam", (1, 1, 1), {}, marks=pytest.mark.slow),
     pytest.param("beam", (1, 4, 2), {}, marks=pytest.mark.slow),
-    ("sample", (1, 1, 1), {"transformer_layer_tpl": PATTERN, "num_layers": 4}),
+    pytest.param(
+        "sample", (1, 1, 1), {"transformer_layer_tpl": PATTERN, "num_layers": 4},
+        marks=pytest.mark.slow,
+    ),
 ])
 def test_layers_apart_give_the_same_bits_as_the_stack(decoder, shape, model):
     partitioner = partitioner_of(decoder, shape, **model)
@@ -112,13 +117,19 @@ def test_weights_of_another_model_are_refused():
         partitioner_of().for_decoding(weights_of(partitioner_of(num_layers=L + 1)))
 
 
-def test_the_program_has_no_stack_of_weights():
-    partitioner = partitioner_of()
-    text = partitioner.decode_step.lower(SPEC).as_text()
+def test_the_program_has_no_stack_of_weights_and_its_loop_no_copy_of_the_cache():
+    lowered = partitioner_of().decode_step.lower(SPEC)
     # Each matrix is an argument of its own, and no stack of them is anywhere.
+    text = lowered.as_text()
     assert f"tensor<{D}x{H}xf32>" in text and f"tensor<{L}x{D}x{H}xf32>" not in text
+    text = lowered.compile().as_text()
+    assert f"f32[5,3,{P + M},4]" in text  # [B, N, S, K]
+    orders = "|".join(",".join(map(str, dims)) for dims in itertools.permutations((5, 3, P + M, 4)))
+    moved = re.findall(rf"= f32\[(?:{orders})\]\S* (?:copy|transpose)\(.*while/body", text)
+    assert not moved
 
 
+@pytest.mark.slow
 def test_continuous_batching_takes_them_and_compiles_once():
     partitioner = partitioner_of()
     mdl_vars = weights_of(partitioner)

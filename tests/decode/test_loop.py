@@ -261,8 +261,8 @@ def test_continuous_batching_on_a_mesh_gives_what_one_device_gives():
 
 def test_each_device_carries_its_share_of_the_cache():
     program = sharded((1, 3, 2), "greedy")[1]
-    # [B, S, N, K] of each layer; 5 rows over 3 devices, 3 heads over 2.
-    whole, share = f"f32[5,{P + M},3,4]", f"f32[2,{P + M},2,4]"
+    # [B, N, S, K] of each layer; 5 rows over 3 devices, 3 heads over 2.
+    whole, share = f"f32[5,3,{P + M},4]", f"f32[2,2,{P + M},4]"
     loops = [line for line in program.splitlines() if re.search(r" while\(", line)]
     assert any(share in line for line in loops)
     assert not any(whole in line for line in loops)

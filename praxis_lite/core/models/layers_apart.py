@@ -35,13 +35,6 @@ def has_layers_apart(tree: PyTree) -> bool:
     return any(map(is_apart, jax.tree.leaves(tree, is_leaf=is_apart)))
 
 
-def layer_of(tree: PyTree, index: int) -> PyTree:
-    """Returns a layer of a tree in which each array is a stack, or has its layers apart."""
-    return jax.tree.map(
-        lambda x: x.layers[index] if is_apart(x) else x[index], tree, is_leaf=is_apart
-    )
-
-
 def apart_like(
     like: PyTree, tree: PyTree,
     layers_of: Callable[[Any, list[Any]], list[Any]] = lambda stack, like: list(stack),

@@ -9,7 +9,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.core.errors import require
 from praxis_lite.core.sharding.split_dims import constrain
-from praxis_lite.layers.attention.cache import Cache, append, empty_cache, keep_encoded
+from praxis_lite.layers.attention.cache import (
+    Cache,
+    append,
+    by_heads,
+    empty_cache,
+    keep_encoded,
+)
 from praxis_lite.layers.attention.checks import check_call, check_contexts, require_one_source
 from praxis_lite.layers.attention.einsum import LogitOptions
 from praxis_lite.layers.attention.heads import AttentionHeads
@@ -170,7 +176,7 @@ class DotProductAttention(AttentionHeads):
         encoded_length: int | None = None,
     ) -> Cache:
         """Returns an empty cache, see `empty_cache`, laid out as keys and values are."""
-        return self._kv_laid_out(
+        return self._cache_laid_out(
             empty_cache(self, batch_size, max_seq_length, dtype, encoded_length)
         )
 
@@ -259,14 +265,15 @@ class DotProductAttention(AttentionHeads):
         q_BTNK, kv = self._project(inputs, encoded, positions, kv_positions)
         if cache is not None:
             if not is_cross:
-                cache = append(cache, kv, positions)
+                cache = append(cache, by_heads(kv), positions)
                 mask = AttentionMask(self.left_context, 0, q_index_BT=positions)
             else:
                 if kv is not None:
-                    cache = keep_encoded(cache, kv, mask.kv_visible_BS)
+                    cache = keep_encoded(cache, by_heads(kv), mask.kv_visible_BS)
                 mask = AttentionMask(kv_visible_BS=cache["encoded_visible"])
-            kv = cache = self._kv_laid_out(cache)
-            kv_positions = _positions(None, cache["key"])
+            cache = self._cache_laid_out(cache)
+            kv = by_heads(cache)
+            kv_positions = _positions(None, kv["key"])
         bias = None if self.relative_bias is None else self.relative_bias(positions, kv_positions)
         encoded_BTNK = attend(
             self.atten_kernel,

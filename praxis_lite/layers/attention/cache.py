@@ -15,9 +15,11 @@ Cache = dict[str, jax.Array]
 def empty_cache(
     layer: Any, batch_size: int, max_seq_length: int, dtype: Any, encoded_length: int | None
 ) -> Cache:
-    """Returns the empty cache of an attention layer: keys and values of zeros, [B, S, G, K].
+    """Returns the empty cache of an attention layer: keys and values of zeros, [B, G, S, K].
 
-    That of cross-attention has `encoded_visible`, bool [B, S], too, and S is `encoded_length`.
+    Heads come before time, so that the products of each token read a head's rows where they lie:
+    after time, they would be copied for each token. That of cross-attention has
+    `encoded_visible`, bool [B, S], too, and S is `encoded_length`.
 
     Raises:
       ConfigError: cross-attention without encoded_length, or bidirectional attention, where a later
@@ -35,37 +37,42 @@ def empty_cache(
             "ones see. Run the whole sequence, or set is_causal=True."
         )
     length = encoded_length if is_cross else max_seq_length
-    shape_BSGK = (batch_size, length, layer.num_kv_heads, layer.dim_per_head)
-    cache = {name: jnp.zeros(shape_BSGK, dtype) for name in ("key", "value")}
+    shape_BGSK = (batch_size, layer.num_kv_heads, length, layer.dim_per_head)
+    cache = {name: jnp.zeros(shape_BGSK, dtype) for name in ("key", "value")}
     if is_cross:
-        cache["encoded_visible"] = jnp.zeros(shape_BSGK[:2], bool)
+        cache["encoded_visible"] = jnp.zeros((batch_size, length), bool)
     return cache
 
 
+def by_heads(kv: Cache) -> Cache:
+    """Returns keys and values [B, S, G, K] as a cache has them, [B, G, S, K]; and back again."""
+    return {name: jnp.swapaxes(x, 1, 2) if x.ndim == 4 else x for name, x in kv.items()}
+
+
 def append(cache: Cache, new: Cache, positions: jax.Array) -> Cache:
-    """Returns the cache with T new entries [B, T, ...] from each row's first position on."""
-    start_B = jnp.broadcast_to(positions, new["key"].shape[:2])[:, 0]
+    """Returns the cache with T new entries [B, ..., T, K] from each row's first position on."""
+    start_B = jnp.broadcast_to(positions, (new["key"].shape[0], positions.shape[1]))[:, 0]
 
     def write_row(old: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), start, axis=0)
+        return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), start, axis=-2)
 
     return {name: jax.vmap(write_row)(cache[name], x, start_B) for name, x in new.items()}
 
 
 def keep_encoded(cache: Cache, new: Cache, visible_BS: jax.Array | None) -> Cache:
-    """Returns the cache with the keys and values of `encoded` in its first places.
+    """Returns the cache with the keys and values [B, G, S, K] of `encoded` in its first places.
 
     Raises:
       ConfigError: `encoded` is longer than the cache.
     """
-    length, room = new["key"].shape[1], cache["key"].shape[1]
+    length, room = new["key"].shape[2], cache["key"].shape[2]
     if length > room:
         raise ConfigError(
             f"encoded has {length} positions, but the cache was made for {room}. Call init_cache "
             f"with encoded_length of {length} or more."
         )
     if visible_BS is None:
-        visible_BS = jnp.ones(new["key"].shape[:2], bool)
+        visible_BS = jnp.ones((new["key"].shape[0], length), bool)
     kept = {
         name: jax.lax.dynamic_update_slice(
             cache[name], new[name].astype(cache[name].dtype), (0, 0, 0, 0)

@@ -159,9 +159,14 @@ class AttentionHeads(BaseLayer):
         return constrain(x_BTNK, self.activation_split_dims_mapping)
 
     def _kv_laid_out(self, kv: Cache) -> Cache:
-        split = self.kv_split_dims_mapping
-        splits = {"encoded_visible": None if split is None else tuple(split)[:2]}
-        return {name: constrain(x, splits.get(name, split)) for name, x in kv.items()}
+        return {name: constrain(x, self.kv_split_dims_mapping) for name, x in kv.items()}
+
+    def _cache_laid_out(self, cache: Cache) -> Cache:
+        if self.kv_split_dims_mapping is None:
+            return cache
+        B, S, G, K = (*self.kv_split_dims_mapping, None, None, None, None)[:4]
+        splits = {"encoded_visible": (B, S)}
+        return {name: constrain(x, splits.get(name, (B, G, S, K))) for name, x in cache.items()}
 
     def _heads_for(self, path: tuple, weight: jax.Array, dim: int, num_parts: int) -> jax.Array:
         """Returns a weight with as many heads as divide into `num_parts`, those of zeros last.

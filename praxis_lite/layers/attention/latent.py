@@ -127,10 +127,9 @@ class MultiHeadLatentAttention(BaseLayer):
         self.output_split_dims_mapping = output_split_dims_mapping
 
     def init_cache(self, batch_size: int, max_seq_length: int, dtype: Any) -> Cache:
-        """Returns an empty cache: latents [B, S, L] and keys of positions [B, S, R]."""
+        """Returns an empty cache: latents and the keys of positions after them, [B, S, L + R]."""
         _, _, R, _, L = self.sizes
-        shape = (batch_size, max_seq_length)
-        cache = {"latent": jnp.zeros((*shape, L), dtype), "key": jnp.zeros((*shape, R), dtype)}
+        cache = {"key": jnp.zeros((batch_size, max_seq_length, L + R), dtype)}
         return self._cache_laid_out(cache)
 
     def __call__(
@@ -170,6 +169,7 @@ class MultiHeadLatentAttention(BaseLayer):
             )
             encoded_BTNV = self._over_heads(q_BTNK, q_BTNR, new, mask, key)
         else:
+            new = {"key": jnp.concatenate([new["latent"], new["key"]], -1)}
             cache = self._cache_laid_out(append(cache, new, positions))
             mask = AttentionMask(None, 0, q_index_BT=positions)
             encoded_BTNV = self._over_latents(q_BTNK, q_BTNR, cache, mask, key)
@@ -213,16 +213,15 @@ class MultiHeadLatentAttention(BaseLayer):
         key: jax.Array | None,
     ) -> jax.Array:
         """Returns the same, where all heads read the latents as keys and values."""
-        _, K, R, _, L = self.sizes
+        _, K, _, _, L = self.sizes
         w = self.key_value.kernel(q_BTNK.dtype)
         if self.key_value.product != Product():  # It has an adapter, or is rounded.
             w = self.key_value(jnp.eye(L, dtype=q_BTNK.dtype))
         w_LNK, w_LNV = jnp.split(w, [K], axis=-1)
         q = jnp.concatenate([jnp.einsum("btnk,lnk->btnl", q_BTNK, w_LNK), q_BTNR], -1)
-        latents = cache["latent"].astype(q.dtype)
-        k = jnp.concatenate([latents, cache["key"].astype(q.dtype)], -1)[:, :, None]
-        v = filled_up(latents, L + R, dim=2)[:, :, None]
-        seen_BTNL = self._attend(q, k, v, mask, key, has_cache=True)[..., :L]
+        # As values, too: what comes of the keys of positions is cut off again.
+        kv = cache["key"].astype(q.dtype)[:, :, None]
+        seen_BTNL = self._attend(q, kv, kv, mask, key, has_cache=True)[..., :L]
         return jnp.einsum("btnl,lnv->btnv", seen_BTNL, w_LNV)
 
     def _attend(

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.core.models.layers_apart import has_layers_apart, layer_of
+from praxis_lite.core.models.layers_apart import has_layers_apart, is_apart
 from praxis_lite.core.sharding.mesh import compiled_platform
 from praxis_lite.core.sharding.split_dims import DimSplit
 from praxis_lite.layers.base_layer import (
@@ -86,7 +86,7 @@ class Repeat(BaseLayer):
         if self.unroll:
             return self.blocks
         if has_layers_apart(self.blocks):
-            return [layer_of(self.blocks, i) for i in range(self.num_layers)]
+            return [_layer_of(self.blocks, i) for i in range(self.num_layers)]
         return None
 
     def __call__(
@@ -202,6 +202,13 @@ def _step(inputs: dict[str, Any], is_scanned: bool = False) -> Step:
         return checkpoint_name(x, "transformer_layer_out"), (cache, assigned_values(block))
 
     return step
+
+
+def _layer_of(blocks: Any, index: int) -> Any:
+    """Returns a layer of blocks in which each array is a stack, or has its layers apart."""
+    return jax.tree.map(
+        lambda x: x.layers[index] if is_apart(x) else x[index], blocks, is_leaf=is_apart
+    )
 
 
 def _applied(parent: BaseLayer, step: Step, x: jax.Array, layer: tuple) -> tuple[jax.Array, Any]:

@@ -78,7 +78,7 @@ def test_decoding_from_latents_equals_the_whole_pass(settings):
     expected, _ = layer(jnp.asarray(X))
     cache = layer.init_cache(B, T + 2, jnp.float32)
     # All that is kept of a token, for all heads together.
-    assert {x.shape for x in cache.values()} == {(B, T + 2, L), (B, T + 2, R)}
+    assert {x.shape for x in cache.values()} == {(B, T + 2, L + R)}
     step = jax.jit(lambda x, positions, cache: layer(x, positions=positions, cache=cache))
     first, cache = step(X[:, :3], jnp.broadcast_to(jnp.arange(3), (B, 3)), cache)
     actual = [first]

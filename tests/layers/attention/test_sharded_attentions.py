@@ -130,4 +130,4 @@ def test_the_cache_is_split_as_keys_are_and_a_head_that_all_read_stays_whole(mes
     grouped = layer(num_kv_heads=2)
     with jax.set_mesh(mesh_of(1, 4, 2)):
         cache = jax.jit(lambda: grouped.init_cache(4, 5, jnp.float32))()
-    assert cache["key"].sharding.shard_shape(cache["key"].shape) == (1, 5, 1, 3)
+    assert cache["key"].sharding.shard_shape(cache["key"].shape) == (1, 1, 5, 3)

@@ -296,7 +296,7 @@ def test_the_cache_of_a_scanned_stack_equals_that_of_an_unrolled_one():
     for model, weights in ((scanned, params), (unrolled, per_layer)):
         module = model.module({"params": weights, "non_trainable": {}})
         cache = module.init_cache(2, 5, jnp.float32)
-        assert cache["key"].shape == (NUM_LAYERS, 2, 5, 3, 2)
+        assert cache["key"].shape == (NUM_LAYERS, 2, 3, 5, 2)
         run = jax.jit(lambda m, x, cache: m(x, positions=positions, cache=cache))
         outputs.append(run(module, x, cache))
     assert_trees_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-6)
