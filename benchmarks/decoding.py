@@ -1,0 +1,214 @@
+"""How fast a Llama of Hugging Face is continued, beside transformers, both in turns in one run.
+
+`python benchmarks/decoding.py --peer_python=PYTHON`, an interpreter with torch and transformers,
+writes a Llama of 134 M random weights in float32, 12 layers, and continues prompts of 32 tokens
+greedily: `huggingface.load(directory).generate` and `AutoModelForCausalLM.generate`. Both have the
+same cores. Tokens per second are those after the first token; the time to the first is a prefill
+and a token. Prints also the share of the bandwidth at which as many weights are multiplied by one
+row, each matrix an array of its own; the seconds that ours compiles; and if both chose the same
+tokens. Without --peer_python, ours alone.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+NUM_PROMPT, NUM_NEW, DIMS, HIDDEN, NUM_LAYERS, VOCAB = 32, 33, 768, 2048, 12, 32000
+GOALS = {1: 1.0, 32: 1.5}
+REPEATS = 3
+
+Generate = Callable[[list[list[int]], int], list[list[int]]]
+
+
+def write_llama(directory: Path) -> None:
+    """Writes config.json and the weights, normal with a deviation of 0.02 as transformers has."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": DIMS,
+        "intermediate_size": HIDDEN, "num_hidden_layers": NUM_LAYERS, "vocab_size": VOCAB,
+        "num_attention_heads": DIMS // 64, "num_key_value_heads": DIMS // 64, "head_dim": 64,
+        "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+        "max_position_embeddings": 512, "tie_word_embeddings": False, "dtype": "float32",
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    square, up = (DIMS, DIMS), (HIDDEN, DIMS)
+    layer = {
+        **{f"self_attn.{name}_proj": square for name in "qkvo"}, "mlp.gate_proj": up,
+        "mlp.up_proj": up, "mlp.down_proj": (DIMS, HIDDEN), "input_layernorm": (DIMS,),
+        "post_attention_layernorm": (DIMS,),
+    }
+    shapes = {
+        "model.embed_tokens.weight": (VOCAB, DIMS), "lm_head.weight": (VOCAB, DIMS),
+        "model.norm.weight": (DIMS,),
+        **{
+            f"model.layers.{i}.{name}.weight": shape
+            for i in range(NUM_LAYERS) for name, shape in layer.items()
+        },
+    }
+    rng = np.random.default_rng(0)
+    save_file({
+        name: rng.normal(0, 0.02, shape).astype(np.float32) if len(shape) == 2
+        else np.ones(shape, np.float32)
+        for name, shape in shapes.items()
+    }, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def ours(directory: str) -> tuple[Generate, float]:
+    """Returns our `generate`, and the bytes per second of separate matrices."""
+    import jax
+    import jax.numpy as jnp
+
+    from praxis_lite.tools import huggingface
+
+    model = huggingface.load(directory, note=lambda line: None)
+    matrices = [
+        jnp.ones((DIMS, HIDDEN), jnp.float32) + i for i in range(VOCAB // HIDDEN + 4 * NUM_LAYERS)
+    ]
+
+    def products(matrices: list[jax.Array], x: jax.Array) -> jax.Array:
+        for i, w in enumerate(matrices):
+            x = x @ (w if i % 2 == 0 else w.T) * 1e-3
+        return x
+
+    run, x = jax.jit(products), jnp.ones((1, DIMS))
+    seconds = min(seconds_of(lambda: jax.block_until_ready(run(matrices, x))) for _ in range(5))
+    return model.generate, sum(w.nbytes for w in matrices) / seconds
+
+
+def theirs(directory: str) -> tuple[Generate, float]:
+    """Returns the `generate` of transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+
+    def generate(prompts: list[list[int]], num_new: int) -> list[list[int]]:
+        ids = torch.tensor(prompts)
+        with torch.inference_mode():
+            result = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_new,
+                min_new_tokens=num_new, pad_token_id=0,
+            )
+        return result[:, ids.shape[1] :].tolist()
+
+    return generate, 0.0
+
+
+def seconds_of(call: Callable[[], Any]) -> float:
+    """Returns the seconds that a call takes."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def work(directory: str, kind: str) -> None:
+    """Answers requests, a line each: prompts and numbers of new tokens."""
+    out = sys.stdout
+    sys.stdout = sys.stderr
+    generate, bandwidth = {"ours": ours, "theirs": theirs}[kind](directory)
+    print(json.dumps({"bandwidth": bandwidth}), file=out, flush=True)
+    for line in sys.stdin:
+        prompts, num_new = json.loads(line)
+        began = time.perf_counter()
+        ids = generate(prompts, num_new)
+        seconds = time.perf_counter() - began
+        print(json.dumps({"seconds": seconds, "ids": ids}), file=out, flush=True)
+
+
+class Worker:
+    """A process that generates, on some of the cores."""
+
+    def __init__(self, python: str, kind: str, directory: str, num_threads: int):
+        cores = sorted(os.sched_getaffinity(0))[:num_threads]
+        self._process = subprocess.Popen(
+            [python, __file__, "--worker", kind, "--directory", directory],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            preexec_fn=lambda: os.sched_setaffinity(0, cores),
+        )
+        self.bandwidth = json.loads(self._process.stdout.readline())["bandwidth"]
+
+    def generate(self, prompts: list[list[int]], num_new: int) -> tuple[float, list[list[int]]]:
+        """Returns the seconds, and the new tokens of each prompt."""
+        print(json.dumps([prompts, num_new]), file=self._process.stdin, flush=True)
+        answer = json.loads(self._process.stdout.readline())
+        return answer["seconds"], answer["ids"]
+
+    def end(self) -> None:
+        """Ends the process."""
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def measure(workers: dict[str, Worker], batch: int) -> None:
+    """Prints a line for each worker, of a batch of prompts."""
+    import numpy as np
+
+    rng = np.random.default_rng(batch)
+    prompts = rng.integers(3, VOCAB, (batch, NUM_PROMPT)).tolist()
+    first, whole, compiling, tokens = {}, {}, {}, {}
+    for kind, worker in workers.items():
+        cold = worker.generate(prompts, NUM_NEW)[0]
+        compiling[kind] = cold
+        worker.generate(prompts, 1)
+    for _ in range(REPEATS):
+        for kind, worker in workers.items():
+            first[kind] = min(first.get(kind, 1e9), worker.generate(prompts, 1)[0])
+            seconds, tokens[kind] = worker.generate(prompts, NUM_NEW)
+            whole[kind] = min(whole.get(kind, 1e9), seconds)
+    rate = {kind: batch * (NUM_NEW - 1) / (whole[kind] - first[kind]) for kind in workers}
+    num_weights = 12 * (4 * DIMS**2 + 3 * DIMS * HIDDEN) + DIMS * VOCAB  # Without the embedding.
+    share = 4 * num_weights * rate["ours"] / batch / workers["ours"].bandwidth
+    line = (
+        f"batch {batch:<4}{rate['ours']:>9.1f} tokens/s, first after {first['ours']:.3f} s, "
+        f"{compiling['ours'] - whole['ours']:.1f} s to compile, {share:.2f} of the bandwidth"
+    )
+    if "theirs" in workers:
+        same = np.mean(np.asarray(tokens["ours"]) == np.asarray(tokens["theirs"]))
+        ratio, goal = rate["ours"] / rate["theirs"], GOALS.get(batch, "")
+        line += (
+            f" | transformers {rate['theirs']:.1f}, {first['theirs']:.3f} s | ratio {ratio:.2f} "
+            f"(goal {goal}), {same:.0%} of the tokens are the same"
+        )
+    print(line, flush=True)
+
+
+def main() -> None:
+    """Prints a line for each batch size and number of threads."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peer_python", help="an interpreter with torch and transformers")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--directory", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        work(args.directory, args.worker)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        write_llama(Path(folder))
+        for num_threads in args.threads:
+            print(f"{num_threads} threads")
+            workers = {"ours": Worker(sys.executable, "ours", folder, num_threads)}
+            if args.peer_python:
+                workers["theirs"] = Worker(args.peer_python, "theirs", folder, num_threads)
+            for batch in args.batches:
+                measure(workers, batch)
+            for worker in workers.values():
+                worker.end()
+
+
+if __name__ == "__main__":
+    main()
