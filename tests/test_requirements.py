@@ -134,6 +134,7 @@ def test_without_any_of_them_a_job_trains_evaluates_and_decodes(plain):
     assert not (folder / "job/loss_curve.png").exists()
 
 
+@pytest.mark.slow
 def test_a_command_says_the_pip_line_before_it_compiles(plain):
     errors = re.findall(r"^error: (.*?)^STATUS 2$", plain[1], re.M | re.S)
     assert [" ".join(words.split()).split("pip install ", 1)[1] for words in errors] == [

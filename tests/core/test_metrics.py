@@ -23,6 +23,7 @@ from praxis_lite.tasks.image_classification import ClassificationTask
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tasks.loss import LossTask
 from tests.support.explicit_partitioner import explicit_partitioner
+from tests.support.marks import slow_but
 
 NUM_ROWS, NUM_FILLER, DIMS, LENGTH = 14, 3, 5, 7
 
@@ -92,7 +93,7 @@ def task_of(metrics=METRICS, num_micro_batches=1, loss=loss):
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 7])
-@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize("num_devices", slow_but([8], [1, 8]))
 @pytest.mark.parametrize("partitioner_class", [Partitioner, explicit_partitioner])
 def test_metrics_of_training_and_evaluation_are_numpys(
     partitioner_class, num_devices, num_micro_batches

@@ -15,6 +15,7 @@ from tests.optimizers.pax_learners import (
     run,
 )
 from tests.support.goldens import golden_arrays, pax_cases
+from tests.support.marks import every
 
 CASES = {
     name: case
@@ -23,7 +24,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", every(2, CASES))
 def test_five_steps_equal_pax(name):
     case = CASES[name]
     arrays = golden_arrays(f"pax/learner/{name}.npz")

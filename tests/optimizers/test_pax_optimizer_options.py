@@ -44,7 +44,11 @@ def ravelled(arrays: Flat) -> np.ndarray:
 
 @pytest.mark.parametrize(
     "family, name",
-    [(family, name) for family, cases in FAMILIES.items() for name in cases if name != "in"],
+    [
+        pytest.param(family, name, marks=[pytest.mark.slow] * (number % 2))
+        for family, cases in FAMILIES.items()
+        for number, name in enumerate(name for name in cases if name != "in")
+    ],
 )
 def test_five_steps_equal_pax(family, name):
     inputs, expected = FAMILIES[family]["in"], dict(FAMILIES[family][name])

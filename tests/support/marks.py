@@ -18,3 +18,9 @@ def slow_but(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
     return [
         pytest.param(value, marks=() if value in quick else pytest.mark.slow) for value in values
     ]
+
+
+def every(step: int, values: Iterable[Any]) -> list[Any]:
+    """Returns the values as parameters, of which the first and each `step`-th after it is quick."""
+    values = list(values)
+    return slow_but(values[::step], values)

@@ -13,6 +13,7 @@ from praxis_lite import ConfigError, layers
 from praxis_lite.layers.attention.kernels import KERNELS
 from praxis_lite.layers.base_layer import variables
 from tests.support import packed_rows
+from tests.support.marks import slow_but
 from tests.support.packed_rows import PADDING, Packing
 
 # B rows, T time, D model dims, V classes. Of the rows all but the first two are padding.
@@ -143,13 +144,13 @@ def check(name: str, window: int | None, kernel: str, sizes: tuple = SHORT, chun
         np.testing.assert_allclose(sum_, sum_apart, rtol=0, atol=near)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("window", slow_but([3], WINDOWS))
 @pytest.mark.parametrize("kernel", ABLE)
 def test_documents_of_a_row_neither_see_nor_change_each_other(kernel, window):
     check("grouped", window, kernel)
 
 
-@pytest.mark.parametrize("kernel", ABLE)
+@pytest.mark.parametrize("kernel", slow_but(["einsum"], ABLE))
 def test_nor_do_they_in_latent_attention(kernel):
     check("latent", None, kernel)
 

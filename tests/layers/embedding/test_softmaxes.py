@@ -13,6 +13,7 @@ from praxis_lite.core import NnxModel
 from praxis_lite.layers import AuxLoss, intermediates
 from praxis_lite.layers.embedding.cross_entropy import stats_of_logits
 from tests.support.goldens import pax_options
+from tests.support.marks import slow_but
 from tests.support.pax_options import flat, mdl_vars_from
 
 # B batch, T time, D input dims, V classes.
@@ -53,7 +54,7 @@ def model_of(layer, **options) -> NnxModel:
     return NnxModel(functools.partial(layer, 13, 7, **options))
 
 
-@pytest.mark.parametrize("chunk_size", [None, 4])
+@pytest.mark.parametrize("chunk_size", slow_but([4], [None, 4]))
 @pytest.mark.parametrize("name", CASES)
 def test_option_values_equal_pax(name, chunk_size):
     layer, options = CASES[name]

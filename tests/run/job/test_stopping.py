@@ -208,7 +208,8 @@ with EndsBySignal():
 @pytest.mark.parametrize(
     "where",
     [
-        "Python", "a compiler",
+        "Python",
+        pytest.param("a compiler", marks=pytest.mark.slow),
         pytest.param("a callback of the garbage collector", marks=pytest.mark.slow),
         pytest.param("training after a callback of the garbage collector", marks=pytest.mark.slow),
         "code that makes another error of it",
