@@ -255,8 +255,8 @@ def test_continuous_batching_on_a_mesh_gives_what_one_device_gives():
         assert ids == expected["output_ids"][b, s, : expected["decode_lengths"][b, s]].tolist()
     # From call to call too, rows are split over the data axis and heads over the other.
     cache = jax.tree.leaves(batching.empty(mdl_vars).cache)
-    assert cache[0].shape == (2, 4, P + M, 3, 4)
-    assert {x.sharding.shard_shape(x.shape) for x in cache} == {(2, 2, P + M, 1, 4)}
+    assert cache[0].shape == (2, 4, 3, P + M, 4)
+    assert {x.sharding.shard_shape(x.shape) for x in cache} == {(2, 2, 1, P + M, 4)}
 
 
 def test_each_device_carries_its_share_of_the_cache():

@@ -50,12 +50,13 @@ class DecodingWeights:
             layout.axis_sizes,
         )
 
-    def of(self, mdl_vars: PyTree, *, donates: bool = False) -> PyTree:
+    def of(self, mdl_vars: PyTree, name: str, *, donates: bool = False) -> PyTree:
         """Returns weights in this form: those of training, or in this form already.
 
         Weights that are no stacks are the same arrays. The others are copied, one after the other.
 
         Args:
+          name: of the argument, for messages.
           donates: a stack is deleted once its layers are there: the memory of one stack more is
             needed at a time, and not of all.
 
@@ -64,7 +65,7 @@ class DecodingWeights:
         """
         if has_layers_apart(mdl_vars) or not has_layers_apart(self.layout.shapes):
             return mdl_vars
-        check_tree(self._training, mdl_vars, "mdl_vars", self._mesh)
+        check_tree(self._training, mdl_vars, name, self._mesh)
 
         def layers_of(stack: jax.Array, shardings: list[NamedSharding]) -> list[jax.Array]:
             layers = _taken_apart(*shardings)(stack)

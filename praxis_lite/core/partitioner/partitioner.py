@@ -152,7 +152,7 @@ class Partitioner:
             functools.partial(steps.decode_step, self.task),
             required_inputs=self.task.required_decode_inputs, may_lack_key=False,
             check_rows=lambda element_spec: None, compiler_options=self.compiler_options,
-            in_form=self._decoding.of,
+            in_form=lambda mdl_vars: self._decoding.of(mdl_vars, "decode_step: mdl_vars"),
         )
 
     def for_decoding(self, mdl_vars: PyTree, *, donates: bool = False) -> PyTree:
@@ -166,7 +166,7 @@ class Partitioner:
         Raises:
           ConfigError: mdl_vars are not this Partitioner's.
         """
-        return self._decoding.of(mdl_vars, donates=donates)
+        return self._decoding.of(mdl_vars, "for_decoding: mdl_vars", donates=donates)
 
     @property
     def steps(self) -> dict[str, Step]:

@@ -172,7 +172,7 @@ def test_a_greedy_decode_takes_no_slots_and_gives_the_same_ids(shape):
     compiled = partitioner.decode_step.lower(structs(inputs)).compile()
     assert hlo.num_donated(compiled) == 0
     # Weights, batch, key.
-    num_arguments = len(jax.tree.leaves((mdl_vars, inputs))) + 1
+    num_arguments = len(jax.tree.leaves((partitioner.for_decoding(mdl_vars), inputs))) + 1
     assert len(jax.tree.leaves(compiled.in_avals)) == num_arguments
     outputs = partitioner.decode_step(
         mdl_vars, partitioner.global_batch(inputs), partitioner.key(1)

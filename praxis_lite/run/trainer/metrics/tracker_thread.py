@@ -1,6 +1,7 @@
 """A thread that gives a tracker a run's numbers, so that the run never waits for it."""
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import threading
@@ -93,7 +94,7 @@ class TrackerThread(threading.Thread):
                 self._position.close()
 
     def _serve(self) -> None:
-        seconds = RETRY_SECONDS
+        seconds, has_ended = RETRY_SECONDS, False
         while True:
             self._wake.wait()
             self._wake.clear()
@@ -103,6 +104,7 @@ class TrackerThread(threading.Thread):
             try:
                 self._work()
                 if is_last:
+                    has_ended = True
                     self._tracker.end(self._ending)
                 seconds = RETRY_SECONDS
             except BaseException as error:  # SystemExit too: a tracker never ends a run.
@@ -111,6 +113,9 @@ class TrackerThread(threading.Thread):
                     return
                 self._say(error, seconds)
                 if self._ends.is_set():
+                    if self._is_started and not has_ended:  # It closes its files.
+                        with contextlib.suppress(BaseException):
+                            self._tracker.end(self._ending)
                     return
                 self._is_started = False
                 self._restart()
