@@ -21,8 +21,9 @@ class TensorBoard(Tracker):
 
     def start(self, run: TrackedRun) -> None:
         """Begins an event file; raises ConfigError if tensorboardX is missing."""
-        self._folder = run.job_log_dir / "tensorboard"
-        self._writer = TensorBoardWriter(self._folder)
+        if hasattr(self, "_writer"):  # It failed, and is tried again.
+            self._writer.close()
+        self._writer = TensorBoardWriter(run.job_log_dir / "tensorboard")
         for title, values in (("config", run.config), ("facts", run.facts)):
             rows = "".join(f"    {name}={value}\n" for name, value in values.items())
             self._writer.text(run.first_step, title, rows)

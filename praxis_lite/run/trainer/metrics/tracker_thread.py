@@ -47,7 +47,7 @@ class TrackerThread(threading.Thread):
         self._steps = FollowedLines(files.metrics_jsonl)
         self._evaluations = FollowedLines(files.eval_metrics_jsonl)
         self._position: Position | None = None
-        self._is_started = self._has_failed = False
+        self._is_started = self._has_started = self._has_failed = False
         self._made = self._evaluated = -1
         self._beginnings: collections.deque[int] = collections.deque()
         self._calls: collections.deque[Callable[[], None]] = collections.deque()
@@ -113,7 +113,7 @@ class TrackerThread(threading.Thread):
                     return
                 self._say(error, seconds)
                 if self._ends.is_set():
-                    if self._is_started and not has_ended:  # It closes its files.
+                    if self._has_started and not has_ended:  # It closes its files.
                         with contextlib.suppress(BaseException):
                             self._tracker.end(self._ending)
                     return
@@ -137,7 +137,7 @@ class TrackerThread(threading.Thread):
         position = self._position
         if not self._is_started:
             self._tracker.start(self._run)
-            self._is_started = True
+            self._is_started = self._has_started = True
         while self._beginnings:
             self._restart()
             if replaces(self._tracker) or self._tracker.newest_alone:
