@@ -158,10 +158,9 @@ def measure(workers: dict[str, Worker], batch: int) -> None:
 
     rng = np.random.default_rng(batch)
     prompts = rng.integers(3, VOCAB, (batch, NUM_PROMPT)).tolist()
-    first, whole, compiling, tokens = {}, {}, {}, {}
-    for kind, worker in workers.items():
-        cold = worker.generate(prompts, NUM_NEW)[0]
-        compiling[kind] = cold
+    first, whole, tokens = {}, {}, {}
+    cold = {kind: worker.generate(prompts, NUM_NEW)[0] for kind, worker in workers.items()}
+    for worker in workers.values():
         worker.generate(prompts, 1)
     for _ in range(REPEATS):
         for kind, worker in workers.items():
@@ -173,7 +172,7 @@ def measure(workers: dict[str, Worker], batch: int) -> None:
     share = 4 * num_weights * rate["ours"] / batch / workers["ours"].bandwidth
     line = (
         f"batch {batch:<4}{rate['ours']:>9.1f} tokens/s, first after {first['ours']:.3f} s, "
-        f"{compiling['ours'] - whole['ours']:.1f} s to compile, {share:.2f} of the bandwidth"
+        f"{cold['ours'] - whole['ours']:.1f} s to compile, {share:.2f} of the bandwidth"
     )
     if "theirs" in workers:
         same = np.mean(np.asarray(tokens["ours"]) == np.asarray(tokens["theirs"]))

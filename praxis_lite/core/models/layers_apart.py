@@ -15,11 +15,8 @@ PyTree = Any
 class LayersApart:
     """A stacked weight, taken apart along its first dim.
 
-    A loop that takes a layer out of a stack copies it: for each token, in decoding. It reads an
-    array of its own where that lies.
-
-    Attributes:
-      layers: an array per layer, without the stacked dim; or what describes it.
+    A loop that takes a layer out of a stack copies it, in decoding for each token; an array of its
+    own, [...] without the stacked dim, it reads where that lies.
     """
 
     layers: list[Any]

@@ -38,17 +38,16 @@ class DecodingWeights:
             lambda keys, spec: path_of(keys) in may_be_apart and spec[0] is None, layout.specs
         )
 
-        def layers(x: jax.ShapeDtypeStruct, spec: PartitionSpec, is_apart: bool) -> Any:
-            layer = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-            return LayersApart([layer] * x.shape[0]) if is_apart else x
+        def apart(of_layer: Callable[[Any], Any], tree: PyTree) -> PyTree:
+            return jax.tree.map(
+                lambda x, leaf, goes: LayersApart([of_layer(leaf)] * x.shape[0]) if goes else leaf,
+                layout.shapes, tree, is_apart,
+            )
 
-        def specs(x: jax.ShapeDtypeStruct, spec: PartitionSpec, is_apart: bool) -> Any:
-            return LayersApart([PartitionSpec(*spec[1:])] * x.shape[0]) if is_apart else spec
-
-        self.layout = StateLayout(
-            *(jax.tree.map(of, layout.shapes, layout.specs, is_apart) for of in (layers, specs)),
-            layout.axis_sizes,
-        )
+        shapes = apart(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layout.shapes)
+        specs = apart(lambda spec: PartitionSpec(*spec[1:]), layout.specs)
+        self.layout = StateLayout(shapes, specs, layout.axis_sizes)
+        self._differs = has_layers_apart(self.layout.shapes)
 
     def of(self, mdl_vars: PyTree, name: str, *, donates: bool = False) -> PyTree:
         """Returns weights in this form: those of training, or in this form already.
@@ -63,7 +62,7 @@ class DecodingWeights:
         Raises:
           ConfigError: they are not this model's; names a leaf.
         """
-        if has_layers_apart(mdl_vars) or not has_layers_apart(self.layout.shapes):
+        if not self._differs or has_layers_apart(mdl_vars):
             return mdl_vars
         check_tree(self._training, mdl_vars, name, self._mesh)
 
@@ -79,7 +78,7 @@ class DecodingWeights:
 
 @functools.cache
 def _taken_apart(*shardings: NamedSharding) -> Callable[[jax.Array], list[jax.Array]]:
-    """Returns a compiled function from a stack to its layers, each of which lies as is said."""
+    """Returns a compiled function from a stack to its layers, laid out as given."""
     return jax.jit(
         lambda stack: [stack[i] for i in range(len(shardings))], out_shardings=list(shardings)
     )

@@ -78,7 +78,6 @@ class Partitioner:
         with where.tracing():  # A Linen module's init runs all of it, and may ask for the mesh.
             self.layout, self.learner = layout_and_learner(task, dict(mesh.shape))
         self._mdl_layout = self.layout.select("mdl_vars")
-        self._decoding = DecodingWeights(self._mdl_layout, task.model.weight_specs(), mesh)
         self.gradients = (gradients or Gradients()).on(
             task, mesh, self._mdl_layout, self.learner
         )
@@ -140,6 +139,10 @@ class Partitioner:
             check_rows=functools.partial(self.gradients.check_rows, num_micro_batches=1),
             compiler_options=self.compiler_options,
         )
+
+    @functools.cached_property
+    def _decoding(self) -> DecodingWeights:  # Training has no use for it.
+        return DecodingWeights(self._mdl_layout, self.task.model.weight_specs(), self.mesh)
 
     @functools.cached_property
     def decode_step(self) -> StepOfWeights:

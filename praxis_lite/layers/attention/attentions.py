@@ -9,13 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.core.errors import require
 from praxis_lite.core.sharding.split_dims import constrain
-from praxis_lite.layers.attention.cache import (
-    Cache,
-    append,
-    by_heads,
-    empty_cache,
-    keep_encoded,
-)
+from praxis_lite.layers.attention.cache import Cache, by_heads, empty_cache, with_new
 from praxis_lite.layers.attention.checks import check_call, check_contexts, require_one_source
 from praxis_lite.layers.attention.einsum import LogitOptions
 from praxis_lite.layers.attention.heads import AttentionHeads
@@ -264,14 +258,11 @@ class DotProductAttention(AttentionHeads):
             )
         q_BTNK, kv = self._project(inputs, encoded, positions, kv_positions)
         if cache is not None:
-            if not is_cross:
-                cache = append(cache, by_heads(kv), positions)
-                mask = AttentionMask(self.left_context, 0, q_index_BT=positions)
-            else:
-                if kv is not None:
-                    cache = keep_encoded(cache, by_heads(kv), mask.kv_visible_BS)
+            cache = self._cache_laid_out(with_new(cache, kv, positions, mask, is_cross=is_cross))
+            if is_cross:
                 mask = AttentionMask(kv_visible_BS=cache["encoded_visible"])
-            cache = self._cache_laid_out(cache)
+            else:
+                mask = AttentionMask(self.left_context, 0, q_index_BT=positions)
             kv = by_heads(cache)
             kv_positions = _positions(None, kv["key"])
         bias = None if self.relative_bias is None else self.relative_bias(positions, kv_positions)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.layers.base_layer import filled_up
 
 # B batch, T new tokens, S places, G heads of keys and values, K dims per head.
@@ -47,6 +48,26 @@ def empty_cache(
 def by_heads(kv: Cache) -> Cache:
     """Returns keys and values [B, S, G, K] as a cache has them, [B, G, S, K]; and back again."""
     return {name: jnp.swapaxes(x, 1, 2) if x.ndim == 4 else x for name, x in kv.items()}
+
+
+def with_new(
+    cache: Cache, kv: Cache | None, positions: jax.Array, mask: AttentionMask, *, is_cross: bool
+) -> Cache:
+    """Returns the cache with new keys and values [B, S, G, K]; as it is, if there are none.
+
+    Args:
+      positions: of the tokens.
+      mask: of a call without a cache: it says what of `encoded` is seen.
+      is_cross: the keys are those of `encoded`, and stay.
+
+    Raises:
+      ConfigError: `encoded` is longer than the cache.
+    """
+    if kv is None:
+        return cache
+    if is_cross:
+        return keep_encoded(cache, by_heads(kv), mask.kv_visible_BS)
+    return append(cache, by_heads(kv), positions)
 
 
 def append(cache: Cache, new: Cache, positions: jax.Array) -> Cache:

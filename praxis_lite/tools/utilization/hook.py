@@ -55,7 +55,7 @@ class Utilization(Hook):
         step, spec = partitioner.train_step, self._job.datasets[TRAIN].element_spec()
         program = flops_of_program(step.lower(spec).compile().as_text())
         self._flops = {HFU: program.flops}
-        said = (
+        head = (
             f"MFU and HFU are shares of {chip.peak() / 1e12:,.4g} TFLOP/s, the peak of {chip.name} "
             f"in bfloat16. A step has on each device {program.flops / 1e12:,.4g} TFLOP of matmuls "
             "that the compiled program makes (HFU), and "
@@ -65,7 +65,7 @@ class Utilization(Hook):
         except Exception as error:
             words = " ".join(str(error).split()) or type(error).__name__
             self._loop.note(
-                f"{said}no MFU, for the model cannot be traced for a single device: "
+                f"{head}no MFU, for the model cannot be traced for a single device: "
                 f"{shown(words, 300)}"
             )
             return
@@ -74,7 +74,7 @@ class Utilization(Hook):
         self._flops[MFU] = min(on_device, program.flops)
         unknown = "; a loop of unknown length counts as a single pass" * model.at_least
         self._loop.note(
-            f"{said}{self._flops[MFU] / 1e12:,.4g} TFLOP that the model needs (MFU: without "
+            f"{head}{self._flops[MFU] / 1e12:,.4g} TFLOP that the model needs (MFU: without "
             f"padding, recomputation and the optimizer){unknown}"
         )
 

@@ -40,8 +40,8 @@ def flops_of_step(partitioner: Partitioner, element_spec: Any) -> ModelFlops:
     mesh = partitioner.mesh
     shape = (1,) * len(mesh.axis_names)
     device = np.array(mesh.local_devices[:1]).reshape(shape)
-    one = Mesh(device, mesh.axis_names, axis_types=mesh.axis_types)
-    step = Partitioner(partitioner.task, one, gradients=Gradients(_of_whole_batch)).train_step
+    alone = Mesh(device, mesh.axis_names, axis_types=mesh.axis_types)
+    step = Partitioner(partitioner.task, alone, gradients=Gradients(_of_whole_batch)).train_step
     return model_flops(step.trace(element_spec).jaxpr)
 
 

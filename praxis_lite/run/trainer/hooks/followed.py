@@ -61,13 +61,13 @@ class FollowedEvaluations(Hook):
             return
         self._size, values = size, {}
         try:
-            found = evaluations(self._job.files)
+            results = evaluations(self._job.files)
         except ConfigError as error:
             if not self._is_said:
                 self._loop.note(f"note: evaluations by a follower are not heard of: {error}")
             self._is_said = True
             return
-        for step, dataset, metrics in found:
+        for step, dataset, metrics in results:
             if (step, dataset) not in self._known:
                 self._known.add((step, dataset))
                 self._loop.note(f"by a follower: {evaluation_line(step, dataset, metrics)}")

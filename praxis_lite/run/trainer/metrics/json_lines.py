@@ -210,13 +210,13 @@ def evaluation_lines(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _checked(
-    path: pathlib.Path, wanted: str, is_right: Callable[[Mapping[str, Any]], bool]
+    path: pathlib.Path, expected: str, is_right: Callable[[Mapping[str, Any]], bool]
 ) -> list[dict[str, Any]]:
     lines = lines_if_any(path)
     for number, line in enumerate(lines, start=1):
         if not is_right(line):
             raise ConfigError(
-                f"{path}, line {number} is {str(line)[:80]}; wanted is {wanted}. Mend or remove "
+                f"{path}, line {number} is {str(line)[:80]}; wanted is {expected}. Mend or remove "
                 "that line."
             )
     return lines
