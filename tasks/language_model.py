@@ -20,7 +20,14 @@ from praxis_lite.core import (
     require,
     share_outputs,
 )
-from praxis_lite.decode import Decoder, Greedy, cache_length, cut_at_stop, for_tokenizer
+from praxis_lite.decode import (
+    Decoder,
+    Greedy,
+    cache_length,
+    cut_at_stop,
+    for_tokenizer,
+    stored_forms,
+)
 from praxis_lite.inputs.tokenizers import ByteTokenizer, Tokenizer, as_tokenizer
 from praxis_lite.layers import Summary, aux_loss, intermediates
 
@@ -95,6 +102,10 @@ class LanguageModelTask(Task):
         # Bytes are the default; ids beyond them are of other tokens, which nobody has named.
         num_ids = 0 if self._is_named else getattr(model, "vocab_size", 0)
         return "token" if num_ids > ByteTokenizer.vocab_size else self.tokenizer.token_unit
+
+    def stored_for_decoding(self) -> dict[str, Callable[[jax.Array], Any]]:
+        """Returns functions by path that make weights smaller, as `Decoder.weights_dtype` says."""
+        return stored_forms(self)
 
     def num_ids(self) -> dict[str, int]:
         """Returns the model's `vocab_size`, for ids and labels, and its number of positions."""

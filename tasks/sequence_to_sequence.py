@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from praxis_lite.core import Learner, Metric, Task, WeightedScalars, require, share_outputs
-from praxis_lite.decode import Decoder, Greedy, cache_length, for_tokenizer
+from praxis_lite.decode import Decoder, Greedy, cache_length, for_tokenizer, stored_forms
 from praxis_lite.inputs.tokenizers import Tokenizer, as_tokenizer
 from praxis_lite.layers import aux_loss
 from praxis_lite.tasks.language_model import paddings_with_filler, reports_of_batches
@@ -83,6 +83,10 @@ class SequenceToSequenceTask(Task):
             model, length = self.model.abstract_module(), inputs["ids"].shape[1]
             length, encoded_length = cache_length(self.decoder, length), inputs["src_ids"].shape[1]
             jax.eval_shape(lambda: model.init_cache(1, length, encoded_length=encoded_length))
+
+    def stored_for_decoding(self) -> dict[str, Callable[[jax.Array], Any]]:
+        """Returns functions by path that make weights smaller, as `Decoder.weights_dtype` says."""
+        return stored_forms(self)
 
     def num_ids(self) -> dict[str, int]:
         """Returns the model's `vocab_size`, if it has one, for sources, ids and labels."""

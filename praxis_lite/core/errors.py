@@ -1,14 +1,8 @@
 """The exception for a user's mistakes, and the words that go with it."""
 
 import difflib
-import errno
 import math
-import os
-import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-
-# A disk, a quota or a file that is full.
-DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class ConfigError(ValueError):
@@ -25,43 +19,12 @@ class OutOfMemory(ConfigError):
     """The compiler, a device or the host ran out of memory."""
 
 
-# What XLA, TensorStore, C++ and Python say where memory ends; not gRPC of a message too large.
-_NO_MEMORY = re.compile(
-    r"RESOURCE_EXHAUSTED(?!.*larger than max)|\bbad_alloc\b|can't start new thread"
-)
-
-
-def lack_of_memory(error: BaseException) -> str | None:
-    """Returns in a line what an exception, or its cause, lacked memory for, or None."""
-    for cause in causes(error):
-        words, name = str(cause), type(cause).__name__
-        if (
-            isinstance(cause, MemoryError)
-            or (isinstance(cause, OSError) and cause.errno == errno.ENOMEM)
-            or name == "ResourceExhaustedError"  # TensorFlow's, which need not be imported.
-            or (name == "JaxRuntimeError" and "out of memory" in words.lower())
-            or _NO_MEMORY.search(words)
-        ):
-            first = words.strip().partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ")
-            return shown(first.rstrip(".") or name, 300)
-    return None
-
-
 def causes(error: BaseException) -> Iterator[BaseException]:
     """Yields an exception, then its cause, then the cause of that, and so on."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
         cause = cause.__cause__ or cause.__context__
-
-
-def out_of_memory(lacking: str) -> OutOfMemory:
-    """Returns the error of a command, or a process of it, that ran out of memory."""
-    return OutOfMemory(
-        f"The process ran out of memory: {lacking}. Make what is read or computed at once smaller "
-        "(batch_size, longer rows, the model, num_workers), end what else runs here, or take a "
-        "machine with more memory; a limit of the container or of the shell (ulimit -v) counts too."
-    )
 
 
 class LastStepUnsound(ConfigError):
@@ -143,21 +106,3 @@ def format_bytes(size: int) -> str:
     """Returns '512 B', '1.5 KiB', '3.2 GiB'."""
     power = min(int(math.log2(max(size, 1)) // 10), 5)
     return f"{size / 1024**power:.1f} {'KMGTP'[power - 1]}iB" if power else f"{size} B"
-
-
-def not_written(
-    path: str | os.PathLike[str], error: OSError,
-    then: str = "training goes on from its newest checkpoint",
-) -> ConfigError:
-    """Returns the error for a file that could not be written.
-
-    Args:
-      then: what the same command does when it is launched again.
-    """
-    mend = "Make room, or mend the file system"
-    if error.errno in (errno.ENOENT, errno.ENOTDIR):
-        mend = "Its directory was moved or deleted: put it back"
-    return ConfigError(
-        f"{os.fspath(path)} could not be written: {error.strerror or error}. {mend}, and launch "
-        f"the same command again: {then}."
-    )

@@ -222,6 +222,14 @@ class Task(abc.ABC):
         """Returns arrays with a row per example; `key` is as in `compute_eval_loss`."""
         raise ConfigError(f"{type(self).__name__} does not decode: it has no method `decode`.")
 
+    def stored_for_decoding(self) -> Mapping[str, Callable[[jax.Array], Any]]:
+        """Returns functions by path from a layer's weight to what decoding keeps of it.
+
+        That is an array, or several in a tree, each of the weight's rank and with its sizes or 1.
+        The model takes them in its place. {}: every weight is kept as it is, unless overridden.
+        """
+        return {}
+
     def decode_to_records(
         self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]
     ) -> list[dict[str, Any]]:

@@ -8,3 +8,4 @@ from praxis_lite.decode.sampling import Greedy as Greedy
 from praxis_lite.decode.sampling import Sample as Sample
 from praxis_lite.decode.stop_strings import cut_at_stop as cut_at_stop
 from praxis_lite.decode.stop_strings import for_tokenizer as for_tokenizer
+from praxis_lite.decode.weights_dtype import stored_forms as stored_forms

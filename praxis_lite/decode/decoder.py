@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.core.errors import require
+from praxis_lite.core.errors import require, require_choice
 
 # B prompts, P longest prompt, S = num_hyps continuations of each, M = max_decode_steps new tokens.
 
@@ -38,6 +38,10 @@ class Decoder(abc.ABC):
       min_decode_steps: new tokens that must precede an end of text. In Pax only beam search
         heeds it.
       eos_id: token, or tokens, of which each ends a row; None: the tokenizer's. (Pax: 2.)
+      weights_dtype: of the weights while decoding. None: as they are. "activations": those that the
+        model casts to a narrower dtype are kept in it, and every number stays. "int8": the weights
+        of dense layers are rounded too, with a scale per output channel; the log names them. On TPU
+        a step then reads a byte of each; on CPU, which has no such product, it saves memory alone.
       fprop_for_prefix: the prompt goes through the model in one forward pass; else a token at a
         time, as Pax does by default. The continuation is the same.
     """
@@ -46,6 +50,7 @@ class Decoder(abc.ABC):
     seqlen: int | None = None
     min_decode_steps: int = 0
     eos_id: int | tuple[int, ...] | None = None
+    weights_dtype: str | None = None
     fprop_for_prefix: bool = True
     # Settings of some decoders, as the others are.
     temperature = 0.0
@@ -63,6 +68,9 @@ class Decoder(abc.ABC):
             "min_decode_steps", 0 <= self.min_decode_steps < self.max_decode_steps,
             f"0 or more and less than max_decode_steps ({self.max_decode_steps})",
         )
+        if self.weights_dtype is not None:
+            setting = f"{type(self).__name__}.weights_dtype"
+            require_choice(setting, self.weights_dtype, ("activations", "int8"))
         self._require(
             "eos_id", self.eos_id is None or all(map(_is_token, self.eos_ids)),
             "a token, a tuple of tokens, or None for the tokenizer's",

@@ -1,6 +1,7 @@
 """Files that a reader sees whole: the old or the new file, whenever the process is killed."""
 
 import contextlib
+import errno
 import fcntl
 import io
 import os
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from praxis_lite.core.errors import ConfigError, few, not_written
+from praxis_lite.core.errors import ConfigError, few
 
 # In a directory that is being written: the files that are not whole yet.
 PARTIAL = ".partial"
@@ -154,3 +155,21 @@ def _sync(path: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
+
+
+def not_written(
+    path: str | os.PathLike[str], error: OSError,
+    then: str = "training goes on from its newest checkpoint",
+) -> ConfigError:
+    """Returns the error for a file that could not be written.
+
+    Args:
+      then: what the same command does when it is launched again.
+    """
+    mend = "Make room, or mend the file system"
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        mend = "Its directory was moved or deleted: put it back"
+    return ConfigError(
+        f"{os.fspath(path)} could not be written: {error.strerror or error}. {mend}, and launch "
+        f"the same command again: {then}."
+    )

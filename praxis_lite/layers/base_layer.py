@@ -4,6 +4,7 @@ And of dense layers, whose product can be replaced: adapters and rounding of a w
 products. What their weights are called, and all else that they do, stays.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable, Iterator
 from types import FunctionType
@@ -99,19 +100,30 @@ class Product:
 
     def multiplied(self, layer: "Dense", inputs: jax.Array) -> jax.Array:
         """Returns the outputs of the layer's equation."""
+        w = layer.w[...]
+        if isinstance(w, StoredWeight):
+            return w.multiplied(layer, inputs)
         return jnp.einsum(layer.equation, inputs, layer.kernel(inputs.dtype))
 
     def factors(self, layer: "Dense", inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
         """Returns the answer of `Linear.factors`."""
-        return [(inputs, layer.w[...])]
+        return [(inputs, layer.w[...].astype(layer.w.dtype))]
 
     def column_factors(self, layer: "Dense") -> list[tuple[jax.Array, jax.Array | None]]:
         """Returns the answer of `Linear.column_factors`."""
-        return [(layer.w[...].T, None)]
+        return [(layer.w[...].astype(layer.w.dtype).T, None)]
 
     def adds_up(self) -> bool:
         """Returns True if products of parts of the summed dims add up to the product."""
         return True
+
+
+class StoredWeight(abc.ABC):
+    """A weight that decoding keeps as something else than an array; `astype` makes one of it."""
+
+    @abc.abstractmethod
+    def multiplied(self, layer: "Dense", inputs: jax.Array) -> jax.Array:
+        """Returns the answer of `Product.multiplied`."""
 
 
 class Dense(BaseLayer):
@@ -148,13 +160,17 @@ class Dense(BaseLayer):
         """Returns the outputs of the equation plus any bias."""
         if self.b is None:
             return outputs
+        return outputs + broadcast_as(self.beside(outputs, self.b[...]), outputs)
+
+    def beside(self, outputs: jax.Array, x: jax.Array) -> jax.Array:
+        """Returns an array of the dims that the weight gives to the outputs, to broadcast there."""
         operands, results = self.equation.split("->")
         weight = operands.split(",")[1]
         size_of = dict(zip(weight, self.kernel_shape, strict=True))
         num_leading = outputs.ndim - len(results.replace("...", ""))
         # Dims that the weight does not give are 1.
         shape = [size_of.get(dim, 1) for dim in results.replace("...", " " * num_leading)]
-        return outputs + broadcast_as(self.b[...].reshape(shape), outputs)
+        return x.reshape(shape)
 
     def __call__(self, inputs: jax.Array) -> Any:
         return self.finished(self.product(self, inputs))
@@ -229,18 +245,19 @@ def variables(module: nnx.Module) -> Iterator[nnx.Variable]:
 
 
 def stacked(
-    module: nnx.Module, stack_split: DimSplit, *, may_be_apart: bool = False
+    module: nnx.Module, stack_split: DimSplit, *, num_dims_apart: int = 0
 ) -> nnx.Module:
     """Returns `module`, whose arrays got a leading dim by `jax.vmap`, with that dim declared.
 
     Args:
       stack_split: how the dim splits.
-      may_be_apart: the layer that calls `module` takes `LayersApart` too, in decoding.
+      num_dims_apart: of so many of its stacked dims the layer that calls `module` takes
+        `LayersApart` too, in decoding.
     """
     for variable in variables(module):
         inner = variable.get_metadata().get("stack_split_dims_mapping", ())
         variable.set_metadata(
-            stack_split_dims_mapping=(stack_split, *inner), may_be_apart=may_be_apart
+            stack_split_dims_mapping=(stack_split, *inner), num_dims_apart=num_dims_apart
         )
     return module
 

@@ -1,6 +1,7 @@
 """A command of the library: its options, its output, its signals, and its errors in a paragraph."""
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -9,15 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from praxis_lite.core.errors import (
-    DISK_FULL,
-    ConfigError,
-    did_you_mean,
-    lack_of_memory,
-    not_written,
-    out_of_memory,
-    printable,
-)
+from praxis_lite.core.errors import ConfigError, did_you_mean, printable
+from praxis_lite.files.whole_files import not_written
+from praxis_lite.host.lack_of_memory import lack_of_memory, out_of_memory
 from praxis_lite.host.user_errors import described, explained
 from praxis_lite.run.job.processes.aborts import say_that_memory_ended, speaking_before_aborts
 from praxis_lite.run.job.processes.peers import ending_together
@@ -26,6 +21,9 @@ from praxis_lite.run.job.processes.standard_output import (
     open_what_is_closed,
     output_may_be_lost,
 )
+
+# A disk, a quota or a file that is full.
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def run(
@@ -90,7 +88,7 @@ def _run(
         print_error(words, wraps=wraps)
         sys.exit(error.exit_status)
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in DISK_FULL:
+        if isinstance(error, OSError) and error.errno in _DISK_FULL:
             print_error(not_written(error.filename or "A file", error), wraps=wraps)
             sys.exit(2)
         if lacking := lack_of_memory(error):

@@ -38,7 +38,8 @@ class TrainedModel:
 
     Of `praxis_lite.train` the weights are read from the checkpoint when they are first used. Each
     method compiles when it is called for the first time with arrays of some shapes. To decode, the
-    weights of stacked layers are copied once, a layer each, and kept beside the stacks. A notebook
+    weights of stacked layers are copied once, a layer each, and kept beside the stacks, for each
+    `weights_dtype` of a decoder. A notebook
     shows the loss curve and the last numbers.
 
     Attributes:
@@ -67,7 +68,7 @@ class TrainedModel:
         self.job_dir, self._files, self._config = job_dir.path, job_dir, config
         self._with_decoder: dict[Decoder, Partitioner] = {}
         self._restored: dict[bool, Any] = {}
-        self._apart: dict[bool, Any] = {}
+        self._for_decoding: dict[tuple[bool, str | None], Any] = {}
 
     def __repr__(self) -> str:
         mesh = mesh_text(self.partitioner.mesh.shape)
@@ -178,7 +179,7 @@ class TrainedModel:
         partitioner = self._decoding(decoder, settings)
         check_reads(partitioner.decode_step, checked_spec(pipeline, name), name)
         run = self.job.run
-        mdl_vars = self._for_decoding(run.decode_use_ema_states)
+        mdl_vars = self._mdl_vars_for(partitioner, run.decode_use_ema_states)
         seed = run.seed if seed is None else whole_number(seed, "seed", 0, 2**32 - 1)
         return PromptDecoder(partitioner, mdl_vars, self.step, seed).records(name, pipeline)
 
@@ -214,10 +215,12 @@ class TrainedModel:
             )
         return self._restored[use_ema]
 
-    def _for_decoding(self, use_ema: bool) -> Any:
-        if use_ema not in self._apart:
-            self._apart[use_ema] = self.partitioner.for_decoding(self._mdl_vars(use_ema))
-        return self._apart[use_ema]
+    def _mdl_vars_for(self, decoding: Partitioner, use_ema: bool) -> Any:
+        """Returns the weights for a partitioner's decoding: once for each form of them."""
+        key = use_ema, getattr(decoding.task.decoder, "weights_dtype", None)
+        if key not in self._for_decoding:
+            self._for_decoding[key] = decoding.for_decoding(self._mdl_vars(use_ema))
+        return self._for_decoding[key]
 
     def _pipeline(self, root: str, data: str | InputPipeline) -> tuple[str, InputPipeline]:
         """Returns a name for messages, and the pipeline, checked."""

@@ -16,9 +16,9 @@ from praxis_lite import ConfigError
 from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
 from praxis_lite.core.models.layers_apart import LayersApart
 from praxis_lite.core.partitioner import steps
-from praxis_lite.decode import BeamSearch, Greedy, Sample
+from praxis_lite.decode import BeamSearch, Greedy, Sample, stored_forms
 from praxis_lite.decode.continuous_batching import ContinuousBatching, Prompt
-from praxis_lite.layers import Repeat, Transformer, TransformerLm
+from praxis_lite.layers import Pipeline, Repeat, Transformer, TransformerLm
 from praxis_lite.tasks.language_model import LanguageModelTask
 
 V, D, H, L, P, M = 17, 12, 20, 3, 4, 6
@@ -30,6 +30,8 @@ BATCH = {
 SPEC = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in BATCH.items()}
 DECODERS = {
     "greedy": Greedy(max_decode_steps=M, eos_id=V),
+    "activations": Greedy(max_decode_steps=M, eos_id=V, weights_dtype="activations"),
+    "int8": Greedy(max_decode_steps=M, eos_id=V, weights_dtype="int8"),
     "sample": Sample(max_decode_steps=M, eos_id=3, num_samples=2, temperature=2.0),
     "beam": BeamSearch(max_decode_steps=M, eos_id=3, beam_size=3),
 }
@@ -110,6 +112,92 @@ def test_a_stack_whose_layers_are_split_over_devices_stays_one():
     partitioner = partitioner_of(shape=(1, 3, 1), stacked_transformer_tpl=split)
     mdl_vars = weights_of(partitioner)
     assert partitioner.for_decoding(mdl_vars) is mdl_vars
+
+
+@pytest.mark.parametrize("pipelined, shape", [
+    (None, (1, 2, 1)),
+    pytest.param(None, (2, 2, 1), marks=pytest.mark.slow),  # The stages lie on devices.
+    pytest.param(True, (1, 1, 1), marks=pytest.mark.slow),
+])
+def test_the_layers_of_a_pipeline_are_apart_where_no_axis_splits_its_stages(pipelined, shape):
+    pipeline = fdl.Partial(
+        Pipeline, num_stages=2, num_microbatches=1, pipelined=pipelined, stage_axis="replica",
+    )
+    partitioner = partitioner_of(shape=shape, num_layers=4, stacked_transformer_tpl=pipeline)
+    mdl_vars = weights_of(partitioner)
+    weights = partitioner.for_decoding(mdl_vars)
+    assert (weights is mdl_vars) == (shape[0] > 1 or bool(pipelined))
+    repeated = partitioner_of(num_layers=4)
+    expected = decoded(repeated, weights_of(repeated))  # The same key draws the same layers.
+    actual = decoded(partitioner, weights)
+    np.testing.assert_array_equal(actual["output_ids"], expected["output_ids"])
+
+
+def test_weights_in_the_activations_dtype_are_those_that_the_model_casts():
+    partitioner = partitioner_of("activations", (1, 2, 2), fprop_dtype=jnp.bfloat16)
+    mdl_vars = weights_of(partitioner)
+    weights = partitioner.for_decoding(mdl_vars)
+    assert partitioner.for_decoding(weights) is weights
+    dtypes = {
+        jax.tree_util.keystr(keys, simple=True, separator="/"): x.dtype
+        for keys, x in jax.tree.leaves_with_path(weights["params"])
+    }
+    assert "params/softmax/logits_ffn/linear/w" in stored_forms(partitioner.task)
+    # Norms compute in float32 with their scales, and biases are cast after they are broadcast.
+    kept = {path for path, dtype in dtypes.items() if dtype == jnp.float32}
+    assert {path.split("/layers/")[0].split("/")[-2] for path in kept} == {
+        "final_ln", "layer_norm", "per_dim_scale"
+    }
+    assert dtypes["softmax/logits_ffn/linear/w"] == jnp.bfloat16
+    actual = decoded(partitioner, weights)
+    expected = decoded(partitioner, mdl_vars)
+    np.testing.assert_array_equal(actual["output_ids"], expected["output_ids"])
+    np.testing.assert_allclose(actual["logprobs"], expected["logprobs"], atol=0.05)
+
+
+def rounded_by_numpy(mdl_vars, summed):
+    """Returns weights as int8 has them, in float32: 127 is the largest of an output channel."""
+
+    def rounded(keys, x):
+        path = jax.tree_util.keystr(keys, simple=True, separator="/")
+        names = [name for name in summed if name in path]
+        if not names:
+            return x
+        x = np.asarray(x)
+        largest = np.abs(x).max(axis=summed[names[0]], keepdims=True)
+        scale = (np.where(largest > 0, largest, 127) / 127).astype(np.float32)
+        return jnp.asarray(np.round(x / scale) * scale)
+
+    return jax.tree.map_with_path(rounded, mdl_vars)
+
+
+SUMMED = {
+    "query/w": (-3,), "key/w": (-3,), "value/w": (-3,), "post/w": (-2, -1), "linear/w": (-2,),
+}
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2), pytest.param((1, 1, 1), marks=pytest.mark.slow)])
+def test_int8_weights_give_the_numbers_of_weights_that_numpy_rounded(shape):
+    partitioner = partitioner_of("int8", shape)
+    mdl_vars = weights_of(partitioner)
+    weights = partitioner.for_decoding(mdl_vars)
+    layer = weights["params"]["transformer"]["blocks"]["ff_layer"]["ffn_layer1"]["linear"]["w"]
+    assert layer.layers[0].values.dtype == jnp.int8
+    single = partitioner_of()
+    whole = rounded_by_numpy(weights_of(single), SUMMED)
+    expected = decoded(single, whole)
+    actual = decoded(partitioner, weights)
+    np.testing.assert_allclose(actual["logprobs"], expected["logprobs"], atol=1e-5)
+    np.testing.assert_array_equal(actual["output_ids"], expected["output_ids"])
+    exact = decoded(single, weights_of(single))
+    assert np.abs(exact["logprobs"] - expected["logprobs"]).max() > 1e-4
+
+
+def test_the_loop_reads_int8_and_keeps_no_matrix_of_floats():
+    text = partitioner_of("int8").decode_step.lower(SPEC).as_text()
+    assert f"tensor<{D}x{H}xi8>" in text
+    body = text[text.index("stablehlo.while"):]
+    assert "optimization_barrier" in body
 
 
 def test_weights_of_another_model_are_refused():

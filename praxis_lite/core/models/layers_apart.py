@@ -2,48 +2,35 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
-
-PyTree = Any
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["layers"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class LayersApart:
-    """A stacked weight, taken apart along its first dim.
+    """A stacked weight, taken apart along its first dims.
 
     A loop that takes a layer out of a stack copies it, in decoding for each token; an array of its
-    own, [...] without the stacked dim, it reads where that lies.
+    own, [...] without the stacked dims, it reads where that lies.
     """
 
     layers: list[Any]
 
 
-def is_apart(x: Any) -> bool:
-    """Returns True for a weight whose layers are apart; to be `is_leaf` of `jax.tree`."""
-    return isinstance(x, LayersApart)
+def layers_of(blocks: Any, num_layers: int, num_stacked: int = 1) -> list[Any] | None:
+    """Returns the layers of a module of stacks, each a module, if they are apart; else None."""
+    is_apart = lambda x: isinstance(x, LayersApart)  # noqa: E731
+    if not any(map(is_apart, jax.tree.leaves(blocks, is_leaf=is_apart))):
+        return None
 
+    def layer(index: int) -> Any:
+        return jax.tree.map(
+            # What is no weight, such as a layer's sums, is a stack that each pass makes anew.
+            lambda x: x.layers[index] if is_apart(x)
+            else x.reshape(-1, *x.shape[num_stacked:])[index],
+            blocks, is_leaf=is_apart,
+        )
 
-def has_layers_apart(tree: PyTree) -> bool:
-    """Returns True if a weight in the tree has its layers apart."""
-    return any(map(is_apart, jax.tree.leaves(tree, is_leaf=is_apart)))
-
-
-def apart_like(
-    like: PyTree, tree: PyTree,
-    layers_of: Callable[[Any, list[Any]], list[Any]] = lambda stack, like: list(stack),
-) -> PyTree:
-    """Returns a tree whose stacks are taken apart where those of another tree are.
-
-    Args:
-      like: with a `LayersApart` of any leaves for each stack to take apart.
-      tree: of arrays, JAX's or NumPy's.
-      layers_of: takes a stack and the leaves that are like its layers, and returns its layers.
-    """
-    return jax.tree.map(
-        lambda like, x: LayersApart(layers_of(x, like.layers)) if is_apart(like) else x,
-        like, tree, is_leaf=is_apart,
-    )
+    return [layer(index) for index in range(num_layers)]

@@ -32,7 +32,7 @@ def declared_spec(path: str, leaf: Leaf) -> WeightSpec:
         dtype=value_of(leaf).dtype,
         split_dims_mapping=metadata.get("split_dims_mapping"),
         stack_split_dims_mapping=metadata.get("stack_split_dims_mapping", ()),
-        may_be_apart=metadata.get("may_be_apart", False),
+        num_dims_apart=metadata.get("num_dims_apart", 0),
     )
     # As Flax, an empty one counts as absent.
     if spec.split_dims_mapping is not None or not metadata.get("out_sharding"):

@@ -1,19 +1,41 @@
-"""The weights as decoding reads them: layers of a stack are arrays of their own."""
+"""The weights as decoding reads them: layers of a stack apart, and stored as the task says."""
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from praxis_lite.core.models.layers_apart import LayersApart, apart_like, has_layers_apart
+from praxis_lite.core.models.layers_apart import LayersApart
 from praxis_lite.core.models.model import spec_leaves
 from praxis_lite.core.partitioner.arguments import check_tree
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.sharding.leaf_paths import path_of
+from praxis_lite.core.sharding.logical_axes import axes_of
 
 PyTree = Any
+# From a layer's weight to the array, or arrays of the same rank, that are kept of it.
+Stored = Callable[[jax.Array], PyTree]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """The form of a weight in decoding.
+
+    Attributes:
+      num_apart: how many stacked dims its layers are taken apart along.
+      stored: what is kept of a layer; None: the layer as it is.
+    """
+
+    num_apart: int
+    stored: Stored | None
+
+    def of(self, x: jax.Array) -> PyTree:
+        layers = x.reshape(-1, *x.shape[self.num_apart :]) if self.num_apart else [x]
+        stored = [layer if self.stored is None else self.stored(layer) for layer in layers]
+        return LayersApart(stored) if self.num_apart else stored[0]
 
 
 class DecodingWeights:
@@ -26,59 +48,88 @@ class DecodingWeights:
       layout: of the mdl_vars in training.
       weight_specs: of the model.
       mesh: that the arrays lie on.
+      stored: by path, what is kept of a weight: see `Task.stored_for_decoding`.
 
     Attributes:
       layout: of the mdl_vars in decoding.
     """
 
-    def __init__(self, layout: StateLayout, weight_specs: PyTree, mesh: Mesh):
+    def __init__(
+        self, layout: StateLayout, weight_specs: PyTree, mesh: Mesh, stored: Mapping[str, Stored]
+    ):
         self._training, self._mesh = layout, mesh
-        may_be_apart = {path for path, spec in spec_leaves(weight_specs) if spec.may_be_apart}
-        is_apart = jax.tree.map_with_path(
-            lambda keys, spec: path_of(keys) in may_be_apart and spec[0] is None, layout.specs
-        )
+        num_apart = {path: spec.num_dims_apart for path, spec in spec_leaves(weight_specs)}
 
-        def apart(of_layer: Callable[[Any], Any], tree: PyTree) -> PyTree:
-            return jax.tree.map(
-                lambda x, leaf, goes: LayersApart([of_layer(leaf)] * x.shape[0]) if goes else leaf,
-                layout.shapes, tree, is_apart,
-            )
+        def form(keys: Any, spec: PartitionSpec) -> _Form:
+            path = path_of(keys)
+            num = num_apart.get(path, 0)
+            axes = [axis for entry in spec[:num] for axis in axes_of(entry)]
+            is_split = any(layout.axis_sizes[axis] > 1 for axis in axes)
+            return _Form(0 if is_split else num, stored.get(path))
 
-        shapes = apart(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layout.shapes)
-        specs = apart(lambda spec: PartitionSpec(*spec[1:]), layout.specs)
+        def specs(x: jax.ShapeDtypeStruct, spec: PartitionSpec, form: _Form) -> PyTree:
+            rest = spec[form.num_apart :]
+
+            def like(stored: jax.ShapeDtypeStruct) -> PartitionSpec:
+                dims = zip(rest, stored.shape, x.shape[form.num_apart :], strict=True)
+                return PartitionSpec(*(entry if size == old else None for entry, size, old in dims))
+
+            return jax.tree.map(like, jax.eval_shape(form.of, x))
+
+        self._forms = jax.tree.map_with_path(form, layout.specs)
+        shapes = jax.eval_shape(self.form_of, layout.shapes)
+        specs = jax.tree.map(specs, layout.shapes, layout.specs, self._forms)
         self.layout = StateLayout(shapes, specs, layout.axis_sizes)
-        self._differs = has_layers_apart(self.layout.shapes)
+        self._differs = not _is_alike(layout.shapes, shapes)
+
+    def layout_of(self, mdl_vars: PyTree) -> StateLayout:
+        """Returns the layout of weights in this form or, where they are not, in training's."""
+        is_in_form = self._differs and _is_alike(self.layout.shapes, mdl_vars)
+        return self.layout if is_in_form else self._training
+
+    def form_of(self, tree: PyTree) -> PyTree:
+        """Returns a tree of arrays, of whatever sizes and mesh, in this form."""
+        return jax.tree.map(lambda x, form: form.of(x), tree, self._forms)
 
     def of(self, mdl_vars: PyTree, name: str, *, donates: bool = False) -> PyTree:
         """Returns weights in this form: those of training, or in this form already.
 
-        Weights that are no stacks are the same arrays. The others are copied, one after the other.
+        Weights that stay as they are are the same arrays. The others are copied, one after the
+        other.
 
         Args:
           name: of the argument, for messages.
-          donates: a stack is deleted once its layers are there: the memory of one stack more is
+          donates: a weight is deleted once its copy is there: the memory of one weight more is
             needed at a time, and not of all.
 
         Raises:
           ConfigError: they are not this model's; names a leaf.
         """
-        if not self._differs or has_layers_apart(mdl_vars):
+        if not self._differs or self.layout_of(mdl_vars) is self.layout:
             return mdl_vars
         check_tree(self._training, mdl_vars, name, self._mesh)
 
-        def layers_of(stack: jax.Array, shardings: list[NamedSharding]) -> list[jax.Array]:
-            layers = _taken_apart(*shardings)(stack)
+        def in_form(x: jax.Array, form: _Form, shardings: PyTree) -> PyTree:
+            if not form.num_apart and form.stored is None:
+                return x
+            leaves, treedef = jax.tree.flatten(shardings)
+            new = _in_form(form, treedef, *leaves)(x)
             if donates:
-                jax.block_until_ready(layers)
-                stack.delete()
-            return layers
+                jax.block_until_ready(new)
+                x.delete()
+            return new
 
-        return apart_like(self.layout.shardings(self._mesh), mdl_vars, layers_of)
+        return jax.tree.map(in_form, mdl_vars, self._forms, self.layout.shardings(self._mesh))
+
+
+def _is_alike(one: PyTree, other: PyTree) -> bool:
+    """Returns True if two trees have the same structure, and leaves of the same dtypes."""
+    dtypes = lambda tree: [getattr(x, "dtype", None) for x in jax.tree.leaves(tree)]  # noqa: E731
+    same = jax.tree.structure(one) == jax.tree.structure(other)
+    return same and dtypes(one) == dtypes(other)
 
 
 @functools.cache
-def _taken_apart(*shardings: NamedSharding) -> Callable[[jax.Array], list[jax.Array]]:
-    """Returns a compiled function from a stack to its layers, laid out as given."""
-    return jax.jit(
-        lambda stack: [stack[i] for i in range(len(shardings))], out_shardings=list(shardings)
-    )
+def _in_form(form: _Form, treedef: Any, *shardings: NamedSharding) -> Callable[[jax.Array], PyTree]:
+    """Returns a compiled function from a weight to its form, laid out as given."""
+    return jax.jit(form.of, out_shardings=jax.tree.unflatten(treedef, shardings))

@@ -9,7 +9,6 @@ import jax
 from jax.sharding import Mesh
 
 from praxis_lite.core.errors import require_choice
-from praxis_lite.core.models.layers_apart import has_layers_apart
 from praxis_lite.core.partitioner import arguments, steps
 from praxis_lite.core.partitioner.compiled_steps import Step, StepOfWeights, TrainStep
 from praxis_lite.core.partitioner.compiler_options import init_options, step_options
@@ -141,8 +140,9 @@ class Partitioner:
         )
 
     @functools.cached_property
-    def _decoding(self) -> DecodingWeights:  # Training has no use for it.
-        return DecodingWeights(self._mdl_layout, self.task.model.weight_specs(), self.mesh)
+    def decoding_weights(self) -> DecodingWeights:  # Training has no use for it.
+        specs, stored = self.task.model.weight_specs(), self.task.stored_for_decoding()
+        return DecodingWeights(self._mdl_layout, specs, self.mesh, stored)
 
     @functools.cached_property
     def decode_step(self) -> StepOfWeights:
@@ -151,25 +151,26 @@ class Partitioner:
         Weights that are not `for_decoding` it brings into that form at each call.
         """
         return StepOfWeights(
-            "decode_step", "A decoding step", self.where, self._decoding.layout,
+            "decode_step", "A decoding step", self.where, self.decoding_weights.layout,
             functools.partial(steps.decode_step, self.task),
             required_inputs=self.task.required_decode_inputs, may_lack_key=False,
             check_rows=lambda element_spec: None, compiler_options=self.compiler_options,
-            in_form=lambda mdl_vars: self._decoding.of(mdl_vars, "decode_step: mdl_vars"),
+            in_form=lambda mdl_vars: self.decoding_weights.of(mdl_vars, "decode_step: mdl_vars"),
         )
 
     def for_decoding(self, mdl_vars: PyTree, *, donates: bool = False) -> PyTree:
         """Returns weights in the form that decoding reads: layers of a stack apart.
 
         `decode_step` and programs of `with_mdl_vars` take them: the same numbers in half the time.
+        They are stored as the task says (`Decoder.weights_dtype`).
 
         Args:
-          donates: stacks are deleted on the way, which else lie in memory beside their layers.
+          donates: weights are deleted on the way, which else lie in memory beside their copies.
 
         Raises:
           ConfigError: mdl_vars are not this Partitioner's.
         """
-        return self._decoding.of(mdl_vars, "for_decoding: mdl_vars", donates=donates)
+        return self.decoding_weights.of(mdl_vars, "for_decoding: mdl_vars", donates=donates)
 
     @property
     def steps(self) -> dict[str, Step]:
@@ -273,7 +274,7 @@ class Partitioner:
         lay_out = (lambda tree: tree) if has_splits else evenly
 
         def on_the_mesh(mdl_vars: PyTree, *args: Any) -> Any:
-            layout = self._decoding.layout if has_layers_apart(mdl_vars) else self._mdl_layout
+            layout = self.decoding_weights.layout_of(mdl_vars)
             arguments.check_tree(layout, mdl_vars, "with_mdl_vars: mdl_vars")
             with self.where.tracing():
                 args = tuple(

@@ -23,8 +23,8 @@ class WeightSpec:
         place of the two mappings. None: the weight has no names.
       logical_axis_rules: (name, mesh axes) pairs of this weight alone, before the job's.
       declared_by: what decided the split, as the layout reports it.
-      may_be_apart: the model takes the layers of the outermost stacked dim as arrays of their own
-        too (`LayersApart`).
+      num_dims_apart: of so many outermost stacked dims the model takes the layers as arrays of
+        their own too (`LayersApart`).
     """
 
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class WeightSpec:
     logical_axes: tuple[str | None, ...] | None = None
     logical_axis_rules: tuple[tuple[str, DimSplit], ...] = ()
     declared_by: str = ""
-    may_be_apart: bool = False
+    num_dims_apart: int = 0
 
     @property
     def stack_shape(self) -> tuple[int, ...]:

@@ -15,7 +15,8 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from praxis_lite.core.errors import ConfigError, lack_of_memory, out_of_memory
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.host.lack_of_memory import lack_of_memory, out_of_memory
 from praxis_lite.host.user_errors import ElsewhereError, described
 from praxis_lite.inputs.base import IndexedPipeline
 from praxis_lite.inputs.leaves import require_numbers

@@ -20,7 +20,8 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import xxhash
 
-from praxis_lite.core.errors import ConfigError, few, not_written
+from praxis_lite.core.errors import ConfigError, few
+from praxis_lite.files.whole_files import not_written
 from praxis_lite.inputs.processes import compared
 from praxis_lite.inputs.processes.all_cores import require_guarded_main
 from praxis_lite.inputs.sources.files.plain import (

@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from praxis_lite.core.errors import ConfigError, not_written
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.files.whole_files import not_written
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.inputs.sources import kept
 from praxis_lite.inputs.sources.file_index import FileIndex, name_beside, state_of

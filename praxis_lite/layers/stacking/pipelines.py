@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.models.layers_apart import layers_of
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain
 from praxis_lite.layers.base_layer import (
     BaseLayer,
@@ -17,6 +18,7 @@ from praxis_lite.layers.base_layer import (
     require_positive,
     stacked,
 )
+from praxis_lite.layers.calls import scope_of
 from praxis_lite.layers.stacking.checkpoint_policy import check_policy, remat
 from praxis_lite.layers.stacking.pipeline_forms import (
     arrays_of,
@@ -135,11 +137,13 @@ class Pipeline(BaseLayer):
         blocks = jax.vmap(lambda key: block(rngs=nnx.Rngs(key)))(keys)
         blocks = in_stages_form(blocks, self._stack_shape)
         for split in (None, stage_axis, None):
-            blocks = stacked(blocks, split)
+            blocks = stacked(blocks, split, num_dims_apart=0 if pipelined else 3)
         self.blocks = blocks
 
     def init_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the blocks' caches, stacked on leading dims [R, S, P]."""
+        """Returns the blocks' caches, stacked on [R, S, P]; a list if their weights are not."""
+        if (layers := layers_of(self.blocks, self.num_layers, 3)) is not None:
+            return [layer.init_cache(*args, **kwargs) for layer in layers]
         # A block's cache depends on its settings, not its weights: the stack serves as one block.
         cache = self.blocks.init_cache(*args, **kwargs)
         layout = self._layout
@@ -210,6 +214,12 @@ class Pipeline(BaseLayer):
             )
             return x_M, (None, jax.tree.map(mean_update, assigned_values(block), values_M))
 
+        if (layers := layers_of(self.blocks, self.num_layers, 3)) is not None:
+            caches = [None] * self.num_layers if cache is None else list(cache)
+            for i, block in enumerate(layers):
+                with scope_of(self, block):
+                    x_M, (caches[i], _) = step(x_M, (block, i, caches[i]))
+            return x_M, None if cache is None else caches, {}
         blocks, cache = to_repeated((self.blocks, cache))
         layers = blocks, jnp.arange(self.num_layers), cache
         x_M, stacked_outputs = jax.lax.scan(

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.core.models.layers_apart import has_layers_apart, is_apart
+from praxis_lite.core.models.layers_apart import layers_of
 from praxis_lite.core.sharding.mesh import compiled_platform
 from praxis_lite.core.sharding.split_dims import DimSplit
 from praxis_lite.layers.base_layer import (
@@ -67,7 +67,7 @@ class Repeat(BaseLayer):
             self.blocks = nnx.List(block(rngs=nnx.Rngs(key)) for key in keys)
         else:
             blocks = jax.vmap(lambda key: block(rngs=nnx.Rngs(key)))(keys)
-            self.blocks = stacked(blocks, stack_split, may_be_apart=True)
+            self.blocks = stacked(blocks, stack_split, num_dims_apart=1)
         self.num_layers, self.unroll = num_layers, unroll
         self.checkpoint_policy = checkpoint_policy
 
@@ -85,9 +85,7 @@ class Repeat(BaseLayer):
         """Returns the blocks if their weights are no stacks."""
         if self.unroll:
             return self.blocks
-        if has_layers_apart(self.blocks):
-            return [_layer_of(self.blocks, i) for i in range(self.num_layers)]
-        return None
+        return layers_of(self.blocks, self.num_layers)
 
     def __call__(
         self, x: jax.Array, *, key: jax.Array | None = None, cache: Any = None, **inputs: Any
@@ -202,13 +200,6 @@ def _step(inputs: dict[str, Any], is_scanned: bool = False) -> Step:
         return checkpoint_name(x, "transformer_layer_out"), (cache, assigned_values(block))
 
     return step
-
-
-def _layer_of(blocks: Any, index: int) -> Any:
-    """Returns a layer of blocks in which each array is a stack, or has its layers apart."""
-    return jax.tree.map(
-        lambda x: x.layers[index] if is_apart(x) else x[index], blocks, is_leaf=is_apart
-    )
 
 
 def _applied(parent: BaseLayer, step: Step, x: jax.Array, layer: tuple) -> tuple[jax.Array, Any]:

@@ -112,7 +112,7 @@ def quantized(
     left = [
         path
         for path, node in nodes.items()
-        if _is_matrix(node) and path not in dense
+        if is_matrix(node) and path not in dense
         if any(re.match(rule.regex, path) for rule in rules)
     ]
     log_rounding(tuple((str(q), tuple(paths)) for q, paths in names.items()), tuple(left))
@@ -199,7 +199,8 @@ class RoundedProduct(Product):
         return False
 
 
-def _is_matrix(node: Any) -> bool:
+def is_matrix(node: Any) -> bool:
+    """Returns True for a weight of two dims or more, those of stacks not counted."""
     if not isinstance(node, nnx.Param):
         return False
     stack = node.get_metadata().get("stack_split_dims_mapping", ())

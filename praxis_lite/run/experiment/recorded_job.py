@@ -11,8 +11,8 @@ from pathlib import Path
 
 import fiddle as fdl
 
-from praxis_lite.core.errors import ConfigError, not_written, printable
-from praxis_lite.files.whole_files import write_whole
+from praxis_lite.core.errors import ConfigError, printable
+from praxis_lite.files.whole_files import not_written, write_whole
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.inputs.tokenizers.files import CONFIG, TOKENIZER_FILES, has_tokenizer
 from praxis_lite.run.config.overrides import apply_overrides

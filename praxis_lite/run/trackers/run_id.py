@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.core.errors import ConfigError, not_written
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.files.json_text import read_json
-from praxis_lite.files.whole_files import write_whole
+from praxis_lite.files.whole_files import not_written, write_whole
 
 _ID = re.compile(r"[0-9a-f]{32}")
 _MOST_STEPS = 2**31 - 1

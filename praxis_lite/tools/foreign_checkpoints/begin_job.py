@@ -6,9 +6,10 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 
-from praxis_lite.core.errors import ConfigError, few, not_written
+from praxis_lite.core.errors import ConfigError, few
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.files.json_text import opened_to_append
+from praxis_lite.files.whole_files import not_written
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
 from praxis_lite.run.checkpoints.init.frozen_base import check_frozen_base

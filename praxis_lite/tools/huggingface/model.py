@@ -242,7 +242,10 @@ class HuggingFaceModel:
     def _greedy(self, max_decode_steps: int, eos_id: int | tuple[int, ...]) -> Partitioner:
         key = max_decode_steps, eos_id
         if key not in self._decoding:
-            decoder = fdl.Config(Greedy, max_decode_steps=max_decode_steps, eos_id=eos_id)
+            decoder = fdl.Config(
+                Greedy, max_decode_steps=max_decode_steps, eos_id=eos_id,
+                weights_dtype=self.partitioner.task.decoder.weights_dtype,
+            )
             task = fdl.build(fdl.copy_with(self.experiment.task, decoder=decoder))
             self._decoding[key] = Partitioner(task, self.partitioner.mesh)
         return self._decoding[key]

@@ -171,7 +171,7 @@ REFUSED = """
     praxis_lite.tools.huggingface:settings_in praxis_lite.tools.pax:read_pax_checkpoint
     praxis_lite.tools.testing:check_on_meshes praxis_lite.tools.nnx:mdl_vars_from_nnx
     praxis_lite.tasks.language_model:outputs_of_logits
-    praxis_lite.main:main praxis_lite.run.command:Parser praxis_lite.core.errors:not_written
+    praxis_lite.main:main praxis_lite.run.command:Parser praxis_lite.files.whole_files:not_written
     praxis_lite.run.job.job_dir:open_for_training praxis_lite.run.job.job_dir:JobDir
     praxis_lite.run.checkpoints.checkpoints:Checkpoints praxis_lite.run.checkpoints.tools:listing
     praxis_lite.tools.pax.job:begin_job praxis_lite.tools.huggingface:load

@@ -7,7 +7,8 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from praxis_lite.core.errors import ConfigError, not_written, require
+from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.files.whole_files import not_written
 from praxis_lite.host.optional_packages import optional_module
 
 # Writes files into the folder that it is given, or returns the examples of the one file.

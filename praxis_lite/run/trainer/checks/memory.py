@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 import jax
 from jax.sharding import Mesh
 
-from praxis_lite.core.errors import ConfigError, OutOfMemory, format_bytes, lack_of_memory
+from praxis_lite.core.errors import ConfigError, OutOfMemory, format_bytes
 from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
 from praxis_lite.host import host_memory
+from praxis_lite.host.lack_of_memory import lack_of_memory
 from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.run.trainer.layout_table import shape_text
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.core.errors import ConfigError, is_number, not_written
+from praxis_lite.core.errors import ConfigError, is_number
 from praxis_lite.files.json_text import content_of, opened_to_append
-from praxis_lite.files.whole_files import write_whole
+from praxis_lite.files.whole_files import not_written, write_whole
 from praxis_lite.run.trainer.metrics.kept_lines import KeptLines
 
 # Strict JSON has no such numbers, and a reader in another language would stop at a bare NaN.

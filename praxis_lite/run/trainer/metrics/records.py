@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.core.errors import not_written
 from praxis_lite.files.json_text import content_of, opened
-from praxis_lite.files.whole_files import write_whole
+from praxis_lite.files.whole_files import not_written, write_whole
 from praxis_lite.run.job.job_dir import COMMAND_LINE, JobDir
 from praxis_lite.run.trainer.metrics.json_lines import no_other_changes, strict_json
 

@@ -9,7 +9,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from praxis_lite.core.learner.bound_learner import BoundLearner
-from praxis_lite.core.models.layers_apart import apart_like
 from praxis_lite.core.models.model import MdlVars
 from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
@@ -107,7 +106,9 @@ class OnMesh:
         self, step: Step, mdl_vars: MdlVars, inputs: Batch, seed: int, without_randomness: bool
     ) -> PyTree:
         key = self.partitioner.batch_key(seed, 0, 0)
-        mdl_vars = apart_like(step.layout.shapes, mdl_vars)
+        if step is self.partitioner.decode_step:
+            with jax.enable_x64(True):
+                mdl_vars = self.partitioner.decoding_weights.form_of(mdl_vars)
         run = self._program(step, inputs, without_randomness=without_randomness)
         with jax.enable_x64(True):
             return jax.device_get(run(self._placed(step.layout, mdl_vars), self.batch(inputs), key))
@@ -182,7 +183,7 @@ class OnMesh:
             if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
                 return jax.device_put(x, like.sharding)
             x = np.asarray(x)
-            filled = np.full(like.shape, FILLER, x.dtype)
+            filled = np.full(like.shape, FILLER, like.dtype)
             filled[tuple(map(slice, x.shape))] = x
             return jax.device_put(filled, like.sharding)
 

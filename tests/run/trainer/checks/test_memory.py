@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite import ConfigError
 from praxis_lite.core import StateLayout, TrainState
-from praxis_lite.core.errors import OutOfMemory, lack_of_memory
+from praxis_lite.core.errors import OutOfMemory
 from praxis_lite.host import host_memory
+from praxis_lite.host.lack_of_memory import lack_of_memory
 from praxis_lite.inputs.base import IndexedPipeline, spec_of
 from praxis_lite.inputs.workers import WithWorkers
 from praxis_lite.run.command import status_of

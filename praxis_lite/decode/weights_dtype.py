@@ -1,0 +1,192 @@
+"""Weights in fewer bytes while decoding: in the dtype that the model casts them to, or in int8."""
+
+import dataclasses
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.extend import core
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.jaxprs import followed
+from praxis_lite.core.models.nnx_model import NnxModel
+from praxis_lite.core.partitioner.steps import decode_step
+from praxis_lite.core.sharding.leaf_paths import leaves_with_path
+from praxis_lite.core.task import Task
+from praxis_lite.layers.base_layer import Dense, is_dense
+from praxis_lite.layers.whole_model.int8_weights import Int8Weight, in_int8
+from praxis_lite.layers.whole_model.quantization import is_matrix, log_rounding
+
+Stored = Callable[[jax.Array], Any]
+# What tasks decode, of one row.
+_ROW = {
+    "ids": jax.ShapeDtypeStruct((1, 1), jnp.int32),
+    "prefix_lengths": jax.ShapeDtypeStruct((1,), jnp.int32),
+    "weights": jax.ShapeDtypeStruct((1,), jnp.float32),
+    "src_ids": jax.ShapeDtypeStruct((1, 1), jnp.int32),
+    "src_paddings": jax.ShapeDtypeStruct((1, 1), jnp.float32),
+}
+# Operations that give the elements of their first operand, and no others.
+_VIEWS = frozenset((
+    "broadcast_in_dim", "copy", "dynamic_slice", "expand_dims", "gather", "optimization_barrier",
+    "reshape", "sharding_constraint", "slice", "squeeze", "transpose",
+))
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast:
+    """Keeps a weight in another dtype."""
+
+    dtype: Any
+
+    def __call__(self, weight: jax.Array) -> jax.Array:
+        return weight.astype(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """Keeps a weight in int8; its dims are counted from the end, so that those of a stack go."""
+
+    summed_dims: tuple[int, ...]
+
+    def __call__(self, weight: jax.Array) -> Int8Weight:
+        return in_int8(weight, self.summed_dims)
+
+
+def stored_forms(task: Task) -> dict[str, Stored]:
+    """Returns functions by path, of weights that decoding keeps in fewer bytes.
+
+    "activations": a weight that the task's decoding reads by casts to a single, narrower dtype is
+    kept in that one: no number changes. "int8": so is the rest, and the weights of dense layers are
+    rounded, with a scale per output channel.
+
+    Args:
+      task: with a Decoder, whose `weights_dtype` says which; it decodes rows of tokens.
+
+    Raises:
+      ConfigError: int8, and the model has no dense layer.
+    """
+    if task.decoder.weights_dtype is None:
+        return {}
+    forms: dict[str, Stored] = _casts(task)
+    return forms if task.decoder.weights_dtype == "activations" else forms | _rounded(task)
+
+
+def _casts(task: Task) -> dict[str, Cast]:
+    inputs = {name: _ROW[name] for name in task.required_decode_inputs}
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    shapes = jax.eval_shape(lambda: task.model.init(jax.random.key(0)))
+    traced = jax.make_jaxpr(functools.partial(decode_step, task))(shapes, inputs, key)
+    dtypes = {path: leaf.dtype for path, leaf in leaves_with_path(shapes)}
+    uses: dict[str, set[Any]] = defaultdict(set)
+    rest = len(traced.jaxpr.invars) - len(dtypes)
+    _follow(traced, [*dtypes, *[None] * rest], uses)
+    return {
+        path: Cast(used) for path, dtype in dtypes.items() if len(uses[path]) == 1
+        for used in uses[path] if used is not None and _narrows(dtype, used)
+    }
+
+
+def _narrows(old: Any, new: Any) -> bool:
+    are_floats = jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)
+    return are_floats and np.dtype(new).itemsize < np.dtype(old).itemsize
+
+
+def _follow(
+    jaxpr: Any, values: list[str | None], uses: dict[str, set[Any]]
+) -> list[str | None]:
+    """Returns the weight, by path, whose elements each result is; None: something else.
+
+    Args:
+      values: the same of the arguments.
+      uses: filled with the dtypes to which a weight is cast; None for another use.
+    """
+
+    def rule(eqn: core.JaxprEqn, values: list[str | None]) -> list[str | None]:
+        name, inner = eqn.primitive.name, list(core.jaxprs_in_params(eqn.params))
+        nothing = [None] * len(eqn.outvars)
+        if not any(values):
+            return nothing
+        if name == "convert_element_type":
+            uses[values[0]].add(np.dtype(eqn.params["new_dtype"]))
+            return nothing
+        if name in _VIEWS and not any(values[1:]):
+            return values[:1]
+        if name == "optimization_barrier":
+            return values
+        if name == "while":
+            num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+            carried = values[num_cond + num_body :]
+            as_is(carried)
+            carried = [None] * len(carried)
+            _follow(eqn.params["cond_jaxpr"], values[:num_cond] + carried, uses)
+            body = values[num_cond : num_cond + num_body] + carried
+            as_is(_follow(eqn.params["body_jaxpr"], body, uses))
+            return nothing
+        if name == "scan":
+            first, num_carried = eqn.params["num_consts"], eqn.params["num_carry"]
+            rest = values[first + num_carried :]
+            as_is(values[first : first + num_carried])
+            values = values[:first] + [None] * num_carried + rest
+            as_is(_follow(eqn.params["jaxpr"], values, uses))
+            return nothing
+        if name == "cond":
+            for branch in eqn.params["branches"]:
+                as_is(_follow(branch, values[1:], uses))
+            return nothing
+        if len(inner) == 1 and len(inner[0].invars) == len(values) and name != "pallas_call":
+            return _follow(inner[0], values, uses)
+        as_is(values)
+        return nothing
+
+    def as_is(values: list[str | None]) -> None:
+        for path in filter(None, values):
+            uses[path].add(None)
+
+    return followed(jaxpr, values, rule)
+
+
+def _rounded(task: Task) -> dict[str, Round]:
+    nodes: dict[str, Any] = {}
+    if isinstance(task.model, NnxModel):
+        graph = nnx.iter_graph(task.model.abstract_module())
+        nodes = {"/".join(map(str, path)): node for path, node in graph}
+    dense = {
+        f"{path}/w".lstrip("/"): Round(dims) for path, node in nodes.items()
+        if is_dense(node) and (dims := _summed_dims(node))
+    }
+    if not dense:
+        raise ConfigError(
+            f"{type(task.decoder).__name__}.weights_dtype is 'int8', but the model has no dense "
+            "layer of praxis_lite to round. Leave it out, or take 'activations'."
+        )
+    left = [path for path, node in nodes.items() if is_matrix(node) and path not in dense]
+    log_rounding((("int8", tuple(dense)),), tuple(left))
+    return {f"params/{path}": form for path, form in dense.items()}
+
+
+def _summed_dims(layer: Dense) -> tuple[int, ...]:
+    """Returns the dims of w that the product sums over, from the end; () if one is so in part."""
+    operands, outputs = layer.equation.split("->")
+    letters, sizes = operands.split(",")[1], list(layer.kernel_shape)
+    num_stacked = len(layer.w.get_metadata().get("stack_split_dims_mapping", ()))
+    shape, result = layer.w.shape[num_stacked:], []
+    if -1 in sizes:
+        sizes[sizes.index(-1)] = math.prod(shape) // -math.prod(sizes)
+    place = 0
+    for dim, size in enumerate(shape):
+        first = place
+        while place < len(sizes) and math.prod(sizes[first:place]) != size or place == first:
+            place += 1
+        kept = {letter in outputs for letter in letters[first:place]}
+        if len(kept) > 1:
+            return ()
+        if kept == {False}:
+            result.append(dim - len(shape))
+    return tuple(result)
