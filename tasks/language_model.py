@@ -97,6 +97,8 @@ class LanguageModelTask(Task):
         is_causal = getattr(model, "model_type", "causal") == "causal"
         if hasattr(model, "init_cache") and (is_causal or required == self.required_decode_inputs):
             jax.eval_shape(lambda: model.init_cache(1, length))
+        if required == self.required_decode_inputs:
+            self.decoder.check_model(model)
 
     def _token_unit(self, model: nnx.Module) -> str:
         # Bytes are the default; ids beyond them are of other tokens, which nobody has named.
@@ -163,7 +165,8 @@ class LanguageModelTask(Task):
         """Returns a record per true row and hypothesis: prompt, continuation and how it came.
 
         Of several hypotheses of a prompt the best comes first; each has its place, "sample", and
-        its score.
+        its score. With speculation a record has "model_steps", the calls of the model that gave its
+        new tokens.
         """
         records, num_hyps = [], self.decoder.num_hyps
         for row in np.flatnonzero(inputs["weights"] > 0):
@@ -184,6 +187,8 @@ class LanguageModelTask(Task):
                     "log_prob": float(np.sum(outputs["logprobs"][row, hyp])),
                     "output_ids": new_ids.tolist(),
                 }
+                if "num_model_steps" in outputs:
+                    record["model_steps"] = int(outputs["num_model_steps"][row, hyp])
                 if num_hyps > 1:
                     record |= {"sample": hyp, "score": float(outputs["scores"][row, hyp])}
                 records.append(record)

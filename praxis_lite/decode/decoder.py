@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.core.errors import require, require_choice
+from praxis_lite.decode.speculation import check_takes_back
 
 # B prompts, P longest prompt, S = num_hyps continuations of each, M = max_decode_steps new tokens.
 
@@ -55,6 +56,7 @@ class Decoder(abc.ABC):
     # Settings of some decoders, as the others are.
     temperature = 0.0
     stop_strings = ()
+    num_speculative_tokens = 0
 
     def __post_init__(self):
         # Lists come from JSON and the command line; a decoder is a static, hashable value.
@@ -91,6 +93,15 @@ class Decoder(abc.ABC):
             "eos_id", all(i < size for i in local),
             f"of tokens from 0 to {size - 1}, for the model's vocab_size is {size}",
         )
+
+    def check_model(self, model: Any) -> None:
+        """Checks that a model can be decoded as the settings say.
+
+        Raises:
+          ConfigError: it cannot.
+        """
+        if self.num_speculative_tokens:
+            check_takes_back(model, f"{type(self).__name__}.num_speculative_tokens")
 
     def _check_types(self) -> None:
         for field in dataclasses.fields(self):

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 from praxis_lite.collectives.varying import on_any_device, varying_alike
 from praxis_lite.decode.cache_rows import batch_dims, repeat_rows
 from praxis_lite.decode.decoder import Decoder, Prompts
-from praxis_lite.decode.prefill import prefill
+from praxis_lite.decode.prefill import cache_length, prefill
+from praxis_lite.decode.speculation import drafts_of
 from praxis_lite.layers.base_layer import rebuilt
 
-# B prompts, R rows: B x samples, P longest prompt, M most new tokens, V classes.
+# B prompts, R rows: B x samples, P longest prompt, M most new tokens, V classes, S places of a
+# row in the cache, T tokens that the model reads at once, K drafts.
 
 
 @jax.tree_util.register_dataclass
@@ -37,6 +39,9 @@ class DecodeState:
     decode_lengths: jax.Array  # int32 [R], new tokens so far.
     in_prompt: jax.Array | None  # bool [R, V], the tokens that occurred; None without penalties.
     in_output: jax.Array | None  # The same, of the new tokens.
+    # Of speculation, otherwise None: int32 [R, S], the tokens of prompt and output; anything after.
+    history: jax.Array | None
+    num_model_steps: jax.Array | None  # int32 [R], calls of the model that gave the new tokens.
 
 
 def sample_keys(keys: jax.Array, num_samples: int) -> jax.Array:
@@ -53,6 +58,7 @@ def start(
     Args:
       prompts: with a key per row, [R], from `sample_keys`; R is a multiple of B.
     """
+    decoder.check_model(model)
     prefix = prefill(decoder, model, prompts)
     (num_prompts, prompt_length), num_rows = prompts.ids.shape, prompts.keys.shape[0]
     num_samples = num_rows // num_prompts
@@ -72,6 +78,11 @@ def start(
         in_prompt = jnp.zeros((num_prompts, num_classes), bool)
         in_prompt = in_prompt.at[jnp.arange(num_prompts)[:, None], ids].set(True, mode="drop")
         in_prompt, in_output = repeat(in_prompt), jnp.zeros((num_rows, num_classes), bool)
+    history = num_model_steps = None
+    if decoder.num_speculative_tokens:
+        num_after = cache_length(decoder, prompt_length) - prompt_length
+        history = repeat(jnp.pad(prompts.ids, ((0, 0), (0, num_after))))
+        num_model_steps = jnp.zeros((num_rows,), jnp.int32)
     max_steps = repeat(prefix.max_steps)
     shape = (num_rows, decoder.max_decode_steps)
     state = DecodeState(
@@ -87,6 +98,8 @@ def start(
         decode_lengths=jnp.zeros((num_rows,), jnp.int32),
         in_prompt=in_prompt,
         in_output=in_output,
+        history=history,
+        num_model_steps=num_model_steps,
     )
     return state, prefix.logprobs
 
@@ -95,7 +108,9 @@ def advance(
     decoder: Decoder, model: Any, state: DecodeState, num_steps: int | jax.Array,
     until_one_ends: bool | jax.Array = False,
 ) -> tuple[DecodeState, jax.Array]:
-    """Returns the state after at most `num_steps` more tokens per row, and the number of steps.
+    """Returns the state after at most `num_steps` calls of the model, and the number of them.
+
+    Each gives a row that is not done a token, and with speculation those drafts that are right.
 
     Stops when every row has ended; with `until_one_ends` as soon as one more has.
     """
@@ -108,15 +123,37 @@ def advance(
 
     def body(carry: tuple[DecodeState, jax.Array]) -> tuple[DecodeState, jax.Array]:
         state, t = carry
-        return step(decoder, model, state), t + 1
+        take = speculative_step if decoder.num_speculative_tokens else step
+        return take(decoder, model, state), t + 1
 
     return jax.lax.while_loop(goes_on, body, (varying_alike(state), jnp.zeros((), jnp.int32)))
 
 
 def step(decoder: Decoder, model: Any, state: DecodeState) -> DecodeState:
     """Returns the state with another token in each row that is not done."""
-    index, goes_on = jnp.arange(state.done.shape[0]), ~state.done
-    new_ids = jnp.where(goes_on, decoder.choose(decoder.penalized(state), state), 0)
+    goes_on, positions = ~state.done, state.positions
+    new_ids, state = with_chosen(decoder, state, goes_on)
+    logits, cache = rebuilt(model)(
+        new_ids[:, None], positions=positions[:, None], cache=state.cache
+    )
+    logits = jnp.where(goes_on[:, None], logits[:, 0].astype(jnp.float32), state.logits)
+    return dataclasses.replace(state, cache=cache, logits=logits)
+
+
+def with_chosen(
+    decoder: Decoder, state: DecodeState, goes_on: jax.Array, drafts: jax.Array | None = None
+) -> tuple[jax.Array, DecodeState]:
+    """Returns the tokens [R] that the logits give, and the state with them in the rows `goes_on`.
+
+    The logits and the cache of the state are those before these tokens.
+
+    Args:
+      drafts: int32 [R]; only rows whose token is the draft's get it.
+    """
+    index = jnp.arange(state.done.shape[0])
+    new_ids = decoder.choose(decoder.penalized(state), state)
+    goes_on = goes_on if drafts is None else goes_on & (new_ids == drafts)
+    new_ids = jnp.where(goes_on, new_ids, 0)
     logprobs = jax.nn.log_softmax(state.logits, axis=-1)[index, new_ids]
     # A row that is done writes past the end, which is dropped.
     place = jnp.where(goes_on, state.decode_lengths, state.output_ids.shape[1])
@@ -127,23 +164,74 @@ def step(decoder: Decoder, model: Any, state: DecodeState) -> DecodeState:
         ends |= decoder.is_eos(new_ids)
     if decoder.stop_sequences:
         ends |= ends_in(decoder.stop_sequences, output_ids, decode_lengths)
-    in_output = state.in_output
+    in_output, history = state.in_output, state.history
     if in_output is not None:
         in_output = in_output.at[index, new_ids].max(goes_on)
-    logits, cache = rebuilt(model)(
-        new_ids[:, None], positions=state.positions[:, None], cache=state.cache
-    )
-    return dataclasses.replace(
+    if history is not None:
+        position = jnp.where(goes_on, state.positions, history.shape[1])
+        history = history.at[index, position].set(new_ids, mode="drop")
+    return new_ids, dataclasses.replace(
         state,
-        cache=cache,
-        logits=jnp.where(goes_on[:, None], logits[:, 0].astype(jnp.float32), state.logits),
         positions=state.positions + goes_on,
-        done=state.done | ends,
+        done=state.done | (goes_on & ends),
         output_ids=output_ids,
         logprobs=state.logprobs.at[index, place].set(logprobs, mode="drop"),
         decode_lengths=decode_lengths,
         in_output=in_output,
+        history=history,
     )
+
+
+def speculative_step(decoder: Decoder, model: Any, state: DecodeState) -> DecodeState:
+    """Returns the state with another token in each row that is not done, and its right drafts.
+
+    The model reads the token and K drafts at once, and tokens are chosen from its logits as they
+    are from those of one token, so that a draft counts if it is the token that was to be chosen.
+    Wrong drafts stay in the cache until the tokens of later steps take their places: nothing
+    attends to them before. Near a row's end the last tokens are read again, so that no draft is
+    behind its last place.
+    """
+    num_places = state.history.shape[1]
+    num_drafts = min(decoder.num_speculative_tokens, num_places - 1)
+    index, goes_on, positions = jnp.arange(len(state.done)), ~state.done, state.positions
+    _, state = with_chosen(decoder, state, goes_on)
+    drafts_RK = drafts_of(state.history, state.positions, decoder.prompt_lookup_max, num_drafts)
+    places_RK = state.positions[:, None] + jnp.arange(num_drafts)[None, :]
+    history = state.history.at[index[:, None], places_RK].set(drafts_RK, mode="drop")
+    first = jnp.minimum(positions, num_places - 1 - num_drafts)
+    read_RT = first[:, None] + jnp.arange(1 + num_drafts)[None, :]
+    logits_RTV, cache = rebuilt(model)(
+        jnp.take_along_axis(history, read_RT, axis=1), positions=read_RT, cache=state.cache
+    )
+
+    def logits_after(state: DecodeState, has_token: jax.Array) -> jax.Array:
+        last = jnp.clip(state.positions - 1 - first, 0, num_drafts)
+        return jnp.where(
+            has_token[:, None], logits_RTV[index, last].astype(jnp.float32), state.logits
+        )
+
+    def goes_on_with_drafts(carry: tuple[DecodeState, jax.Array, jax.Array]) -> jax.Array:
+        _, accepts, k = carry
+        return on_any_device((k < num_drafts) & jnp.any(accepts))
+
+    def accept(
+        carry: tuple[DecodeState, jax.Array, jax.Array]
+    ) -> tuple[DecodeState, jax.Array, jax.Array]:
+        state, accepts, k = carry
+        draft = jax.lax.dynamic_index_in_dim(drafts_RK, k, axis=1, keepdims=False)
+        _, new = with_chosen(decoder, state, accepts, draft)
+        accepts = new.decode_lengths > state.decode_lengths
+        new = dataclasses.replace(new, logits=logits_after(new, accepts))
+        return new, accepts & ~new.done, k + 1
+
+    state = dataclasses.replace(
+        state, cache=None, logits=logits_after(state, goes_on),
+        num_model_steps=state.num_model_steps + goes_on,
+    )
+    carry = varying_alike((state, ~state.done), logits_RTV)
+    carry = (*carry, jnp.zeros((), jnp.int32))
+    state, _, _ = jax.lax.while_loop(goes_on_with_drafts, accept, carry)
+    return dataclasses.replace(state, cache=cache)
 
 
 def ends_in(

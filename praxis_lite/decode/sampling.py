@@ -29,6 +29,12 @@ class Greedy(Decoder):
       num_cache_slots: Pax's name. More than 0: a dataset of prompts is decoded by continuous
         batching in that many rows, each taken by the next prompt as soon as it is free; 0: batch
         by batch, each of which takes as long as its longest row.
+      num_speculative_tokens: drafts that each call of the model checks beside a row's next token:
+        what followed the row's last tokens where they occurred before, in its prompt or after it
+        (prompt lookup, vLLM's "ngram"). Those that the decoder would have chosen itself are kept,
+        so the tokens are the same, but for the rounding of a product of several tokens beside that
+        of one. It pays where texts repeat themselves; outputs then have `num_model_steps`. 0: none.
+      prompt_lookup_max: most last tokens that are looked for; fewer, if these did not occur.
     """
 
     repetition_penalty: float = 1.0
@@ -36,6 +42,8 @@ class Greedy(Decoder):
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     stop_strings: tuple[str, ...] = ()
     num_cache_slots: int = 0
+    num_speculative_tokens: int = 0
+    prompt_lookup_max: int = 3
 
     def __post_init__(self):
         object.__setattr__(self, "stop_sequences", tuple(map(tuple, self.stop_sequences)))
@@ -52,10 +60,18 @@ class Greedy(Decoder):
             "a sequence of texts that are not empty",
         )
         self._require("num_cache_slots", self.num_cache_slots >= 0, "0 (batches) or more")
+        self._require("num_speculative_tokens", self.num_speculative_tokens >= 0, "0 or more")
+        self._require("prompt_lookup_max", self.prompt_lookup_max >= 1, "1 or more")
 
     @property
     def num_hyps(self) -> int:
         return 1
+
+    @property
+    def names_of_outputs(self) -> tuple[str, ...]:
+        """The fields of a `DecodeState` that `outputs_of` is given."""
+        names = ("output_ids", "decode_lengths", "logprobs")
+        return (*names, "num_model_steps") if self.num_speculative_tokens else names
 
     @property
     def penalizes(self) -> bool:
@@ -83,13 +99,15 @@ class Greedy(Decoder):
         return logits
 
     def decode(self, model: Any, prompts: Prompts) -> Outputs:
-        """Returns the result of `__call__`: a sample per hypothesis, scored by its log-probs."""
+        """Returns the result of `__call__`: a sample per hypothesis, scored by its log-probs.
+
+        With speculation also num_model_steps int32 [B, S], the calls of the model that gave the
+        new tokens.
+        """
         prompts = prompts._replace(keys=sample_keys(prompts.keys, self.num_hyps))
         state, prefix_logprobs = start(self, model, prompts)
         state, _ = advance(self, model, state, self.max_decode_steps)
-        outputs = self.outputs_of(
-            {name: getattr(state, name) for name in ("output_ids", "decode_lengths", "logprobs")}
-        )
+        outputs = self.outputs_of({name: getattr(state, name) for name in self.names_of_outputs})
         if prefix_logprobs is not None:
             outputs["prefix_logprobs"] = prefix_logprobs
         return outputs

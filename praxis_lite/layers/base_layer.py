@@ -43,6 +43,9 @@ class BaseLayer(nnx.Module):
     __signature__ = ConstructorSignature()
     # What of it is more than a sum over rows, such as "batch statistics"; for --mode=check.
     couples_rows: str | None = None
+    # Of it, what lets a token depend on later ones of its row, such as "seats that tokens compete
+    # for"; None in attention, whose mask says it.
+    couples_tokens: str | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -219,6 +219,13 @@ class Gating:
         )
         return outputs, report
 
+    @property
+    def has_seats_for_all(self) -> bool:
+        """True if no token takes a seat from another, whatever the group."""
+        is_capped = self.is_top_k and not self.dropless
+        is_enough = self.unadjusted_expert_capacity_factor >= self.num_experts
+        return not self.gating_func.startswith("expert_choice") and (not is_capped or is_enough)
+
     def dense_top2(self, tokens: Tokens, at_experts: AtExperts) -> jax.Array:
         """Returns the outputs [G, S, D] of the two best of all experts."""
         num_groups, *rest = tokens.x.shape

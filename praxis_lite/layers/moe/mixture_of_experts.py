@@ -104,6 +104,10 @@ class TransformerFeedForwardMoe(ResidualBranch):
 
     couples_rows = "experts' balance"
 
+    @property
+    def couples_tokens(self) -> str | None:
+        return None if self.gating.has_seats_for_all else "experts with a capacity"
+
     @takes_settings_of(Gating, ResidualBranch, but=("output_dims",))
     def __init__(
         self,
