@@ -7,6 +7,9 @@ same cores. Tokens per second are those after the first token; the time to the f
 and a token. Prints also the share of the bandwidth at which as many weights are multiplied by one
 row, each matrix an array of its own; the seconds that ours compiles; and if both chose the same
 tokens. Without --peer_python, ours alone.
+
+`--num_speculative_tokens K` instead: prompts that repeat a piece of eight tokens, continued by 129
+tokens without and with K drafts checked at once, in turns.
 """
 
 import argparse
@@ -26,7 +29,7 @@ NUM_PROMPT, NUM_NEW, DIMS, HIDDEN, NUM_LAYERS, VOCAB = 32, 33, 768, 2048, 12, 32
 GOALS = {1: 1.0, 32: 1.5}
 REPEATS = 3
 
-Generate = Callable[[list[list[int]], int], list[list[int]]]
+Generate = Callable[..., list[list[int]]]
 
 
 def write_llama(directory: Path) -> None:
@@ -121,9 +124,9 @@ def work(directory: str, kind: str) -> None:
     generate, bandwidth = {"ours": ours, "theirs": theirs}[kind](directory)
     print(json.dumps({"bandwidth": bandwidth}), file=out, flush=True)
     for line in sys.stdin:
-        prompts, num_new = json.loads(line)
+        prompts, num_new, settings = json.loads(line)
         began = time.perf_counter()
-        ids = generate(prompts, num_new)
+        ids = generate(prompts, num_new, **settings)
         seconds = time.perf_counter() - began
         print(json.dumps({"seconds": seconds, "ids": ids}), file=out, flush=True)
 
@@ -140,9 +143,11 @@ class Worker:
         )
         self.bandwidth = json.loads(self._process.stdout.readline())["bandwidth"]
 
-    def generate(self, prompts: list[list[int]], num_new: int) -> tuple[float, list[list[int]]]:
+    def generate(
+        self, prompts: list[list[int]], num_new: int, **settings: int
+    ) -> tuple[float, list[list[int]]]:
         """Returns the seconds, and the new tokens of each prompt."""
-        print(json.dumps([prompts, num_new]), file=self._process.stdin, flush=True)
+        print(json.dumps([prompts, num_new, settings]), file=self._process.stdin, flush=True)
         answer = json.loads(self._process.stdout.readline())
         return answer["seconds"], answer["ids"]
 
@@ -184,12 +189,37 @@ def measure(workers: dict[str, Worker], batch: int) -> None:
     print(line, flush=True)
 
 
+def measure_drafts(worker: Worker, batch: int, num_drafts: int) -> None:
+    """Prints a line: a batch of prompts that repeat, without and with drafts."""
+    import numpy as np
+
+    rng, num_new = np.random.default_rng(batch), 4 * NUM_PROMPT + 1
+    prompts = np.tile(rng.integers(3, VOCAB, (batch, NUM_PROMPT // 4)), (1, 4)).tolist()
+    rate, tokens = {}, {}
+    settings = {num: {"num_speculative_tokens": num} for num in (0, num_drafts)}
+    for num, setting in settings.items():
+        worker.generate(prompts, 1, **setting)
+        worker.generate(prompts, num_new, **setting)
+    for _ in range(REPEATS):
+        for num, setting in settings.items():
+            first = worker.generate(prompts, 1, **setting)[0]
+            seconds, tokens[num] = worker.generate(prompts, num_new, **setting)
+            rate[num] = max(rate.get(num, 0.0), batch * (num_new - 1) / (seconds - first))
+    same = np.mean(np.asarray(tokens[0]) == np.asarray(tokens[num_drafts]))
+    print(
+        f"batch {batch:<4}{rate[0]:>9.1f} tokens/s, with {num_drafts} drafts "
+        f"{rate[num_drafts]:.1f}: ratio {rate[num_drafts] / rate[0]:.2f}, {same:.0%} of the tokens "
+        "are the same", flush=True,
+    )
+
+
 def main() -> None:
     """Prints a line for each batch size and number of threads."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peer_python", help="an interpreter with torch and transformers")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--num_speculative_tokens", type=int, help="measure drafts, this many")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--directory", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -204,7 +234,10 @@ def main() -> None:
             if args.peer_python:
                 workers["theirs"] = Worker(args.peer_python, "theirs", folder, num_threads)
             for batch in args.batches:
-                measure(workers, batch)
+                if args.num_speculative_tokens:
+                    measure_drafts(workers["ours"], batch, args.num_speculative_tokens)
+                else:
+                    measure(workers, batch)
             for worker in workers.values():
                 worker.end()
 

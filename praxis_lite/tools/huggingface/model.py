@@ -14,6 +14,7 @@ from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.sharding.mesh import make_mesh
 from praxis_lite.core.sharding.mesh_config import MeshConfig
+from praxis_lite.decode.decoder import Decoder
 from praxis_lite.decode.sampling import Greedy
 from praxis_lite.host.host_memory import FirstRuns
 from praxis_lite.inputs.text.token_ids import padding_mask, token_ids, whole_number
@@ -21,6 +22,7 @@ from praxis_lite.inputs.tokenizers.plain import TokenIds
 from praxis_lite.run.config.class_attributes import configured
 from praxis_lite.run.experiment import registry
 from praxis_lite.run.experiment.experiment import Job
+from praxis_lite.run.generation import with_decoder
 from praxis_lite.run.trainer.forward_pass import forward_pass
 from praxis_lite.tools.huggingface.pretrained import Pretrained
 from praxis_lite.tools.huggingface.tensors.writing import MAX_FILE_BYTES
@@ -90,7 +92,7 @@ class HuggingFaceModel:
         leaves = [arrays[leaf.path] for leaf in layout.leaves()]
         self.mdl_vars = jax.tree.unflatten(jax.tree.structure(layout.shapes), leaves)
         self._forward = forward_pass(partitioner)
-        self._decoding: dict[tuple[int, Any], Partitioner] = {}
+        self._decoding: dict[tuple[Decoder, str], Partitioner] = {}
         self._runs = FirstRuns("generate", "Give it fewer or shorter prompts.")
 
     def logits(
@@ -134,16 +136,18 @@ class HuggingFaceModel:
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 16, *,
-        eos_id: int | Sequence[int] | None = None,
+        eos_id: int | Sequence[int] | None = None, **settings: Any,
     ) -> list[list[int]]:
-        """Returns the likeliest next ids of each prompt, a token at a time.
+        """Returns the likeliest next ids of each prompt.
 
         Args:
           prompts: of any lengths, a token each at least.
           eos_id: a row ends with this token, or one of these; None: none ends it.
+          settings: others of `praxis_lite.decode.Greedy`, such as num_speculative_tokens=4.
 
         Raises:
-          ConfigError: an id, a length or the number of new tokens is none that the model has.
+          ConfigError: an id, a length or the number of new tokens is none that the model has, or
+            there is no such setting.
         """
         what = "generate: max_new_tokens"
         max_new_tokens = whole_number(max_new_tokens, what, 1)
@@ -161,7 +165,17 @@ class HuggingFaceModel:
         ids = np.zeros((len(lengths), longest), np.int32)
         for row, item in zip(ids, rows, strict=True):
             row[: len(item)] = item
-        partitioner = self._greedy(max_new_tokens, TokenIds.eos_id if eos_id is None else eos_id)
+        eos_id = TokenIds.eos_id if eos_id is None else eos_id
+        weights_dtype = self.partitioner.task.decoder.weights_dtype
+        actual = settings.get("weights_dtype", weights_dtype)
+        require(
+            actual == weights_dtype, "generate: weights_dtype", actual, f"{weights_dtype!r}",
+            "Load the model with settings=['task.decoder.weights_dtype=...'].",
+        )
+        decoder = Greedy(
+            max_decode_steps=max_new_tokens, eos_id=eos_id, weights_dtype=weights_dtype
+        )
+        partitioner = self._greedy(decoder, settings)
         batch = partitioner.global_batch({
             "ids": ids, "prefix_lengths": lengths, "weights": np.ones(len(lengths), np.float32),
         })
@@ -239,13 +253,9 @@ class HuggingFaceModel:
     def _sizes(self) -> Mapping[str, int]:
         return self.partitioner.task.num_ids()
 
-    def _greedy(self, max_decode_steps: int, eos_id: int | tuple[int, ...]) -> Partitioner:
-        key = max_decode_steps, eos_id
+    def _greedy(self, decoder: Greedy, settings: Mapping[str, Any]) -> Partitioner:
+        key = decoder, repr(sorted(settings.items()))
         if key not in self._decoding:
-            decoder = fdl.Config(
-                Greedy, max_decode_steps=max_decode_steps, eos_id=eos_id,
-                weights_dtype=self.partitioner.task.decoder.weights_dtype,
-            )
-            task = fdl.build(fdl.copy_with(self.experiment.task, decoder=decoder))
+            task = with_decoder(self.partitioner.task, self.experiment.task, decoder, settings)
             self._decoding[key] = Partitioner(task, self.partitioner.mesh)
         return self._decoding[key]
