@@ -75,6 +75,16 @@ def test_greedy_tokens_are_those_of_transformers(case):
     assert model.generate(prompts, max_new_tokens=16) == expected["greedy_tokens"].tolist()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_with_drafts_are_those_of_transformers(family):
+    model, expected = loaded(family), golden(family)
+    pairs = zip(expected["greedy_prompts"], expected["greedy_mask"], strict=True)
+    prompts = [row[mask == 1].tolist() for row, mask in pairs]
+    actual = model.generate(prompts, max_new_tokens=16, num_speculative_tokens=3)
+    assert actual == expected["greedy_tokens"].tolist()
+
+
 def trained(family, shape, optimizer, learning_rate, num_steps, partitioner=Partitioner):
     """Returns the losses of steps on the right-padded batch, and the model with what they made."""
     model, expected = loaded(family, shape), golden(family)
