@@ -63,7 +63,7 @@ def decoded(decoder, **settings):
 
 DECODERS = {
     "greedy": Greedy(max_decode_steps=M, eos_id=V),
-    "ends": Greedy(max_decode_steps=M, eos_id=(1, 4), min_decode_steps=9),
+    "ends": Greedy(max_decode_steps=M, eos_id=(0, 4), min_decode_steps=9),
     "stop sequences": Greedy(max_decode_steps=M, eos_id=V, stop_sequences=((3, 2), (5,))),
     "limits": Greedy(max_decode_steps=M, eos_id=V, seqlen=19),
     "sample": Sample(max_decode_steps=M, eos_id=2, k=0, temperature=0.7, num_samples=3),
@@ -126,7 +126,7 @@ def test_a_row_of_a_continuous_batch_gets_the_tokens_that_it_gets_alone():
 
 def lm_task(decoder, **layer):
     lm = fdl.Partial(
-        layers.TransformerLm, V, 12, 17, num_heads=3, num_layers=2, dim_per_head=4,
+        layers.TransformerLm, V, 12, 17, num_heads=3, num_layers=1, dim_per_head=4,
         max_seq_length=P + M, **layer,
     )
     return LanguageModelTask(fdl.build(lm), Learner(optax.sgd, 0.1), decoder=decoder)
