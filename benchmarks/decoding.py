@@ -197,7 +197,7 @@ def measure_drafts(worker: Worker, batch: int, num_drafts: int) -> None:
     prompts = np.tile(rng.integers(3, VOCAB, (batch, NUM_PROMPT // 4)), (1, 4)).tolist()
     rate, tokens = {}, {}
     settings = {num: {"num_speculative_tokens": num} for num in (0, num_drafts)}
-    for num, setting in settings.items():
+    for setting in settings.values():
         worker.generate(prompts, 1, **setting)
         worker.generate(prompts, num_new, **setting)
     for _ in range(REPEATS):
