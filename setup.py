@@ -41,6 +41,8 @@ DIGITS = ["scikit-learn>=1.9.1,<2"]
 LM_EVAL = [*TEXT, "lm_eval>=0.4.13,<0.5"]
 # --mode=sweep: the searches, the pruners, and the journal of its trials.
 SWEEP = ["optuna>=5,<6"]
+# praxis_lite.interop.export: jax.export reads and writes with it, and does not bring it.
+EXPORT = ["flatbuffers>=25.12.19"]
 
 setup(
     name="praxis_lite",
@@ -104,6 +106,7 @@ setup(
         "digits": DIGITS,
         "lm_eval": LM_EVAL,
         "sweep": SWEEP,
+        "export": EXPORT,
         "wandb": WANDB,
         "mlflow": MLFLOW,
         # --mode=plan for TPUs: their compiler, on a machine without any. Each jax names its own
@@ -115,7 +118,7 @@ setup(
         "gpu": ["jax[cuda12]"],
         "test": [
             # All features but the TPU's compiler and lm_eval, whose tests are skipped without them.
-            *HF, *SOURCES, *PLOTS, *QUANTIZATION, *DIGITS, *SWEEP, *WANDB, *MLFLOW,
+            *HF, *SOURCES, *PLOTS, *QUANTIZATION, *DIGITS, *SWEEP, *EXPORT, *WANDB, *MLFLOW,
             # Reads Prometheus' text format.
             "prometheus-client>=0.26,<1",
             # The suite, on two cores.

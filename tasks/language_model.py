@@ -148,7 +148,7 @@ class LanguageModelTask(Task):
         decoder's own.
         """
         lengths = jnp.where(inputs["weights"] > 0, inputs["prefix_lengths"], 0)
-        keys = self.row_keys(key, len(lengths))
+        keys = self.row_keys(key, lengths.shape[0])
         return self.decoder(model, inputs["ids"], lengths, keys, **self.per_row_settings(inputs))
 
     def row_keys(self, key: jax.Array, num_rows: int) -> jax.Array:

@@ -133,7 +133,7 @@ class SequenceToSequenceTask(Task):
     ) -> dict[str, jax.Array]:
         """Returns what `Decoder.__call__` does; `key` is folded with the row."""
         lengths = jnp.where(inputs["weights"] > 0, inputs["prefix_lengths"], 0)
-        keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(len(lengths)))
+        keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(lengths.shape[0]))
         conditioned = model.given(inputs["src_ids"], input_paddings=inputs["src_paddings"])
         return self.decoder(conditioned, inputs["ids"], lengths, keys)
 

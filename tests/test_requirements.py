@@ -102,7 +102,7 @@ def test_each_late_import_is_of_a_package_of_the_table():
             if isinstance(node, ast.Call) and ast.unparse(node.func) in (
                 "optional_module", "require_package", "is_installed",
             ):
-                text = ast.unparse(node.args[0]).strip("f\"'")
+                text = ast.unparse(node.args[0]).removeprefix("f").strip("\"'")
                 asked.add(re.split(r"[.{]", text)[0])
     assert asked - {"package", "name"} == {*PACKAGES}
 

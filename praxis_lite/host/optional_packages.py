@@ -29,6 +29,7 @@ PACKAGES: dict[str, tuple[str, str | None]] = {
     "sklearn": ("scikit-learn", "digits"),
     "lm_eval": ("lm_eval", "lm_eval"),
     "optuna": ("optuna", "sweep"),
+    "flatbuffers": ("flatbuffers", "export"),
 }
 
 

@@ -99,7 +99,15 @@ class TrainedModel:
 
         They are those to evaluate with: averages, if run.evaluation.use_ema_states says so.
         """
-        return self._mdl_vars(self.job.run.evaluation.use_ema_states)
+        return self.mdl_vars_with(use_ema=self.job.run.evaluation.use_ema_states)
+
+    def mdl_vars_with(self, *, use_ema: bool) -> Any:
+        """Returns `mdl_vars`: the checkpoint's own, or the averages that the learner keeps."""
+        if use_ema not in self._restored:
+            self.step, self._restored[use_ema] = restored_weights(
+                self.partitioner, self._files, self.step, use_ema
+            )
+        return self._restored[use_ema]
 
     @property
     def weights(self) -> dict[str, np.ndarray]:
@@ -208,18 +216,12 @@ class TrainedModel:
         batch = prompt_batch(self.partitioner.task, prompts)
         return self.decode(batch, decoder=decoder, seed=seed, **settings)
 
-    def _mdl_vars(self, use_ema: bool) -> Any:
-        if use_ema not in self._restored:
-            self.step, self._restored[use_ema] = restored_weights(
-                self.partitioner, self._files, self.step, use_ema
-            )
-        return self._restored[use_ema]
-
     def _mdl_vars_for(self, decoding: Partitioner, use_ema: bool) -> Any:
         """Returns the weights for a partitioner's decoding: once for each form of them."""
         key = use_ema, getattr(decoding.task.decoder, "weights_dtype", None)
         if key not in self._for_decoding:
-            self._for_decoding[key] = decoding.for_decoding(self._mdl_vars(use_ema))
+            mdl_vars = self.mdl_vars_with(use_ema=use_ema)
+            self._for_decoding[key] = decoding.for_decoding(mdl_vars)
         return self._for_decoding[key]
 
     def _pipeline(self, root: str, data: str | InputPipeline) -> tuple[str, InputPipeline]:

@@ -23,7 +23,7 @@ PAGE, SNAPSHOT = ROOT / "docs/api.md", ROOT / "tests/public_names.txt"
 COMMANDS = (
     "praxis_lite.main", "praxis_lite.run.checkpoints", "praxis_lite.inputs",
     "praxis_lite.inputs.tokenizers", "praxis_lite.tools.huggingface", "praxis_lite.tools.lm_eval",
-    "praxis_lite.tools.pax.job",
+    "praxis_lite.tools.pax.job", "praxis_lite.interop.export",
 )
 HEAD = """\
 # Public names

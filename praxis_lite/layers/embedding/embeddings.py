@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import export
 
 from praxis_lite.core.errors import require_choice
 from praxis_lite.core.sharding.logical_axes import axes_of
@@ -110,7 +111,8 @@ def _columns_split(
     """
     mesh, (class_split, dim_split) = jax.sharding.get_abstract_mesh(), table_split
     num_parts = num_shards_of(dim_split)
-    if num_parts == 1:
+    # Of any number of rows, in a program to export, there may be many.
+    if num_parts == 1 or export.is_symbolic_dim(ids.size):
         return None
     spec = to_partition_spec(activation_split or (), mesh.axis_names, rank=ids.ndim + 1)
     axes = [

@@ -13,6 +13,9 @@ from praxis_lite.host.host_memory import FirstRuns
 from praxis_lite.inputs.leaves import narrow
 from praxis_lite.inputs.text.token_ids import token_ids
 
+# What models call the leaves of a batch.
+LEAVES_OF_ARGUMENTS = {"positions": "segment_pos", "inputs": "src_ids", "targets": "ids"}
+
 
 def forward_pass(partitioner: Partitioner) -> Callable[..., Any]:
     """Returns `call(mdl_vars, *args, **named)`: what `model(*args, **named)` returns, as NumPy.
@@ -20,6 +23,44 @@ def forward_pass(partitioner: Partitioner) -> Callable[..., Any]:
     Arrays among the arguments, or in trees there, have rows first, which are split over the mesh
     like those of a batch. Other arguments, such as flags, reach the model unchanged. A model of
     plain functions has no call; `task.predict(params, *args, None)` stands in for it.
+    """
+    compiled = jax.jit(
+        forward_on_the_mesh(partitioner), static_argnums=2, out_shardings=partitioner.replicated
+    )
+    runs = FirstRuns("The model's call", "Give it fewer rows at a time.")
+
+    def call(mdl_vars: Any, *args: Any, **named: Any) -> Any:
+        arrays, given = arrays_of(args, named)
+        if not arrays:
+            raise ConfigError(
+                f"predict was given {shown(repr((*args, *named.values())))}, in which there is no "
+                "array. Give it NumPy arrays as the model's call takes them, rows first: "
+                "predict(np.asarray(...))."
+            )
+        arrays = [
+            narrow("predict", f"of argument {place}", np.asarray(x)) for place, x in arrays.items()
+        ]
+        inputs = mdl_vars, partitioner.global_batch(arrays), given
+        shapes = *given, tuple((x.shape, x.dtype) for x in arrays)
+        return jax.device_get(runs.run(compiled, *inputs, key=shapes))
+
+    return call
+
+
+def arrays_of(args: Sequence[Any], named: Mapping[str, Any]) -> tuple[dict[int, Any], tuple]:
+    """Returns the arrays among the arguments of a call by their places, and all the rest of it.
+
+    These are the last two arguments of `forward_on_the_mesh`'s function: the arrays as a list.
+    """
+    leaves, structure = jax.tree.flatten((tuple(args), dict(named)))
+    others = tuple((True, None) if _is_array(x) else (False, x) for x in leaves)
+    return {place: x for place, x in enumerate(leaves) if _is_array(x)}, (structure, others)
+
+
+def forward_on_the_mesh(partitioner: Partitioner) -> Callable[..., Any]:
+    """Returns the function of (mdl_vars, arrays, rest) that `forward_pass` compiles.
+
+    The rest is static; both are of `arrays_of`, and the arrays a GlobalBatch.
     """
     task = partitioner.task
 
@@ -39,31 +80,7 @@ def forward_pass(partitioner: Partitioner) -> Callable[..., Any]:
             )
         return task.predict(model, *args, None, **named)
 
-    compiled = jax.jit(
-        partitioner.with_mdl_vars(forward, static_argnums=2),
-        static_argnums=2, out_shardings=partitioner.replicated,
-    )
-
-    runs = FirstRuns("The model's call", "Give it fewer rows at a time.")
-
-    def call(mdl_vars: Any, *args: Any, **named: Any) -> Any:
-        leaves, structure = jax.tree.flatten((args, named))
-        others = tuple((True, None) if _is_array(x) else (False, x) for x in leaves)
-        arrays = [
-            narrow("predict", f"of argument {place}", np.asarray(x))
-            for place, x in enumerate(leaves) if _is_array(x)
-        ]
-        if not arrays:
-            raise ConfigError(
-                f"predict was given {shown(repr((*args, *named.values())))}, in which there is no "
-                "array. Give it NumPy arrays as the model's call takes them, rows first: "
-                "predict(np.asarray(...))."
-            )
-        inputs = mdl_vars, partitioner.global_batch(arrays), (structure, others)
-        shapes = structure, others, tuple((x.shape, x.dtype) for x in arrays)
-        return jax.device_get(runs.run(compiled, *inputs, key=shapes))
-
-    return call
+    return partitioner.with_mdl_vars(forward, static_argnums=2)
 
 
 def check_call(task: Task, args: Sequence[Any], named: Mapping[str, Any]) -> None:
@@ -78,7 +95,7 @@ def check_call(task: Task, args: Sequence[Any], named: Mapping[str, Any]) -> Non
     # A model of sources and targets, or of ids, whatever it calls these.
     order = ("src_ids", "ids") if "src_ids" in sizes else ("ids",)
     given = dict(zip(order, args, strict=False)) | {
-        _LEAVES.get(name, name): x for name, x in named.items()
+        LEAVES_OF_ARGUMENTS.get(name, name): x for name, x in named.items()
     }
     paddings = given.get("paddings")
     for name, size in sizes.items():
@@ -88,10 +105,6 @@ def check_call(task: Task, args: Sequence[Any], named: Mapping[str, Any]) -> Non
         counts = np.asarray(paddings) < 0.5 if np.shape(paddings) == np.shape(x) else None
         kind = "positions" if name == "segment_pos" else "ids"
         token_ids(x, f"predict: {name}", size, ndim=np.ndim(x), counts=counts, kind=kind)
-
-
-# What models call the leaves of a batch.
-_LEAVES = {"positions": "segment_pos", "inputs": "src_ids", "targets": "ids"}
 
 
 def _is_array(x: Any) -> bool:

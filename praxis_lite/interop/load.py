@@ -1,0 +1,34 @@
+"""Loads what lies beside this file with jax alone: `outputs = load()({"ids": ids, ...})`."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax import export
+
+
+def load(folder: Path = Path(__file__).parent) -> Callable[[dict], object]:
+    """Returns a function of a dict of NumPy arrays, as manifest.json describes its inputs."""
+    about = json.loads((folder / "manifest.json").read_text())
+    for name, digest in about["sha256"].items():
+        if hashlib.sha256(np.memmap(folder / name, mode="r")).hexdigest() != digest:
+            raise ValueError(f"{folder / name} is damaged: its SHA-256 is not {digest}.")
+    try:
+        program = export.deserialize(bytearray((folder / "program.bin").read_bytes()))
+        program.mlir_module()
+    except Exception as error:
+        raise ValueError(f"jax {jax.__version__} cannot read what {about['jax']} wrote.") from error
+    mesh, num, devices = about["mesh"], program.nr_devices, jax.devices()
+    if len(devices) < num:
+        raise ValueError(f"{mesh} needs {num} devices; jax has {len(devices)}. {about['devices']}")
+    mesh = jax.sharding.Mesh(np.reshape(devices[:num], list(mesh.values())), list(mesh))
+    places, _ = jax.tree.unflatten(program.in_tree, program.in_shardings_jax(mesh))
+    with np.load(folder / "weights.npz") as arrays:
+        listed = zip(arrays, program.in_avals, places[0], strict=False)
+        weights = [jax.device_put(arrays[n].view(x.dtype), place) for n, x, place in listed]
+    options = about["compiler_options"].get(jax.default_backend())
+    run = jax.jit(program.call, in_shardings=places, compiler_options=options)
+    return lambda inputs: jax.device_get(run(weights, inputs))

@@ -1,0 +1,160 @@
+"""A job's decoding step, or its model's call, exported: weights and inputs are its arguments."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import export
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from praxis_lite.core.errors import ConfigError, require, require_choice, shown
+from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.core.partitioner.train_state import StateLayout
+from praxis_lite.core.sharding.devices.xla_errors import without_xla_errors
+from praxis_lite.core.sharding.inputs import GlobalBatch, batch_spec
+from praxis_lite.interop.inputs import ANY_ROWS, Inputs, Specs, What, takes_batches
+from praxis_lite.run.trainer.forward_pass import arrays_of, forward_on_the_mesh
+
+# The input with the data of a random key.
+KEY = "key"
+# Of those that jax exports for.
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+# cuDNN's attention, which jax promises to no later version. TrainedModel takes it on a GPU too:
+# without it the outputs would be others than its.
+_CUDNN = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaScaleBiasSoftmax")
+
+# Of programs that compute with the number of rows.
+_NEEDS_NUMBERS = (
+    TypeError, ValueError, NotImplementedError, jax.errors.InconclusiveDimensionOperation
+)
+
+# (mdl_vars, batch, key or None) -> outputs.
+Computed = Callable[[Any, GlobalBatch, jax.Array | None], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A function (weights, inputs) -> outputs, exported for a mesh.
+
+    Attributes:
+      exported: of a list of padded weights, in the layout's order, and a dict of inputs.
+      layout: of the weights.
+      inputs: by name, with shardings; `KEY` is among them to decode. Any number of rows is an
+        expression of jax.
+    """
+
+    exported: export.Exported
+    layout: StateLayout
+    inputs: Specs
+
+
+def exported_program(
+    partitioner: Partitioner, what: What, inputs: Inputs, platforms: Sequence[str] = ()
+) -> Program:
+    """Returns the program; nothing is compiled.
+
+    Args:
+      platforms: that it may run on; empty: the mesh's.
+
+    Raises:
+      ConfigError: the task computes nothing of such inputs, or not of any number of rows; the
+        platforms are others, or need other kernels than the mesh's.
+    """
+    mesh, platforms = partitioner.mesh, _checked_platforms(platforms)
+    require(KEY not in inputs.specs, "The name of an input", KEY, "another; a random key has it")
+    specs = _placed(inputs, mesh)
+    num_rows = next((x.shape[0] for x in specs.values() if x.shape), 0)
+    layout, computed = (_decoding if what == "decode" else _call)(partitioner, inputs)
+    structure = jax.tree.structure(layout.shapes)
+
+    def program(weights: list[jax.Array], given: Mapping[str, jax.Array]) -> Any:
+        arrays = {name: _split(given[name], mesh) for name in specs}
+        mdl_vars = jax.tree.unflatten(structure, weights)
+        return computed(mdl_vars, GlobalBatch(arrays, num_rows), given.get(KEY))
+
+    if what == "decode":
+        key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+        key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=partitioner.replicated)
+        arguments = jax.tree.leaves(layout.abstract(mesh)), {**specs, KEY: key}
+    else:
+        arguments = jax.tree.leaves(layout.abstract(mesh)), specs
+    compiled = jax.jit(
+        program, in_shardings=jax.tree.map(lambda x: x.sharding, arguments),
+        out_shardings=partitioner.replicated,
+    )
+    allowed = _CUDNN if "cuda" in platforms else ()
+    checks = [export.DisabledSafetyCheck.custom_call(name) for name in allowed]
+    try:
+        exported = export.export(compiled, platforms=platforms, disabled_checks=checks)(*arguments)
+    except _NEEDS_NUMBERS as error:
+        if not inputs.any_rows or isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"The program is not one for any number of rows: {shown(str(error), 300)} Give "
+            "--batch=ROWS, a number."
+        ) from error
+    return Program(exported, layout, arguments[1])
+
+
+def _checked_platforms(platforms: Sequence[str]) -> list[str]:
+    own = export.default_export_platform()
+    for platform in platforms:
+        require_choice("--platforms", platform, PLATFORMS)
+    if own != "cpu" and not set(platforms) <= {own}:
+        raise ConfigError(
+            f"--platforms is {','.join(platforms)}; wanted is {own} alone, for there layers choose "
+            "kernels that no other has. For several platforms export on the CPU, with "
+            "JAX_PLATFORMS=cpu in the environment."
+        )
+    return list(dict.fromkeys(platforms)) or [own]
+
+
+def _placed(inputs: Inputs, mesh: Mesh) -> Specs:
+    """Returns the inputs with shardings: split by rows, or whole if the devices do not divide them.
+
+    Any number of rows is a multiple of the devices.
+    """
+    any_rows = export.symbolic_shape(f"{mesh.size}*{ANY_ROWS}") if inputs.any_rows else ()
+
+    def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        shape = (*any_rows, *x.shape[len(any_rows) :]) if x.shape else ()
+        is_split = bool(shape) and shape[0] % mesh.size == 0
+        spec = batch_spec(len(shape), mesh.axis_names) if is_split else PartitionSpec()
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    return {name: placed(x) for name, x in inputs.specs.items()}
+
+
+def _split(x: jax.Array, mesh: Mesh) -> jax.Array:
+    """Returns an input padded and split as `global_batch` does it, before the program begins."""
+    if x.ndim == 0 or x.shape[0] % mesh.size == 0:
+        return x
+    x = jnp.pad(x, [(0, -x.shape[0] % mesh.size), *[(0, 0)] * (x.ndim - 1)])
+    sharding = NamedSharding(mesh, batch_spec(x.ndim, mesh.axis_names))
+    # The barrier keeps XLA from seeing more than it sees of an argument: the numbers are the same.
+    return jax.lax.optimization_barrier(jax.lax.with_sharding_constraint(x, sharding))
+
+
+def _decoding(partitioner: Partitioner, inputs: Inputs) -> tuple[StateLayout, Computed]:
+    step = partitioner.decode_step
+    step.check_batch(dict(inputs.specs))
+    function = without_xla_errors(step.function)
+
+    def computed(mdl_vars: Any, batch: GlobalBatch, key: jax.Array | None) -> Any:
+        return function(mdl_vars, batch, jax.random.wrap_key_data(key))
+
+    return step.layout, computed
+
+
+def _call(partitioner: Partitioner, inputs: Inputs) -> tuple[StateLayout, Computed]:
+    specs = dict(inputs.specs)
+    _, rest = arrays_of((specs,), {}) if takes_batches(partitioner.task) else arrays_of((), specs)
+    function = forward_on_the_mesh(partitioner)
+
+    def computed(mdl_vars: Any, batch: GlobalBatch, key: jax.Array | None) -> Any:
+        listed = [batch.inputs[name] for name in sorted(specs)]
+        return function(mdl_vars, GlobalBatch(listed, batch.num_rows), rest)
+
+    return partitioner.layout.select("mdl_vars"), computed

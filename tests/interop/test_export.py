@@ -1,0 +1,276 @@
+"""An exported program, loaded with jax alone, gives the numbers of the job that it came from."""
+
+import ast
+import hashlib
+import json
+import os
+import subprocess
+import sys
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+from praxis_lite import ConfigError
+from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
+from praxis_lite.decode import Sample
+from praxis_lite.interop import load as loader
+from praxis_lite.interop.artifact import write_artifact
+from praxis_lite.interop.inputs import inputs_of
+from praxis_lite.interop.program import exported_program
+from praxis_lite.layers import rotary_lm, set_sharding_params
+from praxis_lite.models import FunctionModel
+from praxis_lite.run.trainer.forward_pass import forward_pass
+from praxis_lite.tasks.language_model import LanguageModelTask
+from praxis_lite.tasks.loss import LossTask
+
+V, B, P = 257, 3, 5
+BATCH = {
+    "ids": np.random.default_rng(0).integers(1, V, (B, P)).astype(np.int32),
+    "prefix_lengths": np.array([5, 2, 1], np.int32), "weights": np.ones(B, np.float32),
+}
+# A program of somebody else: with the artifacts and jax, and nothing of this library.
+USER = """
+import importlib.util, sys
+import numpy as np
+for folder in sys.argv[1:]:
+    spec = importlib.util.spec_from_file_location("load", f"{folder}/load.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    outputs = module.load()(dict(np.load(f"{folder}.inputs.npz")))
+    np.savez(f"{folder}.outputs.npz", **(outputs if type(outputs) is dict else {"0": outputs[0]}))
+assert not {"praxis_lite", "flax", "tensorflow", "optax", "orbax"} & sys.modules.keys()
+"""
+
+
+def language_model(shape=(1, 2, 2), **decoder):
+    """Returns a language model on a mesh that none of its dims divides, and its weights."""
+    model = fdl.build(set_sharding_params(rotary_lm(
+        vocab_size=V, model_dims=35, hidden_dims=55, num_heads=3, dim_per_head=6, num_layers=2
+    )))
+    task = LanguageModelTask(
+        model, Learner(optax.sgd, 0.1), decoder=Sample(max_decode_steps=4, k=0, **decoder)
+    )
+    return with_weights(task, shape)
+
+
+def with_weights(task, shape):
+    partitioner = Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=shape)))
+    return partitioner, partitioner.init(partitioner.key(0)).mdl_vars
+
+
+def write(folder, partitioner, mdl_vars, what, **given):
+    inputs = inputs_of(partitioner.task, what, {}, **given)
+    weights = partitioner.for_decoding(mdl_vars) if what == "decode" else mdl_vars
+    folder.mkdir()
+    write_artifact(folder, exported_program(partitioner, what, inputs), partitioner, weights, {})
+
+
+def arrays_in(path):
+    with np.load(path) as file:
+        return dict(file)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return language_model(temperature=1.5, num_samples=2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, model):
+    """A folder with the model's `decode` and `predict`."""
+    folder = tmp_path_factory.mktemp("exported")
+    for what in ("decode", "predict"):
+        write(folder / what, *model, what, batch=str(B), length=P)
+    return folder
+
+
+def test_with_jax_alone_the_numbers_are_bit_for_bit_those_of_the_mesh(folder, model):
+    partitioner, mdl_vars = model
+    key = partitioner.batch_key(3, 7, 0)
+    ids = BATCH["ids"]
+    inputs = {"decode": {**BATCH, "key": jax.random.key_data(key)}, "predict": {"ids": ids}}
+    for what, arrays in inputs.items():
+        np.savez(folder / f"{what}.inputs.npz", **arrays)
+    user = folder / "user.py"
+    user.write_text(USER)
+    subprocess.run(
+        [sys.executable, "-P", user, folder / "decode", folder / "predict"], check=True,
+        env={**os.environ, "PYTHONPATH": "", "JAX_NUM_CPU_DEVICES": "4"},
+    )
+    batch = partitioner.global_batch(BATCH)
+    expected = jax.device_get(partitioner.decode_step(mdl_vars, batch, key))
+    actual = arrays_in(folder / "decode.outputs.npz")
+    assert expected["output_ids"].shape == (B, 2, 4) and actual.keys() == expected.keys()
+    for name, x in expected.items():
+        np.testing.assert_array_equal(actual[name], x, err_msg=name, strict=True)
+    logits, _ = forward_pass(partitioner)(mdl_vars, ids)
+    actual = arrays_in(folder / "predict.outputs.npz")
+    np.testing.assert_array_equal(actual["0"], logits, strict=True)
+
+
+def test_the_manifest_says_what_is_there(folder, model):
+    about = json.loads((folder / "decode/manifest.json").read_text())
+    assert about["mesh"] == {"replica": 1, "data": 2, "mdl": 2}
+    assert about["jax"] == jax.__version__ and about["platforms"] == ["cpu"]
+    assert about["inputs"]["ids"] == {"shape": [B, P], "dtype": "int32", "spec": [None, None]}
+    assert about["inputs"]["key"] == {"shape": [2], "dtype": "uint32", "spec": [None]}
+    assert about["outputs"]["output_ids"] == {"shape": [B, 2, 4], "dtype": "int32"}
+    for name, digest in about["sha256"].items():
+        assert digest == hashlib.sha256((folder / "decode" / name).read_bytes()).hexdigest()
+    leaves = model[0].decode_step.layout.leaves()
+    weights = arrays_in(folder / "decode/weights.npz")
+    assert list(weights) == list(about["weights"]) == [leaf.path for leaf in leaves]
+    assert {name: list(x.shape) for name, x in weights.items()} == {
+        name: x["padded_shape"] for name, x in about["weights"].items()
+    }
+    assert any(x["shape"] != x["padded_shape"] for x in about["weights"].values())
+
+
+def test_the_program_has_no_weights_in_it(folder):
+    sizes = {path.name: path.stat().st_size for path in (folder / "predict").iterdir()}
+    assert sizes["program.bin"] < 60_000 < sizes["weights.npz"]
+
+
+def test_the_loader_has_twenty_lines_and_imports_jax_alone(folder):
+    text = (folder / "decode/load.py").read_text()
+    (function,) = [x for x in ast.parse(text).body if isinstance(x, ast.FunctionDef)]
+    assert function.end_lineno - function.body[1].lineno < 20
+    modules = {
+        name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module] if isinstance(node, ast.ImportFrom) else
+                     [alias.name for alias in node.names])
+    }
+    assert {name.partition(".")[0] for name in modules} - sys.stdlib_module_names == {
+        "jax", "numpy"
+    }
+
+
+@pytest.fixture
+def copied(folder, tmp_path):
+    """A copy of the model's `predict`, to change."""
+    for path in (folder / "predict").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["program.bin", "weights.npz"])
+def test_a_changed_file_is_not_loaded(copied, name):
+    content = bytearray((copied / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (copied / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name} is damaged"):
+        loader.load(copied)
+
+
+def test_the_loader_says_how_many_devices_are_needed(copied, monkeypatch):
+    devices = jax.devices()[:3]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    with pytest.raises(ValueError, match="needs 4 devices; jax has 3.*JAX_NUM_CPU_DEVICES=4"):
+        loader.load(copied)
+
+
+def test_another_jax_that_cannot_read_it_is_told_apart_from_damage(copied):
+    (copied / "program.bin").write_bytes(b"of a later version")
+    about = json.loads((copied / "manifest.json").read_text())
+    about["sha256"]["program.bin"] = hashlib.sha256(b"of a later version").hexdigest()
+    (copied / "manifest.json").write_text(json.dumps(about | {"jax": "0.99.0"}))
+    with pytest.raises(ValueError, match=f"jax {jax.__version__} cannot read.* 0.99.0"):
+        loader.load(copied)
+
+
+def scaled(params, inputs, key):
+    return {"y": inputs["x"] @ params["w"].astype(jnp.float32) + params["b"]}
+
+
+def narrow_weights(key):
+    return {"w": jax.random.normal(key, (3, 5)).astype(jnp.bfloat16), "b": jnp.float32(0.25)}
+
+
+def test_bfloat16_and_scalars_are_weights_too(tmp_path):
+    loss = lambda params, inputs, key: scaled(params, inputs, key)["y"][:, 0]  # noqa: E731
+    task = LossTask(FunctionModel(narrow_weights), loss, Learner(optax.sgd, 0.1), predict=scaled)
+    partitioner, mdl_vars = with_weights(task, (1, 1, 1))
+    write(tmp_path / "out", partitioner, mdl_vars, "predict", given=["x=float32[b,3]"])
+    run = loader.load(tmp_path / "out")
+    assert mdl_vars["params"]["w"].dtype == ml_dtypes.bfloat16
+    for rows in (2, 7):  # Of any number.
+        x = np.random.default_rng(rows).normal(size=(rows, 3)).astype(np.float32)
+        expected = forward_pass(partitioner)(mdl_vars, {"x": x})
+        np.testing.assert_array_equal(run({"x": x})["y"], expected["y"], strict=True)
+
+
+@pytest.mark.parametrize("what, given, message", [
+    ("decode", {"given": ["ids=int32"]}, "--inputs is 'ids=int32'; wanted is NAME=DTYPE"),
+    ("decode", {"given": ["ids=int65[2,3]"]}, "int65.*wanted is a dtype"),
+    ("decode", {"given": ["ids=int64[2,3]"]}, "int64.*wanted is a dtype"),
+    ("decode", {"given": ["ids=int32[2,0]"]}, "dims of 1 or more"),
+    ("decode", {"given": ["ids=int32[2,3]", "weights=float32[b]"]}, "ids 2, weights b.*the same"),
+    ("decode", {"given": ["ids=int32[2,3]"], "batch": "2"}, "--batch or --length beside --inputs"),
+    ("decode", {"batch": "0", "length": 3}, "--batch is '0'; wanted is 1 or more, or b"),
+    ("decode", {"batch": "2", "length": 0}, "--length is 0"),
+    ("decode", {"batch": "2"}, "no decode_datasets.*--length=TOKENS"),
+    ("predict", {"length": 2}, "no datasets.*--inputs"),
+])  # fmt: skip
+def test_shapes_that_cannot_be_are_refused(model, what, given, message):
+    with pytest.raises(ConfigError, match=message):
+        inputs_of(model[0].task, what, {}, **given)
+
+
+def test_a_program_that_counts_its_rows_asks_for_a_number():
+    counts = lambda params, inputs, key: {"n": params["b"] * len(inputs["x"])}  # noqa: E731
+    loss = lambda params, inputs, key: inputs["x"][:, 0] * params["b"]  # noqa: E731
+    task = LossTask(FunctionModel(narrow_weights), loss, Learner(optax.sgd, 0.1), predict=counts)
+    partitioner = Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1))))
+    for rows, refused in (("4", False), ("b", True)):
+        inputs = inputs_of(task, "predict", {}, given=[f"x=float32[{rows},3]"])
+        if not refused:
+            exported_program(partitioner, "predict", inputs)
+            continue
+        with pytest.raises(ConfigError, match="any number of rows.*--batch=ROWS"):
+            exported_program(partitioner, "predict", inputs)
+
+
+def test_what_decodes_nothing_is_refused_and_so_are_foreign_platforms(model):
+    class Silent(LossTask):
+        decode = LossTask.__mro__[1].decode
+
+    loss = lambda params, inputs, key: inputs["x"][:, 0] * params["b"]  # noqa: E731
+    task = Silent(FunctionModel(narrow_weights), loss, Learner(optax.sgd, 0.1))
+    with pytest.raises(ConfigError, match="Silent decodes nothing.*--what=predict"):
+        inputs_of(task, "decode", {})
+    inputs = inputs_of(model[0].task, "predict", {}, batch="2", length=3)
+    with pytest.raises(ConfigError, match="--platforms is 'gpu'; wanted is one of cpu, cuda"):
+        exported_program(model[0], "predict", inputs, ["gpu"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "decoder", [{"temperature": 0.0}, {"temperature": 0.8, "num_samples": 3}], ids=str
+)
+@pytest.mark.parametrize("batch", ["b", "5", "8"])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 2)], ids=str)
+def test_each_mesh_batch_and_decoder_is_bit_for_bit_the_same(tmp_path, shape, batch, decoder):
+    partitioner, mdl_vars = language_model(shape, **decoder)
+    num_rows = 8 if batch == "b" else int(batch)
+    rng = np.random.default_rng(1)
+    rows = {
+        "ids": rng.integers(1, V, (num_rows, P)).astype(np.int32),
+        "prefix_lengths": rng.integers(1, P + 1, num_rows).astype(np.int32),
+        "weights": np.ones(num_rows, np.float32),
+    }
+    for what in ("decode", "predict"):
+        write(tmp_path / what, partitioner, mdl_vars, what, batch=batch, length=P)
+    key = partitioner.batch_key(0, 1, 0)
+    expected = jax.device_get(
+        partitioner.decode_step(mdl_vars, partitioner.global_batch(rows), key)
+    )
+    actual = loader.load(tmp_path / "decode")({**rows, "key": jax.random.key_data(key)})
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    expected, _ = forward_pass(partitioner)(mdl_vars, rows["ids"])
+    logits, _ = loader.load(tmp_path / "predict")({"ids": rows["ids"]})
+    np.testing.assert_array_equal(logits, expected)
