@@ -38,4 +38,5 @@ def test_each_argument_is_on_the_page(name):
 
 def test_each_member_of_a_trained_model_is_on_the_page():
     members = [name for name in vars(pl.TrainedModel) if not name.startswith("_")]
-    assert [name for name in members if f"`{name}" not in PAGE and name != "mdl_vars"] == []
+    found = [name for name in members if f"`{name}" not in PAGE]
+    assert {name.removesuffix("_with") for name in found} <= {"mdl_vars"}
