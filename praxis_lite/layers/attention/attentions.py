@@ -9,12 +9,18 @@ from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.core.errors import require
 from praxis_lite.core.sharding.split_dims import constrain
-from praxis_lite.layers.attention.cache import Cache, by_heads, empty_cache, with_new
+from praxis_lite.layers.attention.attended import attended
+from praxis_lite.layers.attention.cache import Cache, empty_cache
 from praxis_lite.layers.attention.checks import check_call, check_contexts, require_one_source
 from praxis_lite.layers.attention.einsum import LogitOptions
 from praxis_lite.layers.attention.heads import AttentionHeads
 from praxis_lite.layers.attention.kernels import attend, check_kernel
-from praxis_lite.layers.attention.masks import AttentionMask, cross_attention_mask, not_padding
+from praxis_lite.layers.attention.masks import (
+    AttentionMask,
+    cross_attention_mask,
+    mask_of_keys,
+    not_padding,
+)
 from praxis_lite.layers.base_layer import require_positive, zeros
 from praxis_lite.layers.calls import takes_settings_of
 from praxis_lite.layers.stacking.half_blocks import HalfBlock
@@ -258,21 +264,16 @@ class DotProductAttention(AttentionHeads):
             )
         q_BTNK, kv = self._project(inputs, encoded, positions, kv_positions)
         if cache is not None:
-            cache = self._cache_laid_out(with_new(cache, kv, positions, mask, is_cross=is_cross))
-            if is_cross:
-                mask = AttentionMask(kv_visible_BS=cache["encoded_visible"])
-            else:
-                mask = AttentionMask(self.left_context, 0, q_index_BT=positions)
-            kv = by_heads(cache)
-            kv_positions = _positions(None, kv["key"])
+            cache, kv, kv_positions, mask = attended(
+                cache, kv, positions, mask, self._cache_laid_out, is_cross=is_cross
+            )
+            atten_mask = mask_of_keys(atten_mask, kv_positions)
+            # The cache may be wider, and is not converted for each token.
+            q_BTNK = q_BTNK.astype(jnp.promote_types(q_BTNK.dtype, kv["key"].dtype))
         bias = None if self.relative_bias is None else self.relative_bias(positions, kv_positions)
+        k_BSGK, v_BSGK = (kv[name].astype(q_BTNK.dtype) for name in ("key", "value"))
         encoded_BTNK = attend(
-            self.atten_kernel,
-            q_BTNK,
-            kv["key"].astype(q_BTNK.dtype),
-            kv["value"].astype(q_BTNK.dtype),
-            mask,
-            self.logit_options,
+            self.atten_kernel, q_BTNK, k_BSGK, v_BSGK, mask, self.logit_options,
             has_cache=cache is not None,
             bias=bias,
             atten_mask=atten_mask,

@@ -80,7 +80,8 @@ class _Block(NamedTuple):
             kv_visible_BS=part(mask.kv_visible_BS, self.keys),
         )
         index_T = jnp.arange(self.start, self.stop, dtype=jnp.int32)[None]
-        visible = local.visible_at(index_T, jnp.arange(self.first, self.end, dtype=jnp.int32))
+        index_S = jnp.arange(self.first, self.end, dtype=jnp.int32)[None]
+        visible = local.visible_at(index_T, index_S)
         return options.applied(logits), None if visible is None else visible[:, None, None]
 
 

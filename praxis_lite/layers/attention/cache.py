@@ -6,11 +6,15 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.layers.attention.masks import AttentionMask
+from praxis_lite.core.sharding.mesh import compiled_platform
 from praxis_lite.layers.base_layer import filled_up
 
 # B batch, T new tokens, S places, G heads of keys and values, K dims per head.
 Cache = dict[str, jax.Array]
+
+# The cache of a layer with a window has this many places beyond it: that many of a row's newest
+# tokens may be taken back, and others written in their places, before a token that is seen is lost.
+SPARE_PLACES = 16
 
 
 def empty_cache(
@@ -20,7 +24,8 @@ def empty_cache(
 
     Heads come before time, so that the products of each token read a head's rows where they lie:
     after time, they would be copied for each token. That of cross-attention has
-    `encoded_visible`, bool [B, S], too, and S is `encoded_length`.
+    `encoded_visible`, bool [B, S], too, and S is `encoded_length`. A layer with a window keeps a
+    ring of the last tokens: S is at most window + SPARE_PLACES.
 
     Raises:
       ConfigError: cross-attention without encoded_length, or bidirectional attention, where a later
@@ -38,11 +43,22 @@ def empty_cache(
             "ones see. Run the whole sequence, or set is_causal=True."
         )
     length = encoded_length if is_cross else max_seq_length
+    if layer.left_context is not None:
+        length = min(length, layer.left_context + SPARE_PLACES)
     shape_BGSK = (batch_size, layer.num_kv_heads, length, layer.dim_per_head)
-    cache = {name: jnp.zeros(shape_BGSK, dtype) for name in ("key", "value")}
+    cache = {name: jnp.zeros(shape_BGSK, stored_dtype(dtype)) for name in ("key", "value")}
     if is_cross:
         cache["encoded_visible"] = jnp.zeros((batch_size, length), bool)
     return cache
+
+
+def stored_dtype(dtype: Any) -> jnp.dtype:
+    """Returns the dtype of a cache for activations of `dtype`: on a CPU float32 or wider.
+
+    XLA's CPU backend cannot write into an array of 16-bit floats: it converts all of it to float32
+    and back, for each token.
+    """
+    return jnp.promote_types(dtype, jnp.float32 if compiled_platform() == "cpu" else dtype)
 
 
 def by_heads(kv: Cache) -> Cache:
@@ -50,34 +66,23 @@ def by_heads(kv: Cache) -> Cache:
     return {name: jnp.swapaxes(x, 1, 2) if x.ndim == 4 else x for name, x in kv.items()}
 
 
-def with_new(
-    cache: Cache, kv: Cache | None, positions: jax.Array, mask: AttentionMask, *, is_cross: bool
-) -> Cache:
-    """Returns the cache with new keys and values [B, S, G, K]; as it is, if there are none.
-
-    Args:
-      positions: of the tokens.
-      mask: of a call without a cache: it says what of `encoded` is seen.
-      is_cross: the keys are those of `encoded`, and stay.
-
-    Raises:
-      ConfigError: `encoded` is longer than the cache.
-    """
-    if kv is None:
-        return cache
-    if is_cross:
-        return keep_encoded(cache, by_heads(kv), mask.kv_visible_BS)
-    return append(cache, by_heads(kv), positions)
-
-
 def append(cache: Cache, new: Cache, positions: jax.Array) -> Cache:
     """Returns the cache with T new entries [B, ..., T, K] from each row's first position on."""
-    start_B = jnp.broadcast_to(positions, (new["key"].shape[0], positions.shape[1]))[:, 0]
+    return {name: written(cache[name], x, positions[:, 0]) for name, x in new.items()}
 
-    def write_row(old: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), start, axis=-2)
 
-    return {name: jax.vmap(write_row)(cache[name], x, start_B) for name, x in new.items()}
+def written(old: jax.Array, new: jax.Array, start_B: jax.Array) -> jax.Array:
+    """Returns `old` [B, ..., S, K] with `new` [B, ..., T, K] from each row's place `start_B` on.
+
+    Not a scatter of XLA's by hand: for it the compiler for TPUs would lay out the cache anew.
+    """
+    new = new.astype(old.dtype)
+    if start_B.shape[0] == 1:
+        return jax.lax.dynamic_update_slice_in_dim(old, new, start_B[0], axis=old.ndim - 2)
+    write = jax.vmap(lambda old, new, start: jax.lax.dynamic_update_slice_in_dim(
+        old, new, start, axis=old.ndim - 2
+    ))
+    return write(old, new, start_B)
 
 
 def keep_encoded(cache: Cache, new: Cache, visible_BS: jax.Array | None) -> Cache:

@@ -55,7 +55,8 @@ class _Chunks:
         self.q, self.k, self.v = rows(q), columns(k), columns(v)
         self.q_index = rows(mask.q_index(T), mode="edge")
         self.mask = dataclasses.replace(
-            mask, q_index_BT=None, q_segments_BT=rows(mask.q_segments_BT),
+            mask, q_index_BT=None, kv_index_BS=columns(mask.kv_index_BS),
+            q_segments_BT=rows(mask.q_segments_BT),
             kv_segments_BS=columns(mask.kv_segments_BS), kv_visible_BS=columns(mask.kv_visible_BS),
         )
 
@@ -63,7 +64,7 @@ class _Chunks:
     def arrays(self) -> tuple:
         """All that a chunk's logits and values are computed from."""
         mask = self.mask
-        seen = mask.q_segments_BT, mask.kv_segments_BS, mask.kv_visible_BS
+        seen = mask.kv_index_BS, mask.q_segments_BT, mask.kv_segments_BS, mask.kv_visible_BS
         return self.q, self.k, self.v, self.q_index, seen
 
     def padded_rows(self, x: Any, mode: str = "constant") -> Any:
@@ -81,6 +82,8 @@ class _Chunks:
     def columns_seen(self, i: jax.Array) -> tuple[Any, Any]:
         """Returns the first chunk of keys that queries of chunk i may see, and the end."""
         first, end, index = 0, self.num_kv, self.rows(self.q_index, i)
+        if self.mask.kv_index_BS is not None:  # In no order.
+            return first, end
         if self.mask.right_context is not None:
             last_key = jnp.max(index) + self.mask.right_context
             end = jnp.minimum(last_key // self.kv_size + 1, self.num_kv)
@@ -92,15 +95,18 @@ class _Chunks:
     def logits(self, i: jax.Array, j: jax.Array, options: LogitOptions) -> tuple[Any, Any]:
         """Returns capped logits [B, G, R, C, C] and their visibility, [B or 1, 1, 1, C, C]."""
         logits = _einsum("btgrk,bsgk->bgrts", self.rows(self.q, i), self.columns(self.k, j))
-        index_S = j * self.kv_size + jnp.arange(self.kv_size, dtype=jnp.int32)
+        place_S = j * self.kv_size + jnp.arange(self.kv_size, dtype=jnp.int32)
+        index_BS = self.columns(self.mask.kv_index_BS, j)
         mask = dataclasses.replace(
             self.mask,
             q_segments_BT=self.rows(self.mask.q_segments_BT, i),
             kv_segments_BS=self.columns(self.mask.kv_segments_BS, j),
             kv_visible_BS=self.columns(self.mask.kv_visible_BS, j),
         )
-        visible = (index_S < self.S)[None, None, :]
-        allowed = mask.visible_at(self.rows(self.q_index, i), index_S)
+        visible = (place_S < self.S)[None, None, :]
+        allowed = mask.visible_at(
+            self.rows(self.q_index, i), place_S[None] if index_BS is None else index_BS
+        )
         if allowed is not None:
             visible = allowed & jnp.broadcast_to(visible, allowed.shape)
         return options.applied(logits), visible[:, None, None]

@@ -98,6 +98,8 @@ def einsum_attention(
         probs_BNTS = dropout(probs_BNTS, key)
     if G == N:
         encoded_BTNK = jnp.einsum("bnts,bsnk->btnk", probs_BNTS, v_BSGK)
+    elif G == 1:  # With a dim of groups XLA's CPU backend transposes the values first.
+        encoded_BTNK = jnp.einsum("bnts,bsk->btnk", probs_BNTS, v_BSGK[:, :, 0])
     else:
         probs_BGRTS = probs_BNTS.reshape(B, G, N // G, T, S)
         encoded_BTNK = jnp.einsum("bgrts,bsgk->btgrk", probs_BGRTS, v_BSGK).reshape(B, T, N, K)

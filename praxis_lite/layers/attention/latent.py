@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain
-from praxis_lite.layers.attention.cache import Cache, append
+from praxis_lite.layers.attention.cache import Cache, append, stored_dtype
 from praxis_lite.layers.attention.checks import require_one_segment
 from praxis_lite.layers.attention.einsum import LogitOptions
 from praxis_lite.layers.attention.kernels import attend, check_kernel
@@ -129,7 +129,7 @@ class MultiHeadLatentAttention(BaseLayer):
     def init_cache(self, batch_size: int, max_seq_length: int, dtype: Any) -> Cache:
         """Returns an empty cache: latents and the keys of positions after them, [B, S, L + R]."""
         _, _, R, _, L = self.sizes
-        cache = {"key": jnp.zeros((batch_size, max_seq_length, L + R), dtype)}
+        cache = {"key": jnp.zeros((batch_size, max_seq_length, L + R), stored_dtype(dtype))}
         return self._cache_laid_out(cache)
 
     def __call__(
@@ -219,6 +219,8 @@ class MultiHeadLatentAttention(BaseLayer):
             w = self.key_value(jnp.eye(L, dtype=q_BTNK.dtype))
         w_LNK, w_LNV = jnp.split(w, [K], axis=-1)
         q = jnp.concatenate([jnp.einsum("btnk,lnk->btnl", q_BTNK, w_LNK), q_BTNR], -1)
+        # The cache may be wider, and is not converted for each token.
+        q = q.astype(jnp.promote_types(q.dtype, cache["key"].dtype))
         # As values, too: what comes of the keys of positions is cut off again.
         kv = cache["key"].astype(q.dtype)[:, :, None]
         seen_BTNL = self._attend(q, kv, kv, mask, key, has_cache=True)[..., :L]

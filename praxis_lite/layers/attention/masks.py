@@ -29,6 +29,8 @@ class AttentionMask:
       q_index_BT: int [B or 1, T], the queries' indices among the keys; None: 0 to T - 1.
       q_segments_BT, kv_segments_BS: int; equal ones see each other.
       kv_visible_BS: bool [B, S]; False hides a key from every query.
+      kv_index_BS: int [B or 1, S], the keys' indices; None: 0 to S - 1.
+        The chunked kernel, dot_product and the einsum know it.
     """
 
     left_context: int | None = dataclasses.field(default=None, metadata={"static": True})
@@ -37,11 +39,14 @@ class AttentionMask:
     q_segments_BT: jax.Array | None = None
     kv_segments_BS: jax.Array | None = None
     kv_visible_BS: jax.Array | None = None
+    kv_index_BS: jax.Array | None = None
 
     def visible(self, num_queries: int, num_keys: int) -> jax.Array | None:
         """Returns bool [B or 1, T, S], or None if every query sees every key."""
-        index_S = jnp.arange(num_keys, dtype=jnp.int32)
-        return self.visible_at(self.q_index(num_queries), index_S)
+        index_BS = self.kv_index_BS
+        if index_BS is None:
+            index_BS = jnp.arange(num_keys, dtype=jnp.int32)[None, :]
+        return self.visible_at(self.q_index(num_queries), index_BS)
 
     def q_index(self, num_queries: int) -> jax.Array:
         """Returns int [B or 1, T], the queries' indices among the keys."""
@@ -49,9 +54,9 @@ class AttentionMask:
             return jnp.arange(num_queries, dtype=jnp.int32)[None, :]
         return self.q_index_BT
 
-    def visible_at(self, q_index_BT: jax.Array, kv_index_S: jax.Array) -> jax.Array | None:
+    def visible_at(self, q_index_BT: jax.Array, kv_index_BS: jax.Array) -> jax.Array | None:
         """Returns `visible` of a mask whose arrays are of the queries and keys of these indices."""
-        distance_BTS = q_index_BT[:, :, None] - kv_index_S[None, None, :]
+        distance_BTS = q_index_BT[:, :, None] - kv_index_BS[:, None, :]
         conditions = []
         if self.left_context is not None:
             conditions.append(distance_BTS < self.left_context)
@@ -105,6 +110,17 @@ def cross_attention_mask(
 def not_padding(paddings: jax.Array | None) -> jax.Array | None:
     """Returns bool, False where paddings are 1.0; None if there are none."""
     return None if paddings is None else paddings < 0.5
+
+
+def mask_of_keys(atten_mask: jax.Array | None, index_BS: jax.Array) -> jax.Array | None:
+    """Returns the part of a caller's mask [B or 1, 1 or N, 1 or T, keys] that is of these keys.
+
+    Args:
+      index_BS: int [B or 1, S], of the keys; a negative one stands for no key.
+    """
+    if atten_mask is None:
+        return None
+    return jnp.take_along_axis(atten_mask, jnp.maximum(index_BS, 0)[:, None, None], axis=3)
 
 
 def _additive(hidden: jax.Array) -> jax.Array:

@@ -1,0 +1,84 @@
+"""The compiled loop moves nothing of a cache but each token's new row."""
+
+import re
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
+from praxis_lite.decode import Greedy
+from praxis_lite.layers import DotProductAttention, Transformer, TransformerLm
+from praxis_lite.layers.attention.cache import SPARE_PLACES
+from praxis_lite.tasks.language_model import LanguageModelTask
+
+V, D, H, N, K, B, P, M = 17, 12, 20, 6, 8, 5, 4, 33
+S, W = P + M, 3
+SPEC = {
+    "ids": jax.ShapeDtypeStruct((B, P), np.int32),
+    "prefix_lengths": jax.ShapeDtypeStruct((B,), np.int32),
+    "weights": jax.ShapeDtypeStruct((B,), np.float32),
+}
+
+
+def compiled_text(dtype, layers, shape=(1, 1, 1)):
+    """Returns the text of a compiled decoding of a model with a layer for each of `layers`."""
+    pattern = [
+        fdl.Partial(Transformer, tr_atten_tpl=fdl.Partial(
+            DotProductAttention, use_rotary_position_emb=True, **settings
+        ))
+        for settings in layers
+    ]
+    lm = fdl.Partial(
+        TransformerLm, V, D, H, num_heads=N, num_layers=len(layers), dim_per_head=K,
+        position_emb_tpl=None, transformer_layer_tpl=pattern, fprop_dtype=dtype,
+    )
+    decoder = Greedy(max_decode_steps=M, eos_id=V)
+    task = LanguageModelTask(fdl.build(lm), Learner(optax.sgd, 0.1), decoder=decoder)
+    partitioner = Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=shape)))
+    return partitioner.decode_step.lower(SPEC).compile().as_text()
+
+
+def made_in_loops(text, num_places):
+    """Returns the operations by which loops make arrays that have keys' dims.
+
+    These are dims of rows, places, dims of a head and any number of heads, in any order and dtype.
+    Of a fusion it is the last of its operations.
+    """
+    computations = {
+        part.split(maxsplit=1)[0]: part.splitlines() for part in re.split(r"\n(?=\S)", text)
+    }
+    result = []
+    for name in re.findall(r" while\(.* body=(%[\w.-]+)", text):
+        for line in computations[name]:
+            match = re.match(r"\s+(?:ROOT )?%\S+ = \w+\[([\d,]+)\]\S* ([\w-]+)\(", line)
+            if match and match[2] not in ("parameter", "get-tuple-element", "bitcast"):
+                dims = [int(dim) for dim in match[1].split(",")]
+                if all(dim in dims for dim in (B, num_places, K)):
+                    result.append(match[2])
+                if result and result[-1] == "fusion":
+                    called = computations[re.search(r"calls=(%[\w.-]+)", line)[1]]
+                    root = next(line for line in called if "ROOT" in line)
+                    result[-1] = re.search(r" ([\w-]+)\(", root)[1]
+    return result
+
+
+@pytest.mark.parametrize("dtype, layers", [
+    (jnp.bfloat16, [{"num_kv_heads": 1, "window": W}, {"num_kv_heads": 2}]),
+    pytest.param(
+        jnp.float32, [{"num_kv_heads": 1}, {"num_kv_heads": 2, "window": W}, {}],
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(jnp.bfloat16, [{"num_kv_heads": 1}, {"window": W}], marks=pytest.mark.slow),
+])
+def test_the_loop_makes_no_array_of_a_caches_size_but_writes_into_it(dtype, layers):
+    text = compiled_text(dtype, layers)
+    for num_places in (S, W + SPARE_PLACES):
+        num_arrays = 2 * sum(("window" in layer) == (num_places != S) for layer in layers)
+        # A row is written into each array; nothing is repeated for the heads that share it.
+        made = made_in_loops(text, num_places)
+        assert len(made) == num_arrays, made
+        assert set(made) <= {"scatter", "dynamic-update-slice"}, made
