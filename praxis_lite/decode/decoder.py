@@ -45,6 +45,8 @@ class Decoder(abc.ABC):
         a step then reads a byte of each; on CPU, which has no such product, it saves memory alone.
       fprop_for_prefix: the prompt goes through the model in one forward pass; else a token at a
         time, as Pax does by default. The continuation is the same.
+      prefill_chunk_size: most tokens of a prompt in a pass, so that a long prompt takes the memory
+        of a chunk, pass after pass; None: all. The continuation is the same.
     """
 
     max_decode_steps: int = 128
@@ -53,6 +55,7 @@ class Decoder(abc.ABC):
     eos_id: int | tuple[int, ...] | None = None
     weights_dtype: str | None = None
     fprop_for_prefix: bool = True
+    prefill_chunk_size: int | None = None
     # Settings of some decoders, as the others are.
     temperature = 0.0
     stop_strings = ()
@@ -66,6 +69,15 @@ class Decoder(abc.ABC):
         most = 2**31 - 1  # Steps are counted in int32.
         self._require("max_decode_steps", 1 <= self.max_decode_steps <= most, "1 or more")
         self._require("seqlen", self.seqlen is None or self.seqlen >= 1, "None, or 1 or more")
+        has_chunks = self.prefill_chunk_size is not None
+        self._require(
+            "prefill_chunk_size", not has_chunks or self.prefill_chunk_size >= 1,
+            "None, or 1 or more",
+        )
+        self._require(
+            "prefill_chunk_size", not has_chunks or self.fprop_for_prefix,
+            "None with fprop_for_prefix=False, which takes a token at a time",
+        )
         self._require(
             "min_decode_steps", 0 <= self.min_decode_steps < self.max_decode_steps,
             f"0 or more and less than max_decode_steps ({self.max_decode_steps})",

@@ -1,4 +1,4 @@
-"""The prompt's way into the cache: a single forward pass, or a token at a time."""
+"""The prompt's way into the cache: a single forward pass, or one for each chunk or token."""
 
 from typing import Any, NamedTuple
 
@@ -29,12 +29,26 @@ def cache_length(decoder: Decoder, prompt_length: int) -> int:
     return expected if decoder.seqlen is None else max(prompt_length, min(expected, decoder.seqlen))
 
 
+def chunk_size(decoder: Decoder, prompt_length: int) -> int:
+    """Returns how many tokens of the prompts go through the model at once.
+
+    As many as the decoder's setting allows, unless the last chunk would end behind the cache.
+    """
+    if not decoder.fprop_for_prefix:
+        return 1
+    most = min(decoder.prefill_chunk_size or prompt_length, prompt_length)
+    room = cache_length(decoder, prompt_length)
+    return next(
+        size for size in range(most, 0, -1) if -(-prompt_length // size) * size <= room
+    )
+
+
 def prefill(decoder: Decoder, model: Any, prompts: Prompts) -> Prefix:
     """Returns the model's state after the prompts.
 
     What padding leaves in an attention's cache is overwritten before anything attends to it,
     since a row's new tokens go to the positions right after its prompt; a recurrent layer skips
-    it by `paddings`.
+    it by `paddings`, and so does a window's ring.
     """
     ids, lengths = prompts.ids, prompts.lengths
     num_rows, prompt_length = ids.shape
@@ -43,11 +57,14 @@ def prefill(decoder: Decoder, model: Any, prompts: Prompts) -> Prefix:
     is_padding = jnp.arange(prompt_length)[None, :] >= lengths[:, None]
     paddings = is_padding.astype(jnp.float32)
     last = jnp.maximum(lengths - 1, 0)
-    if decoder.fprop_for_prefix:
+    size = chunk_size(decoder, prompt_length)
+    if decoder.fprop_for_prefix and size == prompt_length:
         logits, cache = model(ids, paddings=paddings, cache=cache)
         logits, logprobs = logits[jnp.arange(num_rows), last].astype(jnp.float32), None
     else:
-        logits, cache, logprobs = _step_by_step(model, ids, paddings, last, cache)
+        logits, cache, logprobs = _in_chunks(
+            model, ids, paddings, last, cache, size, has_logprobs=not decoder.fprop_for_prefix
+        )
     limits = jnp.full_like(lengths, decoder.max_decode_steps)
     if prompts.per_example_max_decode_steps is not None:
         limits = jnp.minimum(limits, prompts.per_example_max_decode_steps)
@@ -56,26 +73,39 @@ def prefill(decoder: Decoder, model: Any, prompts: Prompts) -> Prefix:
     return Prefix(logits, cache, logprobs, jnp.where(lengths > 0, limits, 0))
 
 
-def _step_by_step(
-    model: Any, ids: jax.Array, paddings: jax.Array, last: jax.Array, cache: Any
-) -> tuple[jax.Array, Any, jax.Array]:
-    """Returns logits after each row's last token, the cache, and the prompts' log-probs."""
-    rows = jnp.arange(ids.shape[0])
+def _in_chunks(
+    model: Any, ids: jax.Array, paddings: jax.Array, last: jax.Array, cache: Any, size: int,
+    has_logprobs: bool,
+) -> tuple[jax.Array, Any, jax.Array | None]:
+    """Returns logits after each row's last token, the cache, and the prompts' log-probs or None."""
+    (num_rows, length), rows = ids.shape, jnp.arange(ids.shape[0])
+    num_chunks = -(-length // size)
+    more = ((0, 0), (0, num_chunks * size - length))
+    ids, paddings = jnp.pad(ids, more), jnp.pad(paddings, more, constant_values=1.0)
 
-    def step(carry: tuple, t: jax.Array) -> tuple[tuple, jax.Array]:
+    def step(carry: tuple, start: jax.Array) -> tuple[tuple, jax.Array | None]:
         logits, cache = carry
-        logprobs = jax.nn.log_softmax(logits, axis=-1)[rows, ids[:, t]]
-        new, cache = rebuilt(model)(
-            ids[:, t][:, None], positions=jnp.full((ids.shape[0], 1), t, jnp.int32),
-            paddings=paddings[:, t][:, None], cache=cache,
+        chunk, hidden = (
+            jax.lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in (ids, paddings)
         )
+        positions = start + jnp.arange(size, dtype=jnp.int32)[None, :]
+        new, cache = rebuilt(model)(chunk, positions=positions, paddings=hidden, cache=cache)
+        new, logprobs = new.astype(jnp.float32), None
+        if has_logprobs:
+            before = jnp.concatenate([logits[:, None], new[:, :-1]], axis=1)
+            before = jax.nn.log_softmax(before, axis=-1)
+            logprobs = jnp.take_along_axis(before, chunk[:, :, None], axis=2)[:, :, 0]
         # A row whose prompt is over keeps the logits of its last token.
-        logits = jnp.where((t <= last)[:, None], new[:, 0].astype(jnp.float32), logits)
-        return (logits, cache), logprobs
+        place = last - start
+        newest = new[rows, jnp.clip(place, 0, size - 1)]
+        return (jnp.where((place >= 0)[:, None], newest, logits), cache), logprobs
 
     item = jax.eval_shape(lambda cache: rebuilt(model)(ids[:, :1], cache=cache)[0], cache)
     logits = jnp.zeros((item.shape[0], item.shape[-1]), jnp.float32)
     carry = varying_alike((logits, cache), ids)
-    (logits, cache), logprobs = jax.lax.scan(step, carry, jnp.arange(ids.shape[1]))
-    has_logprob = (paddings == 0) & (jnp.arange(ids.shape[1]) > 0)[None, :]
-    return logits, cache, jnp.where(has_logprob, logprobs.T, 0.0)
+    (logits, cache), logprobs = jax.lax.scan(step, carry, size * jnp.arange(num_chunks))
+    if not has_logprobs:
+        return logits, cache, None
+    logprobs = jnp.swapaxes(logprobs, 0, 1).reshape(num_rows, -1)[:, :length]
+    has_logprob = (paddings[:, :length] == 0) & (jnp.arange(length) > 0)[None, :]
+    return logits, cache, jnp.where(has_logprob, logprobs, 0.0)

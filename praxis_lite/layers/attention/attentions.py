@@ -53,7 +53,8 @@ class DotProductAttention(AttentionHeads):
         sees all. None: True, unless the call hands an atten_mask, which then says all, as in Pax;
         a window holds beside it.
       is_cross_attention: keys and values come from `encoded`.
-      window: a token sees itself and the window - 1 tokens before it: Pax's left_context.
+      window: a token sees itself and the window - 1 tokens before it: Pax's left_context. Its
+        cache has places for window + SPARE_PLACES tokens.
       right_context: of attention that is not causal: a token sees that many after it; None: all,
         or window - 1.
       use_bias: of the projections.

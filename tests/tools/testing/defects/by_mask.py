@@ -14,11 +14,11 @@ MASK = "praxis_lite.layers.attention.masks:AttentionMask"
 def _with(change, *axes):
     """Returns a planter of a change of the mask's fields, where these axes are split."""
     def new(old):
-        def visible_at(self, q_index_BT, kv_index_S):
+        def visible_at(self, q_index_BT, kv_index_BS):
             if axes and num_devices(*axes) == 1:
-                return old(self, q_index_BT, kv_index_S)
+                return old(self, q_index_BT, kv_index_BS)
             fields, q_index_BT = change(self, q_index_BT)
-            return old(dataclasses.replace(self, **fields), q_index_BT, kv_index_S)
+            return old(dataclasses.replace(self, **fields), q_index_BT, kv_index_BS)
 
         return visible_at
 
@@ -86,7 +86,7 @@ def _appended(change):
 
         return append
 
-    return replaced("praxis_lite.layers.attention.cache:append", new)
+    return replaced("praxis_lite.layers.attention.attended:append", new)
 
 
 CACHES = {

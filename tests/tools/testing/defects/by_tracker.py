@@ -77,10 +77,10 @@ def _aux_lost(old):
 
 
 def _without_segments(old):
-    def visible_at(self, q_index_BT, kv_index_S):
+    def visible_at(self, q_index_BT, kv_index_BS):
         if num_devices("mdl") > 1:
             self = dataclasses.replace(self, q_segments_BT=None, kv_segments_BS=None)
-        return old(self, q_index_BT, kv_index_S)
+        return old(self, q_index_BT, kv_index_BS)
 
     return visible_at
 
