@@ -113,7 +113,8 @@ class Decoder(abc.ABC):
           ConfigError: it cannot.
         """
         if self.num_speculative_tokens:
-            check_takes_back(model, f"{type(self).__name__}.num_speculative_tokens")
+            setting = f"{type(self).__name__}.num_speculative_tokens"
+            check_takes_back(model, setting, self.num_speculative_tokens)
 
     def _check_types(self) -> None:
         for field in dataclasses.fields(self):

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.decode.cache_rows import batch_dims
+from praxis_lite.layers.attention.attentions import DotProductAttention
+from praxis_lite.layers.attention.cache import SPARE_PLACES
 from praxis_lite.layers.base_layer import BaseLayer
 from praxis_lite.layers.transformer.conditioned_decoders import ConditionedDecoder
 
@@ -47,14 +49,16 @@ def drafts_of(
     return jnp.take_along_axis(history, jnp.clip(places, 0, num_places - 1), axis=1)
 
 
-def check_takes_back(model: Any, setting: str) -> None:
+def check_takes_back(model: Any, setting: str, num_drafts: int) -> None:
     """Checks that tokens of the model's cache can be taken back, and that drafts disturb no others.
 
     Args:
       setting: that asks for drafts, for messages.
+      num_drafts: its value.
 
     Raises:
-      ConfigError: a layer's cache is a state that every token changes, or a token sees later ones.
+      ConfigError: a layer's cache is a state that every token changes, a window's cannot take so
+        many tokens back, or a token sees later ones.
     """
     states = [jax.tree_util.keystr(path, simple=True, separator="/") for path in _states(model)]
     if states:
@@ -65,6 +69,12 @@ def check_takes_back(model: Any, setting: str) -> None:
         )
     module = model.model if isinstance(model, ConditionedDecoder) else model
     for path, layer in nnx.iter_modules(module) if isinstance(module, nnx.Module) else ():
+        if isinstance(layer, DotProductAttention) and layer.left_context is not None:
+            require(
+                num_drafts <= SPARE_PLACES, setting, num_drafts,
+                f"{SPARE_PLACES} or less: so many tokens can be taken back from the cache of "
+                f"{'/'.join(map(str, path))}, which has a window",
+            )
         if isinstance(layer, BaseLayer) and layer.couples_tokens is not None:
             raise ConfigError(
                 f"{setting} needs tokens that do not depend on what follows them, but "

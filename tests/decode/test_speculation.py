@@ -135,13 +135,23 @@ def lm_task(decoder, **layer):
 BATCH = {"ids": PROMPTS, "prefix_lengths": np.maximum(LENGTHS, 1), "weights": np.ones(6)}
 
 
-@pytest.mark.parametrize("shape", slow_but({(1, 1, 1)}, [(1, 1, 1), (1, 4, 2)]))
-def test_a_transformer_gives_the_same_tokens_up_to_its_last_position(shape):
+# Its cache is a ring, which is shorter than a row.
+WINDOW = {"transformer_layer_tpl": fdl.Partial(
+    layers.Transformer, tr_atten_tpl=fdl.Partial(layers.DotProductAttention, window=3)
+)}
+
+
+@pytest.mark.parametrize("shape, most, layer", [
+    ((1, 1, 1), 3, {}),
+    pytest.param((1, 4, 2), 3, {}, marks=pytest.mark.slow),
+    pytest.param((1, 1, 1), 16, WINDOW, marks=pytest.mark.slow),
+])
+def test_a_transformer_gives_the_same_tokens_up_to_its_last_position(shape, most, layer):
     """Its positions are learned and as many as there are tokens."""
     results = []
-    for num_drafts in (0, 3):
+    for num_drafts in (0, most):
         decoder = Greedy(max_decode_steps=M, eos_id=V, num_speculative_tokens=num_drafts)
-        task = lm_task(decoder)
+        task = lm_task(decoder, **layer)
         partitioner = Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=shape)))
         mdl_vars = partitioner.init(partitioner.key(0)).mdl_vars
         batch = partitioner.global_batch(BATCH)
@@ -166,12 +176,15 @@ EXPERTS = {"transformer_layer_tpl": fdl.Partial(
 )}
 
 
-@pytest.mark.parametrize("layer, message", [
-    (RECURRENT, r"Greedy\.num_speculative_tokens.*has h, window.*to 0"),
-    (EXPERTS, r"num_speculative_tokens.*ff_layer.*experts with a capacity.*dropless"),
+@pytest.mark.parametrize("layer, most, message", [
+    (RECURRENT, 2, r"Greedy\.num_speculative_tokens.*has h, window.*to 0"),
+    (EXPERTS, 2, r"num_speculative_tokens.*ff_layer.*experts with a capacity.*dropless"),
+    (WINDOW, 17, r"num_speculative_tokens is 17; wanted is 16 or less.*self_attention.*a window"),
 ])
-def test_a_model_that_cannot_take_drafts_back_is_refused_before_anything_compiles(layer, message):
-    task = lm_task(Greedy(max_decode_steps=M, num_speculative_tokens=2), **layer)
+def test_a_model_that_cannot_take_drafts_back_is_refused_before_anything_compiles(
+    layer, most, message
+):
+    task = lm_task(Greedy(max_decode_steps=M, num_speculative_tokens=most), **layer)
     with pytest.raises(ConfigError, match=message):
         task.check_inputs(BATCH, task.required_decode_inputs, "decode_datasets.x")
     lm_task(Greedy(max_decode_steps=M), **layer).check_inputs(

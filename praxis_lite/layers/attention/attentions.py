@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from praxis_lite.core.errors import require
 from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.attention.attended import attended
-from praxis_lite.layers.attention.cache import Cache, empty_cache
+from praxis_lite.layers.attention.cache import Cache, empty_cache, stored
 from praxis_lite.layers.attention.checks import check_call, check_contexts, require_one_source
 from praxis_lite.layers.attention.einsum import LogitOptions
 from praxis_lite.layers.attention.heads import AttentionHeads
@@ -265,6 +265,7 @@ class DotProductAttention(AttentionHeads):
             )
         q_BTNK, kv = self._project(inputs, encoded, positions, kv_positions)
         if cache is not None:
+            kv = None if kv is None else stored(kv, inputs.dtype)
             cache, kv, kv_positions, mask = attended(
                 cache, kv, positions, mask, self._cache_laid_out, is_cross=is_cross
             )

@@ -56,9 +56,23 @@ def stored_dtype(dtype: Any) -> jnp.dtype:
     """Returns the dtype of a cache for activations of `dtype`: on a CPU float32 or wider.
 
     XLA's CPU backend cannot write into an array of 16-bit floats: it converts all of it to float32
-    and back, for each token.
+    and back, for each token. What is stored has the precision of `dtype` nevertheless, by `stored`.
     """
     return jnp.promote_types(dtype, jnp.float32 if compiled_platform() == "cpu" else dtype)
+
+
+def stored(new: Cache, dtype: Any) -> Cache:
+    """Returns new entries of a cache in its dtype, rounded to that of the activations.
+
+    Not by casts, which XLA leaves out in pairs in some programs and not in others.
+    """
+    if stored_dtype(dtype) == dtype:
+        return new
+    info = jnp.finfo(dtype)
+    return {
+        name: jax.lax.reduce_precision(x.astype(stored_dtype(dtype)), info.nexp, info.nmant)
+        for name, x in new.items()
+    }
 
 
 def by_heads(kv: Cache) -> Cache:

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain
-from praxis_lite.layers.attention.cache import Cache, append, stored_dtype
+from praxis_lite.layers.attention.cache import Cache, append, stored, stored_dtype
 from praxis_lite.layers.attention.checks import require_one_segment
 from praxis_lite.layers.attention.einsum import LogitOptions
 from praxis_lite.layers.attention.kernels import attend, check_kernel
@@ -169,7 +169,7 @@ class MultiHeadLatentAttention(BaseLayer):
             )
             encoded_BTNV = self._over_heads(q_BTNK, q_BTNR, new, mask, key)
         else:
-            new = {"key": jnp.concatenate([new["latent"], new["key"]], -1)}
+            new = stored({"key": jnp.concatenate([new["latent"], new["key"]], -1)}, inputs.dtype)
             cache = self._cache_laid_out(append(cache, new, positions))
             mask = AttentionMask(None, 0, q_index_BT=positions)
             encoded_BTNV = self._over_latents(q_BTNK, q_BTNR, cache, mask, key)
