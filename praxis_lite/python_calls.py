@@ -100,6 +100,7 @@ def plan(
     topology: str,
     steps: str | Sequence[str] = ("train",),
     num_slices: int = 1,
+    batch_sizes: Sequence[int] = (),
     settings: Settings = (),
     packages: Sequence[str] = (),
 ) -> "Plan":
@@ -112,6 +113,7 @@ def plan(
       topology: the devices, as for --topology: "v5e:16x16", "gpu:h100:4x8", "cpu:8".
       steps: of "train", "eval" and "decode".
       num_slices: so many slices of that topology.
+      batch_sizes: of prompts, each a plan of "decode"; empty: that of the first dataset of prompts.
 
     Raises:
       ConfigError: as `train`, there is no such topology, or the mesh does not fill it.
@@ -122,8 +124,13 @@ def plan(
     require(bool(steps), "plan: steps", steps, f"some of {', '.join(STEPS)}")
     for step in steps:
         require_choice("plan: steps", step, STEPS)
+    for size in batch_sizes:
+        require(type(size) is int and size > 0, "plan: batch_sizes", batch_sizes, "1 or more each")
+    require(
+        "decode" in steps or not batch_sizes, "plan: steps", steps, "decode, with batch_sizes"
+    )
     command = _command("plan", experiment, settings, packages)
-    return planned(command, lambda text: None, topology, num_slices, steps)
+    return planned(command, lambda text: None, topology, num_slices, steps, batch_sizes)
 
 
 def check(

@@ -38,6 +38,11 @@ class Plan(Mode):
             help=f"of {','.join(STEPS)}; default: train",
         )
         options.add_argument(
+            "--batch_sizes", metavar="N,N", type=_batch_sizes, default=(),
+            help="with --steps=decode: so many prompts, each a plan, such as 1,8,32; default: the "
+            "dataset's",
+        )
+        options.add_argument(
             "--search", action="store_true",
             help="look for the fastest mesh, preset, remat and micro-batches",
         )
@@ -60,14 +65,19 @@ class Plan(Mode):
 
     def run(
         self, command: CommandLine, *, topology: str | None, num_slices: int,
-        steps: Sequence[str], search: bool, search_minutes: float, measure: bool,
-        html: Path | None, json: Path | None,
+        steps: Sequence[str], batch_sizes: Sequence[int], search: bool, search_minutes: float,
+        measure: bool, html: Path | None, json: Path | None,
     ) -> None:
         """Plans; raises ConfigError, after all steps, if any does not fit."""
         if measure and (topology is not None or search):
             raise ConfigError(
                 "--measure runs on the devices that are attached: leave --topology and --search "
                 "out."
+            )
+        if batch_sizes and (measure or search or "decode" not in steps):
+            raise ConfigError(
+                f"--batch_sizes={','.join(map(str, batch_sizes))} is of prompts that are decoded: "
+                "say --steps=decode, without --search and --measure."
             )
         if topology is None and not measure:
             raise ConfigError(
@@ -85,7 +95,7 @@ class Plan(Mode):
             launched = experiment_of(command)
 
             from praxis_lite.tools.plan.job_plan import chosen_topology, compiling_for
-            from praxis_lite.tools.plan.search import search as searched
+            from praxis_lite.tools.plan.search.search import search as searched
 
             _ask_for_no_device()
             chosen = chosen_topology(topology, num_slices)
@@ -93,7 +103,7 @@ class Plan(Mode):
                 searched(launched, command.packages, chosen, minutes=search_minutes, file=json)
         else:
             _ask_for_no_device()
-            plan = planned(command, _print_now, topology, num_slices, steps)
+            plan = planned(command, _print_now, topology, num_slices, steps, batch_sizes)
             if html is not None:
                 html.write_text(plan.page(), "utf-8")
                 print(f"\nThe page to look at in a browser: {html.absolute()}")
@@ -104,13 +114,13 @@ class Plan(Mode):
 
 def planned(
     command: CommandLine, print_text: Callable[[str], None], topology: str, num_slices: int,
-    steps: Sequence[str],
+    steps: Sequence[str], batch_sizes: Sequence[int] = (),
 ) -> "Plan":
     """Returns the plan of the experiment of a command line, whether it fits or not.
 
     Args:
       print_text: told each part of its text as soon as it is known.
-      topology, num_slices, steps: as for --topology, --num_slices and --steps.
+      topology, num_slices, steps, batch_sizes: as the options of these names.
 
     Raises:
       ConfigError: there is no such topology, the mesh does not fill it, or as training does.
@@ -122,7 +132,9 @@ def planned(
 
     chosen = chosen_topology(topology, num_slices)
     job = build(launched.config)
-    return plan_job(job, chosen, steps, print_text, experiment=launched.experiment)
+    return plan_job(
+        job, chosen, steps, print_text, experiment=launched.experiment, batch_sizes=batch_sizes
+    )
 
 
 def _ask_for_no_device() -> None:
@@ -143,3 +155,12 @@ def _steps(words: str) -> list[str]:
             f"{words!r} with --mode=plan; wanted is names of steps: {', '.join(STEPS)}"
         )
     return names(words)
+
+
+def _batch_sizes(words: str) -> list[int]:
+    given = names(words)
+    if not given or not all(word.isdecimal() and int(word) > 0 for word in given):
+        raise argparse.ArgumentTypeError(
+            f"{words!r} with --mode=plan; wanted is numbers of prompts, 1 or more: 1,8,32"
+        )
+    return list(map(int, given))

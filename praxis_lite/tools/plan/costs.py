@@ -8,7 +8,7 @@ are no cycles, Pallas kernels by their matmuls, collectives by bytes, links and 
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from praxis_lite.layers.attention.fused import SHARE_OF_BLOCKS
 from praxis_lite.tools.explain import hlo
@@ -21,6 +21,8 @@ from praxis_lite.tools.explain.hlo_text import (
 )
 from praxis_lite.tools.plan.chips import Chip
 
+# By the compiler, of the smallest of its own instructions.
+LEAST_CYCLES = 1830
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
@@ -72,10 +74,12 @@ def compute_seconds(
     if 'custom_call_target="tpu_custom_call"' in one.attributes:
         return kernel_flops(one, around) / (chip.peak() * efficiencies.kernel)
     if chip.clock is not None:
-        return 0.0  # What has no cycles is free, or hidden behind what has: copies in flight.
+        # What has no cycles is free, or hidden behind what has: copies in flight. But for a scatter.
+        least = LEAST_CYCLES / chip.clock / efficiencies.cycles
+        return least if is_update(one, program) and one.opcode == "fusion" else 0.0
     flops, dtype = _matmul(one, around, program)
     matmul = flops / (chip.peak(dtype) * efficiencies.matmul)
-    return max(matmul, _bytes_moved(one, around, program) / chip.hbm_bandwidth)
+    return max(matmul, bytes_moved(one, around, program) / chip.hbm_bandwidth)
 
 
 def kernel_flops(
@@ -142,41 +146,82 @@ def bytes_of(shape: str) -> int:
     return sum(array.bytes for array in arrays_of(shape))
 
 
-def _bytes_moved(
-    instruction: Instruction, around: Mapping[str, Instruction], program: Program
+def bytes_moved(
+    instruction: Instruction, around: Mapping[str, Instruction], program: Program,
+    size: Callable[[str], int] = bytes_of,
 ) -> int:
-    """Returns the bytes that an instruction reads and writes; of a slice only the part taken."""
+    """Returns the bytes that an instruction reads and writes.
+
+    Of a slice, of the rows of a table and of an update in place only the part that is taken.
+
+    Args:
+      size: the bytes of a shape that count.
+    """
     if instruction.opcode in _FREE:
         return 0
-    result = bytes_of(instruction.shape)
-    if instruction.opcode in _SLICES:
-        return 2 * result
-    if instruction.opcode == "dynamic-update-slice":
-        return 2 * bytes_of(around[instruction.operands[1]].shape)
-    reads = [bytes_of(around[name].shape) for name in instruction.operands if name in around]
     if instruction.opcode != "fusion":
-        return result + sum(reads)
+        return _part(instruction, around, size) or size(instruction.shape) + sum(
+            size(around[name].shape) for name in instruction.operands if name in around
+        )
     inside = program.computations[callees(instruction, "calls")[0]]
-    root = root_of(inside)
-    if root.opcode == "dynamic-update-slice":
-        result = bytes_of(inside[root.operands[1]].shape)
-    parameters = {
-        inner.name: int(inner.operands[0]) for inner in inside.values()
-        if inner.opcode == "parameter"
-    }
-    for name, index in parameters.items():
-        users = [inner for inner in inside.values() if name in inner.operands]
-        if users and index < len(reads) and all(
-            inner.opcode in (*_SLICES, "dynamic-update-slice") and inner.operands[0] == name
-            for inner in users
-        ):
-            reads[index] = sum(
-                bytes_of(inner.shape) for inner in users if inner.opcode != "dynamic-update-slice"
-            )
+    result = size(instruction.shape)
+    if is_update(instruction, program) and result:
+        root = _behind_names(root_of(inside), inside)
+        result = bytes_of(inside[root.operands[_UPDATES[root.opcode]]].shape)
+    reads = [size(around[name].shape) for name in instruction.operands if name in around]
+    for inner in inside.values():
+        index = int(inner.operands[0]) if inner.opcode == "parameter" else len(reads)
+        if index < len(reads) and reads[index]:
+            parts = _parts_read(inner.name, inside)
+            reads[index] = reads[index] if parts is None else parts
     return result + sum(reads)
 
 
+def is_update(one: Instruction, program: Program) -> bool:
+    """Returns True if an instruction writes a part of an array in place."""
+    if one.opcode == "fusion":
+        inside = program.computations[callees(one, "calls")[0]]
+        return _behind_names(root_of(inside), inside).opcode in _UPDATES
+    return one.opcode in _UPDATES
+
+
+def _part(
+    instruction: Instruction, around: Mapping[str, Instruction], size: Callable[[str], int]
+) -> int:
+    """Returns the bytes of the part that is read and written, or 0 if the arrays are whole."""
+    whole = around.get(instruction.operands[0]) if instruction.operands else None
+    ends = (size(instruction.shape) > 0) + (whole is not None and size(whole.shape) > 0)
+    if instruction.opcode in _SLICES:
+        return ends * bytes_of(instruction.shape)
+    if instruction.opcode in _UPDATES:
+        return ends * bytes_of(around[instruction.operands[_UPDATES[instruction.opcode]]].shape)
+    return 0
+
+
+def _parts_read(name: str, inside: Mapping[str, Instruction]) -> int | None:
+    """Returns the bytes that are read of an array of which only parts are, else None."""
+    total = 0
+    users = [inner for inner in inside.values() if name in inner.operands]
+    for inner in users:
+        if inner.opcode in _NAMES:
+            parts = _parts_read(inner.name, inside)
+            if parts is None:
+                return None
+            total += parts
+        elif inner.operands[0] != name or inner.opcode not in (*_SLICES, *_UPDATES):
+            return None
+        elif inner.opcode in _SLICES:
+            total += bytes_of(inner.shape)
+    return total if users else None
+
+
+def _behind_names(one: Instruction, inside: Mapping[str, Instruction]) -> Instruction:
+    return _behind_names(inside[one.operands[0]], inside) if one.opcode in _NAMES else one
+
+
 _SLICES = ("dynamic-slice", "slice", "gather")  # They read what they give.
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # In place; by the operand that is written.
+_NAMES = ("bitcast", "reshape")
 # Names of values, and what a program has only to be written down.
 _FREE = frozenset({
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota",

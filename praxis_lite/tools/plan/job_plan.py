@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.sharding.devices.libtpu import mismatch
+from praxis_lite.core.sharding.inputs import num_rows_of
 from praxis_lite.run.experiment.experiment import Job
 from praxis_lite.run.trainer.job_on_mesh import print_compiler_options, use_compilation_cache
 from praxis_lite.run.trainer.layout_table import layout_warnings, mesh_text
@@ -19,7 +20,7 @@ from praxis_lite.tools.explain.explain import explained_step
 from praxis_lite.tools.explain.explain_page import ExplainedStep, in_notebook, page
 from praxis_lite.tools.plan.planned_job import planned_partitioner, step_specs
 from praxis_lite.tools.plan.predict import StepPlan, plan_step
-from praxis_lite.tools.plan.report import figures, plan_text
+from praxis_lite.tools.plan.report import decoding_table, figures, plan_text
 from praxis_lite.tools.plan.topology import Topology, topology_of
 
 
@@ -111,11 +112,13 @@ def compiling_for(topology: Topology) -> Iterator[None]:
 def plan_job(
     job: Job, topology: Topology, steps: Sequence[str],
     print_text: Callable[[str], None] = lambda text: None, *, experiment: str = "",
+    batch_sizes: Sequence[int] = (),
 ) -> Plan:
     """Returns the plan of a job's steps, whether they fit or not.
 
     Args:
       steps: "train", "eval" or "decode".
+      batch_sizes: of prompts, each a plan of "decode"; empty: that of the job's first dataset.
       print_text: told each part of the text as soon as it is known, without its last line break.
       experiment: its full name.
 
@@ -138,8 +141,8 @@ def plan_job(
         say(f"WARNING: {warning}")
     plans, drawn = [], []
     chosen = [partitioner.steps[step] for step in steps]
-    for step, name, spec in step_specs(job, partitioner, chosen):
-        say(f"\n{step.name}, batches of {name}")
+    for step, name, spec in step_specs(job, partitioner, chosen, batch_sizes):
+        say(f"\n{step.name}, batches of {name}, {num_rows_of(spec)} rows")
         with compiling_for(topology), explained_warnings(say):
             item = plan_step(partitioner, step, spec, topology)
         say(plan_text(item))
@@ -148,4 +151,6 @@ def plan_job(
             drawn.append(dataclasses.replace(shown, figures=figures(item)))
         # What is compiled is large, and no longer needed.
         plans.append(dataclasses.replace(item, compiled=None))
+    if len(decoded := [item for item in plans if item.step == "decode"]) > 1:
+        say("\n" + decoding_table(decoded))
     return Plan(experiment, topology, mesh, layout, warnings, plans, drawn, "\n".join(texts))

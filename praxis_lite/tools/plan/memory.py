@@ -7,7 +7,7 @@ import re
 from praxis_lite.core.errors import format_bytes
 from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.train_state import StateLayout
-from praxis_lite.run.trainer.layout_table import bytes_per_device
+from praxis_lite.run.trainer.layout_table import bytes_per_device, kind_of
 from praxis_lite.tools.explain import hlo
 from praxis_lite.tools.explain.hlo_text import (
     arrays_of,
@@ -64,16 +64,17 @@ def memory_of(layout: StateLayout, planned: hlo.MemoryPerDevice, text: str, step
     """Returns how the memory that the compiler plans for a step is taken.
 
     Args:
-      step: one that trains holds slots, others weights alone.
+      step: one that trains holds all of the layout, others weights alone, in their own layout.
       text: of the compiled step.
     """
-    held = bytes_per_device(layout)
-    weights = held.get("weights", 0)
-    slots = sum(held.values()) - weights if step.trains else 0
-    padding = sum(
-        leaf.bytes_per_device * leaf.padding_share
-        for leaf in layout.leaves() if step.trains or leaf.path.startswith("mdl_vars/")
-    )
+    held = list(layout.leaves() if step.trains else step.layout.leaves())
+    weights, slots = 0, 0
+    for leaf in held:
+        if step.trains and kind_of(leaf) != "weights":
+            slots += leaf.bytes_per_device
+        else:
+            weights += leaf.bytes_per_device
+    padding = sum(leaf.bytes_per_device * leaf.padding_share for leaf in held)
     gradients, activations = bytes_of_stacks(text) if step.trains else (0, 0)
     batch = max(0, planned.arguments - weights - slots)
     rest = planned.peak - weights - slots - batch

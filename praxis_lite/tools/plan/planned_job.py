@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import jax
+
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
@@ -58,9 +60,12 @@ def planned_partitioner(job: Job, topology: Topology) -> Partitioner:
 
 
 def step_specs(
-    job: Job, partitioner: Partitioner, steps: Sequence[Step]
+    job: Job, partitioner: Partitioner, steps: Sequence[Step], batch_sizes: Sequence[int] = (),
 ) -> list[tuple[Step, str, dict]]:
     """Returns (step, dataset, shapes and types of a batch) of the steps asked for; reads no data.
+
+    Args:
+      batch_sizes: of prompts, to decode each; empty: the dataset's.
 
     Raises:
       ConfigError: there is no dataset for a step, or the task cannot take its batches.
@@ -80,5 +85,10 @@ def step_specs(
         pipeline = getattr(job, root)[names[0]]
         spec = checked_spec(pipeline, f"{root}.{names[0]}")
         check_reads(step, spec, f"{root}.{names[0]}")
-        result.append((step, names[0], spec))
+        specs = [_with_rows(spec, rows) for rows in batch_sizes] if is_decoded else []
+        result += [(step, names[0], item) for item in specs or [spec]]
     return result
+
+
+def _with_rows(spec: dict, rows: int) -> dict:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), spec)

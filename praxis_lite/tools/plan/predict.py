@@ -15,7 +15,9 @@ from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.tools.explain import hlo
+from praxis_lite.tools.explain.hlo_text import parse
 from praxis_lite.tools.plan.costs import FITTED, Efficiencies
+from praxis_lite.tools.plan.decoding import Decoding, decoding_of, loop_over_tokens
 from praxis_lite.tools.plan.formulas import bubble_share
 from praxis_lite.tools.plan.memory import Memory, memory_of, out_of_memory, what_to_change
 from praxis_lite.tools.plan.schedule import schedule
@@ -35,7 +37,8 @@ class StepPlan:
       peak_bytes_per_device, hbm_bytes_per_device: what the step holds, what the device has.
       memory: `peak_bytes_per_device` in parts.
       step_seconds, step_seconds_low, step_seconds_high: predicted; four of five published runs lay
-        between the last two.
+        between the last two. Of decoding these and all below, but for `decoding`, are of a turn of
+        the loop over tokens: a token for each row.
       compute_seconds, memory_seconds: in matmuls and kernels; in all else.
       network_seconds, exposed_seconds: of collectives, alone; and what is waited for.
       flops_per_device, recomputed_flops: of matmuls; what of these remat adds.
@@ -44,6 +47,7 @@ class StepPlan:
       unit: "tokens" or "rows".
       bubble_share: of a pipeline's ticks, those in which a stage idles; None: there is no pipeline.
         What idle stages compute is among the seconds of matmuls.
+      decoding: of a step that decodes by a loop: the first token, and the memory's limit.
       timeline: collectives by kind, axes and layer, and the costliest operations.
       parameters: of the model.
       compile_seconds: of this step, lowering included.
@@ -76,6 +80,7 @@ class StepPlan:
     unit: str = "tokens"
     bubble_share: float | None = None
     timeline: Timeline | None = None
+    decoding: Decoding | None = None
     why_not: str = ""
     notes: tuple[str, ...] = ()
     compiled: jax.stages.Compiled | None = None
@@ -95,6 +100,7 @@ class StepPlan:
         result = self.timeline.collectives.values() if self.timeline else ()
         return fields | {
             "memory": self.memory and dataclasses.asdict(self.memory),
+            "decoding": self.decoding and dataclasses.asdict(self.decoding),
             "notes": list(self.notes),
             "collectives": [
                 {
@@ -151,15 +157,20 @@ def plan_of_compiled(
     text = text_of(compiled, topology)
     memory = memory_of(layout, planned, text, step)
     fits = memory.peak <= chip.hbm_bytes
+    places = mesh_of(dict(mesh.shape), list(mesh.devices.flat), topology)
+    is_decoded = step is partitioner.decode_step and partitioner.task.decoder is not None
+    loop = loop_over_tokens(parse(text)) if is_decoded else None
+    fields = timed(text, topology, places, num_units(element_spec), efficiencies, loop)
+    if loop is not None:
+        first = schedule(text, chip, places, efficiencies, without=loop).seconds
+        decoding = decoding_of(partitioner, element_spec, chip, fields["step_seconds"], first)
+        per_device = decoding.tokens_per_second / mesh.size
+        fields |= {"decoding": decoding, "tokens_per_second": per_device, "unit": "tokens"}
     return StepPlan(
-        **_common(partitioner, step, element_spec, topology), fits=fits,
+        **_common(partitioner, step, element_spec, topology) | fields, fits=fits,
         peak_bytes_per_device=memory.peak, compile_seconds=compile_seconds, memory=memory,
         compiled=compiled, bubble_share=_bubbles(partitioner, step, element_spec),
         why_not="" if fits else what_to_change(memory, layout, chip.hbm_bytes),
-        **timed(
-            text, topology, mesh_of(dict(mesh.shape), list(mesh.devices.flat), topology),
-            num_units(element_spec), efficiencies,
-        ),
     )
 
 
@@ -184,21 +195,22 @@ def _common(
 
 def timed(
     text: str, topology: Topology, mesh: Mesh, num_units: float,
-    efficiencies: Efficiencies = FITTED,
+    efficiencies: Efficiencies = FITTED, turn_of: str | None = None,
 ) -> dict[str, Any]:
     """Returns the fields of a StepPlan that follow from a program's text.
 
     Args:
       num_units: tokens, or rows, of a global batch.
+      turn_of: the body of a loop, a turn of which is the step.
     """
     chip, num_devices = topology.chip, len(topology.devices)
-    result = schedule(text, chip, mesh, efficiencies)
+    result = schedule(text, chip, mesh, efficiencies, turn_of=turn_of)
     low, middle, high = (efficiencies.step_seconds + result.seconds,) * 3
     notes = []
     if topology.compiled_for == "tpu":
         # A ring that turns both ways uses both links of an axis; the text does not tell which.
         low = efficiencies.step_seconds + schedule(
-            text, chip, mesh, efficiencies, both_links=True
+            text, chip, mesh, efficiencies, both_links=True, turn_of=turn_of
         ).seconds
         waits = 1 + efficiencies.waiting * math.log2(topology.num_slices)
         low, middle, high = low * waits, middle * waits, high * waits

@@ -36,8 +36,9 @@ def figures(plan: StepPlan) -> list[tuple[str, str]]:
             f"{plan.tokens_per_second:,.0f} {plan.unit} per second and device, MFU {plan.mfu:.1%}, "
             f"HFU {plan.hfu:.1%}"
         )
+        name = "step" if plan.decoding is None else "token"
         result += [
-            ("step", f"{seconds_text(plan.step_seconds)}{speed}"),
+            (name, f"{seconds_text(plan.step_seconds)}{speed}"),
             ("of it", f"{seconds_text(plan.compute_seconds)} in matmuls, "
              f"{seconds_text(plan.memory_seconds)} in other work, "
              f"{seconds_text(plan.exposed_seconds)} waiting for collectives, which take "
@@ -45,12 +46,54 @@ def figures(plan: StepPlan) -> list[tuple[str, str]]:
             ("matmuls", f"{plan.flops_per_device:.4g} flops per device, "
              f"{plan.recomputed_flops / flops:.0%} of it computed again by remat"),
         ]
+    result += _of_decoding(plan)
     if plan.bubble_share is not None:
         result.append(
             ("pipeline", f"its stages idle in {plan.bubble_share:.1%} of the ticks (bubbles)")
         )
     result += [("compiled", f"in {plan.compile_seconds:.0f} s")]
     return result
+
+
+def _of_decoding(plan: StepPlan) -> list[tuple[str, str]]:
+    item = plan.decoding
+    if item is None:
+        return []
+    result = [
+        ("first", f"token of {item.rows:,} rows after {seconds_text(item.first_token_seconds)}, "
+         f"from prompts of {item.prompt_length:,} tokens; then {item.tokens_per_second:,.0f} "
+         "tokens per second of all devices"),
+    ]
+    if item.limit_seconds is not None:
+        result.append(
+            ("limit", f"{seconds_text(item.limit_seconds)} to read "
+             f"{format_bytes(item.weight_bytes)} of weights and {format_bytes(item.cache_bytes)} "
+             f"of cache on each device, {item.share_of_limit:.0%} of the token's time")
+        )
+    return result
+
+
+def decoding_table(plans: Sequence[StepPlan]) -> str:
+    """Returns a line per plan of decoding: its batch, seconds, speed and share of the limit."""
+    rows: list[Sequence[str]] = [
+        ("batch", "token", "limit", "of it", "tokens/s", "per device", "first token", "GiB",
+         "fits")
+    ]
+    for plan in plans:
+        item, gib = plan.decoding, f"{plan.peak_bytes_per_device / 2**30:.2f}"
+        fits = "yes" if plan.fits else "NO"
+        if item is None:
+            rows.append((*"-" * 7, gib, fits))
+            continue
+        has_limit = item.limit_seconds is not None
+        rows.append((
+            f"{item.batch_size:,}", seconds_text(plan.step_seconds),
+            seconds_text(item.limit_seconds) if has_limit else "-",
+            f"{item.share_of_limit:.0%}" if has_limit else "-",
+            f"{item.tokens_per_second:,.0f}", f"{plan.tokens_per_second:,.0f}",
+            seconds_text(item.first_token_seconds), gib, fits,
+        ))
+    return "\n".join(table_lines(rows, right=range(8)))
 
 
 def plan_text(plan: StepPlan) -> str:

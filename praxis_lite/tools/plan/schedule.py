@@ -36,18 +36,20 @@ from praxis_lite.tools.plan.costs import (
     FITTED,
     Efficiencies,
     Wire,
+    bytes_moved,
     bytes_of,
     compute_seconds,
     is_matmul,
     kernel_flops,
     wire_seconds,
 )
+from praxis_lite.tools.plan.hbm import DONES, STARTS, Traffic, bytes_in_hbm
 from praxis_lite.tools.plan.timeline import Mesh, OnWire, Timeline
 
 
 def schedule(
     text: str, chip: Chip, mesh: Mesh, efficiencies: Efficiencies = FITTED, *,
-    both_links: bool = False,
+    both_links: bool = False, turn_of: str | None = None, without: str | None = None,
 ) -> Timeline:
     """Returns the schedule of a program's text.
 
@@ -55,19 +57,24 @@ def schedule(
       text: as `Compiled.as_text()` writes it.
       both_links: a collective-permute sends both ways round, over two links; else over one, as a
         ring that turns one way.
+      turn_of: the body of a loop, which alone is scheduled, once.
+      without: the body of a loop that takes no time.
     """
-    walk = _Walk(parse(text), chip, mesh, efficiencies, both_links)
-    walk.made.seconds = walk.run(walk.program.entry, 1)
+    walk = _Walk(parse(text), chip, mesh, efficiencies, both_links, without)
+    walk.made.seconds = walk.run(turn_of or walk.program.entry, 1)
     return walk.made
 
 
 class _Walk:
     def __init__(
-        self, program: Program, chip: Chip, mesh: Mesh, efficiencies: Efficiencies, both: bool
+        self, program: Program, chip: Chip, mesh: Mesh, efficiencies: Efficiencies, both: bool,
+        without: str | None,
     ):
         self.program, self.chip, self.mesh = program, chip, mesh
         self.efficiencies, self.both_links, self.made = efficiencies, both, Timeline()
         self.fusions: dict[str, list] = {}
+        self.without = without
+        self.traffic = Traffic(chip.hbm_bandwidth)
 
     def run(self, name: str, count: int) -> float:
         """Returns the seconds of a computation that runs `count` times; adds up the rest."""
@@ -88,11 +95,14 @@ class _Walk:
         def waited(until: float, entry: OnWire) -> float:
             entry.exposed_seconds += max(0.0, until - now) * count
             entry.instructions.add(item.name)
+            self.traffic.passed(max(0.0, until - now))
             return max(now, until)
 
         for item in computation.values():
             kind = item.opcode.removesuffix("-start")
             if item.opcode == "while":
+                if callees(item, "body")[0] == self.without:
+                    continue
                 trips = trip_count(self.program, computation, item) or 1
                 now += trips * self.run(callees(item, "body")[0], count * trips)
             elif item.opcode == "conditional":
@@ -107,6 +117,10 @@ class _Walk:
                     pending[item.name] = end, entry
                 else:
                     now = waited(end, entry)
+            elif item.opcode in STARTS:
+                self.traffic.begin(item)
+            elif item.opcode in DONES:
+                now += self.spent(item, self.traffic.wait(item.operands[0]), count)
             elif item.opcode.endswith("-done") and item.operands and item.operands[0] in pending:
                 now = waited(*pending.pop(item.operands[0]))
             else:
@@ -140,8 +154,18 @@ class _Walk:
         flops = self.flops_of(one, around, count)
         if "tpu_custom_call" in one.attributes and not flops and not seconds:
             self.made.unknown_kernels.add(one.name)
+        if self.chip.clock is not None and seconds:
+            taken = bytes_moved(one, around, self.program, bytes_in_hbm)
+            seconds = max(seconds, taken / self.chip.hbm_bandwidth)
+            self.traffic.passed(seconds, taken)
+        return self.spent(one, seconds, count, bool(flops) or is_matmul(one, self.program))
+
+    def spent(
+        self, one: Instruction, seconds: float, count: int, is_compute: bool = False
+    ) -> float:
+        """Returns the seconds, and adds them to those of the instruction and of its kind."""
         if seconds:
-            if flops or is_matmul(one, self.program):
+            if is_compute:
                 self.made.compute += seconds * count
             else:
                 self.made.memory += seconds * count
@@ -196,7 +220,7 @@ class _Walk:
         shapes = [around[name].shape for name in one.operands if name in around]
         operands = sum(map(bytes_of, shapes))
         groups = device_groups(one.attributes, self.program)
-        crosses = kind == "send" or self._crosses(groups)
+        crosses = kind == "send" or self.mesh.crosses(groups)
         if kind == "send":
             operands = sum(array.bytes for array in arrays_of(one.shape)[:1])
             result = re.search(r'_xla_megascale_transfer_type="(\w+)"', one.attributes)
@@ -237,12 +261,6 @@ class _Walk:
             (kind, axes, layer), OnWire(kind, axes, layer, source)
         )
 
-    def _crosses(self, groups: np.ndarray | None) -> bool:
-        if groups is None or groups.max(initial=0) >= len(self.mesh.slices):
-            return False
-        slices = self.mesh.slices[groups]
-        return bool((slices != slices[:, :1]).any())
-
     def _links(
         self, instruction: Instruction, kind: str, groups: np.ndarray | None
     ) -> tuple[int, bool]:
@@ -255,17 +273,7 @@ class _Walk:
             return int(colors.group(1)), True
         if dims := re.search(r"num_dims:(\d+)", instruction.attributes):
             return 2 * int(dims.group(1)), True
-        # One ring, both ways round: through a plane it always closes, along one dim if that wraps.
-        if groups is None or self.mesh.coords is None or not len(groups):
-            return 2, True
-        if groups.max(initial=0) >= len(self.mesh.coords):
-            return 2, True
-        coords = self.mesh.coords[groups[0]]
-        along = [dim for dim in range(coords.shape[1]) if len(set(coords[:, dim])) > 1]
-        if len(along) != 1:
-            return 2, True
-        size = self.mesh.dims[along[0]]
-        return 2, len(set(coords[:, along[0]])) == size and size % self.chip.wraps_at == 0
+        return 2, self.mesh.is_ring(groups, self.chip.wraps_at)
 
     def costliest(self, one: Instruction) -> str:
         """Returns the branch of a conditional that takes longest."""

@@ -23,6 +23,30 @@ class Mesh:
     coords: np.ndarray | None = None
     dims: tuple[int, ...] = ()
 
+    def crosses(self, groups: np.ndarray | None) -> bool:
+        """Returns True if a group of devices [groups, devices] is in several slices."""
+        if groups is None or groups.max(initial=0) >= len(self.slices):
+            return False
+        slices = self.slices[groups]
+        return bool((slices != slices[:, :1]).any())
+
+    def is_ring(self, groups: np.ndarray | None, wraps_at: int) -> bool:
+        """Returns True if the links close into a ring through the devices of a group.
+
+        Through a plane they always do; along one dim of the torus if that wraps, which a multiple
+        of `wraps_at` does.
+        """
+        if groups is None or self.coords is None or not len(groups):
+            return True
+        if groups.max(initial=0) >= len(self.coords):
+            return True
+        coords = self.coords[groups[0]]
+        along = [dim for dim in range(coords.shape[1]) if len(set(coords[:, dim])) > 1]
+        if len(along) != 1:
+            return True
+        size = self.dims[along[0]]
+        return len(set(coords[:, along[0]])) == size and size % wraps_at == 0
+
     def axes_between_slices(self) -> tuple[str, ...]:
         """Returns the axes along which devices are in different slices."""
         places = self.slices.reshape(tuple(self.axis_sizes.values()))

@@ -12,10 +12,12 @@ from praxis_lite.tools.plan.chips import CHIPS
 from praxis_lite.tools.plan.costs import (
     Efficiencies,
     Wire,
+    bytes_moved,
     compute_seconds,
     kernel_flops,
     wire_seconds,
 )
+from praxis_lite.tools.plan.hbm import bytes_in_hbm
 
 PLAIN = Efficiencies(
     cycles=1.0, kernel=1.0, matmul=1.0, link=1.0, network=1.0, hop_seconds=0.0, network_seconds=0.0
@@ -69,6 +71,71 @@ def test_of_a_stack_only_the_slice_is_read():
     # Read and written: one of four; and the index.
     moved = 4 * (2 * 512 * 256 + 1)
     assert seconds("f", H100) == pytest.approx(moved / H100.hbm_bandwidth)
+
+
+# Two rows of a table of 1,000 are looked up; a new row of a cache is written by a slice and, at a
+# place of each row's own, by a scatter; a product reads a weight in HBM and a copy in VMEM, S(1).
+DECODING = """HloModule m
+
+%lookup (t: bf16[1000,256], i: s32[2]) -> bf16[2,256] {
+  %t = bf16[1000,256]{1,0} parameter(0)
+  %i = s32[2]{0} parameter(1)
+  ROOT %rows = bf16[2,256]{1,0} gather(%t, %i), offset_dims={1}, slice_sizes={1,256}
+}
+
+%write (c: bf16[2,4,64,128], n: bf16[2,4,1,128], p: s32[]) -> bf16[2,4,64,128] {
+  %c = bf16[2,4,64,128]{3,2,1,0} parameter(0)
+  %n = bf16[2,4,1,128]{3,2,1,0} parameter(1)
+  %p = s32[] parameter(2)
+  %named = bf16[2,4,64,128]{3,2,1,0} bitcast(%c)
+  %new = bf16[2,4,64,128]{3,2,1,0} dynamic-update-slice(%named, %n, %p, %p, %p, %p)
+  ROOT %out = bf16[2,4,64,128]{3,2,1,0} bitcast(%new)
+}
+
+%put (c: bf16[2,4,64,128], i: s32[2,2], n: bf16[2,4,128]) -> bf16[2,4,64,128] {
+  %c = bf16[2,4,64,128]{3,2,1,0} parameter(0)
+  %i = s32[2,2]{1,0} parameter(1)
+  %n = bf16[2,4,128]{2,1,0} parameter(2)
+  ROOT %s = bf16[2,4,64,128]{3,2,1,0} scatter(%c, %i, %n), update_window_dims={1,2}
+}
+
+ENTRY %main (t: bf16[1000,256], i: s32[2], w: bf16[256,512], c: bf16[2,4,64,128]) -> f32[2,512] {
+  %t = bf16[1000,256]{1,0} parameter(0)
+  %i = s32[2]{0} parameter(1)
+  %w = bf16[256,512]{1,0} parameter(2)
+  %c = bf16[2,4,64,128]{3,2,1,0} parameter(3)
+  %n = bf16[2,4,1,128]{3,2,1,0:T(4,128)S(1)} parameter(4)
+  %m = bf16[2,4,128]{2,1,0} parameter(5)
+  %p = s32[]{:S(2)} parameter(6)
+  %j = s32[2,2]{1,0:S(1)} parameter(7)
+  %rows = bf16[2,256]{1,0} fusion(%t, %i), kind=kLoop, calls=%lookup
+  %written = bf16[2,4,64,128]{3,2,1,0} fusion(%c, %n, %p), kind=kLoop, calls=%write
+  %put_ = bf16[2,4,64,128]{3,2,1,0} fusion(%c, %j, %m), kind=kCustom, calls=%put
+  %copy = bf16[256,512]{1,0:T(8,128)S(1)} copy(%w)
+  %in_hbm = f32[2,512]{1,0:S(1)} dot(%rows, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %in_vmem = f32[2,512]{1,0} dot(%rows, %copy), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "moved", "of_hbm"),
+    [
+        # Two rows, read and written, and their numbers.
+        ("rows", 2 * 2 * 2 * 256 + 2 * 4, 2 * 2 * 2 * 256 + 2 * 4),
+        # The new row, read (in VMEM) and written, and its place.
+        ("written", 2 * 2 * 8 * 128 + 4, 2 * 8 * 128),
+        ("put_", 2 * 2 * 8 * 128 + 2 * 2 * 4, 2 * 2 * 8 * 128),
+        # The rows, the weight and the result, which is in VMEM.
+        ("in_hbm", 2 * 2 * 256 + 2 * 256 * 512 + 4 * 2 * 512, 2 * 2 * 256 + 2 * 256 * 512),
+        ("in_vmem", 2 * 2 * 256 + 2 * 256 * 512 + 4 * 2 * 512, 2 * 2 * 256 + 4 * 2 * 512),
+    ],
+)
+def test_decoding_moves_rows_of_tables_and_caches_and_whole_weights(name, moved, of_hbm):
+    program = parse(DECODING)
+    main = program.computations[program.entry]
+    assert bytes_moved(main[name], main, program) == moved
+    assert bytes_moved(main[name], main, program, bytes_in_hbm) == of_hbm
 
 
 def test_a_kernels_flops_are_those_of_the_blocks_it_computes():

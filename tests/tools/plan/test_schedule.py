@@ -106,6 +106,60 @@ def test_a_permute_over_both_links_takes_half_as_long():
     assert item == pytest.approx(2 * both)
 
 
+# A weight of 1,638,400 bytes, 2 us of a v5e's bandwidth, is copied into VMEM while an instruction
+# runs for 1 us and moves 409,600 bytes of its own; a second one behind it, while a sum is on the
+# wire. The row of a scatter, 512 bytes, takes as long as the smallest instruction.
+COPIES = """HloModule step, num_partitions=8
+
+%put (c: f32[64,128], i: s32[1], n: f32[1,128]) -> f32[64,128] {
+  %c = f32[64,128]{1,0} parameter(0)
+  %i = s32[1]{0} parameter(1)
+  %n = f32[1,128]{1,0} parameter(2)
+  ROOT %s = f32[64,128]{1,0} scatter(%c, %i, %n), update_window_dims={1}
+}
+
+ENTRY %main (w: f32[409600], v: f32[102400], c: f32[64,128], i: s32[1]) -> f32[64,128] {
+  %w = f32[409600]{0} parameter(0)
+  %v = f32[102400]{0} parameter(1)
+  %c = f32[64,128]{1,0} parameter(2)
+  %i = s32[1]{0} parameter(3)
+  %n = f32[1,128]{1,0:S(1)} parameter(4)
+  %x = f32[1024]{0:S(1)} parameter(5)
+  %first = (f32[409600]{0:T(1024)S(1)}, f32[409600]{0:T(1024)}, u32[]{:S(2)}) copy-start(%w)
+  %next = ((f32[409600]{0}), f32[204800]{0:S(1)}, s32[]{:S(2)}) slice-start(%w), slice={[0:204800]}
+  %y = f32[1024]{0:S(1)} reduce(%v), backend_config={"estimated_cycles":"1500"}
+  %here = f32[409600]{0:T(1024)S(1)} copy-done(%first)
+  %sum = f32[1024]{0:S(1)} all-reduce(%x), replica_groups=[1,8]<=[8]
+  %there = f32[204800]{0:S(1)} slice-done(%next)
+  ROOT %put_ = f32[64,128]{1,0} fusion(%c, %i, %n), kind=kCustom, calls=%put
+}
+"""
+
+
+def test_copies_share_the_memorys_bandwidth_with_instructions_and_wait_for_it():
+    exact = dataclasses.replace(FITTED, cycles=1.0, hop_seconds=1e-7)
+    chip = dataclasses.replace(CHIP, hbm_bandwidth=819.2e9)
+    actual = schedule(COPIES, chip, MESH, exact)
+    # The first copy gets 409,600 bytes beside the instruction, which takes as many.
+    first = (1_638_400 - 409_600) / 819.2e9
+    wire = seconds_of(2 * 7 / 8 * 4096, 2, 4, exact)
+    second = 819_200 / 819.2e9 - wire
+    assert actual.of == pytest.approx(
+        {"y": 1e-6, "here": first, "there": second, "put_": 1830 / chip.clock}
+    )
+    assert actual.seconds == pytest.approx(1e-6 + first + wire + second + 1830 / chip.clock)
+    # What all of it moves takes no less than at the whole bandwidth.
+    assert actual.seconds > (1_638_400 + 819_200 + 409_600) / 819.2e9
+
+
+def test_a_turn_of_a_loop_alone_and_all_else():
+    whole = schedule(TEXT, CHIP, MESH).seconds
+    turn = schedule(TEXT, CHIP, MESH, turn_of="body").seconds
+    rest = schedule(TEXT, CHIP, MESH, without="body").seconds
+    assert whole == pytest.approx(3 * turn + rest)
+    assert min(turn, rest) > 0
+
+
 # 25,000 bytes are sent to the other slice; a gather within the slice goes on beside that.
 TWO_SLICES = """HloModule step, num_partitions=16
 

@@ -11,9 +11,9 @@ import pytest
 
 from praxis_lite.run.config.class_attributes import configured
 from praxis_lite.run.experiment import registry
-from praxis_lite.tools.plan import search as searching
-from praxis_lite.tools.plan.candidates import candidates, paths_of, spread
-from praxis_lite.tools.plan.search_report import front, table
+from praxis_lite.tools.plan.search import search as searching
+from praxis_lite.tools.plan.search.candidates import candidates, paths_of, spread
+from praxis_lite.tools.plan.search.report import front, table
 from praxis_lite.tools.plan.topology import topology_of
 from tests.support.job_runs import CHECKOUT, launch
 

@@ -1,0 +1,50 @@
+"""A device's memory bandwidth (HBM): copies that wait for it, and what instructions take of it."""
+
+import re
+
+from praxis_lite.tools.explain.hlo_text import Instruction, arrays_of
+
+# Copies between HBM and a TPU's fast memory (VMEM) that run beside the instructions.
+STARTS, DONES = ("copy-start", "slice-start"), ("copy-done", "slice-done")
+_ARRAY = re.compile(r"\b[a-z]\w*\[[\d,<=]*\](?:\{[^}]*\})?")
+
+
+def bytes_in_hbm(shape: str) -> int:
+    """Returns the bytes of a shape's arrays that lie in HBM: those whose layout names no space."""
+    return sum(
+        sum(array.bytes for array in arrays_of(text))
+        for text in _ARRAY.findall(shape) if not re.search(r"S\(\d+\)", text)
+    )
+
+
+class Traffic:
+    """The traffic of a device's HBM, which never moves more bytes in a second than its bandwidth.
+
+    Copies are served in the order in which they begin. An instruction goes first: what it moves
+    by itself, while it runs, is taken from them.
+
+    Args:
+      bandwidth: bytes per second.
+    """
+
+    def __init__(self, bandwidth: float):
+        self._bandwidth, self._begun, self._moved = bandwidth, 0.0, 0.0
+        self._ends: dict[str, float] = {}
+
+    def begin(self, copy: Instruction) -> None:
+        """Takes a copy, one of `STARTS`, whose bytes count once for each end that is in HBM."""
+        ends = [text for text in _ARRAY.findall(copy.shape)][:2]
+        moved = min(sum(array.bytes for array in arrays_of(text)) for text in ends)
+        self._begun += moved * sum(bytes_in_hbm(text) > 0 for text in ends)
+        self._ends[copy.name] = self._begun
+
+    def passed(self, seconds: float, taken: int = 0) -> None:
+        """Lets time pass, in which an instruction moves `taken` bytes of its own."""
+        free = max(0.0, seconds * self._bandwidth - taken)
+        self._moved = min(self._begun, self._moved + free)
+
+    def wait(self, start: str) -> float:
+        """Returns the seconds until the copy that began there has ended, and lets them pass."""
+        left = max(0.0, self._ends.pop(start, 0.0) - self._moved)
+        self._moved += left
+        return left / self._bandwidth
