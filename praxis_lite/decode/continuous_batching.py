@@ -1,7 +1,8 @@
 """Continuous batching: a row whose sequence has ended takes the next prompt at once."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -55,6 +56,7 @@ class ContinuousBatching:
       prompt_length: P.
       wrap: makes of `function(mdl_vars, ...)` one that jit compiles: the partitioner's
         `with_mdl_vars`, which knows how mdl_vars are stored and the mesh, with `has_splits`.
+      compiler_options: the partitioner's `decode_options`.
 
     Attributes:
       num_steps: model steps that the latest stream has made, each of them for all rows.
@@ -69,6 +71,7 @@ class ContinuousBatching:
         prompt_length: int,
         *,
         wrap: Callable[[Program], Program] = lambda function: function,
+        compiler_options: Mapping[str, Any] | None = None,
     ):
         if not isinstance(decoder, Greedy):
             raise ConfigError(
@@ -79,7 +82,7 @@ class ContinuousBatching:
         self._num_rows, self._prompt_length = num_rows, prompt_length
         # Takes the weights although it reads none, so as to run on their devices.
         self._empty = jax.jit(wrap(self._empty_state), keep_unused=True)
-        self._wrap = wrap
+        self._wrap, self._compiler_options = wrap, compiler_options
         self._programs: tuple[Program, Program] | None = None
         self._runs = FirstRuns(
             f"Decoding {num_rows} rows at a time",
@@ -138,11 +141,12 @@ class ContinuousBatching:
         shardings = jax.tree.map(lambda x: x.sharding, state)
         if self._programs is None:
             # The state comes back as it went in, or the next call would compile another program.
+            jitted = functools.partial(
+                jax.jit, donate_argnums=1, compiler_options=self._compiler_options
+            )
             self._programs = (
-                jax.jit(self._wrap(self._insert), donate_argnums=1, out_shardings=shardings),
-                jax.jit(
-                    self._wrap(self._advance), donate_argnums=1, out_shardings=(shardings, None)
-                ),
+                jitted(self._wrap(self._insert), out_shardings=shardings),
+                jitted(self._wrap(self._advance), out_shardings=(shardings, None)),
             )
         # Placed as the programs' outputs are, or the first call would compile another program.
         return jax.device_put(state, shardings)

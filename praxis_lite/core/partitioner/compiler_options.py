@@ -10,6 +10,8 @@ from praxis_lite.core.sharding.mesh_config import CompilerOptions
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 _PLATFORM_OF = {"cuda": "gpu", "rocm": "gpu"}
+# Products with one row would else be sums, which read a TPU's memory at a third of its bandwidth.
+_DECODING = {"tpu": {"xla_tpu_enable_dot_strength_reduction": False}}
 
 
 def init_options(mesh: Mesh) -> dict[str, Any] | None:
@@ -46,3 +48,8 @@ def step_options(options: CompilerOptions | None, mesh: Mesh) -> dict[str, Any] 
             "that XLA has in this version of jaxlib or libtpu, by their names without dashes."
         ) from None
     return chosen
+
+
+def decode_options(options: CompilerOptions | None, mesh: Mesh) -> dict[str, Any] | None:
+    """Returns the options of steps, with those that programs need that decode."""
+    return {**_DECODING.get(mesh.devices.flat[0].platform, {}), **(options or {})} or None

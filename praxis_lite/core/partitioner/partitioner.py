@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from praxis_lite.core.errors import require_choice
 from praxis_lite.core.partitioner import arguments, steps
 from praxis_lite.core.partitioner.compiled_steps import Step, StepOfWeights, TrainStep
-from praxis_lite.core.partitioner.compiler_options import init_options, step_options
+from praxis_lite.core.partitioner.compiler_options import decode_options, init_options, step_options
 from praxis_lite.core.partitioner.decoding_weights import DecodingWeights
 from praxis_lite.core.partitioner.gradient_strategy import Gradients, GradientStrategy
 from praxis_lite.core.partitioner.task_on_mesh import TaskOnMesh
@@ -49,7 +49,8 @@ class Partitioner:
       learner: the task's, bound to the weights.
       gradients: the functions that make gradients and metrics, of the strategy that was given.
       init: (key) -> TrainState, each array made in its shards.
-      compiler_options: that the steps are compiled with on this mesh; None: there are none.
+      compiler_options, decode_options: that the steps are compiled with on this mesh, and what
+        decodes; None: there are none.
 
     Raises:
       ConfigError: a weight's split does not fit, or XLA does not know a compiler option; before
@@ -82,6 +83,7 @@ class Partitioner:
         )
         self.replicated = where.replicated
         self.compiler_options = step_options(compiler_options, mesh)
+        self.decode_options = decode_options(self.compiler_options, mesh)
         self.init = jax.jit(
             self._init, out_shardings=self.layout.shardings(mesh),
             compiler_options=init_options(mesh),
@@ -154,7 +156,7 @@ class Partitioner:
             "decode_step", "A decoding step", self.where, self.decoding_weights.layout,
             functools.partial(steps.decode_step, self.task),
             required_inputs=self.task.required_decode_inputs, may_lack_key=False,
-            check_rows=lambda element_spec: None, compiler_options=self.compiler_options,
+            check_rows=lambda element_spec: None, compiler_options=self.decode_options,
             in_form=lambda mdl_vars: self.decoding_weights.of(mdl_vars, "decode_step: mdl_vars"),
         )
 

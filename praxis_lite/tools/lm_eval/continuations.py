@@ -147,5 +147,6 @@ class Continuations:
             self._batchings[decoder, length] = ContinuousBatching(
                 decoder, partitioner.task.module, self._num_rows, length,
                 wrap=functools.partial(partitioner.with_mdl_vars, has_splits=True),
+                compiler_options=partitioner.decode_options,
             )
         return self._batchings[decoder, length]

@@ -74,7 +74,7 @@ def compute_seconds(
     if 'custom_call_target="tpu_custom_call"' in one.attributes:
         return kernel_flops(one, around) / (chip.peak() * efficiencies.kernel)
     if chip.clock is not None:
-        # What has no cycles is free, or hidden behind what has: copies in flight. But for a scatter.
+        # What has no cycles is free, or hidden behind what has: copies in flight. Not a scatter.
         least = LEAST_CYCLES / chip.clock / efficiencies.cycles
         return least if is_update(one, program) and one.opcode == "fusion" else 0.0
     flops, dtype = _matmul(one, around, program)

@@ -112,8 +112,8 @@ ENTRY %main (t: bf16[1000,256], i: s32[2], w: bf16[256,512], c: bf16[2,4,64,128]
   %written = bf16[2,4,64,128]{3,2,1,0} fusion(%c, %n, %p), kind=kLoop, calls=%write
   %put_ = bf16[2,4,64,128]{3,2,1,0} fusion(%c, %j, %m), kind=kCustom, calls=%put
   %copy = bf16[256,512]{1,0:T(8,128)S(1)} copy(%w)
-  %in_hbm = f32[2,512]{1,0:S(1)} dot(%rows, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-  ROOT %in_vmem = f32[2,512]{1,0} dot(%rows, %copy), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %in_hbm = f32[2,512]{1,0:S(1)} dot(%rows, %w), lhs_contracting_dims={1}
+  ROOT %in_vmem = f32[2,512]{1,0} dot(%rows, %copy), lhs_contracting_dims={1}
 }
 """
 

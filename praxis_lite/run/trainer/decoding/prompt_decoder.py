@@ -160,5 +160,6 @@ class PromptDecoder:
             self.batchings[num_rows, prompt_length] = ContinuousBatching(
                 task.decoder, task.module, num_rows, prompt_length,
                 wrap=functools.partial(self.partitioner.with_mdl_vars, has_splits=True),
+                compiler_options=self.partitioner.decode_options,
             )
         return self.batchings[num_rows, prompt_length]
