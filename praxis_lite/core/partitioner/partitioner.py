@@ -49,7 +49,7 @@ class Partitioner:
       learner: the task's, bound to the weights.
       gradients: the functions that make gradients and metrics, of the strategy that was given.
       init: (key) -> TrainState, each array made in its shards.
-      compiler_options, decode_options: of XLA for steps, and for what decodes; None: there are none.
+      compiler_options, decode_options: XLA's, for steps and for what decodes; None: there are none.
 
     Raises:
       ConfigError: a weight's split does not fit, or XLA does not know a compiler option; before
