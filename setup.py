@@ -43,6 +43,8 @@ LM_EVAL = [*TEXT, "lm_eval>=0.4.13,<0.5"]
 SWEEP = ["optuna>=5,<6"]
 # praxis_lite.interop.export: jax.export reads and writes with it, and does not bring it.
 EXPORT = ["flatbuffers>=25.12.19"]
+# --mode=serve: the routes and answers of HTTP, and its connections.
+SERVE = ["starlette>=1.10,<2", "uvicorn>=0.54,<1"]
 
 setup(
     name="praxis_lite",
@@ -107,6 +109,7 @@ setup(
         "lm_eval": LM_EVAL,
         "sweep": SWEEP,
         "export": EXPORT,
+        "serve": SERVE,
         "wandb": WANDB,
         "mlflow": MLFLOW,
         # --mode=plan for TPUs: their compiler, on a machine without any. Each jax names its own
@@ -118,7 +121,9 @@ setup(
         "gpu": ["jax[cuda12]"],
         "test": [
             # All features but the TPU's compiler and lm_eval, whose tests are skipped without them.
-            *HF, *SOURCES, *PLOTS, *QUANTIZATION, *DIGITS, *SWEEP, *EXPORT, *WANDB, *MLFLOW,
+            *HF, *SOURCES, *PLOTS, *QUANTIZATION, *DIGITS, *SWEEP, *EXPORT, *SERVE, *WANDB, *MLFLOW,
+            # The client that --mode=serve is tested with.
+            "openai>=3.57,<4",
             # Reads Prometheus' text format.
             "prometheus-client>=0.26,<1",
             # The suite, on two cores.

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from praxis_lite.core.errors import require
+from praxis_lite.interop.serving.mode import Serve
 from praxis_lite.run.command import run
 from praxis_lite.run.experiment import registry
 from praxis_lite.run.goodput.process_start import process_start
@@ -35,6 +36,7 @@ MODES: Mapping[str, Mode] = {
     "summary": Summary(),
     "profile": Profile(),
     "report": Report(),
+    "serve": Serve(),
 }
 
 

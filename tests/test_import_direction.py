@@ -59,7 +59,7 @@ ORDERS = {
         {"inputs", "load"},
         {"program"},
         {"artifact"},
-        {"export"},
+        {"export", "serving"},
     ),
     "praxis_lite/layers": (
         {"activations", "calls", "initializers"},

@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from praxis_lite.decode.cache_rows import batch_dims, put_row
 from praxis_lite.decode.decoder import Prompts
 from praxis_lite.decode.loop import DecodeState, advance, start
 from praxis_lite.decode.prefill import cache_length
+from praxis_lite.decode.rows import NewTokens, Prompt, Rows
 from praxis_lite.decode.sampling import Greedy
 from praxis_lite.host.host_memory import FirstRuns
 
@@ -22,45 +24,27 @@ PyTree = Any
 Program = Callable[..., Any]
 
 
-class Prompt(NamedTuple):
-    """A prompt that waits for a row. A field of None is the decoder's."""
-
-    ids: np.ndarray  # int32 [P], padded on the right.
-    length: int  # Without padding.
-    key: jax.Array  # The sample's, of `loop.sample_keys`.
-    temperature: float | None = None
-    per_example_max_decode_steps: int | None = None
-
-
-class NewTokens(NamedTuple):
-    """New tokens of a prompt since the last time."""
-
-    index: int  # Of the prompt, in the order in which they were taken.
-    ids: np.ndarray  # int32 [n]; n may be 0 at the end.
-    logprobs: np.ndarray  # float32 [n].
-    done: bool  # The prompt has ended.
-
-
 class ContinuousBatching:
     """Decodes any number of prompts, `num_rows` at a time, by two compiled programs.
 
-    One puts a prompt into a row, one makes steps; the state, caches included, is donated from
-    call to call. A prompt's tokens are those that it would get alone. Between calls each array of
-    the state stays split as the model splits it, if that is even, and is whole on every device
-    otherwise: choose num_rows so that the devices of the batch divide it.
+    One puts a prompt into a row (for each of several lengths), one makes steps; the state, caches
+    included, is donated from call to call. A prompt's tokens are those that it would get alone.
+    Between calls each array of the state stays split as the model splits it, if that is even, and
+    is whole on every device otherwise: choose num_rows so that the devices of the batch divide it.
 
     Args:
       decoder: Greedy or Sample; each sample of a prompt is a Prompt of its own.
       module: from mdl_vars to the model, inside a compiled program.
       num_rows: R.
-      prompt_length: P.
+      prompt_length: P, or several lengths to which prompts may be padded. Their caches must be of
+        one length, which decoder.seqlen can say.
       wrap: makes of `function(mdl_vars, ...)` one that jit compiles: the partitioner's
         `with_mdl_vars`, which knows how mdl_vars are stored and the mesh, with `has_splits`.
       compiler_options: the partitioner's `decode_options`.
+      advice: for a lack of memory, in whole sentences.
 
     Attributes:
-      num_steps: model steps that the latest stream has made, each of them for all rows.
-      num_prefills: prompts that it has taken.
+      latest: the rows of the latest stream, which count its steps and prompts.
     """
 
     def __init__(
@@ -68,27 +52,32 @@ class ContinuousBatching:
         decoder: Greedy,
         module: Callable[[PyTree], Any],
         num_rows: int,
-        prompt_length: int,
+        prompt_length: int | Sequence[int],
         *,
         wrap: Callable[[Program], Program] = lambda function: function,
         compiler_options: Mapping[str, Any] | None = None,
+        advice: str = "Make decoder.num_cache_slots, decoder.max_decode_steps or the longest "
+        "prompt smaller.",
     ):
         if not isinstance(decoder, Greedy):
             raise ConfigError(
                 f"{type(decoder).__name__} cannot decode by continuous batching, where every row "
                 "has a step of its own. Use Greedy or Sample."
             )
+        lengths = (prompt_length,) if isinstance(prompt_length, int) else tuple(prompt_length)
+        of_caches = {cache_length(decoder, length) for length in lengths}
+        require(
+            len(of_caches) == 1, "The lengths of the caches of ContinuousBatching",
+            sorted(of_caches), "one length", "Set decoder.seqlen to it, and more max_decode_steps.",
+        )
         self._decoder, self._module = decoder, module
-        self._num_rows, self._prompt_length = num_rows, prompt_length
+        self.num_rows, self._prompt_lengths = num_rows, lengths
         # Takes the weights although it reads none, so as to run on their devices.
         self._empty = jax.jit(wrap(self._empty_state), keep_unused=True)
         self._wrap, self._compiler_options = wrap, compiler_options
         self._programs: tuple[Program, Program] | None = None
-        self._runs = FirstRuns(
-            f"Decoding {num_rows} rows at a time",
-            "Make decoder.num_cache_slots, decoder.max_decode_steps or the longest prompt smaller.",
-        )
-        self.num_steps = self.num_prefills = 0
+        self._runs = FirstRuns(f"Decoding {num_rows} rows at a time", advice)
+        self.latest: Rows | None = None
 
     def stream(
         self,
@@ -106,34 +95,26 @@ class ContinuousBatching:
           should_stop: called at every look, with a prompt's index and all its new tokens; True
             ends it here, such as at a text that no fixed tokens spell.
         """
-        self.num_steps = self.num_prefills = 0
-        chunk = self._decoder.max_decode_steps if num_steps is None else num_steps
-        state = self.empty(mdl_vars)
-        waiting = enumerate(prompts)
+        num_steps = self._decoder.max_decode_steps if num_steps is None else num_steps
+        rows = self.latest = self.rows(mdl_vars)
+        waiting = iter(prompts)
         upcoming = next(waiting, None)
-        taken: dict[int, tuple[int, int]] = {}  # By row: its prompt's index and tokens seen.
-        while upcoming is not None or taken:
-            for row in range(self._num_rows):
-                if row not in taken and upcoming is not None:
-                    index, prompt = upcoming
-                    state = self.insert(mdl_vars, state, row, prompt)
-                    taken[row] = (index, 0)
-                    self.num_prefills += 1
-                    upcoming = next(waiting, None)
-            state, report = self.advance(mdl_vars, state, chunk, upcoming is not None, set(taken))
-            self.num_steps += int(report["num_steps"])
-            for row, (index, seen) in list(taken.items()):
-                length = int(report["decode_lengths"][row])
-                ids, done = report["output_ids"][row, :length], bool(report["done"][row])
-                if not done and should_stop is not None and length > seen:
-                    done = should_stop(index, ids)
-                if done:
-                    del taken[row]
-                else:
-                    taken[row] = (index, length)
-                if done or length > seen:
-                    new = slice(seen, length)
-                    yield NewTokens(index, ids[new], report["logprobs"][row, new], done)
+        ids: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(0, np.int32))
+        while upcoming is not None or rows.num_taken:
+            while upcoming is not None and rows.num_free:
+                rows.submit(upcoming)
+                upcoming = next(waiting, None)
+            for new in rows.advance(num_steps, until_one_ends=upcoming is not None):
+                if should_stop is not None and not new.done:
+                    ids[new.index] = np.concatenate([ids[new.index], new.ids])
+                    if should_stop(new.index, ids[new.index]):
+                        rows.cancel(new.index)
+                        new = new._replace(done=True)
+                yield new
+
+    def rows(self, mdl_vars: PyTree) -> Rows:
+        """Returns rows that are all free, on the devices of the weights."""
+        return Rows(self, mdl_vars)
 
     def empty(self, mdl_vars: PyTree) -> DecodeState:
         """Returns a state whose rows are all free, on the devices as it stays from call to call."""
@@ -155,18 +136,28 @@ class ContinuousBatching:
         self, mdl_vars: PyTree, state: DecodeState, row: int, prompt: Prompt
     ) -> DecodeState:
         """Returns the state with a prompt in a row; the state that is given is donated."""
-        shape, expected = np.shape(prompt.ids), (self._prompt_length,)
-        require(shape == expected, "The shape of a prompt's ids", shape, f"{expected}", "Pad it.")
-        ids, length, key, temperature, max_steps = prompt
-        if temperature is None:
-            temperature = self._decoder.temperature
-        if max_steps is None:
-            max_steps = self._decoder.max_decode_steps
-        prompts = Prompts(
-            np.asarray(ids, np.int32), np.int32(length), key, np.float32(temperature),
-            np.int32(max_steps),
+        shape, expected = np.shape(prompt.ids), [(length,) for length in self._prompt_lengths]
+        require(
+            shape in expected, "The shape of a prompt's ids", shape,
+            " or ".join(map(str, expected)), "Pad it.",
         )
-        return self._runs.run(self._programs[0], mdl_vars, state, np.int32(row), prompts)
+        decoder = self._decoder
+
+        def setting(name: str, default: Any, dtype: type) -> Any:
+            given = getattr(prompt, name)
+            given = default if given is None else given
+            return None if given is None else dtype(given)
+
+        prompts = Prompts(
+            np.asarray(prompt.ids, np.int32), np.int32(prompt.length), prompt.key,
+            setting("temperature", decoder.temperature, np.float32),
+            setting("per_example_max_decode_steps", decoder.max_decode_steps, np.int32),
+            setting("top_k", decoder.top_k, np.int32), setting("top_p", decoder.top_p, np.float32),
+            np.bool_(prompt.wants_likeliest),
+        )
+        return self._runs.run(
+            self._programs[0], mdl_vars, state, np.int32(row), prompts, key=shape
+        )
 
     def advance(
         self, mdl_vars: PyTree, state: DecodeState, num_steps: int, until_one_ends: bool,
@@ -177,7 +168,7 @@ class ContinuousBatching:
         Args:
           taken: the rows to go on with.
         """
-        is_taken = np.isin(np.arange(self._num_rows), list(taken))
+        is_taken = np.isin(np.arange(self.num_rows), list(taken))
         state, report = self._runs.run(
             self._programs[1], mdl_vars, state, np.int32(num_steps), np.bool_(until_one_ends),
             is_taken,
@@ -185,16 +176,16 @@ class ContinuousBatching:
         return state, jax.device_get(report)
 
     def _empty_state(self, mdl_vars: PyTree) -> DecodeState:
-        decoder, num_rows, model = self._decoder, self._num_rows, self._module(mdl_vars)
+        decoder, num_rows, model = self._decoder, self.num_rows, self._module(mdl_vars)
         keys = jax.random.split(jax.random.key(0), num_rows)
 
         def started() -> DecodeState:
-            ids = jnp.zeros((num_rows, self._prompt_length), jnp.int32)
+            ids = jnp.zeros((num_rows, max(self._prompt_lengths)), jnp.int32)
             return start(decoder, model, Prompts(ids, jnp.zeros((num_rows,), jnp.int32), keys))[0]
 
         shapes = jax.eval_shape(started)
         # Not zeros: the model's own, which says how it splits.
-        cache = model.init_cache(num_rows, cache_length(decoder, self._prompt_length))
+        cache = model.init_cache(num_rows, cache_length(decoder, max(self._prompt_lengths)))
         rest = dataclasses.replace(shapes, cache=None, keys=None)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), rest)
         return dataclasses.replace(zeros, cache=cache, keys=keys, done=jnp.ones_like(zeros.done))
@@ -215,5 +206,5 @@ class ContinuousBatching:
         state = dataclasses.replace(state, done=state.done | ~is_taken)
         model = self._module(mdl_vars)
         state, steps = advance(self._decoder, model, state, num_steps, until_one_ends)
-        names = ("done", "decode_lengths", "output_ids", "logprobs")
+        names = ("done", "decode_lengths", "output_ids", "logprobs", "likeliest")
         return state, {"num_steps": steps} | {name: getattr(state, name) for name in names}

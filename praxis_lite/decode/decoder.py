@@ -26,6 +26,9 @@ class Prompts(NamedTuple):
     keys: jax.Array
     temperature: jax.Array | None = None
     per_example_max_decode_steps: jax.Array | None = None
+    top_k: jax.Array | None = None  # As of `SampleByRow`.
+    top_p: jax.Array | None = None
+    wants_likeliest: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,7 @@ class Decoder(abc.ABC):
     temperature = 0.0
     stop_strings = ()
     num_speculative_tokens = 0
+    top_k = top_p = None
 
     def __post_init__(self):
         # Lists come from JSON and the command line; a decoder is a static, hashable value.

@@ -32,6 +32,8 @@ class DecodeState:
     positions: jax.Array  # int32 [R], where the next token goes.
     keys: jax.Array  # [R]; a step folds in how many tokens the row has.
     temperature: jax.Array  # float32 [R].
+    top_k: jax.Array | None  # int32 [R], of a decoder that draws by each row's own; else None.
+    top_p: jax.Array | None  # float32 [R], the same.
     max_steps: jax.Array  # int32 [R], the most new tokens.
     done: jax.Array  # bool [R]; such a row stays as it is.
     output_ids: jax.Array  # int32 [R, M], 0 after the end.
@@ -42,6 +44,7 @@ class DecodeState:
     # Of speculation, otherwise None: int32 [R, S], the tokens of prompt and output; anything after.
     history: jax.Array | None
     num_model_steps: jax.Array | None  # int32 [R], calls of the model that gave the new tokens.
+    likeliest: Any = None  # Of the newest steps, where the decoder keeps them.
 
 
 def sample_keys(keys: jax.Array, num_samples: int) -> jax.Array:
@@ -66,9 +69,13 @@ def start(
     def repeat(x: jax.Array) -> jax.Array:
         return jnp.repeat(x, num_samples, axis=0) if num_samples > 1 else x
 
-    temperature = prompts.temperature
-    if temperature is None:
-        temperature = jnp.full((num_prompts,), decoder.temperature, jnp.float32)
+    def setting(name: str, dtype: Any) -> jax.Array | None:
+        given, default = getattr(prompts, name), getattr(decoder, name)
+        if default is None:
+            return None
+        given = jnp.full((num_prompts,), default) if given is None else given
+        return repeat(jnp.asarray(given, dtype))
+
     in_prompt = in_output = None
     if decoder.penalizes:
         num_classes = prefix.logits.shape[-1]
@@ -90,7 +97,9 @@ def start(
         logits=repeat(prefix.logits),
         positions=repeat(prompts.lengths),
         keys=prompts.keys,
-        temperature=repeat(jnp.asarray(temperature, jnp.float32)),
+        temperature=setting("temperature", jnp.float32),
+        top_k=setting("top_k", jnp.int32),
+        top_p=setting("top_p", jnp.float32),
         max_steps=max_steps,
         done=max_steps <= 0,
         output_ids=jnp.zeros(shape, jnp.int32),
@@ -100,6 +109,7 @@ def start(
         in_output=in_output,
         history=history,
         num_model_steps=num_model_steps,
+        likeliest=decoder.no_likeliest(prompts),
     )
     return state, prefix.logprobs
 
@@ -179,6 +189,7 @@ def with_chosen(
         decode_lengths=decode_lengths,
         in_output=in_output,
         history=history,
+        likeliest=decoder.with_likeliest(state),
     )
 
 

@@ -82,6 +82,14 @@ class Greedy(Decoder):
         del state
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
+    def no_likeliest(self, prompts: Prompts) -> Any:
+        """Returns the place for the likeliest tokens of rows, of `DecodeState.likeliest`."""
+        del prompts
+
+    def with_likeliest(self, state: DecodeState) -> Any:
+        """Returns it with those of the state's next step, whichever token that takes."""
+        return state.likeliest
+
     def penalized(self, state: DecodeState) -> jax.Array:
         """Returns the logits that are chosen from: penalties, and no end before its time."""
         logits = state.logits
@@ -97,6 +105,14 @@ class Greedy(Decoder):
             is_eos = self.is_eos(jnp.arange(logits.shape[-1]))
             logits = jnp.where(is_early & is_eos[None, :], -jnp.inf, logits)
         return logits
+
+    def gumbel(self, state: DecodeState, shape: tuple[int, int]) -> jax.Array:
+        """Returns the noise [R, C] of a step, from each row's own key and step."""
+
+        def draw(key: jax.Array, step: jax.Array) -> jax.Array:
+            return jax.random.gumbel(jax.random.fold_in(key, step), shape[1:])
+
+        return jax.vmap(draw)(state.keys, state.decode_lengths)
 
     def decode(self, model: Any, prompts: Prompts) -> Outputs:
         """Returns the result of `__call__`: a sample per hypothesis, scored by its log-probs.
@@ -178,23 +194,11 @@ class Sample(Greedy):
             logits, ids_RC = jax.lax.top_k(logits, self.k)
         if self.p is not None and self.p < 1.0:
             descending = logits if ids_RC is not None else -jnp.sort(-logits, axis=-1)
-            probs = jax.nn.softmax(descending, axis=-1)
-            # A token stays if the more likely ones together do not yet exceed p.
-            stays = (jnp.cumsum(probs, axis=-1) - probs <= self.p) & (descending > -jnp.inf)
-            lowest = jnp.min(jnp.where(stays, descending, jnp.inf), axis=-1, keepdims=True)
-            logits = jnp.where(logits < lowest, -jnp.inf, logits)
+            logits = jnp.where(logits < nucleus_end(descending, self.p), -jnp.inf, logits)
         if self.min_p > 0.0:
             highest = jnp.max(logits, axis=-1, keepdims=True)
             logits = jnp.where(logits < highest + math.log(self.min_p), -jnp.inf, logits)
         return logits, ids_RC
-
-    def gumbel(self, state: DecodeState, shape: tuple[int, int]) -> jax.Array:
-        """Returns the noise [R, C] of a step, from each row's own key and step."""
-
-        def draw(key: jax.Array, step: jax.Array) -> jax.Array:
-            return jax.random.gumbel(jax.random.fold_in(key, step), shape[1:])
-
-        return jax.vmap(draw)(state.keys, state.decode_lengths)
 
     def outputs_of(self, finished: Outputs) -> Outputs:
         outputs = super().outputs_of(finished)
@@ -204,3 +208,11 @@ class Sample(Greedy):
         return {
             name: jax.vmap(lambda x, order: x[order])(x, order_BS) for name, x in outputs.items()
         }
+
+
+def nucleus_end(descending_RC: jax.Array, p: float | jax.Array) -> jax.Array:
+    """Returns the least logit [R, 1] that can be drawn, given p, of logits sorted downwards."""
+    probs_RC = jax.nn.softmax(descending_RC, axis=-1)
+    # A token stays if the more likely ones together do not yet exceed p.
+    stays_RC = (jnp.cumsum(probs_RC, axis=-1) - probs_RC <= p) & (descending_RC > -jnp.inf)
+    return jnp.min(jnp.where(stays_RC, descending_RC, jnp.inf), axis=-1, keepdims=True)

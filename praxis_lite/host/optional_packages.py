@@ -30,6 +30,8 @@ PACKAGES: dict[str, tuple[str, str | None]] = {
     "lm_eval": ("lm_eval", "lm_eval"),
     "optuna": ("optuna", "sweep"),
     "flatbuffers": ("flatbuffers", "export"),
+    "starlette": ("starlette", "serve"),
+    "uvicorn": ("uvicorn", "serve"),
 }
 
 

@@ -122,9 +122,9 @@ def test_skewed_lengths_take_the_steps_of_list_scheduling_and_fewer_than_batches
     of_batches = sum(
         expected[i : i + NUM_ROWS].max() for i in range(0, NUM_PROMPTS, NUM_ROWS)
     )
-    assert batching.num_steps == steps_of_rows(expected, NUM_ROWS)
-    assert batching.num_steps < of_batches
-    assert batching.num_prefills == NUM_PROMPTS
+    assert batching.latest.num_steps == steps_of_rows(expected, NUM_ROWS)
+    assert batching.latest.num_steps < of_batches
+    assert batching.latest.num_prefills == NUM_PROMPTS
 
 
 def test_tokens_come_in_pieces_of_at_most_so_many_steps():
@@ -152,7 +152,7 @@ def test_a_prompt_that_is_told_to_stop_leaves_its_row_to_the_next():
     expected = np.minimum(PROMPTS[np.arange(NUM_PROMPTS), LENGTHS - 1], M)
     expected[::2] = np.minimum(expected[::2], 3)
     assert [len(row) for row in ids] == expected.tolist()
-    assert batching.num_steps == steps_of_rows(expected, NUM_ROWS)
+    assert batching.latest.num_steps == steps_of_rows(expected, NUM_ROWS)
 
 
 def test_a_stopped_row_keeps_no_step_going():
@@ -161,7 +161,7 @@ def test_a_stopped_row_keeps_no_step_going():
     stream = batching.stream(None, prompts, num_steps=4, should_stop=lambda index, ids: index == 0)
     ids, _ = gathered(stream, 2)
     assert [len(row) for row in ids] == [4, 6]
-    assert batching.num_steps == 6
+    assert batching.latest.num_steps == 6
 
 
 def test_each_prompt_has_its_own_temperature_and_limit():

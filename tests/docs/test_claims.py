@@ -35,6 +35,9 @@ OTHERS_FLAGS = {
     "--largest", "--no-deps", "--wheel-dir", "--dist", "--logdir",
     # lm_eval's.
     "--model", "--model_args", "--tasks", "--apply_chat_template", "--include_path",
+    # vLLM's.
+    "--served-model-name", "--dtype", "--max-model-len", "--max-num-seqs", "--generation-config",
+    "--api-key", "--enable-lora", "--lora-modules",
     # pip's.
     "--no-build-isolation", "--target",
 }
@@ -90,7 +93,7 @@ def test_what_has_no_counterpart_here_has_none():
                 continue
             # `--restore_checkpoint_step` is called `--step` here.
             last = f"--{flag.rpartition('_')[2].lstrip('-')}"
-            is_flag = "_" in flag and last in FLAGS - {"--mode"}
+            is_flag = "_" in flag and last in FLAGS - {"--mode", "--port"}
             assert flag not in exists and not is_flag, f"{name} is said to be absent"
     section = FROM_PAX.split("## Absent features")[1].split("\n## ")[0]
     absent = {one.strip().removeprefix("several ") for one in re.split(",| and ", section.lower())}

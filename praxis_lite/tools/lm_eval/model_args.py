@@ -5,16 +5,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import fiddle as fdl
-
 from praxis_lite.core.errors import ConfigError, did_you_mean, require
-from praxis_lite.core.sharding.mesh import attached_mesh, filled_mesh, make_mesh, simulate_devices
 from praxis_lite.core.sharding.mesh_config import MeshConfig
-from praxis_lite.run.config.class_attributes import configured
-from praxis_lite.run.experiment import registry
 from praxis_lite.run.loading import load
 from praxis_lite.run.trained_model import TrainedModel
-from praxis_lite.tools.huggingface import model as huggingface
+from praxis_lite.tools.huggingface.model import HuggingFaceModel
+from praxis_lite.tools.huggingface.on_devices import load_on_devices
 from praxis_lite.tools.lm_eval.harness import harness_model
 
 _log = logging.getLogger(__name__)
@@ -75,19 +71,16 @@ def _job(given: Mapping[str, Any]) -> TrainedModel:
     )
 
 
-def _pretrained(given: Mapping[str, Any]) -> huggingface.HuggingFaceModel:
+def _pretrained(given: Mapping[str, Any]) -> HuggingFaceModel:
     for name in ("step", "packages"):
         require(
             name not in given, f"{name}, beside pretrained=DIR,", given.get(name), "no value",
             "It belongs to job=DIR.",
         )
-    settings, mesh = _texts(given, "settings"), _mesh(given.get("mesh", "attached"))
-    if isinstance(mesh, str):
-        local = configured(registry.get_experiment(huggingface.EXPERIMENT), settings).mesh
-        mesh = attached_mesh(fdl.build(local)) if mesh == "attached" else fdl.build(local)
-    mesh = filled_mesh(mesh)
-    simulate_devices(mesh.num_devices)
-    return huggingface.load(str(given["pretrained"]), make_mesh(mesh), settings=settings)
+    return load_on_devices(
+        str(given["pretrained"]), _mesh(given.get("mesh", "attached")),
+        settings=_texts(given, "settings"),
+    )
 
 
 def _mesh(given: object) -> MeshConfig | str:

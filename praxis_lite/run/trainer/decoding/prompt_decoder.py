@@ -146,8 +146,9 @@ class PromptDecoder:
             outputs["logprobs"][hyp, start : start + len(new.ids)] = new.logprobs
             outputs["decode_lengths"][hyp] += len(new.ids)
         if watch is None:
+            rows = batching.latest
             self.note(
-                f"{batching.num_prefills} rows of {name} took {batching.num_steps} model steps, "
+                f"{rows.num_prefills} rows of {name} took {rows.num_steps} model steps, "
                 f"{num_slots} rows at a time"
             )
         for inputs, outputs in batches:

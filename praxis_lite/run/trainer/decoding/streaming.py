@@ -5,9 +5,8 @@ from typing import Any
 
 from praxis_lite.decode.continuous_batching import NewTokens
 from praxis_lite.decode.decoder import Decoder
-from praxis_lite.decode.stop_strings import cut_at_stop
+from praxis_lite.decode.stop_strings import TextUntilStop
 from praxis_lite.inputs.tokenizers.base import Tokenizer
-from praxis_lite.inputs.tokenizers.streaming import StreamingDecoder
 
 Write = Callable[[str], None]
 
@@ -68,41 +67,18 @@ class Continuations:
         return f"\nprompt {row + 1} of {len(self._titles)}{sample}: {self._titles[row]}\n"
 
 
-class _Text:
+class _Text(TextUntilStop):
     """A continuation: its final text that is not printed yet."""
 
-    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str]):
-        self._decoder = StreamingDecoder(tokenizer, skip_special_tokens=True)
-        self._stop_strings = stop_strings
-        self._text, self._num_taken, self._num_final = "", 0, 0
-        self.is_done = False
-
-    @property
-    def waiting(self) -> str:
-        """Final, and not taken."""
-        return self._text[self._num_taken : self._num_final]
+    is_done = False
 
     def add(self, ids: Sequence[int], is_done: bool) -> None:
         for token in ids:
-            self._text += self._decoder.push(token)
+            self.push(token)
         if is_done:
-            self._text += self._decoder.flush()
-        self._end_at(self._text, is_done)
+            self.end()
+        self.is_done = is_done
 
     def finish(self, text: str) -> None:
-        self._text = text
-        self._end_at(text, True)
-
-    def take(self) -> str:
-        taken, self._num_taken = self.waiting, self._num_final
-        return taken
-
-    def _end_at(self, text: str, is_done: bool) -> None:
-        kept, is_stopped = cut_at_stop(text, self._stop_strings)
-        self.is_done = self.is_done or is_done
-        # What may be the beginning of a stop string waits for what follows.
-        held = 0 if is_stopped or is_done else max(
-            (n for stop in self._stop_strings for n in range(len(stop)) if kept.endswith(stop[:n])),
-            default=0,
-        )
-        self._num_final = max(self._num_taken, len(kept) - held)
+        self.replace(text)
+        self.is_done = True

@@ -114,7 +114,7 @@ def prompt_batch(
     is_list = isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes | Mapping)
     given = [prompts] if isinstance(prompts, str) else list(prompts) if is_list else []
     size = task.num_ids().get("ids")
-    rows = [_ids(item, tokenizer, what, size) for item in given]
+    rows = [prompt_ids(item, tokenizer, what, size) for item in given]
     if not rows or not all(map(len, rows)):
         raise ConfigError(
             f"{what} was given {prompts!a:.100}; give a prompt, or a list of prompts "
@@ -132,21 +132,18 @@ def prompt_batch(
     return InMemory(arrays, batch_size=len(rows), shuffle=False)
 
 
-def title(prompt: Prompt, tokenizer: Any) -> str:
-    """Returns a prompt as a person reads it: of a conversation its last message."""
-    if isinstance(prompt, str):
-        return prompt
-    if _is_conversation(prompt):
-        return str(prompt[-1]["content"])
-    return tokenizer.decode(prompt)
+def prompt_ids(
+    prompt: Prompt, tokenizer: Any, what: str, size: int | None = None
+) -> np.ndarray:
+    """Returns the ids of a prompt of any kind, int32[length]; of an empty list none.
 
+    Args:
+      what: was given the prompt, for messages.
+      size: of the vocabulary, which ids that are given must not exceed.
 
-def _is_conversation(result: Any) -> bool:
-    is_list = isinstance(result, list | tuple) and len(result) > 0
-    return is_list and all(isinstance(item, Mapping) for item in result)
-
-
-def _ids(prompt: Prompt, tokenizer: Any, what: str, size: int | None = None) -> np.ndarray:
+    Raises:
+      ConfigError: it is none of the kinds, has other ids, or there is no chat template.
+    """
     with none_skipped():
         if isinstance(prompt, str):
             return tokenizer.encode_prompt(checked(prompt, what, "prompt"))
@@ -166,3 +163,17 @@ def _ids(prompt: Prompt, tokenizer: Any, what: str, size: int | None = None) -> 
             "int[length]."
         )
     return token_ids(ids, f"{what}: a prompt", size, ndim=1) if ids.size else ids
+
+
+def title(prompt: Prompt, tokenizer: Any) -> str:
+    """Returns a prompt as a person reads it: of a conversation its last message."""
+    if isinstance(prompt, str):
+        return prompt
+    if _is_conversation(prompt):
+        return str(prompt[-1]["content"])
+    return tokenizer.decode(prompt)
+
+
+def _is_conversation(result: Any) -> bool:
+    is_list = isinstance(result, list | tuple) and len(result) > 0
+    return is_list and all(isinstance(item, Mapping) for item in result)
