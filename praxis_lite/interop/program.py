@@ -25,8 +25,8 @@ PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 # without it the outputs would be others than its.
 _CUDNN = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaScaleBiasSoftmax")
 
-# Of programs that compute with the number of rows.
-_NEEDS_NUMBERS = (
+# Of programs that compute with the number of rows, or that jax does not export.
+_REFUSALS = (
     TypeError, ValueError, NotImplementedError, jax.errors.InconclusiveDimensionOperation
 )
 
@@ -60,7 +60,7 @@ def exported_program(
 
     Raises:
       ConfigError: the task computes nothing of such inputs, or not of any number of rows; the
-        platforms are others, or need other kernels than the mesh's.
+        platforms are others, or need other kernels than the mesh's; jax exports no such operation.
     """
     mesh, platforms = partitioner.mesh, _checked_platforms(platforms)
     require(KEY not in inputs.specs, "The name of an input", KEY, "another; a random key has it")
@@ -88,14 +88,27 @@ def exported_program(
     checks = [export.DisabledSafetyCheck.custom_call(name) for name in allowed]
     try:
         exported = export.export(compiled, platforms=platforms, disabled_checks=checks)(*arguments)
-    except _NEEDS_NUMBERS as error:
-        if not inputs.any_rows or isinstance(error, ConfigError):
+    except _REFUSALS as error:
+        if isinstance(error, ConfigError) or (message := _why_not(str(error), inputs)) is None:
             raise
-        raise ConfigError(
-            f"The program is not one for any number of rows: {shown(str(error), 300)} Give "
-            "--batch=ROWS, a number."
-        ) from error
+        raise ConfigError(message) from error
     return Program(exported, layout, arguments[1])
+
+
+def _why_not(words: str, inputs: Inputs) -> str | None:
+    """Returns the message for an error of jax that the user can mend, or None for others."""
+    if "host_callbacks" in words or "custom calls whose targets" in words:
+        call = words.rpartition("Examples are:")[2].strip()
+        return (
+            f"The program calls something that jax exports to no other process: "
+            f"{shown(call, 300)} Set other kernels, and leave out callbacks to the host."
+        )
+    if inputs.any_rows:
+        return (
+            f"The program is not one for any number of rows: {shown(words, 300)} Give "
+            "--batch=ROWS, a number."
+        )
+    return None
 
 
 def _checked_platforms(platforms: Sequence[str]) -> list[str]:

@@ -17,7 +17,7 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
-from praxis_lite.decode import Sample
+from praxis_lite.decode import BeamSearch, Greedy, Sample
 from praxis_lite.interop import load as loader
 from praxis_lite.interop.artifact import write_artifact
 from praxis_lite.interop.inputs import inputs_of
@@ -29,6 +29,7 @@ from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tasks.loss import LossTask
 
 V, B, P = 257, 3, 5
+STEPS = {"max_decode_steps": 4}
 BATCH = {
     "ids": np.random.default_rng(0).integers(1, V, (B, P)).astype(np.int32),
     "prefix_lengths": np.array([5, 2, 1], np.int32), "weights": np.ones(B, np.float32),
@@ -47,14 +48,12 @@ assert not {"praxis_lite", "flax", "tensorflow", "optax", "orbax"} & sys.modules
 """
 
 
-def language_model(shape=(1, 2, 2), **decoder):
+def language_model(shape, decoder):
     """Returns a language model on a mesh that none of its dims divides, and its weights."""
     model = fdl.build(set_sharding_params(rotary_lm(
         vocab_size=V, model_dims=35, hidden_dims=55, num_heads=3, dim_per_head=6, num_layers=2
     )))
-    task = LanguageModelTask(
-        model, Learner(optax.sgd, 0.1), decoder=Sample(max_decode_steps=4, k=0, **decoder)
-    )
+    task = LanguageModelTask(model, Learner(optax.sgd, 0.1), decoder=decoder)
     return with_weights(task, shape)
 
 
@@ -77,7 +76,7 @@ def arrays_in(path):
 
 @pytest.fixture(scope="module")
 def model():
-    return language_model(temperature=1.5, num_samples=2)
+    return language_model((1, 2, 2), Sample(temperature=1.5, num_samples=2, k=0, **STEPS))
 
 
 @pytest.fixture(scope="module")
@@ -235,6 +234,19 @@ def test_a_program_that_counts_its_rows_asks_for_a_number():
             exported_program(partitioner, "predict", inputs)
 
 
+def test_a_callback_to_the_host_is_refused():
+    def predict(params, inputs, key):
+        shape = jax.ShapeDtypeStruct((2, 3), np.float32)
+        return jax.pure_callback(lambda x: x, shape, inputs["x"] + params["b"])
+
+    loss = lambda params, inputs, key: inputs["x"][:, 0] * params["b"]  # noqa: E731
+    task = LossTask(FunctionModel(narrow_weights), loss, Learner(optax.sgd, 0.1), predict=predict)
+    partitioner = Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1))))
+    inputs = inputs_of(task, "predict", {}, given=["x=float32[2,3]"])
+    with pytest.raises(ConfigError, match="to no other process.*host_callbacks.* Set other"):
+        exported_program(partitioner, "predict", inputs)
+
+
 def test_what_decodes_nothing_is_refused_and_so_are_foreign_platforms(model):
     class Silent(LossTask):
         decode = LossTask.__mro__[1].decode
@@ -249,13 +261,17 @@ def test_what_decodes_nothing_is_refused_and_so_are_foreign_platforms(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "decoder", [{"temperature": 0.0}, {"temperature": 0.8, "num_samples": 3}], ids=str
-)
-@pytest.mark.parametrize("batch", ["b", "5", "8"])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize("shape, batch, decoder", [
+    ((1, 1, 1), "5", Sample(temperature=0.0, k=0, **STEPS)),
+    ((1, 1, 1), "b", Sample(temperature=0.8, num_samples=3, **STEPS)),
+    ((1, 2, 2), "5", Sample(temperature=0.8, num_samples=3, p=0.9, **STEPS)),
+    ((1, 2, 2), "5", BeamSearch(beam_size=3, **STEPS)),
+    ((1, 2, 2), "8", Greedy(num_speculative_tokens=2, **STEPS)),
+    ((1, 2, 2), "b", Greedy(repetition_penalty=1.3, **STEPS)),
+    ((1, 2, 2), "b", Sample(weights_dtype="int8", **STEPS)),
+], ids=lambda x: str(x).partition("(max")[0])  # fmt: skip
 def test_each_mesh_batch_and_decoder_is_bit_for_bit_the_same(tmp_path, shape, batch, decoder):
-    partitioner, mdl_vars = language_model(shape, **decoder)
+    partitioner, mdl_vars = language_model(shape, decoder)
     num_rows = 8 if batch == "b" else int(batch)
     rng = np.random.default_rng(1)
     rows = {
