@@ -6,6 +6,7 @@ products. What their weights are called, and all else that they do, stays.
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, TypeVar
@@ -106,7 +107,7 @@ class Product:
         w = layer.w[...]
         if isinstance(w, StoredWeight):
             return w.multiplied(layer, inputs)
-        return jnp.einsum(layer.equation, inputs, layer.kernel(inputs.dtype))
+        return jnp.einsum(in_order(layer.equation), inputs, layer.kernel(inputs.dtype))
 
     def factors(self, layer: "Dense", inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
         """Returns the answer of `Linear.factors`."""
@@ -119,6 +120,19 @@ class Product:
     def adds_up(self) -> bool:
         """Returns True if products of parts of the summed dims add up to the product."""
         return True
+
+
+@functools.cache
+def in_order(equation: str) -> str:
+    """Returns an equation of inputs and a weight that sums over the weight's dims as they lie.
+
+    `jnp.einsum` sums over several dims in the order of their letters. Where that is another one XLA
+    copies the weight, in decoding for each token.
+    """
+    operands, outputs = equation.split("->")
+    weight = operands.split(",")[1]
+    summed = [letter for letter in weight if letter not in outputs]
+    return equation.translate(str.maketrans("".join(summed), "".join(sorted(summed))))
 
 
 class StoredWeight(abc.ABC):

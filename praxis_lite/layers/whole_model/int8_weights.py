@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.layers.base_layer import Dense, StoredWeight
+from praxis_lite.layers.base_layer import Dense, StoredWeight, in_order
 
 
 @functools.partial(
@@ -42,9 +42,9 @@ class Int8Weight(StoredWeight):
     def multiplied(self, layer: Dense, inputs: jax.Array) -> jax.Array:
         # Beside the inputs a loop reads the int8: XLA else makes floats of them before it.
         values, inputs = jax.lax.optimization_barrier((self.values, inputs))
+        kernel = values.astype(inputs.dtype).reshape(layer.kernel_shape)
         outputs = jnp.einsum(
-            layer.equation, inputs, values.astype(inputs.dtype).reshape(layer.kernel_shape),
-            preferred_element_type=jnp.float32,
+            in_order(layer.equation), inputs, kernel, preferred_element_type=jnp.float32
         )
         return (outputs * layer.beside(outputs, self.scale)).astype(inputs.dtype)
 
