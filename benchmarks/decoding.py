@@ -1,9 +1,11 @@
 """How fast a Llama of Hugging Face is continued, beside transformers, both in turns in one run.
 
 `python benchmarks/decoding.py --peer_python=PYTHON`, an interpreter with torch and transformers,
-writes a Llama of 134 M random weights in float32, 12 layers, and continues prompts of 32 tokens
-greedily: `huggingface.load(directory).generate` and `AutoModelForCausalLM.generate`. Both have the
-same cores. Tokens per second are those after the first token; the time to the first is a prefill
+writes a Llama of 134 M random weights, 12 layers, and continues prompts of 32 tokens greedily:
+`huggingface.load(directory).generate` and `AutoModelForCausalLM.generate`, in `--dtype`, ours with
+weights in `--weights_dtype`. Both have the same cores, or the same GPU. `--mesh 2,2` splits ours
+over that many devices along data and mdl, simulated on a CPU; `--layers` and `--dims` make the
+model larger. Tokens per second are those after the first token; the time to the first is a prefill
 and a token. Prints also the share of the bandwidth at which as many weights are multiplied by one
 row, each matrix an array of its own; the seconds that ours compiles; and if both chose the same
 tokens. Without --peer_python, ours alone.
@@ -21,85 +23,116 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-NUM_PROMPT, NUM_NEW, DIMS, HIDDEN, NUM_LAYERS, VOCAB = 32, 33, 768, 2048, 12, 32000
+NUM_PROMPT, NUM_NEW, VOCAB, DIMS, NUM_LAYERS = 32, 33, 32000, 768, 12
 GOALS = {1: 1.0, 32: 1.5}
 REPEATS = 3
 
 Generate = Callable[..., list[list[int]]]
 
 
-def write_llama(directory: Path) -> None:
+class Setup(NamedTuple):
+    """A model, and how it is computed."""
+
+    dtype: str
+    weights_dtype: str | None
+    mesh: tuple[int, int]
+    dims: int
+    layers: int
+
+    @property
+    def hidden(self) -> int:
+        """The dims of the feed-forward layers."""
+        return -(-self.dims * 8 // 3 // 256) * 256
+
+    @property
+    def bytes_per_token(self) -> int:
+        """The bytes of all matrices but the embedding's, each read for a token."""
+        size = {"int8": 1}.get(self.weights_dtype, 2 if self.dtype == "bfloat16" else 4)
+        matrices = self.layers * (4 * self.dims**2 + 3 * self.dims * self.hidden)
+        return size * (matrices + self.dims * VOCAB)
+
+
+def write_llama(directory: Path, setup: Setup) -> None:
     """Writes config.json and the weights, normal with a deviation of 0.02 as transformers has."""
+    import ml_dtypes
     import numpy as np
     from safetensors.numpy import save_file
 
+    dims, hidden, layers = setup.dims, setup.hidden, setup.layers
+    dtype = {"bfloat16": ml_dtypes.bfloat16}.get(setup.dtype, np.float32)
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": DIMS,
-        "intermediate_size": HIDDEN, "num_hidden_layers": NUM_LAYERS, "vocab_size": VOCAB,
-        "num_attention_heads": DIMS // 64, "num_key_value_heads": DIMS // 64, "head_dim": 64,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": dims,
+        "intermediate_size": hidden, "num_hidden_layers": layers, "vocab_size": VOCAB,
+        "num_attention_heads": dims // 64, "num_key_value_heads": dims // 64, "head_dim": 64,
         "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 1e4,
-        "max_position_embeddings": 512, "tie_word_embeddings": False, "dtype": "float32",
+        "max_position_embeddings": 512, "tie_word_embeddings": False, "dtype": setup.dtype,
     }
     (directory / "config.json").write_text(json.dumps(config))
-    square, up = (DIMS, DIMS), (HIDDEN, DIMS)
+    square, up = (dims, dims), (hidden, dims)
     layer = {
         **{f"self_attn.{name}_proj": square for name in "qkvo"}, "mlp.gate_proj": up,
-        "mlp.up_proj": up, "mlp.down_proj": (DIMS, HIDDEN), "input_layernorm": (DIMS,),
-        "post_attention_layernorm": (DIMS,),
+        "mlp.up_proj": up, "mlp.down_proj": (dims, hidden), "input_layernorm": (dims,),
+        "post_attention_layernorm": (dims,),
     }
     shapes = {
-        "model.embed_tokens.weight": (VOCAB, DIMS), "lm_head.weight": (VOCAB, DIMS),
-        "model.norm.weight": (DIMS,),
+        "model.embed_tokens.weight": (VOCAB, dims), "lm_head.weight": (VOCAB, dims),
+        "model.norm.weight": (dims,),
         **{
             f"model.layers.{i}.{name}.weight": shape
-            for i in range(NUM_LAYERS) for name, shape in layer.items()
+            for i in range(layers) for name, shape in layer.items()
         },
     }
     rng = np.random.default_rng(0)
     save_file({
-        name: rng.normal(0, 0.02, shape).astype(np.float32) if len(shape) == 2
-        else np.ones(shape, np.float32)
+        name: (0.02 * rng.standard_normal(shape, np.float32)).astype(dtype) if len(shape) == 2
+        else np.ones(shape, dtype)
         for name, shape in shapes.items()
     }, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def ours(directory: str) -> tuple[Generate, float]:
+def ours(directory: str, setup: Setup) -> tuple[Generate, float]:
     """Returns our `generate`, and the bytes per second of separate matrices."""
     import jax
     import jax.numpy as jnp
 
+    from praxis_lite.core import MeshConfig, make_mesh
     from praxis_lite.tools import huggingface
 
-    model = huggingface.load(directory, note=lambda line: None)
-    matrices = [
-        jnp.ones((DIMS, HIDDEN), jnp.float32) + i for i in range(VOCAB // HIDDEN + 4 * NUM_LAYERS)
-    ]
+    settings = [f"task.model.fprop_dtype={setup.dtype}"]
+    if setup.weights_dtype:
+        settings.append(f"task.decoder.weights_dtype={setup.weights_dtype}")
+    mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, *setup.mesh), allow_unused_devices=True))
+    model = huggingface.load(directory, mesh, settings=settings, note=lambda line: None)
+    dims, hidden, dtype = setup.dims, setup.hidden, jnp.dtype(setup.dtype)
+    num_matrices = VOCAB // hidden + 4 * setup.layers
+    matrices = [jnp.ones((dims, hidden), dtype) + i for i in range(num_matrices)]
 
     def products(matrices: list[jax.Array], x: jax.Array) -> jax.Array:
         for i, w in enumerate(matrices):
             x = x @ (w if i % 2 == 0 else w.T) * 1e-3
         return x
 
-    run, x = jax.jit(products), jnp.ones((1, DIMS))
+    run, x = jax.jit(products), jnp.ones((1, dims), dtype)
     seconds = min(seconds_of(lambda: jax.block_until_ready(run(matrices, x))) for _ in range(5))
     return model.generate, sum(w.nbytes for w in matrices) / seconds
 
 
-def theirs(directory: str) -> tuple[Generate, float]:
+def theirs(directory: str, setup: Setup) -> tuple[Generate, float]:
     """Returns the `generate` of transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    device, dtype = "cuda" if torch.cuda.is_available() else "cpu", getattr(torch, setup.dtype)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval().to(device)
     model.generation_config.eos_token_id = None
 
     def generate(prompts: list[list[int]], num_new: int) -> list[list[int]]:
-        ids = torch.tensor(prompts)
+        ids = torch.tensor(prompts, device=device)
         with torch.inference_mode():
             result = model.generate(
                 ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_new,
@@ -117,11 +150,11 @@ def seconds_of(call: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def work(directory: str, kind: str) -> None:
+def work(directory: str, kind: str, setup: Setup) -> None:
     """Answers requests, a line each: prompts and numbers of new tokens."""
     out = sys.stdout
     sys.stdout = sys.stderr
-    generate, bandwidth = {"ours": ours, "theirs": theirs}[kind](directory)
+    generate, bandwidth = {"ours": ours, "theirs": theirs}[kind](directory, setup)
     print(json.dumps({"bandwidth": bandwidth}), file=out, flush=True)
     for line in sys.stdin:
         prompts, num_new, settings = json.loads(line)
@@ -134,11 +167,15 @@ def work(directory: str, kind: str) -> None:
 class Worker:
     """A process that generates, on some of the cores."""
 
-    def __init__(self, python: str, kind: str, directory: str, num_threads: int):
+    def __init__(self, python: str, kind: str, directory: str, setup: Setup, num_threads: int):
         cores = sorted(os.sched_getaffinity(0))[:num_threads]
+        num_devices = setup.mesh[0] * setup.mesh[1]
+        simulated = f"--xla_force_host_platform_device_count={num_devices}"
+        given = ["--worker", kind, "--directory", directory, "--setup", json.dumps(setup)]
         self._process = subprocess.Popen(
-            [python, __file__, "--worker", kind, "--directory", directory],
+            [python, __file__, *given],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {simulated}"},
             preexec_fn=lambda: os.sched_setaffinity(0, cores),
         )
         self.bandwidth = json.loads(self._process.stdout.readline())["bandwidth"]
@@ -157,7 +194,7 @@ class Worker:
         self._process.wait()
 
 
-def measure(workers: dict[str, Worker], batch: int) -> None:
+def measure(workers: dict[str, Worker], setup: Setup, batch: int) -> None:
     """Prints a line for each worker, of a batch of prompts."""
     import numpy as np
 
@@ -173,8 +210,7 @@ def measure(workers: dict[str, Worker], batch: int) -> None:
             seconds, tokens[kind] = worker.generate(prompts, NUM_NEW)
             whole[kind] = min(whole.get(kind, 1e9), seconds)
     rate = {kind: batch * (NUM_NEW - 1) / (whole[kind] - first[kind]) for kind in workers}
-    num_weights = 12 * (4 * DIMS**2 + 3 * DIMS * HIDDEN) + DIMS * VOCAB  # Without the embedding.
-    share = 4 * num_weights * rate["ours"] / batch / workers["ours"].bandwidth
+    share = setup.bytes_per_token * rate["ours"] / batch / workers["ours"].bandwidth
     line = (
         f"batch {batch:<4}{rate['ours']:>9.1f} tokens/s, first after {first['ours']:.3f} s, "
         f"{cold['ours'] - whole['ours']:.1f} s to compile, {share:.2f} of the bandwidth"
@@ -220,24 +256,34 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--num_speculative_tokens", type=int, help="measure drafts, this many")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--weights_dtype", choices=["activations", "int8"])
+    parser.add_argument("--mesh", default="1,1", help="devices along data and mdl")
+    parser.add_argument("--dims", type=int, default=DIMS)
+    parser.add_argument("--layers", type=int, default=NUM_LAYERS)
+    parser.add_argument("--setup", help=argparse.SUPPRESS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--directory", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        work(args.directory, args.worker)
+        work(args.directory, args.worker, Setup(*json.loads(args.setup)))
         return
+    mesh = tuple(map(int, args.mesh.split(",")))
+    setup = Setup(args.dtype, args.weights_dtype, mesh, args.dims, args.layers)
     with tempfile.TemporaryDirectory() as folder:
-        write_llama(Path(folder))
+        write_llama(Path(folder), setup)
         for num_threads in args.threads:
             print(f"{num_threads} threads")
-            workers = {"ours": Worker(sys.executable, "ours", folder, num_threads)}
+            workers = {"ours": Worker(sys.executable, "ours", folder, setup, num_threads)}
             if args.peer_python:
-                workers["theirs"] = Worker(args.peer_python, "theirs", folder, num_threads)
+                workers["theirs"] = Worker(
+                    args.peer_python, "theirs", folder, setup, num_threads
+                )
             for batch in args.batches:
                 if args.num_speculative_tokens:
                     measure_drafts(workers["ours"], batch, args.num_speculative_tokens)
                 else:
-                    measure(workers, batch)
+                    measure(workers, setup, batch)
             for worker in workers.values():
                 worker.end()
 
