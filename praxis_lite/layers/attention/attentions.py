@@ -272,6 +272,8 @@ class DotProductAttention(AttentionHeads):
             atten_mask = mask_of_keys(atten_mask, kv_positions)
             # The cache may be wider, and is not converted for each token.
             q_BTNK = q_BTNK.astype(jnp.promote_types(q_BTNK.dtype, kv["key"].dtype))
+            if self._splits_time():  # Each device has a part of what every head attends to.
+                q_BTNK = constrain(q_BTNK, self.activation_split_dims_mapping[:2])
         bias = None if self.relative_bias is None else self.relative_bias(positions, kv_positions)
         k_BSGK, v_BSGK = (kv[name].astype(q_BTNK.dtype) for name in ("key", "value"))
         encoded_BTNK = attend(

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.core.errors import require
-from praxis_lite.core.sharding.split_dims import SplitDims, constrain
+from praxis_lite.core.sharding.split_dims import SplitDims, constrain, num_shards_of
 from praxis_lite.layers.attention.cache import Cache
 from praxis_lite.layers.attention.checks import head_sizes, require_one_source
 from praxis_lite.layers.attention.projections import (
@@ -110,8 +110,11 @@ class AttentionHeads(BaseLayer):
         self.num_heads, self.num_kv_heads, self.dim_per_head = N, G, K
         self.features_split = (*(split or ()), None, None)[1]
         self.activation_split_dims_mapping = activation_split_dims_mapping
+        # The axes that the cache may have for its time instead of its heads.
+        self.cache_split = None
         if kv_split_dims_mapping is None and activation_split_dims_mapping is not None:
             kv_split_dims_mapping = (*activation_split_dims_mapping, None, None, None, None)[:4]
+            self.cache_split = kv_split_dims_mapping[2]
             if G == 1 < N:
                 kv_split_dims_mapping = (*kv_split_dims_mapping[:2], None, None)
         self.kv_split_dims_mapping = kv_split_dims_mapping
@@ -161,10 +164,16 @@ class AttentionHeads(BaseLayer):
     def _kv_laid_out(self, kv: Cache) -> Cache:
         return {name: constrain(x, self.kv_split_dims_mapping) for name, x in kv.items()}
 
+    def _splits_time(self) -> bool:
+        """Returns whether the cache splits over time, since its heads do not divide."""
+        return self.num_kv_heads % num_shards_of(self.cache_split) > 0
+
     def _cache_laid_out(self, cache: Cache) -> Cache:
         if self.kv_split_dims_mapping is None:
             return cache
         B, S, G, K = (*self.kv_split_dims_mapping, None, None, None, None)[:4]
+        if self._splits_time():
+            S, G = self.cache_split, None
         splits = {"encoded_visible": (B, S)}
         return {name: constrain(x, splits.get(name, (B, G, S, K))) for name, x in cache.items()}
 

@@ -50,8 +50,8 @@ class MultiHeadLatentAttention(BaseLayer):
       atten_dropout_prob, atten_kernel, atten_chunk_size: as of DotProductAttention.
       weight_split_dims_mapping: of the projections to and from heads, [D or L, N, K]; weights into
         latents split as its first entry.
-      activation_split_dims_mapping: of queries, keys and values, [B, T, N, K]. The cache splits as
-        its first two entries.
+      activation_split_dims_mapping: of queries, keys and values, [B, T, N, K]. The cache, which has
+        no heads, splits its time as N.
       output_split_dims_mapping: of the outputs, [B, T, D].
 
     Raises:
@@ -221,6 +221,8 @@ class MultiHeadLatentAttention(BaseLayer):
         q = jnp.concatenate([jnp.einsum("btnk,lnk->btnl", q_BTNK, w_LNK), q_BTNR], -1)
         # The cache may be wider, and is not converted for each token.
         q = q.astype(jnp.promote_types(q.dtype, cache["key"].dtype))
+        if (split := self.activation_split_dims_mapping) is not None:
+            q = constrain(q, split[:2])  # Each device has a part of what every head attends to.
         # As values, too: what comes of the keys of positions is cut off again.
         kv = cache["key"].astype(q.dtype)[:, :, None]
         seen_BTNL = self._attend(q, kv, kv, mask, key, has_cache=True)[..., :L]
@@ -246,8 +248,10 @@ class MultiHeadLatentAttention(BaseLayer):
         return constrain(x_BTNK, self.activation_split_dims_mapping)
 
     def _cache_laid_out(self, cache: Cache) -> Cache:
-        split = self.activation_split_dims_mapping
-        split = None if split is None else (*tuple(split)[:2], None)
+        if self.activation_split_dims_mapping is None:
+            return cache
+        B, S, N = (*self.activation_split_dims_mapping, None, None, None)[:3]
+        split = (B, N if S is None else S, None)
         return {name: constrain(x, split) for name, x in cache.items()}
 
 
