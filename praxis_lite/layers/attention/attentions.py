@@ -86,7 +86,7 @@ class DotProductAttention(AttentionHeads):
       weight_split_dims_mapping: of the projections' weights, as [D, N, K].
       activation_split_dims_mapping: of queries, keys, values and the cache, [B, T, N, K].
       kv_split_dims_mapping: of keys, values and the cache, [B, S, G, K], if not the same; one
-        head stays whole.
+        head stays whole. If None, a cache whose heads do not divide splits over time instead.
       output_split_dims_mapping: of the outputs, [B, T, D].
       tensor_parallel: by which collectives, written by hand, the layer runs along the mesh axis
         that splits N: a name in TENSOR_PARALLEL. None, and calls with a cache: the compiler's.
@@ -272,7 +272,7 @@ class DotProductAttention(AttentionHeads):
             atten_mask = mask_of_keys(atten_mask, kv_positions)
             # The cache may be wider, and is not converted for each token.
             q_BTNK = q_BTNK.astype(jnp.promote_types(q_BTNK.dtype, kv["key"].dtype))
-            if self._splits_time():  # Each device has a part of what every head attends to.
+            if self.split_of_time() is not None:  # Each device has a part of what all heads read.
                 q_BTNK = constrain(q_BTNK, self.activation_split_dims_mapping[:2])
         bias = None if self.relative_bias is None else self.relative_bias(positions, kv_positions)
         k_BSGK, v_BSGK = (kv[name].astype(q_BTNK.dtype) for name in ("key", "value"))

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.core.errors import require
-from praxis_lite.core.sharding.split_dims import SplitDims, constrain, num_shards_of
+from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain, num_shards_of
 from praxis_lite.layers.attention.cache import Cache
 from praxis_lite.layers.attention.checks import head_sizes, require_one_source
 from praxis_lite.layers.attention.projections import (
@@ -114,7 +114,8 @@ class AttentionHeads(BaseLayer):
         self.cache_split = None
         if kv_split_dims_mapping is None and activation_split_dims_mapping is not None:
             kv_split_dims_mapping = (*activation_split_dims_mapping, None, None, None, None)[:4]
-            self.cache_split = kv_split_dims_mapping[2]
+            if kv_split_dims_mapping[1] is None:
+                self.cache_split = kv_split_dims_mapping[2]
             if G == 1 < N:
                 kv_split_dims_mapping = (*kv_split_dims_mapping[:2], None, None)
         self.kv_split_dims_mapping = kv_split_dims_mapping
@@ -164,16 +165,16 @@ class AttentionHeads(BaseLayer):
     def _kv_laid_out(self, kv: Cache) -> Cache:
         return {name: constrain(x, self.kv_split_dims_mapping) for name, x in kv.items()}
 
-    def _splits_time(self) -> bool:
-        """Returns whether the cache splits over time, since its heads do not divide."""
-        return self.num_kv_heads % num_shards_of(self.cache_split) > 0
+    def split_of_time(self) -> DimSplit:
+        """Returns the axes that split the cache's time, as its heads do not divide; None: none."""
+        return self.cache_split if self.num_kv_heads % num_shards_of(self.cache_split) else None
 
     def _cache_laid_out(self, cache: Cache) -> Cache:
         if self.kv_split_dims_mapping is None:
             return cache
         B, S, G, K = (*self.kv_split_dims_mapping, None, None, None, None)[:4]
-        if self._splits_time():
-            S, G = self.cache_split, None
+        if (axes := self.split_of_time()) is not None:
+            S, G = axes, None
         splits = {"encoded_visible": (B, S)}
         return {name: constrain(x, splits.get(name, (B, G, S, K))) for name, x in cache.items()}
 

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.sharding.split_dims import SplitDims, constrain
+from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain, num_shards_of
 from praxis_lite.layers.attention.cache import Cache, append, stored, stored_dtype
 from praxis_lite.layers.attention.checks import require_one_segment
 from praxis_lite.layers.attention.einsum import LogitOptions
@@ -221,8 +221,9 @@ class MultiHeadLatentAttention(BaseLayer):
         q = jnp.concatenate([jnp.einsum("btnk,lnk->btnl", q_BTNK, w_LNK), q_BTNR], -1)
         # The cache may be wider, and is not converted for each token.
         q = q.astype(jnp.promote_types(q.dtype, cache["key"].dtype))
-        if (split := self.activation_split_dims_mapping) is not None:
-            q = constrain(q, split[:2])  # Each device has a part of what every head attends to.
+        if self.split_of_time() is not None:
+            # Each device has a part of what every head attends to.
+            q = constrain(q, self.activation_split_dims_mapping[:2])
         # As values, too: what comes of the keys of positions is cut off again.
         kv = cache["key"].astype(q.dtype)[:, :, None]
         seen_BTNL = self._attend(q, kv, kv, mask, key, has_cache=True)[..., :L]
@@ -247,11 +248,16 @@ class MultiHeadLatentAttention(BaseLayer):
     def _laid_out(self, x_BTNK: jax.Array) -> jax.Array:
         return constrain(x_BTNK, self.activation_split_dims_mapping)
 
+    def split_of_time(self) -> DimSplit:
+        """Returns the axes of heads, which split the cache's time, as it has no heads; or None."""
+        _, S, N = (*(self.activation_split_dims_mapping or ()), None, None, None)[:3]
+        return N if S is None and num_shards_of(N) > 1 else None
+
     def _cache_laid_out(self, cache: Cache) -> Cache:
         if self.activation_split_dims_mapping is None:
             return cache
-        B, S, N = (*self.activation_split_dims_mapping, None, None, None)[:3]
-        split = (B, N if S is None else S, None)
+        B, S = (*self.activation_split_dims_mapping, None, None)[:2]
+        split = (B, self.split_of_time() or S, None)
         return {name: constrain(x, split) for name, x in cache.items()}
 
 

@@ -24,6 +24,7 @@ from praxis_lite.run.trainer.layout_table import (
     split_text,
 )
 from praxis_lite.tools.explain import hlo
+from praxis_lite.tools.explain.cache_notes import cache_notes
 from praxis_lite.tools.explain.explain_page import ExplainedStep, in_notebook, page
 
 if TYPE_CHECKING:
@@ -94,6 +95,8 @@ def explain(
     layout = partitioner.layout
     say(layout_table(layout))
     notes = [*layout.notes, *padding_notes(layout)]
+    if decode_datasets:
+        notes += cache_notes(partitioner.task, partitioner.mesh)
     for note in notes:
         say(f"note: {note}")
     warnings = layout_warnings(layout)
