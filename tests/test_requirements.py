@@ -166,6 +166,7 @@ def test_a_command_says_the_pip_line_before_it_compiles(plain):
     "harness_model": "'praxis_lite[lm_eval]' (or: pip install lm_eval)",
     "the command of lm_eval": "'praxis_lite[lm_eval]' (or: pip install lm_eval)",
     "--mode=sweep": "'praxis_lite[sweep]' (or: pip install optuna)",
+    "--mode=serve": "'praxis_lite[serve]' (or: pip install starlette)",
 }.items())  # fmt: skip
 def test_a_feature_says_what_to_install(plain, feature, pip_line):
     (line,) = re.findall(f"^{re.escape(feature)}: (.*)", plain[1], re.M)

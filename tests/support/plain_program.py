@@ -56,7 +56,9 @@ def features(folder: Path) -> dict[str, Callable[[], object]]:
     from praxis_lite.inputs.tokenizers.__main__ import train
     from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
     from praxis_lite.inputs.tokenizers.loading import load_tokenizer
+    from praxis_lite.interop.serving.mode import Serve
     from praxis_lite.layers.whole_model.quantization import quantized
+    from praxis_lite.run.modes.mode import CommandLine
     from praxis_lite.tools.huggingface.model import load
     from praxis_lite.tools.lm_eval import harness_model
     from praxis_lite.tools.lm_eval.__main__ import evaluate
@@ -95,6 +97,7 @@ def features(folder: Path) -> dict[str, Callable[[], object]]:
         "harness_model": lambda: harness_model(None),
         "the command of lm_eval": lambda: evaluate([]),
         "--mode=sweep": lambda: Study(folder / "sweep.journal"),
+        "--mode=serve": lambda: Serve().run(CommandLine(), step=None, hf=None),
     }
 
 

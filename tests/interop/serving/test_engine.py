@@ -14,6 +14,7 @@ from praxis_lite import ConfigError
 from praxis_lite.interop.serving.api_error import ApiError
 from praxis_lite.interop.serving.engine import Generation
 from praxis_lite.interop.serving.server import bound_socket
+from tests.decode.toy_models import num_compiled
 from tests.interop.serving.toy_server import (
     NAME,
     TEXT,
@@ -80,6 +81,18 @@ def test_more_answers_than_rows_all_come_and_a_full_queue_refuses_whole_requests
     with pytest.raises(ApiError) as error:
         engine.submit([Asked(engine).generation])
     assert error.value.status == 503
+
+
+def test_nothing_compiles_once_the_port_is_open():
+    model, engine = model_and_engine()
+    num_compiled()
+    with decoding(engine):
+        before = num_compiled()
+        for length in (1, 31, 32, 33, L - 1):
+            asked = submitted(engine, R + 1, ids=(200,) * length, max_tokens=3)
+            assert all(item.done.wait(30) for item in asked)
+            assert len(asked[0].ids) == min(3, L - length)
+        assert num_compiled() == before
 
 
 def test_who_leaves_frees_the_row_and_the_place_in_the_queue():

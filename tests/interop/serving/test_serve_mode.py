@@ -169,13 +169,21 @@ def test_sigterm_lets_an_answer_end_and_refuses_the_next(directory):
 def test_a_jobs_model_is_served_as_it_decodes(tmp_path):
     job = copy_of_trained(tmp_path / "job")
     decoded = launch("--mode=decode", f"--job_log_dir={job.path}", "--prompt", "The ")
-    options = (f"--job_log_dir={job.path}", "--packages=jobzoo", "--max_length=40", "--num_rows=2")
+    options = (
+        f"--job_log_dir={job.path}", "--packages=jobzoo", "--max_length=40", "--num_rows=2",
+        "--set", "task.decoder.num_speculative_tokens=3",
+    )
     with (
         server(*options) as (_, url, _),
         openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client,
     ):
         answer = client.completions.create(
-            model="job", prompt="The ", max_tokens=5, temperature=0
+            model="job", prompt="The ", max_tokens=5, temperature=0, logprobs=1
+        )
+        chosen = answer.choices[0].logprobs
+        # Greedy: the likeliest token is the one that was made, drafts or not.
+        assert [max(likeliest, key=likeliest.get) for likeliest in chosen.top_logprobs] == (
+            chosen.tokens
         )
     assert answer.choices[0].text in decoded.out
 
