@@ -63,6 +63,10 @@ def test_streamed_pieces_are_whole_characters_and_the_same_text(client):
 def test_stop_strings_are_not_sent_nor_begun(client, stop, expected):
     whole = completion(client, stop=stop).choices[0]
     assert (whole.text, whole.finish_reason) == (expected, "stop")
+    # A token for each byte of the text, those of a character at its place, and none of the stop's.
+    offsets = [place for place, character in enumerate(expected) for _ in character.encode()]
+    told = completion(client, stop=stop, logprobs=0).choices[0].logprobs
+    assert told.text_offset == offsets
     sent = ""
     for chunk in completion(client, stop=stop, stream=True):
         sent += chunk.choices[0].text
