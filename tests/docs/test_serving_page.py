@@ -1,5 +1,6 @@
 """The commands of docs/serving.md run, and it names every field of a request."""
 
+import argparse
 import re
 import shlex
 from pathlib import Path
@@ -7,7 +8,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from praxis_lite.interop.serving import requests
+from praxis_lite.interop.serving import endpoints, engine, requests, served_model
+from praxis_lite.interop.serving.mode import Serve
 from praxis_lite.tools.huggingface.__main__ import main as huggingface
 from tests.interop.serving.test_serve_mode import server
 from tests.support.job_runs import succeed
@@ -23,6 +25,21 @@ COMMANDS = [
 def test_the_page_names_each_field():
     fields = {*requests._COMPLETION, *requests._CHAT}
     assert not {field for field in fields if f"`{field}`" not in PAGE}
+
+
+def test_the_numbers_of_the_page_are_those_of_the_code():
+    parser = argparse.ArgumentParser()
+    Serve().add_options(parser)
+    for name in ("num_rows", "max_queue", "request_seconds", "drain_seconds"):
+        assert f"`--{name}={parser.get_default(name):g}`" in PAGE
+    for words in (
+        f"at most {served_model.USUAL_LENGTH})", f"powers? of two from {served_model.SHORTEST} on",
+        f"up to {requests.MOST_CHOICES} of either", f"up to {requests.MOST_STOPS} texts",
+        f"has {requests.COMPLETION_TOKENS} unless", f"up to {requests.MOST_LOGPROBS} tokens",
+        f"at most {engine.STEPS_BETWEEN_LOOKS} steps",
+        f"{endpoints.MOST_BYTES >> 20} MiB, in {endpoints.BODY_SECONDS:g} s",
+    ):
+        assert re.search(words.replace(")", r"\)"), PAGE), words
 
 
 def words_of(beginning):
