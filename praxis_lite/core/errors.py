@@ -27,12 +27,6 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__ or cause.__context__
 
 
-class LastStepUnsound(ConfigError):
-    """A run ended and is saved, but its last step was skipped or its last loss is not finite."""
-
-    exit_status = 3
-
-
 def require(
     condition: bool, setting: str, found: object, wanted: str, change: str = ""
 ) -> None:

@@ -91,6 +91,18 @@ def followed(
     return read(inner.outvars)
 
 
+def of_loop(eqn: core.JaxprEqn, operands: Sequence[Any]) -> tuple[Sequence, Sequence, Sequence]:
+    """Returns of a scan constants, carry, arrays; of a while loop its two sorts of them, carry."""
+    params = eqn.params
+    if eqn.primitive.name == "while":
+        first, second = params["cond_nconsts"], params["body_nconsts"]
+    elif "num_consts" in params:
+        first, second = params["num_consts"], params["num_carry"]
+    else:  # From jax 0.11 or so.
+        first, second, _ = map(len, params["ft_in"].unpack())
+    return operands[:first], operands[first : first + second], operands[first + second :]
+
+
 def widens(eqn: core.JaxprEqn) -> bool:
     """Returns True if an operation casts floats to another type that holds all of them."""
     if eqn.primitive.name != "convert_element_type":

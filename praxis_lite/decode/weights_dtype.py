@@ -14,7 +14,7 @@ from flax import nnx
 from jax.extend import core
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.jaxprs import followed
+from praxis_lite.core.jaxprs import followed, of_loop
 from praxis_lite.core.models.nnx_model import NnxModel
 from praxis_lite.core.partitioner.steps import decode_step
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
@@ -121,20 +121,16 @@ def _follow(
         if name == "optimization_barrier":
             return values
         if name == "while":
-            num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-            carried = values[num_cond + num_body :]
-            as_is(carried)
-            carried = [None] * len(carried)
-            _follow(eqn.params["cond_jaxpr"], values[:num_cond] + carried, uses)
-            body = values[num_cond : num_cond + num_body] + carried
-            as_is(_follow(eqn.params["body_jaxpr"], body, uses))
+            of_cond, of_body, carry = of_loop(eqn, values)
+            as_is(carry)
+            carry = [None] * len(carry)
+            _follow(eqn.params["cond_jaxpr"], [*of_cond, *carry], uses)
+            as_is(_follow(eqn.params["body_jaxpr"], [*of_body, *carry], uses))
             return nothing
         if name == "scan":
-            first, num_carried = eqn.params["num_consts"], eqn.params["num_carry"]
-            rest = values[first + num_carried :]
-            as_is(values[first : first + num_carried])
-            values = values[:first] + [None] * num_carried + rest
-            as_is(_follow(eqn.params["jaxpr"], values, uses))
+            consts, carry, xs = of_loop(eqn, values)
+            as_is(carry)
+            as_is(_follow(eqn.params["jaxpr"], [*consts, *[None] * len(carry), *xs], uses))
             return nothing
         if name == "cond":
             for branch in eqn.params["branches"]:

@@ -70,24 +70,6 @@ def _joined(around: str, inside: str) -> str:
     return "/".join(part for part in (around, inside) if part)
 
 
-def of_scan(eqn: Any, operands: Sequence[Any]) -> tuple[Sequence, Sequence, Sequence]:
-    """Returns the constants of a scan's body, its carry, and the arrays it runs over."""
-    params = eqn.params
-    if "num_consts" in params:
-        num_consts, num_carry = params["num_consts"], params["num_carry"]
-    else:  # From jax 0.11 or so.
-        num_consts, num_carry, _ = map(len, params["ft_in"].unpack())
-    num_fixed = num_consts + num_carry
-    return operands[:num_consts], operands[num_consts:num_fixed], operands[num_fixed:]
-
-
-def of_while(eqn: Any, operands: Sequence[Any]) -> tuple[Sequence, Sequence, Sequence]:
-    """Returns the constants of a loop's condition and of its body, and its carry."""
-    num_cond = eqn.params["cond_nconsts"]
-    num_fixed = num_cond + eqn.params["body_nconsts"]
-    return operands[:num_cond], operands[num_cond:num_fixed], operands[num_fixed:]
-
-
 def mapped(
     eqn: Any, body: Callable[..., Any], more_in: Sequence[Any] = (), more_out: Sequence[Any] = ()
 ) -> Callable[..., Any]:

@@ -22,15 +22,10 @@ Stored = Callable[[jax.Array], PyTree]
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """The form of a weight in decoding.
+    """The form of a weight in decoding."""
 
-    Attributes:
-      num_apart: how many stacked dims its layers are taken apart along.
-      stored: what is kept of a layer; None: the layer as it is.
-    """
-
-    num_apart: int
-    stored: Stored | None
+    num_apart: int  # Stacked dims that its layers are taken apart along.
+    stored: Stored | None  # None: a layer is kept as it is.
 
     def of(self, x: jax.Array) -> PyTree:
         layers = x.reshape(-1, *x.shape[self.num_apart :]) if self.num_apart else [x]
@@ -63,8 +58,7 @@ class DecodingWeights:
         def form(keys: Any, spec: PartitionSpec) -> _Form:
             path = path_of(keys)
             num = num_apart.get(path, 0)
-            axes = [axis for entry in spec[:num] for axis in axes_of(entry)]
-            is_split = any(layout.axis_sizes[axis] > 1 for axis in axes)
+            is_split = any(layout.axis_sizes[x] > 1 for entry in spec[:num] for x in axes_of(entry))
             return _Form(0 if is_split else num, stored.get(path))
 
         def specs(x: jax.ShapeDtypeStruct, spec: PartitionSpec, form: _Form) -> PyTree:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection
 
-from praxis_lite.core.errors import ConfigError, LastStepUnsound
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.run.config.build import build
 from praxis_lite.run.config.text import load_config_file
 from praxis_lite.run.experiment.early_stopping import EarlyStopping
@@ -16,6 +16,12 @@ from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.run.trainer.loss_spikes import losses_of
 from praxis_lite.run.trainer.metrics.json_lines import evaluation_lines, training_lines
 from praxis_lite.run.trainer.metrics.loss_curve import plot_loss_curve
+
+
+class LastStepUnsound(ConfigError):
+    """A run ended and is saved, but its last step was skipped or its last loss is not finite."""
+
+    exit_status = 3
 
 
 def lacks_evaluation(

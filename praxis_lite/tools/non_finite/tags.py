@@ -18,8 +18,8 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from praxis_lite.collectives.varying import varying_over
-from praxis_lite.core.jaxprs import widens
-from praxis_lite.tools.interpreter import CALLS, Interpreter, bound, mapped, of_scan, of_while
+from praxis_lite.core.jaxprs import of_loop, widens
+from praxis_lite.tools.interpreter import CALLS, Interpreter, bound, mapped
 from praxis_lite.tools.non_finite.operations import COLLECTIVES, SAME_NUMBERS, Loop, Operation
 
 Pair = tuple[Any, Any]  # A value, and its tag.
@@ -122,7 +122,7 @@ class TaggedRun(Interpreter):
 
     def scan(self, eqn: Any, operands: list[Pair]) -> list[Pair]:
         params, length = eqn.params, eqn.params["length"]
-        consts, carry, xs = of_scan(eqn, operands)
+        consts, carry, xs = of_loop(eqn, operands)
         arrays, tags = _apart(xs)
         loop = Loop(self.name_stack, self.tracebacks, length, params["reverse"])
 
@@ -143,7 +143,7 @@ class TaggedRun(Interpreter):
         return [*last, *((y, _first(tags)) for y, tags in ys)]
 
     def while_loop(self, eqn: Any, operands: list[Pair]) -> list[Pair]:
-        of_cond, of_body, carry = of_while(eqn, operands)
+        of_cond, of_body, carry = of_loop(eqn, operands)
         loop = Loop(self.name_stack, self.tracebacks, None)
 
         def cond(state: tuple) -> Any:

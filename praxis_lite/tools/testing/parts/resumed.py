@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from praxis_lite.core.errors import LastStepUnsound
 from praxis_lite.inputs.base import TRAIN, InputPipeline
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
 from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
@@ -22,6 +21,7 @@ from praxis_lite.run.experiment.run_settings import StopSettings
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.job.processes.interrupts import Interrupt
 from praxis_lite.run.trainer import launch
+from praxis_lite.run.trainer.job_history import LastStepUnsound
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
 from praxis_lite.tools.explain import hlo

@@ -11,9 +11,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from praxis_lite.core.jaxprs import with_inner
+from praxis_lite.core.jaxprs import of_loop, with_inner
 from praxis_lite.tools.explain.hlo_layers import PACKAGE_FOLDER, layers_of_name, own_frames
-from praxis_lite.tools.interpreter import CALLS, Interpreter, bound, mapped, of_scan, of_while
+from praxis_lite.tools.interpreter import CALLS, Interpreter, bound, mapped
 from praxis_lite.tools.testing.runs.wide_types import (
     SCATTERS,
     as_dtype,
@@ -129,7 +129,7 @@ class _Run(Interpreter):
         return [widened(x) for x in results]
 
     def scan(self, eqn: Any, operands: list[Any]) -> list[Any]:
-        params, (consts, carry, xs) = eqn.params, of_scan(eqn, operands)
+        params, (consts, carry, xs) = eqn.params, of_loop(eqn, operands)
         self._end_stretch()
         layers: list[str] = []
 
@@ -160,7 +160,7 @@ class _Run(Interpreter):
         return outs, [name for name, _ in seen], [x for _, x in seen]
 
     def while_loop(self, eqn: Any, operands: list[Any]) -> list[Any]:
-        params, (of_cond, of_body, carry) = eqn.params, of_while(eqn, operands)
+        params, (of_cond, of_body, carry) = eqn.params, of_loop(eqn, operands)
 
         def cond(values: tuple) -> Any:
             return self._inside(params["cond_jaxpr"], [*of_cond, *values])[0]
