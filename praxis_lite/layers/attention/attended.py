@@ -1,17 +1,18 @@
 """What new tokens attend to where there is a cache: all of it, or a ring of the last tokens."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from praxis_lite.core.sharding.split_dims import SplitDims
 from praxis_lite.layers.attention.cache import (
     SPARE_PLACES,
     Cache,
     append,
     by_heads,
     keep_encoded,
+    laid_out,
     written,
 )
 from praxis_lite.layers.attention.masks import AttentionMask
@@ -30,7 +31,7 @@ class Attended(NamedTuple):
 
 def attended(
     cache: Cache, kv: Cache | None, positions: jax.Array, mask: AttentionMask,
-    layout: Callable[[Cache], Cache], *, is_cross: bool,
+    split: SplitDims, *, is_cross: bool,
 ) -> Attended:
     """Returns the cache with T new tokens in it; of cross-attention with `encoded`, if it is given.
 
@@ -38,7 +39,7 @@ def attended(
       kv: new keys and values, [B, T or S, G, K]; None: `encoded` is in the cache.
       positions: int [B or 1, T], consecutive.
       mask: of a call without a cache: it has the window, and which tokens are no padding.
-      layout: lays out a cache over the devices.
+      split: of the cache, [B, G, S, K].
       is_cross: the keys are those of `encoded`, and stay.
 
     Raises:
@@ -51,17 +52,16 @@ def attended(
         mask = AttentionMask(kv_visible_BS=cache["encoded_visible"])
     elif window is not None and num_places >= window + SPARE_PLACES:
         in_ring = _few_in_ring if positions.shape[1] <= SPARE_PLACES + 1 else _many_in_ring
-        return in_ring(cache, new, positions, mask, layout)
+        return in_ring(cache, new, positions, mask, split)
     else:
-        cache = append(cache, new, positions)
+        cache = append(cache, new, positions, split)
         mask = AttentionMask(window, 0, q_index_BT=positions)
-    cache = layout(cache)
+    cache = laid_out(cache, split)
     return Attended(cache, by_heads(cache), jnp.arange(num_places, dtype=jnp.int32)[None], mask)
 
 
 def _few_in_ring(
-    cache: Cache, new: Cache, positions: jax.Array, mask: AttentionMask,
-    layout: Callable[[Cache], Cache],
+    cache: Cache, new: Cache, positions: jax.Array, mask: AttentionMask, split: SplitDims
 ) -> Attended:
     """Returns the result of `attended` for tokens that take the place of none that is seen.
 
@@ -79,8 +79,8 @@ def _few_in_ring(
             row = {
                 name: jnp.where(is_true, x, _place(kept[name], place_B)) for name, x in row.items()
             }
-        kept = {name: written(kept[name], x, place_B) for name, x in row.items()}
-    kept = layout(kept)
+        kept = {name: written(kept[name], x, place_B, split) for name, x in row.items()}
+    kept = laid_out(kept, split)
     newest = positions[:, -1:]
     kv_positions = newest - (newest - jnp.arange(num_places, dtype=jnp.int32)[None]) % num_places
     mask = AttentionMask(
@@ -97,8 +97,7 @@ def _place(x: jax.Array, place_B: jax.Array) -> jax.Array:
 
 
 def _many_in_ring(
-    cache: Cache, new: Cache, positions: jax.Array, mask: AttentionMask,
-    layout: Callable[[Cache], Cache],
+    cache: Cache, new: Cache, positions: jax.Array, mask: AttentionMask, split: SplitDims
 ) -> Attended:
     """Returns the result of `attended` for any number of tokens, padded on the right.
 
@@ -128,4 +127,4 @@ def _many_in_ring(
     mask = AttentionMask(
         mask.left_context, 0, q_index_BT=index[:, num_places:], kv_visible_BS=kv_positions >= 0
     )
-    return Attended(layout(kept), by_heads(both), kv_positions, mask)
+    return Attended(laid_out(kept, split), by_heads(both), kv_positions, mask)

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from praxis_lite.core.errors import require
 from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.attention.attended import attended
-from praxis_lite.layers.attention.cache import Cache, empty_cache, stored
+from praxis_lite.layers.attention.cache import Cache, empty_cache, laid_out, stored
 from praxis_lite.layers.attention.checks import check_call, check_contexts, require_one_source
 from praxis_lite.layers.attention.einsum import LogitOptions
 from praxis_lite.layers.attention.heads import AttentionHeads
@@ -177,9 +177,8 @@ class DotProductAttention(AttentionHeads):
         encoded_length: int | None = None,
     ) -> Cache:
         """Returns an empty cache, see `empty_cache`, laid out as keys and values are."""
-        return self._cache_laid_out(
-            empty_cache(self, batch_size, max_seq_length, dtype, encoded_length)
-        )
+        cache = empty_cache(self, batch_size, max_seq_length, dtype, encoded_length)
+        return laid_out(cache, self._split_of_cache())
 
     def __call__(
         self,
@@ -267,7 +266,7 @@ class DotProductAttention(AttentionHeads):
         if cache is not None:
             kv = None if kv is None else stored(kv, inputs.dtype)
             cache, kv, kv_positions, mask = attended(
-                cache, kv, positions, mask, self._cache_laid_out, is_cross=is_cross
+                cache, kv, positions, mask, self._split_of_cache(), is_cross=is_cross
             )
             atten_mask = mask_of_keys(atten_mask, kv_positions)
             # The cache may be wider, and is not converted for each token.

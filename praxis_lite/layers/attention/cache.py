@@ -9,7 +9,12 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.mesh import compiled_platform
-from praxis_lite.core.sharding.split_dims import SplitDims, num_shards_of, to_partition_spec
+from praxis_lite.core.sharding.split_dims import (
+    SplitDims,
+    constrain,
+    num_shards_of,
+    to_partition_spec,
+)
 from praxis_lite.layers.base_layer import filled_up
 
 # B batch, T new tokens, S places, G heads of keys and values, K dims per head.
@@ -81,6 +86,14 @@ def stored(new: Cache, dtype: Any) -> Cache:
 def by_heads(kv: Cache) -> Cache:
     """Returns keys and values [B, S, G, K] as a cache has them, [B, G, S, K]; and back again."""
     return {name: jnp.swapaxes(x, 1, 2) if x.ndim == 4 else x for name, x in kv.items()}
+
+
+def laid_out(cache: Cache, split: SplitDims) -> Cache:
+    """Returns the cache with its layout stated: `split` is of keys and values, [B, ..., S, K]."""
+    if split is None:
+        return cache
+    splits = {"encoded_visible": (split[0], split[-2])}
+    return {name: constrain(x, splits.get(name, split)) for name, x in cache.items()}
 
 
 def append(

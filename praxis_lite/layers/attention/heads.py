@@ -169,14 +169,13 @@ class AttentionHeads(BaseLayer):
         """Returns the axes that split the cache's time, as its heads do not divide; None: none."""
         return self.cache_split if self.num_kv_heads % num_shards_of(self.cache_split) else None
 
-    def _cache_laid_out(self, cache: Cache) -> Cache:
+    def _split_of_cache(self) -> SplitDims:
         if self.kv_split_dims_mapping is None:
-            return cache
+            return None
         B, S, G, K = (*self.kv_split_dims_mapping, None, None, None, None)[:4]
         if (axes := self.split_of_time()) is not None:
             S, G = axes, None
-        splits = {"encoded_visible": (B, S)}
-        return {name: constrain(x, splits.get(name, (B, G, S, K))) for name, x in cache.items()}
+        return B, G, S, K
 
     def _heads_for(self, path: tuple, weight: jax.Array, dim: int, num_parts: int) -> jax.Array:
         """Returns a weight with as many heads as divide into `num_parts`, those of zeros last.

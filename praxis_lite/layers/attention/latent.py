@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain, num_shards_of
-from praxis_lite.layers.attention.cache import Cache, append, stored, stored_dtype
+from praxis_lite.layers.attention.cache import Cache, append, laid_out, stored, stored_dtype
 from praxis_lite.layers.attention.checks import require_one_segment
 from praxis_lite.layers.attention.einsum import LogitOptions
 from praxis_lite.layers.attention.kernels import attend, check_kernel
@@ -130,7 +130,7 @@ class MultiHeadLatentAttention(BaseLayer):
         """Returns an empty cache: latents and the keys of positions after them, [B, S, L + R]."""
         _, _, R, _, L = self.sizes
         cache = {"key": jnp.zeros((batch_size, max_seq_length, L + R), stored_dtype(dtype))}
-        return self._cache_laid_out(cache)
+        return laid_out(cache, self._split_of_cache())
 
     def __call__(
         self,
@@ -170,7 +170,8 @@ class MultiHeadLatentAttention(BaseLayer):
             encoded_BTNV = self._over_heads(q_BTNK, q_BTNR, new, mask, key)
         else:
             new = stored({"key": jnp.concatenate([new["latent"], new["key"]], -1)}, inputs.dtype)
-            cache = self._cache_laid_out(append(cache, new, positions))
+            split = self._split_of_cache()
+            cache = laid_out(append(cache, new, positions, split), split)
             mask = AttentionMask(None, 0, q_index_BT=positions)
             encoded_BTNV = self._over_latents(q_BTNK, q_BTNR, cache, mask, key)
         encoded_BTNV = checkpoint_name(self._laid_out(encoded_BTNV.astype(inputs.dtype)), "context")
@@ -253,12 +254,11 @@ class MultiHeadLatentAttention(BaseLayer):
         _, S, N = (*(self.activation_split_dims_mapping or ()), None, None, None)[:3]
         return N if S is None and num_shards_of(N) > 1 else None
 
-    def _cache_laid_out(self, cache: Cache) -> Cache:
+    def _split_of_cache(self) -> SplitDims:
         if self.activation_split_dims_mapping is None:
-            return cache
+            return None
         B, S = (*self.activation_split_dims_mapping, None, None)[:2]
-        split = (B, self.split_of_time() or S, None)
-        return {name: constrain(x, split) for name, x in cache.items()}
+        return B, self.split_of_time() or S, None
 
 
 def _plus(x: jax.Array, bias: Bias | None) -> jax.Array:
