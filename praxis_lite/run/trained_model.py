@@ -213,7 +213,7 @@ class TrainedModel:
           ConfigError: the task continues no prompts, a prompt is empty, or the decoder has no such
             setting.
         """
-        batch = prompt_batch(self.partitioner.task, prompts)
+        batch = prompt_batch(self._decoding(decoder, settings).task, prompts)
         return self.decode(batch, decoder=decoder, seed=seed, **settings)
 
     def _mdl_vars_for(self, decoding: Partitioner, use_ema: bool) -> Any:

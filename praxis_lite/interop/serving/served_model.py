@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.decode.continuous_batching import ContinuousBatching
 from praxis_lite.decode.sampling_by_row import SampleByRow
+from praxis_lite.inputs.text.length_classes import all_length_classes
 from praxis_lite.inputs.text.token_ids import whole_number
 from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.inputs.tokenizers.plain import ByteTokenizer, TokenIds
@@ -20,8 +21,6 @@ from praxis_lite.interop.serving.engine import STEPS_BETWEEN_LOOKS, Engine
 from praxis_lite.interop.serving.requests import COMPLETION_TOKENS, MOST_LOGPROBS, Request
 from praxis_lite.run.trainer.decoding.user_prompts import prompt_ids
 
-# Prompts are padded to powers of two from this on, so that few programs are compiled.
-SHORTEST = 32
 # Most tokens of a row where nobody says: a cache for more may not fit.
 USUAL_LENGTH = 4096
 
@@ -129,7 +128,7 @@ def served(
         num_likeliest=min(MOST_LOGPROBS, task.num_ids().get("ids", MOST_LOGPROBS)),
         num_kept_steps=STEPS_BETWEEN_LOOKS * (1 + kept["num_speculative_tokens"]), **kept,
     )
-    lengths = prompt_lengths(max_length)
+    lengths = all_length_classes(max_length)
     batching = ContinuousBatching(
         decoder, task.module, num_rows, lengths,
         wrap=functools.partial(partitioner.with_mdl_vars, has_splits=True),
@@ -168,12 +167,3 @@ def check_language_model(partitioner: Partitioner) -> None:
         jax.process_count() == 1, "The number of processes", jax.process_count(), "1",
         "A server has one process, with all the devices of a host.",
     )
-
-
-def prompt_lengths(max_length: int) -> Sequence[int]:
-    """Returns the lengths to which prompts are padded; the last is max_length."""
-    lengths, length = [], SHORTEST
-    while length < max_length:
-        lengths.append(length)
-        length *= 2
-    return (*lengths, max_length)

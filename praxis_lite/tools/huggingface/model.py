@@ -17,6 +17,7 @@ from praxis_lite.core.sharding.mesh_config import MeshConfig
 from praxis_lite.decode.decoder import Decoder
 from praxis_lite.decode.sampling import Greedy
 from praxis_lite.host.host_memory import FirstRuns
+from praxis_lite.inputs.text.length_classes import length_of_prompts
 from praxis_lite.inputs.text.token_ids import padding_mask, token_ids, whole_number
 from praxis_lite.inputs.tokenizers.plain import TokenIds
 from praxis_lite.run.config.class_attributes import configured
@@ -162,7 +163,9 @@ class HuggingFaceModel:
             eos_id = tuple(
                 token_ids(ends, "generate: eos_id", self._sizes["ids"], ndim=1).tolist()
             )
-        ids = np.zeros((len(lengths), longest), np.int32)
+        num_positions = self.partitioner.task.num_ids().get("segment_pos")
+        padded = length_of_prompts(longest, max_new_tokens, num_positions)
+        ids = np.zeros((len(lengths), padded), np.int32)
         for row, item in zip(ids, rows, strict=True):
             row[: len(item)] = item
         eos_id = TokenIds.eos_id if eos_id is None else eos_id

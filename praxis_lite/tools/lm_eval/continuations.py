@@ -13,9 +13,9 @@ from praxis_lite.core.errors import ConfigError, did_you_mean
 from praxis_lite.decode.continuous_batching import ContinuousBatching, Prompt
 from praxis_lite.decode.sampling import Greedy, Sample
 from praxis_lite.decode.stop_strings import stops_in_text
+from praxis_lite.inputs.text.length_classes import length_class
 from praxis_lite.inputs.text.token_ids import token_ids
 from praxis_lite.tools.lm_eval.evaluated_model import EvaluatedModel
-from praxis_lite.tools.lm_eval.length_classes import length_class
 from praxis_lite.tools.lm_eval.progress import Progress
 
 # A look at the texts waits for the devices. Until the next look, rows that should end go on.

@@ -11,8 +11,8 @@ import numpy as np
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.host.host_memory import FirstRuns
+from praxis_lite.inputs.text.length_classes import batches_by_length
 from praxis_lite.tools.lm_eval.evaluated_model import EvaluatedModel
-from praxis_lite.tools.lm_eval.length_classes import batches_by_length
 from praxis_lite.tools.lm_eval.progress import Progress
 
 # B batch, T time, V classes.

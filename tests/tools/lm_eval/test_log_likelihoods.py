@@ -10,11 +10,16 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.core import MeshConfig, make_mesh
+from praxis_lite.inputs.text.length_classes import (
+    all_length_classes,
+    batches_by_length,
+    length_class,
+    length_of_prompts,
+)
 from praxis_lite.run.experiment.registry import get_experiment
 from praxis_lite.tools import huggingface
 from praxis_lite.tools.lm_eval import progress
 from praxis_lite.tools.lm_eval.evaluated_model import evaluated_model
-from praxis_lite.tools.lm_eval.length_classes import batches_by_length, length_class
 from praxis_lite.tools.lm_eval.log_likelihoods import LogLikelihoods
 from tests.decode.toy_models import num_compiled
 from tests.support.lm_eval_tasks import model_directory
@@ -103,6 +108,9 @@ def test_what_cannot_be_scored_is_named(scorer, pair, words):
 def test_classes_of_lengths_are_powers_of_two_up_to_the_longest():
     assert [length_class(n, 100) for n in (1, 32, 33, 64, 65, 100)] == [32, 32, 64, 64, 100, 100]
     assert length_class(3, 7) == 7
+    assert all_length_classes(100) == (32, 64, 100) and all_length_classes(64) == (32, 64)
+    # Prompts leave room for what follows them, if the longest does.
+    assert [length_of_prompts(33, 16, most) for most in (None, 200, 64, 40)] == [64, 64, 48, 33]
     batches = list(batches_by_length([5, 90, 33, 64, 7], 2, 100))
     assert batches == [([1, 3], 100), ([2, 4], 64), ([0], 32)]
 

@@ -17,9 +17,6 @@ from praxis_lite.run.trainer.job_on_mesh import JobOnMesh, compile_together
 from praxis_lite.run.trainer.metrics.records import add_records, write_records
 from praxis_lite.run.trainer.restored_weights import restored_weights
 
-# A conversation's prompts are padded to multiples of this, for each length compiles.
-CHAT_LENGTHS = 128
-
 
 def decode(
     job: JobOnMesh, step: int | str | None, prompts: Sequence[Prompt] | None = None,
@@ -77,7 +74,7 @@ def chat(job: JobOnMesh, step: int | str | None, lines: Iterable[str]) -> None:
             print("(a new conversation)", flush=True)
             continue
         messages.append({"role": "user", "content": line.strip()})
-        batch = prompt_batch(task, [messages], "--chat", multiple_of=CHAT_LENGTHS)
+        batch = prompt_batch(task, [messages], "--chat")
         check_reads(job.partitioner.decode_step, checked_spec(batch, "--chat"), "--chat")
         answer = _decoded_aloud(decoder, batch, [messages])[0]["continuation"]
         messages.append({"role": "assistant", "content": answer})

@@ -15,6 +15,7 @@ from praxis_lite.inputs.sources.faults import none_skipped
 from praxis_lite.inputs.sources.files.plain import opened
 from praxis_lite.inputs.sources.files.texts import checked, decoded
 from praxis_lite.inputs.sources.json_lines import parsed
+from praxis_lite.inputs.text.length_classes import length_of_prompts
 from praxis_lite.inputs.text.messages import Message, conversation
 from praxis_lite.inputs.text.token_ids import token_ids
 from praxis_lite.run.experiment.experiment import Job
@@ -88,17 +89,14 @@ def with_prompts(job: Job, prompts: Sequence[Prompt]) -> Job:
     return dataclasses.replace(job, decode_datasets={COMMAND_LINE: batch})
 
 
-def prompt_batch(
-    task: Task, prompts: Prompts, what: str = "generate", *, multiple_of: int = 1
-) -> InMemory:
-    """Returns a pipeline of a single batch.
+def prompt_batch(task: Task, prompts: Prompts, what: str = "generate") -> InMemory:
+    """Returns a pipeline of a single batch, padded to its length class: each length compiles.
 
     Args:
       task: of a language model.
       prompts: texts, begun as documents are in training; conversations, by the tokenizer's chat
         template; or token ids, taken as they are.
       what: was given the prompts, for messages.
-      multiple_of: the length to which prompts are padded is a multiple of it.
 
     Raises:
       ConfigError: the task continues no prompts, a prompt is empty, or there is no template.
@@ -120,8 +118,9 @@ def prompt_batch(
             f"{what} was given {prompts!a:.100}; give a prompt, or a list of prompts "
             "with a token each at least."
         )
-    longest = max(map(len, rows))
-    ids = np.zeros((len(rows), -(-longest // multiple_of) * multiple_of), np.int32)
+    num_new, num_positions = task.decoder.max_decode_steps, task.num_ids().get("segment_pos")
+    length = length_of_prompts(max(map(len, rows)), num_new, num_positions)
+    ids = np.zeros((len(rows), length), np.int32)
     for row, prompt in zip(ids, rows, strict=True):
         row[: len(prompt)] = prompt
     arrays = {
