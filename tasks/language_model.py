@@ -166,7 +166,7 @@ class LanguageModelTask(Task):
 
         Of several hypotheses of a prompt the best comes first; each has its place, "sample", and
         its score. With speculation a record has "model_steps", the calls of the model that gave its
-        new tokens.
+        new tokens; with shared beginnings "shared_length", how many tokens of the prompt they have.
         """
         records, num_hyps = [], self.decoder.num_hyps
         for row in np.flatnonzero(inputs["weights"] > 0):
@@ -189,6 +189,8 @@ class LanguageModelTask(Task):
                 }
                 if "num_model_steps" in outputs:
                     record["model_steps"] = int(outputs["num_model_steps"][row, hyp])
+                if "num_shared" in outputs:
+                    record["shared_length"] = int(outputs["num_shared"][row, hyp])
                 if num_hyps > 1:
                     record |= {"sample": hyp, "score": float(outputs["scores"][row, hyp])}
                 records.append(record)

@@ -45,7 +45,8 @@ class SequenceToSequenceTask(Task):
       decoder: how targets are found; None: greedily.
 
     Raises:
-      ConfigError: the decoder has `num_cache_slots`, which mix rows of several batches.
+      ConfigError: the decoder has `num_cache_slots`, which mix rows of several batches, or
+        `num_cached_prefixes`, which are those of several rows.
     """
 
     weight_unit = "tokens"
@@ -67,11 +68,12 @@ class SequenceToSequenceTask(Task):
         )
         self.tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
         decoder = decoder or Greedy()
-        num_slots = getattr(decoder, "num_cache_slots", 0)
-        require(
-            not num_slots, "SequenceToSequenceTask.decoder.num_cache_slots", num_slots,
-            "0, for the rows of a batch have sources of their own",
-        )
+        for name in ("num_cache_slots", "num_cached_prefixes"):
+            actual = getattr(decoder, name, 0)
+            require(
+                not actual, f"SequenceToSequenceTask.decoder.{name}", actual,
+                "0, for the rows of a batch have sources of their own",
+            )
         self.decoder = decoder
         if self.tokenizer is not None:
             self.decoder = for_tokenizer(decoder, self.tokenizer)

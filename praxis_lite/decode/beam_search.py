@@ -34,12 +34,16 @@ class BeamSearch(Decoder):
       length_norm_alpha: 0 leaves the scores sums of log-probs.
       early_exit: Pax's: an end of text also takes a place among the hypotheses that go on, and
         the search ends when it has one in all of them.
+      ends_when_decided: the search ends when no hypothesis that goes on can become better than
+        those that have ended: log-probs only lower its score. What comes back is the same, but
+        done and hyp_ids, which are those of the last step.
     """
 
     beam_size: int = 1
     tokens_per_beam: int | None = None
     length_norm_alpha: float = 0.8
     early_exit: bool = False
+    ends_when_decided: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -86,7 +90,10 @@ class BeamSearch(Decoder):
         }
 
         def goes_on(carry: dict[str, Any]) -> jax.Array:
-            within = carry["step"] < jnp.max(prefix.max_steps, initial=0)
+            is_open_B = carry["step"] < prefix.max_steps
+            if self.ends_when_decided:
+                is_open_B &= ~self._is_decided(carry, prefix.max_steps)
+            within = jnp.any(is_open_B)
             return on_any_device(within & ~jnp.all(carry["done"]) if self.early_exit else within)
 
         def step(carry: dict[str, Any]) -> dict[str, Any]:
@@ -133,6 +140,20 @@ class BeamSearch(Decoder):
         is_eos_V = self.is_eos(jnp.arange(logits_BKV.shape[-1]))
         return jnp.where(is_eos_V & (t < self.min_decode_steps), -1e20, logprobs_BKV)
 
+    def _norm(self, num_tokens: jax.Array) -> jax.Array:
+        """Returns what a sum of log-probs is divided by, in float32 as Pax does."""
+        return ((num_tokens + 5).astype(jnp.float32) / 5.0) ** self.length_norm_alpha
+
+    def _is_decided(self, carry: dict[str, Any], max_steps: jax.Array) -> jax.Array:
+        """Returns bool [B]: True if all that can still end is no better than what is kept.
+
+        A score is at most 0, so it is best with the largest norm of the steps that are left.
+        """
+        largest = jnp.maximum(self._norm(carry["step"] + 1), self._norm(max_steps))
+        # For the rounding of norms.
+        best_B = jnp.max(carry["scores"], axis=1) / largest * (1.0 - 1e-6)
+        return jnp.min(carry["ended"]["scores"], axis=1) >= best_B
+
     def _with_ended(
         self, carry: dict[str, Any], logprobs_BKV: jax.Array, is_open_B: jax.Array
     ) -> dict[str, jax.Array]:
@@ -143,9 +164,7 @@ class BeamSearch(Decoder):
         best_BK1 = jnp.argmax(eos_logprobs_BKE, axis=-1, keepdims=True)
         eos_logprobs_BK = jnp.take_along_axis(eos_logprobs_BKE, best_BK1, axis=-1)[..., 0]
         scores = jnp.maximum(carry["scores"] + eos_logprobs_BK, NEVER)
-        # In float32, as Pax's: ((5 + n) / 5) ** alpha of n tokens.
-        norm = ((t + 6).astype(jnp.float32) / 5.0) ** self.length_norm_alpha
-        scores = jnp.where(is_open_B[:, None], scores / norm, -jnp.inf)
+        scores = jnp.where(is_open_B[:, None], scores / self._norm(t + 1), -jnp.inf)
         new = {
             "output_ids": going["output_ids"].at[..., t].set(eos_ids[best_BK1[..., 0]]),
             "logprobs": going["logprobs"].at[..., t].set(eos_logprobs_BK),

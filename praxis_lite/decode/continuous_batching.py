@@ -15,6 +15,7 @@ from praxis_lite.decode.cache_rows import batch_dims, put_row
 from praxis_lite.decode.decoder import Prompts
 from praxis_lite.decode.loop import DecodeState, advance, start
 from praxis_lite.decode.prefill import cache_length
+from praxis_lite.decode.prefix_sharing import Beginnings, OneRow, prefill_after
 from praxis_lite.decode.rows import NewTokens, Prompt, Rows
 from praxis_lite.decode.sampling import Greedy
 from praxis_lite.host.host_memory import FirstRuns
@@ -78,6 +79,11 @@ class ContinuousBatching:
         self._programs: tuple[Program, Program] | None = None
         self._runs = FirstRuns(f"Decoding {num_rows} rows at a time", advice)
         self.latest: Rows | None = None
+        # Of beginnings that prompts have in common.
+        self._one_row = (
+            OneRow(decoder, module, max(lengths), wrap, compiler_options, self._runs.run)
+            if decoder.num_cached_prefixes else None
+        )
 
     def stream(
         self,
@@ -116,6 +122,17 @@ class ContinuousBatching:
         """Returns rows that are all free, on the devices of the weights."""
         return Rows(self, mdl_vars)
 
+    @property
+    def shares_beginnings(self) -> bool:
+        """True if what prompts begin with in common is read once."""
+        return self._one_row is not None
+
+    def beginnings(self, mdl_vars: PyTree) -> Beginnings | None:
+        """Returns what keeps the beginnings of prompts, or None if the decoder shares none."""
+        if self._one_row is None:
+            return None
+        return self._one_row.beginnings(mdl_vars, self._decoder.num_cached_prefixes)
+
     def empty(self, mdl_vars: PyTree) -> DecodeState:
         """Returns a state whose rows are all free, on the devices as it stays from call to call."""
         state = self._runs.run(self._empty, mdl_vars)
@@ -133,9 +150,14 @@ class ContinuousBatching:
         return jax.device_put(state, shardings)
 
     def insert(
-        self, mdl_vars: PyTree, state: DecodeState, row: int, prompt: Prompt
+        self, mdl_vars: PyTree, state: DecodeState, row: int, prompt: Prompt,
+        beginning: tuple[PyTree, int] | None = None,
     ) -> DecodeState:
-        """Returns the state with a prompt in a row; the state that is given is donated."""
+        """Returns the state with a prompt in a row; the state that is given is donated.
+
+        Args:
+          beginning: a cache of one row, and how many tokens of the prompt are in it.
+        """
         shape, expected = np.shape(prompt.ids), [(length,) for length in self._prompt_lengths]
         require(
             shape in expected, "The shape of a prompt's ids", shape,
@@ -155,8 +177,10 @@ class ContinuousBatching:
             setting("top_k", decoder.top_k, np.int32), setting("top_p", decoder.top_p, np.float32),
             np.bool_(prompt.wants_likeliest),
         )
+        if beginning is not None:
+            beginning = (beginning[0], np.int32(beginning[1]))
         return self._runs.run(
-            self._programs[0], mdl_vars, state, np.int32(row), prompts, key=shape
+            self._programs[0], mdl_vars, state, np.int32(row), prompts, beginning, key=shape
         )
 
     def advance(
@@ -191,10 +215,14 @@ class ContinuousBatching:
         return dataclasses.replace(zeros, cache=cache, keys=keys, done=jnp.ones_like(zeros.done))
 
     def _insert(
-        self, mdl_vars: PyTree, state: DecodeState, row: jax.Array, prompt: Prompts
+        self, mdl_vars: PyTree, state: DecodeState, row: jax.Array, prompt: Prompts,
+        beginning: tuple[PyTree, jax.Array] | None,
     ) -> DecodeState:
-        model = self._module(mdl_vars)
-        new, _ = start(self._decoder, model, jax.tree.map(lambda x: x[None], prompt))
+        model, prefix = self._module(mdl_vars), None
+        prompts = jax.tree.map(lambda x: x[None], prompt)
+        if beginning is not None:
+            prefix = prefill_after(self._decoder, model, prompts, *beginning, self._one_row.size)
+        new, _ = start(self._decoder, model, prompts, prefix)
         dims = jax.tree.map(lambda x: 0, dataclasses.replace(state, cache=None))
         dims = dataclasses.replace(dims, cache=batch_dims(model.init_cache))
         return put_row(state, dims, new, row)
@@ -206,5 +234,7 @@ class ContinuousBatching:
         state = dataclasses.replace(state, done=state.done | ~is_taken)
         model = self._module(mdl_vars)
         state, steps = advance(self._decoder, model, state, num_steps, until_one_ends)
-        names = ("done", "decode_lengths", "output_ids", "logprobs", "likeliest")
+        names = (
+            "done", "decode_lengths", "output_ids", "logprobs", "likeliest", "num_model_steps"
+        )
         return state, {"num_steps": steps} | {name: getattr(state, name) for name in names}

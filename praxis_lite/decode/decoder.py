@@ -62,7 +62,7 @@ class Decoder(abc.ABC):
     # Settings of some decoders, as the others are.
     temperature = 0.0
     stop_strings = ()
-    num_speculative_tokens = 0
+    num_speculative_tokens = num_cached_prefixes = 0
     top_k = top_p = None
 
     def __post_init__(self):

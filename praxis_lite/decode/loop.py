@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from praxis_lite.collectives.varying import on_any_device, varying_alike
 from praxis_lite.decode.cache_rows import batch_dims, repeat_rows
 from praxis_lite.decode.decoder import Decoder, Prompts
-from praxis_lite.decode.prefill import cache_length, prefill
+from praxis_lite.decode.prefill import Prefix, cache_length, prefill
+from praxis_lite.decode.prefix_sharing import prefill_shared
 from praxis_lite.decode.speculation import drafts_of
 from praxis_lite.layers.base_layer import rebuilt
 
@@ -44,6 +45,7 @@ class DecodeState:
     # Of speculation, otherwise None: int32 [R, S], the tokens of prompt and output; anything after.
     history: jax.Array | None
     num_model_steps: jax.Array | None  # int32 [R], calls of the model that gave the new tokens.
+    num_shared: jax.Array | None  # int32 [R], as of `Prefix`; None without shared beginnings.
     likeliest: Any = None  # Of the newest steps, where the decoder keeps them.
 
 
@@ -54,15 +56,18 @@ def sample_keys(keys: jax.Array, num_samples: int) -> jax.Array:
 
 
 def start(
-    decoder: Decoder, model: Any, prompts: Prompts
+    decoder: Decoder, model: Any, prompts: Prompts, prefix: Prefix | None = None
 ) -> tuple[DecodeState, jax.Array | None]:
     """Returns the state after the prompts, and their log-probs [B, P] or None, as of `prefill`.
 
     Args:
       prompts: with a key per row, [R], from `sample_keys`; R is a multiple of B.
+      prefix: the model's state after the prompts, if it is known.
     """
     decoder.check_model(model)
-    prefix = prefill(decoder, model, prompts)
+    if prefix is None:
+        shares = decoder.num_cached_prefixes > 0 and len(prompts.ids) > 1
+        prefix = (prefill_shared if shares else prefill)(decoder, model, prompts)
     (num_prompts, prompt_length), num_rows = prompts.ids.shape, prompts.keys.shape[0]
     num_samples = num_rows // num_prompts
 
@@ -90,6 +95,11 @@ def start(
         num_after = cache_length(decoder, prompt_length) - prompt_length
         history = repeat(jnp.pad(prompts.ids, ((0, 0), (0, num_after))))
         num_model_steps = jnp.zeros((num_rows,), jnp.int32)
+    num_shared = None
+    if decoder.num_cached_prefixes:
+        num_shared = prefix.num_shared
+        num_shared = jnp.zeros_like(prompts.lengths) if num_shared is None else num_shared
+        num_shared = repeat(num_shared)
     max_steps = repeat(prefix.max_steps)
     shape = (num_rows, decoder.max_decode_steps)
     state = DecodeState(
@@ -109,6 +119,7 @@ def start(
         in_output=in_output,
         history=history,
         num_model_steps=num_model_steps,
+        num_shared=num_shared,
         likeliest=decoder.no_likeliest(prompts),
     )
     return state, prefix.logprobs

@@ -21,6 +21,8 @@ class Prefix(NamedTuple):
     # forward pass, which would need [B, P, V] for them.
     logprobs: jax.Array | None
     max_steps: jax.Array  # int32 [B], the most new tokens of each row.
+    # int32 [B], tokens of each prompt that were read for others too; None if that is not tried.
+    num_shared: jax.Array | None = None
 
 
 def cache_length(decoder: Decoder, prompt_length: int) -> int:
@@ -29,14 +31,16 @@ def cache_length(decoder: Decoder, prompt_length: int) -> int:
     return expected if decoder.seqlen is None else max(prompt_length, min(expected, decoder.seqlen))
 
 
-def chunk_size(decoder: Decoder, prompt_length: int) -> int:
+def chunk_size(decoder: Decoder, prompt_length: int, most: int | None = None) -> int:
     """Returns how many tokens of the prompts go through the model at once.
 
-    As many as the decoder's setting allows, unless the last chunk would end behind the cache.
+    As many as the decoder's setting and `most` allow, unless the last chunk would end behind the
+    cache.
     """
     if not decoder.fprop_for_prefix:
         return 1
-    most = min(decoder.prefill_chunk_size or prompt_length, prompt_length)
+    limits = (decoder.prefill_chunk_size, most, prompt_length)
+    most = min(limit for limit in limits if limit is not None)
     room = cache_length(decoder, prompt_length)
     return next(
         size for size in range(most, 0, -1) if -(-prompt_length // size) * size <= room
@@ -65,12 +69,18 @@ def prefill(decoder: Decoder, model: Any, prompts: Prompts) -> Prefix:
         logits, cache, logprobs = _in_chunks(
             model, ids, paddings, last, cache, size, has_logprobs=not decoder.fprop_for_prefix
         )
+    return Prefix(logits, cache, logprobs, max_steps(decoder, prompts))
+
+
+def max_steps(decoder: Decoder, prompts: Prompts) -> jax.Array:
+    """Returns int32 [B], the most new tokens of each row; 0 if it is to be left empty."""
+    lengths = prompts.lengths
     limits = jnp.full_like(lengths, decoder.max_decode_steps)
     if prompts.per_example_max_decode_steps is not None:
         limits = jnp.minimum(limits, prompts.per_example_max_decode_steps)
     if decoder.seqlen is not None:
         limits = jnp.minimum(limits, decoder.seqlen - lengths)
-    return Prefix(logits, cache, logprobs, jnp.where(lengths > 0, limits, 0))
+    return jnp.where(lengths > 0, limits, 0)
 
 
 def _in_chunks(

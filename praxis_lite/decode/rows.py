@@ -45,13 +45,19 @@ class Rows:
     Attributes:
       num_steps: model steps so far, each of them for all rows.
       num_prefills: prompts so far.
+      num_prompt_tokens, num_read_tokens: of these prompts, and how many of them the model has read:
+        not those of a shared beginning.
+      num_row_tokens, num_row_steps: new tokens of the prompts that have ended, and with speculation
+        the model steps that gave them.
     """
 
     def __init__(self, batching: "ContinuousBatching", mdl_vars: PyTree):
         self._batching, self._mdl_vars = batching, mdl_vars
         self._state = batching.empty(mdl_vars)
         self._taken: dict[int, tuple[int, int]] = {}  # By row: its prompt's index and tokens seen.
-        self.num_steps = self.num_prefills = 0
+        self._beginnings = batching.beginnings(mdl_vars)
+        self.num_steps = self.num_prefills = self.num_prompt_tokens = self.num_read_tokens = 0
+        self.num_row_tokens = self.num_row_steps = 0
 
     @property
     def num_taken(self) -> int:
@@ -66,10 +72,36 @@ class Rows:
     def submit(self, prompt: Prompt) -> int:
         """Puts a prompt into a free row; returns its index, counted from 0."""
         row = next(row for row in range(self._batching.num_rows) if row not in self._taken)
-        self._state = self._batching.insert(self._mdl_vars, self._state, row, prompt)
+        beginning = None
+        if self._beginnings is not None:
+            num_read = self._beginnings.num_read
+            beginning = self._beginnings.of(prompt.ids, int(prompt.length))
+            self.num_read_tokens += self._beginnings.num_read - num_read - beginning[1]
+        self._state = self._batching.insert(self._mdl_vars, self._state, row, prompt, beginning)
+        self.num_prompt_tokens += int(prompt.length)
+        self.num_read_tokens += int(prompt.length)
         self._taken[row] = (self.num_prefills, 0)
         self.num_prefills += 1
         return self.num_prefills - 1
+
+    def summary(self, what: str) -> str:
+        """Returns a line: how many prompts took how many steps, and what of that was saved.
+
+        Args:
+          what: the prompts are: "rows of prompts".
+        """
+        line = (
+            f"{self.num_prefills} {what} took {self.num_steps} model steps, "
+            f"{self._batching.num_rows} rows at a time"
+        )
+        if self._beginnings is not None:
+            line += (
+                f"; {self.num_read_tokens} of {self.num_prompt_tokens} tokens of prompts were "
+                "read, the others were in shared beginnings"
+            )
+        if self.num_row_steps:
+            line += f"; {self.num_row_tokens / self.num_row_steps:.2f} tokens of a row in a step"
+        return line
 
     def cancel(self, index: int) -> None:
         """Frees the row of a prompt, if it is in a row still."""
@@ -91,6 +123,9 @@ class Rows:
             length, done = int(report["decode_lengths"][row]), bool(report["done"][row])
             if done:
                 del self._taken[row]
+                if report["num_model_steps"] is not None:
+                    self.num_row_tokens += length
+                    self.num_row_steps += int(report["num_model_steps"][row])
             else:
                 self._taken[row] = (index, length)
             if done or length > seen:

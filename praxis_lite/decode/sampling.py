@@ -35,6 +35,11 @@ class Greedy(Decoder):
         so the tokens are the same, but for the rounding of a product of several tokens beside that
         of one. It pays where texts repeat themselves; outputs then have `num_model_steps`. 0: none.
       prompt_lookup_max: most last tokens that are looked for; fewer, if these did not occur.
+      num_cached_prefixes: more than 0: what prompts begin with in common, such as a system prompt,
+        goes through the model once, in blocks of prefill_chunk_size tokens (None: 64), of which
+        whole ones are shared. In a batch that is what all prompts begin with; outputs then have
+        `num_shared`, its tokens. Continuous batching keeps the caches of so many beginnings, each
+        of a row's memory, and the least recently used goes.
     """
 
     repetition_penalty: float = 1.0
@@ -44,6 +49,7 @@ class Greedy(Decoder):
     num_cache_slots: int = 0
     num_speculative_tokens: int = 0
     prompt_lookup_max: int = 3
+    num_cached_prefixes: int = 0
 
     def __post_init__(self):
         object.__setattr__(self, "stop_sequences", tuple(map(tuple, self.stop_sequences)))
@@ -62,6 +68,11 @@ class Greedy(Decoder):
         self._require("num_cache_slots", self.num_cache_slots >= 0, "0 (batches) or more")
         self._require("num_speculative_tokens", self.num_speculative_tokens >= 0, "0 or more")
         self._require("prompt_lookup_max", self.prompt_lookup_max >= 1, "1 or more")
+        self._require("num_cached_prefixes", self.num_cached_prefixes >= 0, "0 or more")
+        self._require(
+            "num_cached_prefixes", self.fprop_for_prefix or not self.num_cached_prefixes,
+            "0 with fprop_for_prefix=False, which reads a token at a time",
+        )
 
     @property
     def num_hyps(self) -> int:
@@ -70,8 +81,9 @@ class Greedy(Decoder):
     @property
     def names_of_outputs(self) -> tuple[str, ...]:
         """The fields of a `DecodeState` that `outputs_of` is given."""
-        names = ("output_ids", "decode_lengths", "logprobs")
-        return (*names, "num_model_steps") if self.num_speculative_tokens else names
+        names = ["output_ids", "decode_lengths", "logprobs"]
+        names += ["num_model_steps"] if self.num_speculative_tokens else []
+        return (*names, "num_shared") if self.num_cached_prefixes else tuple(names)
 
     @property
     def penalizes(self) -> bool:
@@ -118,7 +130,7 @@ class Greedy(Decoder):
         """Returns the result of `__call__`: a sample per hypothesis, scored by its log-probs.
 
         With speculation also num_model_steps int32 [B, S], the calls of the model that gave the
-        new tokens.
+        new tokens; with shared beginnings num_shared int32 [B, S], their tokens.
         """
         prompts = prompts._replace(keys=sample_keys(prompts.keys, self.num_hyps))
         state, prefix_logprobs = start(self, model, prompts)

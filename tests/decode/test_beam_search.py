@@ -1,5 +1,6 @@
 """Beam search against enumeration of every text, and its limits."""
 
+import functools
 import itertools
 
 import jax
@@ -115,6 +116,34 @@ def test_early_exit_with_one_hypothesis_stops_where_greedy_does():
     actual = decoded(decoder)
     assert (actual["decode_lengths"][:, 0] <= expected.max()).all()
     assert actual["done"].all() and not actual["hyp_ids"].any()
+
+
+class Counting(Recurrent):
+    """Lists its calls."""
+
+    def __call__(self, ids, *, positions=None, paddings=None, cache):
+        jax.debug.callback(lambda calls: self.calls.append(int(calls)), cache["num_calls"])
+        return super().__call__(ids, positions=positions, paddings=paddings, cache=cache)
+
+
+@pytest.mark.parametrize("alpha", slow_but({0.8}, [0.8, 0.0, -0.6]))
+def test_a_search_that_is_decided_ends_with_the_same_texts(alpha):
+    model, num_steps = Counting(V, seed=3, scale=2.0), 31
+    outputs, num_calls = [], []
+    for ends in (False, True):
+        model.calls = []
+        decoder = BeamSearch(
+            max_decode_steps=num_steps, eos_id=EOS, beam_size=3, length_norm_alpha=alpha,
+            ends_when_decided=ends,
+        )
+        run = jax.jit(functools.partial(decoder, model))
+        outputs.append(jax.device_get(run(PROMPTS, LENGTHS, row_keys(len(LENGTHS)))))
+        jax.effects_barrier()
+        num_calls.append(max(model.calls))
+    expected, actual = outputs
+    for name in ("output_ids", "decode_lengths", "logprobs", "scores"):
+        np.testing.assert_array_equal(actual[name], expected[name], err_msg=name)
+    assert num_calls[0] == num_steps and 2 < num_calls[1] < num_steps
 
 
 def test_what_went_on_says_where_it_was_a_step_before_and_whether_it_ended():

@@ -115,7 +115,9 @@ class Engine:
         rows = self._batching.rows(self._mdl_vars)
         for length in self._prompt_lengths:
             warm = Generation(np.zeros(length, np.int32), 1, 1.0, 0.5, 1, 0, 0, 1, print)
-            rows.cancel(rows.submit(self._prompt(warm)))
+            # The second shares what the first begins with, where the decoder shares.
+            for _ in range(2 if self._batching.shares_beginnings else 1):
+                rows.cancel(rows.submit(self._prompt(warm)))
             # Of a length that fills the row nothing is made.
             rows.submit(self._prompt(dataclasses.replace(warm, ids=warm.ids[:1])))
             while rows.num_taken:

@@ -120,7 +120,10 @@ def served(
     # What the job says of how tokens are computed, and not of which.
     kept = {
         name: getattr(task.decoder, name, getattr(SampleByRow, name))
-        for name in ("num_speculative_tokens", "prompt_lookup_max", "prefill_chunk_size")
+        for name in (
+            "num_speculative_tokens", "prompt_lookup_max", "prefill_chunk_size",
+            "num_cached_prefixes",
+        )
     }
     # Each row has room for max_length tokens, however many of them are the prompt's.
     decoder = SampleByRow(

@@ -41,10 +41,12 @@ class Continuations:
       model: to ask.
       num_rows: continued at a time.
       seed: of the draws.
+      settings: of all decoders, such as num_cached_prefixes.
     """
 
-    def __init__(self, model: EvaluatedModel, num_rows: int, seed: int):
+    def __init__(self, model: EvaluatedModel, num_rows: int, seed: int, **settings: Any):
         self._model, self._num_rows, self._seed = model, num_rows, seed
+        self._settings = settings
         self._batchings: dict[tuple[Greedy, int], ContinuousBatching] = {}
 
     def decoder(self, settings: Mapping[str, Any], max_new_tokens: int) -> Greedy:
@@ -60,7 +62,7 @@ class Continuations:
                 f"max_gen_toks, {', '.join(sorted(known))}.{did_you_mean(name, known)} Leave it "
                 "out of the task, or of --gen_kwargs."
             )
-        result: dict[str, Any] = {"max_decode_steps": max_new_tokens}
+        result: dict[str, Any] = {"max_decode_steps": max_new_tokens, **self._settings}
         result |= {our: settings[name] for name, our in GREEDY_SETTINGS.items() if name in settings}
         if self._model.tokenizer.eos_ids:
             result["eos_id"] = tuple(self._model.tokenizer.eos_ids)
@@ -105,7 +107,8 @@ class Continuations:
         for length, decoder, until in sorted(groups, key=lambda group: -group[0]):
             places = groups[length, decoder, until]
             new_ids: list[list[int]] = [[] for _ in places]
-            stream = self._batching(decoder, length).stream(
+            batching = self._batching(decoder, length)
+            stream = batching.stream(
                 mdl_vars,
                 (self._prompt(place, contexts[place], length) for place in places),
                 num_steps=STEPS_BETWEEN_LOOKS,
@@ -114,6 +117,7 @@ class Continuations:
             for new in stream:
                 new_ids[new.index].extend(new.ids.tolist())
                 progress.add(int(new.done))
+            _log.info(batching.latest.summary(f"contexts of up to {length} ids"))
             for place, ids in zip(places, new_ids, strict=True):
                 texts[place] = self._model.tokenizer.decode(ids, skip_special_tokens=True)
         return texts

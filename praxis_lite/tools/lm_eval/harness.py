@@ -18,6 +18,8 @@ def harness_model(
     add_bos_token: bool | None = None,
     prefix_token_id: int | None = None,
     seed: int = 0,
+    num_cached_prefixes: int = 0,
+    num_speculative_tokens: int = 0,
 ) -> Any:
     """Returns an `LM` of lm_eval, for `lm_eval.simple_evaluate(harness_model(model), ...)`.
 
@@ -35,6 +37,8 @@ def harness_model(
       prefix_token_id: stands before texts that have no context; None: the tokenizer's beginning of
         a text, or else its end.
       seed: of draws, where a task asks for a temperature.
+      num_cached_prefixes, num_speculative_tokens: of `praxis_lite.decode.Greedy`, for
+        continuations: examples before a question are read once; drafts are checked.
 
     Raises:
       ConfigError: lm_eval is not installed; the model is no causal language model of texts; an
@@ -43,9 +47,14 @@ def harness_model(
     require_package("lm_eval", "harness_model")
     num_rows = whole_number(batch_size, "batch_size", 1)
     seed = whole_number(seed, "seed", 0, 2**32 - 1)
+    settings = {
+        "num_cached_prefixes": whole_number(num_cached_prefixes, "num_cached_prefixes", 0),
+        "num_speculative_tokens": whole_number(num_speculative_tokens, "num_speculative_tokens", 0),
+    }
     evaluated = evaluated_model(model, max_length)
     text_ids = TextIds(evaluated.tokenizer, add_bos_token, prefix_token_id)
     num_devices = evaluated.partitioner.mesh.size
     from praxis_lite.tools.lm_eval.lm import HarnessModel
 
-    return HarnessModel(evaluated, text_ids, -(-num_rows // num_devices) * num_devices, seed)
+    num_rows = -(-num_rows // num_devices) * num_devices
+    return HarnessModel(evaluated, text_ids, num_rows, seed, **settings)

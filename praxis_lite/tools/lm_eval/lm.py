@@ -30,13 +30,16 @@ class HarnessModel(TemplateLM):
       text_ids: how its texts become ids.
       num_rows: of a batch.
       seed: of draws.
+      settings: of the decoders.
     """
 
-    def __init__(self, model: EvaluatedModel, text_ids: TextIds, num_rows: int, seed: int):
+    def __init__(
+        self, model: EvaluatedModel, text_ids: TextIds, num_rows: int, seed: int, **settings: Any
+    ):
         super().__init__()
         self._model, self._text_ids = model, text_ids
         self._log_likelihoods = LogLikelihoods(model, num_rows)
-        self._continuations = Continuations(model, num_rows, seed)
+        self._continuations = Continuations(model, num_rows, seed, **settings)
         self.tokenizer = model.tokenizer
 
     @property

@@ -18,7 +18,10 @@ USUAL_ROWS = 32
 OF_LOADING = ("job", "pretrained", "step", "mesh", "settings", "packages")
 # Arguments that lm_eval's command line always gives; here the mesh says which devices.
 NOT_FOLLOWED = ("device", "max_batch_size")
-OF_THE_MODEL = ("batch_size", "max_length", "add_bos_token", "prefix_token_id", "seed")
+OF_THE_MODEL = (
+    "batch_size", "max_length", "add_bos_token", "prefix_token_id", "seed", "num_cached_prefixes",
+    "num_speculative_tokens",
+)
 
 
 def model_of_args(given: Mapping[str, Any]) -> Any:

@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 
 from praxis_lite import ConfigError
+from praxis_lite.decode.continuous_batching import ContinuousBatching
+from praxis_lite.decode.sampling_by_row import SampleByRow
 from praxis_lite.interop.serving.api_error import ApiError
-from praxis_lite.interop.serving.engine import Generation
+from praxis_lite.interop.serving.engine import Engine, Generation
 from praxis_lite.interop.serving.server import bound_socket
 from tests.decode.toy_models import num_compiled
 from tests.interop.serving.toy_server import (
+    END,
+    MODEL,
     NAME,
     TEXT,
     L,
@@ -93,6 +97,25 @@ def test_nothing_compiles_once_the_port_is_open():
             assert all(item.done.wait(30) for item in asked)
             assert len(asked[0].ids) == min(3, L - length)
         assert num_compiled() == before
+
+
+@pytest.mark.slow
+def test_a_warm_engine_compiles_nothing_for_shared_beginnings():
+    decoder = SampleByRow(max_decode_steps=63, seqlen=64, eos_id=END, num_cached_prefixes=2)
+    batching = ContinuousBatching(decoder, lambda mdl_vars: MODEL, 2, (16, 64))
+    engine = Engine(batching, None, (16, 64), 9)
+    engine.warm_up()
+    before = num_compiled()
+    beginning = [97] * 18  # A block of 16 and two more.
+    with decoding(engine):
+        asked = [
+            item for i in range(5)
+            for item in submitted(engine, 1, ids=[*beginning, 98 + i], max_tokens=3)
+        ]
+        for item in asked:
+            assert item.done.wait(30)
+    assert [len(item.ids) for item in asked] == [3] * 5
+    assert num_compiled() == before
 
 
 def test_who_leaves_frees_the_row_and_the_place_in_the_queue():

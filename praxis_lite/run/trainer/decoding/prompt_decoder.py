@@ -146,11 +146,7 @@ class PromptDecoder:
             outputs["logprobs"][hyp, start : start + len(new.ids)] = new.logprobs
             outputs["decode_lengths"][hyp] += len(new.ids)
         if watch is None:
-            rows = batching.latest
-            self.note(
-                f"{rows.num_prefills} rows of {name} took {rows.num_steps} model steps, "
-                f"{num_slots} rows at a time"
-            )
+            self.note(batching.latest.summary(f"rows of {name}"))
         for inputs, outputs in batches:
             yield inputs, decoder.outputs_of(outputs)
 
