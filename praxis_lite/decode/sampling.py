@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.decode.decoder import Decoder, Outputs, Prompts
+from praxis_lite.decode.likely_logits import nucleus_end
 from praxis_lite.decode.loop import DecodeState, advance, sample_keys, start
 
 # B prompts, S samples of each, R = B x S rows, V classes, C candidates (V, or the k most likely).
@@ -205,8 +206,7 @@ class Sample(Greedy):
         if 0 < self.k < logits.shape[-1]:
             logits, ids_RC = jax.lax.top_k(logits, self.k)
         if self.p is not None and self.p < 1.0:
-            descending = logits if ids_RC is not None else -jnp.sort(-logits, axis=-1)
-            logits = jnp.where(logits < nucleus_end(descending, self.p), -jnp.inf, logits)
+            logits = jnp.where(logits < nucleus_end(logits, self.p), -jnp.inf, logits)
         if self.min_p > 0.0:
             highest = jnp.max(logits, axis=-1, keepdims=True)
             logits = jnp.where(logits < highest + math.log(self.min_p), -jnp.inf, logits)
@@ -220,11 +220,3 @@ class Sample(Greedy):
         return {
             name: jax.vmap(lambda x, order: x[order])(x, order_BS) for name, x in outputs.items()
         }
-
-
-def nucleus_end(descending_RC: jax.Array, p: float | jax.Array) -> jax.Array:
-    """Returns the least logit [R, 1] that can be drawn, given p, of logits sorted downwards."""
-    probs_RC = jax.nn.softmax(descending_RC, axis=-1)
-    # A token stays if the more likely ones together do not yet exceed p.
-    stays_RC = (jnp.cumsum(probs_RC, axis=-1) - probs_RC <= p) & (descending_RC > -jnp.inf)
-    return jnp.min(jnp.where(stays_RC, descending_RC, jnp.inf), axis=-1, keepdims=True)

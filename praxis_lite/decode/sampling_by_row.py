@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from praxis_lite.collectives.varying import on_any_device
 from praxis_lite.decode.decoder import Prompts
+from praxis_lite.decode.likely_logits import kth_logit, nucleus_end
 from praxis_lite.decode.loop import DecodeState
-from praxis_lite.decode.sampling import Greedy, nucleus_end
+from praxis_lite.decode.sampling import Greedy
 
 # R rows, V classes, N likeliest tokens, C newest steps.
 
@@ -28,7 +29,7 @@ class SampleByRow(Greedy):
     """Decodes each row by its own settings, greedy ones and drawn ones, in a single program.
 
     A row's tokens are those of Greedy, or of Sample with k=0 and its temperature and p. What no
-    row asks for is not computed: noise, or the vocabulary sorted.
+    row asks for is not computed: noise, limits, or the likeliest tokens.
 
     Attributes:
       temperature: of a row that says nothing else; 0: the most likely token.
@@ -105,12 +106,9 @@ class SampleByRow(Greedy):
 
 def _limited(logits_RV: jax.Array, top_k_R: jax.Array, top_p_R: jax.Array) -> jax.Array:
     """Returns the logits, -inf where a row cannot draw."""
-    descending_RV = -jnp.sort(-logits_RV, axis=-1)
     size = logits_RV.shape[-1]
-    k_R1 = jnp.where((top_k_R > 0) & (top_k_R < size), top_k_R, size)[:, None]
-    descending_RV = jnp.where(jnp.arange(size)[None, :] < k_R1, descending_RV, -jnp.inf)
-    last_R1 = jnp.take_along_axis(descending_RV, k_R1 - 1, axis=-1)
-    end_R1 = nucleus_end(descending_RV, top_p_R[:, None])
+    k_R = jnp.where((top_k_R > 0) & (top_k_R < size), top_k_R, size)
+    logits_RV = jnp.where(logits_RV < kth_logit(logits_RV, k_R), -jnp.inf, logits_RV)
     # Rounded probabilities may sum to more than 1 before the last token.
-    end_R1 = jnp.where(top_p_R[:, None] < 1.0, jnp.maximum(end_R1, last_R1), last_R1)
+    end_R1 = jnp.where(top_p_R[:, None] < 1.0, nucleus_end(logits_RV, top_p_R), -jnp.inf)
     return jnp.where(logits_RV < end_R1, -jnp.inf, logits_RV)
