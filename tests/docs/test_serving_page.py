@@ -8,6 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from praxis_lite.inputs.text.length_classes import SHORTEST
 from praxis_lite.interop.serving import endpoints, engine, requests, served_model
 from praxis_lite.interop.serving.mode import Serve
 from praxis_lite.tools.huggingface.__main__ import main as huggingface
@@ -33,7 +34,7 @@ def test_the_numbers_of_the_page_are_those_of_the_code():
     for name in ("num_rows", "max_queue", "request_seconds", "drain_seconds"):
         assert f"`--{name}={parser.get_default(name):g}`" in PAGE
     for words in (
-        f"at most {served_model.USUAL_LENGTH})", f"powers? of two from {served_model.SHORTEST} on",
+        f"at most {served_model.USUAL_LENGTH})", f"powers? of two from {SHORTEST} on",
         f"up to {requests.MOST_CHOICES} of either", f"up to {requests.MOST_STOPS} texts",
         f"has {requests.COMPLETION_TOKENS} unless", f"up to {requests.MOST_LOGPROBS} tokens",
         f"at most {engine.STEPS_BETWEEN_LOOKS} steps",
