@@ -63,3 +63,16 @@ def put_row(cache: PyTree, dims: PyTree, new: PyTree, row: jax.Array) -> PyTree:
         return jax.lax.dynamic_update_slice_in_dim(x, array.astype(x.dtype), row, axis=dim)
 
     return jax.tree.map(put, cache, new, dims)
+
+
+def put_rows(cache: PyTree, dims: PyTree, new: PyTree, rows: jax.Array) -> PyTree:
+    """Returns the cache with the rows of `new` at `rows`, and shared leaves from `new`."""
+
+    def put(i: jax.Array, cache: PyTree) -> PyTree:
+        row = jax.tree.map(
+            lambda x, dim: x if dim < 0 else jax.lax.dynamic_slice_in_dim(x, i, 1, axis=dim),
+            new, dims,
+        )
+        return put_row(cache, dims, row, rows[i])
+
+    return jax.lax.fori_loop(0, rows.shape[0], put, cache)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.decode.cache_rows import batch_dims, put_row
+from praxis_lite.decode.cache_rows import batch_dims, put_rows
 from praxis_lite.decode.decoder import Prompts
 from praxis_lite.decode.loop import DecodeState, advance, start
 from praxis_lite.decode.prefill import cache_length
@@ -24,12 +24,17 @@ from praxis_lite.host.host_memory import FirstRuns
 PyTree = Any
 Program = Callable[..., Any]
 
+# Most tokens of prompts that go through the model together. Several short prompts take the time of
+# one, which is that of reading the weights; long ones save none, and take memory.
+TOKENS_TOGETHER = 1024
+
 
 class ContinuousBatching:
-    """Decodes any number of prompts, `num_rows` at a time, by two compiled programs.
+    """Decodes any number of prompts, `num_rows` at a time, by a few compiled programs.
 
-    One puts a prompt into a row (for each of several lengths), one makes steps; the state, caches
-    included, is donated from call to call. A prompt's tokens are those that it would get alone.
+    One makes steps; others put prompts into rows, of a length and a number each that `sizes` has.
+    The state, caches included, is donated from call to call. A prompt's tokens are those that it
+    would get alone.
     Between calls each array of the state stays split as the model splits it, if that is even, and
     is whole on every device otherwise: choose num_rows so that the devices of the batch divide it.
 
@@ -72,7 +77,7 @@ class ContinuousBatching:
             sorted(of_caches), "one length", "Set decoder.seqlen to it, and more max_decode_steps.",
         )
         self._decoder, self._module = decoder, module
-        self.num_rows, self._prompt_lengths = num_rows, lengths
+        self.num_rows, self.prompt_lengths = num_rows, lengths
         # Takes the weights although it reads none, so as to run on their devices.
         self._empty = jax.jit(wrap(self._empty_state), keep_unused=True)
         self._wrap, self._compiler_options = wrap, compiler_options
@@ -149,38 +154,61 @@ class ContinuousBatching:
         # Placed as the programs' outputs are, or the first call would compile another program.
         return jax.device_put(state, shardings)
 
-    def insert(
-        self, mdl_vars: PyTree, state: DecodeState, row: int, prompt: Prompt,
-        beginning: tuple[PyTree, int] | None = None,
-    ) -> DecodeState:
-        """Returns the state with a prompt in a row; the state that is given is donated.
+    def sizes(self, prompt_length: int) -> list[int]:
+        """Returns how many prompts of a length may go through the model together, largest first.
 
-        Args:
-          beginning: a cache of one row, and how many tokens of the prompt are in it.
+        Powers of 4, for each compiles; 1 where beginnings are shared, which differ.
         """
-        shape, expected = np.shape(prompt.ids), [(length,) for length in self._prompt_lengths]
+        most = max(1, min(self.num_rows, TOKENS_TOGETHER // prompt_length))
+        powers = [4**n for n in range(most.bit_length()) if 4**n <= most]
+        return [1] if self.shares_beginnings else powers[::-1]
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Checks that a prompt is padded to one of the lengths.
+
+        Raises:
+          ConfigError: it is not.
+        """
+        shape, expected = np.shape(prompt.ids), [(length,) for length in self.prompt_lengths]
         require(
             shape in expected, "The shape of a prompt's ids", shape,
             " or ".join(map(str, expected)), "Pad it.",
         )
+
+    def insert(
+        self, mdl_vars: PyTree, state: DecodeState, rows: Sequence[int],
+        prompts: Sequence[Prompt], beginning: tuple[PyTree, int] | None = None,
+    ) -> DecodeState:
+        """Returns the state with prompts of one length in rows; the state given is donated.
+
+        Args:
+          rows: of each prompt.
+          prompts: as many as one of `sizes`.
+          beginning: of a single prompt: a cache of one row, and how many of its tokens are in it.
+        """
         decoder = self._decoder
 
-        def setting(name: str, default: Any, dtype: type) -> Any:
-            given = getattr(prompt, name)
-            given = default if given is None else given
-            return None if given is None else dtype(given)
+        def with_settings(prompt: Prompt) -> Prompts:
+            def setting(name: str, default: Any, dtype: type) -> Any:
+                given = getattr(prompt, name)
+                given = default if given is None else given
+                return None if given is None else dtype(given)
 
-        prompts = Prompts(
-            np.asarray(prompt.ids, np.int32), np.int32(prompt.length), prompt.key,
-            setting("temperature", decoder.temperature, np.float32),
-            setting("per_example_max_decode_steps", decoder.max_decode_steps, np.int32),
-            setting("top_k", decoder.top_k, np.int32), setting("top_p", decoder.top_p, np.float32),
-            np.bool_(prompt.wants_likeliest),
-        )
+            return Prompts(
+                np.asarray(prompt.ids, np.int32), np.int32(prompt.length), prompt.key,
+                setting("temperature", decoder.temperature, np.float32),
+                setting("per_example_max_decode_steps", decoder.max_decode_steps, np.int32),
+                setting("top_k", decoder.top_k, np.int32),
+                setting("top_p", decoder.top_p, np.float32),
+                np.bool_(prompt.wants_likeliest),
+            )
+
         if beginning is not None:
             beginning = (beginning[0], np.int32(beginning[1]))
         return self._runs.run(
-            self._programs[0], mdl_vars, state, np.int32(row), prompts, beginning, key=shape
+            self._programs[0], mdl_vars, state, np.asarray(rows, np.int32),
+            tuple(map(with_settings, prompts)), beginning,
+            key=(len(prompts), np.shape(prompts[0].ids)),
         )
 
     def advance(
@@ -204,28 +232,28 @@ class ContinuousBatching:
         keys = jax.random.split(jax.random.key(0), num_rows)
 
         def started() -> DecodeState:
-            ids = jnp.zeros((num_rows, max(self._prompt_lengths)), jnp.int32)
+            ids = jnp.zeros((num_rows, max(self.prompt_lengths)), jnp.int32)
             return start(decoder, model, Prompts(ids, jnp.zeros((num_rows,), jnp.int32), keys))[0]
 
         shapes = jax.eval_shape(started)
         # Not zeros: the model's own, which says how it splits.
-        cache = model.init_cache(num_rows, cache_length(decoder, max(self._prompt_lengths)))
+        cache = model.init_cache(num_rows, cache_length(decoder, max(self.prompt_lengths)))
         rest = dataclasses.replace(shapes, cache=None, keys=None)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), rest)
         return dataclasses.replace(zeros, cache=cache, keys=keys, done=jnp.ones_like(zeros.done))
 
     def _insert(
-        self, mdl_vars: PyTree, state: DecodeState, row: jax.Array, prompt: Prompts,
+        self, mdl_vars: PyTree, state: DecodeState, rows: jax.Array, prompts: tuple[Prompts, ...],
         beginning: tuple[PyTree, jax.Array] | None,
     ) -> DecodeState:
         model, prefix = self._module(mdl_vars), None
-        prompts = jax.tree.map(lambda x: x[None], prompt)
+        prompts = jax.tree.map(lambda *x: jnp.stack(x), *prompts)
         if beginning is not None:
             prefix = prefill_after(self._decoder, model, prompts, *beginning, self._one_row.size)
         new, _ = start(self._decoder, model, prompts, prefix)
         dims = jax.tree.map(lambda x: 0, dataclasses.replace(state, cache=None))
         dims = dataclasses.replace(dims, cache=batch_dims(model.init_cache))
-        return put_row(state, dims, new, row)
+        return put_rows(state, dims, new, rows)
 
     def _advance(
         self, mdl_vars: PyTree, state: DecodeState, num_steps: jax.Array,

@@ -1,5 +1,6 @@
 """Rows of a continuous batch: prompts that enter, are decoded together, and leave by themselves."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -40,11 +41,13 @@ class NewTokens(NamedTuple):
 class Rows:
     """Prompts that are decoded together: each enters a free row, and leaves it at its end.
 
-    A prompt may enter between any two calls of `advance`; num_steps bounds how long it waits.
+    A prompt may enter between any two calls of `advance`; num_steps bounds how long it waits. Those
+    that enter at once go through the model together, if they have one length.
 
     Attributes:
       num_steps: model steps so far, each of them for all rows.
       num_prefills: prompts so far.
+      num_passes: how often the model has read prompts.
       num_prompt_tokens, num_read_tokens: of these prompts, and how many of them the model has read:
         not those of a shared beginning.
       num_row_tokens, num_row_steps: new tokens of the prompts that have ended, and with speculation
@@ -55,9 +58,25 @@ class Rows:
         self._batching, self._mdl_vars = batching, mdl_vars
         self._state = batching.empty(mdl_vars)
         self._taken: dict[int, tuple[int, int]] = {}  # By row: its prompt's index and tokens seen.
-        self._beginnings = batching.beginnings(mdl_vars)
-        self.num_steps = self.num_prefills = self.num_prompt_tokens = self.num_read_tokens = 0
+        self._entering: dict[int, Prompt] = {}  # By row, up to the next steps.
+        self._begin()
+
+    def _begin(self) -> None:
+        self._beginnings = self._batching.beginnings(self._mdl_vars)
+        self.num_steps = self.num_prefills = self.num_passes = 0
+        self.num_prompt_tokens = self.num_read_tokens = 0
         self.num_row_tokens = self.num_row_steps = 0
+
+    def warm_up(self, key: jax.Array) -> None:
+        """Compiles all programs; before the first prompt. Of `key` only the kind matters."""
+        for length in self._batching.prompt_lengths:
+            ids = np.zeros(length, np.int32)
+            prompt = Prompt(ids, length, key, per_example_max_decode_steps=0)
+            # Once more, since a beginning is read for the second prompt that has it.
+            for size in (*self._batching.sizes(length), 1):
+                self._insert(dict.fromkeys(range(size), prompt))
+        self.advance(1)
+        self._begin()
 
     @property
     def num_taken(self) -> int:
@@ -70,16 +89,14 @@ class Rows:
         return self._batching.num_rows - len(self._taken)
 
     def submit(self, prompt: Prompt) -> int:
-        """Puts a prompt into a free row; returns its index, counted from 0."""
+        """Puts a prompt into a free row; returns its index, counted from 0.
+
+        Raises:
+          ConfigError: it is not padded.
+        """
+        self._batching.check_prompt(prompt)
         row = next(row for row in range(self._batching.num_rows) if row not in self._taken)
-        beginning = None
-        if self._beginnings is not None:
-            num_read = self._beginnings.num_read
-            beginning = self._beginnings.of(prompt.ids, int(prompt.length))
-            self.num_read_tokens += self._beginnings.num_read - num_read - beginning[1]
-        self._state = self._batching.insert(self._mdl_vars, self._state, row, prompt, beginning)
-        self.num_prompt_tokens += int(prompt.length)
-        self.num_read_tokens += int(prompt.length)
+        self._entering[row] = prompt
         self._taken[row] = (self.num_prefills, 0)
         self.num_prefills += 1
         return self.num_prefills - 1
@@ -106,6 +123,7 @@ class Rows:
     def cancel(self, index: int) -> None:
         """Frees the row of a prompt, if it is in a row still."""
         self._taken = {row: taken for row, taken in self._taken.items() if taken[0] != index}
+        self._entering = {row: item for row, item in self._entering.items() if row in self._taken}
 
     def advance(self, num_steps: int, *, until_one_ends: bool = False) -> list[NewTokens]:
         """Makes at most so many steps; returns new tokens, and the prompts that have ended.
@@ -114,6 +132,11 @@ class Rows:
           num_steps: no more than the decoder's num_kept_steps, if it keeps the likeliest tokens.
           until_one_ends: True: stops as soon as a row is free.
         """
+        for length in sorted({len(prompt.ids) for prompt in self._entering.values()}):
+            self._insert({
+                row: prompt for row, prompt in self._entering.items() if len(prompt.ids) == length
+            })
+        self._entering.clear()
         self._state, report = self._batching.advance(
             self._mdl_vars, self._state, num_steps, until_one_ends, set(self._taken)
         )
@@ -131,6 +154,25 @@ class Rows:
             if done or length > seen:
                 result.append(_new_tokens(report, row, index, seen, length))
         return result
+
+    def _insert(self, prompts: Mapping[int, Prompt]) -> None:
+        """Puts prompts of one length into rows, as many at a time as may be."""
+        rows, length = list(prompts), len(next(iter(prompts.values())).ids)
+        while rows:
+            size = next(n for n in self._batching.sizes(length) if n <= len(rows))
+            now, rows = rows[:size], rows[size:]
+            given, beginning = [prompts[row] for row in now], None
+            if self._beginnings is not None:
+                num_read = self._beginnings.num_read
+                beginning = self._beginnings.of(given[0].ids, int(given[0].length))
+                self.num_read_tokens += self._beginnings.num_read - num_read - beginning[1]
+            self._state = self._batching.insert(
+                self._mdl_vars, self._state, now, given, beginning
+            )
+            self.num_passes += 1
+            num_tokens = sum(int(prompt.length) for prompt in given)
+            self.num_prompt_tokens += num_tokens
+            self.num_read_tokens += num_tokens
 
 
 def _new_tokens(

@@ -13,7 +13,7 @@ from praxis_lite.decode.continuous_batching import ContinuousBatching, Prompt
 from praxis_lite.decode.loop import sample_keys
 from tests.decode.toy_models import Recurrent, num_compiled, row_keys
 
-V, P, M, EOS, NUM_PROMPTS, NUM_ROWS = 23, 4, 20, 0, 17, 3
+V, P, M, EOS, NUM_PROMPTS, NUM_ROWS = 23, 4, 20, 0, 17, 5
 RNG = np.random.default_rng(5)
 LENGTHS = RNG.integers(1, P + 1, NUM_PROMPTS).astype(np.int32)
 PROMPTS = np.where(
@@ -95,10 +95,40 @@ def test_whatever_comes_later_compiles_nothing():
     assert num_compiled() == before
 
 
+def test_prompts_that_enter_at_once_go_through_the_model_together():
+    batching = batching_of(RECURRENT, DECODERS["greedy"])
+    ids, _ = gathered(batching.stream(None, queue(DECODERS["greedy"])), NUM_PROMPTS)
+    rows = batching.rows(None)
+    prompts = list(queue(DECODERS["greedy"]))
+    left = rows.submit(prompts[0])
+    rows.cancel(left)  # It has not entered yet, and never does.
+    for prompt in prompts[:NUM_ROWS]:
+        rows.submit(prompt)
+    actual = {new.index - 1: new.ids.tolist() for new in rows.advance(M)}
+    assert actual == dict(enumerate(ids[:NUM_ROWS]))
+    assert (rows.num_passes, rows.num_prefills) == (2, NUM_ROWS + 1)  # 4 of them, and 1.
+    # Each number compiles; of long prompts fewer take the memory of as many tokens.
+    many = ContinuousBatching(DECODERS["greedy"], lambda mdl_vars: RECURRENT, 70, P)
+    assert [many.sizes(length) for length in (4, 256, 2048)] == [[64, 16, 4, 1], [4, 1], [1]]
+
+
+def test_warm_rows_compile_nothing_more():
+    batching = ContinuousBatching(DECODERS["greedy"], lambda mdl_vars: RECURRENT, NUM_ROWS, P)
+    prompts = list(queue(DECODERS["greedy"]))
+    rows = batching.rows(None)
+    rows.warm_up(prompts[0].key)
+    assert rows.num_free == NUM_ROWS and rows.num_passes == rows.num_steps == 0
+    before = num_compiled()
+    for prompt in prompts[:NUM_ROWS]:
+        rows.submit(prompt)
+    assert len(rows.advance(M)) == NUM_ROWS
+    assert num_compiled() == before
+
+
 def test_the_state_is_donated():
     batching = batching_of(RECURRENT, DECODERS["greedy"])
     state = batching.empty(None)
-    new = batching.insert(None, state, 1, next(queue(DECODERS["greedy"])))
+    new = batching.insert(None, state, [1], [next(queue(DECODERS["greedy"]))])
     # But for the scalar that all rows share, which nothing reads.
     assert all(x.is_deleted() for x in jax.tree.leaves(state) if x.ndim)
     batching.advance(None, new, 2, False, set(range(NUM_ROWS)))

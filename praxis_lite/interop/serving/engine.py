@@ -107,21 +107,14 @@ class Engine:
         return self._ends_at is not None
 
     def warm_up(self) -> None:
-        """Compiles all programs, by decoding a token after a prompt of each length.
+        """Compiles all programs.
 
         Raises:
           OutOfMemory: this host cannot hold the rows.
         """
         rows = self._batching.rows(self._mdl_vars)
-        for length in self._prompt_lengths:
-            warm = Generation(np.zeros(length, np.int32), 1, 1.0, 0.5, 1, 0, 0, 1, print)
-            # The second shares what the first begins with, where the decoder shares.
-            for _ in range(2 if self._batching.shares_beginnings else 1):
-                rows.cancel(rows.submit(self._prompt(warm)))
-            # Of a length that fills the row nothing is made.
-            rows.submit(self._prompt(dataclasses.replace(warm, ids=warm.ids[:1])))
-            while rows.num_taken:
-                rows.advance(1)
+        warm = Generation(np.zeros(1, np.int32), 1, 1.0, 0.5, 1, 0, 0, 1, print)
+        rows.warm_up(self._prompt(warm).key)
         self._rows = rows
 
     def submit(self, generations: Sequence[Generation]) -> None:
