@@ -9,9 +9,6 @@ model larger. Tokens per second are those after the first token; the time to the
 and a token. Prints also the share of the bandwidth at which as many weights are multiplied by one
 row, each matrix an array of its own; the seconds that ours compiles; and if both chose the same
 tokens. Without --peer_python, ours alone.
-
-`--num_speculative_tokens K` instead: prompts that repeat a piece of eight tokens, continued by 129
-tokens without and with K drafts checked at once, in turns.
 """
 
 import argparse
@@ -69,7 +66,7 @@ def write_llama(directory: Path, setup: Setup) -> None:
         "intermediate_size": hidden, "num_hidden_layers": layers, "vocab_size": VOCAB,
         "num_attention_heads": dims // 64, "num_key_value_heads": dims // 64, "head_dim": 64,
         "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 1e4,
-        "max_position_embeddings": 512, "tie_word_embeddings": False, "dtype": setup.dtype,
+        "max_position_embeddings": 1024, "tie_word_embeddings": False, "dtype": setup.dtype,
     }
     (directory / "config.json").write_text(json.dumps(config))
     square, up = (dims, dims), (hidden, dims)
@@ -225,37 +222,12 @@ def measure(workers: dict[str, Worker], setup: Setup, batch: int) -> None:
     print(line, flush=True)
 
 
-def measure_drafts(worker: Worker, batch: int, num_drafts: int) -> None:
-    """Prints a line: a batch of prompts that repeat, without and with drafts."""
-    import numpy as np
-
-    rng, num_new = np.random.default_rng(batch), 4 * NUM_PROMPT + 1
-    prompts = np.tile(rng.integers(3, VOCAB, (batch, NUM_PROMPT // 4)), (1, 4)).tolist()
-    rate, tokens = {}, {}
-    settings = {num: {"num_speculative_tokens": num} for num in (0, num_drafts)}
-    for setting in settings.values():
-        worker.generate(prompts, 1, **setting)
-        worker.generate(prompts, num_new, **setting)
-    for _ in range(REPEATS):
-        for num, setting in settings.items():
-            first = worker.generate(prompts, 1, **setting)[0]
-            seconds, tokens[num] = worker.generate(prompts, num_new, **setting)
-            rate[num] = max(rate.get(num, 0.0), batch * (num_new - 1) / (seconds - first))
-    same = np.mean(np.asarray(tokens[0]) == np.asarray(tokens[num_drafts]))
-    print(
-        f"batch {batch:<4}{rate[0]:>9.1f} tokens/s, with {num_drafts} drafts "
-        f"{rate[num_drafts]:.1f}: ratio {rate[num_drafts] / rate[0]:.2f}, {same:.0%} of the tokens "
-        "are the same", flush=True,
-    )
-
-
 def main() -> None:
     """Prints a line for each batch size and number of threads."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peer_python", help="an interpreter with torch and transformers")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--num_speculative_tokens", type=int, help="measure drafts, this many")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--weights_dtype", choices=["activations", "int8"])
     parser.add_argument("--mesh", default="1,1", help="devices along data and mdl")
@@ -280,10 +252,7 @@ def main() -> None:
                     args.peer_python, "theirs", folder, setup, num_threads
                 )
             for batch in args.batches:
-                if args.num_speculative_tokens:
-                    measure_drafts(workers["ours"], batch, args.num_speculative_tokens)
-                else:
-                    measure(workers, setup, batch)
+                measure(workers, setup, batch)
             for worker in workers.values():
                 worker.end()
 

@@ -17,6 +17,7 @@ from praxis_lite.decode.continuous_batching import ContinuousBatching, Prompt
 from praxis_lite.decode.prefix_sharing import Beginnings, block_size, num_common
 from praxis_lite.tasks.language_model import LanguageModelTask
 from tests.decode.toy_models import Recurrent, Summing, num_compiled, row_keys
+from tests.support.marks import slow_but
 
 V, P, M = 13, 23, 7
 RNG = np.random.default_rng(8)
@@ -30,7 +31,7 @@ GREEDY = Greedy(max_decode_steps=M, eos_id=V, prefill_chunk_size=5)
 SHARING = dataclasses.replace(DECODER, num_cached_prefixes=3, prefill_chunk_size=5)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but({"attention"}, MODELS))
 def test_a_batch_reads_once_what_all_its_prompts_begin_with(name):
     model, outputs = MODELS[name], {}
     for decoder in (DECODER, SHARING):
@@ -42,7 +43,7 @@ def test_a_batch_reads_once_what_all_its_prompts_begin_with(name):
     np.testing.assert_array_equal(actual["num_shared"], 10 * (LENGTHS > 0)[:, None].repeat(2, 1))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but({"recurrent"}, MODELS))
 def test_a_continuous_batch_reads_a_beginning_once_from_its_second_prompt_on(name):
     model = MODELS[name]
     # Thirteen tokens are equal, so two blocks of five.

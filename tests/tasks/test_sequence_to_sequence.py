@@ -113,8 +113,9 @@ def test_records_of_true_rows_say_whether_the_target_was_found():
 
 
 def test_places_shared_by_rows_of_other_sources_are_refused():
-    with pytest.raises(ConfigError, match="num_cache_slots.*0"):
-        task(decoder=Greedy(num_cache_slots=3))
+    for name in ("num_cache_slots", "num_cached_prefixes"):
+        with pytest.raises(ConfigError, match=f"{name} is 3.*0"):
+            task(decoder=Greedy(**{name: 3}))
 
 
 def test_a_made_up_word_is_followed_by_itself_backwards():

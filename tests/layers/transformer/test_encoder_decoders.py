@@ -108,6 +108,8 @@ def test_greedy_and_beam_decoding_from_the_cache_equal_calls_without_one():
     for row, length in enumerate(lengths):
         expected = targets[row, length : length + num_steps]
         np.testing.assert_array_equal(greedy["output_ids"][row, 0], expected)
+    with_drafts = decode(mdl_vars, Greedy(max_decode_steps=num_steps, num_speculative_tokens=2))
+    np.testing.assert_array_equal(with_drafts["output_ids"], greedy["output_ids"])
 
     # Beams are reordered at each step, and what is encoded with them: they stay with their row.
     # Their prompts come a token at a time, the greedy ones in one pass.

@@ -143,7 +143,21 @@ def test_a_stop_string_ends_the_steps(job, asked):
     settings = {"until": [stop], "max_gen_toks": steps}
     (text,) = asked.generate_until(requests("generate_until", (prompt, settings)))
     assert text == record["continuation"].partition(stop)[0]
-    assert max(item.num_steps for item in asked._continuations._batchings.values()) <= 8
+    assert max(item.latest.num_steps for item in asked._continuations._batchings.values()) <= 8
+
+
+def test_examples_that_are_read_once_and_drafts_change_no_text(job, asked):
+    examples = "1 plus 1 makes 2. 2 plus 3 makes 5. "
+    settings = {"until": ["~"], "max_gen_toks": 9}
+    asks = requests("generate_until", *((f"{examples}{i}", settings) for i in "34567"))
+    saving = harness_model(
+        job, batch_size=4, max_length=48, seed=5, num_cached_prefixes=2, num_speculative_tokens=3
+    )
+    assert saving.generate_until(asks) == asked.generate_until(asks)
+    ((batching,),) = [saving._continuations._batchings.values()]
+    # Of 38 ids each after the beginning of a text, in blocks of eight or more.
+    assert batching.latest.num_read_tokens <= 2 * 38 + 3 * (38 - 24)
+    assert batching.latest.num_row_steps < batching.latest.num_row_tokens == 5 * 9
 
 
 def test_a_text_of_bytes_has_the_score_of_the_forward_pass_in_windows(job, asked):
