@@ -21,10 +21,12 @@ from praxis_lite.tools.plan.predict import mesh_of, timed
 from praxis_lite.tools.plan.schedule import schedule
 from praxis_lite.tools.plan.timeline import Mesh, Timeline
 from praxis_lite.tools.plan.topology import attached_topology
+from praxis_lite.tools.profile.graphs import Schedule
 from praxis_lite.tools.profile.trace import Trace, read_trace
 
 _CONTAINERS = ("while", "call", "conditional")
 OUTSIDE = "outside of any layer"
+NOT_NAMED = "kernels that the trace does not name"
 # By name: an instruction, and the computation that it is in.
 _Instructions = Mapping[str, tuple[Instruction, Mapping[str, Instruction]]]
 
@@ -52,7 +54,7 @@ class Measured:
       facts: of the profile.
       num_devices: that were traced.
       step_seconds: from a step's first instruction to its last, or where the trace does not tell
-        steps apart from the begin of a profile to its end.
+        steps apart the time from the first instruction of all to the last, by step.
       idle_seconds: of these, in which no instruction of the step ran.
       other_seconds: of other programs, by name; they run between steps.
       layers: "encoder/ffn" or "gradient of encoder/ffn" -> its time, without collectives.
@@ -88,12 +90,12 @@ def measure(folder: Path) -> Measured:
         name for name, (item, _) in instructions.items() if item.opcode in _CONTAINERS
     ]
     file = folder / "plugins/profile" / f"step_{facts.first_step}" / "process_0.xplane.pb"
-    trace = read_trace(file, _module(program), containers)
+    trace = read_trace(file, _module(program), containers, Schedule(program))
     timeline, predicted_seconds, topology = _predicted(facts, text)
     layers, collectives = _rows(trace, facts, program, instructions, timeline, bool(topology))
     steps = len(trace.devices) * facts.num_steps
     runs = trace.run_seconds
-    step_seconds = sum(runs) / len(runs) if runs else facts.seconds / facts.num_steps
+    step_seconds = sum(runs) / len(runs) if runs else trace.span_seconds / steps
     return Measured(
         facts, len(trace.devices), step_seconds,
         max(0.0, step_seconds - trace.busy_seconds / steps),
@@ -171,7 +173,7 @@ def _layer(
     program: Program, instruction: Instruction | None, computation: Mapping[str, Instruction] | None
 ) -> str:
     if instruction is None:
-        return OUTSIDE
+        return NOT_NAMED
     site = Site(instruction, computation, 1, False, False, (), False)
     return together(layers_of(program, site)) or OUTSIDE
 

@@ -1,8 +1,9 @@
 """A trace of JAX's profiler, read: how often and how long each instruction ran on each device.
 
 XLA writes it in one of three ways. On CPU a thread's events carry the instruction, the program, the
-device and the run; on GPU the events of a device's streams carry the instruction and the program;
-on TPU a device has a line of instructions, and a line of the programs around them.
+device and the run; on GPU the events of a device's streams are kernels, and carry the program and
+the instruction, or the graph that launched them; on TPU a device has a line of instructions, and a
+line of the programs around them.
 """
 
 import bisect
@@ -18,8 +19,10 @@ import jax
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.files.json_text import content_of
+from praxis_lite.tools.profile.graphs import Schedule
 
 _DEVICE = re.compile(r"/device:(?:TPU|GPU):(\d+)")
+UNNAMED = ""  # In the place of an instruction: kernels that none was found for.
 _OPS, _MODULES = "XLA Ops", "XLA Modules"  # Lines of a TPU.
 
 
@@ -32,11 +35,16 @@ class Event(NamedTuple):
     op: str
     start: float
     end: float
+    kernel: str = ""  # On GPU.
+    launch: int = 0  # On GPU: a number that kernels share if one graph launched them.
 
 
 @dataclasses.dataclass
 class OpTime:
-    """The executions of an instruction on all devices, and their seconds together."""
+    """The executions of an instruction on all devices, and their seconds together.
+
+    One that runs several kernels, such as a library's, ran as often as the rarest of them.
+    """
 
     count: int = 0
     seconds: float = 0.0
@@ -48,9 +56,10 @@ class Trace:
 
     Attributes:
       devices: those on which the program ran, by number.
-      ops: of the program, by instruction.
+      ops: of the program, by instruction; UNNAMED: kernels whose instruction is unknown.
       run_seconds: of each run of the program on a device, from the first instruction to the last;
         empty where the trace does not tell runs apart.
+      span_seconds: from the first instruction of all to the last, of all devices.
       busy_seconds: in which a device ran at least one instruction of the program, of all devices.
       other_seconds: of instructions of other programs, by program, of all devices.
     """
@@ -58,16 +67,20 @@ class Trace:
     devices: frozenset[int]
     ops: dict[str, OpTime]
     run_seconds: list[float]
+    span_seconds: float
     busy_seconds: float
     other_seconds: dict[str, float]
 
 
-def read_trace(file: Path, module: str, containers: Iterable[str] = ()) -> Trace:
+def read_trace(
+    file: Path, module: str, containers: Iterable[str] = (), schedule: Schedule | None = None
+) -> Trace:
     """Returns a program's instructions in an `.xplane.pb`.
 
     Args:
       module: the program's name, "jit__train_step".
       containers: instructions whose time is that of others inside: loops, calls, branches.
+      schedule: of the program, which names the kernels of a GPU's graphs; None: they stay UNNAMED.
 
     Raises:
       ConfigError: it cannot be read, or the program is not in it.
@@ -83,7 +96,8 @@ def read_trace(file: Path, module: str, containers: Iterable[str] = ()) -> Trace
         # jaxlib 0.12 ends the process where its first look at an event's stats is warned of by
         # Python 3.13 (a type without __module__), and warnings are errors.
         warnings.simplefilter("ignore", DeprecationWarning)
-        trace = _summed(_events(planes), module, frozenset(containers))
+        events = _instructions(_events(planes), module, schedule)
+        trace = _summed(events, module, frozenset(containers))
     if not trace.devices:
         others = ", ".join(sorted(trace.other_seconds)) or "no program"
         raise ConfigError(
@@ -93,8 +107,27 @@ def read_trace(file: Path, module: str, containers: Iterable[str] = ()) -> Trace
     return trace
 
 
+def _instructions(
+    events: Iterable[Event], module: str, schedule: Schedule | None
+) -> Iterator[Event]:
+    """Yields events, those of a graph with the instructions that its kernels belong to."""
+    graphs: dict[tuple[int, int, str], list[Event]] = collections.defaultdict(list)
+    for event in events:
+        is_known = schedule is None or event.op in schedule.names
+        if event.kernel and _base(event.module) == module and not is_known:
+            graphs[event.device, event.launch, event.op].append(event)
+        else:
+            yield event
+    for launched in graphs.values():
+        launched.sort(key=lambda event: event.start)
+        names = schedule.instructions_of(tuple(event.kernel for event in launched))
+        for event, name in zip(launched, names, strict=True):
+            yield event._replace(op=name or UNNAMED)
+
+
 def _summed(events: Iterable[Event], module: str, containers: frozenset[str]) -> Trace:
     ops: dict[str, OpTime] = collections.defaultdict(OpTime)
+    kernels: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     other_seconds: dict[str, float] = collections.defaultdict(float)
     spans: dict[tuple[int, int], tuple[float, float]] = {}
     intervals: dict[int, list[tuple[float, float]]] = collections.defaultdict(list)
@@ -109,18 +142,26 @@ def _summed(events: Iterable[Event], module: str, containers: frozenset[str]) ->
             spans[event.device, event.run] = min(first, event.start), max(last, event.end)
         if event.op in containers:
             continue
-        ops[event.op].count += 1
+        kernels[event.op][event.kernel] += 1
         ops[event.op].seconds += seconds
         intervals[event.device].append((event.start, event.end))
+    for op, ran in ops.items():
+        ran.count = min(kernels[op].values()) if op != UNNAMED else kernels[op].total()
     return Trace(
         frozenset(intervals), dict(ops), [(last - first) * 1e-9 for first, last in spans.values()],
-        sum(map(_covered, intervals.values())), dict(other_seconds),
+        sum(map(_span, intervals.values())), sum(map(_covered, intervals.values())),
+        dict(other_seconds),
     )
 
 
 def _base(module: str) -> str:
     """Returns "jit_step" of "jit_step(1234)", as TPUs name a program."""
     return module.partition("(")[0]
+
+
+def _span(intervals: list[tuple[float, float]]) -> float:
+    """Returns the seconds from the first begin of intervals to their last end."""
+    return (max(end for _, end in intervals) - min(start for start, _ in intervals)) * 1e-9
 
 
 def _covered(intervals: list[tuple[float, float]]) -> float:
@@ -139,7 +180,9 @@ def _events(planes: Iterable[Any]) -> Iterator[Event]:
         if device and _OPS in lines and _MODULES in lines:
             yield from _of_tpu(int(device[1]), lines[_OPS], lines[_MODULES])
             continue
-        for line in plane.lines:
+        # A GPU's other lines, where there are some, are made of the events of its streams.
+        streams = [line for name, line in lines.items() if name.startswith("Stream ")]
+        for line in streams if device and streams else plane.lines:
             for event in line.events:
                 stats = dict(event.stats)
                 if "hlo_op" not in stats:
@@ -148,6 +191,7 @@ def _events(planes: Iterable[Any]) -> Iterator[Event]:
                 yield Event(
                     int(place), str(stats.get("hlo_module", "")), stats.get("run_id"),
                     str(stats["hlo_op"]), event.start_ns, event.start_ns + event.duration_ns,
+                    event.name if device else "", int(stats.get("correlation_id", 0)),
                 )
 
 
