@@ -109,6 +109,25 @@ def test_continuous_batching_with_rings_gives_what_a_batch_gives():
     np.testing.assert_array_equal(actual, decoded("chunks")["output_ids"][rows, 0])
 
 
+@pytest.mark.slow
+def test_shared_beginnings_that_are_longer_than_a_ring_change_no_token():
+    model, mdl_vars = model_and_vars()
+    ids = np.where(np.arange(P) < R + 4, PROMPTS[0], PROMPTS[::-1])
+    lengths = np.asarray([P, R + 5, P - 1, R + 6, P], np.int32)
+    keys = row_keys(len(ids))
+    run = jax.jit(lambda v, *args: GREEDY(model.module(v), *args))
+    expected = jax.device_get(run(mdl_vars, ids, lengths, keys))["output_ids"][:, 0]
+    assert len(set(map(tuple, expected))) > 2
+    decoder = dataclasses.replace(DECODERS["chunks"], num_cached_prefixes=2)
+    batching = ContinuousBatching(decoder, model.module, 2, P)
+    prompts = [Prompt(*item) for item in zip(ids, lengths, keys, strict=True)]
+    actual = [[] for _ in ids]
+    for new in batching.stream(mdl_vars, prompts):
+        actual[new.index].extend(new.ids)
+    np.testing.assert_array_equal(actual, expected)
+    assert batching.latest.num_read_tokens < batching.latest.num_prompt_tokens
+
+
 def test_chunks_take_less_memory_than_the_whole_prompt():
     length, size = 512, 32
     lm = fdl.Partial(TransformerLm, V, 12, 17, num_heads=3, num_layers=1, position_emb_tpl=None)
