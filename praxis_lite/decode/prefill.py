@@ -1,5 +1,6 @@
 """The prompt's way into the cache: a single forward pass, or one for each chunk or token."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -31,22 +32,6 @@ def cache_length(decoder: Decoder, prompt_length: int) -> int:
     return expected if decoder.seqlen is None else max(prompt_length, min(expected, decoder.seqlen))
 
 
-def chunk_size(decoder: Decoder, prompt_length: int, most: int | None = None) -> int:
-    """Returns how many tokens of the prompts go through the model at once.
-
-    As many as the decoder's setting and `most` allow, unless the last chunk would end behind the
-    cache.
-    """
-    if not decoder.fprop_for_prefix:
-        return 1
-    limits = (decoder.prefill_chunk_size, most, prompt_length)
-    most = min(limit for limit in limits if limit is not None)
-    room = cache_length(decoder, prompt_length)
-    return next(
-        size for size in range(most, 0, -1) if -(-prompt_length // size) * size <= room
-    )
-
-
 def prefill(decoder: Decoder, model: Any, prompts: Prompts) -> Prefix:
     """Returns the model's state after the prompts.
 
@@ -61,8 +46,8 @@ def prefill(decoder: Decoder, model: Any, prompts: Prompts) -> Prefix:
     is_padding = jnp.arange(prompt_length)[None, :] >= lengths[:, None]
     paddings = is_padding.astype(jnp.float32)
     last = jnp.maximum(lengths - 1, 0)
-    size = chunk_size(decoder, prompt_length)
-    if decoder.fprop_for_prefix and size == prompt_length:
+    size = decoder.prefill_chunk_size if decoder.fprop_for_prefix else 1
+    if size is None or (decoder.fprop_for_prefix and size >= prompt_length):
         logits, cache = model(ids, paddings=paddings, cache=cache)
         logits, logprobs = logits[jnp.arange(num_rows), last].astype(jnp.float32), None
     else:
@@ -89,11 +74,8 @@ def _in_chunks(
 ) -> tuple[jax.Array, Any, jax.Array | None]:
     """Returns logits after each row's last token, the cache, and the prompts' log-probs or None."""
     (num_rows, length), rows = ids.shape, jnp.arange(ids.shape[0])
-    num_chunks = -(-length // size)
-    more = ((0, 0), (0, num_chunks * size - length))
-    ids, paddings = jnp.pad(ids, more), jnp.pad(paddings, more, constant_values=1.0)
 
-    def step(carry: tuple, start: jax.Array) -> tuple[tuple, jax.Array | None]:
+    def read(carry: tuple, start: jax.Array, size: int) -> tuple[tuple, jax.Array | None]:
         logits, cache = carry
         chunk, hidden = (
             jax.lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in (ids, paddings)
@@ -112,10 +94,14 @@ def _in_chunks(
 
     item = jax.eval_shape(lambda cache: rebuilt(model)(ids[:, :1], cache=cache)[0], cache)
     logits = jnp.zeros((item.shape[0], item.shape[-1]), jnp.float32)
-    carry = varying_alike((logits, cache), ids)
-    (logits, cache), logprobs = jax.lax.scan(step, carry, size * jnp.arange(num_chunks))
+    carry, num_chunks = varying_alike((logits, cache), ids), length // size
+    starts = size * jnp.arange(num_chunks, dtype=jnp.int32)
+    carry, logprobs = jax.lax.scan(functools.partial(read, size=size), carry, starts)
+    if length % size:  # Not padded to a whole chunk, which might not fit into the cache.
+        carry, _ = read(carry, jnp.asarray(size * num_chunks, jnp.int32), length % size)
     if not has_logprobs:
-        return logits, cache, None
-    logprobs = jnp.swapaxes(logprobs, 0, 1).reshape(num_rows, -1)[:, :length]
-    has_logprob = (paddings[:, :length] == 0) & (jnp.arange(length) > 0)[None, :]
-    return logits, cache, jnp.where(has_logprob, logprobs, 0.0)
+        return *carry, None
+    # Of single tokens.
+    logprobs = jnp.swapaxes(logprobs, 0, 1).reshape(num_rows, length)
+    has_logprob = (paddings == 0) & (jnp.arange(length) > 0)[None, :]
+    return *carry, jnp.where(has_logprob, logprobs, 0.0)

@@ -13,7 +13,7 @@ from praxis_lite.collectives.varying import on_any_device, varying_alike
 from praxis_lite.core.errors import require
 from praxis_lite.decode.cache_rows import batch_dims, repeat_rows
 from praxis_lite.decode.decoder import Decoder, Prompts
-from praxis_lite.decode.prefill import Prefix, cache_length, chunk_size, max_steps
+from praxis_lite.decode.prefill import Prefix, cache_length, max_steps
 from praxis_lite.layers.base_layer import rebuilt
 
 # B batch, P longest prompt, V classes.
@@ -30,12 +30,16 @@ def block_size(decoder: Decoder, prompt_length: int) -> int:
     most, least = decoder.prefill_chunk_size, min(8, prompt_length)
     if most is None:
         most = max(min(USUAL_BLOCK, prompt_length // 4), least)
-    size = chunk_size(decoder, prompt_length, most)
+    room = cache_length(decoder, prompt_length)
+    size = next(  # The last block, padded, fits into the cache.
+        size for size in range(min(most, prompt_length), 0, -1)
+        if -(-prompt_length // size) * size <= room
+    )
     require(
         size >= min(most, least), f"{type(decoder).__name__}.num_cached_prefixes",
         decoder.num_cached_prefixes,
         f"0 where prompts are padded to {prompt_length} tokens and a row of the cache holds "
-        f"{cache_length(decoder, prompt_length)}, into which no blocks of {least} tokens or more "
+        f"{room}, into which no blocks of {least} tokens or more "
         "fit", "Or make the length of prompts a multiple of 64.",
     )
     return size

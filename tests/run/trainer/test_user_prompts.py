@@ -11,7 +11,7 @@ from praxis_lite.decode import Greedy, Sample
 from praxis_lite.decode.continuous_batching import NewTokens
 from praxis_lite.inputs.tokenizers import ByteTokenizer
 from praxis_lite.run.trainer.decoding.streaming import Continuations
-from praxis_lite.run.trainer.decoding.user_prompts import read_prompts
+from praxis_lite.run.trainer.decoding.user_prompts import prompt_batch, read_prompts
 from tests.support.job_runs import copy_of_trained, launch, loaded, succeed
 
 PROMPTS = ("The ", "né")
@@ -39,6 +39,15 @@ def test_prompts_are_continued_as_python_continues_them_and_printed_in_order(job
     )
     assert shown in done.out
     assert "decoded 2 records of command_line with the weights of step 7" in done.out
+
+
+def test_prompts_of_other_lengths_have_few_shapes(job):
+    task = loaded(job).partitioner.task
+    shapes = [
+        prompt_batch(task, [[1], [1] * length]).element_spec()["ids"].shape
+        for length in (3, 32, 33, 64)
+    ]
+    assert shapes == [(2, 32), (2, 32), (2, 64), (2, 64)]
 
 
 @pytest.mark.parametrize(
