@@ -3,12 +3,12 @@
 `python benchmarks/decoding.py --peer_python=PYTHON`, an interpreter with torch and transformers,
 writes a Llama of 134 M random weights, 12 layers, and continues prompts of 32 tokens greedily:
 `huggingface.load(directory).generate` and `AutoModelForCausalLM.generate`, in `--dtype`, ours with
-weights in `--weights_dtype`. Both have the same cores, or the same GPU. `--mesh 2,2` splits ours
-over that many devices along data and mdl, simulated on a CPU; `--layers` and `--dims` make the
-model larger. Tokens per second are those after the first token; the time to the first is a prefill
-and a token. Prints also the share of the bandwidth at which as many weights are multiplied by one
-row, each matrix an array of its own; the seconds that ours compiles; and if both chose the same
-tokens. Without --peer_python, ours alone.
+weights in `--weights_dtype` and `--outputs_first`. Both have the same cores, or the same GPU.
+`--mesh 2,2` splits ours over that many devices along data and mdl, simulated on a CPU; `--layers`
+and `--dims` make the model larger. Tokens per second are those after the first token; the time to
+the first is a prefill and a token. Prints also the share of the bandwidth at which as many weights
+are multiplied by one row, each matrix an array of its own; the seconds that ours compiles; and if
+both chose the same tokens. Without --peer_python, ours alone.
 """
 
 import argparse
@@ -36,6 +36,7 @@ class Setup(NamedTuple):
 
     dtype: str
     weights_dtype: str | None
+    outputs_first: bool
     mesh: tuple[int, int]
     dims: int
     layers: int
@@ -100,6 +101,7 @@ def ours(directory: str, setup: Setup) -> tuple[Generate, float]:
     from praxis_lite.tools import huggingface
 
     settings = [f"task.model.fprop_dtype={setup.dtype}"]
+    settings.append(f"task.decoder.weights_outputs_first={setup.outputs_first}")
     if setup.weights_dtype:
         settings.append(f"task.decoder.weights_dtype={setup.weights_dtype}")
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, *setup.mesh), allow_unused_devices=True))
@@ -230,6 +232,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--weights_dtype", choices=["activations", "int8"])
+    parser.add_argument("--outputs_first", action="store_true", help="weights_outputs_first")
     parser.add_argument("--mesh", default="1,1", help="devices along data and mdl")
     parser.add_argument("--dims", type=int, default=DIMS)
     parser.add_argument("--layers", type=int, default=NUM_LAYERS)
@@ -241,7 +244,9 @@ def main() -> None:
         work(args.directory, args.worker, Setup(*json.loads(args.setup)))
         return
     mesh = tuple(map(int, args.mesh.split(",")))
-    setup = Setup(args.dtype, args.weights_dtype, mesh, args.dims, args.layers)
+    setup = Setup(
+        args.dtype, args.weights_dtype, args.outputs_first, mesh, args.dims, args.layers
+    )
     with tempfile.TemporaryDirectory() as folder:
         write_llama(Path(folder), setup)
         for num_threads in args.threads:

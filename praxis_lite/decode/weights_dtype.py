@@ -1,4 +1,4 @@
-"""Weights in fewer bytes while decoding: in the dtype that the model casts them to, or in int8."""
+"""What decoding keeps of weights: in a narrower dtype, in int8, or with their outputs first."""
 
 import dataclasses
 import functools
@@ -21,6 +21,7 @@ from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.core.task import Task
 from praxis_lite.layers.base_layer import Dense, is_dense
 from praxis_lite.layers.whole_model.int8_weights import Int8Weight, in_int8
+from praxis_lite.layers.whole_model.outputs_first import OutputsFirst, outputs_first
 from praxis_lite.layers.whole_model.quantization import is_matrix, log_rounding
 
 Stored = Callable[[jax.Array], Any]
@@ -59,23 +60,46 @@ class Round:
         return in_int8(weight, self.summed_dims)
 
 
-def stored_forms(task: Task) -> dict[str, Stored]:
-    """Returns functions by path, of weights that decoding keeps in fewer bytes.
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """Keeps a weight with its outputs first, in the dtype that another form gives it, if any."""
 
-    "activations": a weight that the task's decoding reads by casts to a single, narrower dtype is
-    kept in that one: no number changes. "int8": so is the rest, and the weights of dense layers are
-    rounded, with a scale per output channel.
+    summed_dims: tuple[int, ...]
+    cast: Cast | None
+
+    def __call__(self, weight: jax.Array) -> OutputsFirst:
+        return outputs_first(self.cast(weight) if self.cast else weight, self.summed_dims)
+
+
+def stored_forms(task: Task) -> dict[str, Stored]:
+    """Returns functions by path, of weights that decoding keeps in another form.
+
+    weights_dtype "activations": a weight that the task's decoding reads by casts to a single,
+    narrower dtype is kept in that one: no number changes. "int8": so is the rest, and the weights
+    of dense layers are rounded, with a scale per output channel. weights_outputs_first: those of
+    dense layers that are not rounded are turned.
 
     Args:
-      task: with a Decoder, whose `weights_dtype` says which; it decodes rows of tokens.
+      task: with a Decoder, whose settings say which; it decodes rows of tokens.
 
     Raises:
-      ConfigError: int8, and the model has no dense layer.
+      ConfigError: the model has no dense layer for one of them.
     """
-    if task.decoder.weights_dtype is None:
-        return {}
-    forms: dict[str, Stored] = _casts(task)
-    return forms if task.decoder.weights_dtype == "activations" else forms | _rounded(task)
+    decoder = task.decoder
+    forms: dict[str, Stored] = {} if decoder.weights_dtype is None else _casts(task)
+    if decoder.weights_outputs_first:
+        layers = _dense_layers(task, "weights_outputs_first", True)
+        forms |= {
+            path: Turn(dims, forms.get(path)) for path, (layer, dims) in layers.items()
+            if OutputsFirst.is_for(layer.equation)
+        }
+    if decoder.weights_dtype == "int8":
+        layers = _dense_layers(task, "weights_dtype", "int8")
+        forms |= {path: Round(dims) for path, (_, dims) in layers.items()}
+        paths = [path.removeprefix("params/") for path in layers]
+        left = [path for path, node in _nodes(task) if is_matrix(node) and path not in paths]
+        log_rounding((("int8", tuple(paths)),), tuple(left))
+    return forms
 
 
 def _casts(task: Task) -> dict[str, Cast]:
@@ -148,23 +172,28 @@ def _follow(
     return followed(jaxpr, values, rule)
 
 
-def _rounded(task: Task) -> dict[str, Round]:
-    nodes: dict[str, Any] = {}
-    if isinstance(task.model, NnxModel):
-        graph = nnx.iter_graph(task.model.abstract_module())
-        nodes = {"/".join(map(str, path)): node for path, node in graph}
-    dense = {
-        f"{path}/w".lstrip("/"): Round(dims) for path, node in nodes.items()
+def _nodes(task: Task) -> list[tuple[str, Any]]:
+    """Returns the layers and weights of a model, each with its path; of no NNX module none."""
+    if not isinstance(task.model, NnxModel):
+        return []
+    graph = nnx.iter_graph(task.model.abstract_module())
+    return [("/".join(map(str, path)), node) for path, node in graph]
+
+
+def _dense_layers(
+    task: Task, setting: str, value: Any
+) -> dict[str, tuple[Dense, tuple[int, ...]]]:
+    """Returns by their weight's path dense layers, and the weight's dims that they sum over."""
+    result = {
+        f"params/{path}/w".replace("//", "/"): (node, dims) for path, node in _nodes(task)
         if is_dense(node) and (dims := _summed_dims(node))
     }
-    if not dense:
+    if not result:
         raise ConfigError(
-            f"{type(task.decoder).__name__}.weights_dtype is 'int8', but the model has no dense "
-            "layer of praxis_lite to round. Leave it out, or take 'activations'."
+            f"{type(task.decoder).__name__}.{setting} is {value!r}, but the model has no dense "
+            "layer of praxis_lite for it. Leave it out."
         )
-    left = [path for path, node in nodes.items() if is_matrix(node) and path not in dense]
-    log_rounding((("int8", tuple(dense)),), tuple(left))
-    return {f"params/{path}": form for path, form in dense.items()}
+    return result
 
 
 def _summed_dims(layer: Dense) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ class TrainedModel:
     Of `praxis_lite.train` the weights are read from the checkpoint when they are first used. Each
     method compiles when it is called for the first time with arrays of some shapes. To decode, the
     weights of stacked layers are copied once, a layer each, and kept beside the stacks, for each
-    `weights_dtype` of a decoder. A notebook
+    form that a decoder's settings give them. A notebook
     shows the loss curve and the last numbers.
 
     Attributes:
@@ -68,7 +68,7 @@ class TrainedModel:
         self.job_dir, self._files, self._config = job_dir.path, job_dir, config
         self._with_decoder: dict[Decoder, Partitioner] = {}
         self._restored: dict[bool, Any] = {}
-        self._for_decoding: dict[tuple[bool, str | None], Any] = {}
+        self._for_decoding: dict[tuple[bool, str], Any] = {}
 
     def __repr__(self) -> str:
         mesh = mesh_text(self.partitioner.mesh.shape)
@@ -218,7 +218,7 @@ class TrainedModel:
 
     def _mdl_vars_for(self, decoding: Partitioner, use_ema: bool) -> Any:
         """Returns the weights for a partitioner's decoding: once for each form of them."""
-        key = use_ema, getattr(decoding.task.decoder, "weights_dtype", None)
+        key = use_ema, str(getattr(decoding.task.decoder, "weights_form", None))
         if key not in self._for_decoding:
             mdl_vars = self.mdl_vars_with(use_ema=use_ema)
             self._for_decoding[key] = decoding.for_decoding(mdl_vars)

@@ -1,6 +1,7 @@
 """Weights as decoding reads them: layers apart, the same bits, nothing copied in the loop."""
 
 import functools
+import re
 
 import fiddle as fdl
 import jax
@@ -16,7 +17,7 @@ from praxis_lite.core.models.layers_apart import LayersApart
 from praxis_lite.core.partitioner import steps
 from praxis_lite.decode import BeamSearch, Greedy, Sample, stored_forms
 from praxis_lite.decode.continuous_batching import ContinuousBatching, Prompt
-from praxis_lite.layers import Pipeline, Repeat, Transformer, TransformerLm
+from praxis_lite.layers import DotProductAttention, Pipeline, Repeat, Transformer, TransformerLm
 from praxis_lite.tasks.language_model import LanguageModelTask
 
 V, D, H, L, P, M = 17, 12, 20, 3, 4, 6
@@ -30,6 +31,7 @@ DECODERS = {
     "greedy": Greedy(max_decode_steps=M, eos_id=V),
     "activations": Greedy(max_decode_steps=M, eos_id=V, weights_dtype="activations"),
     "int8": Greedy(max_decode_steps=M, eos_id=V, weights_dtype="int8"),
+    "outputs_first": Greedy(max_decode_steps=M, eos_id=V, weights_outputs_first=True),
     "sample": Sample(max_decode_steps=M, eos_id=3, num_samples=2, temperature=2.0),
     "beam": BeamSearch(max_decode_steps=M, eos_id=3, beam_size=3),
 }
@@ -195,6 +197,38 @@ def test_int8_weights_give_the_numbers_of_weights_that_numpy_rounded(shape):
     np.testing.assert_array_equal(actual["output_ids"], expected["output_ids"])
     exact = decoded(single, weights_of(single))
     assert np.abs(exact["logprobs"] - expected["logprobs"]).max() > 1e-4
+
+
+@pytest.mark.parametrize("shape, tr_atten_tpl", [
+    ((1, 2, 2), {}),
+    pytest.param((1, 1, 1), {"combine_qkv": True}, marks=pytest.mark.slow),
+    pytest.param((1, 1, 1), {"output_proj_use_nhd_shape": True}, marks=pytest.mark.slow),
+])
+def test_weights_with_their_outputs_first_give_the_same_tokens(shape, tr_atten_tpl):
+    attention = fdl.Partial(DotProductAttention, **tr_atten_tpl)
+    layer = fdl.Partial(Transformer, tr_atten_tpl=attention)
+    partitioner = partitioner_of("outputs_first", shape, transformer_layer_tpl=layer)
+    weights = partitioner.for_decoding(weights_of(partitioner))
+    block = weights["params"]["transformer"]["blocks"]
+    turned = block["ff_layer"]["ffn_layer1"]["linear"]["w"].layers[0]
+    stack = weights_of(partitioner)["params"]["transformer"]["blocks"]["ff_layer"]["ffn_layer1"]
+    np.testing.assert_array_equal(turned.values, np.asarray(stack["linear"]["w"][0]).T)
+    split = stack["linear"]["w"].sharding.spec
+    assert tuple(turned.values.sharding.spec) == (split[2], split[1])
+    single = partitioner_of(transformer_layer_tpl=layer)
+    expected = decoded(single, weights_of(single))
+    actual = decoded(partitioner, weights)
+    np.testing.assert_array_equal(actual["output_ids"], expected["output_ids"])
+    np.testing.assert_allclose(actual["logprobs"], expected["logprobs"], atol=1e-5)
+
+
+def test_a_product_reads_a_weight_with_its_outputs_first_as_its_first_factor():
+    text = partitioner_of("outputs_first").decode_step.lower(SPEC).compile().as_text()
+    # Its shape in the loop is that of the parameter, and no copy of it is made.
+    assert f"f32[{H},{D}]" in text
+    shapes = f"{H},{D}|{D},{H}|{D},{D}|{D},3,4|3,4,{D}"
+    moved = re.findall(rf"= f32\[(?:{shapes})\]\S* (?:copy|transpose)\(.*while/body", text)
+    assert not moved
 
 
 def test_the_loop_reads_int8_and_keeps_no_matrix_of_floats():

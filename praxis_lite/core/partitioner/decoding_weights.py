@@ -62,13 +62,13 @@ class DecodingWeights:
             return _Form(0 if is_split else num, stored.get(path))
 
         def specs(x: jax.ShapeDtypeStruct, spec: PartitionSpec, form: _Form) -> PyTree:
-            rest = spec[form.num_apart :]
-
-            def like(stored: jax.ShapeDtypeStruct) -> PartitionSpec:
-                dims = zip(rest, stored.shape, x.shape[form.num_apart :], strict=True)
-                return PartitionSpec(*(entry if size == old else None for entry, size, old in dims))
-
-            return jax.tree.map(like, jax.eval_shape(form.of, x))
+            # Sizes that all differ tell which dim of the weight one of its form is.
+            sizes = {3 + i: entry for i, entry in enumerate(spec[form.num_apart :])}
+            like = jax.ShapeDtypeStruct((*x.shape[: form.num_apart], *sizes), x.dtype)
+            return jax.tree.map(
+                lambda stored: PartitionSpec(*map(sizes.get, stored.shape)),
+                jax.eval_shape(form.of, like),
+            )
 
         self._forms = jax.tree.map_with_path(form, layout.specs)
         shapes = jax.eval_shape(self.form_of, layout.shapes)

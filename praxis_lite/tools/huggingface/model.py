@@ -169,15 +169,14 @@ class HuggingFaceModel:
         for row, item in zip(ids, rows, strict=True):
             row[: len(item)] = item
         eos_id = TokenIds.eos_id if eos_id is None else eos_id
-        weights_dtype = self.partitioner.task.decoder.weights_dtype
-        actual = settings.get("weights_dtype", weights_dtype)
-        require(
-            actual == weights_dtype, "generate: weights_dtype", actual, f"{weights_dtype!r}",
-            "Load the model with settings=['task.decoder.weights_dtype=...'].",
-        )
-        decoder = Greedy(
-            max_decode_steps=max_new_tokens, eos_id=eos_id, weights_dtype=weights_dtype
-        )
+        form = self.partitioner.task.decoder.weights_form
+        for name, expected in form.items():
+            actual = settings.get(name, expected)
+            require(
+                actual == expected, f"generate: {name}", actual, f"{expected!r}",
+                f"Load the model with settings=['task.decoder.{name}=...'].",
+            )
+        decoder = Greedy(max_decode_steps=max_new_tokens, eos_id=eos_id, **form)
         partitioner = self._greedy(decoder, settings)
         batch = partitioner.global_batch({
             "ids": ids, "prefix_lengths": lengths, "weights": np.ones(len(lengths), np.float32),

@@ -1,0 +1,85 @@
+"""A matrix kept with its outputs first, and first in its product, for decoding on a CPU."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from praxis_lite.layers.base_layer import Dense, StoredWeight
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["values"], meta_fields=["summed_dims"]
+)
+@dataclasses.dataclass(frozen=True)
+class OutputsFirst(StoredWeight):
+    """A weight whose dims that a product sums over come last.
+
+    On a CPU XLA packs the second factor of a product anew for each token, and reads the first where
+    it lies. Of few rows that is most of the time.
+
+    Attributes:
+      values: the weight, transposed.
+      summed_dims: the weight's dims that are last in `values`, counted from the end.
+    """
+
+    values: Any
+    summed_dims: tuple[int, ...]
+
+    @staticmethod
+    def is_for(equation: str) -> bool:
+        """Returns True if inputs and outputs have the weight's letters in the weight's order."""
+        operands, results = equation.split("->")
+        of_inputs, of_weight = operands.split(",")
+        kept = "".join(letter for letter in of_weight if letter in results)
+        summed = "".join(letter for letter in of_weight if letter not in results)
+        return of_inputs == f"...{summed}" and results.replace("...", "") == kept
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the weight."""
+        return self.values.dtype
+
+    def __getitem__(self, index: Any) -> Any:
+        """Returns the weight itself for `...`, as a variable reads it, else a part as an array."""
+        return self if index is ... else self.astype(self.dtype)[index]
+
+    def astype(self, dtype: Any) -> jax.Array:
+        """Returns the weight as an array."""
+        order = _order(self.values.ndim, self.summed_dims)
+        return jnp.transpose(self.values, np.argsort(order)).astype(dtype)
+
+    def multiplied(self, layer: Dense, inputs: jax.Array) -> jax.Array:
+        operands, results = layer.equation.split("->")
+        of_inputs, of_weight = operands.split(",")
+        sizes = dict(zip(of_weight, layer.kernel_shape, strict=True))
+        summed = [letter for letter in of_weight if letter not in results]
+        num_rows_dims = inputs.ndim - len(summed)
+        rows_RD = inputs.reshape(math.prod(inputs.shape[:num_rows_dims]), -1)
+        weight_FD = self.values.reshape(-1, rows_RD.shape[1]).astype(inputs.dtype)
+        # Without the barriers XLA makes it the product of inputs and a weight again.
+        barrier = jax.lax.optimization_barrier
+        outputs_RF = barrier(weight_FD @ barrier(rows_RD.T)).T
+        dims = [sizes[letter] for letter in of_weight if letter in results]
+        outputs = outputs_RF.reshape(*inputs.shape[:num_rows_dims], *dims)
+        # Dims that the equation has before the rows.
+        num_before = len(results.split("...")[0])
+        return jnp.moveaxis(
+            outputs, range(num_rows_dims, num_rows_dims + num_before), range(num_before)
+        )
+
+
+def outputs_first(weight: jax.Array, summed_dims: Sequence[int]) -> OutputsFirst:
+    """Returns a weight with the dims last, counted from the end, that a product sums over."""
+    summed_dims = tuple(summed_dims)
+    return OutputsFirst(jnp.transpose(weight, _order(weight.ndim, summed_dims)), summed_dims)
+
+
+def _order(ndim: int, summed_dims: Sequence[int]) -> tuple[int, ...]:
+    last = [dim % ndim for dim in summed_dims]
+    return (*(dim for dim in range(ndim) if dim not in last), *last)
