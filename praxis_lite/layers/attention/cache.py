@@ -144,7 +144,9 @@ def _scattered(
         # A place past the end is past that of all rows, and is dropped.
         place = jnp.where(place < num_places, place, num_rows * num_places)
         index = jnp.arange(num_rows).reshape(rows) * num_places + place
-        flat = old.reshape(-1, dims).at[index.reshape(-1)].set(
+        # Heads first, as the products before leave them: else they would be copied into this order.
+        index, new = jnp.moveaxis(index, 0, -1).reshape(-1), jnp.moveaxis(new, 0, -2)
+        flat = old.reshape(-1, dims).at[index].set(
             new.reshape(-1, dims), mode="drop", unique_indices=True
         )
         return flat.reshape(old.shape)
