@@ -1,10 +1,14 @@
 """Options of XLA reach the steps of their platform, and wrong ones are refused before a step."""
 
+import types
+
 import jax
+import numpy as np
 import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.core import Partitioner
+from praxis_lite.core.partitioner import compiler_options
 from praxis_lite.main import main
 from tests.support.explicit_partitioner import explicit_partitioner
 from tests.support.lm_runs import batches, partitioner_of, structs
@@ -42,3 +46,30 @@ def test_a_job_says_its_options(capsys, tmp_path):
           "run.num_train_steps=1"])
     assert "compiler options: xla_cpu_enable_fast_min_max=False" in capsys.readouterr().out
     assert jax.device_count() == 8
+
+
+class Tpu:
+    """A mesh of a device that is not there: what XLA knows is asked by the test."""
+
+    def __init__(self):
+        self.devices = np.array([types.SimpleNamespace(platform="tpu")])
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_decoding_has_options_of_its_own_on_tpu_if_xla_knows_them(knows, monkeypatch):
+    def checked(options, mesh):
+        if not knows:
+            raise ConfigError("No such compile option")
+        return options["tpu"]
+
+    given = {"xla_tpu_scoped_vmem_limit_kib": 16_384, "xla_tpu_enable_dot_strength_reduction": True}
+    monkeypatch.setattr(compiler_options, "step_options", checked)
+    actual = compiler_options.decode_options(given, Tpu())
+    assert given.items() <= actual.items()  # The user's own count first.
+    assert ("xla_tpu_msa_inefficient_use_to_copy_ratio" in actual) == knows
+
+
+def test_decoding_on_other_platforms_has_the_options_of_steps(mesh_of):
+    options = {"xla_cpu_enable_fast_min_max": False}
+    assert compiler_options.decode_options(options, mesh_of(1, 4, 2)) == options
+    assert compiler_options.decode_options(None, mesh_of(1, 4, 2)) is None
