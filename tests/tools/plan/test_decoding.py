@@ -56,7 +56,9 @@ def test_a_token_is_a_turn_and_the_prompt_goes_before_it(plan):
     attended = 2 * LAYERS * (first.decoding.prompt_length + NEW) * HEADS * DIMS / 2
     assert first.flops_per_device == 2 * (weights + attended)
     assert second.flops_per_device == 6 * first.flops_per_device
-    assert first.decoding.first_token_seconds > 5 * first.step_seconds
+    # The prompt's are not a token's, and more with more rows.
+    waits = [step.decoding.first_token_seconds for step in plan.steps]
+    assert first.step_seconds < waits[0] < waits[1] / 2
 
 
 def test_the_text_has_a_line_per_batch_and_json_the_same_figures(plan):
