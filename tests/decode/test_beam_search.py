@@ -121,6 +121,10 @@ def test_early_exit_with_one_hypothesis_stops_where_greedy_does():
 class Counting(Recurrent):
     """Lists its calls."""
 
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        self.calls = []
+
     def __call__(self, ids, *, positions=None, paddings=None, cache):
         jax.debug.callback(lambda calls: self.calls.append(int(calls)), cache["num_calls"])
         return super().__call__(ids, positions=positions, paddings=paddings, cache=cache)
@@ -144,6 +148,23 @@ def test_a_search_that_is_decided_ends_with_the_same_texts(alpha):
     for name in ("output_ids", "decode_lengths", "logprobs", "scores"):
         np.testing.assert_array_equal(actual[name], expected[name], err_msg=name)
     assert num_calls[0] == num_steps and 2 < num_calls[1] < num_steps
+
+
+@pytest.mark.slow
+def test_a_search_makes_no_more_steps_than_its_rows_may_have_and_stops_where_all_have_ended():
+    # The third row is empty, so its limit is none.
+    of_rows = np.asarray([2, 5, 31, 4], np.int32)
+    one = BeamSearch(max_decode_steps=9, eos_id=EOS, beam_size=1, early_exit=True)
+    likeliest = decoded(Greedy(max_decode_steps=9, eos_id=EOS))["decode_lengths"]
+    for decoder, limits, num_steps in (
+        (BeamSearch(max_decode_steps=31, eos_id=EOS, beam_size=3), of_rows, 5),
+        (one, None, likeliest.max()),
+    ):
+        model = Counting(V, seed=3, scale=1.3)  # As MODEL.
+        run = jax.jit(functools.partial(decoder, model))
+        run(PROMPTS, LENGTHS, row_keys(4), per_example_max_decode_steps=limits)
+        jax.effects_barrier()
+        assert max(model.calls) == num_steps < decoder.max_decode_steps
 
 
 def test_what_went_on_says_where_it_was_a_step_before_and_whether_it_ended():

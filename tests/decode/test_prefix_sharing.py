@@ -120,6 +120,8 @@ def test_transformers_with_windows_or_states_share_on_a_mesh_too(name, shape):
         results.append((jax.device_get(outputs)["output_ids"][:, 0], rows))
     (expected, _), (actual, rows) = results
     np.testing.assert_array_equal(actual, expected)
+    records = task.decode_to_records(batch, jax.device_get(outputs))
+    assert [record["shared_length"] for record in records] == [10] * 4
     for row, index in enumerate((0, 1, 3, 4)):
         assert rows[row] == 2 * expected[index].tolist()
     # First as above; then each prompt shares with itself: 15, 20, 15 and 10 tokens, of which 10
