@@ -186,7 +186,7 @@ def _calls(program: Program, site: Site) -> list[tuple[str, dict]]:
     if opcode == "conditional":
         keys = ("branch_computations", "true_computation", "false_computation")
         return [(key, {"at_most": True}) for key in keys]
-    if opcode == "fusion":
+    if opcode in ("fusion", "fusion-start"):
         return [("calls", {"scope": site.scope, "fused": True})]
     if opcode in ("call", "async-start", "custom-call"):
         # Not async-done, which names the same computation; nor the `to_apply` of reductions.

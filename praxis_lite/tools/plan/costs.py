@@ -2,15 +2,13 @@
 
 A TPU's compiler writes into its text how many cycles it expects of each instruction of its own;
 these are taken, and divided by an efficiency. All else is worked out here: a roofline where there
-are no cycles, Pallas kernels by their matmuls, collectives by bytes, links and hops.
+are no cycles, kernels of attention by their matmuls, collectives by bytes, links and hops.
 """
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Mapping
 
-from praxis_lite.layers.attention.fused import SHARE_OF_BLOCKS
 from praxis_lite.tools.explain import hlo
 from praxis_lite.tools.explain.hlo_text import (
     Instruction,
@@ -19,10 +17,12 @@ from praxis_lite.tools.explain.hlo_text import (
     callees,
     root_of,
 )
+from praxis_lite.tools.explain.kernels import is_kernel, kernel_flops
 from praxis_lite.tools.plan.chips import Chip
 
 # By the compiler, of the smallest of its own instructions.
 LEAST_CYCLES = 1830
+FUSIONS = ("fusion", "fusion-start")  # On a GPU the second one runs beside other instructions.
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
@@ -32,7 +32,7 @@ class Efficiencies:
 
     Attributes:
       cycles: the compiler's cycles over those that pass; above 1 where it expects too many.
-      kernel: of the peak, that a Pallas kernel of attention reaches.
+      kernel: of the peak, that a kernel of attention reaches, Pallas's or cuDNN's.
       matmul: of the peak, that a matmul reaches where the compiler tells no cycles.
       link: of a link's bandwidth, which the table of chips has at 0.9 of the maker's.
       network: of the bandwidth of a TPU to other slices.
@@ -57,7 +57,8 @@ class Efficiencies:
     spread: float = 0.15
 
 
-# By `benchmarks/plan_published.py --fit`. No run on GPUs was built: `matmul`, `nodes` are guesses.
+# By `benchmarks/plan_published.py --fit`. `matmul` and `nodes` are guesses: of GPUs a single step
+# was measured, on an H200, which took 97 ms rather than 105 (docs/profiles.md).
 FITTED = Efficiencies(
     cycles=1.053, kernel=0.46, matmul=0.6, link=1.11, network=0.691, hop_seconds=1e-6,
     network_seconds=1e-4, waiting=0.0308, step_seconds=0.0, spread=0.14,
@@ -71,7 +72,9 @@ def compute_seconds(
     """Returns the seconds of an instruction that is no collective, loop, branch or call."""
     if result := _CYCLES.search(one.attributes):
         return int(result.group(1)) / (chip.clock or 1e9) / efficiencies.cycles
-    if 'custom_call_target="tpu_custom_call"' in one.attributes:
+    if one.opcode.endswith("-done"):
+        return 0.0
+    if is_kernel(one):
         return kernel_flops(one, around) / (chip.peak() * efficiencies.kernel)
     if chip.clock is not None:
         # What has no cycles is free, or hidden behind what has: copies in flight. Not a scatter.
@@ -82,44 +85,11 @@ def compute_seconds(
     return max(matmul, bytes_moved(one, around, program) / chip.hbm_bandwidth)
 
 
-def kernel_flops(
-    one: Instruction, around: Mapping[str, Instruction], *, of_model: bool = False
-) -> int:
-    """Returns the matmul flops of a Pallas kernel of JAX's splash attention, or 0 of another.
-
-    Of q [B, N, T, K] against [B, G, S, K]: two matmuls forward, three for dq, four for dk and dv,
-    of the blocks that are computed, whose share the layer writes into the text.
-
-    Args:
-      of_model: True: without what the backward pass makes again: the logits, in both kernels, and
-        the gradient of the probabilities, in the second.
-    """
-    matmuls = next(
-        (number[of_model] for name, number in _SPLASH.items()
-         if f"splash_mha{name}" in one.name + one.attributes[-20_000:]), 0,
-    )
-    operands = [arrays_of(around[name].shape) for name in one.operands if name in around]
-    # Integers say which blocks are computed, and of which segments tokens are.
-    wide = [
-        operand[0].dims for operand in operands
-        if operand and operand[0].dtype in ("bf16", "f16", "f32") and len(operand[0].dims) in (3, 4)
-    ]
-    if not matmuls or len(wide) < 2:
-        return 0
-    q, k = wide[0], wide[1]
-    share = re.search(rf'{SHARE_OF_BLOCKS}="([\d.]+)"', one.attributes)
-    flops = 2 * matmuls * math.prod(q) * k[-2]
-    return int(flops * float(share.group(1) if share else 1.0))
-
-
-_SPLASH = {"_dq": (3, 2), "_dkv": (4, 2), "_fwd": (2, 2)}  # Matmuls, and those of the model.
-
-
 def is_matmul(one: Instruction, program: Program) -> bool:
     """Returns True if an instruction is a matmul, or a fusion around a matmul, or a kernel."""
-    if one.opcode in ("dot", "convolution") or "tpu_custom_call" in one.attributes:
+    if one.opcode in ("dot", "convolution") or is_kernel(one):
         return True
-    return one.opcode == "fusion" and any(
+    return one.opcode in FUSIONS and any(
         is_matmul(inner, program)
         for name in callees(one, "calls") for inner in program.computations[name].values()
     )
@@ -132,7 +102,7 @@ def _matmul(
     flops, dtype = hlo.matmul_flops(instruction, around), "bf16"
     if flops:
         return flops, arrays_of(around[instruction.operands[0]].shape)[0].dtype
-    if instruction.opcode in ("fusion", "call"):
+    if instruction.opcode in (*FUSIONS, "call"):
         for name in callees(instruction, "calls") or callees(instruction, "to_apply"):
             inside = program.computations[name]
             for inner in inside.values():
@@ -159,12 +129,14 @@ def bytes_moved(
     """
     if instruction.opcode in _FREE:
         return 0
-    if instruction.opcode != "fusion":
+    if instruction.opcode not in FUSIONS:
         return _part(instruction, around, size) or size(instruction.shape) + sum(
             size(around[name].shape) for name in instruction.operands if name in around
         )
     inside = program.computations[callees(instruction, "calls")[0]]
-    result = size(instruction.shape)
+    # The shape of a begin has the operands too.
+    is_begin = instruction.opcode != "fusion"
+    result = size(root_of(inside).shape if is_begin else instruction.shape)
     if is_update(instruction, program) and result:
         root = _behind_names(root_of(inside), inside)
         result = bytes_of(inside[root.operands[_UPDATES[root.opcode]]].shape)
@@ -179,7 +151,7 @@ def bytes_moved(
 
 def is_update(one: Instruction, program: Program) -> bool:
     """Returns True if an instruction writes a part of an array in place."""
-    if one.opcode == "fusion":
+    if one.opcode in FUSIONS:
         inside = program.computations[callees(one, "calls")[0]]
         return _behind_names(root_of(inside), inside).opcode in _UPDATES
     return one.opcode in _UPDATES

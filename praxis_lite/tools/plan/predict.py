@@ -216,8 +216,7 @@ def timed(
         low, middle, high = low * waits, middle * waits, high * waits
     elif topology.compiled_for == "gpu":
         notes.append(
-            "of GPUs no efficiency is fitted: 60% of the peak and 80% of the network are guesses; "
-            "kernels of libraries that are no matmuls (cuDNN) count as no time"
+            "of GPUs no efficiency is fitted: 60% of the peak and 80% of the network are guesses"
         )
     elif chip.name != "cpu":
         work = result.compute + result.memory

@@ -31,16 +31,17 @@ from praxis_lite.tools.explain.hlo_text import (
     parse,
     trip_count,
 )
+from praxis_lite.tools.explain.kernels import is_kernel, kernel_flops
 from praxis_lite.tools.plan.chips import Chip
 from praxis_lite.tools.plan.costs import (
     FITTED,
+    FUSIONS,
     Efficiencies,
     Wire,
     bytes_moved,
     bytes_of,
     compute_seconds,
     is_matmul,
-    kernel_flops,
     wire_seconds,
 )
 from praxis_lite.tools.plan.hbm import DONES, STARTS, Traffic, bytes_in_hbm
@@ -174,11 +175,11 @@ class _Walk:
 
     def flops_of(self, one: Instruction, around: Mapping, count: int) -> int:
         """Returns the matmul flops of an instruction and its calls; adds them up."""
-        if one.opcode == "fusion":
+        if one.opcode in FUSIONS:
             inside = self.program.computations[callees(one, "calls")[0]]
             return sum(self.flops_of(inner, inside, count) for inner in inside.values())
         flops = hlo.matmul_flops(one, around)
-        if not flops and "tpu_custom_call" in one.attributes:
+        if not flops and is_kernel(one):
             flops = kernel_flops(one, around)
             self.made.kernel_flops += flops * count
         self.made.flops += flops * count

@@ -94,10 +94,10 @@ class Timeline:
       seconds: from the first instruction to the last.
       compute: of these in matmuls and kernels.
       memory: in all else, which reads and writes memory.
-      kernel_flops, recomputed_flops: matmul flops in Pallas kernels; and, of all, of what the
-        backward pass computes again.
+      kernel_flops, recomputed_flops: matmul flops in kernels of attention; and, of all, of what
+        the backward pass computes again.
       flops: matmul flops, those of kernels included.
-      unknown_kernels: Pallas kernels that cost nothing here, by name.
+      unknown_kernels: kernels that cost nothing here, by name.
       collectives: by kind, axes and layer.
       of: by an instruction that is no collective, its seconds.
     """

@@ -14,8 +14,8 @@ from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.run.trainer.metrics.step_times import HFU, MFU, STEP_TIME
 from praxis_lite.tools.explain import hlo
 from praxis_lite.tools.explain.hlo_text import executed, op_name_of, parse
+from praxis_lite.tools.explain.kernels import is_kernel, kernel_flops
 from praxis_lite.tools.plan.chips import Chip
-from praxis_lite.tools.plan.costs import kernel_flops
 from praxis_lite.tools.plan.topology import attached_topology
 from praxis_lite.tools.utilization.model_flops import flops_of_step
 
@@ -90,7 +90,7 @@ class ProgramFlops:
     """The matmul flops of a compiled program on a device.
 
     Attributes:
-      flops: all of them, those of kernels that are known (splash attention) included.
+      flops: all of them, those of kernels that are known (splash attention, cuDNN's) included.
       useful_kernels: of those kernels, without what is computed again.
     """
 
@@ -104,7 +104,7 @@ def flops_of_program(text: str) -> ProgramFlops:
     for site in executed(parse(text)):
         instruction, count = site.instruction, site.count
         flops += count * hlo.matmul_flops(instruction, site.computation)
-        if "tpu_custom_call" in instruction.attributes:
+        if is_kernel(instruction):
             kernel = count * kernel_flops(instruction, site.computation)
             flops += kernel
             if RECOMPUTED not in op_name_of(instruction):

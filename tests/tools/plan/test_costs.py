@@ -8,13 +8,13 @@ import pytest
 from praxis_lite.layers.attention.fused import _block_sizes, _share_of_blocks
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.tools.explain.hlo_text import parse
+from praxis_lite.tools.explain.kernels import kernel_flops
 from praxis_lite.tools.plan.chips import CHIPS
 from praxis_lite.tools.plan.costs import (
     Efficiencies,
     Wire,
     bytes_moved,
     compute_seconds,
-    kernel_flops,
     wire_seconds,
 )
 from praxis_lite.tools.plan.hbm import bytes_in_hbm
@@ -48,6 +48,20 @@ custom_call_target="tpu_custom_call", \
 frontend_attributes={kernel_metadata={
 "xprof_metadata":"{\\"block_q\\": 512}"
 },share_of_blocks="0.250000"}, metadata={op_name="a/splash_mha_dkv/pallas_call"}
+  %begun = ((f32[4,512,256], s32[]), f32[512,256], u32[]) fusion-start(%s, %i), kind=kLoop, \
+calls=%fused
+  %done = f32[512,256] fusion-done(%begun)
+  %causal = (bf16[2,4,1000,128], u8[0]) custom-call(%q, %k, %k), \
+custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config":\
+{"intermediate_tensor_shape":{"dimensions":["2","4","1000","1000"]},"mask_type":"CAUSAL",\
+"sliding_window_length":0}}
+  %windows = (bf16[2,4,1000,128], u8[0]) custom-call(%q, %k, %k), \
+custom_call_target="__cudnn$fmhaSoftmaxBackward", backend_config={"cudnn_fmha_backend_config":\
+{"intermediate_tensor_shape":{"dimensions":["2","4","1000","1000"]},\
+"mask_type":"PADDING_CAUSAL","sliding_window_length":10}}
+  %full = (bf16[2,4,1000,128], u8[0]) custom-call(%q, %k, %k), \
+custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config":\
+{"intermediate_tensor_shape":{"dimensions":["2","4","1000","700"]},"mask_type":"NO_MASK"}}
   ROOT %f = f32[512,256] fusion(%s, %i), kind=kLoop, calls=%fused
 }
 """
@@ -71,6 +85,9 @@ def test_of_a_stack_only_the_slice_is_read():
     # Read and written: one of four; and the index.
     moved = 4 * (2 * 512 * 256 + 1)
     assert seconds("f", H100) == pytest.approx(moved / H100.hbm_bandwidth)
+    # The same beside other instructions: its begin has the cost, its end none.
+    assert seconds("begun", H100) == pytest.approx(moved / H100.hbm_bandwidth)
+    assert seconds("done", H100) == 0.0
 
 
 # Two rows of a table of 1,000 are looked up; a new row of a cache is written by a slice and, at a
@@ -145,6 +162,17 @@ def test_a_kernels_flops_are_those_of_the_blocks_it_computes():
     assert seconds("dkv", V5E) == pytest.approx(by_hand / V5E.peak())
     assert kernel_flops(MAIN["dkv"], MAIN, of_model=True) == pytest.approx(by_hand / 2)
     assert kernel_flops(MAIN["d"], MAIN) == 0
+
+
+def test_cudnns_flops_are_those_of_the_pairs_in_its_mask():
+    # 2 x 128 of each row, head and pair in a matmul: of two forward, and of five or four backward.
+    one = 2 * 2 * 4 * 128
+    assert kernel_flops(MAIN["causal"], MAIN) == 2 * one * 1000 * 1001 // 2
+    assert kernel_flops(MAIN["full"], MAIN) == 2 * one * 1000 * 700
+    in_window = sum(range(1, 11)) + 990 * 10
+    assert kernel_flops(MAIN["windows"], MAIN) == 5 * one * in_window
+    assert kernel_flops(MAIN["windows"], MAIN, of_model=True) == 4 * one * in_window
+    assert seconds("causal", H100) == pytest.approx(one * 1000 * 1001 / H100.peak())
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from praxis_lite.tools.explain.hlo_text import parse
 from praxis_lite.tools.profile.graphs import Schedule
 from praxis_lite.tools.profile.measured import NOT_NAMED, measure
 from praxis_lite.tools.profile.trace import UNNAMED, OpTime, read_trace
+from praxis_lite.tools.utilization.hook import flops_of_program
 from tests.support.traces import write_trace
 
 # Two steps of jax 0.11.2, without source lines and without what this package does not read.
@@ -54,6 +55,21 @@ def test_layers_on_an_h200_have_the_kernels_that_were_counted_by_hand(measured):
         for name in ("query", "key", "value", "post")
     )
     assert casts_and_matmuls == pytest.approx(0.567453 + 9.003895 + 3.360815 + 0.05, abs=0.01)
+
+
+def test_flops_of_that_step_are_those_counted_by_hand(measured):
+    text = gzip.decompress((H200 / "train_step.hlo.txt.gz").read_bytes()).decode()
+    tokens, block, up = 8 * 2048, 4 * 2048**2, 2048 * 8192
+    weights = 8 * (block + 2 * up) + 2048 * 61
+    again = 2 * tokens * 8 * (block + up)  # Of the second matmul of a block nothing is needed.
+    # 8 layers, rows of 8, 16 heads of 128, causal.
+    attention = 2 * 8 * 8 * 16 * 128 * (2048 * 2049 // 2)
+    actual = flops_of_program(text)
+    assert actual.useful_kernels == (2 + 4) * attention
+    assert actual.flops == 6 * tokens * weights + again + (2 + 2 + 5) * attention
+    # The input of 8 blocks is kept: zeroed at first, read, and written beside other instructions.
+    kept = 8 * 2 * tokens * 2048
+    assert measured.layers["transformer"].predicted == pytest.approx(3 * kept / 4.8e12, rel=0.01)
 
 
 # In this order: a cast of q, one of k, the products, a copy, attention, a sum over devices.
