@@ -148,16 +148,16 @@ WINDOW = {"transformer_layer_tpl": fdl.Partial(
 ])
 def test_a_transformer_gives_the_same_tokens_up_to_its_last_position(shape, most, layer):
     """Its positions are learned and as many as there are tokens."""
-    results = []
+    results, weights = [], None
     for num_drafts in (0, most):
         decoder = Greedy(max_decode_steps=M, eos_id=V, num_speculative_tokens=num_drafts)
         task = lm_task(decoder, **layer)
         partitioner = Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=shape)))
-        mdl_vars = partitioner.init(partitioner.key(0)).mdl_vars
+        if weights is None:
+            mdl_vars = partitioner.init(partitioner.key(0)).mdl_vars
+            weights = partitioner.for_decoding(mdl_vars)
         batch = partitioner.global_batch(BATCH)
-        outputs = partitioner.decode_step(
-            partitioner.for_decoding(mdl_vars), batch, partitioner.key(0)
-        )
+        outputs = partitioner.decode_step(weights, batch, partitioner.key(0))
         results.append(jax.device_get(outputs))
     expected, actual = results
     np.testing.assert_array_equal(actual["output_ids"], expected["output_ids"])
