@@ -8,7 +8,7 @@ after the fusion, or after another with the same content. Between these, kernels
 
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -47,6 +47,7 @@ class Schedule:
             re.sub(r"\W", "_", item.name): by_content[_content(item)] for item in self._launched
         }
         self.instructions_of = functools.cache(self._instructions_of)
+        self._of_library = functools.cache(self._of_library)
 
     def _instructions_of(self, kernels: tuple[str, ...]) -> tuple[str | None, ...]:
         """Returns the instruction behind each kernel of a graph, None where none is found.
@@ -55,7 +56,7 @@ class Schedule:
           kernels: their names, in the order in which they start.
         """
         units = list(_units(kernels, self._by_kernel))
-        places = _aligned([self._points(kernels[main]) for _, main in units])
+        places = _aligned(self._points(kernels[main]) for _, main in units)
         result: list[str | None] = []
         for (first, main), place in zip(units, places, strict=True):
             if place is None:  # A name that a single instruction has, tells it anywhere.
@@ -73,10 +74,14 @@ class Schedule:
         """Returns by instruction the points for a kernel that is its first."""
         named = self._of_name(kernel)
         if named is None:
-            return np.array([_points_of_library(kernel, item) for item in self._launched])
-        result = np.full(len(self._launched), _NEVER)
+            return self._of_library(kernel)
+        result = np.full(len(self._launched), _NEVER, np.int32)
         result[named] = _NAMED
         return result
+
+    def _of_library(self, kernel: str) -> np.ndarray:
+        points = [_points_of_library(kernel, item) for item in self._launched]
+        return np.array(points, np.int32)
 
 
 def _launched(program: Program, computation: str) -> Iterator[Instruction]:
@@ -123,7 +128,7 @@ def _points_of_library(kernel: str, item: Instruction) -> int:
     return _POSSIBLE if "kind=kCustom" in item.attributes or kind != "fusion" else _NEVER
 
 
-def _aligned(points: Sequence[np.ndarray]) -> list[int | None]:
+def _aligned(points: Iterable[np.ndarray]) -> list[int | None]:
     """Returns the instruction of each kernel, in ascending order, with the most points together.
 
     The instructions are a part of the schedule; None: a kernel that fits nowhere in it.
@@ -131,21 +136,25 @@ def _aligned(points: Sequence[np.ndarray]) -> list[int | None]:
     Args:
       points: of each kernel, by instruction.
     """
-    numbers = np.arange(len(points[0]))
-    slope = numbers * _SKIPPED
-    best, begins, origins = np.zeros(len(numbers), int), [], []
-    for row, given in enumerate(points):
-        # The best of all instructions before each, less those skipped between; at first it is free.
-        reached = np.maximum.accumulate(best - slope)
-        newest = np.maximum.accumulate(np.where(best - slope == reached, numbers, 0))
-        before = np.roll(reached + slope, 1) if row else best
-        begun = given + np.where(numbers > 0, before, 0 if row == 0 else _NEVER)
-        continued = best + np.where(given > _NEVER, _SAME, _STRAY)
-        begins.append(begun >= continued)
-        origins.append(np.roll(newest, 1))
+    best, rows = None, []
+    for given in points:
+        numbers = np.arange(len(given), dtype=np.int32)
+        if best is None:  # The first instruction may be any.
+            best, begun = np.zeros_like(given), given
+            origin = numbers
+        else:
+            # The best of all instructions before each, less those skipped between.
+            slope = numbers * _SKIPPED
+            reached = np.maximum.accumulate(best - slope)
+            newest = np.maximum.accumulate(np.where(best - slope == reached, numbers, 0))
+            origin = np.roll(newest, 1)
+            begun = given + np.where(numbers > 0, np.roll(reached + slope, 1), _NEVER)
+        fits = given > _NEVER
+        continued = best + np.where(fits, _SAME, _STRAY)
+        rows.append((fits, begun >= continued, origin))
         best = np.maximum(begun, continued)
     place, result = int(np.argmax(best)), []
-    for given, begin, origin in zip(*map(reversed, (points, begins, origins)), strict=True):
-        result.append(place if given[place] > _NEVER else None)
-        place = int(origin[place]) if begin[place] else place
+    for fits, begins, origin in reversed(rows):
+        result.append(place if fits[place] else None)
+        place = int(origin[place]) if begins[place] else place
     return result[::-1]
