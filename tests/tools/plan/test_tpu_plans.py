@@ -66,3 +66,17 @@ def test_what_does_not_fit_and_what_libtpu_refuses(tmp_path):
         "mesh.ici_mesh_shape=(1,-1,2)",
     )
     assert done.returncode == 2 and "mesh.dcn_mesh_shape is None" in " ".join(done.stderr.split())
+
+
+def test_a_token_of_many_rows_is_no_loop_over_them(tmp_path):
+    done = run(
+        tmp_path, "--exp=lm.Llama", "--topology=v5e:2x4", "--steps=decode", "--batch_sizes=1,64",
+    )
+    assert done.returncode == 0, done.stderr
+    one = json.loads((tmp_path / "plan.json").read_text())
+    (many,) = one["other_steps"]
+    for item in (one, many):
+        assert 0 < item["decoding"]["share_of_limit"] < 1
+        assert item["decoding"]["first_token_seconds"] > 0
+    # 16 rows a device; a loop over them takes 5 us for each row and cache.
+    assert many["step_seconds"] < one["step_seconds"] + 16 * 8 * 5e-6 / 2
