@@ -27,6 +27,7 @@ SETTINGS = [
 
 @pytest.fixture(scope="module")
 def plan():
+    jax.devices()  # All of the suite's, or there would be two for all tests that come after.
     job = build(configured(registry.get_experiment("lm.Llama"), SETTINGS))
     return job_plan.plan_job(job, topology_of("cpu:2"), ["decode"], batch_sizes=[1, 6])
 
