@@ -42,7 +42,7 @@ def test_a_stack_keeps_the_layers_split_and_puts_its_own_entry_before_it():
     spec = specs_of(lambda rngs: Repeat(SPLIT_LINEAR, 3, stack_split="replica", rngs=rngs))
     assert spec == {
         "params/blocks/w": WeightSpec(
-            (3, 5, 7), jnp.dtype("float32"), ("data", "mdl"), ("replica",), may_be_apart=True
+            (3, 5, 7), jnp.dtype("float32"), ("data", "mdl"), ("replica",), num_dims_apart=1
         )
     }
     weight = spec["params/blocks/w"]
