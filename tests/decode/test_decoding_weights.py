@@ -115,7 +115,7 @@ def test_a_stack_whose_layers_are_split_over_devices_stays_one():
 
 
 @pytest.mark.parametrize("pipelined, shape", [
-    (None, (1, 2, 1)),
+    pytest.param(None, (1, 2, 1), marks=pytest.mark.slow),
     pytest.param(None, (2, 2, 1), marks=pytest.mark.slow),  # The stages lie on devices.
     pytest.param(True, (1, 1, 1), marks=pytest.mark.slow),
 ])
