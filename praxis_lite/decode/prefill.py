@@ -5,10 +5,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from praxis_lite.collectives.varying import varying_alike
 from praxis_lite.decode.decoder import Decoder, Prompts
 from praxis_lite.layers.base_layer import rebuilt
+from praxis_lite.layers.embedding.rotary_scaling import DynamicRotary
 
 # B batch, P longest prompt, V classes.
 
@@ -48,13 +50,25 @@ def prefill(decoder: Decoder, model: Any, prompts: Prompts) -> Prefix:
     last = jnp.maximum(lengths - 1, 0)
     size = decoder.prefill_chunk_size if decoder.fprop_for_prefix else 1
     if size is None or (decoder.fprop_for_prefix and size >= prompt_length):
-        logits, cache = model(ids, paddings=paddings, cache=cache)
+        positions = {}
+        if reads_length(model):  # Of the text, which padding does not make longer.
+            true = jnp.minimum(jnp.arange(prompt_length, dtype=jnp.int32), jnp.max(last))
+            positions = {"positions": true[None, :]}
+        logits, cache = model(ids, paddings=paddings, cache=cache, **positions)
         logits, logprobs = logits[jnp.arange(num_rows), last].astype(jnp.float32), None
     else:
         logits, cache, logprobs = _in_chunks(
             model, ids, paddings, last, cache, size, has_logprobs=not decoder.fprop_for_prefix
         )
     return Prefix(logits, cache, logprobs, max_steps(decoder, prompts))
+
+
+def reads_length(model: Any) -> bool:
+    """Returns True if a layer of the model has angles that depend on the length of the text."""
+    module = getattr(model, "model", model)  # Of a ConditionedDecoder.
+    return isinstance(module, nnx.Module) and any(
+        isinstance(layer, DynamicRotary) for _, layer in nnx.iter_modules(module)
+    )
 
 
 def max_steps(decoder: Decoder, prompts: Prompts) -> jax.Array:

@@ -21,9 +21,9 @@ SMALL = [
 def test_the_pages_blocks_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    experiment, budgets = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    experiment, _, budgets = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     Path("my_pods.py").write_text(experiment, "utf-8")
-    commands = re.findall(r"^python main.py .*", PAGE, re.MULTILINE)
+    commands = re.findall(r"^python main.py (?!.*--steps=decode).*", PAGE, re.MULTILINE)
     plan, of_7b, search, again = (
         re.sub(r"v5e:\w+", "cpu:8", command).replace("minutes=8", "minutes=0.02")
         for command in commands

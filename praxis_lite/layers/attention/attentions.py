@@ -86,7 +86,7 @@ class DotProductAttention(AttentionHeads):
       weight_split_dims_mapping: of the projections' weights, as [D, N, K].
       activation_split_dims_mapping: of queries, keys, values and the cache, [B, T, N, K].
       kv_split_dims_mapping: of keys, values and the cache, [B, S, G, K], if not the same; one
-        head stays whole. If None, a cache whose heads do not divide splits over time instead.
+        head stays whole. If None, a cache of fewer heads than devices splits over time.
       output_split_dims_mapping: of the outputs, [B, T, D].
       tensor_parallel: by which collectives, written by hand, the layer runs along the mesh axis
         that splits N: a name in TENSOR_PARALLEL. None, and calls with a cache: the compiler's.

@@ -166,8 +166,8 @@ class AttentionHeads(BaseLayer):
         return {name: constrain(x, self.kv_split_dims_mapping) for name, x in kv.items()}
 
     def split_of_time(self) -> DimSplit:
-        """Returns the axes that split the cache's time, as its heads do not divide; None: none."""
-        return self.cache_split if self.num_kv_heads % num_shards_of(self.cache_split) else None
+        """Returns the axes that split the cache's time, as its heads are too few; None: none."""
+        return self.cache_split if self.num_kv_heads < num_shards_of(self.cache_split) else None
 
     def _split_of_cache(self) -> SplitDims:
         if self.kv_split_dims_mapping is None:

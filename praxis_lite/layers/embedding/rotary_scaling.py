@@ -74,6 +74,8 @@ class DynamicRotary(RotaryPositionalEmbedding):
       original_max_positions: up to which theta stays as it is.
     """
 
+    couples_tokens = "angles that grow with the text"
+
     @takes_settings_of(RotaryPositionalEmbedding)
     def __init__(
         self, embedding_dims: int, *, factor: float, original_max_positions: int, **settings: Any

@@ -17,10 +17,10 @@ from praxis_lite.tools.explain.cache_notes import cache_notes
 LATENT = {"kv_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4}
 
 
-def test_a_note_for_each_layer_whose_heads_do_not_divide():
+def test_a_note_for_each_layer_with_fewer_heads_than_devices():
     attentions = [
         fdl.Partial(DotProductAttention, num_kv_heads=2),
-        fdl.Partial(DotProductAttention, num_kv_heads=3),
+        fdl.Partial(DotProductAttention, num_kv_heads=1),
         fdl.Partial(MultiHeadLatentAttention, **LATENT),
     ]
     lm = fdl.Partial(
@@ -35,5 +35,5 @@ def test_a_note_for_each_layer_whose_heads_do_not_divide():
         return [note.split(":")[0].split("x_layers_")[1] for note in notes]
 
     assert layers_of((1, 1, 2)) == ["1/self_attention", "2/self_attention"]
-    assert layers_of((1, 2, 3)) == ["0/self_attention", "2/self_attention"]
+    assert layers_of((1, 2, 3)) == [f"{i}/self_attention" for i in range(3)]
     assert layers_of((1, 4, 1)) == []

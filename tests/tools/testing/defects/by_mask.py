@@ -81,8 +81,8 @@ DEFECTS += [
 def _appended(change):
     def new(old):
         @functools.wraps(old)
-        def append(cache, given, start_B):
-            return change(old, cache, given, start_B)
+        def append(cache, given, start_B, split=None):
+            return change(functools.partial(old, split=split), cache, given, start_B)
 
         return append
 
