@@ -176,7 +176,16 @@ EXPERTS = {"transformer_layer_tpl": fdl.Partial(
 )}
 
 
+GROWING = {"transformer_layer_tpl": fdl.Partial(
+    layers.Transformer, tr_atten_tpl=fdl.Partial(
+        layers.DotProductAttention, use_rotary_position_emb=True,
+        rotary_position_emb_tpl=fdl.Partial(layers.DynamicRotary, factor=2.0, original_max_positions=4),
+    ),
+)}
+
+
 @pytest.mark.parametrize("layer, most, message", [
+    (GROWING, 2, r"num_speculative_tokens.*rotary_position_emb has angles that grow"),
     (RECURRENT, 2, r"Greedy\.num_speculative_tokens.*has h, window.*to 0"),
     (EXPERTS, 2, r"num_speculative_tokens.*ff_layer.*experts with a capacity.*dropless"),
     (WINDOW, 17, r"num_speculative_tokens is 17; wanted is 16 or less.*self_attention.*a window"),
