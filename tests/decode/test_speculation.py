@@ -179,7 +179,9 @@ EXPERTS = {"transformer_layer_tpl": fdl.Partial(
 GROWING = {"transformer_layer_tpl": fdl.Partial(
     layers.Transformer, tr_atten_tpl=fdl.Partial(
         layers.DotProductAttention, use_rotary_position_emb=True,
-        rotary_position_emb_tpl=fdl.Partial(layers.DynamicRotary, factor=2.0, original_max_positions=4),
+        rotary_position_emb_tpl=fdl.Partial(
+            layers.DynamicRotary, factor=2.0, original_max_positions=4
+        ),
     ),
 )}
 
