@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 
 class ConfigError(ValueError):
@@ -17,14 +17,6 @@ class ConfigError(ValueError):
 
 class OutOfMemory(ConfigError):
     """The compiler, a device or the host ran out of memory."""
-
-
-def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yields an exception, then its cause, then the cause of that, and so on."""
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__ or cause.__context__
 
 
 def require(

@@ -141,7 +141,7 @@ class BeamSearch(Decoder):
         return jnp.where(is_eos_V & (t < self.min_decode_steps), -1e20, logprobs_BKV)
 
     def _norm(self, num_tokens: jax.Array) -> jax.Array:
-        """Returns what a sum of log-probs is divided by, in float32 as Pax does."""
+        """Returns the divisor of a sum of log-probs, in float32 as Pax does."""
         return ((num_tokens + 5).astype(jnp.float32) / 5.0) ** self.length_norm_alpha
 
     def _is_decided(self, carry: dict[str, Any], max_steps: jax.Array) -> jax.Array:

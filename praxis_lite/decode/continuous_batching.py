@@ -34,9 +34,9 @@ class ContinuousBatching:
 
     One makes steps; others put prompts into rows, of a length and a number each that `sizes` has.
     The state, caches included, is donated from call to call. A prompt's tokens are those that it
-    would get alone.
-    Between calls each array of the state stays split as the model splits it, if that is even, and
-    is whole on every device otherwise: choose num_rows so that the devices of the batch divide it.
+    would get alone. Between calls each array of the state stays split as the model splits it, if
+    that is even, and is whole on every device otherwise: choose num_rows so that the devices of the
+    batch divide it.
 
     Args:
       decoder: Greedy or Sample; each sample of a prompt is a Prompt of its own.
@@ -133,7 +133,7 @@ class ContinuousBatching:
         return self._one_row is not None
 
     def beginnings(self, mdl_vars: PyTree) -> Beginnings | None:
-        """Returns what keeps the beginnings of prompts, or None if the decoder shares none."""
+        """Returns the keeper of beginnings of prompts, or None if the decoder shares none."""
         if self._one_row is None:
             return None
         return self._one_row.beginnings(mdl_vars, self._decoder.num_cached_prefixes)

@@ -149,7 +149,7 @@ class OneRow:
         self._read: Callable[..., PyTree] | None = None
 
     def beginnings(self, mdl_vars: PyTree, most: int) -> "Beginnings":
-        """Returns what keeps so many beginnings of prompts, as these weights read them."""
+        """Returns a keeper of so many beginnings of prompts, as these weights read them."""
         read = functools.partial(self.read, mdl_vars)
         return Beginnings(most, self.size, self.empty(mdl_vars), read)
 

@@ -103,6 +103,14 @@ def stored_forms(task: Task) -> dict[str, Stored]:
 
 
 def _casts(task: Task) -> dict[str, Cast]:
+    for name in task.required_decode_inputs:
+        if name not in _ROW:
+            raise ConfigError(
+                f"{type(task.decoder).__name__}.weights_dtype is {task.decoder.weights_dtype!r}: "
+                f"which weights are cast is read off the decoding of {', '.join(_ROW)}, but "
+                f"{type(task).__name__} decodes {name!r} too. Leave weights_dtype out, or override "
+                "the task's stored_for_decoding."
+            )
     inputs = {name: _ROW[name] for name in task.required_decode_inputs}
     key = jax.eval_shape(lambda: jax.random.key(0))
     shapes = jax.eval_shape(lambda: task.model.init(jax.random.key(0)))

@@ -2,8 +2,9 @@
 
 import errno
 import re
+from collections.abc import Iterator
 
-from praxis_lite.core.errors import OutOfMemory, causes, shown
+from praxis_lite.core.errors import OutOfMemory, shown
 
 # What XLA, TensorStore, C++ and Python say where memory ends; not gRPC of a message too large.
 _NO_MEMORY = re.compile(
@@ -34,3 +35,11 @@ def out_of_memory(lacking: str) -> OutOfMemory:
         "(batch_size, longer rows, the model, num_workers), end what else runs here, or take a "
         "machine with more memory; a limit of the container or of the shell (ulimit -v) counts too."
     )
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yields an exception, then its cause, then the cause of that, and so on."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__

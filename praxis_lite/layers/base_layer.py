@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.core.errors import is_whole, require
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain
 from praxis_lite.layers.calls import ConstructorSignature, checked_and_named
 from praxis_lite.layers.initializers import WeightInit
@@ -136,7 +135,20 @@ def in_order(equation: str) -> str:
 
 
 class StoredWeight(abc.ABC):
-    """A weight that decoding keeps as something else than an array; `astype` makes one of it."""
+    """A weight that decoding keeps as something else than an array."""
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> Any:
+        """The dtype of the weight that it stands for."""
+
+    def __getitem__(self, index: Any) -> Any:
+        """Returns the weight itself for `...`, as a variable reads it, else a part as an array."""
+        return self if index is ... else self.astype(self.dtype)[index]
+
+    @abc.abstractmethod
+    def astype(self, dtype: Any) -> jax.Array:
+        """Returns the weight as an array."""
 
     @abc.abstractmethod
     def multiplied(self, layer: "Dense", inputs: jax.Array) -> jax.Array:
@@ -277,28 +289,3 @@ def stacked(
             stack_split_dims_mapping=(stack_split, *inner), num_dims_apart=num_dims_apart
         )
     return module
-
-
-def require_positive(layer: object, **sizes: int) -> None:
-    """Checks a layer's sizes before anything is built from them.
-
-    Raises:
-      ConfigError: one is not a positive integer; names the layer's class and the setting.
-    """
-    for name, size in sizes.items():
-        require(is_whole(size), f"{type(layer).__name__}.{name}", size, "a positive integer")
-
-
-def require_floating(layer: object, **dtypes: Any) -> None:
-    """Checks the dtypes that a layer computes in.
-
-    Raises:
-      ConfigError: one is not of floats; names the layer's class.
-    """
-    for name, dtype in dtypes.items():
-        require(
-            jnp.issubdtype(dtype, jnp.floating), f"{type(layer).__name__}.{name}",
-            jnp.dtype(dtype).name,
-            "a floating-point dtype, such as bfloat16: others have no gradient",
-            "Products in int8 are a setting of their own (docs/training.md).",
-        )

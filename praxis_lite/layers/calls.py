@@ -1,4 +1,4 @@
-"""Arguments of the layers' constructors and methods, and the scopes that name their operations."""
+"""Arguments of layers: their names, their checks, and the scopes that name their operations."""
 
 import contextlib
 import contextvars
@@ -8,9 +8,10 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.core.errors import ConfigError, did_you_mean
+from praxis_lite.core.errors import ConfigError, did_you_mean, is_whole, require
 from praxis_lite.core.models.layer_paths import attribute_name
 
 Init = TypeVar("Init", bound=Callable[..., None])
@@ -115,3 +116,28 @@ def scope_of(parent: nnx.Module, layer: nnx.Module) -> contextlib.AbstractContex
     that look alike, so that the name has to stand outside.
     """
     return _calling(None, attribute_name(parent, layer))
+
+
+def require_positive(layer: object, **sizes: int) -> None:
+    """Checks a layer's sizes before anything is built from them.
+
+    Raises:
+      ConfigError: one is not a positive integer; names the layer's class and the setting.
+    """
+    for name, size in sizes.items():
+        require(is_whole(size), f"{type(layer).__name__}.{name}", size, "a positive integer")
+
+
+def require_floating(layer: object, **dtypes: Any) -> None:
+    """Checks the dtypes that a layer computes in.
+
+    Raises:
+      ConfigError: one is not of floats; names the layer's class.
+    """
+    for name, dtype in dtypes.items():
+        require(
+            jnp.issubdtype(dtype, jnp.floating), f"{type(layer).__name__}.{name}",
+            jnp.dtype(dtype).name,
+            "a floating-point dtype, such as bfloat16: others have no gradient",
+            "Products in int8 are a setting of their own (docs/training.md).",
+        )

@@ -11,15 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.activations import ActivationFn, activation_fn
-from praxis_lite.layers.base_layer import (
-    BaseLayer,
-    Dense,
-    Initializer,
-    broadcast_as,
-    require_positive,
-    xavier,
-    zeros,
-)
+from praxis_lite.layers.base_layer import BaseLayer, Dense, Initializer, broadcast_as, xavier, zeros
+from praxis_lite.layers.calls import require_positive
 from praxis_lite.layers.initializers import WeightInit
 
 # D input dims, F output dims.

@@ -8,7 +8,8 @@ from flax import nnx
 
 from praxis_lite.core.errors import is_number, require
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain
-from praxis_lite.layers.base_layer import BaseLayer, ones, require_positive, zeros
+from praxis_lite.layers.base_layer import BaseLayer, ones, zeros
+from praxis_lite.layers.calls import require_positive
 
 
 def check_epsilon(layer: object, epsilon: float) -> None:

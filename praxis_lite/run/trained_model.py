@@ -39,8 +39,7 @@ class TrainedModel:
     Of `praxis_lite.train` the weights are read from the checkpoint when they are first used. Each
     method compiles when it is called for the first time with arrays of some shapes. To decode, the
     weights of stacked layers are copied once, a layer each, and kept beside the stacks, for each
-    form that a decoder's settings give them. A notebook
-    shows the loss curve and the last numbers.
+    form that a decoder's settings give them. A notebook shows the loss curve and the last numbers.
 
     Attributes:
       step: of the checkpoint.

@@ -74,12 +74,10 @@ class DecodingWeights:
         shapes = jax.eval_shape(self.form_of, layout.shapes)
         specs = jax.tree.map(specs, layout.shapes, layout.specs, self._forms)
         self.layout = StateLayout(shapes, specs, layout.axis_sizes)
-        self._differs = not _is_alike(layout.shapes, shapes)
 
     def layout_of(self, mdl_vars: PyTree) -> StateLayout:
         """Returns the layout of weights in this form or, where they are not, in training's."""
-        is_in_form = self._differs and _is_alike(self.layout.shapes, mdl_vars)
-        return self.layout if is_in_form else self._training
+        return self.layout if self.layout.is_of(mdl_vars) else self._training
 
     def form_of(self, tree: PyTree) -> PyTree:
         """Returns a tree of arrays, of whatever sizes and mesh, in this form."""
@@ -99,7 +97,7 @@ class DecodingWeights:
         Raises:
           ConfigError: they are not this model's; names a leaf.
         """
-        if not self._differs or self.layout_of(mdl_vars) is self.layout:
+        if self.layout.is_of(mdl_vars):
             return mdl_vars
         check_tree(self._training, mdl_vars, name, self._mesh)
 
@@ -114,13 +112,6 @@ class DecodingWeights:
             return new
 
         return jax.tree.map(in_form, mdl_vars, self._forms, self.layout.shardings(self._mesh))
-
-
-def _is_alike(one: PyTree, other: PyTree) -> bool:
-    """Returns True if two trees have the same structure, and leaves of the same dtypes."""
-    dtypes = lambda tree: [getattr(x, "dtype", None) for x in jax.tree.leaves(tree)]  # noqa: E731
-    same = jax.tree.structure(one) == jax.tree.structure(other)
-    return same and dtypes(one) == dtypes(other)
 
 
 @functools.cache

@@ -49,7 +49,7 @@ class Partitioner:
       learner: the task's, bound to the weights.
       gradients: the functions that make gradients and metrics, of the strategy that was given.
       init: (key) -> TrainState, each array made in its shards.
-      compiler_options, decode_options: XLA's, for steps and for what decodes; None: there are none.
+      compiler_options: that the steps are compiled with on this mesh; None: there are none.
 
     Raises:
       ConfigError: a weight's split does not fit, or XLA does not know a compiler option; before
@@ -77,16 +77,11 @@ class Partitioner:
         with where.tracing():  # A Linen module's init runs all of it, and may ask for the mesh.
             self.layout, self.learner = layout_and_learner(task, dict(mesh.shape))
         self._mdl_layout = self.layout.select("mdl_vars")
-        self.gradients = (gradients or Gradients()).on(
-            task, mesh, self._mdl_layout, self.learner
-        )
+        self.gradients = (gradients or Gradients()).on(task, mesh, self._mdl_layout, self.learner)
         self.replicated = where.replicated
         self.compiler_options = step_options(compiler_options, mesh)
-        self.decode_options = decode_options(self.compiler_options, mesh)
-        self.init = jax.jit(
-            self._init, out_shardings=self.layout.shardings(mesh),
-            compiler_options=init_options(mesh),
-        )
+        placed = {"out_shardings": self.layout.shardings(mesh)}
+        self.init = jax.jit(self._init, compiler_options=init_options(mesh), **placed)
         self._eval_params = jax.jit(
             self._eval_params_of_state, static_argnames="use_ema",
             out_shardings=self._mdl_layout.shardings(mesh)["params"],
@@ -141,6 +136,10 @@ class Partitioner:
         )
 
     @functools.cached_property
+    def decode_options(self) -> dict[str, Any] | None:  # For programs that decode.
+        return decode_options(self.compiler_options, self.mesh)
+
+    @functools.cached_property
     def decoding_weights(self) -> DecodingWeights:  # Training has no use for it.
         specs, stored = self.task.model.weight_specs(), self.task.stored_for_decoding()
         return DecodingWeights(self._mdl_layout, specs, self.mesh, stored)
@@ -162,8 +161,7 @@ class Partitioner:
     def for_decoding(self, mdl_vars: PyTree, *, donates: bool = False) -> PyTree:
         """Returns weights in the form that decoding reads: layers of a stack apart.
 
-        `decode_step` and programs of `with_mdl_vars` take them: the same numbers in half the time.
-        They are stored as the task says (`Decoder.weights_dtype`).
+        `decode_step` and programs of `with_mdl_vars` take them, stored as `Decoder` settings say.
 
         Args:
           donates: weights are deleted on the way, which else lie in memory beside their copies.
@@ -258,9 +256,7 @@ class Partitioner:
         self, function: Callable[..., Any], static_argnums: int | Sequence[int] = (),
         *, has_splits: bool = False,
     ) -> Callable[..., Any]:
-        """Wraps `function` to take padded mdl_vars, of a state or `for_decoding`.
-
-        `function` sees logical shapes.
+        """Wraps `function`, of logical shapes, to take padded mdl_vars, `for_decoding` or not.
 
         To be compiled by `jax.jit` with the same `static_argnums`, for other steps than the three
         here. A GlobalBatch among the arguments reaches `function` as its inputs. Other arguments
@@ -275,7 +271,9 @@ class Partitioner:
         lay_out = (lambda tree: tree) if has_splits else evenly
 
         def on_the_mesh(mdl_vars: PyTree, *args: Any) -> Any:
-            layout = self.decoding_weights.layout_of(mdl_vars)
+            layout = self._mdl_layout
+            if not layout.is_of(mdl_vars):
+                layout = self.decoding_weights.layout_of(mdl_vars)
             arguments.check_tree(layout, mdl_vars, "with_mdl_vars: mdl_vars")
             with self.where.tracing():
                 args = tuple(

@@ -102,6 +102,14 @@ class StateLayout:
     def unpad(self, tree: PyTree) -> PyTree:
         return unpad_tree(tree, self.shapes, self.specs)
 
+    def is_of(self, tree: PyTree) -> bool:
+        """Returns True if a tree has this structure, and leaves of these dtypes."""
+        leaves, structure = jax.tree.flatten(tree)
+        expected, expected_structure = jax.tree.flatten(self.shapes)
+        return structure == expected_structure and all(
+            getattr(x, "dtype", None) == y.dtype for x, y in zip(leaves, expected, strict=True)
+        )
+
     def select(self, name: str) -> "StateLayout":
         """Returns the layout of a field of a TrainState, or of an entry of a dict."""
 

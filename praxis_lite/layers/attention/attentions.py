@@ -21,8 +21,8 @@ from praxis_lite.layers.attention.masks import (
     mask_of_keys,
     not_padding,
 )
-from praxis_lite.layers.base_layer import require_positive, zeros
-from praxis_lite.layers.calls import takes_settings_of
+from praxis_lite.layers.base_layer import zeros
+from praxis_lite.layers.calls import require_positive, takes_settings_of
 from praxis_lite.layers.stacking.half_blocks import HalfBlock
 from praxis_lite.layers.stacking.tensor_parallel import (
     axis_by_hand,

@@ -16,7 +16,8 @@ from praxis_lite.layers.attention.einsum import LogitOptions
 from praxis_lite.layers.attention.kernels import attend, check_kernel
 from praxis_lite.layers.attention.masks import AttentionMask, not_padding
 from praxis_lite.layers.attention.projections import AttentionProjection
-from praxis_lite.layers.base_layer import BaseLayer, Product, filled_up, require_positive
+from praxis_lite.layers.base_layer import BaseLayer, Product, filled_up
+from praxis_lite.layers.calls import require_positive
 from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalEmbedding
 from praxis_lite.layers.linears import Bias, Linear
 from praxis_lite.layers.normalizations import RmsNorm

@@ -8,15 +8,8 @@ from flax import nnx
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims
-from praxis_lite.layers.base_layer import (
-    BaseLayer,
-    Dense,
-    Initializer,
-    broadcast_as,
-    require_positive,
-    xavier,
-    zeros,
-)
+from praxis_lite.layers.base_layer import BaseLayer, Dense, Initializer, broadcast_as, xavier, zeros
+from praxis_lite.layers.calls import require_positive
 
 # D model dims, N heads, K dims per head.
 

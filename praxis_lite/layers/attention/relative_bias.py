@@ -6,7 +6,8 @@ from flax import nnx
 
 from praxis_lite.core.errors import require
 from praxis_lite.core.sharding.split_dims import SplitDims
-from praxis_lite.layers.base_layer import BaseLayer, require_positive, xavier
+from praxis_lite.layers.base_layer import BaseLayer, xavier
+from praxis_lite.layers.calls import require_positive
 
 # B batch, T queries, S keys, N heads, X buckets.
 

@@ -16,13 +16,8 @@ from praxis_lite.core.sharding.split_dims import (
     to_partition_spec,
     without_axes,
 )
-from praxis_lite.layers.base_layer import (
-    BaseLayer,
-    Initializer,
-    require_floating,
-    require_positive,
-    xavier,
-)
+from praxis_lite.layers.base_layer import BaseLayer, Initializer, xavier
+from praxis_lite.layers.calls import require_floating, require_positive
 
 # B batch, T time, D model dims, V classes.
 LOOKUP_STYLES = ("index", "matmul")

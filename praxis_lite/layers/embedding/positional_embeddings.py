@@ -9,8 +9,8 @@ from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain
-from praxis_lite.layers.base_layer import BaseLayer, require_positive
-from praxis_lite.layers.calls import takes_settings_of
+from praxis_lite.layers.base_layer import BaseLayer
+from praxis_lite.layers.calls import require_positive, takes_settings_of
 from praxis_lite.layers.embedding.embeddings import Embedding, lookup
 
 # B batch (or 1), T time, D model dims, N heads, K dims per head.

@@ -10,15 +10,8 @@ from flax import nnx
 from praxis_lite.core.errors import require, require_choice
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.activations import soft_cap
-from praxis_lite.layers.base_layer import (
-    AuxLoss,
-    BaseLayer,
-    Initializer,
-    require_floating,
-    require_positive,
-    xavier,
-)
-from praxis_lite.layers.calls import takes_settings_of
+from praxis_lite.layers.base_layer import AuxLoss, BaseLayer, Initializer, xavier
+from praxis_lite.layers.calls import require_floating, require_positive, takes_settings_of
 from praxis_lite.layers.embedding.chunked_cross_entropy import token_stats
 from praxis_lite.layers.embedding.cross_entropy import (
     TokenStats,

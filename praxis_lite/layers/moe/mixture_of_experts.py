@@ -11,8 +11,8 @@ from flax import nnx
 from praxis_lite.core.errors import require, require_choice
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain
 from praxis_lite.layers.activations import ActivationFn, activation_fn
-from praxis_lite.layers.base_layer import AuxLoss, Summary, require_positive, zeros
-from praxis_lite.layers.calls import takes_settings_of
+from praxis_lite.layers.base_layer import AuxLoss, Summary, zeros
+from praxis_lite.layers.calls import require_positive, takes_settings_of
 from praxis_lite.layers.moe.dropless import dropless
 from praxis_lite.layers.moe.experts import at_experts, expert_initializer, first_dim, glu
 from praxis_lite.layers.moe.gating import Gating, Tokens

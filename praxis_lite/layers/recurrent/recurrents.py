@@ -10,7 +10,8 @@ from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.attention.cache import Cache
 from praxis_lite.layers.attention.projections import AttentionProjection
-from praxis_lite.layers.base_layer import BaseLayer, broadcast_as, require_positive, zeros
+from praxis_lite.layers.base_layer import BaseLayer, broadcast_as, zeros
+from praxis_lite.layers.calls import require_positive
 from praxis_lite.layers.recurrent.rg_lru import RgLru
 
 # B batch, T time, D model dims, N heads (blocks of the gates), K dims per head, J taps.

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.sharding.split_dims import SplitDims
-from praxis_lite.layers.base_layer import BaseLayer, require_positive, zeros
+from praxis_lite.layers.base_layer import BaseLayer, zeros
+from praxis_lite.layers.calls import require_positive
 
 # B batch, T time, N heads (blocks of the gates), K dims per head.
 

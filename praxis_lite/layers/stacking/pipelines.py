@@ -11,14 +11,8 @@ from flax import nnx
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.models.layers_apart import layers_of
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain
-from praxis_lite.layers.base_layer import (
-    BaseLayer,
-    assign,
-    assigned_values,
-    require_positive,
-    stacked,
-)
-from praxis_lite.layers.calls import scope_of
+from praxis_lite.layers.base_layer import BaseLayer, assign, assigned_values, stacked
+from praxis_lite.layers.calls import require_positive, scope_of
 from praxis_lite.layers.stacking.checkpoint_policy import check_policy, remat
 from praxis_lite.layers.stacking.pipeline_forms import (
     arrays_of,

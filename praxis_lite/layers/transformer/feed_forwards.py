@@ -10,8 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from praxis_lite.core.errors import require
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.activations import ActivationFn
-from praxis_lite.layers.base_layer import require_positive
-from praxis_lite.layers.calls import takes_settings_of
+from praxis_lite.layers.calls import require_positive, takes_settings_of
 from praxis_lite.layers.linears import FeedForward
 from praxis_lite.layers.stacking.half_blocks import HalfBlock
 from praxis_lite.layers.stacking.residual_branches import ResidualBranch, split_keys

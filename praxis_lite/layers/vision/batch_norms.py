@@ -11,7 +11,8 @@ from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain
-from praxis_lite.layers.base_layer import Initializer, require_positive, zeros
+from praxis_lite.layers.base_layer import Initializer, zeros
+from praxis_lite.layers.calls import require_positive
 from praxis_lite.layers.normalizations import Norm, check_epsilon
 
 # B batch, T time, C channels, G groups.

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.layers.base_layer import BaseLayer, require_floating
+from praxis_lite.layers.base_layer import BaseLayer
+from praxis_lite.layers.calls import require_floating
 
 
 class ClassificationModel(BaseLayer):

@@ -10,15 +10,8 @@ from flax import nnx
 from praxis_lite.core.errors import ConfigError, require, require_choice
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.activations import ActivationFn, activation_fn
-from praxis_lite.layers.base_layer import (
-    BaseLayer,
-    Initializer,
-    broadcast_as,
-    require_positive,
-    xavier,
-    zeros,
-)
-from praxis_lite.layers.calls import takes_settings_of
+from praxis_lite.layers.base_layer import BaseLayer, Initializer, broadcast_as, xavier, zeros
+from praxis_lite.layers.calls import require_positive, takes_settings_of
 from praxis_lite.layers.normalizations import IdentityNorm
 from praxis_lite.layers.vision.batch_norms import BatchNorm
 

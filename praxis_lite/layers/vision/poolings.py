@@ -11,7 +11,8 @@ from flax import nnx
 
 from praxis_lite.core.errors import require, require_choice
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain
-from praxis_lite.layers.base_layer import BaseLayer, require_positive
+from praxis_lite.layers.base_layer import BaseLayer
+from praxis_lite.layers.calls import require_positive
 from praxis_lite.layers.vision.convolutions import PADDINGS, check_sizes
 
 # B batch, H height (or time), W width, C channels, T time.

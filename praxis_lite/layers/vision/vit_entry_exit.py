@@ -14,7 +14,8 @@ from flax import nnx
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain
-from praxis_lite.layers.base_layer import BaseLayer, broadcast_as, require_positive, zeros
+from praxis_lite.layers.base_layer import BaseLayer, broadcast_as, zeros
+from praxis_lite.layers.calls import require_positive
 from praxis_lite.layers.embedding.positional_embeddings import TrainablePositionalEmbedding
 from praxis_lite.layers.linears import FeedForward
 from praxis_lite.layers.normalizations import LayerNorm

@@ -28,15 +28,9 @@ class Int8Weight(StoredWeight):
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the weight that it stands for."""
         return self.scale.dtype
 
-    def __getitem__(self, index: Any) -> Any:
-        """Returns the weight itself for `...`, as a variable reads it, else a part as an array."""
-        return self if index is ... else self.astype(self.dtype)[index]
-
     def astype(self, dtype: Any) -> jax.Array:
-        """Returns the weight as an array."""
         return (self.values.astype(jnp.float32) * self.scale.astype(jnp.float32)).astype(dtype)
 
     def multiplied(self, layer: Dense, inputs: jax.Array) -> jax.Array:

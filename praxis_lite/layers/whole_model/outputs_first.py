@@ -42,15 +42,9 @@ class OutputsFirst(StoredWeight):
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the weight."""
         return self.values.dtype
 
-    def __getitem__(self, index: Any) -> Any:
-        """Returns the weight itself for `...`, as a variable reads it, else a part as an array."""
-        return self if index is ... else self.astype(self.dtype)[index]
-
     def astype(self, dtype: Any) -> jax.Array:
-        """Returns the weight as an array."""
         order = _order(self.values.ndim, self.summed_dims)
         return jnp.transpose(self.values, np.argsort(order)).astype(dtype)
 

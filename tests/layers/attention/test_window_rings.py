@@ -32,7 +32,7 @@ VARIANTS = {
 
 
 def decoded(name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns what the whole sequence gives, and what calls with a cache give, [B, T, D]."""
+    """Returns the outputs [B, T, D] of the whole sequence, and those of calls with a cache."""
     rng = np.random.default_rng(7)
     x = rng.normal(size=(B, T, D)).astype(np.float32)
     model = NnxModel(partial(ATTENTION, D, 4, window=W, **VARIANTS[name]))

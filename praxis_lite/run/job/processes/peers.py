@@ -15,7 +15,8 @@ import traceback
 from collections.abc import Iterator
 from typing import NoReturn
 
-from praxis_lite.core.errors import OutOfMemory, causes
+from praxis_lite.core.errors import OutOfMemory
+from praxis_lite.host.lack_of_memory import causes
 from praxis_lite.run.job import processes
 from praxis_lite.run.job.processes.aborts import speaking_before_aborts
 from praxis_lite.run.job.processes.exits import end_now
