@@ -134,7 +134,7 @@ def test_the_layers_of_a_pipeline_are_apart_where_no_axis_splits_its_stages(pipe
 
 
 def test_weights_in_the_activations_dtype_are_those_that_the_model_casts():
-    partitioner = partitioner_of("activations", (1, 2, 2), fprop_dtype=jnp.bfloat16)
+    partitioner = partitioner_of("activations", fprop_dtype=jnp.bfloat16)
     mdl_vars = weights_of(partitioner)
     weights = partitioner.for_decoding(mdl_vars)
     assert partitioner.for_decoding(weights) is weights

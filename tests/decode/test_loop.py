@@ -222,7 +222,7 @@ def assert_same(actual, expected):
 
 MESHES = [
     ((1, 3, 2), "greedy"), pytest.param((1, 4, 2), "sample", marks=pytest.mark.slow),
-    ((1, 4, 2), "beam"),
+    pytest.param((1, 4, 2), "beam", marks=pytest.mark.slow),
 ]
 
 
