@@ -12,6 +12,7 @@ from praxis_lite.run.job import processes
 from praxis_lite.run.job.processes.standard_output import print_log, without_lines_of_gloo
 from praxis_lite.run.job.processes.start import start
 from praxis_lite.run.modes.decode import Decode
+from praxis_lite.run.modes.elastic import begin_elastic
 from praxis_lite.run.modes.evaluate import Evaluate
 from praxis_lite.run.modes.mode import CommandLine, Mode
 from praxis_lite.run.modes.options import parsed
@@ -57,9 +58,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         if command.list:
             _list_experiments(command.packages)
             return None
-        start(
-            command.coordinator, command.num_processes, command.process_id, command.start_seconds
-        )
+        if command.elastic:
+            status = begin_elastic(command, argv)
+            if status is not None:
+                return status
+        else:
+            start(
+                command.coordinator, command.num_processes, command.process_id,
+                command.start_seconds,
+            )
         if processes.count() > 1:
             without_lines_of_gloo()
         require(

@@ -16,6 +16,7 @@ class PhaseClock:
       kind: of the seconds from then on.
       now: seconds that never go back, and pass while the machine is awake.
       unix: Unix seconds.
+      told: called with each kind that begins.
 
     Attributes:
       began: see above.
@@ -24,10 +25,11 @@ class PhaseClock:
     def __init__(
         self, began: float | None = None, kind: str = IMPORT, *,
         now: Callable[[], float] = time.monotonic, unix: Callable[[], float] = time.time,
+        told: Callable[[str], None] = lambda kind: None,
     ):
         at = unix()
         self.began = at if began is None else min(began, at)
-        self._now, self._lock = now, threading.Lock()
+        self._now, self._told, self._lock = now, told, threading.Lock()
         self._seconds = dict.fromkeys(OF_LAUNCH, 0.0)
         self._kind, self._since = kind, now() - (at - self.began)
 
@@ -37,6 +39,7 @@ class PhaseClock:
             at = self._now()
             self._seconds[self._kind] += at - self._since
             before, self._kind, self._since = self._kind, kind, at
+        self._told(kind)
         return before
 
     @contextlib.contextmanager

@@ -39,6 +39,8 @@ class JobDir:
       loss_curve_png: the losses as a picture.
       non_finite_txt: where NaN and infinities came from, of each step that run.debug_nans ran
         again.
+      elastic_jsonl: a line for each time that processes of an elastic job died, left or came.
+      elastic: the folder in which the supervisors of an elastic job meet.
       stacks_txt: what every thread was doing, each time that no step ended for long.
       traceback_txt: the traceback of the exception that ended the last launch, if one did.
       huggingface: the folder with config.json and tokenizer of the model of Hugging Face that the
@@ -64,6 +66,8 @@ class JobDir:
     timeline_jsonl = _below("timeline.jsonl")
     loss_curve_png = _below("loss_curve.png")
     non_finite_txt = _below("non_finite.txt")
+    elastic_jsonl = _below("elastic.jsonl")
+    elastic = _below("elastic")
     stacks_txt = _below("stacks.txt")
     traceback_txt = _below("traceback.txt")
     huggingface = _below("huggingface")
@@ -155,38 +159,9 @@ def open_for_training(path: str | os.PathLike[str], experiment: str) -> JobDir:
     """
     job = _named(path)
     if job.path.exists():
-        _check_is_directory(job)
-        # Hidden files are of the desktop or the network file system. A traceback is of a launch
-        # that failed before it began the job.
-        visible = sorted(
-            name for name in os.listdir(job.path)
-            if not name.startswith(".") and name != job.traceback_txt.name
-        )
-        if job.config_json.is_dir():
-            _refuse(job, "has a directory config.json, so it is no job's. Name another")
-        if visible and not job.config_json.is_file() and job.beginning.exists():
-            _refuse(
-                job,
-                "is half made: a command that begins a job with weights of another system (import, "
-                "pax_job) was ended there. Launch that command again, or name another directory",
-            )
-        if visible and not job.config_json.is_file():
-            _refuse(
-                job,
-                f"holds {', '.join(visible[:3])}{', ...' if len(visible) > 3 else ''} but no "
-                "config.json, so it is no job of praxis_lite. Name a new or an empty directory",
-            )
+        _check_may_be_jobs(job)
     else:
-        _check_length(job)
-        if job.path.is_symlink():
-            _refuse(job, f"is a symbolic link to {os.readlink(job.path)}, which is not there. Make "
-                         "that directory, or name another")
-        try:
-            job.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            _refuse(
-                job, f"cannot be made ({error.strerror}). Name one below a directory you can write"
-            )
+        _make(job)
     _check_writable(job)
     if job.config_json.is_file():
         result = recorded_experiment(job)
@@ -197,6 +172,47 @@ def open_for_training(path: str | os.PathLike[str], experiment: str) -> JobDir:
                 f"another directory, or launch --exp={shown(result)} to go on with that job",
             )
     return job
+
+
+def open_for_meeting(path: str | os.PathLike[str]) -> JobDir:
+    """Returns the directory that is or becomes an elastic job's, for its supervisors to meet in.
+
+    It is made if it is absent. Raises ConfigError as `open_for_training`, which the first worker
+    calls.
+    """
+    job = _named(path)
+    if job.path.exists():
+        _check_may_be_jobs(job)
+    else:
+        _make(job)
+    _check_writable(job)
+    return job
+
+
+def _check_may_be_jobs(job: JobDir) -> None:
+    """Checks that a directory that exists is a job's, or may become a job's."""
+    _check_is_directory(job)
+    # Hidden files are of the desktop or the network file system. A traceback is of a launch
+    # that failed before it began the job; the folder `elastic` of its supervisors.
+    before = (job.traceback_txt.name, job.elastic.name, job.elastic_jsonl.name)
+    visible = sorted(
+        name for name in os.listdir(job.path)
+        if not name.startswith(".") and name not in before
+    )
+    if job.config_json.is_dir():
+        _refuse(job, "has a directory config.json, so it is no job's. Name another")
+    if visible and not job.config_json.is_file() and job.beginning.exists():
+        _refuse(
+            job,
+            "is half made: a command that begins a job with weights of another system (import, "
+            "pax_job) was ended there. Launch that command again, or name another directory",
+        )
+    if visible and not job.config_json.is_file():
+        _refuse(
+            job,
+            f"holds {', '.join(visible[:3])}{', ...' if len(visible) > 3 else ''} but no "
+            "config.json, so it is no job of praxis_lite. Name a new or an empty directory",
+        )
 
 
 def open_for_reading(path: str | os.PathLike[str], *, writes: bool = True) -> JobDir:
@@ -263,6 +279,19 @@ def _jobs_in(directory: Path) -> list[str]:
             if JobDir(directory / name).config_json.is_file()
         )
     return []
+
+
+def _make(job: JobDir) -> None:
+    _check_length(job)
+    if job.path.is_symlink():
+        _refuse(job, f"is a symbolic link to {os.readlink(job.path)}, which is not there. Make "
+                     "that directory, or name another")
+    try:
+        job.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _refuse(
+            job, f"cannot be made ({error.strerror}). Name one below a directory you can write"
+        )
 
 
 def _check_is_directory(job: JobDir) -> None:

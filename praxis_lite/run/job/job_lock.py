@@ -24,10 +24,16 @@ class JobLock(contextlib.AbstractContextManager):
     It is a lock (`flock`) on the hidden file `.training` there, which names its holder. The file is
     never removed: a lock on a removed file would keep no other process out. `note` is told if the
     file system knows no locks; training goes on without one.
+
+    The processes of an elastic job share it (`is_shared`): one that is stopped would hold it for
+    ever, and they have their own order (`run/job/elastic`).
     """
 
-    def __init__(self, directory: Path, note: Callable[[str], None]):
+    def __init__(
+        self, directory: Path, note: Callable[[str], None], *, is_shared: bool = False
+    ):
         self._path, self._note = directory / ".training", note
+        self._kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
         self._file = -1
 
     def __enter__(self) -> "JobLock":
@@ -64,7 +70,7 @@ class JobLock(contextlib.AbstractContextManager):
     def _lock(self) -> None:
         for tries_left in reversed(range(_TRIES)):
             try:
-                return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return fcntl.flock(self._file, self._kind | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno not in _HELD or not tries_left:
                     raise
@@ -83,7 +89,7 @@ def is_training(directory: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         return error.errno in _HELD
     finally:

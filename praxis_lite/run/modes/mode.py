@@ -17,6 +17,7 @@ class CommandLine:
     """The options that every mode takes, as they were given.
 
     Attributes:
+      elastic, min_processes: of --mode=train alone.
       job_dir: the job's directory, set once it is known to be this job's. The traceback of an
         error in the user's code is kept there.
       began: when the launch began, in Unix seconds; None: once it is asked to train.
@@ -32,6 +33,8 @@ class CommandLine:
     num_processes: int | None = None
     process_id: int | None = None
     start_seconds: int = START_SECONDS
+    elastic: bool = False
+    min_processes: int | None = None
     job_dir: "JobDir | None" = None
     began: float | None = None
 

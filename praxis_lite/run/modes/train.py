@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from praxis_lite.core.errors import require
 from praxis_lite.run.goodput.kinds import IMPORT, INIT
 from praxis_lite.run.goodput.phase_clock import PhaseClock
+from praxis_lite.run.job.elastic import order
 from praxis_lite.run.job.processes.stopping import StopRequest
 from praxis_lite.run.modes.launched import experiment_of, job_on_mesh
 from praxis_lite.run.modes.mode import CommandLine, Mode
@@ -48,11 +49,25 @@ class Train(Mode):
             "machine alone can fetch them",
         )
 
+        options.add_argument(
+            "--elastic", action="store_true",
+            help="of several processes: when one dies, hangs or leaves, the others go on without "
+            "it, on a mesh of what is left; when it comes back it joins them",
+        )
+        options.add_argument(
+            "--min_processes", metavar="N", type=int,
+            help="of --elastic: with fewer the job waits for more; default: 1",
+        )
+
     def run(
         self, command: CommandLine, *, metrics_port: int | None = None,
         metrics_host: str | None = None,
     ) -> None:
         """Trains; raises ConfigError as `launch.train` does."""
+        require(
+            command.elastic or command.min_processes is None, "--min_processes",
+            command.min_processes, "given beside --elastic", "Add --elastic.",
+        )
         require(
             metrics_host is None or metrics_port is not None, "--metrics_port", metrics_port,
             "a port, beside --metrics_host", "Add --metrics_port=N.",
@@ -79,10 +94,12 @@ def trained(
     Raises:
       ConfigError: as `launch.train`.
     """
-    clock = PhaseClock(command.began)
+    clock = PhaseClock(command.began, told=order.phase)
     launched = experiment_of(command, trains=True)
     clock.begins(INIT)
     with job_on_mesh(command, launched, "train") as job:
+        mesh = job.partitioner.mesh
+        order.report(mesh=dict(mesh.shape), num_devices=mesh.size)
         with clock.during(IMPORT):
             # Imported after the checks, so that an error need not wait for Orbax.
             from praxis_lite.run.trainer import launch
@@ -95,6 +112,7 @@ def trained(
         ended = launch.train(
             job, launched, sources, more_hooks, clock=clock, stop_request=stop_request
         )
+    order.report(ended="stopped" if ended.stopped_by else "trained")
     return job, launched, ended
 
 

@@ -27,6 +27,7 @@ from praxis_lite.run.goodput.phase_clock import PhaseClock
 from praxis_lite.run.goodput.stretches import THE_END
 from praxis_lite.run.goodput.timeline import Timeline
 from praxis_lite.run.job import processes
+from praxis_lite.run.job.elastic import order
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.job.job_lock import JobLock
 from praxis_lite.run.job.processes.stopping import StopRequest
@@ -99,7 +100,7 @@ def train(
         stop = held.enter_context(
             stop_request(run.stopping.time_limit_seconds, num_processes=processes.count())
         )
-        held.enter_context(JobLock(files.path, _say))
+        held.enter_context(JobLock(files.path, _say, is_shared=order.current() is not None))
         if not files.config_json.is_file():
             # Before other files: a launch that is stopped from here on leaves a job to go on with.
             files.write_config(*texts)

@@ -1,11 +1,23 @@
 """The order of a supervisor to its worker, and the worker's reports to it."""
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 import os
+import signal
+import sys
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
+
+# The variable that makes a process a worker: "file descriptor of its reports:supervisor's PID".
+WORKER = "PRAXIS_LITE_WORKER"
+# The status of a worker that ends because another is gone (EX_TEMPFAIL).
+LOST_PEER_STATUS = 75
+# A worker that finds itself stopped for so long asks whether the others went on without it.
+_STOPPED_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,8 +31,10 @@ class Order:
       stores: "host:port" of each member's peer store, in that order.
       store_key: the secret by which the stores know the job's processes.
       coordinator: "host:port" of JAX's coordination service in this generation.
-      num_local_devices: simulated devices of each process; None: accelerators.
+      num_slots: of processes in the whole job, `--num_processes`.
+      num_local_devices: simulated devices of each process; None: accelerators, or not known yet.
       reason: why the generation began, in words.
+      folder: in which the supervisors meet.
     """
 
     generation: int
@@ -29,8 +43,10 @@ class Order:
     stores: tuple[str, ...]
     store_key: bytes
     coordinator: str
-    num_local_devices: int | None
-    reason: str
+    num_slots: int = 1
+    num_local_devices: int | None = None
+    reason: str = ""
+    folder: str = ""
 
     @property
     def index(self) -> int:
@@ -65,6 +81,56 @@ def take(order: Order | None, pipe: int) -> None:
     """Makes an order that of this process, whose reports go to a file descriptor."""
     global _order, _pipe
     _order, _pipe = order, pipe
+
+
+def is_worker() -> bool:
+    """Returns True if a supervisor started this process."""
+    return WORKER in os.environ
+
+
+def wait_for_order(prepare: Callable[[], None]) -> Order:
+    """Returns the supervisor's order; ends this process if the supervisor ends.
+
+    Args:
+      prepare: imports what the work needs, before there is an order.
+    """
+    pipe, _, supervisor = os.environ.pop(WORKER).partition(":")
+    _ends_with_supervisor(int(supervisor))
+    prepare()
+    line = sys.stdin.readline()
+    if not line:
+        sys.exit(0)
+    take(Order.of_line(line), int(pipe))
+    threading.Thread(target=_end_if_stopped_for_long, name="not stopped", daemon=True).start()
+    return _order
+
+
+def _ends_with_supervisor(supervisor: int) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG.
+    if os.getppid() != supervisor:
+        os._exit(0)
+
+
+def _end_if_stopped_for_long() -> None:
+    before = time.monotonic()
+    while True:
+        time.sleep(0.5)
+        now = time.monotonic()
+        newer = f"{_order.folder}/generations/{_order.generation + 1}.json"
+        if now - before > _STOPPED_SECONDS and os.path.exists(newer):
+            os._exit(LOST_PEER_STATUS)
+        before = now
+
+
+_phase = ""
+
+
+def phase(name: str) -> None:
+    """Tells the supervisor what this process does from now on, as the goodput's kinds say it."""
+    global _phase
+    if _pipe >= 0 and name != _phase:
+        _phase = name
+        report(phase=name, at=time.time(), doing=name)
 
 
 def report(**fields: Any) -> None:

@@ -19,6 +19,10 @@ _uses: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()
 
 
+class PeerLost(ConfigError):
+    """Another process of the job is gone, or did not come: this one cannot go on."""
+
+
 def _state() -> Any:
     """Returns JAX's own record of the connection; None before jax is imported.
 
@@ -82,7 +86,7 @@ def exchange(name: str, text: str, timeout_seconds: float = 300.0) -> list[str]:
 
     The n-th call with a name, from any thread, meets the n-th of the other processes.
     `exchange(name, "")` is the one barrier there is. A text has at most about 3 MB. Raises
-    ConfigError with the names of processes that gave nothing in time.
+    PeerLost with the names of processes that gave nothing in time.
     """
     service = client()
     if service is None:
@@ -110,8 +114,8 @@ def exchange(name: str, text: str, timeout_seconds: float = 300.0) -> list[str]:
     return texts
 
 
-def _did_not_come(what: str, processes: list[int], seconds: float) -> ConfigError:
-    return ConfigError(
+def _did_not_come(what: str, processes: list[int], seconds: float) -> PeerLost:
+    return PeerLost(
         f"{' and '.join(map(name, processes))} did not come to '{what}' within {seconds:.0f} s: it "
         f"hangs, or does something else than {name(index())}. Look at its output, and start the "
         "same command on every host."

@@ -18,7 +18,10 @@ from typing import NoReturn
 from praxis_lite.core.errors import OutOfMemory
 from praxis_lite.host.lack_of_memory import causes
 from praxis_lite.run.job import processes
+from praxis_lite.run.job.elastic import order
+from praxis_lite.run.job.elastic.order import LOST_PEER_STATUS
 from praxis_lite.run.job.processes.aborts import speaking_before_aborts
+from praxis_lite.run.job.processes.coordination import PeerLost
 from praxis_lite.run.job.processes.exits import end_now
 
 BEAT_SECONDS = 2.0
@@ -71,6 +74,8 @@ def ending_together() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        if order.current() is not None:
+            _end_worker(error)
         if processes.count() == 1:
             raise
         _fail(error)
@@ -80,12 +85,34 @@ def ending_together() -> Iterator[None]:
         # Not shorter: the first process may have much to write.
         processes.exchange("the end", "", 3600)
         _is_over.set()
-        if processes.is_first():
+        if processes.is_first() and _threads:
             _tell(_NONE, "", 0)  # So that _listen, of all processes, waits no longer.
         for thread in _threads:
             # Python would end them in the middle of JAX's C++, which aborts the process.
             thread.join()
         jax.distributed.shutdown()
+
+
+def end_when_aborted() -> None:
+    """Lets a worker of an elastic job end as one that has lost a peer, if JAX aborts it."""
+    _last_words.enter_context(speaking_before_aborts(lambda: end_now(LOST_PEER_STATUS)))
+
+
+def _end_worker(error: BaseException) -> NoReturn:
+    """Ends the worker of an elastic job; its supervisor tells the others."""
+    if isinstance(error, PeerLost | SystemExit) and isinstance(
+        error.__context__ if isinstance(error, SystemExit) else error, PeerLost
+    ) or _is_of_a_collective(error):
+        end_now(LOST_PEER_STATUS)
+    code, words = 1, str(error)
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else 1
+        words = str(error.__context__ or "")
+    else:
+        traceback.print_exception(error)
+        words = f"{type(error).__name__}: {words}"
+    order.report(why=f"ended with status {code}: {words[:2000].rstrip('. ')}")
+    _leave(code)
 
 
 def _fail(error: BaseException) -> NoReturn:
@@ -126,7 +153,7 @@ def _leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    if processes.is_first():
+    if processes.is_first() and order.current() is None:
         threading.Event().wait(_LINGER_SECONDS)
     # No clean-up of JAX's: it would wait for the process that is gone.
     end_now(code)

@@ -9,9 +9,11 @@ from typing import Any, TextIO
 
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.run.job import processes
+from praxis_lite.run.job.elastic.order import LOST_PEER_STATUS, Order
 from praxis_lite.run.job.processes import peers
 from praxis_lite.run.job.processes.aborts import speaking_before_aborts
 from praxis_lite.run.job.processes.claimed_id import ClaimedId
+from praxis_lite.run.job.processes.coordination import PeerLost
 from praxis_lite.run.job.processes.exits import end_now
 from praxis_lite.run.job.processes.standard_output import to_nothing
 
@@ -51,6 +53,55 @@ def start(
         print(f"{processes.count()} processes on {hosts} hosts, found by {result}", flush=True)
     else:
         _speak_as_another(processes.index())
+
+
+def connect_worker(order: Order, start_seconds: int) -> None:
+    """Connects the worker of an elastic job with the others of its generation.
+
+    Its supervisor watches it, so `peers` does not. Raises PeerLost if they cannot be connected.
+    """
+    if len(order.members) > 1:
+        import jax
+
+        # Else JAX ends those that live when one is gone, before their supervisors act.
+        jax.config.update("jax_enable_recoverability", True)
+        settings = {
+            "coordinator_address": order.coordinator, "num_processes": len(order.members),
+            "process_id": order.index, "cluster_detection_method": "deactivate",
+        }
+        peers.end_when_aborted()
+        try:
+            _connect(settings, start_seconds, lost_status=LOST_PEER_STATUS)
+            processes.learn_hosts(start_seconds)
+        except ConfigError as error:
+            raise PeerLost(str(error)) from error
+        if not processes.is_first():
+            _speak_as_another(processes.index())
+    if processes.is_first():
+        names = ", ".join(map(str, order.members))
+        print(f"generation {order.generation}: processes {names} of {order.num_slots}", flush=True)
+
+
+def own_number(
+    coordinator: str | None, num_processes: int | None, process_id: int | None,
+    environment: Mapping[str, str],
+) -> tuple[int, int]:
+    """Returns the number of this process of an elastic job, and how many the job has.
+
+    Raises ConfigError if neither flags nor the environment tell.
+    """
+    if (num_processes, process_id) == (None, None):
+        _, num_processes, process_id = _launcher(environment)
+    if num_processes is None and process_id is None and "JOB_COMPLETION_INDEX" in environment:
+        process_id = int(environment["JOB_COMPLETION_INDEX"])
+    require(
+        num_processes is not None and process_id is not None, "--elastic",
+        f"{num_processes} processes, of which this is number {process_id}", "both numbers",
+        "Add --num_processes=N and --process_id=K, from 0, on each host; under SLURM and Open MPI "
+        "neither is needed, and in a Kubernetes job --process_id is not.",
+    )
+    _check_flags(coordinator or "localhost:1", num_processes, process_id)
+    return process_id, num_processes
 
 
 def find_others(
@@ -146,14 +197,14 @@ def _check_flags(
     )
 
 
-def _connect(settings: Mapping[str, Any], seconds: int) -> None:
+def _connect(settings: Mapping[str, Any], seconds: int, lost_status: int = 2) -> None:
     import jax
 
     # It would swallow SIGTERM.
     jax.config.update("jax_enable_preemption_service", False)
     is_connected, process_id = threading.Event(), settings.get("process_id")
     claimed = None
-    if process_id is not None:
+    if process_id is not None and lost_status == 2:
         claimed = ClaimedId(settings["coordinator_address"], process_id)
 
     def give_up() -> None:
@@ -171,14 +222,14 @@ def _connect(settings: Mapping[str, Any], seconds: int) -> None:
                 "one's host and port; where they start at very different times, give all of them "
                 "--start_seconds=600.\n"
             ).encode())
-            os._exit(2)
+            os._exit(lost_status)
 
     def say_refused() -> None:
         os.write(2, (
             b"error: the first process of the job does not take this one. See that --num_processes "
             b"is the same in each, and --process_id another one.\n"
         ))
-        end_now(2)
+        end_now(lost_status)
 
     threading.Thread(target=give_up, daemon=True).start()
     try:

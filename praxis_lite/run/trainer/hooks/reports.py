@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.run.goodput.kinds import INPUT_WAIT, STEP
+from praxis_lite.run.job.elastic import order
 from praxis_lite.run.trainer.evaluation import evaluation_line
 from praxis_lite.run.trainer.hooks.hook import Hook, StepMetrics
 from praxis_lite.run.trainer.hooks.loop import Loop
@@ -70,6 +71,7 @@ class Progress(Hook):
         self._clock = loop.timeline.clock
 
     def after_metrics(self, metrics: StepMetrics) -> None:
+        order.report(made=metrics.step)
         spent = self._clock.seconds()
         self._rates.add(metrics.line, metrics.weight, spent[STEP] + spent[INPUT_WAIT])
         self._line.update(

@@ -1,0 +1,89 @@
+"""Who of the members lives, as a supervisor sees it: by beats that grow, and by connecting."""
+
+import contextlib
+import dataclasses
+import socket
+import time
+from collections.abc import Callable, Mapping
+
+from praxis_lite.run.job.elastic.members import Member
+
+# A member whose file stays as it is for so long is gone.
+SILENT_SECONDS = 12.0
+# After so long it is asked whether its host knows its port: a process that was killed is known
+# to be gone at once.
+_DOUBT_SECONDS = 2.0
+
+
+@dataclasses.dataclass
+class _Seen:
+    incarnation: str
+    beat: int
+    at: float  # When the beat grew, in seconds of `now`.
+    unix: float
+    has_grown: bool = False
+    is_refused: bool = False
+    asked_at: float = 0.0
+
+
+class Sight:
+    """Tells which members live. Only this host's clock counts, for clocks of hosts differ.
+
+    Args:
+      own: the number of the member that looks.
+      now: seconds that never go back.
+      refuses: True if nothing listens at "host:port" of a host that answers.
+    """
+
+    def __init__(
+        self, own: int, *, now: Callable[[], float] = time.monotonic,
+        refuses: Callable[[str], bool] | None = None,
+    ):
+        self._own, self._now, self._refuses = own, now, refuses or _refuses
+        self._members: dict[int, _Seen] = {}
+
+    def look(self, members: Mapping[int, Member]) -> None:
+        """Takes the files of all members, as they are now."""
+        now = self._now()
+        for gone in [k for k in self._members if k not in members]:
+            del self._members[gone]
+        for k, member in members.items():
+            seen = self._members.get(k)
+            if seen is None or seen.incarnation != member.incarnation:
+                self._members[k] = _Seen(member.incarnation, member.beat, now, time.time())
+            elif member.beat != seen.beat:
+                seen.beat, seen.at, seen.unix = member.beat, now, time.time()
+                seen.has_grown, seen.is_refused = True, False
+            elif now - max(seen.at, seen.asked_at) > _DOUBT_SECONDS and member.store:
+                seen.asked_at = now
+                seen.is_refused = k != self._own and self._refuses(member.store)
+
+    def alive(self, taking_part: frozenset[int] = frozenset()) -> set[int]:
+        """Returns the members that live.
+
+        Args:
+          taking_part: those that are held for living until they have been silent; others only once
+            their beats have grown, for files of former launches stay.
+        """
+        now = self._now()
+        return {
+            k for k, seen in self._members.items()
+            if k == self._own or (
+                (seen.has_grown or k in taking_part) and not seen.is_refused
+                and now - seen.at < SILENT_SECONDS
+            )
+        }
+
+    def times(self) -> dict[int, float]:
+        """Returns when each member was last heard of, in Unix seconds."""
+        return {k: seen.unix for k, seen in self._members.items()}
+
+
+def _refuses(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    with contextlib.suppress(OSError):
+        try:
+            socket.create_connection((host, int(port)), timeout=0.3).close()
+        except ConnectionRefusedError:
+            return True
+    return False

@@ -1,0 +1,377 @@
+"""The supervisor of a host: runs a worker for each generation, and leads if it is the first."""
+
+import dataclasses
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.run.job.elastic.decisions import Begin, Decision, End, Stop, View, Wait, decide
+from praxis_lite.run.job.elastic.members import (
+    DIED,
+    FAILED,
+    LOST_PEER,
+    REFUSED,
+    STOPPED,
+    TRAINED,
+    Generation,
+    Meeting,
+    Member,
+    WorkerEnd,
+)
+from praxis_lite.run.job.elastic.order import LOST_PEER_STATUS, Order
+from praxis_lite.run.job.elastic.peer_store import PeerStore
+from praxis_lite.run.job.elastic.record import record, record_line, recorded
+from praxis_lite.run.job.elastic.sight import SILENT_SECONDS, Sight
+from praxis_lite.run.job.elastic.worker_process import WorkerProcess
+from praxis_lite.run.job.processes import signals
+
+_POLL_SECONDS, _BEAT_SECONDS = 0.1, 0.5
+# A supervisor that could not write its beat for so long ends its worker: the others take it for
+# gone a little later.
+_LEASE_SECONDS = SILENT_SECONDS - 4.0
+_SAY_AGAIN_SECONDS = 60.0
+# A worker that ended twice in a row before a step is given a rest, twice as long each time.
+_REST_SECONDS = 30.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the command line says of an elastic job.
+
+    Attributes:
+      argv: the command line that each worker gets.
+      job: the job's directory.
+      member, num_members: `--process_id` and `--num_processes`, or what a launcher says.
+      min_members: `--min_processes`.
+      start_seconds: how long the first generation waits for all members.
+      address: where other hosts reach this host.
+    """
+
+    argv: tuple[str, ...]
+    job: Path
+    member: int
+    num_members: int
+    min_members: int
+    start_seconds: float
+    address: str
+
+
+class Leaves(signals.SignalListener):
+    """Hears a signal that asks this host to leave the job."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reason = ""
+
+    def _asked(self, signum: int) -> None:
+        self.reason = signals.name(signum)
+        signals.say(f"{self.reason}: this process leaves the job after the running step; a second "
+                    "signal ends it at once")
+
+
+class Supervisor:
+    """A host's part in an elastic job, until the job ends or this host leaves."""
+
+    def __init__(self, settings: Settings):
+        self._settings = settings
+        self._meeting = Meeting(settings.job / "elastic")
+        self._elastic_jsonl = settings.job / "elastic.jsonl"
+        self._own = Member(
+            member=settings.member, incarnation=secrets.token_hex(8), host=socket.gethostname(),
+            pid=os.getpid(), address=settings.address, port=_free_port(),
+        )
+        self._sight = Sight(settings.member)
+        self._worker: WorkerProcess | None = None
+        self._spare: WorkerProcess | None = None
+        self._members: dict[int, Member] = {}
+        self._generation: Generation | None = None
+        self._stop_was_passed_on = False
+        self._num_early_ends = 0
+        self._beat_at = self._idle_since = time.monotonic()
+        self._recorded: set[int] = set()
+        self._said: tuple[str, float] = ("", 0.0)
+
+    def run(self) -> int:
+        """Returns the status of the job, or 0 once this host has left it.
+
+        Raises:
+          ConfigError: another living process has this one's number.
+        """
+        self._check_alone()
+        newest = self._meeting.newest()
+        self._meeting.take_back_end(newest)
+        self._recorded = recorded(self._elastic_jsonl)
+        key = self._meeting.key()
+        with Leaves() as leaves, PeerStore(key, self._settings.address) as store:
+            self._own = dataclasses.replace(self._own, store=store.address)
+            self._key = key
+            try:
+                while True:
+                    status = self._turn(bool(leaves.reason))
+                    if status is not None:
+                        return status
+                    time.sleep(_POLL_SECONDS)
+            finally:
+                for worker in filter(None, (self._worker, self._spare)):
+                    worker.kill()
+                written = self._meeting.read(self._settings.member)
+                if written is not None and written.incarnation == self._own.incarnation:
+                    self._meeting.forget(self._settings.member)
+
+    def _turn(self, leaves: bool) -> int | None:
+        """Does what is due now; returns the status with which this process ends, or None."""
+        if time.monotonic() - self._beat_at > _LEASE_SECONDS and self._worker is not None:
+            self._end_worker("its supervisor could not be seen by the others")
+        if leaves and not self._own.is_leaving:
+            self._own = dataclasses.replace(self._own, is_leaving=True)
+        self._prepare_worker()
+        self._hear_worker()
+        self._adopt_newest()
+        self._beat()
+        self._look()
+        number = self._generation.number if self._generation else 0
+        if ended := self._meeting.end_of(number):
+            status, why = ended
+            if status and self._settings.member == min(self._members, default=0):
+                print(f"elastic: the job ends, status {status}: {why}", file=sys.stderr, flush=True)
+            return status
+        if self._meeting.stop_of(number) is not None and not self._stop_was_passed_on:
+            self._stop_was_passed_on = True
+            if self._worker is not None:
+                self._worker.ask_to_stop()
+        if self._own.is_leaving and self._has_left():
+            return 0
+        if self._leads():
+            self._lead()
+        return None
+
+    def _check_alone(self) -> None:
+        before = self._meeting.read(self._settings.member)
+        deadline = time.monotonic() + 4 * _BEAT_SECONDS
+        while before is not None and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+            again = self._meeting.read(self._settings.member)
+            if again is not None and again.beat != before.beat:
+                raise ConfigError(
+                    f"--process_id={self._settings.member} is taken: {again}, PID {again.pid}, "
+                    "works on this job. Give each process another number."
+                )
+
+    def _prepare_worker(self) -> None:
+        """Starts a spare worker, once the other one needs this host's cores no longer."""
+        is_needed = self._worker is None or self._own.first_step_time is not None
+        if self._spare is None and is_needed and not self._own.is_leaving:
+            self._spare = WorkerProcess(self._settings.argv)
+        if self._spare is not None and self._spare.status() is not None:
+            # Before any order: the command line is wrong, or what it names.
+            status = self._spare.status()
+            end = _end_of(status, self._spare.reports, was_asked=False)
+            self._own = dataclasses.replace(self._own, end=end)
+            self._spare = None
+
+    def _hear_worker(self) -> None:
+        if self._worker is None:
+            return
+        self._worker.hear()
+        status = self._worker.status()
+        self._own = dataclasses.replace(
+            self._own, worker=dict(self._worker.reports), phases=tuple(self._worker.phases),
+            first_step_time=self._worker.first_step_time,
+        )
+        if status is None or self._own.end is not None:
+            return
+        end = _end_of(status, self._worker.reports, was_asked=self._stop_was_passed_on)
+        if end.kind in (DIED, FAILED):
+            early = self._worker.first_step_time is None
+            self._num_early_ends = self._num_early_ends + 1 if early else 0
+            if self._num_early_ends >= 2:
+                rest = _REST_SECONDS * 2 ** (self._num_early_ends - 2)
+                self._own = dataclasses.replace(self._own, rests_until=time.time() + rest)
+        self._own = dataclasses.replace(self._own, end=end)
+        self._beat(now=True)
+
+    def _end_worker(self, why: str) -> None:
+        self._worker.kill()
+        end = WorkerEnd(kind=LOST_PEER, status=LOST_PEER_STATUS, why=why, time=time.time())
+        self._own = dataclasses.replace(self._own, end=self._own.end or end)
+
+    def _adopt_newest(self) -> None:
+        """Takes part in the newest generation, if there is a newer one that has this member."""
+        newest = self._meeting.newest()
+        if self._generation is not None and newest <= self._generation.number or not newest:
+            return
+        self._generation = generation = self._meeting.generation(newest)
+        self._stop_was_passed_on = False
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker = None
+        own = self._settings.member
+        is_in = own in generation.members and (
+            generation.incarnations[generation.members.index(own)] == self._own.incarnation
+        )
+        if not is_in:
+            return
+        members = {k: self._meeting.read(k) for k in generation.members}
+        self._worker, self._spare = self._spare or WorkerProcess(self._settings.argv), None
+        self._own = dataclasses.replace(
+            self._own, generation=newest, end=None, worker={}, phases=(), first_step_time=None,
+            port=_free_port(),
+        )
+        self._worker.give(Order(
+            generation=newest, member=own, members=generation.members,
+            stores=tuple(member.store if member else "" for member in members.values()),
+            store_key=self._key, coordinator=generation.coordinator,
+            num_slots=self._settings.num_members, reason=generation.why,
+            folder=str(self._settings.job / "elastic"),
+        ))
+        self._beat(now=True)
+
+    def _beat(self, *, now: bool = False) -> None:
+        if not now and time.monotonic() - self._beat_at < _BEAT_SECONDS:
+            return
+        self._own = dataclasses.replace(self._own, beat=self._own.beat + 1)
+        try:
+            self._meeting.write(self._own)
+            self._beat_at = time.monotonic()
+        except OSError as error:
+            self._say(f"{self._settings.job} cannot be written: {error.strerror or error}")
+
+    def _look(self) -> None:
+        members = {k: self._meeting.read(k) for k in range(self._settings.num_members)}
+        self._members = {k: member for k, member in members.items() if member is not None}
+        there = self._members.get(self._settings.member)
+        if there is not None and there.incarnation != self._own.incarnation:
+            raise ConfigError(
+                f"{there}, PID {there.pid}, has taken the place of this process, which was silent "
+                "for long."
+            )
+        self._members[self._settings.member] = self._own
+        self._sight.look(self._members)
+
+    def _taking_part(self) -> frozenset[int]:
+        if self._generation is None:
+            return frozenset()
+        pairs = zip(self._generation.members, self._generation.incarnations, strict=True)
+        return frozenset(
+            k for k, incarnation in pairs
+            if k in self._members and self._members[k].incarnation == incarnation
+        )
+
+    def _alive(self) -> set[int]:
+        return self._sight.alive(self._taking_part())
+
+    def _leads(self) -> bool:
+        return min(self._alive()) == self._settings.member
+
+    def _has_left(self) -> bool:
+        """Returns True if this host, which leaves, has no work in the newest generation."""
+        if self._worker is None or self._own.end is not None:
+            others = self._alive() - {self._settings.member}
+            # The others need its word that it stopped, and its peer store, until they go on.
+            newest = self._meeting.newest()
+            return not others or self._own.generation < newest or (
+                all(self._members[k].is_leaving for k in others)
+            ) or not newest
+        return False
+
+    def _lead(self) -> None:
+        last, alive = self._generation, self._alive()
+        if last is not None and self._taking_part() & alive:
+            self._idle_since = time.monotonic()
+        if last is not None and last.number not in self._recorded:
+            line = record_line(last, self._members)
+            if line["reached"]:
+                self._record(line)
+        view = View(
+            members=self._members, alive=alive, generation=last,
+            is_asked_to_stop=last is not None and self._meeting.stop_of(last.number) is not None,
+            num_members=self._settings.num_members, min_members=self._settings.min_members,
+            waited=time.monotonic() - self._idle_since,
+            start_seconds=self._settings.start_seconds, stuck={}, seen=self._sight.times(),
+            now=time.time(),
+        )
+        self._do(decide(view), view)
+
+    def _do(self, decision: Decision, view: View) -> None:
+        last = view.generation
+        match decision:
+            case Wait(why):
+                if why:
+                    self._say(why)
+            case Stop(why):
+                if self._meeting.ask_to_stop(last.number, why):
+                    self._say(f"{why}: the running step is made and saved")
+            case End(status, why):
+                self._meeting.end(last.number if last else 0, status, why)
+            case Begin():
+                self._begin(decision, view)
+
+    def _begin(self, begin: Begin, view: View) -> None:
+        noticed, last = time.time(), view.generation
+        if last is not None and last.number not in self._recorded:
+            self._record(record_line(last, view.members))
+        first = view.members[begin.members[0]]
+        made = [view.members[k].worker.get("made", 0) for k in view.members]
+        has_stepped = last is not None and any(
+            view.members[k].generation == last.number
+            and view.members[k].first_step_time is not None for k in view.members
+        )
+        generation = Generation(
+            number=(last.number if last else 0) + 1, kind=begin.kind, who=begin.who, why=begin.why,
+            members=begin.members,
+            incarnations=tuple(view.members[k].incarnation for k in begin.members),
+            coordinator=f"{first.address}:{first.port}", event=begin.event, noticed=noticed,
+            agreed=time.time(), last_step=max([*made, last.last_step if last else 0]),
+            num_fruitless=0 if last is None or has_stepped else last.num_fruitless + 1,
+        )
+        if self._meeting.begin(generation):
+            names = ", ".join(map(str, begin.members))
+            self._say(
+                f"{begin.why}: generation {generation.number} begins with {len(begin.members)} of "
+                f"{self._settings.num_members} processes ({names})"
+            )
+
+    def _record(self, line: dict) -> None:
+        self._recorded = recorded(self._elastic_jsonl) | {line["generation"]}
+        if line["generation"] in recorded(self._elastic_jsonl):
+            return
+        try:
+            record(self._elastic_jsonl, line)
+        except OSError as error:
+            self._say(f"{self._elastic_jsonl} cannot be written: {error.strerror or error}")
+
+    def _say(self, words: str) -> None:
+        """Prints a line, the same at most once a minute."""
+        before, at = self._said
+        if words != before or time.monotonic() - at > _SAY_AGAIN_SECONDS:
+            self._said = words, time.monotonic()
+            print(f"elastic: {words}", flush=True)
+
+
+def _end_of(status: int, reports: dict, *, was_asked: bool) -> WorkerEnd:
+    """Returns how a worker ended, from its status and its reports."""
+    kind, why, now = FAILED, str(reports.get("why", "")), time.time()
+    if "ended" in reports and status in (0, 3):
+        kind = reports["ended"]
+    elif status == 0 or (was_asked and status in (128 + signal.SIGTERM, -signal.SIGTERM)):
+        kind, why = STOPPED, "stopped"
+    elif status in (LOST_PEER_STATUS, -signal.SIGABRT):
+        kind, why = LOST_PEER, why or "has lost another process"
+    elif status < 0:
+        kind, why = DIED, f"was killed by {signals.name(-status)}"
+    elif status == 2:
+        kind, why = REFUSED, why or "ended with status 2"
+    assert kind in (TRAINED, STOPPED, LOST_PEER, DIED, FAILED, REFUSED)
+    return WorkerEnd(kind=kind, status=status, why=why or f"ended with status {status}", time=now)
+
+
+def _free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as free:
+        free.bind(("", 0))
+        return free.getsockname()[1]

@@ -1,0 +1,101 @@
+"""A worker as its supervisor sees it: started ahead of time, given an order, heard, ended."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from praxis_lite.run.job.elastic.order import WORKER, Order
+
+_MOST_BYTES = 2**20  # Of a report.
+
+
+class WorkerProcess:
+    """A process that imports what training needs, and waits for an order.
+
+    It has a folder of its own for temporary files, which is removed after its end, however it
+    ended, and a session of its own: a signal to the supervisor's group is not for the worker.
+
+    Args:
+      argv: of the command line.
+
+    Attributes:
+      reports: by name, the newest values that it reported.
+      phases: what it does, each with the Unix seconds when it began.
+      first_step_time: when it reported its first step, in Unix seconds, or None.
+    """
+
+    def __init__(self, argv: Sequence[str]):
+        self.reports: dict[str, Any] = {}
+        self.phases: list[tuple[str, float]] = []
+        self.first_step_time: float | None = None
+        self._folder = Path(tempfile.mkdtemp(prefix="praxis_lite_worker_"))
+        self._pipe, child = os.pipe()
+        os.set_blocking(self._pipe, False)
+        self._bytes = b""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "praxis_lite.main", *argv], stdin=subprocess.PIPE,
+            pass_fds=(child,), start_new_session=True,
+            env={**os.environ, WORKER: f"{child}:{os.getpid()}", "TMPDIR": str(self._folder)},
+        )
+        os.close(child)
+
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+        return self._process.pid
+
+    def give(self, order: Order) -> None:
+        """Lets the worker begin."""
+        self.phases.append(("start", time.time()))
+        with contextlib.suppress(OSError):  # It has ended: `status` tells.
+            self._process.stdin.write(order.line().encode())
+            self._process.stdin.flush()
+
+    def hear(self) -> None:
+        """Takes the reports that have come; waits for none."""
+        with contextlib.suppress(OSError):
+            while data := os.read(self._pipe, 2**16):
+                self._bytes += data
+        *lines, self._bytes = self._bytes.split(b"\n")
+        self._bytes = self._bytes[-_MOST_BYTES:]
+        for line in lines:
+            with contextlib.suppress(ValueError, AttributeError):
+                fields = json.loads(line)
+                if phase := fields.pop("phase", None):
+                    self.phases.append((phase, fields.pop("at", time.time())))
+                self.reports.update(fields)
+                if "made" in fields and self.first_step_time is None:
+                    self.first_step_time = time.time()
+
+    def status(self) -> int | None:
+        """Returns the exit status, negative for a signal, or None while the process lives."""
+        status = self._process.poll()
+        if status is not None:
+            self.hear()
+            shutil.rmtree(self._folder, ignore_errors=True)
+        return status
+
+    def ask_to_stop(self) -> None:
+        """Lets the worker stop after a step, and save."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Ends the worker now, whatever it does; returns when it has ended."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        self.status()
+        with contextlib.suppress(OSError):
+            os.close(self._pipe)
+            self._pipe = -1
+            self._process.stdin.close()

@@ -1,0 +1,71 @@
+"""`--elastic` on the command line: this process supervises its host, or works for a supervisor."""
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.run.job.elastic import order
+from praxis_lite.run.job.job_dir import open_for_meeting
+from praxis_lite.run.job.processes.start import connect_worker, own_number
+from praxis_lite.run.modes.launched import job_log_dir
+from praxis_lite.run.modes.mode import CommandLine
+
+
+def begin_elastic(command: CommandLine, argv: Sequence[str] | None) -> int | None:
+    """Returns the status of this host's supervisor; None in a worker, which has its order then.
+
+    Raises ConfigError if a flag is wrong or missing, or the directory is no job's.
+    """
+    if not order.is_worker():
+        return _supervise(command, sys.argv[1:] if argv is None else argv)
+    taken = order.wait_for_order(lambda: _import(command))
+    command.began = time.time()
+    order.phase("connect")
+    connect_worker(taken, command.start_seconds)
+    return None
+
+
+def _supervise(command: CommandLine, argv: Sequence[str]) -> int:
+    from praxis_lite.run.job.elastic.supervisor import Settings, Supervisor
+
+    member, num_members = own_number(
+        command.coordinator, command.num_processes, command.process_id, os.environ
+    )
+    least = 1 if command.min_processes is None else command.min_processes
+    require(
+        1 <= least <= num_members, "--min_processes", least,
+        f"a number from 1 to {num_members}, the number of processes",
+    )
+    if command.exp is None:
+        raise ConfigError("--elastic needs --exp=NAME; --list shows the names there are.")
+    job = open_for_meeting(job_log_dir(command))
+    return Supervisor(Settings(
+        argv=tuple(argv), job=job.path, member=member, num_members=num_members, min_members=least,
+        start_seconds=command.start_seconds, address=_own_address(command.coordinator),
+    )).run()
+
+
+def _import(command: CommandLine) -> None:
+    """Imports what training needs, so that an order need not wait for it."""
+    from praxis_lite.run.experiment.launched_config import config_of_experiment
+    from praxis_lite.run.trainer import launch  # noqa: F401
+
+    config_of_experiment(command.exp, command.settings, command.packages)
+
+
+def _own_address(coordinator: str | None, environment: Mapping[str, str] = os.environ) -> str:
+    """Returns the address by which other hosts reach this host: on the coordinator's network."""
+    host = (coordinator or "").rpartition(":")[0].strip("[]")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        try:
+            asked.connect((host or socket.gethostname(), 9))  # Sends nothing.
+            address = asked.getsockname()[0]
+            if host or not address.startswith("127."):
+                return address
+            asked.connect(("192.0.2.1", 9))  # The way to other networks (RFC 5737).
+            return asked.getsockname()[0]
+        except OSError:
+            return host or "127.0.0.1"
