@@ -59,7 +59,7 @@ class Member:
       generation: in which its worker works, or worked last; 0: none.
       end: how that worker ended; None: it lives, or there is none.
       worker: what it reported, by name.
-      phases: of it, each with the Unix seconds when it began.
+      phases: of it up to its first step, each with the Unix seconds when it began.
       first_step_time: when its first step of the generation was made, or None.
     """
 

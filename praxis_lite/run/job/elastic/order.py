@@ -128,6 +128,7 @@ _phase = ""
 def phase(name: str) -> None:
     """Tells the supervisor what this process does from now on, as the goodput's kinds say it."""
     global _phase
+    name = "step" if name == "input wait" else name  # They alternate in each step.
     if _pipe >= 0 and name != _phase:
         _phase = name
         report(phase=name, at=time.time(), doing=name)

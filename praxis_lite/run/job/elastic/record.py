@@ -7,14 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.files.json_text import content_of, opened_to_append
-from praxis_lite.run.goodput.kinds import COMPILE, IMPORT, INIT, INPUT_WAIT, RESTORE, STEP
 from praxis_lite.run.job.elastic.members import Generation, Member
 
-# The parts of the seconds from an event to the next step, by what a worker says that it does.
-_PARTS = {
-    "start": "start", IMPORT: "start", "connect": "connect", INIT: "init", RESTORE: "restore",
-    COMPILE: "compile", INPUT_WAIT: "first_step", STEP: "first_step",
-}
+# Parts of the seconds from an event to the next step whose names are not the phase's.
+_PARTS = {"import": "start", "step": "first_step"}
 
 
 def record_line(generation: Generation, members: Mapping[int, Member]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from praxis_lite.core.errors import ConfigError

@@ -29,7 +29,7 @@ class WorkerProcess:
 
     Attributes:
       reports: by name, the newest values that it reported.
-      phases: what it does, each with the Unix seconds when it began.
+      phases: what it did up to its first step, each with the Unix seconds when it began.
       first_step_time: when it reported its first step, in Unix seconds, or None.
     """
 
@@ -70,8 +70,9 @@ class WorkerProcess:
         for line in lines:
             with contextlib.suppress(ValueError, AttributeError):
                 fields = json.loads(line)
-                if phase := fields.pop("phase", None):
-                    self.phases.append((phase, fields.pop("at", time.time())))
+                phase, at = fields.pop("phase", None), fields.pop("at", time.time())
+                if phase is not None and self.first_step_time is None:
+                    self.phases.append((phase, at))
                 self.reports.update(fields)
                 if "made" in fields and self.first_step_time is None:
                     self.first_step_time = time.time()
