@@ -1,0 +1,130 @@
+"""The progress of a process: noted by its main thread, told to whoever decides who is stuck."""
+
+import collections
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator
+
+# Beside the kinds of goodput (`run/goodput/kinds.py`), "connect" and "hook NAME".
+ON_DEVICES = " on devices"  # After another: it waits until its devices have done that.
+MEETING = "meeting"  # It waits at a barrier on the host.
+_NUM_KNOWN = 3  # Times that something was done: from then on it is known how long it takes.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What a process does, and how far it has come.
+
+    Attributes:
+      process: its index in the job (elastic: in the generation).
+      doing: what its main thread does: a kind of goodput's, such as "step", "connect", "hook NAME",
+        each of them also with ON_DEVICES, or MEETING.
+      usual_seconds: the longest that the process has been silent before while it did the same;
+        None: it has done so less than three times.
+      step: the last training step that it ended; None: none yet.
+      dispatched: the last training step that it handed to the devices; None: none yet.
+      arrived: to how many of the places it has come at which all processes meet: steps and batches
+        of evaluations that it was about to hand to the devices, barriers on the host. All come to
+        the same places in the same order, so whoever has come to the fewest is waited for.
+      silent_seconds: since its last sign of life, as its own host measures it: it came to a place,
+        ended a step, or began or ended to do something.
+      unheard_seconds: since a thread of it last told all this, which grows while a process is
+        stopped, or while C code keeps Python's lock.
+      cpu_seconds: used so far by the process and its children.
+      io_bytes: read and written so far by the process.
+      state: of the process, as /proc/PID/stat has it: "R" runs, "S" sleeps, "D" waits for a disk or
+        a network file system, "T" is stopped; "": unknown.
+    """
+
+    process: int
+    doing: str
+    usual_seconds: float | None = None
+    step: int | None = None
+    dispatched: int | None = None
+    arrived: int = 0
+    silent_seconds: float = 0.0
+    unheard_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    io_bytes: int = 0
+    state: str = ""
+
+    def line(self) -> str:
+        """Returns it as a line of JSON."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def of_line(cls, line: str) -> "Progress":
+        """Returns the progress that `line` gave."""
+        return cls(**json.loads(line))
+
+
+class Noted:
+    """What this process does and how far it has come, as its main thread notes it.
+
+    Args:
+      now: seconds that never go back.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic):
+        self._now, self._doing, self._last_sign = now, "import", now()
+        self._step: int | None = None
+        self._dispatched: int | None = None
+        self._arrived = 0
+        self._longest: dict[str, float] = collections.defaultdict(float)
+        self._num_times: collections.Counter[str] = collections.Counter()
+
+    def sign(self) -> None:
+        """Notes a sign of life."""
+        now, doing = self._now(), self._doing
+        self._longest[doing] = max(self._longest[doing], now - self._last_sign)
+        self._num_times[doing] += 1
+        self._last_sign = now
+
+    def does(self, doing: str) -> str:
+        """Notes what it does from now on; returns what it did before."""
+        before = self._doing
+        if doing != before:
+            self.sign()
+            self._doing = doing
+        return before
+
+    @contextlib.contextmanager
+    def during(self, doing: str) -> Iterator[None]:
+        """Notes what it does within, and at the end what it did before."""
+        before = self.does(doing)
+        try:
+            yield
+        finally:
+            self.does(before)
+
+    def on_devices(self) -> contextlib.AbstractContextManager[None]:
+        """Notes that it waits within for its devices."""
+        return self.during(f"{self._doing.removesuffix(ON_DEVICES)}{ON_DEVICES}")
+
+    def arrives(self, dispatched: int | None = None) -> None:
+        """Notes that it has come to a place at which all processes meet.
+
+        Args:
+          dispatched: the training step that it is about to hand to the devices; None: it is
+            something else.
+        """
+        self._arrived += 1
+        self._dispatched = self._dispatched if dispatched is None else dispatched
+        self.sign()
+
+    def step_ended(self, step: int) -> None:
+        """Notes the end of a training step."""
+        self._step = step
+        self.sign()
+
+    def progress(self, process: int) -> Progress:
+        """Returns the progress of this process, whose index is given; from any thread."""
+        doing = self._doing
+        is_known = self._num_times[doing] >= _NUM_KNOWN
+        return Progress(
+            process=process, doing=doing, step=self._step, dispatched=self._dispatched,
+            usual_seconds=self._longest[doing] if is_known else None,
+            arrived=self._arrived, silent_seconds=self._now() - self._last_sign,
+        )
