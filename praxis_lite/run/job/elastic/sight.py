@@ -19,7 +19,7 @@ _DOUBT_SECONDS = 2.0
 class _Seen:
     incarnation: str
     beat: int
-    at: float  # When the beat grew, in seconds of `now`.
+    at: float  # When the beat grew, in seconds of time.monotonic.
     unix: float
     has_grown: bool = False
     is_refused: bool = False
@@ -31,20 +31,16 @@ class Sight:
 
     Args:
       own: the number of the member that looks.
-      now: seconds that never go back.
-      refuses: True if nothing listens at "host:port" of a host that answers.
+      refuses: returns True if a host answers that nothing listens at its "host:port".
     """
 
-    def __init__(
-        self, own: int, *, now: Callable[[], float] = time.monotonic,
-        refuses: Callable[[str], bool] | None = None,
-    ):
-        self._own, self._now, self._refuses = own, now, refuses or _refuses
+    def __init__(self, own: int, *, refuses: Callable[[str], bool] | None = None):
+        self._own, self._refuses = own, refuses or _refuses
         self._members: dict[int, _Seen] = {}
 
     def look(self, members: Mapping[int, Member]) -> None:
         """Takes the files of all members, as they are now."""
-        now = self._now()
+        now = time.monotonic()
         for gone in [k for k in self._members if k not in members]:
             del self._members[gone]
         for k, member in members.items():
@@ -58,6 +54,12 @@ class Sight:
                 seen.asked_at = now
                 seen.is_refused = k != self._own and self._refuses(member.store)
 
+    def ask(self, members: Mapping[int, Member]) -> None:
+        """Asks now whether hosts know the ports of these members, before they are relied on."""
+        for k, member in members.items():
+            if k in self._members and k != self._own and member.store:
+                self._members[k].is_refused = self._refuses(member.store)
+
     def alive(self, taking_part: frozenset[int] = frozenset()) -> set[int]:
         """Returns the members that live.
 
@@ -65,7 +67,7 @@ class Sight:
           taking_part: those that are held for living until they have been silent; others only once
             their beats have grown, for files of former launches stay.
         """
-        now = self._now()
+        now = time.monotonic()
         return {
             k for k, seen in self._members.items()
             if k == self._own or (

@@ -103,32 +103,35 @@ class Supervisor:
           ConfigError: another living process has this one's number.
         """
         self._check_alone()
-        newest = self._meeting.newest()
-        self._meeting.take_back_end(newest)
-        self._recorded = recorded(self._elastic_jsonl)
         key = self._meeting.key()
         with Leaves() as leaves, PeerStore(key, self._settings.address) as store:
-            self._own = dataclasses.replace(self._own, store=store.address)
-            self._key = key
+            self.begin(store.address, key)
             try:
                 while True:
-                    status = self._turn(bool(leaves.reason))
+                    status = self.turn()
                     if status is not None:
                         return status
+                    if leaves.reason:
+                        self.leave()
                     time.sleep(_POLL_SECONDS)
             finally:
-                for worker in filter(None, (self._worker, self._spare)):
-                    worker.kill()
-                written = self._meeting.read(self._settings.member)
-                if written is not None and written.incarnation == self._own.incarnation:
-                    self._meeting.forget(self._settings.member)
+                self.close()
 
-    def _turn(self, leaves: bool) -> int | None:
+    def begin(self, store: str, key: bytes) -> None:
+        """Begins to take part, with the address of this host's peer store, and the job's key."""
+        self._own, self._key = dataclasses.replace(self._own, store=store), key
+        self._meeting.take_back_end(self._meeting.newest())
+        self._recorded = recorded(self._elastic_jsonl)
+        self._beat(now=True)
+
+    def leave(self) -> None:
+        """Lets this host leave the job after a step."""
+        self._own = dataclasses.replace(self._own, is_leaving=True)
+
+    def turn(self) -> int | None:
         """Does what is due now; returns the status with which this process ends, or None."""
         if time.monotonic() - self._beat_at > _LEASE_SECONDS and self._worker is not None:
             self._end_worker("its supervisor could not be seen by the others")
-        if leaves and not self._own.is_leaving:
-            self._own = dataclasses.replace(self._own, is_leaving=True)
         self._prepare_worker()
         self._hear_worker()
         self._adopt_newest()
@@ -149,6 +152,14 @@ class Supervisor:
         if self._leads():
             self._lead()
         return None
+
+    def close(self) -> None:
+        """Ends the workers of this host, and its part in the job."""
+        for worker in filter(None, (self._worker, self._spare)):
+            worker.kill()
+        written = self._meeting.read(self._settings.member)
+        if written is not None and written.incarnation == self._own.incarnation:
+            self._meeting.forget(self._settings.member)
 
     def _check_alone(self) -> None:
         before = self._meeting.read(self._settings.member)
@@ -287,7 +298,16 @@ class Supervisor:
             line = record_line(last, self._members)
             if line["reached"]:
                 self._record(line)
-        view = View(
+        decision = decide(view := self._view(alive))
+        if isinstance(decision, Begin):
+            # Others may have died with those that are known to be dead.
+            self._sight.ask({k: self._members[k] for k in decision.members})
+            decision = decide(view := self._view(self._alive()))
+        self._do(decision, view)
+
+    def _view(self, alive: set[int]) -> View:
+        last = self._generation
+        return View(
             members=self._members, alive=alive, generation=last,
             is_asked_to_stop=last is not None and self._meeting.stop_of(last.number) is not None,
             num_members=self._settings.num_members, min_members=self._settings.min_members,
@@ -295,7 +315,6 @@ class Supervisor:
             start_seconds=self._settings.start_seconds, stuck={}, seen=self._sight.times(),
             now=time.time(),
         )
-        self._do(decide(view), view)
 
     def _do(self, decision: Decision, view: View) -> None:
         last = view.generation
