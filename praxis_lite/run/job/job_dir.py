@@ -36,6 +36,7 @@ class JobDir:
       metrics_jsonl: a line per training step.
       eval_metrics_jsonl: a line per dataset and evaluation.
       timeline_jsonl: what each launch spent its time on, a line per save.
+      examples: the folder of lines on the rows that each process fed.
       loss_curve_png: the losses as a picture.
       non_finite_txt: where NaN and infinities came from, of each step that run.debug_nans ran
         again.
@@ -64,6 +65,7 @@ class JobDir:
     metrics_jsonl = _below("metrics.jsonl")
     eval_metrics_jsonl = _below("eval_metrics.jsonl")
     timeline_jsonl = _below("timeline.jsonl")
+    examples = _below("examples")
     loss_curve_png = _below("loss_curve.png")
     non_finite_txt = _below("non_finite.txt")
     elastic_jsonl = _below("elastic.jsonl")

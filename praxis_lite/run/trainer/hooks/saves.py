@@ -69,12 +69,14 @@ def _saved_by(loop: Loop) -> dict[str, object]:
     for name, hook in by_name(loop.hooks).items():
         if not overrides(hook, "to_save"):
             continue
-        saved[name] = hook.to_save()
+        value = hook.to_save()
         try:
-            json.dumps(saved[name], allow_nan=False)
+            json.dumps(value, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"{type(hook).__name__}.to_save returns {saved[name]!r:.200}, which JSON cannot "
+                f"{type(hook).__name__}.to_save returns {value!r:.200}, which JSON cannot "
                 f"hold ({error}). Return numbers, texts, and lists and dicts of them."
             ) from None
+        if value is not None:
+            saved[name] = value
     return saved

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from praxis_lite.run.trainer.hooks.evaluations import EarlyStops, Evaluations
+from praxis_lite.run.trainer.hooks.examples import Examples
 from praxis_lite.run.trainer.hooks.followed import FollowedEvaluations
 from praxis_lite.run.trainer.hooks.hook import Hook
 from praxis_lite.run.trainer.hooks.loss_spikes import LossSpikes
@@ -29,7 +30,7 @@ def hooks_of(
         ProfileEnds(job, profiler),
         *more(job),
         # Files come first: what is said or raised after them is on disk.
-        MetricsFiles(job), Tracking(trackers), Progress(job, progress),
+        MetricsFiles(job), Examples(job), Tracking(trackers), Progress(job, progress),
         LossSpikes(job), SkippedSteps(job), EarlyStops(job),
         Evaluations(job), FollowedEvaluations(job),
         *job.hooks,
