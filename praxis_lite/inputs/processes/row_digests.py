@@ -1,5 +1,6 @@
 """Digests of a batch's rows, which add up to that of a run whichever processes fed them."""
 
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 import xxhash
 
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
+from praxis_lite.inputs.base import InputPipeline
 
 _BYTES_AT_ONCE = 2**20  # Of rows that are copied beside each other; it fits into a cache.
 
@@ -55,3 +57,9 @@ def _digests(parts: Sequence[np.ndarray], seed: int) -> list[int]:
 def total(digests: np.ndarray) -> int:
     """Returns the sum of digests modulo 2^64."""
     return int(np.sum(digests, dtype=np.uint64))
+
+
+def fingerprint_digest(pipeline: InputPipeline) -> str:
+    """Returns XXH3-128, in hex, of all that determines a pipeline's batches."""
+    text = json.dumps(pipeline.fingerprint(), sort_keys=True, default=str)
+    return xxhash.xxh3_128_hexdigest(text.encode())

@@ -152,4 +152,5 @@ def _check_same_command(
 
         lines = dict(line.partition("=")[::2] for line in config_lines(launched.config))
         given = {"--mode": command.mode, "experiment": launched.experiment, **same}
-        check_same("The processes differ", {**versions(), **given, **lines})
+        of_packages = {f"version of {name}": version for name, version in versions().items()}
+        check_same("The processes differ", {**of_packages, **given, **lines})

@@ -121,7 +121,7 @@ def history_of(record: Record, saved_step: int | None) -> History:
     }
     faults, notes = [], []
     if missing := [item for item in range(1, record.next_start) if item not in groups]:
-        faults.append(f"the record has no line of start {few(map(str, missing), 8)}")
+        faults.append(f"the record has no line of start {few([str(item) for item in missing], 8)}")
     newest = ends[max(ends)] if ends else 0
     if saved_step is None:
         notes.append("there is no checkpoint: that the steps on record were saved is not known")

@@ -1,21 +1,17 @@
 """The lines of JOB/examples/PROCESS.jsonl: which rows a process fed, written and read."""
 
 import dataclasses
-import importlib.metadata
 import json
 import os
-import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import praxis_lite
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.files.json_text import opened, parse_json
 
 _MOST_BYTES = 2**30  # A stretch takes 150 bytes.
 _MOST_NUMBER = 2**53
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,17 +117,6 @@ def read_record(folder: Path) -> Record:
                 num_unreadable += 1
     starts.sort(key=lambda item: (item.start, item.process))
     return Record(starts, stretches, num_unreadable)
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the packages that a run's numbers depend on."""
-    found = {"python": platform.python_version(), "praxis_lite": praxis_lite.__version__}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "unknown"
-    return found
 
 
 def _texts(path: Path) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.run.job import processes
 
-_PACKAGES = ("praxis_lite", "jax", "jaxlib", "flax", "orbax-checkpoint")
+_PACKAGES = ("praxis_lite", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 def check_same(what: str, fields: Mapping[str, Any]) -> None:
@@ -38,11 +38,11 @@ def check_same(what: str, fields: Mapping[str, Any]) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions that a compiled program may depend on."""
+    """Returns the versions that a run's numbers may depend on, by "python" or a package's name."""
     result = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
             result[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:  # A checkout that is not installed.
             result[package] = "not installed"
-    return {f"version of {name}": version for name, version in result.items()}
+    return result

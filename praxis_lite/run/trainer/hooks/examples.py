@@ -1,7 +1,6 @@
 """The record of the rows that each process fed, by which a run proves what it learned from."""
 
 import contextlib
-import json
 import os
 import socket
 import time
@@ -9,16 +8,20 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-import xxhash
 
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.files.whole_files import not_written
 from praxis_lite.inputs.base import TRAIN
-from praxis_lite.inputs.processes.row_digests import row_digests, total
+from praxis_lite.inputs.processes.row_digests import (
+    fingerprint_digest,
+    row_digests,
+    total,
+)
 from praxis_lite.run.job import processes
 from praxis_lite.run.job.elastic import order
-from praxis_lite.run.job.examples.lines import Start, Stretch, line_of, read_record, versions
+from praxis_lite.run.job.examples.lines import Start, Stretch, line_of, read_record
 from praxis_lite.run.job.processes.broadcast import from_first
+from praxis_lite.run.job.processes.same_everywhere import versions
 from praxis_lite.run.trainer.hooks.hook import Hook, StepMetrics
 from praxis_lite.run.trainer.hooks.loop import Loop
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
@@ -48,14 +51,13 @@ class Examples(Hook):
         fed = [item.process_index == jax.process_index() for item in mesh.devices.flat]
         is_own = np.repeat(fed, -(-train.batch_size // mesh.size))[: train.batch_size]
         self._own = is_own[self._job.partitioner.process_rows(train.batch_size)]
-        fingerprint = json.dumps(train.fingerprint(), sort_keys=True, default=str)
         self._start = Start(
             start=self._number, step=loop.first_step,
             is_new=loop.checkpoints.latest_step() is None, time=time.time(), launch=launch,
             generation=elastic and elastic.generation, process=processes.index(),
             num_processes=processes.count(), host=socket.gethostname(), mesh=dict(mesh.shape),
             batch_size=train.batch_size, rows=_ranges(is_own), skipped=loop.skipped_batches,
-            data=xxhash.xxh3_128_hexdigest(fingerprint.encode()), versions=versions(),
+            data=fingerprint_digest(train), versions=versions(),
         )
         try:
             folder.mkdir(exist_ok=True)
