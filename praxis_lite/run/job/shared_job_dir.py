@@ -20,11 +20,13 @@ _SEEN_SECONDS = 15.0
 class OtherJobDir(JobDir):
     """The files of a process that is not the first, in a folder that is removed at its end.
 
-    The checkpoints, and traces of this process's devices, are in the job's directory, `shared`.
+    The checkpoints, the record of the rows that this process fed, and traces of its devices, are in
+    the job's directory, `shared`.
     """
 
     shared: Path
     checkpoints = property(lambda self: JobDir(self.shared).checkpoints)
+    examples = property(lambda self: JobDir(self.shared).examples)
     profiles = property(lambda self: JobDir(self.shared).profiles)
 
 

@@ -58,7 +58,7 @@ def test_the_directory_holds_what_the_readme_says(ran):
     job = ran[0]
     # What JobLock locks; a desktop does not show it.
     assert sorted(os.listdir(job.path)) == [
-        ".training", "checkpoints", "config.json", "config.txt", "eval_metrics.jsonl",
+        ".training", "checkpoints", "config.json", "config.txt", "eval_metrics.jsonl", "examples",
         "layout.json", "layout.txt", "loss_curve.png", "metrics.jsonl", "tensorboard",
         "timeline.jsonl", "trackers",
     ]
