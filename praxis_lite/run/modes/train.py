@@ -1,6 +1,7 @@
 """`main.py --mode=train`: trains an experiment, from nothing or from where its job stopped."""
 
 import argparse
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -48,6 +49,16 @@ class Train(Mode):
             help="of --metrics_port: the address to listen on, 0.0.0.0 for all; default: this "
             "machine alone can fetch them",
         )
+        options.add_argument(
+            "--health_dir", metavar="DIR",
+            help="a directory of this process alone for the files `alive`, renewed every second, "
+            "and `ready`, there while it trains: docs/clusters.md",
+        )
+        options.add_argument(
+            "--grace_seconds", metavar="S", type=int,
+            help="how long the cluster waits between SIGTERM and SIGKILL: a line warns if a step "
+            "and a save take longer",
+        )
 
         options.add_argument(
             "--elastic", action="store_true",
@@ -61,7 +72,8 @@ class Train(Mode):
 
     def run(
         self, command: CommandLine, *, metrics_port: int | None = None,
-        metrics_host: str | None = None,
+        metrics_host: str | None = None, health_dir: str | None = None,
+        grace_seconds: int | None = None,
     ) -> None:
         """Trains; raises ConfigError as `launch.train` does."""
         require(
@@ -77,7 +89,33 @@ class Train(Mode):
             from praxis_lite.run.trackers.metrics_endpoint import LOOPBACK, MetricsEndpoint
 
             trackers["--metrics_port"] = MetricsEndpoint(metrics_port, metrics_host or LOOPBACK)
-        trained(command, self._sources, self._more_hooks, trackers=trackers)
+        with contextlib.ExitStack() as held:
+            hooks = _hooks_on_clusters(command, health_dir, grace_seconds, held)
+            trained(command, self._sources, self._more_hooks, hooks=hooks, trackers=trackers)
+
+
+def _hooks_on_clusters(
+    command: CommandLine, health_dir: str | None, grace_seconds: int | None,
+    held: contextlib.ExitStack,
+) -> "list[Hook]":
+    """Returns the hooks of --health_dir, whose files `held` keeps, and of --grace_seconds."""
+    hooks: list[Hook] = []
+    require(
+        grace_seconds is None or grace_seconds > 0, "--grace_seconds", grace_seconds,
+        "a number of seconds, 1 or more",
+    )
+    if health_dir is not None or grace_seconds is not None:
+        from praxis_lite.run.job import health_files
+        from praxis_lite.run.modes import on_clusters
+
+        # The files of an elastic job are its supervisors'.
+        if health_dir is not None and order.current() is None:
+            directory = health_files.directory_of(health_dir, command.job_log_dir)
+            files = health_files.HealthFiles(directory)
+            hooks.append(on_clusters.Health(held.enter_context(health_files.HealthBeat(files))))
+        if grace_seconds is not None:
+            hooks.append(on_clusters.Grace(grace_seconds))
+    return hooks
 
 
 def trained(

@@ -112,7 +112,7 @@ def test_options_reach_their_mode_and_no_other():
         "step": None, "follow": False, "follow_seconds": 600, "prompt": ["x", "y", "z"],
         "prompts": None, "chat": False,
     }
-    none = {"metrics_port": None, "metrics_host": None}
+    none = dict.fromkeys(("metrics_port", "metrics_host", "health_dir", "grace_seconds"))
     assert parsed([], MODES) == (CommandLine(packages=[], settings=[]), MODES["train"], none)
     assert parsed(["--mode=check"], MODES)[2]["steps"] == 20
     assert parsed(["--mode=plan", "--steps=eval,train"], MODES)[2]["steps"] == ["eval", "train"]

@@ -74,6 +74,12 @@ class Watchdog(contextlib.AbstractContextManager):
         """Starts the clock anew: a sign of life, though no step has ended."""
         self.last_sign = time.monotonic()
 
+    def is_silent(self) -> bool:
+        """Returns True if there was no sign of life for `seconds`; a compilation or a save is."""
+        if self._seconds is None or self._doing in (COMPILING, SAVING) or self._is_saving():
+            return False
+        return time.monotonic() - self.last_sign > self._seconds
+
     @contextlib.contextmanager
     def during(self, doing: str) -> Iterator[None]:
         """Starts the clock anew at both ends, and says in a report what was being done."""
