@@ -168,11 +168,19 @@ class Meeting:
         """Removes the file of a member that ends."""
         (self._members / f"{member}.json").unlink(missing_ok=True)
 
-    def newest(self) -> int:
-        """Returns the number of the newest generation; 0 if there is none."""
-        names = (name.partition(".") for name in os.listdir(self._generations))
-        return max((int(name) for name, _, kind in names
-                    if kind == "json" and name.isdecimal()), default=0)
+    def newest(self, known: int = 0) -> int:
+        """Returns the number of the newest generation; 0 if there is none.
+
+        Args:
+          known: a generation that there is, from which it looks on; 0: in the whole folder.
+        """
+        if not known:
+            names = (name.partition(".") for name in os.listdir(self._generations))
+            return max((int(name) for name, _, kind in names
+                        if kind == "json" and name.isdecimal()), default=0)
+        while (self._generations / f"{known + 1}.json").exists():
+            known += 1
+        return known
 
     def generation(self, number: int) -> Generation:
         """Returns a generation; raises ConfigError if its file is damaged."""

@@ -38,14 +38,17 @@ class Sight:
         self._own, self._refuses = own, refuses or _refuses
         self._members: dict[int, _Seen] = {}
 
-    def look(self, members: Mapping[int, Member]) -> None:
-        """Takes the files of all members, as they are now."""
+    def look(self, members: Mapping[int, Member | None]) -> None:
+        """Takes the files of members as they are now; None: there is none.
+
+        What is known of other members stays, and grows old.
+        """
         now = time.monotonic()
-        for gone in [k for k in self._members if k not in members]:
-            del self._members[gone]
         for k, member in members.items():
             seen = self._members.get(k)
-            if seen is None or seen.incarnation != member.incarnation:
+            if member is None:
+                self._members.pop(k, None)
+            elif seen is None or seen.incarnation != member.incarnation:
                 self._members[k] = _Seen(member.incarnation, member.beat, now, time.time())
             elif member.beat != seen.beat:
                 seen.beat, seen.at, seen.unix = member.beat, now, time.time()

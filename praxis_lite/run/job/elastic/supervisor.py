@@ -27,10 +27,12 @@ from praxis_lite.run.job.elastic.order import LOST_PEER_STATUS, Order
 from praxis_lite.run.job.elastic.peer_store import PeerStore
 from praxis_lite.run.job.elastic.record import record, record_line, recorded
 from praxis_lite.run.job.elastic.sight import SILENT_SECONDS, Sight
-from praxis_lite.run.job.elastic.worker_process import WorkerProcess
+from praxis_lite.run.job.elastic.worker_process import WorkerProcess, remove_old_folders
 from praxis_lite.run.job.processes import signals
 
-_POLL_SECONDS, _BEAT_SECONDS = 0.1, 0.5
+_BEAT_SECONDS = 0.5
+# How often the files of others are looked at: of many hosts less often, for the file system's sake.
+_POLL_SECONDS, _POLL_SECONDS_PER_HOST = 0.1, 0.001
 # A supervisor that could not write its beat for so long ends its worker: the others take it for
 # gone a little later.
 _LEASE_SECONDS = SILENT_SECONDS - 4.0
@@ -95,6 +97,7 @@ class Supervisor:
         self._beat_at = self._idle_since = time.monotonic()
         self._recorded: set[int] = set()
         self._said: tuple[str, float] = ("", 0.0)
+        self._poll_seconds = max(_POLL_SECONDS, _POLL_SECONDS_PER_HOST * settings.num_members)
 
     def run(self) -> int:
         """Returns the status of the job, or 0 once this host has left it.
@@ -103,6 +106,7 @@ class Supervisor:
           ConfigError: another living process has this one's number.
         """
         self._check_alone()
+        remove_old_folders()
         key = self._meeting.key()
         with Leaves() as leaves, PeerStore(key, self._settings.address) as store:
             self.begin(store.address, key)
@@ -113,7 +117,7 @@ class Supervisor:
                         return status
                     if leaves.reason:
                         self.leave()
-                    time.sleep(_POLL_SECONDS)
+                    time.sleep(self._poll_seconds)
             finally:
                 self.close()
 
@@ -165,7 +169,7 @@ class Supervisor:
         before = self._meeting.read(self._settings.member)
         deadline = time.monotonic() + 4 * _BEAT_SECONDS
         while before is not None and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
+            time.sleep(self._poll_seconds)
             again = self._meeting.read(self._settings.member)
             if again is not None and again.beat != before.beat:
                 raise ConfigError(
@@ -213,8 +217,9 @@ class Supervisor:
 
     def _adopt_newest(self) -> None:
         """Takes part in the newest generation, if there is a newer one that has this member."""
-        newest = self._meeting.newest()
-        if self._generation is not None and newest <= self._generation.number or not newest:
+        last = self._generation.number if self._generation else 0
+        newest = self._meeting.newest(last)
+        if newest == last:
             return
         self._generation = generation = self._meeting.generation(newest)
         self._stop_was_passed_on = False
@@ -253,16 +258,23 @@ class Supervisor:
             self._say(f"{self._settings.job} cannot be written: {error.strerror or error}")
 
     def _look(self) -> None:
-        members = {k: self._meeting.read(k) for k in range(self._settings.num_members)}
-        self._members = {k: member for k, member in members.items() if member is not None}
-        there = self._members.get(self._settings.member)
+        """Looks at the files of all members, or at the leader's alone as long as it lives."""
+        own, leader = self._settings.member, min(self._alive(), default=None)
+        looks_at_all = (
+            leader in (own, None) or self._generation is None or self._own.is_leaving
+        )
+        looked_at = range(self._settings.num_members) if looks_at_all else (leader, own)
+        members = {k: self._meeting.read(k) for k in looked_at}
+        known = {**self._members, **members}
+        self._members = {k: member for k, member in known.items() if member is not None}
+        there = self._members.get(own)
         if there is not None and there.incarnation != self._own.incarnation:
             raise ConfigError(
                 f"{there}, PID {there.pid}, has taken the place of this process, which was silent "
                 "for long."
             )
-        self._members[self._settings.member] = self._own
-        self._sight.look(self._members)
+        self._members[own] = self._own
+        self._sight.look({**members, own: self._own})
 
     def _taking_part(self) -> frozenset[int]:
         if self._generation is None:
@@ -284,10 +296,10 @@ class Supervisor:
         if self._worker is None or self._own.end is not None:
             others = self._alive() - {self._settings.member}
             # The others need its word that it stopped, and its peer store, until they go on.
-            newest = self._meeting.newest()
-            return not others or self._own.generation < newest or (
-                all(self._members[k].is_leaving for k in others)
-            ) or not newest
+            newest = self._generation.number if self._generation else 0
+            return not others or not newest or self._own.generation < newest or all(
+                self._members[k].is_leaving for k in others
+            )
         return False
 
     def _lead(self) -> None:
@@ -326,6 +338,8 @@ class Supervisor:
                 if self._meeting.ask_to_stop(last.number, why):
                     self._say(f"{why}: the running step is made and saved")
             case End(status, why):
+                if last is not None and last.number not in self._recorded:
+                    self._record(record_line(last, view.members))
                 self._meeting.end(last.number if last else 0, status, why)
             case Begin():
                 self._begin(decision, view)

@@ -16,6 +16,15 @@ from typing import Any
 from praxis_lite.run.job.elastic.order import WORKER, Order
 
 _MOST_BYTES = 2**20  # Of a report.
+_FOLDERS = "praxis_lite_worker_of_"  # Followed by the supervisor's PID.
+
+
+def remove_old_folders() -> None:
+    """Removes the folders of workers whose supervisors were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*_*"):
+        pid = folder.name.removeprefix(_FOLDERS).partition("_")[0]
+        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class WorkerProcess:
@@ -37,7 +46,7 @@ class WorkerProcess:
         self.reports: dict[str, Any] = {}
         self.phases: list[tuple[str, float]] = []
         self.first_step_time: float | None = None
-        self._folder = Path(tempfile.mkdtemp(prefix="praxis_lite_worker_"))
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDERS}{os.getpid()}_"))
         self._pipe, child = os.pipe()
         os.set_blocking(self._pipe, False)
         self._bytes = b""

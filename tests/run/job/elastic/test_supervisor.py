@@ -37,7 +37,7 @@ class PretendedWorker:
 
     def __init__(self, argv):
         self.reports, self.phases, self.first_step_time = {}, [], None
-        self.order, self.code, self.age, self.is_asked, self.is_stopped = None, None, 0, False, False
+        self.order, self.code, self.age, self.is_asked = None, None, 0, False
 
     pid = 1
 
