@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             _list_experiments(command.packages)
             return None
         if command.elastic:
-            status = begin_elastic(command, argv)
+            status = begin_elastic(command, argv, options["health_dir"])
             if status is not None:
                 return status
         else:

@@ -8,19 +8,25 @@ from collections.abc import Mapping, Sequence
 
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.run.job.elastic import order
+from praxis_lite.run.job.health_files import HealthFiles, directory_of
 from praxis_lite.run.job.job_dir import open_for_meeting
 from praxis_lite.run.job.processes.start import connect_worker, own_number
 from praxis_lite.run.modes.launched import job_log_dir
 from praxis_lite.run.modes.mode import CommandLine
 
 
-def begin_elastic(command: CommandLine, argv: Sequence[str] | None) -> int | None:
+def begin_elastic(
+    command: CommandLine, argv: Sequence[str] | None, health_dir: str | None
+) -> int | None:
     """Returns the status of this host's supervisor; None in a worker, which has its order then.
+
+    Args:
+      health_dir: of the option of that name.
 
     Raises ConfigError if a flag is wrong or missing, or the directory is no job's.
     """
     if not order.is_worker():
-        return _supervise(command, sys.argv[1:] if argv is None else argv)
+        return _supervise(command, sys.argv[1:] if argv is None else argv, health_dir)
     taken = order.wait_for_order(lambda: _import(command))
     command.began = time.time()
     order.phase("connect")
@@ -28,7 +34,7 @@ def begin_elastic(command: CommandLine, argv: Sequence[str] | None) -> int | Non
     return None
 
 
-def _supervise(command: CommandLine, argv: Sequence[str]) -> int:
+def _supervise(command: CommandLine, argv: Sequence[str], health_dir: str | None) -> int:
     from praxis_lite.run.job.elastic.supervisor import Settings, Supervisor
 
     member, num_members = own_number(
@@ -42,10 +48,13 @@ def _supervise(command: CommandLine, argv: Sequence[str]) -> int:
     if command.exp is None:
         raise ConfigError("--elastic needs --exp=NAME; --list shows the names there are.")
     job = open_for_meeting(job_log_dir(command))
+    health = None
+    if health_dir is not None:
+        health = HealthFiles(directory_of(health_dir, command.job_log_dir))
     return Supervisor(Settings(
         argv=tuple(argv), job=job.path, member=member, num_members=num_members, min_members=least,
         start_seconds=command.start_seconds, address=_own_address(command.coordinator),
-    )).run()
+    ), health).run()
 
 
 def _import(command: CommandLine) -> None:

@@ -1,5 +1,6 @@
 """The supervisor of a host: runs a worker for each generation, and leads if it is the first."""
 
+import contextlib
 import dataclasses
 import os
 import secrets
@@ -28,6 +29,7 @@ from praxis_lite.run.job.elastic.peer_store import PeerStore
 from praxis_lite.run.job.elastic.record import record, record_line, recorded
 from praxis_lite.run.job.elastic.sight import SILENT_SECONDS, Sight
 from praxis_lite.run.job.elastic.worker_process import WorkerProcess, remove_old_folders
+from praxis_lite.run.job.health_files import HealthFiles
 from praxis_lite.run.job.processes import signals
 
 _BEAT_SECONDS = 0.5
@@ -77,10 +79,14 @@ class Leaves(signals.SignalListener):
 
 
 class Supervisor:
-    """A host's part in an elastic job, until the job ends or this host leaves."""
+    """A host's part in an elastic job, until the job ends or this host leaves.
 
-    def __init__(self, settings: Settings):
-        self._settings = settings
+    Args:
+      health: files for the probes of a cluster; None: there are none.
+    """
+
+    def __init__(self, settings: Settings, health: HealthFiles | None = None):
+        self._settings, self._health = settings, health
         self._meeting = Meeting(settings.job / "elastic")
         self._elastic_jsonl = settings.job / "elastic.jsonl"
         self._own = Member(
@@ -108,7 +114,10 @@ class Supervisor:
         self._check_alone()
         remove_old_folders()
         key = self._meeting.key()
-        with Leaves() as leaves, PeerStore(key, self._settings.address) as store:
+        with (
+            Leaves() as leaves, PeerStore(key, self._settings.address) as store,
+            self._health or contextlib.nullcontext(),
+        ):
             self.begin(store.address, key)
             try:
                 while True:
@@ -251,6 +260,9 @@ class Supervisor:
         if not now and time.monotonic() - self._beat_at < _BEAT_SECONDS:
             return
         self._own = dataclasses.replace(self._own, beat=self._own.beat + 1)
+        if self._health is not None:
+            self._health.alive()
+            self._health.ready(self._own.first_step_time is not None and self._own.end is None)
         try:
             self._meeting.write(self._own)
             self._beat_at = time.monotonic()
