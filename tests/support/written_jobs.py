@@ -58,6 +58,7 @@ def written_job(
     evaluations: Sequence[Mapping[str, Any]] = (), settings: Sequence[str] = (),
     samples: Mapping[str, Sequence[Mapping[str, Any]]] | None = None, layout: Any = LAYOUT,
     timeline: Sequence[Mapping[str, Any]] = (), experiment: str = "zoo.lm.Tiny",
+    elastic: Sequence[Mapping[str, Any]] = (), certificates: Sequence[Mapping[str, Any]] = (),
 ) -> JobDir:
     """Returns a job with these files; `samples` are the records of "DATASET/STEP"."""
     job = JobDir(path)
@@ -71,14 +72,41 @@ def written_job(
         job.eval_metrics_jsonl.write_text("".join(map(json_line, evaluations)))
     if layout is not None:
         job.layout_json.write_text(json.dumps(layout))
-    if timeline:
-        job.timeline_jsonl.write_text("".join(json.dumps(item) + "\n" for item in timeline))
+    for file, items in (
+        (job.timeline_jsonl, timeline), (job.elastic_jsonl, elastic),
+        (job.certificates_jsonl, certificates),
+    ):
+        if items:
+            file.write_text("".join(json.dumps(item) + "\n" for item in items))
     for name, records in (samples or {}).items():
         dataset, step = name.rsplit("/", 1)
         file = job.decode_jsonl(dataset, int(step))
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("".join(json.dumps(record) + "\n" for record in records))
     return job
+
+
+def change_line(generation: int, kind: str, from_step: int, devices: int) -> dict[str, Any]:
+    """Returns a line of elastic.jsonl: a second each of notice, agreement and the first step."""
+    return {
+        "generation": generation, "time": 1e9 + 100 * generation, "kind": kind,
+        "who": [] if kind == "start" else [3], "why": f"process 3 (host) {kind}",
+        "members": list(range(devices)), "hosts": ["host"] * devices, "num_devices": devices,
+        "mesh": {"replica": 1, "data": devices, "mdl": 1}, "from_step": from_step,
+        "source": "peers" if from_step else "new", "lost_steps": 2 if from_step else 0,
+        "reached": True,
+        "seconds": {"notice": 1.0, "agree": 1.0, "first_step": 1.0, "total": 3.0},
+    }
+
+
+def certificate_line(step: int, difference: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns a line of certificates.jsonl."""
+    return {
+        "step": step, "time": 1e9 + step, "rows": 4, "meshes": {"own": {"data": 4}},
+        "certified": difference is None, "num_comparisons": 11,
+        "closest": {"leaf": "mdl_vars/params/w/a", "share": step / 1000}, "seconds": 0.25,
+        "state_digest": f"{step:032x}", "difference": difference,
+    }
 
 
 def nonsense_job(path: Path, seed: int) -> JobDir:
@@ -95,7 +123,8 @@ def nonsense_job(path: Path, seed: int) -> JobDir:
         names = [
             "loss", "dataset", "step_time", "tokens_per_second", "save_time", "prompt", "launch",
             "num_skipped_in_a_row", "continuation", "seconds", "first_step", "last_step",
-            "ended_by", "__proto__", "",
+            "ended_by", "generation", "time", "why", "kind", "members", "who", "mesh", "from_step",
+            "reached", "certified", "difference", "closest", "__proto__", "",
         ]
         item = {name: value() for name in rng.sample(names, rng.randrange(len(names)))}
         if rng.random() < 0.9:
@@ -106,9 +135,10 @@ def nonsense_job(path: Path, seed: int) -> JobDir:
     job = written_job(path)
     files = [
         "metrics.jsonl", "eval_metrics.jsonl", "timeline.jsonl", "config.txt", "layout.json",
-        "decode/x/7.jsonl", "decode/x/08.jsonl", "profiles/3/profile.txt",
+        "decode/x/7.jsonl", "decode/x/08.jsonl", "profiles/3/profile.txt", "elastic.jsonl",
+        "certificates.jsonl",
     ]
-    for name in rng.sample(files, 6):
+    for name in rng.sample(files, 7):
         file = job.path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         text = "\n".join(line() for _ in range(rng.randrange(60)))

@@ -5,8 +5,9 @@ import itertools
 import time
 from collections.abc import Mapping, Sequence
 
-from praxis_lite.run.goodput.kinds import IDLE, IMPORT, KINDS, LOST_STEP, STEP
+from praxis_lite.run.goodput.kinds import HANDS, IDLE, IMPORT, KINDS, LOST_STEP, STEP
 from praxis_lite.run.goodput.stretches import Stretch, read_stretches
+from praxis_lite.run.job.elastic.changes import changes_of_hands
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.text_table import table_lines
 
@@ -39,7 +40,8 @@ class Goodput:
 
     Attributes:
       launches: in their order.
-      seconds: by kind, in the order of `KINDS`, those between launches as "idle".
+      seconds: by kind, in the order of `KINDS`, those between launches as "idle", or "change of
+        hands" where an elastic job was about to go on.
       total_seconds: the sum of all kinds.
     """
 
@@ -109,15 +111,23 @@ def goodput_of(job_dir: JobDir) -> Goodput | None:
     """
     if not job_dir.timeline_jsonl.exists():
         return None
-    return goodput(read_stretches(job_dir.timeline_jsonl))
+    changes = changes_of_hands(job_dir.elastic_jsonl)
+    hands = [(change.time, change.time + change.total) for change in changes]
+    return goodput(read_stretches(job_dir.timeline_jsonl), hands)
 
 
-def goodput(stretches: Sequence[Stretch]) -> Goodput | None:
+def goodput(
+    stretches: Sequence[Stretch], hands: Sequence[tuple[float, float]] = ()
+) -> Goodput | None:
     """Returns where the time went by all stretches of a job, in their order; None if by none.
 
     A launch that began before the one before it had ended is cut: its import is shorter by the
     time that both were there. If it began before by more than that, a clock was set back, and no
     time lies between the two.
+
+    Args:
+      hands: when each change of hands began and ended, in Unix seconds. What a launch did meanwhile
+        has its own kind.
     """
     stretches = _with_steps_after_the_last_sign(stretches)
     lost = _lost_shares(stretches)
@@ -131,16 +141,29 @@ def goodput(stretches: Sequence[Stretch]) -> Goodput | None:
     seconds = {
         kind: sum(launch.seconds.get(kind, 0.0) for launch in launches) for kind in KINDS
     }
-    seconds[IDLE] = sum(
-        max(0.0, after.began - before.ended) for before, after in itertools.pairwise(launches)
-    )
+    gaps = [
+        (before.ended, after.began) for before, after in itertools.pairwise(launches)
+        if after.began > before.ended
+    ]
+    seconds[HANDS] = sum(_covered(gap, hands) for gap in gaps)
+    seconds[IDLE] = sum(end - begin for begin, end in gaps) - seconds[HANDS]
     return Goodput(tuple(launches), seconds, sum(seconds.values()))
+
+
+def _covered(gap: tuple[float, float], intervals: Sequence[tuple[float, float]]) -> float:
+    """Returns the seconds of a gap that lie within an interval or several."""
+    seconds, reached = 0.0, gap[0]
+    for begin, end in sorted(intervals):
+        begin, end = max(begin, reached), min(end, gap[1])
+        if end > begin:
+            seconds, reached = seconds + end - begin, end
+    return seconds
 
 
 def _launch(
     began: float, parts: Sequence[tuple[Stretch, "_Lost"]], before: float | None
 ) -> Launch:
-    kinds = [kind for kind in KINDS if kind != IDLE]
+    kinds = [kind for kind in KINDS if kind not in (HANDS, IDLE)]
     seconds = {
         kind: sum(part.seconds.get(kind, 0.0) for part, _ in parts) for kind in kinds
     }

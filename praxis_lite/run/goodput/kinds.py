@@ -9,10 +9,12 @@ STEP = "step"  # The rest of the loop over steps: the devices compute, metrics a
 LOST_STEP = "lost step"  # Steps that were made, not saved, and made again later.
 EVALUATION = "evaluation"
 SAVE = "save"  # Training waits for a save; not what goes on in the background.
+HANDS = "change of hands"  # Of an elastic job: another process is gone, leaves or comes; agreed.
 IDLE = "idle"  # Between launches, and from the last sign of life of a launch that was killed.
 
 # A launch tells these apart while it runs; the others are seen once there is a next launch.
 OF_LAUNCH = (IMPORT, INIT, COMPILE, RESTORE, INPUT_WAIT, STEP, EVALUATION, SAVE)
 KINDS = (
-    IMPORT, INIT, COMPILE, RESTORE, INPUT_WAIT, STEP, LOST_STEP, EVALUATION, SAVE, IDLE,
+    IMPORT, INIT, COMPILE, RESTORE, INPUT_WAIT, STEP, LOST_STEP, EVALUATION, SAVE, HANDS,
+    IDLE,
 )

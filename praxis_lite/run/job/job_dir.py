@@ -35,6 +35,7 @@ class JobDir:
       init_from_checkpoint_txt: where each variable of a new job came from, if it was not drawn.
       metrics_jsonl: a line per training step.
       eval_metrics_jsonl: a line per dataset and evaluation.
+      certificates_jsonl: a line per certificate in flight (run.certify_every_steps).
       timeline_jsonl: what each launch spent its time on, a line per save.
       examples: the folder of lines on the rows that each process fed.
       loss_curve_png: the losses as a picture.
@@ -64,6 +65,7 @@ class JobDir:
     init_from_checkpoint_txt = _below("init_from_checkpoint.txt")
     metrics_jsonl = _below("metrics.jsonl")
     eval_metrics_jsonl = _below("eval_metrics.jsonl")
+    certificates_jsonl = _below("certificates.jsonl")
     timeline_jsonl = _below("timeline.jsonl")
     examples = _below("examples")
     loss_curve_png = _below("loss_curve.png")

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.run.goodput.goodput import Goodput
+from praxis_lite.run.job.elastic.changes import ChangeOfHands
 from praxis_lite.run.trainer.metrics.json_lines import strict_json
 from praxis_lite.tools.report.buckets import Buckets, buckets_of, with_extremes
+from praxis_lite.tools.report.certificates import failed, summary
 from praxis_lite.tools.report.config_differences import config_differences
 from praxis_lite.tools.report.job_reader import JobState
 from praxis_lite.tools.report.progress_axes import at_steps, progress_axes, weight_unit
@@ -104,6 +106,11 @@ def _job(
     largest = sorted(arrays, key=lambda array: -array.num_bytes)
     marked = {kind: job.steps_where(column) for kind, column in MARKS.items()}
     marked["restarts"] = job.restarts
+    marked["hands"] = np.array([change.from_step for change in job.hands], float)
+    wrong = {item.step for item in failed(job.certificates)}
+    certified = {item.step for item in job.certificates} - wrong
+    marked["certified"] = np.array(sorted(certified), float)
+    marked["differences"] = np.array(sorted(wrong), float)
     marks = {
         kind: {"num": len(steps), **_axes(at_steps(axes, steps[:_MOST_MARKS]))}
         for kind, steps in marked.items() if len(steps)
@@ -140,6 +147,12 @@ def _job(
         "samples": job.samples,
         "profiles": job.profiles,
         "goodput": job.goodput and _goodput(job.goodput),
+        "hands": [_change(change, axes) for change in job.changes[-_MOST_MARKS:]],
+        "devices": _devices(job, axes),
+        "certificates": summary(job.certificates) if job.certificates else "",
+        "differences": [
+            [item.step, item.difference] for item in failed(job.certificates)[:_MOST_MARKS]
+        ],
         "layout": {
             "totals": totals,
             "num_arrays": len(arrays),
@@ -167,6 +180,45 @@ def _evaluation(
     return {
         "num": len(values), "axes": _axes(at_steps(axes, steps[kept])),
         "values": _base64(values[kept]),
+    }
+
+
+def _change(change: ChangeOfHands, axes: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Returns a change of hands; "axes" is None if it made no step."""
+    at = None
+    if change.from_step is not None and change.reached:
+        at = _axes(at_steps(axes, np.array([change.from_step], float)))
+    return strict_json(
+        {
+            "generation": change.generation, "kind": change.kind, "why": change.why,
+            "from_step": change.from_step, "source": change.source, "lost": change.lost_steps,
+            "processes": len(change.members), "devices": change.num_devices,
+            "mesh": mesh_text(change), "reached": change.reached,
+            "seconds": dict(change.seconds), "total": change.total, "axes": at,
+        },
+        "hands",
+    )
+
+
+def mesh_text(change: ChangeOfHands) -> str:
+    """Returns the mesh that a job goes on with, "replica 1, data 7"; "" if it is not known."""
+    return ", ".join(f"{axis} {size}" for axis, size in change.mesh.items())
+
+
+def _devices(job: JobState, axes: Mapping[str, np.ndarray]) -> dict[str, Any] | None:
+    """Returns how many devices the job had from which step on; None if it is not elastic."""
+    known = [
+        change for change in job.changes
+        if change.reached and change.from_step is not None and change.num_devices
+    ][-_MOST_MARKS:]
+    if not known:
+        return None
+    steps = np.array([change.from_step for change in known], float)
+    # Of steps that were made again, the devices that made them for good.
+    kept = np.minimum.accumulate(steps[::-1])[::-1] >= steps
+    return {
+        "axes": _axes(at_steps(axes, steps[kept])),
+        "num": [change.num_devices for change, is_kept in zip(known, kept, strict=True) if is_kept],
     }
 
 

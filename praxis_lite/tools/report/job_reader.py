@@ -1,7 +1,9 @@
 """A job's files as they are now: read again and again while it trains, and never locked."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -9,11 +11,13 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.files.json_text import opened
 from praxis_lite.run.goodput.goodput import Goodput, goodput_of
 from praxis_lite.run.goodput.stretches import THE_END
+from praxis_lite.run.job.elastic.changes import START, ChangeOfHands, changes_of_hands
 from praxis_lite.run.job.job_dir import JobDir, recorded_experiment
 from praxis_lite.run.job.job_lock import is_training
 from praxis_lite.run.trainer.layout_table import LayoutArray, read_layout
 from praxis_lite.run.trainer.metrics.columns import MetricsColumns, columns_by_dataset
 from praxis_lite.run.trainer.metrics.json_lines import lines_if_any
+from praxis_lite.tools.report.certificates import Certificate, certificates_of
 from praxis_lite.tools.report.config_differences import config_of
 from praxis_lite.tools.report.profile_texts import profile_texts
 from praxis_lite.tools.report.samples import Samples, SamplesReader
@@ -33,6 +37,8 @@ class JobState:
       evaluations: the columns of eval_metrics.jsonl by dataset, in the order of their steps.
       config: values by path.
       goodput: None if the job did not record where its time went.
+      changes: of hands, of an elastic job, in their order.
+      certificates: of steps that were made again, in the order of its lines.
       layout: the arrays of its state, and a sentence about their sum.
       profiles: the tables of its newest profiles by their first step.
       notes: sentences on what could not be read or shown.
@@ -47,6 +53,8 @@ class JobState:
     config: Mapping[str, str]
     samples: Samples
     goodput: Goodput | None
+    changes: Sequence[ChangeOfHands]
+    certificates: Sequence[Certificate]
     layout: tuple[Sequence[LayoutArray], str]
     profiles: Mapping[int, str]
     notes: Sequence[str]
@@ -77,10 +85,20 @@ class JobState:
 
     @property
     def restarts(self) -> np.ndarray:
-        """The steps that later launches went on from."""
+        """The steps that later launches went on from, but for changes of hands."""
         launches = self.goodput.launches[1:] if self.goodput else ()
-        steps = [launch.first_step for launch in launches if launch.first_step is not None]
-        return np.array(steps, float)
+        changed = {change.from_step for change in self.changes}
+        steps = [item.first_step for item in launches if item.first_step is not None]
+        return np.array([step for step in steps if step not in changed], float)
+
+    @property
+    def hands(self) -> Sequence[ChangeOfHands]:
+        """The changes of hands that made steps, without the job's first start."""
+        return [
+            change for change in self.changes
+            if change.from_step is not None and change.reached
+            and (change.kind != START or change.from_step)
+        ]
 
     def steps_where(self, column: str) -> np.ndarray:
         """Returns the steps at which a column is above 0."""
@@ -121,6 +139,8 @@ class JobReader:
         return JobState(
             self._name, str(self._files.path), recorded_experiment(self._files), trains, columns,
             self._evaluations(notes), config, samples, self._goodput(notes),
+            _or_nothing(changes_of_hands, self._files.elastic_jsonl, notes),
+            _or_nothing(certificates_of, self._files.certificates_jsonl, notes),
             self._layout(notes), profile_texts(self._files), notes,
         )
 
@@ -151,3 +171,12 @@ class JobReader:
                 return config_of(file.read(_MOST_SETTINGS).decode("utf-8", "replace"))
         except OSError:  # A job that was begun by others may lack it.
             return {}
+
+
+def _or_nothing(read: Callable[[Path], list[Any]], path: Path, notes: list[str]) -> list[Any]:
+    """Returns what a function reads of a file; [], and a note, if it cannot be read."""
+    try:
+        return read(path)
+    except ConfigError as error:
+        notes.append(str(error))
+        return []

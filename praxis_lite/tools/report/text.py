@@ -1,24 +1,29 @@
 """A report as text for a terminal."""
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
 from praxis_lite.core.errors import few, printable, shown
+from praxis_lite.run.job.elastic.changes import START
 from praxis_lite.run.text_table import table_lines
 from praxis_lite.run.trainer.metrics.progress import count_of, metric_text
+from praxis_lite.tools.report.certificates import failed, summary
 from praxis_lite.tools.report.config_differences import config_differences
 from praxis_lite.tools.report.document import SPENT
 from praxis_lite.tools.report.job_reader import JobState
 from praxis_lite.tools.report.progress_axes import progress_axes, weight_unit
 
 _MOST_DIFFERENCES = 40
+_MOST_CHANGES = 20
 
 
 def report_text(jobs: Sequence[JobState]) -> str:
     """Returns a table of jobs, the differences of their configs, and what happened to them."""
     parts = [
         _jobs(jobs), _evaluations(jobs), _differences(jobs), _times(jobs), _events(jobs),
+        *(_changes(job) for job in jobs), *(_certificates(job) for job in jobs),
         "\n".join(f"note: {job.name}: {note}" for job in jobs for note in job.notes),
     ]
     return printable("\n\n".join(part for part in parts if part))
@@ -111,4 +116,41 @@ def _events(jobs: Sequence[JobState]) -> str:
                 lines.append(f"{job.name}: {len(steps)} {words}, at steps {few(steps, 8)}")
         if job.goodput and len(job.goodput.launches) > 1:
             lines.append(f"{job.name}: {len(job.goodput.launches)} launches")
+    return "\n".join(lines)
+
+
+def _changes(job: JobState) -> str:
+    """Returns a table of the newest changes of hands, or ""."""
+    changes = job.changes
+    if not changes:
+        return ""
+    number = sum(change.kind != START or bool(change.from_step) for change in changes)
+    numbers = [str(change.num_devices) for change in changes if change.num_devices]
+    course = [number for number, _ in itertools.groupby(numbers)]
+    left_out = ["..."] * (len(course) > _MOST_CHANGES)
+    rows = [["generation", "from step", "lost", "devices", "seconds", "of which", ""]]
+    for change in changes[-_MOST_CHANGES:]:
+        longest = sorted(change.seconds.items(), key=lambda item: -item[1])[:3]
+        rows.append([
+            str(change.generation),
+            "" if change.from_step is None else str(change.from_step),
+            str(change.lost_steps), str(change.num_devices or ""), f"{change.total:.1f}",
+            ", ".join(f"{part} {value:.1f}" for part, value in longest if value >= 0.05),
+            shown(f"{change.kind}: {change.why}", 100) + " (made no step)" * (not change.reached),
+        ])
+    return "\n".join([
+        f"{job.name}: changes of hands: {number}; devices: "
+        f"{' -> '.join([*left_out, *course[-_MOST_CHANGES:]]) or 'not known'}",
+        *table_lines(rows, right=range(5)),
+    ])
+
+
+def _certificates(job: JobState) -> str:
+    if not job.certificates:
+        return ""
+    lines = [f"{job.name}: {summary(job.certificates)}"]
+    lines += [
+        f"{job.name}: step {item.step} is NOT CERTIFIED: {item.difference}"
+        for item in failed(job.certificates)[-_MOST_CHANGES:]
+    ]
     return "\n".join(lines)

@@ -10,6 +10,7 @@ from praxis_lite.run.goodput import goodput_of
 from praxis_lite.run.goodput.kinds import (
     COMPILE,
     EVALUATION,
+    HANDS,
     IDLE,
     IMPORT,
     INIT,
@@ -83,7 +84,7 @@ def test_three_launches_two_of_them_killed_add_up_to_all_of_the_time(job):
     ]
     assert actual.share == pytest.approx(3.75 / actual.total_seconds)
     text = str(actual)
-    assert "lost step       1.6" in text and "3 steps made again" in text
+    assert "lost step            1.6" in text and "3 steps made again" in text
     assert actual.line().startswith("goodput 2.9% of 129 s in 3 launches; idle 70.7%, ")
 
 
@@ -297,3 +298,32 @@ def test_a_file_that_cannot_be_written_is_said_once_and_written_when_it_can(job)
     launch.ends()
     assert len(launch.notes) == 2 and launch.notes[1].endswith("can be written again")
     assert seconds_of(job) == {STEP: 3.0, SAVE: 1.0}
+
+
+def test_what_lies_between_launches_while_hands_change_is_no_idle_time(job):
+    clocks = Clocks()
+    first = FakeLaunch(job.timeline_jsonl, clocks, from_step=0)
+    first.steps(1, 4, 1)
+    first.killed(unseen=0.5)
+    died = clocks.unix_seconds
+    clocks.passes(3)  # Noticed and agreed upon.
+    second = FakeLaunch(job.timeline_jsonl, clocks, from_step=4)
+    second.spends(RESTORE, 2)
+    second.steps(5, 6, 1)
+    second.ends("SIGTERM")
+    clocks.passes(60)
+    third = FakeLaunch(job.timeline_jsonl, clocks, from_step=6)
+    third.steps(7, 8, 1)
+    third.ends()
+    fields = dict(kind="died", who=[1], why="", members=[0], reached=True)
+    lines = [
+        {"generation": 1, "time": died, "seconds": {"notice": 2, "agree": 3}, **fields},
+        # Of the same gap, and told twice.
+        {"generation": 2, "time": died + 1, "seconds": {"notice": 1}, **fields},
+        # From before the end of the launch before.
+        {"generation": 3, "time": died + 5, "seconds": {"notice": 12}, **fields},
+    ]
+    job.elastic_jsonl.write_text("".join(json.dumps(line) + "\n" for line in lines) + "{")
+    assert seconds_of(job) == {
+        STEP: 8.0, RESTORE: 2.0, HANDS: 3.0 + 10.0, IDLE: 0.5 + 50.0,
+    }

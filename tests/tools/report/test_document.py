@@ -20,7 +20,14 @@ from praxis_lite.tools.report.document import MOST_LETTERS, SPENT, document
 from praxis_lite.tools.report.job_reader import JobReader
 from praxis_lite.tools.report.page import page
 from praxis_lite.tools.report.text import report_text
-from tests.support.written_jobs import LAYOUT, nonsense_job, training_lines, written_job
+from tests.support.written_jobs import (
+    LAYOUT,
+    certificate_line,
+    change_line,
+    nonsense_job,
+    training_lines,
+    written_job,
+)
 
 NOW = datetime.datetime(2026, 2, 3, 4, 5, 6, tzinfo=datetime.UTC)
 HOSTILE = "</script><script>document.title=7</script><!--<img src=x onerror=a>{{title}}{{document}}"
@@ -296,3 +303,40 @@ def test_names_settings_and_samples_stay_text_in_the_page(tmp_path):
 def test_the_page_is_among_the_files_that_an_installation_copies():
     setup = Path(__file__).parents[3].joinpath("setup.py").read_text()
     assert '"praxis_lite.tools.report": ["report_page.html"]' in setup
+
+
+ELASTIC = [
+    change_line(1, "start", 0, 8), change_line(2, "died", 11, 7),
+    {**change_line(3, "failed", 13, 7), "reached": False, "from_step": None, "mesh": None},
+    change_line(4, "left", 7, 5), change_line(5, "came", 23, 8),
+]
+DIFFERENCE = {"cause": "device", "device": "device 3", "layer": "w", "leaf": "mdl_vars/params/w/a"}
+
+
+def test_changes_of_hands_and_certificates_stand_over_the_curve_and_in_the_text(tmp_path):
+    timeline = [
+        {"launch": 1e9 + 100 * k, "first_step": step, "last_step": step + 1, "seconds": {}}
+        for k, step in enumerate((0, 11, 7, 23))
+    ]
+    job = written_job(
+        tmp_path / "job", training_lines(37), elastic=ELASTIC, timeline=timeline,
+        certificates=[certificate_line(5), certificate_line(10), certificate_line(15, DIFFERENCE)],
+    )
+    (of_job,) = document_of({"job": job})["jobs"]
+    marks = {
+        kind: numbers(mark["steps"], "<f8").tolist() for kind, mark in of_job["marks"].items()
+    }
+    assert marks == {"hands": [11, 7, 23], "certified": [5, 10], "differences": [15]}
+    # Steps 8 to 11 of seven devices were lost: five made them for good.
+    assert numbers(of_job["devices"]["axes"]["steps"], "<f8").tolist() == [0, 7, 23]
+    assert of_job["devices"]["num"] == [8, 5, 8]
+    tokens = numbers(of_job["hands"][1]["axes"]["tokens"], "<f8")
+    np.testing.assert_array_equal(tokens, [11 * 512])
+    assert [change["generation"] for change in of_job["hands"] if not change["axes"]] == [3]
+    assert of_job["hands"][3]["mesh"] == "replica 1, data 5, mdl 1"
+    text = report_text(read({"job": job}))
+    assert "job: changes of hands: 4; devices: 8 -> 7 -> 5 -> 8" in text
+    assert re.search(r"^ +2 +11 +2 +7 +3\.0 .*died: process 3 \(host\) died", text, re.MULTILINE)
+    assert "(made no step)" in text
+    assert "3 certificates of 33 comparisons, 1 found a difference" in text
+    assert "step 15 is NOT CERTIFIED: cause device, device device 3, layer w, leaf" in text

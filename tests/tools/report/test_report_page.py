@@ -12,7 +12,13 @@ from praxis_lite.tools.report.document import document
 from praxis_lite.tools.report.job_reader import JobReader
 from praxis_lite.tools.report.page import page
 from tests.support.browser import EXECUTABLE, NO_BROWSER, Browser
-from tests.support.written_jobs import nonsense_job, training_lines, written_job
+from tests.support.written_jobs import (
+    certificate_line,
+    change_line,
+    nonsense_job,
+    training_lines,
+    written_job,
+)
 
 pytestmark = [
     pytest.mark.skipif(EXECUTABLE is None, reason=NO_BROWSER), pytest.mark.slow,
@@ -265,3 +271,22 @@ def test_a_notebook_shows_the_page_in_a_frame(browser, jobs, tmp_path):
     item.run("frames[0].document.querySelector('#chips button').click()")
     assert item.run("frames[0].document.querySelectorAll('#chips [aria-pressed=false]').length")
     assert [words for words in item.complaints if "sandboxing" not in words] == []
+
+
+def test_a_change_of_hands_is_told_where_the_curve_is_pointed_at(browser, tmp_path):
+    elastic = [change_line(1, "start", 0, 8), change_line(2, "died", 11, 7)]
+    elastic[1]["why"] = HOSTILE
+    job = written_job(
+        tmp_path / "job", training_lines(37), elastic=elastic,
+        certificates=[certificate_line(5), certificate_line(15, {"cause": HOSTILE})],
+    )
+    item = browser(of=page_of({"job": job}))
+    for step, is_told in ((11, True), (25, False)):
+        item.run(f"charts[0].tell({step}, charts[0].toX({step}))")
+        told = item.run("charts[0].tip.innerText")
+        assert (HOSTILE in told) == ("7 devices" in told) == ("notice 1 s" in told) == is_told
+    kinds = ["hands", "certified", "differences", "devices"]
+    assert all(item.run(f"charts[0].svg.querySelectorAll('path.{kind}').length") for kind in kinds)
+    assert item.run("document.title") != "stolen" and item.complaints == []
+    texts = item.run("[...document.querySelectorAll('.num-devices')].map((x) => x.textContent)")
+    assert texts == ["8", "7"]
