@@ -100,7 +100,7 @@ ORDERS = {
         {"background_save"},
         {"save_queue"},
         {"checkpoints", "digest", "step_differences"},
-        {"init"},
+        {"init", "peers"},
     ),
 }
 # At the top of a checkout, and no packages of the library by these names.

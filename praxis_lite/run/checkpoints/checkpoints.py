@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from praxis_lite.core.errors import ConfigError, did_you_mean
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout, TrainState
@@ -23,7 +22,7 @@ from praxis_lite.run.checkpoints.background_save import FailedSave
 from praxis_lite.run.checkpoints.files.stored_arrays import stored_arrays
 from praxis_lite.run.checkpoints.save_checks import check_finite, check_names
 from praxis_lite.run.checkpoints.save_queue import SaveQueue
-from praxis_lite.run.checkpoints.sharded_reading import read_arrays
+from praxis_lite.run.checkpoints.sharded_reading import read_arrays, read_state
 from praxis_lite.run.checkpoints.steps.manifest import (
     check_same,
     digest_of_config,
@@ -48,11 +47,13 @@ class Restored:
       step: of the checkpoint.
       state: a TrainState on the mesh.
       data: what was saved beside it: the position of the training data.
+      from_memory: True if it comes from the memory of hosts and not from the disk.
     """
 
     step: int
     state: PyTree
     data: Mapping[str, Any]
+    from_memory: bool = False
 
 
 class Checkpoints:
@@ -233,26 +234,21 @@ class Checkpoints:
           ConfigError: there is no such step, or it has other leaves, unpadded shapes or dtypes;
             names them. Or the layout has no such key.
         """
-        there, kept = sorted(layout.shapes.opt_states), ("mdl_vars/", "opt_states/")
-        keys = there if opt_states_keys is None else opt_states_keys
-        for key in keys:
+        there = sorted(layout.shapes.opt_states)
+        for key in opt_states_keys or ():
             if key not in there:
                 raise ConfigError(
                     f"The state to restore has no opt_states[{key!r}]; it has {there}."
                     f"{did_you_mean(key, there)} Set the learner as it was trained."
                 )
-        if opt_states_keys is not None:
-            kept = ("mdl_vars/", *(f"opt_states/{key}/" for key in keys))
-        step, manifest = self._chosen(step)
-        saved = {p: leaf for p, leaf in manifest["leaves"].items() if f"{p}/".startswith(kept)}
-        leaves = {x.path: x for x in layout.leaves() if f"{x.path}/".startswith(kept)}
-        expected = {path: manifest_leaf(leaf) for path, leaf in leaves.items()}
-        check_same(self.directory / str(step), saved, expected)
-        arrays = self._read(step, leaves, mesh)
-        shapes = layout.shapes.mdl_vars, {key: layout.shapes.opt_states[key] for key in keys}
-        restored = jax.tree.unflatten(jax.tree.structure(shapes), arrays.values())
-        step_array = jax.device_put(np.int32(step), NamedSharding(mesh, PartitionSpec()))
-        return Restored(step, TrainState(step_array, *restored), manifest["data"])
+        step, _ = self._chosen(step)
+        step_dir = self.directory / str(step)
+        with self._steps.read(step) as manifest:
+            state = read_state(
+                step_dir, manifest["leaves"], lambda: stored_arrays(step_dir, manifest), layout,
+                mesh, opt_states_keys,
+            )
+        return Restored(step, state, manifest["data"])
 
     def restore_leaves(
         self, leaves: Mapping[str, LeafLayout], mesh: Mesh, *, step: Step = None
@@ -269,17 +265,11 @@ class Checkpoints:
         expected = {path: manifest_leaf(leaf) for path, leaf in leaves.items()}
         there = {path: leaf for path, leaf in manifest["leaves"].items() if path in expected}
         check_same(self.directory / str(step), there, expected)
-        return self._read(step, leaves, mesh)
+        with self._steps.read(step) as manifest:
+            return read_arrays(stored_arrays(self.directory / str(step), manifest), leaves, mesh)
 
     def _chosen(self, step: Step) -> tuple[int, Mapping[str, Any]]:
         """Returns the step that is meant, verified, and its manifest."""
         result = from_first(self._name, lambda: self._steps.choose(step, self._best))
         with self._steps.read(result) as manifest:
             return result, manifest
-
-    def _read(
-        self, step: int, leaves: Mapping[str, LeafLayout], mesh: Mesh
-    ) -> dict[str, jax.Array]:
-        """Returns arrays of a step that was verified and compared."""
-        with self._steps.read(step) as manifest:
-            return read_arrays(stored_arrays(self.directory / str(step), manifest), leaves, mesh)

@@ -29,6 +29,9 @@ class RunConfig:
         num_train_steps: updates from step 0 to the end of training; a resumed job counts on.
         seed: of the initial weights, dropout and sampling. The data has its own.
         checkpoints: when it saves, and which checkpoints stay.
+        peer_save_every_steps: steps between saves of the state into the memory of the job's hosts,
+            of which one may die; for jobs with `--elastic`. None: such a job goes on from its
+            newest checkpoint.
         evaluation: when it evaluates, on how much, and with which weights.
         stopping: what ends training before its last step.
         loss_spikes: what is a loss spike, and what follows it.
@@ -56,6 +59,7 @@ class RunConfig:
     num_train_steps: int
     seed: int = 0
     checkpoints: SaveSettings = SaveSettings()
+    peer_save_every_steps: int | None = None
     evaluation: EvaluationSettings = EvaluationSettings()
     stopping: StopSettings = StopSettings()
     loss_spikes: LossSpikeSettings = LossSpikeSettings()

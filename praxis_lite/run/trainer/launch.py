@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.files.whole_files import write_whole
@@ -12,6 +12,8 @@ from praxis_lite.run.checkpoints.checkpoints import Checkpoints
 from praxis_lite.run.checkpoints.init.frozen_base import check_frozen_base
 from praxis_lite.run.checkpoints.init.init_from_checkpoint import FromCheckpoints
 from praxis_lite.run.checkpoints.init.initial_state import InitialState, Source, begun
+from praxis_lite.run.checkpoints.peers.newest_state import NewestState
+from praxis_lite.run.checkpoints.peers.peer_saver import PeerSaver, stores_of
 from praxis_lite.run.checkpoints.save_checks import check_names
 from praxis_lite.run.checkpoints.steps import step_dirs
 from praxis_lite.run.config.text import (
@@ -28,6 +30,7 @@ from praxis_lite.run.goodput.stretches import THE_END
 from praxis_lite.run.goodput.timeline import Timeline
 from praxis_lite.run.job import processes
 from praxis_lite.run.job.elastic import order
+from praxis_lite.run.job.elastic.store_messages import StoreClient
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.job.job_lock import JobLock
 from praxis_lite.run.job.processes.stopping import StopRequest
@@ -112,24 +115,26 @@ def train(
             )
         )
         held.callback(clock.begins, SAVE)  # On the way out the save in flight is waited for.
+        stores = _peer_stores(job, held)
         with clock.during(RESTORE):
-            newest = saved.latest_step()
-        if newest is None:
+            newest = NewestState(saved, stores, _say)
+        if newest.step is None:
             start = _new_start(job, sources, clock)
         else:
-            data = saved.latest_data()
+            data = newest.data()
             accepted = check_resumable(data, job.datasets[TRAIN], run.accept_changed_data)
             for line in [*accepted, *check_same_seed(data, run)]:
                 print(line)
-            start = _resumed(job, saved, clock)
+            start = _resumed(job, newest, clock)
             before = load_config_file(files.config_json, packages=launched.packages).config
             for line in config_difference(before, launched.config):
                 print(f"changed since the job was last run: {line}")
+        order.report(from_step=start.step, source=newest.source)
         files.write_config(*texts)
         if processes.is_first():
             keep_tokenizers(launched.config, files)
         _print_layout(job.partitioner, files)
-        if reason := nothing_to_do(job, start.step, saved.latest_step()):
+        if reason := nothing_to_do(job, start.step, newest.step):
             print(reason)
             timeline.take_back()
             draw_loss_curve(files, start.step, print)
@@ -140,7 +145,7 @@ def train(
         for line in notes_on_resume(job.datasets):
             print(line)
         trackers = held.enter_context(trackers_of(job, launched, start.step, _say))
-        stop.training_begins(saved.latest_step())
+        stop.training_begins(newest.step)
         print(when_checkpoints_come(run, start.step))
         print("compiling the first step", flush=True)
         with clock.during(COMPILE):
@@ -148,6 +153,7 @@ def train(
                 (step_for(job.partitioner, "datasets", name), pipeline, f"datasets.{name}")
                 for name, pipeline in job.datasets.items()
             )
+        peer_saver = _peer_saver(job, stores, held)
         roll_backs, skipped = RollBacks(), start.skipped_batches
         while True:
             check_batches_left(job.datasets[TRAIN], run, skipped)
@@ -155,7 +161,7 @@ def train(
                 progress = ProgressLine(
                     run.num_train_steps, sys.stdout, run.log_every_steps, start.step
                 )
-                hooks = hooks_of(job, progress, more_hooks, trackers)
+                hooks = hooks_of(job, progress, more_hooks, trackers, peer_saver)
                 trained = trainer.train(job, start, saved, stop, hooks, progress.note, timeline)
                 break
             except LossSpike as found:
@@ -207,11 +213,35 @@ def _new_start(
     return StartingPoint(source.step, begun(partitioner, key, source, _say))
 
 
-def _resumed(job: JobOnMesh, saved: Checkpoints, clock: PhaseClock) -> StartingPoint:
-    """Returns the start of a job from its newest checkpoint."""
+def _peer_stores(job: JobOnMesh, held: contextlib.ExitStack) -> list[StoreClient]:
+    """Returns the peer stores of an elastic job with peer saves; else none."""
+    if job.run.peer_save_every_steps is None:
+        return []
+    if order.current() is None:
+        print("note: run.peer_save_every_steps has no effect without --elastic")
+        return []
+    return [held.enter_context(store) for store in stores_of(order.current())]
+
+
+def _peer_saver(
+    job: JobOnMesh, stores: Sequence[StoreClient], held: contextlib.ExitStack
+) -> PeerSaver | None:
+    """Returns what saves into the peer stores, if there are any."""
+    if not stores:
+        return None
+    partitioner = job.partitioner
+    saver = PeerSaver(order.current(), stores, partitioner.layout, partitioner.mesh, _say)
+    return held.enter_context(saver)
+
+
+def _resumed(
+    job: JobOnMesh, saved: Checkpoints | NewestState, clock: PhaseClock
+) -> StartingPoint:
+    """Returns the start of a job from its newest state."""
     with clock.during(RESTORE):
         restored = saved.restore(job.partitioner.layout, job.partitioner.mesh)
-    print(f"restored the checkpoint of step {restored.step}", flush=True)
+    name = "peer save" if restored.from_memory else "checkpoint"
+    print(f"restored the {name} of step {restored.step}", flush=True)
     data = restored.data
     return StartingPoint(
         restored.step, restored.state, tuple(data.get("skipped", ())), data.get("hooks", {})

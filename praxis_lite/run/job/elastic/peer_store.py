@@ -163,11 +163,9 @@ class PeerStore:
                 send(connection, {})
                 with memoryview(held.data) as view, view[start:end] as part:
                     send_bytes(connection, part)
-            case "keep":
-                first = request["generation"], request["number"]
+            case "drop":
                 with self._lock:
-                    for save in [save for save in self._saves if save[:2] < first]:
-                        del self._saves[save]
+                    self._saves.pop(_save_id(request), None)
                 send(connection, {})
             case other:
                 raise ValueError(f"there is no {other!r}")

@@ -126,6 +126,9 @@ class StoreClient:
 
     Every method raises StoreFailed.
 
+    Attributes:
+      name: see below.
+
     Args:
       address: of the store, "host:port".
       key: of the job.
@@ -133,7 +136,7 @@ class StoreClient:
     """
 
     def __init__(self, address: str, key: bytes, name: str):
-        self._address, self._key, self._name = address, key, name
+        self._address, self._key, self.name = address, key, name
         self._idle: list[socket.socket] = []
 
     def __enter__(self) -> "StoreClient":
@@ -184,9 +187,9 @@ class StoreClient:
         with self._asked(request) as (connection, _):
             return self._bytes(connection, num_bytes)
 
-    def keep_from(self, generation: int, number: int) -> None:
-        """Drops all saves before those of this generation and number."""
-        with self._asked({"do": "keep", "generation": generation, "number": number}):
+    def drop(self, save: SaveId) -> None:
+        """Drops a save; nothing happens if it is not there."""
+        with self._asked({"do": "drop", "save": save}):
             pass
 
     @contextlib.contextmanager
@@ -201,7 +204,7 @@ class StoreClient:
                 connection.close()
             if isinstance(error, OSError | ValueError | KeyError):
                 why = getattr(error, "strerror", None) or error
-                raise StoreFailed(f"the store of {self._name} does not answer ({why})") from None
+                raise StoreFailed(f"the store of {self.name} does not answer ({why})") from None
             raise
         self._idle.append(connection)
 
@@ -219,7 +222,7 @@ class StoreClient:
     def _answer(self, connection: socket.socket) -> dict[str, Any]:
         answer = receive(connection)
         if "error" in answer:
-            raise StoreFailed(f"the store of {self._name}: {answer['error']}")
+            raise StoreFailed(f"the store of {self.name}: {answer['error']}")
         return answer
 
     def _bytes(self, connection: socket.socket, num_bytes: int) -> bytearray:

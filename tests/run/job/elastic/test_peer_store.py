@@ -62,7 +62,7 @@ def test_a_range_or_a_save_that_is_not_there_is_said(client):
         client.header(SaveId(0, 2, 0))
 
 
-def test_earlier_saves_are_dropped_and_their_memory_is_given_back(store, client):
+def test_the_memory_of_a_dropped_save_is_given_back(store, client):
     def resident():
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * 4096
@@ -71,9 +71,11 @@ def test_earlier_saves_are_dropped_and_their_memory_is_given_back(store, client)
     for generation, number in [(1, 8), (1, 9), (2, 0)]:
         put(client, SaveId(generation, number, 4), data=big)
         before = before or resident()
-    client.keep_from(1, 9)
+    client.drop(SaveId(1, 8, 4))
+    client.drop(SaveId(1, 8, 4))  # Another process may have done so.
     assert client.saves() == [(1, 9, 4), (2, 0, 4)] and store.num_bytes == 2 * len(big)
-    client.keep_from(3, 0)
+    for save in client.saves():
+        client.drop(save)
     assert client.saves() == [] and store.num_bytes == 0
     assert resident() < before - len(big) // 2  # It had one of them then, and none now.
 
