@@ -413,7 +413,7 @@ def test_a_step_that_is_deleted_while_it_is_read_is_lost_and_its_values_are_not_
         step_dirs.remove(tmp_path / "2")
         return values
 
-    monkeypatch.setattr("praxis_lite.run.checkpoints.checkpoints.read_arrays", read_and_delete)
+    monkeypatch.setattr("praxis_lite.run.checkpoints.sharded_reading.read_arrays", read_and_delete)
     with Checkpoints(tmp_path) as reading, pytest.raises(StepLost, match=" 2 .*was deleted"):
         reading.restore(SMALL, mesh)
     with Checkpoints(tmp_path) as reading, pytest.raises(StepLost, match=" 2 "):
