@@ -47,7 +47,9 @@ class Position:
     """
 
     def __init__(self, path: Path | None, note: Callable[[str], None]):
-        saved, self._file = _read(path, note) if path else None, None
+        # A launch that was killed before its first record leaves an empty file.
+        is_empty = path is None or (path.is_file() and not path.stat().st_size)
+        saved, self._file = None if is_empty else _read(path, note), None
         saved = saved if isinstance(saved, dict) else {}
         self.step, self.evaluation = (
             value if type(value) is int and 0 <= value <= _MOST_STEPS else 0

@@ -46,6 +46,13 @@ def test_a_damaged_position_begins_anew(tmp_path, content):
     position.close()
 
 
+def test_a_launch_that_was_killed_before_its_first_record_leaves_nothing_to_note(tmp_path):
+    notes = []
+    Position(tmp_path / "wandb.json", notes.append).close()
+    Position(tmp_path / "wandb.json", notes.append).close()
+    assert notes == []
+
+
 def test_a_pipe_in_the_place_of_a_position_is_no_file_to_write(tmp_path):
     path = tmp_path / "wandb.json"
     os.mkfifo(path)

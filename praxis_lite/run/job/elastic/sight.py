@@ -12,7 +12,7 @@ from praxis_lite.run.job.elastic.members import Member
 SILENT_SECONDS = 12.0
 # After so long it is asked whether its host knows its port: a process that was killed is known
 # to be gone at once.
-_DOUBT_SECONDS = 2.0
+_DOUBT_SECONDS = 1.0
 
 
 @dataclasses.dataclass
