@@ -18,6 +18,7 @@ from praxis_lite.run.modes.mode import CommandLine, Mode
 from praxis_lite.run.modes.options import parsed
 from praxis_lite.run.modes.summary import Summary
 from praxis_lite.run.modes.train import Train
+from praxis_lite.tools.modes.certify import Certify
 from praxis_lite.tools.modes.check import Check
 from praxis_lite.tools.modes.explain import Explain
 from praxis_lite.tools.modes.plan import Plan
@@ -37,6 +38,7 @@ MODES: Mapping[str, Mode] = {
     "summary": Summary(),
     "profile": Profile(),
     "report": Report(),
+    "certify": Certify(),
     "serve": Serve(),
 }
 

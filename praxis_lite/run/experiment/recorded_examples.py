@@ -71,10 +71,12 @@ class ExamplesProof:
 def proof_of_examples(
     job_dir: JobDir, *, packages: Sequence[str] = (), settings: Sequence[str] = (),
     recorded_only: bool = False, progress: Callable[[int, int], None] = lambda done, of: None,
+    last_step: int | None = None,
 ) -> ExamplesProof:
     """Returns the proof of a job's examples.
 
     Args:
+      last_step: up to which they are looked at; None: to that of the newest checkpoint.
       packages, settings: as for --packages and --set, such as where the data are now.
       recorded_only: True: the data are not made again.
       progress: told how many steps are compared, of how many.
@@ -88,8 +90,9 @@ def proof_of_examples(
             f"{job_dir.path} has no record of its examples: no {job_dir.examples.name}/*.jsonl. A "
             "job writes it when it trains; what was trained before cannot be proven."
         )
-    saved = committed_steps(job_dir.checkpoints) if job_dir.checkpoints.is_dir() else []
-    history = history_of(record, max(saved, default=None))
+    if last_step is None and job_dir.checkpoints.is_dir():
+        last_step = max(committed_steps(job_dir.checkpoints), default=None)
+    history = history_of(record, last_step)
     faults, notes = [*history.faults], [*history.notes]
     notes += [
         f"the data of start {part.number} have other settings than those of the steps before"

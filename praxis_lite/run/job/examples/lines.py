@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from praxis_lite.files.json_text import opened, parse_json
 
 _MOST_BYTES = 2**30  # A stretch takes 150 bytes.
 _MOST_NUMBER = 2**53
+_DIGEST = re.compile("[0-9a-f]{16}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,7 +158,8 @@ def _is_sound(item: Start | Stretch) -> bool:
         return False
     if isinstance(item, Stretch):
         pairs = (item.steps, item.batches)
-        return isinstance(item.digest, str) and all(_is_range(pair) for pair in pairs)
+        is_digest = isinstance(item.digest, str) and _DIGEST.fullmatch(item.digest)
+        return bool(is_digest) and all(_is_range(pair) for pair in pairs)
     return (
         _are_numbers(item.step, item.num_processes, item.batch_size)
         and item.process < item.num_processes

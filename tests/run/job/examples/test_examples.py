@@ -209,7 +209,7 @@ def starts(*steps, processes=1, rows=(((0, 7),),), **others):
 def stretch(start, first, last, process=0):
     return Stretch(
         start=start, process=process, steps=(first, last), batches=(first - 1, last - 1),
-        skipped=(), digest="1",
+        skipped=(), digest=f"{1:016x}",
     )
 
 

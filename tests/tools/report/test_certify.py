@@ -1,0 +1,176 @@
+"""--mode=certify: the facts of a job as one JSON and one page, and what verifying it finds."""
+
+import contextlib
+import hashlib
+import io
+import json
+import shutil
+
+import pytest
+
+from praxis_lite.main import main
+from praxis_lite.run.checkpoints.digest import digest_of
+from praxis_lite.run.job.job_dir import JobDir
+from tests.support.job_runs import succeed
+from tests.support.line_jobs import LINE
+from tests.support.written_jobs import certificate_line, change_line
+
+
+def certify(*argv):
+    """Returns exit status, output and errors of a command line."""
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main(["--mode=certify", "--packages=jobzoo", *map(str, argv)])
+        except SystemExit as end:
+            status = end.code
+    return status, out.getvalue(), " ".join(err.getvalue().split())
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """A job that was rolled back from a spike, and its certificate."""
+    folder = tmp_path_factory.mktemp("certified")
+    job = JobDir(folder / "job")
+    succeed(LINE, f"--job_log_dir={job.path}")
+    for file, lines in (
+        (job.elastic_jsonl, [change_line(1, "start", 0, 2), change_line(2, "died", 7, 4)]),
+        (job.certificates_jsonl, [certificate_line(5), certificate_line(20)]),
+    ):
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file = folder / "certificate.json"
+    actual = certify(job.path, f"--json={file}", f"--html={folder / 'page.html'}")
+    assert actual[0] == 0, actual
+    return job, file, folder / "page.html", actual[1]
+
+
+@pytest.fixture
+def job(original, tmp_path):
+    return JobDir(shutil.copytree(original[0].path, tmp_path / "elsewhere"))
+
+
+def facts_in(file):
+    (job,) = json.loads(file.read_text())["jobs"]
+    return {f"{fact['section']}: {fact['name']}": fact for fact in job["facts"]}
+
+
+def verify(original, job, *argv):
+    """Returns the exit status of verifying, and the verdict on each fact by its title."""
+    status, out, err = certify(job.path, f"--verify={original[1]}", *argv)
+    assert err == ""
+    lines = [line.removeprefix("job: ").split(": ", 2) for line in out.splitlines()]
+    return status, {": ".join(line[:2]): " ".join(line[2:]) for line in lines if len(line) > 1}, out
+
+
+def test_a_certificate_has_what_the_files_have(original):
+    job, file, page, out = original
+    document, facts = json.loads(file.read_text()), facts_in(file)
+    config = hashlib.sha256(job.config_json.read_bytes()).hexdigest()
+    assert facts["config: config.json"]["value"] == config
+    assert facts["config: experiment"]["value"] == "jobzoo.lines.Line"
+    assert [item["from_step"] for item in facts["versions: of each launch"]["value"]] == [1, 15]
+    assert {"python", "jax", "praxis_lite"} < facts["versions: of each launch"]["value"][0].keys()
+    on_record = facts["examples: on record"]["value"]
+    assert (on_record["last_step"], on_record["rows"]) == (29, 29 * 13)
+    assert on_record["left_out_batches"] == [15]
+    assert facts["examples: made again"]["value"] == {"digest": on_record["digest"]}
+    assert facts["losses: steps and losses"]["value"]["num"] == 29
+    for step in (21, 28, 29):
+        assert facts[f"checkpoints: step {step}"]["value"] == digest_of(job.checkpoints / str(step))
+    assert facts["certificates in flight: certificates.jsonl"]["value"]["lines"] == 2
+    digest = hashlib.sha256(job.elastic_jsonl.read_bytes()).hexdigest()
+    assert facts["changes of hands: elastic.jsonl"]["value"]["sha256"] == digest
+    own = document.pop("sha256")
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    assert own == hashlib.sha256(text.encode()).hexdigest()
+    html = page.read_text()
+    assert own in html and "<script" not in html and "<svg" in html and "died: process 3" in html
+    assert out.count(on_record["digest"]) == 2 and "nothing is wrong" in out
+
+
+def test_a_copy_elsewhere_is_the_same_in_every_line(original, job):
+    status, verdicts, out = verify(original, job)
+    assert status == 0, out
+    assert out.startswith("the certificate's own digest: same\n") and out.endswith("12 same\n")
+    assert len(verdicts) == 12
+
+
+@pytest.mark.slow
+def test_a_job_that_went_on_is_still_the_job_of_its_certificate(original, job):
+    argv = ("run.num_train_steps=31", "mesh.ici_mesh_shape=(1, 1, 2)")
+    succeed(LINE, f"--job_log_dir={job.path}", "--set", *argv)
+    with job.elastic_jsonl.open("a") as file:
+        file.write(json.dumps(change_line(3, "left", 29, 2)) + "\n")
+    status, verdicts, out = verify(original, job)
+    # The config says more steps and another mesh; the oldest checkpoint is no longer kept.
+    assert status == 1
+    differing = {title for title, words in verdicts.items() if words.startswith("DIFFERS")}
+    assert differing == {"config: config.json"}, out
+    unknown = {title for title, words in verdicts.items() if words.startswith("cannot")}
+    assert unknown == {"checkpoints: step 21"}, out
+
+
+def flip(path, old, new):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+def damage_checkpoint(job):
+    path = next((job.checkpoints / "29").rglob("d/*"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tamper, title", [
+    (lambda job: flip(job.config_json, "jobzoo.lines", "jobzoo.lime"), "config: config.json"),
+    (lambda job: flip(job.examples / "0.jsonl", '"digest": "a24', '"digest": "b24'),
+     "examples: on record"),
+    (lambda job: flip(job.metrics_jsonl, '"loss": ', '"loss": 1'), "losses: steps and losses"),
+    (lambda job: flip(job.elastic_jsonl, "died", "left"), "changes of hands: elastic.jsonl"),
+    (lambda job: flip(job.certificates_jsonl, "00005", "00006"),
+     "certificates in flight: certificates.jsonl"),
+    (damage_checkpoint, "checkpoints: step 29"),
+])
+def test_what_was_changed_differs(original, job, tamper, title):
+    tamper(job)
+    status, verdicts, out = verify(original, job)
+    assert status == 1 and verdicts[title].startswith("DIFFERS"), out
+
+
+def test_other_data_differ_and_data_that_are_not_there_cannot_be_made_again(original, job):
+    status, verdicts, out = verify(original, job, "--set", "datasets.train.poisoned=(3,)")
+    assert status == 1 and verdicts["examples: made again"].startswith("DIFFERS"), out
+    status, verdicts, out = verify(original, job, "--recorded_only")
+    assert status == 0, out
+    assert verdicts["examples: made again"].startswith("cannot be recomputed here")
+    assert verdicts["examples: on record"] == "same"
+
+
+def test_a_certificate_that_was_changed_says_so_itself(original, tmp_path):
+    job, file, *_ = original
+    other = tmp_path / "other.json"
+    other.write_text(file.read_text().replace('"last_step": 29', '"last_step": 28', 1))
+    status, out, _ = certify(job.path, f"--verify={other}")
+    assert status == 1 and out.startswith("the certificate's own digest: DIFFERS")
+
+
+def test_a_difference_in_flight_fails_the_job(job):
+    lines = [certificate_line(5), certificate_line(20, {"cause": "device", "leaf": "w"})]
+    job.certificates_jsonl.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    status, out, _ = certify(job.path, "--recorded_only")
+    assert status == 1 and "WRONG: step 20 is not certified: cause device, leaf w" in out
+
+
+@pytest.mark.parametrize("argv, words", [
+    ([], "--mode=report JOB"), (["{job}", "--exp=lm.PyDocs"], "--exp"),
+    (["{job}", "--verify={file}", "--json=x.json"], "--verify writes nothing"),
+    (["{job}", "{job}/nowhere", "--verify={file}"], "is about 1 jobs, and 2 are named"),
+    (["--verify={job}/config.json"], "is no certificate"),
+])
+def test_errors_say_what_to_change(original, argv, words):
+    job, file, *_ = original
+    status, _, err = certify(*(item.format(job=job.path, file=file) for item in argv))
+    assert status == 2 and words in err
