@@ -22,7 +22,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 class Certify(Mode):
     """Puts together what a job is made of, in digests; or holds such a certificate against jobs."""
 
-    summary = "certifies jobs by digests: config, data, checkpoints, changes; or verifies that"
+    summary = "certifies a job by digests of all that it is made of; or verifies that"
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
         """Adds the jobs, --json, --html, --verify and --recorded_only."""
