@@ -1,0 +1,280 @@
+"""A job whose hosts die, hang, leave and come back a hundred times, and what became of it.
+
+    python -m tests.elastic.chaos --dir=DIR --events=100 --members=4 --devices=2
+
+DIR has the job, the undisturbed one, logs of all hosts, a line per event (events.jsonl) and the
+verdict (verdict.json). The same command goes on where it was stopped. Status 1: something failed.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.elastic import verdict
+from tests.elastic.events import Events, Happened
+from tests.elastic.hosts import CHECKOUT, Hosts, Settings, wait_for
+from tests.faults.outcome import Row, last_step
+
+SURVIVE_SECONDS = 300.0
+PAUSE_SECONDS = 0.1  # Of each step, so that events come within steps and between them alike.
+PEER_STEPS, DISK_STEPS = 5, 20
+MOST_STEPS = 1_000_000
+_STEPS_TO_THE_END = 20
+
+
+def settings_of(
+    folder: Path, members: int, devices: int, least: int = 1, *more: str
+) -> Settings:
+    """Returns the job in DIR/job, which trains until it is asked to stop."""
+    return Settings(
+        job=folder / "job", num_hosts=members, num_devices=devices, cache=folder / "cache",
+        least=least, settings=(
+            f"NUM_DEVICES={members * devices}", f"hooks[0].seconds={PAUSE_SECONDS}",
+            f"run.checkpoints.every_steps={DISK_STEPS}", f"run.num_train_steps={MOST_STEPS}",
+            *more,
+        ),
+    )
+
+
+class Chaos:
+    """Events at random, one after the other, until there were enough.
+
+    Args:
+      folder: of the job and of the record of events.
+      seed: of what happens, to which host, and when.
+    """
+
+    def __init__(self, hosts: Hosts, folder: Path, seed: int):
+        self.hosts, self._record = hosts, folder / "events.jsonl"
+        self.done = [json.loads(line) for line in _lines(self._record)]
+        self._rng = random.Random(f"{seed} {len(self.done)}")
+        self.events = Events(hosts, self._rng)
+
+    def begin(self) -> None:
+        """Starts all hosts and waits for their first step."""
+        for host in self.hosts.hosts:
+            host.start()
+        if not self._steps_after(self.hosts.generation()["number"], self.events.present):
+            raise SystemExit(f"the job does not begin: {self._said()}")
+
+    def run(self, num_events: int) -> None:
+        """Makes so many events happen in all, those of former launches included."""
+        while len(self.done) < num_events:
+            time.sleep(self._rng.uniform(0.5, 6.0))
+            losses, returns = self.events.losses(), self.events.returns()
+            kinds = returns if returns and self._rng.random() < 0.5 else losses
+            (_, act), = self._rng.choices(
+                list(kinds.values()), [weight for weight, _ in kinds.values()]
+            )
+            self.happens(act)
+
+    def happens(self, act: Callable[[], Happened]) -> bool:
+        """Makes an event happen; returns True once the job has made a step after it."""
+        self.events.learn_phases()
+        before, step = self.hosts.generation()["number"], self.hosts.step()
+        self._add(self._followed(act(), before, step))
+        return self.done[-1]["survived"]
+
+    def _followed(self, happened: Happened, before: int, step: int) -> dict[str, Any]:
+        """Returns the line of an event, once the next step was made, or the time is up."""
+        during = happened.during or self._phase_at(happened.at)
+        if happened.changes_hands:
+            first = wait_for(lambda: self.hosts.first_step_at(
+                self._last_before(before, happened), happened.needed, happened.allowed
+            ), SURVIVE_SECONDS)
+        else:
+            wait_for(lambda: self.hosts.step() > step + 1, SURVIVE_SECONDS)
+            first = time.time() if self.hosts.step() > step + 1 else None
+        generation = self.hosts.generation()
+        failures = [] if first else ["no step was made after it"]
+        return {
+            "event": len(self.done) + 1, "what": happened.what, "who": list(happened.who),
+            "during": during, "at": happened.at, "survived": first is not None,
+            "generation": generation["number"], "members": list(generation["members"]),
+            "step": self.hosts.step(), "seconds": round(first - happened.at, 2) if first else None,
+            "failures": failures,
+        }
+
+    def _last_before(self, before: int, happened: Happened) -> int:
+        """Returns the newest generation that was agreed on before the event."""
+        generation = self.hosts.generation()
+        is_later = generation["number"] > before and generation["agreed"] > happened.at
+        return generation["number"] - is_later
+
+    def _phase_at(self, at: float) -> str:
+        """Returns what the job did at a moment that has just been, as the survivors say."""
+        number, actual = self.hosts.generation()["number"], ""
+        deadline = time.monotonic() + 3
+        while self.hosts.generation()["number"] == number and time.monotonic() < deadline:
+            for k in sorted(self.events.present):
+                member = self.hosts.member(k)
+                if member.get("generation") == number:
+                    begun = [name for name, begin in member["phases"] if begin <= at]
+                    actual = begun[-1] if begun else actual
+            time.sleep(0.05)
+        return actual
+
+    def _steps_after(self, before: int, needed: set[int]) -> float | None:
+        return wait_for(
+            lambda: self.hosts.first_step_at(before, needed, needed), SURVIVE_SECONDS
+        )
+
+    def _add(self, line: dict[str, Any]) -> None:
+        self.done.append(line)
+        with self._record.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        seconds = "" if line["seconds"] is None else f"next step after {line['seconds']:.1f} s"
+        print(
+            f"event {line['event']}: {line['what']} {line['who']}, in {line['during'] or '?'}: "
+            f"generation {line['generation']} of {line['members']}, step {line['step']}, "
+            f"{seconds or 'NOT SURVIVED'}", flush=True,
+        )
+        if not line["survived"]:
+            print(self._said(), flush=True)
+            self._begin_again()
+
+    def _begin_again(self) -> None:
+        """Ends and starts all hosts, so that one fault does not hide the next."""
+        for host in self.hosts.hosts:
+            host.end()
+        self.events.away, self.events.asleep = set(), set()
+        self.begin()
+
+    def _said(self) -> str:
+        return "\n".join(
+            f"host {host.number}: {host.log.read_text(errors='replace')[-1500:]}"
+            for host in self.hosts.hosts if host.log.exists()
+        )
+
+    def end(self) -> Row:
+        """Lets the job end: all leave, come back, and train a little, to the last step."""
+        row = Row("all are asked to end, come back, and train to the last step")
+        for host in self.hosts.hosts:
+            if host.number in self.events.asleep:
+                host.end()
+            host.ask_to_leave() if host.runs else None
+        row.failures += self._statuses("asked to end")
+        last = last_step(self.hosts.settings.job) + _STEPS_TO_THE_END
+        for host in self.hosts.hosts:
+            host.start(f"run.num_train_steps={last}")
+        row.failures += self._statuses("trained to the end")
+        row.tried = 2
+        return row
+
+    def _statuses(self, what: str) -> list[str]:
+        wait_for(lambda: not self.hosts.running(), SURVIVE_SECONDS)
+        return [
+            f"{what}: host {host.number} has status {host.status}: "
+            f"{host.log.read_text(errors='replace')[-500:]}"
+            for host in self.hosts.hosts if host.status not in (0, None) or host.runs
+        ]
+
+
+def undisturbed(settings: Settings, num_steps: int, job: Path) -> None:
+    """Trains the same job on as many devices of one process, which nothing happens to."""
+    if last_step(job) >= num_steps:
+        return
+    # No pause, which changes nothing but the time.
+    alone = dataclasses.replace(settings, job=job)
+    argv = alone.argv("hooks[0].seconds=0.0", f"run.num_train_steps={num_steps}")
+    log = job.with_name(f"{job.name}.log")
+    with log.open("ab") as file:
+        done = subprocess.run(
+            [sys.executable, "-m", "praxis_lite.main", *argv], cwd=CHECKOUT,
+            env=alone.env(settings.num_hosts * settings.num_devices), stdout=file, stderr=file,
+        )
+    if done.returncode:
+        raise SystemExit(f"the undisturbed run: status {done.returncode}, {log}")
+
+
+def events_row(lines: list[dict[str, Any]]) -> Row:
+    """Returns the row on events: how many were survived, and by kind the seconds."""
+    row = Row("kills, stops and returns survived", len(lines))
+    row.failures += [
+        f"event {line['event']}, {line['what']} {line['who']} in {line['during']}"
+        for line in lines if not line["survived"]
+    ]
+    return row
+
+
+def table_of_events(lines: list[dict[str, Any]]) -> list[str]:
+    """Returns a Markdown table: by kind and by what the job did, how many and the seconds."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        kinds.setdefault(line["what"].partition(", aimed")[0], []).append(line)
+    rows = ["| event | survived | seconds to the next step: median, worst | during |",
+            "|---|---:|---:|---|"]
+    for what, of_kind in sorted(kinds.items()):
+        seconds = [line["seconds"] for line in of_kind if line["seconds"] is not None]
+        times = f"{statistics.median(seconds):.1f}, {max(seconds):.1f}" if seconds else ""
+        during: dict[str, int] = {}
+        for line in of_kind:
+            during[line["during"] or "?"] = during.get(line["during"] or "?", 0) + 1
+        counts = ", ".join(f"{name} {count}" for name, count in sorted(during.items()))
+        survived = sum(line["survived"] for line in of_kind)
+        rows.append(f"| {what} | {survived} of {len(of_kind)} | {times} | {counts} |")
+    return rows
+
+
+def judged(folder: Path, chaos: Chaos) -> list[Row]:
+    """Lets a job end and compares it with an undisturbed one; prints and writes the verdict."""
+    settings, events, ended = chaos.hosts.settings, chaos.done, chaos.end()
+    job, whole = settings.job, folder / "undisturbed"
+    undisturbed(settings, last_step(job), whole)
+    compared = verdict.verdict(job, whole, peer_steps=PEER_STEPS, disk_steps=DISK_STEPS)
+    rows = [events_row(events), ended, *compared]
+    seconds = verdict.seconds_by_part(verdict.changes(job))
+    for row in rows:
+        print(row.line())
+        for failure in row.failures[:10]:
+            print(f"  FAILED: {failure}")
+    lines = [*table_of_events(events), "", *verdict.table(seconds)]
+    print("\n".join(["", *lines]), flush=True)
+    result = {
+        "events": len(events), "steps": last_step(job), "seconds": seconds,
+        "rows": [dataclasses.asdict(row) for row in rows], "tables": lines,
+    }
+    (folder / "verdict.json").write_text(json.dumps(result, indent=1) + "\n")
+    return rows
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def main() -> int:
+    """Runs the events and the comparison; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dir", type=Path, required=True)
+    parser.add_argument("--events", type=int, default=100)
+    parser.add_argument("--members", type=int, default=4)
+    parser.add_argument("--devices", type=int, default=2, help="simulated, of each member")
+    parser.add_argument("--least", type=int, default=1, help="--min_processes")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", dest="settings", nargs="+", default=[], help="as of main.py")
+    args = parser.parse_args()
+    folder = args.dir.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # Hosts end with it.
+    settings = settings_of(folder, args.members, args.devices, args.least, *args.settings)
+    with Hosts(settings) as hosts:
+        chaos = Chaos(hosts, folder, args.seed)
+        chaos.begin()
+        chaos.run(args.events)
+        rows = judged(folder, chaos)
+    return int(any(row.failures for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,230 @@
+"""What happens to hosts: deaths, stops and returns, and at which moment of the job."""
+
+import dataclasses
+import random
+import time
+from collections.abc import Callable, Iterable
+
+from tests.elastic.hosts import Hosts, wait_for
+
+# What a worker reports of itself (the goodput's kinds), which a death can be aimed at.
+SAVE, EVALUATION, RESTORE, COMPILE, CONNECT = "save", "evaluation", "restore", "compile", "connect"
+_AIM_SECONDS = 60.0
+# Supervisors take a host for gone that is silent for 12 s.
+_BLINK_SECONDS, _SLEEP_SECONDS = (0.5, 4.0), (14.0, 20.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Happened:
+    """An event, and what is to follow.
+
+    Attributes:
+      what: in words.
+      who: the numbers of hosts.
+      at: in Unix seconds.
+      needed: hosts that must be in the next generation.
+      allowed: hosts that may be in it.
+      changes_hands: False: the job may go on in the same generation.
+      during: what the job did at that moment, if it was aimed at something.
+    """
+
+    what: str
+    who: tuple[int, ...]
+    at: float
+    needed: frozenset[int]
+    allowed: frozenset[int]
+    changes_hands: bool = True
+    during: str = ""
+
+
+class Events:
+    """Makes events happen to the hosts of a job.
+
+    Args:
+      rng: chooses hosts, moments and pauses.
+
+    Attributes:
+      away: hosts whose processes have all ended.
+      asleep: hosts whose processes are all stopped.
+    """
+
+    def __init__(self, hosts: Hosts, rng: random.Random):
+        self.hosts, self.rng = hosts, rng
+        self.away: set[int] = set()
+        self.asleep: set[int] = set()
+        self._offsets: dict[str, tuple[float, float]] = {}
+
+    @property
+    def present(self) -> set[int]:
+        """The numbers of the hosts that take part, or could."""
+        return set(range(len(self.hosts.hosts))) - self.away - self.asleep
+
+    def learn_phases(self) -> None:
+        """Notes when the parts of the newest generation began and ended, to aim at later."""
+        generation = self.hosts.generation()
+        for member in map(self.hosts.member, generation["members"]):
+            if member.get("generation") == generation["number"]:
+                phases = [*member["phases"], ["", time.time()]]
+                for (name, begin), (_, end) in zip(phases, phases[1:], strict=False):
+                    if name in (CONNECT, RESTORE, COMPILE):
+                        agreed = generation["agreed"]
+                        self._offsets[name] = (begin - agreed, end - agreed)
+                return
+
+    def losses(self) -> dict[str, tuple[float, Callable[[], Happened]]]:
+        """Returns the losses that may happen now, by name: a weight, and what does it."""
+        kinds: dict[str, tuple[float, Callable[[], Happened]]] = {
+            "a blink": (3, self.blink), "a spare worker dies": (2, self.kill_spare),
+            "a worker dies": (8, self.kill_worker), "a worker hangs": (4, self.hang_worker),
+        }
+        if len(self.present) < 2:
+            return kinds
+        kinds |= {
+            "a host dies": (14, self.kill_host), "the first host dies": (8, self.kill_first),
+            "a host is taken": (8, self.take_host), "a host hangs": (6, self.stop_host),
+            **{f"a host dies, aimed at {phase}": (7, lambda phase=phase: self.kill_host_in(phase))
+               for phase in (SAVE, EVALUATION, RESTORE, COMPILE, CONNECT)},
+        }
+        if len(self.present) > 2:
+            kinds["two hosts die at once"] = (8, self.kill_two)
+        return kinds
+
+    def returns(self) -> dict[str, tuple[float, Callable[[], Happened]]]:
+        """Returns the returns that may happen now, as `losses`."""
+        kinds: dict[str, tuple[float, Callable[[], Happened]]] = {}
+        if self.away:
+            kinds["a host returns"] = (6, self.come_back)
+        if len(self.away) > 1:
+            kinds["all hosts return"] = (3, self.all_come_back)
+        if self.asleep:
+            kinds["a host wakes"] = (4, self.wake)
+            kinds["a host is started anew"] = (2, self.start_anew)
+            kinds["a host is replaced, then wakes"] = (3, self.replace)
+        return kinds
+
+    # Losses.
+
+    def kill_host(self) -> Happened:
+        return self._killed("a host dies", [self._one()])
+
+    def kill_first(self) -> Happened:
+        return self._killed("the first host dies", [min(self.present)])
+
+    def kill_two(self) -> Happened:
+        return self._killed("two hosts die at once", self.rng.sample(sorted(self.present), 2))
+
+    def kill_host_in(self, phase: str) -> Happened:
+        victim = self._one()
+        during = self._aim(phase)
+        return self._killed(f"a host dies, aimed at {phase}", [victim], during)
+
+    def kill_worker(self) -> Happened:
+        victim = self._one()
+        at = self.hosts[victim].kill_worker()
+        return self._happened("a worker dies", [victim], at)
+
+    def kill_spare(self) -> Happened:
+        victim = self._one()
+        at = self.hosts[victim].kill_worker(1)
+        return self._happened("a spare worker dies", [victim], at, changes_hands=False)
+
+    def hang_worker(self) -> Happened:
+        victim = self._one()
+        at = self.hosts[victim].stop_worker()
+        return self._happened("a worker hangs", [victim], at)
+
+    def blink(self) -> Happened:
+        victim = self._one()
+        self.hosts[victim].stop()
+        time.sleep(self.rng.uniform(*_BLINK_SECONDS))
+        at = self.hosts[victim].go_on()
+        return self._happened("a blink", [victim], at, changes_hands=False)
+
+    def stop_host(self) -> Happened:
+        victim = self._one()
+        at = self.hosts[victim].stop()
+        self.asleep.add(victim)
+        return self._happened("a host hangs", [victim], at)
+
+    def take_host(self) -> Happened:
+        victim = self._one()
+        at = self.hosts[victim].ask_to_leave()
+        self.away.add(victim)
+        return self._happened("a host is taken", [victim], at)
+
+    # Returns.
+
+    def come_back(self) -> Happened:
+        return self._started("a host returns", [self.rng.choice(sorted(self.away))])
+
+    def all_come_back(self) -> Happened:
+        return self._started("all hosts return", sorted(self.away))
+
+    def wake(self) -> Happened:
+        victim = self.rng.choice(sorted(self.asleep))
+        at = self.hosts[victim].go_on()
+        self.asleep.remove(victim)
+        return self._happened("a host wakes", [victim], at, needed=[victim])
+
+    def start_anew(self) -> Happened:
+        victim = self.rng.choice(sorted(self.asleep))
+        self.hosts[victim].kill()
+        self.asleep.remove(victim)
+        self.away.add(victim)
+        return self._started("a host is started anew", [victim])
+
+    def replace(self) -> Happened:
+        victim = self.rng.choice(sorted(self.asleep))
+        self.hosts[victim].replace()
+        self.asleep.remove(victim)
+        self.away.add(victim)
+        happened = self._started("a host is replaced, then wakes", [victim])
+        time.sleep(self.rng.uniform(0, 10))
+        self.hosts[victim].wake_replaced()
+        return happened
+
+    def _one(self) -> int:
+        return self.rng.choice(sorted(self.present))
+
+    def _killed(self, what: str, victims: list[int], during: str = "") -> Happened:
+        at = min(self.hosts[k].kill() for k in victims)
+        self.away |= set(victims)
+        return self._happened(what, victims, at, during=during)
+
+    def _started(self, what: str, victims: list[int]) -> Happened:
+        for victim in victims:
+            wait_for(lambda victim=victim: not self.hosts[victim].runs, 60)
+        at = min(self.hosts[k].start() for k in victims)
+        self.away -= set(victims)
+        return self._happened(what, victims, at, needed=victims)
+
+    def _happened(
+        self, what: str, who: Iterable[int], at: float, *, needed: Iterable[int] = (),
+        changes_hands: bool = True, during: str = "",
+    ) -> Happened:
+        return Happened(
+            what, tuple(who), at, frozenset(needed), frozenset(self.present), changes_hands, during
+        )
+
+    def _aim(self, phase: str) -> str:
+        """Returns what the job does now, once it does `phase`, as far as can be seen in time."""
+        if phase == SAVE:
+            wait_for(self.hosts.saves, _AIM_SECONDS, 0.01)
+            return SAVE if self.hosts.saves() else ""
+        if phase == EVALUATION:
+            wait_for(lambda: self._doing() == EVALUATION, _AIM_SECONDS, 0.02)
+            return ""
+        # Of a generation that begins now, at the time at which that of the last one was.
+        before = self.hosts.generation()["number"]
+        if self.away and self.rng.random() < 0.5:
+            self.come_back()
+        else:
+            self.hosts[self._one()].kill_worker()
+        wait_for(lambda: self.hosts.generation()["number"] > before, _AIM_SECONDS, 0.02)
+        begin, end = self._offsets.get(phase, (0.0, 5.0))
+        at = self.hosts.generation().get("agreed", time.time()) + self.rng.uniform(begin, end)
+        time.sleep(max(0.0, at - time.time()))
+        return ""
+
+    def _doing(self) -> str:
+        return next(filter(None, map(self.hosts.doing, sorted(self.present))), "")

@@ -1,0 +1,243 @@
+"""What is compared of a job that lost its hosts with one that nothing happened to.
+
+Each comparison is a row: how much was compared, the figures, and a sentence for each failure.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from praxis_lite.run.checkpoints.files.stored_arrays import stored_arrays
+from praxis_lite.run.checkpoints.tools import manifest_of
+from praxis_lite.run.trainer.metrics.json_lines import lines_if_any
+from tests.faults.outcome import Row, steps_of
+
+# Absolute; the losses are between 1 and 7, so it is stricter than a relative one.
+LOSS_TOLERANCE = 1e-5
+# Of a weight, to the largest of its array: Adam's steps add up what sums in another order change.
+WEIGHT_TOLERANCE = 1e-4
+# Columns that follow from the step alone.
+EXACT = ("learning_rate", "num_skipped_steps", "num_skipped_in_a_row")
+PARTS = ("notice", "agree", "start", "connect", "init", "restore", "compile", "first_step")
+
+Lines = Sequence[Mapping[str, Any]]
+
+
+def verdict(job: Path, whole: Path, *, peer_steps: int | None, disk_steps: int) -> list[Row]:
+    """Returns a row per comparison of two jobs' directories.
+
+    Args:
+      job: with elastic.jsonl; its last step is that of `whole`.
+      whole: that nothing happened to.
+      peer_steps: the interval of saves in other hosts' memory, or None.
+      disk_steps: the interval of saves on disk.
+    """
+    names = ("metrics.jsonl", "eval_metrics.jsonl")
+    (ours, evaluated), (theirs, expected) = (
+        [lines_if_any(folder / name) for name in names] for folder in (job, whole)
+    )
+    return [
+        each_step_once(ours), same_losses(ours, theirs),
+        same_lost_steps(lines_if_any(job / "metrics.lost.jsonl"), theirs),
+        same_evaluations(evaluated, expected), same_weights(job, whole), examples_once(job),
+        little_lost(changes(job), peer_steps, disk_steps),
+    ]
+
+
+def each_step_once(lines: Lines) -> Row:
+    """Returns the row on the steps of metrics.jsonl: from 1 on, each once, in order."""
+    steps = [line["step"] for line in lines]
+    row = Row("each step once, in order", len(steps))
+    row.failures += [
+        f"step {step} stands {times} times" for step, times in Counter(steps).items() if times > 1
+    ]
+    missing = sorted(set(range(1, max(steps, default=1) + 1)) - set(steps))
+    if missing:
+        row.failures.append(f"{len(missing)} steps are missing, first {missing[0]}")
+    if steps != sorted(steps):
+        row.failures.append("steps are out of order")
+    return row
+
+
+def same_losses(lines: Lines, expected: Lines) -> Row:
+    """Returns the row on the losses of all steps, and on what follows from the step alone."""
+    row = Row("losses of the undisturbed run", len(lines))
+    if len(lines) != len(expected):
+        row.failures.append(f"{len(lines)} steps, the undisturbed run has {len(expected)}")
+    for line, other in zip(lines, expected, strict=False):
+        distance = abs(line["loss"] - other["loss"])
+        row.most("largest difference of a loss", distance)
+        if not distance <= LOSS_TOLERANCE:
+            row.failures.append(
+                f"step {line['step']}: loss {line['loss']}, undisturbed {other['loss']}"
+            )
+        row.failures += [
+            f"step {line['step']}: {name} {line.get(name)}, undisturbed {other.get(name)}"
+            for name in EXACT if line.get(name) != other.get(name)
+        ]
+    return row
+
+
+def same_lost_steps(lost: Lines, expected: Lines) -> Row:
+    """Returns the row on steps that were made, lost, and made again: the same losses as well."""
+    losses = {line["step"]: line["loss"] for line in expected}
+    row = Row("losses of steps that were lost and made again", len(lost))
+    for line in lost:
+        distance = abs(line["loss"] - losses.get(line["step"], float("nan")))
+        row.most("largest difference of a loss", distance)
+        if not distance <= LOSS_TOLERANCE:
+            row.failures.append(f"step {line['step']}: loss {line['loss']}")
+    return row
+
+
+def same_evaluations(lines: Lines, expected: Lines) -> Row:
+    """Returns the row on evaluations: the same steps, each dataset once, the same losses."""
+    row = Row("evaluations of the undisturbed run", len(lines))
+    ours, theirs = (
+        [(line["step"], line["dataset"]) for line in element] for element in (lines, expected)
+    )
+    if ours != theirs:
+        odd = sorted((Counter(ours) - Counter(theirs)) + (Counter(theirs) - Counter(ours)))
+        row.failures.append(f"{len(ours)} and {len(theirs)} evaluations; first odd: {odd[:1]}")
+    for line, other in zip(lines, expected, strict=False):
+        distance = abs(line["loss"] - other["loss"])
+        row.most("largest difference of a loss", distance)
+        if not distance <= LOSS_TOLERANCE:
+            row.failures.append(
+                f"step {line['step']}, {line['dataset']}: loss {line['loss']}, "
+                f"undisturbed {other['loss']}"
+            )
+    return row
+
+
+def same_weights(job: Path, whole: Path) -> Row:
+    """Returns the row on the last checkpoints: weights, slots, averages, counts."""
+    row = Row("arrays of the last checkpoint")
+    last, other_last = (max(steps_of(folder), default=0) for folder in (job, whole))
+    if not last or last != other_last:
+        row.failures.append(f"the last checkpoint is of step {last}, undisturbed {other_last}")
+        return row
+    arrays, expected = (_values(folder / f"checkpoints/{last}") for folder in (job, whole))
+    compare_arrays(row, arrays, expected)
+    return row
+
+
+def compare_arrays(
+    row: Row, arrays: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]
+) -> None:
+    """Adds to a row how arrays differ from those of the undisturbed run."""
+    if arrays.keys() != expected.keys():
+        row.failures.append(f"other arrays: {sorted(arrays.keys() ^ expected.keys())}")
+    for path in sorted(arrays.keys() & expected.keys()):
+        row.tried += 1
+        x, y = arrays[path], expected[path]
+        if x.shape != y.shape or x.dtype != y.dtype:
+            row.failures.append(f"{path}: {x.dtype}{x.shape}, undisturbed {y.dtype}{y.shape}")
+        elif x.dtype.kind != "f":
+            if not np.array_equal(x, y):
+                row.failures.append(f"{path}: {x}, undisturbed {y}")
+        else:
+            scale = max(float(np.abs(y).max(initial=0.0)), 1e-30)
+            distance = float(np.abs(x - y).max(initial=0.0)) / scale
+            row.most("largest difference, relative to an array's largest value", distance)
+            if not distance <= WEIGHT_TOLERANCE:
+                row.failures.append(f"{path}: differs by {distance:.3g} of its largest value")
+
+
+def _values(step_dir: Path) -> dict[str, np.ndarray]:
+    return {
+        array.path: array.read()
+        for array in stored_arrays(step_dir, manifest_of(step_dir)).values()
+    }
+
+
+def examples_once(job: Path) -> Row:
+    """Returns the row on `python -m praxis_lite.inputs digest --job`: every example, once."""
+    row = Row("every example exactly once, in order", 1)
+    done = subprocess.run(
+        [sys.executable, "-m", "praxis_lite.inputs", "digest", f"--job={job}",
+         "--packages=elasticzoo"],
+        capture_output=True, text=True,
+    )
+    row.figures["the command's last line"] = (done.stdout.splitlines() or [""])[-1]
+    if done.returncode:
+        row.failures.append(f"status {done.returncode}: {(done.stdout + done.stderr)[-1000:]}")
+    return row
+
+
+def changes(job: Path) -> list[dict[str, Any]]:
+    """Returns the lines of elastic.jsonl."""
+    path = job / "elastic.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def little_lost(lines: Lines, peer_steps: int | None, disk_steps: int) -> Row:
+    """Returns the row on steps made and lost at each change of hands.
+
+    At most an interval: that of saves in memory where one host died and its neighbour had its
+    shards, that of saves on disk where two died at once, or nothing is kept in memory.
+    """
+    reached = [line for line in lines if line["reached"]]
+    row = Row("at most an interval lost at a change of hands", len(reached))
+    for line in reached:
+        kind, lost = line["kind"], line["lost_steps"]
+        if kind == "start":
+            continue
+        # A leave and a coming are agreed on: the running step is made and saved.
+        most = disk_steps
+        if kind in ("left", "came"):
+            most = 0
+        elif peer_steps is not None and line["source"] == "peers":
+            most = peer_steps
+        row.most(f"most steps lost, {kind}, from {line['source']}", lost)
+        if lost > most:
+            row.failures.append(
+                f"generation {line['generation']} ({line['why']}): {lost} steps lost, going on "
+                f"from step {line['from_step']} of {line['source']}; at most {most} wanted"
+            )
+    return row
+
+
+def seconds_by_part(lines: Lines) -> dict[str, dict[str, dict[str, float]]]:
+    """Returns by kind of change and by part, "total" too: {"median": .., "worst": ..}."""
+    result: dict[str, dict[str, dict[str, float]]] = {}
+    by_kind: dict[str, list[Mapping[str, float]]] = {}
+    for line in lines:
+        if line["reached"] and line["kind"] != "start":
+            by_kind.setdefault(line["kind"], []).append(line["seconds"])
+            by_kind.setdefault("all", []).append(line["seconds"])
+    for kind, seconds in sorted(by_kind.items()):
+        parts = [*PARTS, *sorted({name for one in seconds for name in one} - {*PARTS, "total"})]
+        result[kind] = {
+            part: {
+                "median": statistics.median(one.get(part, 0.0) for one in seconds),
+                "worst": max(one.get(part, 0.0) for one in seconds),
+            }
+            for part in (*parts, "total")
+        }
+        result[kind]["total"]["count"] = len(seconds)
+    return result
+
+
+def table(seconds: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[str]:
+    """Returns `seconds_by_part` as the lines of a Markdown table."""
+    kinds = list(seconds)
+    lines = [
+        "| seconds, median / worst | "
+        + " | ".join(f"{kind} ({int(seconds[kind]['total']['count'])})" for kind in kinds) + " |",
+        "|---|" + "---:|" * len(kinds),
+    ]
+    parts = list(dict.fromkeys(part for kind in kinds for part in seconds[kind]))
+    parts.sort(key=lambda part: part == "total")
+    for part in parts:
+        values = (seconds[kind].get(part, {"median": 0.0, "worst": 0.0}) for kind in kinds)
+        cells = (f"{one['median']:.2f} / {one['worst']:.2f}" for one in values)
+        lines.append(f"| {part} | " + " | ".join(cells) + " |")
+    return lines
