@@ -96,10 +96,10 @@ class Chaos:
             wait_for(lambda: self.hosts.step() > step + 1, SURVIVE_SECONDS)
             first = time.time() if self.hosts.step() > step + 1 else None
         generation = self.hosts.generation()
-        failures = [] if first else ["no step was made after it"]
+        failures = [*happened.failures, *([] if first else ["no step was made after it"])]
         return {
             "event": len(self.done) + 1, "what": happened.what, "who": list(happened.who),
-            "during": during, "at": happened.at, "survived": first is not None,
+            "during": during, "at": happened.at, "survived": not failures,
             "generation": generation["number"], "members": list(generation["members"]),
             "step": self.hosts.step(), "seconds": round(first - happened.at, 2) if first else None,
             "failures": failures,
@@ -137,7 +137,8 @@ class Chaos:
         print(
             f"event {line['event']}: {line['what']} {line['who']}, in {line['during'] or '?'}: "
             f"generation {line['generation']} of {line['members']}, step {line['step']}, "
-            f"{seconds or 'NOT SURVIVED'}", flush=True,
+            f"{seconds}{''.join(f'; NOT SURVIVED: {item}' for item in line['failures'])}",
+            flush=True,
         )
         if not line["survived"]:
             print(self._said(), flush=True)
@@ -201,7 +202,8 @@ def events_row(lines: list[dict[str, Any]]) -> Row:
     """Returns the row on events: how many were survived, and by kind the seconds."""
     row = Row("kills, stops and returns survived", len(lines))
     row.failures += [
-        f"event {line['event']}, {line['what']} {line['who']} in {line['during']}"
+        f"event {line['event']}, {line['what']} {line['who']} in {line['during']}: "
+        f"{'; '.join(line['failures'])}"
         for line in lines if not line["survived"]
     ]
     return row

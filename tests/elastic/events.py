@@ -10,6 +10,8 @@ from tests.elastic.hosts import Hosts, wait_for
 # What a worker reports of itself (the goodput's kinds), which a death can be aimed at.
 SAVE, EVALUATION, RESTORE, COMPILE, CONNECT = "save", "evaluation", "restore", "compile", "connect"
 _AIM_SECONDS = 60.0
+# A host that was asked to leave, or finds its place taken, has ended by then.
+_END_SECONDS = 60.0
 # Supervisors take a host for gone that is silent for 12 s.
 _BLINK_SECONDS, _SLEEP_SECONDS = (0.5, 4.0), (14.0, 20.0)
 
@@ -26,6 +28,7 @@ class Happened:
       allowed: hosts that may be in it.
       changes_hands: False: the job may go on in the same generation.
       during: what the job did at that moment, if it was aimed at something.
+      failures: sentences on what did not go as it must in the event itself.
     """
 
     what: str
@@ -35,6 +38,7 @@ class Happened:
     allowed: frozenset[int]
     changes_hands: bool = True
     during: str = ""
+    failures: tuple[str, ...] = ()
 
 
 class Events:
@@ -181,7 +185,9 @@ class Events:
         happened = self._started("a host is replaced, then wakes", [victim])
         time.sleep(self.rng.uniform(0, 10))
         self.hosts[victim].wake_replaced()
-        return happened
+        if wait_for(lambda: self.hosts[victim].status_of_replaced() is not None, _END_SECONDS):
+            return happened
+        return dataclasses.replace(happened, failures=("the host that was replaced works on",))
 
     def _one(self) -> int:
         return self.rng.choice(sorted(self.present))
@@ -192,11 +198,16 @@ class Events:
         return self._happened(what, victims, at, during=during)
 
     def _started(self, what: str, victims: list[int]) -> Happened:
+        failures = tuple(
+            f"host {victim} has not ended since it was asked to" for victim in victims
+            if not wait_for(lambda victim=victim: not self.hosts[victim].runs, _END_SECONDS)
+        )
         for victim in victims:
-            wait_for(lambda victim=victim: not self.hosts[victim].runs, 60)
+            self.hosts[victim].end()
         at = min(self.hosts[k].start() for k in victims)
         self.away -= set(victims)
-        return self._happened(what, victims, at, needed=victims)
+        happened = self._happened(what, victims, at, needed=victims)
+        return dataclasses.replace(happened, failures=failures)
 
     def _happened(
         self, what: str, who: Iterable[int], at: float, *, needed: Iterable[int] = (),
