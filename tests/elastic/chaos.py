@@ -41,7 +41,7 @@ def settings_of(
         least=least, settings=(
             f"NUM_DEVICES={members * devices}", f"hooks[0].seconds={PAUSE_SECONDS}",
             f"run.checkpoints.every_steps={DISK_STEPS}", f"run.num_train_steps={MOST_STEPS}",
-            *more,
+            f"run.peer_save_every_steps={PEER_STEPS}", *more,
         ),
     )
 

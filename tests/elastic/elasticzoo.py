@@ -113,7 +113,7 @@ class Mixed(Experiment):
 
     def run(self):
         return fdl.Config(
-            RunConfig, num_train_steps=200,
+            RunConfig, num_train_steps=200, peer_save_every_steps=5,
             checkpoints=fdl.Config(SaveSettings, every_steps=20, max_to_keep=2),
             evaluation=fdl.Config(EvaluationSettings, every_steps=25, use_ema_states=True),
         )

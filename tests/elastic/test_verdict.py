@@ -31,7 +31,8 @@ def change(**fields):
     """Returns a line of elastic.jsonl."""
     return {
         "generation": 3, "kind": "died", "why": "process 1 was killed by SIGKILL",
-        "from_step": 20, "source": "disk", "lost_steps": 4, "reached": True,
+        "who": [1], "members": [0, 2], "from_step": 20, "source": "disk", "lost_steps": 4,
+        "reached": True,
         "seconds": {"notice": 1.0, "restore": 2.0, "total": 3.0}, **fields,
     }
 
@@ -83,14 +84,23 @@ def test_an_evaluation_twice_never_or_with_another_loss_is_caught(given, words):
 
 
 @pytest.mark.parametrize("fields, fails", [
-    ({}, False), ({"lost_steps": 20}, False), ({"lost_steps": 21}, True),
-    ({"source": "peers", "lost_steps": 5}, False), ({"source": "peers", "lost_steps": 6}, True),
+    ({}, False), ({"lost_steps": 5}, False), ({"lost_steps": 6}, True),
+    ({"who": [1, 2], "lost_steps": 20}, False), ({"who": [1, 2], "lost_steps": 21}, True),
     ({"kind": "came", "lost_steps": 0}, False), ({"kind": "left", "lost_steps": 1}, True),
     ({"lost_steps": 99, "reached": False}, False),
+    # Too soon for a save in memory.
+    ({"from_step": 7, "lost_steps": 7}, False), ({"from_step": 7, "lost_steps": 8}, True),
 ])
 def test_more_than_an_interval_lost_is_caught(fields, fails):
-    row = verdict.little_lost([change(**fields)], peer_steps=5, disk_steps=20)
+    before = change(from_step=10, lost_steps=0, kind="came")
+    row = verdict.little_lost([before, change(**fields)], peer_steps=5, disk_steps=20)
     assert bool(row.failures) == fails
+
+
+def test_after_a_generation_without_a_step_the_disk_counts():
+    before = change(from_step=10, lost_steps=0, kind="came")
+    lines = [before, change(reached=False), change(lost_steps=19)]
+    assert verdict.little_lost(lines, peer_steps=5, disk_steps=20).failures == []
 
 
 @pytest.mark.parametrize("given, fails", [

@@ -30,13 +30,13 @@ PARTS = ("notice", "agree", "start", "connect", "init", "restore", "compile", "f
 Lines = Sequence[Mapping[str, Any]]
 
 
-def verdict(job: Path, whole: Path, *, peer_steps: int | None, disk_steps: int) -> list[Row]:
+def verdict(job: Path, whole: Path, *, peer_steps: int, disk_steps: int) -> list[Row]:
     """Returns a row per comparison of two jobs' directories.
 
     Args:
       job: with elastic.jsonl; its last step is that of `whole`.
       whole: that nothing happened to.
-      peer_steps: the interval of saves in other hosts' memory, or None.
+      peer_steps: the interval of saves in other hosts' memory.
       disk_steps: the interval of saves on disk.
     """
     names = ("metrics.jsonl", "eval_metrics.jsonl")
@@ -178,30 +178,31 @@ def changes(job: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def little_lost(lines: Lines, peer_steps: int | None, disk_steps: int) -> Row:
+def little_lost(lines: Lines, peer_steps: int, disk_steps: int) -> Row:
     """Returns the row on steps made and lost at each change of hands.
 
-    At most an interval: that of saves in memory where one host died and its neighbour had its
-    shards, that of saves on disk where two died at once, or nothing is kept in memory.
+    Nothing where a host comes or leaves; an interval of saves in memory where one is gone from a
+    generation that has made such a save; else, as where two die at once, one of saves on disk.
     """
-    reached = [line for line in lines if line["reached"]]
-    row = Row("at most an interval lost at a change of hands", len(reached))
-    for line in reached:
-        kind, lost = line["kind"], line["lost_steps"]
-        if kind == "start":
-            continue
-        # A leave and a coming are agreed on: the running step is made and saved.
-        most = disk_steps
-        if kind in ("left", "came"):
-            most = 0
-        elif peer_steps is not None and line["source"] == "peers":
-            most = peer_steps
-        row.most(f"most steps lost, {kind}, from {line['source']}", lost)
-        if lost > most:
-            row.failures.append(
-                f"generation {line['generation']} ({line['why']}): {lost} steps lost, going on "
-                f"from step {line['from_step']} of {line['source']}; at most {most} wanted"
-            )
+    row = Row("at most an interval lost at a change of hands")
+    before = None
+    for line in lines:
+        if line["reached"] and line["kind"] != "start":
+            row.tried += 1
+            kind, lost = line["kind"], line["lost_steps"]
+            made = 0 if before is None else line["from_step"] + lost - before["from_step"]
+            most = disk_steps
+            if kind in ("came", "left"):
+                most = 0
+            elif len(line["who"]) == 1 and made >= peer_steps and len(before["members"]) > 1:
+                most = peer_steps
+            row.most(f"most steps lost, {kind}, from {line['source']}", lost)
+            if lost > most:
+                row.failures.append(
+                    f"generation {line['generation']} ({line['why']}): {lost} steps lost, going on "
+                    f"from step {line['from_step']} of {line['source']}; at most {most} wanted"
+                )
+        before = line if line["reached"] else None
     return row
 
 
