@@ -5,6 +5,7 @@
 #   make test    runs the tests that are quick (6 minutes)
 #   make test-all  runs them and then the slow ones: processes, kills, every mesh (20 minutes)
 #   make faults  kills, damages and fills disks, hundreds of times; about half an hour
+#   make chaos   kills, stops and returns hosts of an elastic job, 100 times; about an hour
 #   make check-defects  plants hundreds of defects and says which --mode=check catches; an hour
 #   make lint    checks the style
 #   make clean   removes what the others made, but for the demo's results
@@ -24,7 +25,7 @@ VENV_PYTHON := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 TESTING := $(VENV)/.installed_test
 
-.PHONY: help demo demo-multiprocess test test-all faults check-defects lint clean
+.PHONY: help demo demo-multiprocess test test-all faults chaos check-defects lint clean
 .DELETE_ON_ERROR:
 
 help:
@@ -53,6 +54,9 @@ test-all: test
 
 faults: $(TESTING)
 	@$(VENV_PYTHON) -m tests.faults --report docs/faults_report.md $(FAULTS_ARGS)
+
+chaos: $(TESTING)
+	@$(VENV_PYTHON) -m tests.elastic.chaos --dir=chaos_job --report docs/elastic_report.md $(CHAOS_ARGS)
 
 check-defects: $(TESTING)
 	@$(VENV_PYTHON) -m tests.tools.testing.defects --report docs/check_defects.md $(DEFECTS_ARGS)

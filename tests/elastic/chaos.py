@@ -10,19 +10,21 @@ import argparse
 import dataclasses
 import json
 import os
+import platform
 import random
 import signal
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from tests.elastic import verdict
 from tests.elastic.events import Events, Happened
-from tests.elastic.hosts import CHECKOUT, Hosts, Settings, wait_for
+from tests.elastic.hosts import CHECKOUT, Host, Hosts, Settings, wait_for
+from tests.elastic.report import events_row, report_lines, seconds_by_part
 from tests.faults.outcome import Row, last_step
 
 SURVIVE_SECONDS = 300.0
@@ -160,24 +162,26 @@ class Chaos:
     def end(self) -> Row:
         """Lets the job end: all leave, come back, and train a little, to the last step."""
         row = Row("all are asked to end, come back, and train to the last step")
-        for host in self.hosts.hosts:
-            if host.number in self.events.asleep:
-                host.end()
-            host.ask_to_leave() if host.runs else None
-        row.failures += self._statuses("asked to end")
+        for number in self.events.asleep:
+            self.hosts[number].end()
+        asked = [host for host in self.hosts.hosts if host.runs]
+        for host in asked:
+            host.ask_to_leave()
+        row.failures += self._not_ended(asked, "asked to end")
         last = last_step(self.hosts.settings.job) + _STEPS_TO_THE_END
         for host in self.hosts.hosts:
             host.start(f"run.num_train_steps={last}")
-        row.failures += self._statuses("trained to the end")
-        row.tried = 2
+        row.failures += self._not_ended(self.hosts.hosts, "trained to the end")
+        row.tried = len(asked) + len(self.hosts.hosts)
         return row
 
-    def _statuses(self, what: str) -> list[str]:
-        wait_for(lambda: not self.hosts.running(), SURVIVE_SECONDS)
+    def _not_ended(self, hosts: Sequence[Host], what: str) -> list[str]:
+        """Returns a sentence for each host that does not end well in time."""
+        wait_for(lambda: not any(host.runs for host in hosts), SURVIVE_SECONDS)
         return [
-            f"{what}: host {host.number} has status {host.status}: "
+            f"host {host.number}, {what}, has status {host.status}: "
             f"{host.log.read_text(errors='replace')[-500:]}"
-            for host in self.hosts.hosts if host.status not in (0, None) or host.runs
+            for host in hosts if host.status != 0
         ]
 
 
@@ -198,36 +202,6 @@ def undisturbed(settings: Settings, num_steps: int, job: Path) -> None:
         raise SystemExit(f"the undisturbed run: status {done.returncode}, {log}")
 
 
-def events_row(lines: list[dict[str, Any]]) -> Row:
-    """Returns the row on events: how many were survived, and by kind the seconds."""
-    row = Row("kills, stops and returns survived", len(lines))
-    row.failures += [
-        f"event {line['event']}, {line['what']} {line['who']} in {line['during']}: "
-        f"{'; '.join(line['failures'])}"
-        for line in lines if not line["survived"]
-    ]
-    return row
-
-
-def table_of_events(lines: list[dict[str, Any]]) -> list[str]:
-    """Returns a Markdown table: by kind and by what the job did, how many and the seconds."""
-    kinds: dict[str, list[dict[str, Any]]] = {}
-    for line in lines:
-        kinds.setdefault(line["what"].partition(", aimed")[0], []).append(line)
-    rows = ["| event | survived | seconds to the next step: median, worst | during |",
-            "|---|---:|---:|---|"]
-    for what, of_kind in sorted(kinds.items()):
-        seconds = [line["seconds"] for line in of_kind if line["seconds"] is not None]
-        times = f"{statistics.median(seconds):.1f}, {max(seconds):.1f}" if seconds else ""
-        during: dict[str, int] = {}
-        for line in of_kind:
-            during[line["during"] or "?"] = during.get(line["during"] or "?", 0) + 1
-        counts = ", ".join(f"{name} {count}" for name, count in sorted(during.items()))
-        survived = sum(line["survived"] for line in of_kind)
-        rows.append(f"| {what} | {survived} of {len(of_kind)} | {times} | {counts} |")
-    return rows
-
-
 def judged(folder: Path, chaos: Chaos) -> list[Row]:
     """Lets a job end and compares it with an undisturbed one; prints and writes the verdict."""
     settings, events, ended = chaos.hosts.settings, chaos.done, chaos.end()
@@ -235,19 +209,30 @@ def judged(folder: Path, chaos: Chaos) -> list[Row]:
     undisturbed(settings, last_step(job), whole)
     compared = verdict.verdict(job, whole, peer_steps=PEER_STEPS, disk_steps=DISK_STEPS)
     rows = [events_row(events), ended, *compared]
-    seconds = verdict.seconds_by_part(verdict.changes(job))
-    for row in rows:
-        print(row.line())
-        for failure in row.failures[:10]:
-            print(f"  FAILED: {failure}")
-    lines = [*table_of_events(events), "", *verdict.table(seconds)]
-    print("\n".join(["", *lines]), flush=True)
+    seconds = seconds_by_part(verdict.changes(job))
+    tables = report_lines(rows, events, seconds)
+    print("\n".join(tables), flush=True)
     result = {
-        "events": len(events), "steps": last_step(job), "seconds": seconds,
-        "rows": [dataclasses.asdict(row) for row in rows], "tables": lines,
+        "events": events, "steps": last_step(job), "seconds": seconds,
+        "rows": [dataclasses.asdict(row) for row in rows],
     }
     (folder / "verdict.json").write_text(json.dumps(result, indent=1) + "\n")
+    (folder / "verdict.md").write_text("\n".join(tables) + "\n")
     return rows
+
+
+def _page(args: argparse.Namespace, folder: Path) -> str:
+    """Returns the report as a page."""
+    versions = ", ".join(f"{name} {version(name)}" for name in ("jax", "orbax-checkpoint"))
+    return "\n".join([
+        "# A job that lost its hosts", "",
+        "Written by `python -m tests.elastic.chaos` (`make chaos`): a job with a mixture, packing, "
+        "dropout,", "an average of the weights and accumulated gradients, its hosts killed, "
+        "stopped and started again at", "random, compared with an undisturbed run on one process.",
+        "", f"{time.strftime('%Y-%m-%d')}, seed {args.seed}, {args.members} processes of "
+        f"{args.devices} simulated devices on {os.cpu_count()} cores, Python "
+        f"{platform.python_version()}, {versions}.", "", (folder / "verdict.md").read_text(),
+    ])
 
 
 def _lines(path: Path) -> list[str]:
@@ -263,6 +248,7 @@ def main() -> int:
     parser.add_argument("--devices", type=int, default=2, help="simulated, of each member")
     parser.add_argument("--least", type=int, default=1, help="--min_processes")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--report", type=Path, metavar="FILE", help="is written anew")
     parser.add_argument("--set", dest="settings", nargs="+", default=[], help="as of main.py")
     args = parser.parse_args()
     folder = args.dir.absolute()
@@ -275,6 +261,8 @@ def main() -> int:
         chaos.begin()
         chaos.run(args.events)
         rows = judged(folder, chaos)
+    if args.report:
+        args.report.write_text(_page(args, folder), encoding="utf-8")
     return int(any(row.failures for row in rows))
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.elastic import verdict
+from tests.elastic.report import seconds_by_part, table
 from tests.faults.outcome import Row
 
 NUM_STEPS = 7
@@ -132,10 +133,10 @@ def test_the_table_has_medians_and_the_worst_of_each_part():
         change(seconds={"notice": seconds, "restore": 2.0, "total": seconds + 2.0})
         for seconds in (1.0, 2.0, 9.0)
     ]
-    seconds = verdict.seconds_by_part([*given, change(reached=False), change(kind="start")])
+    seconds = seconds_by_part([*given, change(reached=False), change(kind="start")])
     assert seconds["died"]["notice"] == {"median": 2.0, "worst": 9.0}
     assert seconds["all"]["total"] == {"median": 4.0, "worst": 11.0, "count": 3}
-    assert "| total | 4.00 / 11.00 | 4.00 / 11.00 |" in verdict.table(seconds)
+    assert "| total | 4.00 / 11.00 | 4.00 / 11.00 |" in table(seconds)
 
 
 def test_the_record_of_changes_is_read(tmp_path):

@@ -4,7 +4,6 @@ Each comparison is a row: how much was compared, the figures, and a sentence for
 """
 
 import json
-import statistics
 import subprocess
 import sys
 from collections import Counter
@@ -25,7 +24,6 @@ LOSS_TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 1e-4
 # Columns that follow from the step alone.
 EXACT = ("learning_rate", "num_skipped_steps", "num_skipped_in_a_row")
-PARTS = ("notice", "agree", "start", "connect", "init", "restore", "compile", "first_step")
 
 Lines = Sequence[Mapping[str, Any]]
 
@@ -204,41 +202,3 @@ def little_lost(lines: Lines, peer_steps: int, disk_steps: int) -> Row:
                 )
         before = line if line["reached"] else None
     return row
-
-
-def seconds_by_part(lines: Lines) -> dict[str, dict[str, dict[str, float]]]:
-    """Returns by kind of change and by part, "total" too: {"median": .., "worst": ..}."""
-    result: dict[str, dict[str, dict[str, float]]] = {}
-    by_kind: dict[str, list[Mapping[str, float]]] = {}
-    for line in lines:
-        if line["reached"] and line["kind"] != "start":
-            by_kind.setdefault(line["kind"], []).append(line["seconds"])
-            by_kind.setdefault("all", []).append(line["seconds"])
-    for kind, seconds in sorted(by_kind.items()):
-        parts = [*PARTS, *sorted({name for one in seconds for name in one} - {*PARTS, "total"})]
-        result[kind] = {
-            part: {
-                "median": statistics.median(one.get(part, 0.0) for one in seconds),
-                "worst": max(one.get(part, 0.0) for one in seconds),
-            }
-            for part in (*parts, "total")
-        }
-        result[kind]["total"]["count"] = len(seconds)
-    return result
-
-
-def table(seconds: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[str]:
-    """Returns `seconds_by_part` as the lines of a Markdown table."""
-    kinds = list(seconds)
-    lines = [
-        "| seconds, median / worst | "
-        + " | ".join(f"{kind} ({int(seconds[kind]['total']['count'])})" for kind in kinds) + " |",
-        "|---|" + "---:|" * len(kinds),
-    ]
-    parts = list(dict.fromkeys(part for kind in kinds for part in seconds[kind]))
-    parts.sort(key=lambda part: part == "total")
-    for part in parts:
-        values = (seconds[kind].get(part, {"median": 0.0, "worst": 0.0}) for kind in kinds)
-        cells = (f"{one['median']:.2f} / {one['worst']:.2f}" for one in values)
-        lines.append(f"| {part} | " + " | ".join(cells) + " |")
-    return lines

@@ -85,12 +85,29 @@ def ending_together() -> Iterator[None]:
         # Not shorter: the first process may have much to write.
         processes.exchange("the end", "", 3600)
         _is_over.set()
+        if order.current() is not None:
+            _let_the_first_end_last()
         if processes.is_first() and _threads:
             _tell(_NONE, "", 0)  # So that _listen, of all processes, waits no longer.
         for thread in _threads:
             # Python would end them in the middle of JAX's C++, which aborts the process.
             thread.join()
         jax.distributed.shutdown()
+
+
+def _let_the_first_end_last() -> None:
+    """Ends the workers of an elastic job but the first, which has the service and waits for them.
+
+    JAX itself lets none wait that may be lost, and aborts those that find the service gone.
+    """
+    if not processes.is_first():
+        processes.client().key_value_set(f"{_ENDED}/{processes.index()}", ".")
+        _leave(0)
+    for process in range(1, processes.count()):
+        with contextlib.suppress(RuntimeError):  # It was killed.
+            processes.client().blocking_key_value_get(
+                f"{_ENDED}/{process}", int(1000 * _LINGER_SECONDS)
+            )
 
 
 def end_when_aborted() -> None:
