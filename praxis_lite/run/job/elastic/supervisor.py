@@ -99,7 +99,7 @@ class Supervisor:
         self._members: dict[int, Member] = {}
         self._generation: Generation | None = None
         self._stop_was_passed_on = False
-        self._num_early_ends = 0
+        self._num_early_ends, self._no_spare_until = 0, 0.0
         self._beat_at = self._idle_since = time.monotonic()
         self._recorded: set[int] = set()
         self._said: tuple[str, float] = ("", 0.0)
@@ -189,14 +189,19 @@ class Supervisor:
     def _prepare_worker(self) -> None:
         """Starts a spare worker, once the other one needs this host's cores no longer."""
         is_needed = self._worker is None or self._own.first_step_time is not None
+        is_needed &= time.monotonic() > self._no_spare_until
         if self._spare is None and is_needed and not self._own.is_leaving:
             self._spare = WorkerProcess(self._settings.argv)
-        if self._spare is not None and self._spare.status() is not None:
+        if self._spare is None or (status := self._spare.status()) is None:
+            return
+        if self._worker is None or self._own.end is not None:
             # Before any order: the command line is wrong, or what it names.
-            status = self._spare.status()
             end = _end_of(status, self._spare.reports, was_asked=False)
             self._own = dataclasses.replace(self._own, end=end)
-            self._spare = None
+        else:
+            # The other one works on; what is wrong is told when this host needs a new worker.
+            self._no_spare_until = time.monotonic() + _REST_SECONDS
+        self._spare = None
 
     def _hear_worker(self) -> None:
         if self._worker is None:
@@ -287,6 +292,8 @@ class Supervisor:
             )
         self._members[own] = self._own
         self._sight.look({**members, own: self._own})
+        if not looks_at_all and self._leads():
+            self._look()  # Of all others only old news is known.
 
     def _taking_part(self) -> frozenset[int]:
         if self._generation is None:

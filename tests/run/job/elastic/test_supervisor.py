@@ -219,6 +219,34 @@ def test_all_hosts_that_die_or_come_back_are_followed(world):
     assert [k for k in w.kinds() if k != "came"] == ["start", "died", "died", "died", "left"]
 
 
+def test_a_leader_that_dies_after_long_is_alone_in_it(world):
+    w = world(3)
+    for k in range(3):
+        w.start(k)
+    w.until(lambda: w.works_with(range(3)))
+    for _ in range(200):  # Meanwhile the others look at the leader alone.
+        w.tick()
+    w.kill_host(0)
+    w.until(lambda: w.works_with([1, 2]))
+    w.tick()
+    last = json.loads(w.lines()[-1])
+    assert w.kinds() == ["start", "died"] and last["who"] == [0]
+    assert last["seconds"]["notice"] < 5
+
+
+def test_a_spare_worker_that_dies_disturbs_nobody(world):
+    w = world(2)
+    w.start(0), w.start(1)
+    w.until(lambda: w.works_with(range(2)) and w.hosts[1]._spare)
+    w.hosts[1]._spare.code = -9
+    for _ in range(20):
+        w.tick()
+    assert w.works_with(range(2)) and w.kinds() == ["start"]
+    w.until(lambda: w.hosts[1]._spare)
+    w.kill_worker(1)
+    w.until(lambda: w.works_with(range(2)))
+
+
 def test_a_host_that_is_stopped_is_left_behind_and_takes_part_again_when_it_goes_on(world):
     w = world(3)
     for k in range(3):
