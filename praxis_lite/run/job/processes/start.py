@@ -92,7 +92,7 @@ def own_number(
     """
     if (num_processes, process_id) == (None, None):
         _, num_processes, process_id = _launcher(environment)
-    if num_processes is None and process_id is None and "JOB_COMPLETION_INDEX" in environment:
+    if process_id is None and "JOB_COMPLETION_INDEX" in environment:
         process_id = int(environment["JOB_COMPLETION_INDEX"])
     require(
         num_processes is not None and process_id is not None, "--elastic",

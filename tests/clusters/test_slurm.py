@@ -1,0 +1,170 @@
+"""The sbatch script: its options are SLURM's, and with processes for hosts it does what it says."""
+
+import signal
+import subprocess
+import time
+
+import pytest
+
+from praxis_lite.run.job.processes.start import find_others
+from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
+from tests.clusters.recipes import (
+    CLUSTERS,
+    ROOT,
+    calls,
+    check_flags,
+    check_shell,
+    environment,
+    our_options,
+    program,
+)
+from tests.support.job_runs import home
+from tests.support.process_pairs import free_port
+
+SCRIPT = CLUSTERS / "slurm.sbatch"
+TEXT = SCRIPT.read_text()
+# Options of sbatch(1) and the forms of their values, as SLURM 22.05 has them.
+SBATCH = {
+    "account": r"\S+", "chdir": r"\S+", "constraint": r"\S+", "cpus-per-task": r"\d+",
+    "error": r"\S+", "exclusive": "|user|mcs", "gpus-per-node": r"(\w+:)?\d+", "gres": r"\S+",
+    "job-name": r"\S+", "mail-type": r"[A-Z_0-9,]+", "mail-user": r"\S+", "mem": r"\d+[KMGT]?",
+    "nice": r"(-?\d+)?", "no-kill": "|off", "nodes": r"\d+(-\d+)?", "no-requeue": "",
+    "ntasks": r"\d+", "ntasks-per-node": r"\d+", "open-mode": "append|truncate", "output": r"\S+",
+    "partition": r"\S+", "qos": r"\S+", "requeue": "", "reservation": r"\S+",
+    "signal": r"([RB]{1,2}:)?([A-Z]+\d?|\d+)(@\d{1,5})?",
+    "time": r"\d+|(\d+-)?\d+(:\d\d){0,2}", "wait-all-nodes": "[01]",
+}
+# And of srun(1).
+SRUN = {
+    "nodes": r"\d+(-\d+)?", "ntasks": r"\d+", "nodelist": r"\S+", "no-kill": "|off",
+    "cpus-per-task": r"\d+", "kill-on-bad-exit": "|[01]",
+}
+
+
+def directives() -> dict[str, str]:
+    """Returns the options of the lines that begin with #SBATCH, by name."""
+    words = [line.split()[1] for line in TEXT.splitlines() if line.startswith("#SBATCH")]
+    return dict(word.removeprefix("--").partition("=")[::2] for word in words)
+
+
+def cluster(folder, srun):
+    """Makes a cluster of three hosts, which are all this machine."""
+    program(folder, "srun", srun)
+    program(folder, "scontrol", '[[ $1 == show ]] && printf "127.0.0.1\\n%.0s" $3; exit 0')
+    program(folder, "scancel", f'kill -TERM $(cat "{folder}/pids") 2>/dev/null; exit 0')
+
+
+def script(folder, *argv, hosts, **env):
+    """Starts the script as sbatch does."""
+    return subprocess.Popen(
+        ["bash", SCRIPT, *argv], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, env=environment(
+            folder, SLURM_JOB_ID="4711", SLURM_JOB_NODELIST=" ".join("x" * hosts), **env
+        ),
+    )
+
+
+def test_shell():
+    check_shell(SCRIPT)
+
+
+def test_the_options_are_those_of_sbatch_and_come_before_the_first_command():
+    lines = TEXT.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    first = next(k for k, line in enumerate(lines) if line and not line.startswith("#"))
+    assert all(k < first for k, line in enumerate(lines) if line.startswith("#SBATCH"))
+    check_flags([f"--{name}={value}" for name, value in directives().items()], SBATCH)
+    assert {"requeue", "no-kill", "signal"} <= set(directives())
+
+
+@pytest.mark.parametrize("word", ["--no-kil", "--signal=B:USR1@5m", "--time=24h", "--open-mode=a"])
+def test_an_option_that_is_not_is_found(word):
+    with pytest.raises(AssertionError):
+        check_flags([word], SBATCH)
+
+
+def test_each_host_has_a_step_whose_command_line_is_ours(tmp_path):
+    cluster(tmp_path / "bin", "exit 0")
+    run = script(tmp_path / "bin", "--exp=lm.PyDocs", "--job_log_dir=/d", hosts=3, PYTHON="py")
+    assert run.communicate(timeout=60)[0] == "" and run.returncode == 0
+    steps = sorted(calls(tmp_path / "bin", "srun"), key=lambda step: step[-4:])
+    assert len(steps) == 3
+    for number, step in enumerate(steps):
+        at = step.index("py")
+        check_flags(step[:at], SRUN)
+        assert step[at + 1] == "main.py"
+        command, options = our_options(step[at + 2 :])
+        assert command.elastic and command.min_processes == 2
+        settings, _ = find_others(
+            command.coordinator, command.num_processes, command.process_id,
+            {"SLURM_JOB_ID": "4711", "SLURM_STEP_NODELIST": "x", "SLURM_LOCALID": "0",
+             "SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+        )
+        assert settings["coordinator_address"] == "127.0.0.1:8476"
+        assert (settings["num_processes"], settings["process_id"]) == (3, number)
+        # SLURM's signal comes as many seconds before the limit as the program counts on.
+        assert directives()["signal"].endswith(f"@{options['grace_seconds']}")
+    assert ["requeue", "4711"] not in calls(tmp_path / "bin", "scontrol")
+
+
+@pytest.mark.parametrize(("status", "num_tries"), [(0, 1), (1, 3), (2, 1), (137, 3)])
+def test_a_step_that_fails_is_tried_again_unless_the_user_has_to_mend_it(
+    tmp_path, status, num_tries
+):
+    program(tmp_path / "bin", "sleep", "exit 0")
+    cluster(tmp_path / "bin", f"exit {status}")
+    run = script(tmp_path / "bin", "--exp=a", hosts=1, PYTHON="py", TRIES="3")
+    run.communicate(timeout=60)
+    assert run.returncode == status
+    assert len(calls(tmp_path / "bin", "srun")) == num_tries
+
+
+# As srun: the task is a process that scancel can signal.
+RUN = """
+while [[ $1 == --* ]]; do shift; done
+echo $$ >> "$(dirname "$0")/pids"
+exec env SLURM_STEP_NODELIST=x SLURM_LOCALID=0 SLURM_NTASKS=1 SLURM_PROCID=0 "$@"
+"""
+
+
+def wait_for(is_so, run):
+    deadline = time.monotonic() + 300
+    while not is_so():
+        assert run.poll() is None, run.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+def test_before_the_limit_the_job_is_saved_and_put_back_and_then_goes_on(tmp_path):
+    import tests.support.line_jobs  # noqa: F401  Makes the experiment.
+
+    folder, job = tmp_path / "bin", tmp_path / "job"
+    cluster(folder, RUN)
+    env = {
+        "ELASTIC": "", "PORT": str(free_port()), "PYTHONPATH": f"{ROOT}:{home()}",
+        "XDG_CACHE_HOME": str(home() / "cache"), "JAX_NUM_CPU_DEVICES": "2",
+    }
+    argv = [
+        "--exp=jobzoo.lines.Line", "--packages=jobzoo", f"--job_log_dir={job}", "--set",
+        "run.checkpoints.every_steps=None", "run.loss_spikes.action='report'",
+    ]
+    run = script(folder, *argv, "run.num_train_steps=1000000", hosts=2, **env)
+    wait_for(lambda: len(read_json_lines(job / "metrics.jsonl")) > 7
+             if (job / "metrics.jsonl").exists() else False, run)
+    run.send_signal(signal.SIGUSR1)
+    out = run.communicate(timeout=120)[0]
+    assert run.returncode == 0, out
+    assert ["requeue", "4711"] in calls(folder, "scontrol")
+    (saved,) = [int(path.name) for path in (job / "checkpoints").iterdir()]
+    assert f"stopped by SIGTERM: step {saved} is saved" in out
+    # SLURM starts the same script again.
+    (folder / "scontrol.calls").unlink()
+    run = script(folder, *argv, f"run.num_train_steps={saved + 5}", hosts=2, **env)
+    out = run.communicate(timeout=300)[0]
+    assert run.returncode == 0, out
+    assert f"restored the checkpoint of step {saved}" in out
+    assert f"trained to step {saved + 5}" in out
+    assert ["requeue", "4711"] not in calls(folder, "scontrol")
+    steps = [line["step"] for line in read_json_lines(job / "metrics.jsonl")]
+    assert steps == list(range(1, saved + 6))
