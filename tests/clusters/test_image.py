@@ -36,7 +36,7 @@ def values(name: str) -> list[str]:
 
 
 def pip_words() -> list[str]:
-    """Returns the words of the line that installs the packages, without those of `python -m pip`."""
+    """Returns the words of the line that installs the packages, from `install` on."""
     (run,) = [value for value in values("RUN") if "pip install" in value]
     return shlex.split(run[run.index("pip install") :])[1:]
 

@@ -65,8 +65,8 @@ def test_what_is_no_jobset_is_found(path, value):
 def error_of_job(jobset, version):
     """Returns what Kubernetes' schema says of the Job that JobSet makes, or None."""
     kubernetes = pytest.importorskip("kubernetes_validate")
-    template = jobset["spec"]["replicatedJobs"][0]["template"]
-    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "train-hosts-0"}, **template}
+    spec = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"}, "spec": spec}
     try:
         kubernetes.validate(job, version, strict=True)
     except kubernetes.ValidationError as error:
@@ -147,10 +147,9 @@ def test_what_the_program_is_told_is_what_the_pod_has():
 
 
 def passes(kind, folder):
-    command = [
-        word.replace("/health", str(folder)) for word in CONTAINER[f"{kind}Probe"]["exec"]["command"]
-    ]
-    return subprocess.run(command, capture_output=True).returncode == 0
+    command = CONTAINER[f"{kind}Probe"]["exec"]["command"]
+    local = [word.replace("/health", str(folder)) for word in command]
+    return subprocess.run(local, capture_output=True).returncode == 0
 
 
 def test_the_probes_do_what_they_say(tmp_path):

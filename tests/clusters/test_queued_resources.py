@@ -16,10 +16,13 @@ from tests.clusters.recipes import (
 
 SCRIPT = CLUSTERS / "queued_resources.sh"
 # Of Google Cloud SDK 528: gcloud compute tpus ...
-_OF_ALL = {"zone": r"[a-z]+-[a-z]+\d-[a-z]", "quiet": "", "format": r"value\([\w.]+\)", "project": ".+"}
+_OF_ALL = {
+    "zone": r"[a-z]+-[a-z]+\d-[a-z]", "quiet": "", "format": r"value\([\w.]+\)", "project": ".+",
+}
 GCLOUD = {
     ("queued-resources", "create"): {
-        "node-id": r"[a-z][-a-z0-9]*", "accelerator-type": r"v\w+-\d+", "runtime-version": r"[\w.-]+",
+        "node-id": r"[a-z][-a-z0-9]*", "accelerator-type": r"v\w+-\d+",
+        "runtime-version": r"[\w.-]+",
         "spot": "", "metadata-from-file": r"startup-script=/.+", "reserved": "", "network": r".+",
         "internal-ips": "", "valid-until-duration": r"\d+[smhd]",
     },
@@ -29,7 +32,8 @@ GCLOUD = {
 }
 # Of docker run(1).
 DOCKER = {
-    "detach": "", "name": r"\w+", "init": "", "restart": r"no|always|unless-stopped|on-failure(:\d+)?",
+    "detach": "", "name": r"\w+", "init": "",
+    "restart": r"no|always|unless-stopped|on-failure(:\d+)?",
     "stop-timeout": r"\d+", "user": r"\w+", "privileged": "", "network": "host", "ipc": "host",
     "volume": r"/[^:]+:/[^:]+",
 }
@@ -63,7 +67,7 @@ def test_shell():
 def test_create_asks_for_a_slice_whose_hosts_train(tmp_path):
     folder = tmp_path / "bin"
     kept = tmp_path / "startup.sh"
-    gcloud = f'for word in "$@"; do [[ $word == *startup-script=* ]] && cp "${{word##*=}}" {kept}; done'
+    gcloud = f'for w in "$@"; do [[ $w == *startup-script=* ]] && cp "${{w##*=}}" {kept}; done'
     done = run(folder, "create", "--exp=lm.PyDocs", "--set", "task.name=it's", gcloud=gcloud)
     assert done.returncode == 0, done.stderr
     ((name, flags),) = [check_gcloud(call) for call in calls(folder, "gcloud")]

@@ -1,0 +1,50 @@
+"""The commands and the numbers of docs/clusters.md are those of the recipes and of the program."""
+
+import re
+import shlex
+
+from praxis_lite.main import MODES
+from praxis_lite.run.job.elastic.decisions import MOST_FRUITLESS
+from praxis_lite.run.job.elastic.sight import SILENT_SECONDS
+from praxis_lite.run.modes.on_clusters import Grace
+from praxis_lite.run.modes.options import parsed
+from tests.clusters.recipes import CLUSTERS, ROOT
+from tests.clusters.test_jobset import CONTAINER, JOB, POD, SPEC
+from tests.clusters.test_slurm import directives
+
+PAGE = (ROOT / "docs/clusters.md").read_text()
+TEXT = " ".join(PAGE.split())
+COMMANDS = re.findall(r"^    python main\.py (.*?)(?:  +#.*)?$", PAGE.replace("\\\n", " "), re.M)
+
+
+def test_the_command_lines_are_read_by_the_program():
+    assert len(COMMANDS) >= 3
+    for command in COMMANDS:
+        parsed(shlex.split(command.replace("process_id=K", "process_id=3")), MODES)
+
+
+def test_the_recipes_are_all_there_and_named():
+    names = {path.name for path in CLUSTERS.iterdir() if path.is_file()}
+    linked = set(re.findall(r"\(\.\./clusters/([\w.]+)\)", PAGE))
+    assert names - {"Dockerfile.dockerignore"} == linked
+
+
+def test_the_numbers_are_those_of_the_program():
+    assert f"after at most {SILENT_SECONDS:.0f} s without a sign of life" in TEXT
+    assert f"after {MOST_FRUITLESS} in a row the job ends" in TEXT
+    assert f"--signal={directives()['signal']}" in TEXT
+    assert f"terminationGracePeriodSeconds: {POD['terminationGracePeriodSeconds']}" in TEXT
+    assert f"`backoffLimitPerIndex: {JOB['backoffLimitPerIndex']}`" in TEXT
+    assert {10: "ten times"}[SPEC["failurePolicy"]["maxRestarts"]] in TEXT
+    for kind in ("liveness", "readiness"):
+        probe = CONTAINER[f"{kind}Probe"]["exec"]["command"][-1]
+        assert f"`{probe.replace('/health', 'DIR')}`" in TEXT
+
+
+def test_the_warning_is_the_programs_own_with_its_arithmetic():
+    notes = []
+    grace, loop = Grace(300), type("Loop", (), {"note": staticmethod(notes.append)})
+    grace.restore({"step_seconds": 20.1, "save_seconds": 185.5})
+    grace.before_training(loop, None)
+    shown = TEXT[TEXT.index("WARNING:") : TEXT.index(" ... What is killed")]
+    assert notes[0].startswith(shown)
