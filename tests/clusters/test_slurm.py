@@ -26,7 +26,8 @@ TEXT = SCRIPT.read_text()
 # Options of sbatch(1) and the forms of their values, as SLURM 22.05 has them.
 SBATCH = {
     "account": r"\S+", "chdir": r"\S+", "constraint": r"\S+", "cpus-per-task": r"\d+",
-    "error": r"\S+", "exclude": r"\S+", "exclusive": "|user|mcs", "gpus-per-node": r"(\w+:)?\d+", "gres": r"\S+",
+    "error": r"\S+", "exclude": r"\S+", "exclusive": "|user|mcs",
+    "gpus-per-node": r"(\w+:)?\d+", "gres": r"\S+",
     "job-name": r"\S+", "mail-type": r"[A-Z_0-9,]+", "mail-user": r"\S+", "mem": r"\d+[KMGT]?",
     "nice": r"(-?\d+)?", "no-kill": "|off", "nodes": r"\d+(-\d+)?", "no-requeue": "",
     "ntasks": r"\d+", "ntasks-per-node": r"\d+", "open-mode": "append|truncate", "output": r"\S+",
