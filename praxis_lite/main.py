@@ -25,10 +25,10 @@ from praxis_lite.tools.modes.plan import Plan
 from praxis_lite.tools.modes.profile import Profile
 from praxis_lite.tools.modes.report import Report
 from praxis_lite.tools.modes.sweep import Sweep
-from praxis_lite.tools_of_jobs import SOURCES, hooks_of_tools
+from praxis_lite.tools_of_jobs import SOURCES, chosen_mesh, hooks_of_tools
 
 MODES: Mapping[str, Mode] = {
-    "train": Train(SOURCES, hooks_of_tools),
+    "train": Train(SOURCES, hooks_of_tools, chosen_mesh),
     "eval": Evaluate(),
     "decode": Decode(),
     "explain": Explain(),

@@ -1,15 +1,19 @@
-"""The parts that tools give to a job that trains: sources of its initial state, and hooks.
+"""The parts that tools give to a job that trains: sources of its initial state, a mesh, hooks.
 
 The command line (`main.py`) and Python (`python_calls.py`) train with the same.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import jax
+
     from praxis_lite.core.partitioner.train_state import StateLayout
+    from praxis_lite.core.sharding.mesh_config import MeshConfig
     from praxis_lite.run.checkpoints.init.initial_state import InitialState, Source
     from praxis_lite.run.checkpoints.init.loading_rules import CheckpointLoadingRules
+    from praxis_lite.run.experiment.experiment import Job
     from praxis_lite.run.trainer.hooks.hook import Hook
     from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 
@@ -34,6 +38,13 @@ SOURCES: "Mapping[str, Source]" = {
     "init_from_checkpoint_rules": _from_checkpoints,
     "init_from_huggingface": _from_huggingface,
 }
+
+
+def chosen_mesh(job: "Job", devices: "Sequence[jax.Device]") -> "MeshConfig":
+    """Returns the mesh for devices of another number than a job's own mesh has."""
+    from praxis_lite.tools.plan.search import mesh_choice
+
+    return mesh_choice.chosen_mesh(job, devices)
 
 
 def hooks_of_tools(job: "JobOnMesh") -> "list[Hook]":

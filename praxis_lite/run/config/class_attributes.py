@@ -4,7 +4,7 @@ import copy
 import re
 import types
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import fiddle as fdl
 
@@ -16,6 +16,9 @@ from praxis_lite.run.config.overrides import apply_overrides, value_at
 
 class _Experiment(Protocol):
     def config(self) -> fdl.Config: ...
+
+
+_ExperimentT = TypeVar("_ExperimentT", bound=_Experiment)
 
 
 def configured(
@@ -36,7 +39,15 @@ def configured(
         ConfigError: no such path, or no value of that field's type; or the class's constructor
             requires arguments.
     """
-    return _configured(experiment, settings, packages)[1]
+    return experiment_and_config(experiment, settings, packages)[1]
+
+
+def experiment_and_config(
+    experiment: type[_ExperimentT], settings: Sequence[str], packages: Collection[str] = ()
+) -> tuple[_ExperimentT, fdl.Config]:
+    """Returns the instance whose attributes the settings set, and the config, as `configured`."""
+    result, _, config = _configured(experiment, settings, packages)
+    return result, config
 
 
 def value_after(
@@ -53,16 +64,16 @@ def value_after(
         ConfigError: as `configured`, or there is no such path.
     """
     # Its attribute is among the values even if no setting names it.
-    values, config = _configured(experiment, settings, packages, also=_first_key(path))
+    _, values, config = _configured(experiment, settings, packages, also=_first_key(path))
     known = _attributes(experiment)
     return value_at(values if _first_key(path) in known else config, path, known)
 
 
 def _configured(
-    experiment: type[_Experiment], settings: Sequence[str], packages: Collection[str],
+    experiment: type[_ExperimentT], settings: Sequence[str], packages: Collection[str],
     also: str = "",
-) -> tuple[fdl.Config, fdl.Config]:
-    """Returns the class's attributes that are set, as a config, and the config of the job."""
+) -> tuple[_ExperimentT, fdl.Config, fdl.Config]:
+    """Returns the instance, its attributes that are set, as a config, and the config of the job."""
     result, known = _made(experiment), _attributes(experiment)
     local = [setting for setting in settings if _first_key(setting) in known]
     named = {_first_key(item) for item in local} | ({also} & known.keys())
@@ -73,10 +84,10 @@ def _configured(
         setattr(result, name, getattr(values, name))
     config = result.config()
     apply_overrides(config, [one for one in settings if one not in local], packages, known)
-    return values, config
+    return result, values, config
 
 
-def _made(experiment: type[_Experiment]) -> _Experiment:
+def _made(experiment: type[_ExperimentT]) -> _ExperimentT:
     try:
         return experiment()
     except TypeError as error:

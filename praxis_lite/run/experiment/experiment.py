@@ -77,6 +77,14 @@ class Experiment:
         """Returns the config of the `MeshConfig`."""
         raise self._missing("mesh")
 
+    def mesh_for(self, num_devices: int) -> fdl.Config | None:
+        """Returns the config of the `MeshConfig` of an elastic job that has so many devices left.
+
+        It is asked where `mesh()` has another number of them, and has the same axes. None, unless
+        overridden: the plan's formulas choose the fastest legal mesh within the devices' memory.
+        """
+        return None
+
     def task(self) -> fdl.Config:
         """Returns the config of the task: model, loss, learner."""
         raise self._missing("task")

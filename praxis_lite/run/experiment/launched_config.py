@@ -1,7 +1,7 @@
 """The config that a command line names: of an experiment, or of a job that was trained."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from praxis_lite.core.errors import ConfigError
@@ -20,12 +20,14 @@ class LaunchedConfig:
       experiment: the full name of its class.
       settings: those of --set.
       packages: whose functions and classes the config may name, besides the library's.
+      mesh_for: the experiment's; None: of a job's own config.
     """
 
     config: "fdl.Config"
     experiment: str
     settings: Sequence[str] = ()
     packages: Sequence[str] = ()
+    mesh_for: "Callable[[int], fdl.Config | None] | None" = None
 
 
 def config_of_experiment(
@@ -42,11 +44,13 @@ def config_of_experiment(
     """
     experiment = registry.get_experiment(name, packages)
 
-    from praxis_lite.run.config.class_attributes import configured
+    from praxis_lite.run.config.class_attributes import experiment_and_config
 
     allowed = registry.allowed_packages(packages)
-    config = configured(experiment, settings, allowed)
-    return LaunchedConfig(config, registry.full_name(experiment), settings, allowed)
+    made, config = experiment_and_config(experiment, settings, allowed)
+    return LaunchedConfig(
+        config, registry.full_name(experiment), settings, allowed, mesh_for=made.mesh_for
+    )
 
 
 def config_of_job(

@@ -17,6 +17,7 @@ from praxis_lite.run.modes.mode import CommandLine, Mode
 if TYPE_CHECKING:
     from praxis_lite.run.checkpoints.init.initial_state import Source
     from praxis_lite.run.experiment.launched_config import LaunchedConfig
+    from praxis_lite.run.experiment.mesh_of_devices import MeshChooser
     from praxis_lite.run.trackers.tracker import Tracker
     from praxis_lite.run.trainer.hooks.hook import Hook
     from praxis_lite.run.trainer.hooks.standard import MoreHooks
@@ -29,14 +30,17 @@ class Train(Mode):
 
     Args:
       sources, more_hooks: of initial states, and hooks of tools, as for `launch.train`.
+      choose: the mesh of an elastic job, as for `job_on_mesh`.
     """
 
     summary = "trains an experiment, or goes on with its job"
     goes_on = True
     is_of_many_processes = True
 
-    def __init__(self, sources: "Mapping[str, Source]", more_hooks: "MoreHooks"):
-        self._sources, self._more_hooks = sources, more_hooks
+    def __init__(
+        self, sources: "Mapping[str, Source]", more_hooks: "MoreHooks", choose: "MeshChooser"
+    ):
+        self._sources, self._more_hooks, self._choose = sources, more_hooks, choose
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
         options.add_argument(
@@ -91,7 +95,10 @@ class Train(Mode):
             trackers["--metrics_port"] = MetricsEndpoint(metrics_port, metrics_host or LOOPBACK)
         with contextlib.ExitStack() as held:
             hooks = _hooks_on_clusters(command, health_dir, grace_seconds, held)
-            trained(command, self._sources, self._more_hooks, hooks=hooks, trackers=trackers)
+            trained(
+                command, self._sources, self._more_hooks, hooks=hooks, trackers=trackers,
+                choose=self._choose,
+            )
 
 
 def _hooks_on_clusters(
@@ -121,13 +128,14 @@ def _hooks_on_clusters(
 def trained(
     command: CommandLine, sources: "Mapping[str, Source]", more_hooks: "MoreHooks", *,
     hooks: "Sequence[Hook]" = (), trackers: "Mapping[str, Tracker] | None" = None,
-    stop_request: type[StopRequest] = StopRequest,
+    stop_request: type[StopRequest] = StopRequest, choose: "MeshChooser | None" = None,
 ) -> "tuple[JobOnMesh, LaunchedConfig, Trained]":
     """Trains the experiment of a command line; returns its job, its config, and how it ended.
 
     Args:
       sources, more_hooks, stop_request: as for `launch.train`.
       hooks, trackers: besides those of the experiment, after them.
+      choose: as for `job_on_mesh`.
 
     Raises:
       ConfigError: as `launch.train`.
@@ -135,7 +143,7 @@ def trained(
     clock = PhaseClock(command.began, told=order.phase)
     launched = experiment_of(command, trains=True)
     clock.begins(INIT)
-    with job_on_mesh(command, launched, "train") as job:
+    with job_on_mesh(command, launched, "train", choose=choose) as job:
         mesh = job.partitioner.mesh
         order.report(mesh=dict(mesh.shape), num_devices=mesh.size)
         with clock.during(IMPORT):

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
 from jax.sharding import Mesh
@@ -26,6 +26,8 @@ _SMALLER_STEP = (
     "set Learner.gradient_accumulation_steps, fprop_dtype=bfloat16 or a checkpoint_policy of the "
     "stack"
 )
+
+
 def check_fits(layout: StateLayout, mesh: Mesh, mode: str) -> None:
     """Raises ConfigError if the devices of this process cannot hold the state, before it is made.
 
@@ -52,8 +54,7 @@ def check_fits(layout: StateLayout, mesh: Mesh, mode: str) -> None:
             "not split, so take fewer of them, or devices that exist."
         )
     else:
-        limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
-        available = min((limit for limit in limits if limit), default=math.inf)
+        available = bytes_of_a_device(devices)
         if each <= available:
             return
         message = (
@@ -61,6 +62,15 @@ def check_fits(layout: StateLayout, mesh: Mesh, mode: str) -> None:
             f"has {format_bytes(int(available))} of memory. {_largest(leaves)} {_SMALLER_STATE}."
         )
     raise ConfigError(f"{message} --mode=explain needs no memory for it.")
+
+
+def bytes_of_a_device(devices: Sequence[jax.Device]) -> float:
+    """Returns the memory that each device has; simulated ones share what their host has left."""
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    if local[0].platform == "cpu":
+        return host_memory.available_bytes() / len(local)
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in local]
+    return min((limit for limit in limits if limit), default=math.inf)
 
 
 def check_batch_fits(
