@@ -25,10 +25,10 @@ class LastStepUnsound(ConfigError):
 
 
 def lacks_evaluation(
-    run: RunConfig, eval_sets: Collection[str], job: JobDir, saved_step: int | None, step: int
+    run: RunConfig, eval_sets: Collection[str], job: JobDir, step: int
 ) -> bool:
-    """Returns True if a job that goes on from its own checkpoint has yet to evaluate that step."""
-    if step != saved_step or not evaluates(run, step):
+    """Returns True if a job that goes on from a step has yet to evaluate it."""
+    if not evaluates(run, step):
         return False
     lines = evaluation_lines(job.eval_metrics_jsonl)
     evaluated = {line["dataset"] for line in lines if line["step"] == step}
@@ -37,10 +37,14 @@ def lacks_evaluation(
     )
 
 
-def nothing_to_do(job: JobOnMesh, first_step: int, saved_step: int | None) -> str:
-    """Returns why a restored job makes no more steps and what to change, or "" if it makes some."""
+def nothing_to_do(job: JobOnMesh, first_step: int, *, is_resumed: bool) -> str:
+    """Returns why a job makes no more steps and what to change, or "" if it makes some.
+
+    Args:
+      is_resumed: True if `first_step` is the job's own, and not of an initial state.
+    """
     run = job.run
-    if lacks_evaluation(run, job.eval_sets, job.files, saved_step, first_step):
+    if is_resumed and lacks_evaluation(run, job.eval_sets, job.files, first_step):
         return ""
     if first_step >= run.num_train_steps:
         return (

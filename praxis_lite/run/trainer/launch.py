@@ -134,7 +134,7 @@ def train(
         if processes.is_first():
             keep_tokenizers(launched.config, files)
         _print_layout(job.partitioner, files)
-        if reason := nothing_to_do(job, start.step, newest.step):
+        if reason := nothing_to_do(job, start.step, is_resumed=start.is_resumed):
             print(reason)
             timeline.take_back()
             draw_loss_curve(files, start.step, print)
@@ -244,7 +244,8 @@ def _resumed(
     print(f"restored the {name} of step {restored.step}", flush=True)
     data = restored.data
     return StartingPoint(
-        restored.step, restored.state, tuple(data.get("skipped", ())), data.get("hooks", {})
+        restored.step, restored.state, tuple(data.get("skipped", ())), data.get("hooks", {}),
+        is_resumed=True,
     )
 
 

@@ -34,12 +34,14 @@ class StartingPoint:
       state: of that step; the first step donates it.
       skipped_batches: indices of the training batches that are left out.
       hooks: what hooks saved with the state, by their names.
+      is_resumed: True if the job itself saved the state.
     """
 
     step: int
     state: TrainState
     skipped_batches: tuple[int, ...] = ()
     hooks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    is_resumed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +78,10 @@ def train(
       LossSpike: a loss spiked and run.loss_spikes.action is "roll_back".
       FailedSave: a checkpoint could not be written.
     """
-    loop = Loop(job, start.step, start.skipped_batches, checkpoints, stop, hooks, note, timeline)
+    loop = Loop(
+        job, start.step, start.skipped_batches, checkpoints, stop, hooks, note, timeline,
+        is_resumed=start.is_resumed,
+    )
     timeline.goes_on_from(start.step)
     with contextlib.ExitStack() as held:
         for hook in loop.hooks:

@@ -27,8 +27,7 @@ class Evaluations(Hook):
             job.partitioner, job.eval_sets, job.run.evaluation.max_batches, loop.note,
             seed=job.run.seed, compiling=lambda: loop.timeline.clock.during(COMPILE),
         )
-        saved = loop.checkpoints.latest_step()
-        if lacks_evaluation(job.run, job.eval_sets, job.files, saved, step):
+        if loop.is_resumed and lacks_evaluation(job.run, job.eval_sets, job.files, step):
             self._evaluate(step, state)
 
     def is_due(self, step: int, is_last: bool) -> bool:

@@ -53,7 +53,7 @@ class Examples(Hook):
         self._own = is_own[self._job.partitioner.process_rows(train.batch_size)]
         self._start = Start(
             start=self._number, step=loop.first_step,
-            is_new=loop.checkpoints.latest_step() is None, time=time.time(), launch=launch,
+            is_new=not loop.is_resumed, time=time.time(), launch=launch,
             generation=elastic and elastic.generation, process=processes.index(),
             num_processes=processes.count(), host=socket.gethostname(), mesh=dict(mesh.shape),
             batch_size=train.batch_size, rows=_ranges(is_own), skipped=loop.skipped_batches,

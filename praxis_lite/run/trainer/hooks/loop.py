@@ -27,6 +27,7 @@ class Loop:
     Attributes:
       job: the task on its mesh, the data, `run` and the files of the job's directory.
       first_step: the number of steps that were made before.
+      is_resumed: True if the job itself saved the state of that step.
       skipped_batches: indices of training batches that are left out, after loss spikes.
       note: prints a line, above the line of progress.
       is_first: True in the process that writes the job's files.
@@ -46,12 +47,12 @@ class Loop:
     def __init__(
         self, job: JobOnMesh, first_step: int, skipped_batches: Sequence[int],
         checkpoints: Checkpoints, stop: StopRequest, hooks: Sequence[Hook],
-        note: Callable[[str], None], timeline: Timeline,
+        note: Callable[[str], None], timeline: Timeline, *, is_resumed: bool,
     ):
         stopping = job.run.stopping
         self.job, self.first_step, self.skipped_batches = job, first_step, tuple(skipped_batches)
         self.checkpoints, self.stop, self.hooks, self.note = checkpoints, stop, tuple(hooks), note
-        self.timeline = timeline
+        self.timeline, self.is_resumed = timeline, is_resumed
         self.is_first = processes.is_first()
         self.consensus = StopConsensus(job.partitioner.mesh)
         self.watchdog = Watchdog(
