@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from praxis_lite.core.errors import ConfigError, few
+from praxis_lite.core.errors import few
 from praxis_lite.run.checkpoints.files.zarr_checks import np_dtype
 from praxis_lite.run.checkpoints.peers.pieces import Box, covers
 from praxis_lite.run.checkpoints.steps.manifest import parse_manifest
 from praxis_lite.run.job.elastic.store_messages import SaveId, StoreClient, StoreFailed
+from praxis_lite.run.job.processes.coordination import PeerLost
 
 Holders = Mapping[int, Sequence[int]]  # By origin: the indices of the stores that hold its part.
 _NUM_THREADS = 16
@@ -139,7 +140,7 @@ class HeldSave:
       own: the index of this host's store, which is asked first.
 
     Raises:
-      ConfigError: a part is not held any more.
+      PeerLost: a part is not held any more: another choice is to be made.
     """
 
     def __init__(self, stores: Sequence[StoreClient], own: int, choice: Choice):
@@ -153,9 +154,9 @@ class HeldSave:
             headers = list(pool.map(lambda item: _header(stores, *item), items))
         for (save, indices), header in zip(items, headers, strict=True):
             if header is None:
-                raise ConfigError(
+                raise PeerLost(
                     f"The part of process {save.origin} of step {self.step} is not in the memory "
-                    "of hosts any more: start again."
+                    "of hosts any more."
                 )
             holders = [stores[index] for index in indices]
             for piece in header["pieces"]:
@@ -202,7 +203,7 @@ class HeldArray:
         """Returns a part of the unpadded array.
 
         Raises:
-          ConfigError: no store gives it undamaged.
+          PeerLost: no store gives it undamaged.
         """
         block = np.empty([item.stop - item.start for item in index], self.dtype)
         for piece in self.pieces:
@@ -214,9 +215,9 @@ class HeldArray:
                 continue
             if (data := piece.read()) is None:
                 names = few([store.name for store in piece.holders])
-                raise ConfigError(
+                raise PeerLost(
                     f"{self.path} of process {piece.save.origin} cannot be read undamaged from "
-                    f"the memory of {names}: start again."
+                    f"the memory of {names}."
                 )
             values = np.frombuffer(data, self.dtype).reshape([b - a for a, b in piece.box])
             in_block = _within(common, [item.start for item in index])

@@ -29,6 +29,7 @@ from praxis_lite.run.job.elastic.store_messages import (
 _IDLE_SECONDS = 600.0  # That a connection may wait between two requests.
 _MOST_STRANGERS = 32  # Connections that have not proved yet that they have the key.
 _MOST_HEADER_BYTES = 2**28
+_PART_BYTES = 2**24  # Taken at a time, and added to the digest.
 _MOST_SHARE = 0.9  # Of the memory that is free, for a save.
 
 
@@ -183,11 +184,15 @@ class PeerStore:
         data = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         send(connection, {})
         receive_into(connection, memoryview(header))
+        actual = xxhash.xxh3_128(header)
         with memoryview(data) as view:
-            receive_into(connection, view[:num_bytes])
+            for start in range(0, num_bytes, _PART_BYTES):
+                part = view[start : min(start + _PART_BYTES, num_bytes)]
+                receive_into(connection, part)
+                actual.update(part)
         receive_into(connection, memoryview(digest))
         held = _Held(bytes(header), data, num_bytes, bytes(digest))
-        if not held.is_undamaged():
+        if actual.digest() != held.digest:
             raise StoreFailed("the save was damaged on its way")
         with self._lock:
             if not self._is_over.is_set():

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+_VERIFY_SECONDS = 120.0  # That a store may take to read a save.
 STALL_SECONDS = 30.0  # A side that sends or takes nothing for so long is given up.
 _GREETING_SECONDS = 5.0
 _MOST_JSON_BYTES = 2**20
@@ -178,7 +179,7 @@ class StoreClient:
 
     def is_undamaged(self, save: SaveId) -> bool:
         """Returns True if a save still has its digest; the store reads all of it."""
-        with self._asked({"do": "verify", "save": save}) as (_, answer):
+        with self._asked({"do": "verify", "save": save}, _VERIFY_SECONDS) as (_, answer):
             return answer["is_undamaged"]
 
     def read(self, save: SaveId, start: int, num_bytes: int) -> bytearray:
@@ -193,12 +194,17 @@ class StoreClient:
             pass
 
     @contextlib.contextmanager
-    def _asked(self, request: dict[str, Any]) -> Iterator[tuple[socket.socket, dict[str, Any]]]:
+    def _asked(
+        self, request: dict[str, Any], seconds: float = STALL_SECONDS
+    ) -> Iterator[tuple[socket.socket, dict[str, Any]]]:
         connection = None
         try:
             connection = self._idle.pop() if self._idle else self._connected()
             send(connection, request)
-            yield connection, self._answer(connection)
+            connection.settimeout(seconds)
+            answer = self._answer(connection)
+            connection.settimeout(STALL_SECONDS)
+            yield connection, answer
         except BaseException as error:
             if connection is not None:
                 connection.close()

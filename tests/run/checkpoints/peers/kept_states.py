@@ -55,7 +55,7 @@ class Hosts:
         self.generation += 1
         num_each = mesh.size // len(members)
         places = {device: place // num_each for place, device in enumerate(mesh.devices.flat)}
-        meeting = _Meeting(len(members))
+        meeting = Meeting(len(members))
         with contextlib.ExitStack() as held:
             savers = [
                 held.enter_context(PeerSaver(
@@ -77,7 +77,7 @@ class Hosts:
             yield save
 
 
-class _Meeting:
+class Meeting:
     """Where the threads of pretended processes meet."""
 
     def __init__(self, num: int):

@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-from praxis_lite import ConfigError
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
 from praxis_lite.run.checkpoints.peers.held_saves import newest_whole
 from praxis_lite.run.checkpoints.peers.newest_state import NewestState
@@ -16,6 +15,8 @@ from praxis_lite.run.checkpoints.peers.pieces import own_pieces
 from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.run.job.elastic.order import Order
 from praxis_lite.run.job.elastic.store_messages import SaveId, StoreClient
+from praxis_lite.run.job.processes.coordination import PeerLost
+from tests.run.checkpoints.peers import kept_states
 from tests.run.checkpoints.peers.kept_states import Hosts, on_mesh, with_averages
 
 EIGHT = tuple(range(8))
@@ -185,7 +186,7 @@ def test_a_bit_that_flips_after_the_choice_is_found_by_its_reader(hosts, disk):
     flip(hosts, 2, 2)
     assert_same(found.restore(layout, mesh).state, 10)
     flip(hosts, 3, 2)
-    with pytest.raises(ConfigError, match="of process 2 cannot be read undamaged"):
+    with pytest.raises(PeerLost, match="of process 2 cannot be read undamaged"):
         found.restore(layout, mesh)
 
 
@@ -213,6 +214,20 @@ def test_the_save_before_is_dropped_once_the_new_one_is_whole_and_not_sooner(hos
     choice, _ = newest_whole(clients[:7])
     assert (choice.generation, choice.step) == (1, 20)
     assert sum(store.num_bytes for store in hosts.stores.values()) < one_save
+
+
+def test_where_the_processes_did_not_meet_both_saves_stay(hosts, monkeypatch):
+    mesh, layout, state = on_mesh(1, 4, 2)
+    with hosts.savers(EIGHT, layout, mesh) as save:
+        save(10, state, {})
+
+        def fails(*args):
+            raise PeerLost("process 3 did not come")
+
+        monkeypatch.setattr(kept_states.Meeting, "exchange", fails)
+        save(20, state, {})
+    assert {save.number for store in hosts.stores.values() for save in store._saves} == {0, 1}
+    assert newest_whole(hosts.clients(EIGHT))[0].step == 20
 
 
 def test_a_later_generations_save_is_the_newest_though_its_step_is_smaller(hosts, disk):
