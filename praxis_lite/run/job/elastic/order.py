@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from praxis_lite.run.job.processes import signals
+
 # The variable that makes a process a worker: "file descriptor of its reports:supervisor's PID".
 WORKER = "PRAXIS_LITE_WORKER"
 # The status of a worker that ends because another is gone (EX_TEMPFAIL).
@@ -96,6 +98,7 @@ def wait_for_order(prepare: Callable[[], None]) -> Order:
     """
     pipe, _, supervisor = os.environ.pop(WORKER).partition(":")
     _ends_with_supervisor(int(supervisor))
+    signals.hear_supervisor_alone()
     prepare()
     line = sys.stdin.readline()
     if not line:

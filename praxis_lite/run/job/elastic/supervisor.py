@@ -39,6 +39,8 @@ _POLL_SECONDS, _POLL_SECONDS_PER_HOST = 0.1, 0.001
 # gone a little later.
 _LEASE_SECONDS = SILENT_SECONDS - 4.0
 _SAY_AGAIN_SECONDS = 60.0
+# Of a worker that was asked to stop before it could hear that, or had anything to save.
+_STOPPED_STATUSES = (128 + signals.STOPS_WORKER, -signals.STOPS_WORKER)
 # A worker that ended twice in a row before a step is given a rest, twice as long each time.
 _REST_SECONDS = 30.0
 
@@ -410,7 +412,7 @@ def _end_of(status: int, reports: dict, *, was_asked: bool) -> WorkerEnd:
     kind, why, now = FAILED, str(reports.get("why", "")), time.time()
     if "ended" in reports and status in (0, 3):
         kind = reports["ended"]
-    elif status == 0 or (was_asked and status in (128 + signal.SIGTERM, -signal.SIGTERM)):
+    elif status == 0 or (was_asked and status in _STOPPED_STATUSES):
         kind, why = STOPPED, "stopped"
     elif status in (LOST_PEER_STATUS, -signal.SIGABRT):
         kind, why = LOST_PEER, why or "has lost another process"

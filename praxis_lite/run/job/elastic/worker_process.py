@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.run.job.elastic.order import WORKER, Order
+from praxis_lite.run.job.processes.signals import STOPS_WORKER
 
 _MOST_BYTES = 2**20  # Of a report.
 _FOLDERS = "praxis_lite_worker_of_"  # Followed by the supervisor's PID.
@@ -97,7 +97,7 @@ class WorkerProcess:
     def ask_to_stop(self) -> None:
         """Lets the worker stop after a step, and save."""
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+            self._process.send_signal(STOPS_WORKER)
 
     def kill(self) -> None:
         """Ends the worker now, whatever it does; returns when it has ended."""

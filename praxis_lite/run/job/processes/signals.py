@@ -20,6 +20,10 @@ from praxis_lite.run.job.processes.exits import end_now
 # SIGHUP: the terminal is gone. Under nohup it is ignored, and stays so.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
+# From a supervisor to its worker, which does not hear SIGNALS: SLURM sends them to all processes of
+# a host, and two of them would end the worker before it has saved.
+STOPS_WORKER = signal.SIGUSR2
+
 # It asks for a profile; unheard it would end the process.
 PROFILES = signal.SIGUSR1
 
@@ -32,6 +36,8 @@ CLEAN_UP_SECONDS = 2.0
 
 class SignalListener(contextlib.AbstractContextManager):
     """Hears SIGNALS and PROFILES while it is entered; a subclass says what they mean.
+
+    A worker hears STOPS_WORKER in place of SIGNALS.
 
     Outside the main thread Python installs no handlers, so no signal is heard there. A signal that
     was ignored before stays ignored, and a handler that the user's code has for PROFILES stays.
@@ -83,7 +89,7 @@ class SignalListener(contextlib.AbstractContextManager):
             self._wakeup_fd = signal.set_wakeup_fd(
                 self._write.fileno(), warn_on_full_buffer=False
             )
-            for item in SIGNALS:
+            for item in _asking:
                 if signal.getsignal(item) is not signal.SIG_IGN:
                     self._handlers[item] = signal.signal(item, self._handle)
             if signal.getsignal(PROFILES) in (signal.SIG_DFL, *(one._handle for one in _entered)):
@@ -125,7 +131,7 @@ class SignalListener(contextlib.AbstractContextManager):
             signal.set_wakeup_fd(self._wakeup_fd)
 
     def _handle(self, signum: int, frame: object) -> None:
-        if signum in SIGNALS:
+        if signum in _asking:
             self._in_main(signum)
 
     def _listen(self) -> None:
@@ -138,7 +144,7 @@ class SignalListener(contextlib.AbstractContextManager):
                 self._time_is_up()
                 continue
             for signum in self._read.recv(64):
-                if signum in SIGNALS:
+                if signum in _asking:
                     self._heard(signum)
                 elif signum == PROFILES and self.hears_profiles:
                     self._profile_asked()
@@ -180,6 +186,8 @@ class EndsBySignal(SignalListener):
 
 def name(signum: int) -> str:
     """Returns "SIGTERM" for 15."""
+    if signum == STOPS_WORKER:
+        return "its supervisor"
     return signal.Signals(signum).name
 
 
@@ -191,12 +199,30 @@ def say(line: str) -> None:
         os.write(2, f"{start}{line}\n".encode())
 
 
+def hear_supervisor_alone() -> None:
+    """Lets this process, a worker, hear STOPS_WORKER in place of SIGNALS."""
+    global _asking
+    _asking = (STOPS_WORKER,)
+    for item in SIGNALS:
+        signal.signal(item, _unheard)
+    for listener in _entered[-1:]:
+        listener._handlers[STOPS_WORKER] = signal.signal(STOPS_WORKER, listener._handle)
+
+
+def _unheard(signum: int, frame: object) -> None:
+    """Does nothing. SIG_IGN would be that of the programs that a worker starts, too."""
+
+
+_asking: tuple[int, ...] = SIGNALS
 _entered: list[SignalListener] = []
 
 
 def _forget() -> None:
     for listener in reversed(_entered[:]):
         listener._restore()
+    for item in SIGNALS:
+        if signal.getsignal(item) is _unheard:
+            signal.signal(item, signal.SIG_DFL)
 
 
 # A forked worker has no thread that listens, and would write its signals to the parent's socket: a

@@ -12,6 +12,7 @@ from praxis_lite.run.job.elastic import record, sight, supervisor, worker_proces
 from praxis_lite.run.job.elastic.members import Meeting
 from praxis_lite.run.job.elastic.order import LOST_PEER_STATUS
 from praxis_lite.run.job.elastic.supervisor import Settings, Supervisor
+from praxis_lite.run.job.processes import signals
 
 TICK = 0.25
 START_TICKS, SAVE_EVERY = 8, 5
@@ -358,7 +359,7 @@ def test_the_end_of_a_worker_is_told_from_its_status():
     assert end(0, {"ended": "trained"}, was_asked=False).kind == "trained"
     assert end(3, {"ended": "trained"}, was_asked=False).status == 3
     assert end(-signal.SIGKILL, {}, was_asked=True).why == "was killed by SIGKILL"
-    assert end(128 + signal.SIGTERM, {}, was_asked=True).kind == "stopped"
+    assert end(128 + signals.STOPS_WORKER, {}, was_asked=True).kind == "stopped"
     assert end(LOST_PEER_STATUS, {}, was_asked=False).kind == "lost peer"
     assert end(1, {"why": "ended with status 1: x"}, was_asked=False).kind == "failed"
     assert worker_process.WorkerProcess is not PretendedWorker
