@@ -170,6 +170,8 @@ def train(
             roll_backs.add(spike)
             del start
             skipped = tuple(sorted({*skipped, spike.batch}))
+            if peer_saver is not None:
+                peer_saver.abandon_after(spike.step - 1)
             start = _rolled_back(job, saved, spike, skipped, sources, clock)
             print(
                 f"rolled back from the loss spike of step {spike.step} to step {start.step}; its "

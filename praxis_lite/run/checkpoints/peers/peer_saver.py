@@ -91,6 +91,18 @@ class PeerSaver:
         )
         self._thread.start()
 
+    def abandon_after(self, step: int) -> None:
+        """Drops the saves of steps after `step`, for a run that is rolled back to it.
+
+        Else the next generation would take the newest of them. All processes call it.
+        """
+        self.wait()
+        with contextlib.suppress(StoreFailed):
+            for save in self._own.saves():
+                if json.loads(bytes(self._own.header(save)))["step"] > step:
+                    self._own.drop(save)
+        self._exchange("peer saves are abandoned", "")  # None is begun before.
+
     def wait(self) -> None:
         """Waits for the save in flight."""
         if self._thread is not None:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -74,6 +75,11 @@ class Hosts:
                 for saver in savers if waits else ():
                     saver.wait()
 
+            def abandon_after(step: int) -> None:
+                with ThreadPoolExecutor(len(savers)) as pool:
+                    list(pool.map(lambda saver: saver.abandon_after(step), savers))
+
+            save.abandon_after = abandon_after
             yield save
 
 

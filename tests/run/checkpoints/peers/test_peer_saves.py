@@ -237,6 +237,16 @@ def test_a_later_generations_save_is_the_newest_though_its_step_is_smaller(hosts
     assert newest(disk, hosts)[0].step == 15
 
 
+def test_a_run_that_is_rolled_back_leaves_no_save_of_a_later_step(hosts, disk):
+    mesh, layout, state = on_mesh(1, 4, 2)
+    with hosts.savers(EIGHT, layout, mesh) as save:
+        save(10, state, {})
+        save.abandon_after(10)
+        assert newest(disk, hosts)[0].step == 10
+        save.abandon_after(9)
+        assert newest(disk, hosts)[0].source == "disk"
+
+
 def test_parts_of_different_generations_make_no_state(hosts, disk):
     kept(hosts, 1, 4, 2, steps=(10,))
     clients = hosts.clients(EIGHT)
