@@ -72,7 +72,7 @@ class Chaos:
     def run(self, num_events: int) -> None:
         """Makes so many events happen in all, those of former launches included."""
         while len(self.done) < num_events:
-            time.sleep(self._rng.uniform(0.5, 6.0))
+            time.sleep(self._rng.uniform(0.5, 5.0))
             losses, returns = self.events.losses(), self.events.returns()
             kinds = returns if returns and self._rng.random() < 0.5 else losses
             (_, act), = self._rng.choices(
@@ -84,8 +84,17 @@ class Chaos:
         """Makes an event happen; returns True once the job has made a step after it."""
         self.events.learn_phases()
         before, step = self.hosts.generation()["number"], self.hosts.step()
-        self._add(self._followed(act(), before, step))
-        return self.done[-1]["survived"]
+        self.events.trigger = None
+        line = self._followed(act(), before, step)
+        if (trigger := self.events.trigger) is not None:
+            # Both are survived by the same step.
+            first = {"what": trigger.what, "who": list(trigger.who), "at": trigger.at}
+            self._add({**line, **first, "during": "step", "seconds": None})
+        self._add({**line, "event": len(self.done) + 1})
+        if not line["survived"]:
+            print(self._said(), flush=True)
+            self._begin_again()
+        return line["survived"]
 
     def _followed(self, happened: Happened, before: int, step: int) -> dict[str, Any]:
         """Returns the line of an event, once the next step was made, or the time is up."""
@@ -135,16 +144,13 @@ class Chaos:
         self.done.append(line)
         with self._record.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        seconds = "" if line["seconds"] is None else f"next step after {line['seconds']:.1f} s"
+        seconds = "" if line["seconds"] is None else f", next step after {line['seconds']:.1f} s"
         print(
             f"event {line['event']}: {line['what']} {line['who']}, in {line['during'] or '?'}: "
-            f"generation {line['generation']} of {line['members']}, step {line['step']}, "
+            f"generation {line['generation']} of {line['members']}, step {line['step']}"
             f"{seconds}{''.join(f'; NOT SURVIVED: {item}' for item in line['failures'])}",
             flush=True,
         )
-        if not line["survived"]:
-            print(self._said(), flush=True)
-            self._begin_again()
 
     def _begin_again(self) -> None:
         """Ends and starts all hosts, so that one fault does not hide the next."""

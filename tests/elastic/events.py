@@ -50,12 +50,15 @@ class Events:
     Attributes:
       away: hosts whose processes have all ended.
       asleep: hosts whose processes are all stopped.
+      trigger: an event by which a generation was made to begin, so that the next event could be
+        aimed at a part of it.
     """
 
     def __init__(self, hosts: Hosts, rng: random.Random):
         self.hosts, self.rng = hosts, rng
         self.away: set[int] = set()
         self.asleep: set[int] = set()
+        self.trigger: Happened | None = None
         self._offsets: dict[str, tuple[float, float]] = {}
 
     @property
@@ -227,10 +230,8 @@ class Events:
             return ""
         # Of a generation that begins now, at the time at which that of the last one was.
         before = self.hosts.generation()["number"]
-        if self.away and self.rng.random() < 0.5:
-            self.come_back()
-        else:
-            self.hosts[self._one()].kill_worker()
+        comes = bool(self.away) and self.rng.random() < 0.5
+        self.trigger = self.come_back() if comes else self.kill_worker()
         wait_for(lambda: self.hosts.generation()["number"] > before, _AIM_SECONDS, 0.02)
         begin, end = self._offsets.get(phase, (0.0, 5.0))
         at = self.hosts.generation().get("agreed", time.time()) + self.rng.uniform(begin, end)

@@ -178,7 +178,8 @@ def train(
                 f"batch {spike.batch} is left out ({len(skipped)} left out so far)", flush=True
             )
         timeline.ended_by = trained.stopped_by or THE_END
-        draw_loss_curve(files, trained.step, progress.note)
+        if order.current() is None or not trained.stopped_by:
+            draw_loss_curve(files, trained.step, progress.note)  # Others wait for no picture.
         trackers.ends(start.step, trained.step, stopped=trained.stopped_by is not None)
     say_goodput(files, print)
     if trained.stopped_by:
