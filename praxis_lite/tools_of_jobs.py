@@ -50,9 +50,10 @@ def chosen_mesh(job: "Job", devices: "Sequence[jax.Device]") -> "MeshConfig":
 def hooks_of_tools(job: "JobOnMesh") -> "list[Hook]":
     """Returns the hooks that tools add to a job; they come before those of every job."""
     from praxis_lite.tools.explain.compiler_warnings import CompilerWarnings
+    from praxis_lite.tools.explain.waited_for import WaitedFor
     from praxis_lite.tools.non_finite.hook import NonFinite
     from praxis_lite.tools.profile.tables import ProfileTables
     from praxis_lite.tools.utilization.hook import Utilization
 
     non_finite = [NonFinite(job)] if job.run.debug_nans else []
-    return [CompilerWarnings(job), Utilization(job), *non_finite, ProfileTables()]
+    return [CompilerWarnings(job), WaitedFor(job), Utilization(job), *non_finite, ProfileTables()]

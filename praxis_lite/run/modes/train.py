@@ -11,6 +11,7 @@ from praxis_lite.run.goodput.kinds import IMPORT, INIT
 from praxis_lite.run.goodput.phase_clock import PhaseClock
 from praxis_lite.run.job.elastic import order
 from praxis_lite.run.job.processes.stopping import StopRequest
+from praxis_lite.run.job.processes.stuck.progress import own
 from praxis_lite.run.modes.launched import experiment_of, job_on_mesh
 from praxis_lite.run.modes.mode import CommandLine, Mode
 
@@ -140,7 +141,7 @@ def trained(
     Raises:
       ConfigError: as `launch.train`.
     """
-    clock = PhaseClock(command.began, told=order.phase)
+    clock = PhaseClock(command.began, told=_begins)
     launched = experiment_of(command, trains=True)
     clock.begins(INIT)
     with job_on_mesh(command, launched, "train", choose=choose) as job:
@@ -160,6 +161,12 @@ def trained(
         )
     order.report(ended="stopped" if ended.stopped_by else "trained")
     return job, launched, ended
+
+
+def _begins(kind: str) -> None:
+    """Tells whoever watches this process what its seconds are spent on from now on."""
+    order.phase(kind)
+    own.does(kind)
 
 
 def _port(text: str) -> int:

@@ -17,6 +17,7 @@ from praxis_lite.core.task import records_of
 from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.inputs.batches import checked_batches, non_finite_rows
 from praxis_lite.inputs.numpy_data import InMemory
+from praxis_lite.run.job.processes.stuck.progress import own
 from praxis_lite.run.trainer.checks.id_sizes import num_ids_of
 from praxis_lite.run.trainer.checks.memory import compile_step
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh, compile_together
@@ -83,13 +84,15 @@ class Evaluator:
                         compile_step(run, pipeline, f"datasets.{name}")
                 batch = global_batch(inputs, partitioner.mesh, num_rows)
                 key = partitioner.batch_key(self.seed, step, index)
-                outputs = run(mdl_vars, batch, key)
+                own.arrives()
+                with own.on_devices():
+                    outputs = run(mdl_vars, batch, key)
                 outputs = (outputs,) if examples is None else outputs
                 if pending is not None:
-                    _add(mean, records, *jax.device_get(pending))
+                    _add(mean, records, *_on_host(pending))
                 pending = outputs
             if pending is not None:
-                _add(mean, records, *jax.device_get(pending))
+                _add(mean, records, *_on_host(pending))
             if examples is not None and records:
                 examples[name] = records
             results[name] = {**mean.result(), **pipeline.baselines()}
@@ -104,6 +107,11 @@ class Evaluator:
             if result := non_finite_rows(inputs, rows.start):
                 self.note(f"datasets.{name}: batch {index} (counted from 0) has {result}")
                 return
+
+
+def _on_host(outputs: Any) -> Any:
+    with own.on_devices():
+        return jax.device_get(outputs)
 
 
 def _add(

@@ -10,6 +10,7 @@ import numpy as np
 
 from praxis_lite.run.goodput.kinds import EVALUATION, SAVE
 from praxis_lite.run.goodput.timeline import Timeline
+from praxis_lite.run.job.processes.stuck.progress import own
 from praxis_lite.run.trainer.hooks.hook import Hook, StepMetrics, overrides
 from praxis_lite.run.trainer.metrics.device_clock import OnDevices
 from praxis_lite.run.trainer.metrics.step_times import (
@@ -65,7 +66,8 @@ class LateMetrics:
         if self.pending is None:
             return
         pending, self.pending = self.pending, None
-        outputs = jax.device_get(pending.outputs)
+        with own.on_devices():
+            outputs = jax.device_get(pending.outputs)
         now = time.perf_counter()
         self._timeline.made(pending.step)
         before, self._spent = self._spent, self._timeline.clock.seconds()

@@ -16,6 +16,7 @@ from praxis_lite.run.checkpoints.checkpoints import Checkpoints
 from praxis_lite.run.goodput.kinds import INPUT_WAIT, STEP
 from praxis_lite.run.goodput.timeline import Timeline
 from praxis_lite.run.job.processes.stopping import StopRequest
+from praxis_lite.run.job.processes.stuck.progress import own
 from praxis_lite.run.trainer.checks.id_sizes import num_ids_of
 from praxis_lite.run.trainer.hooks.hook import Hook, StepMade, by_name, overrides
 from praxis_lite.run.trainer.hooks.loop import Loop
@@ -107,7 +108,8 @@ def _run(loop: Loop, start: StartingPoint, device_clock: DeviceClock) -> Trained
                 late.last_time += loop.compile()
             called = time.perf_counter()
             # The name by which xprof finds the steps in a profile.
-            with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            own.arrives(dispatched=step)
+            with jax.profiler.StepTraceAnnotation("train", step_num=step), own.on_devices():
                 state, outputs = partitioner.train_step(state, batch, key)
             dispatch_time = time.perf_counter() - called
             on_devices = device_clock.began(called, outputs["metrics"]["loss"])
@@ -123,7 +125,8 @@ def _run(loop: Loop, start: StartingPoint, device_clock: DeviceClock) -> Trained
                     if hook.waits:
                         late.read()
                     step_made = StepMade(step, state, batch, key, outputs, loop.is_last(step))
-                    loop.end(hook.after_step(step_made))
+                    with own.during(f"hook {type(hook).__name__}"):
+                        loop.end(hook.after_step(step_made))
                     if hook.waits:
                         late.last_time = time.perf_counter()
             loop.watchdog.step_ended(step)

@@ -8,7 +8,7 @@ instruction counts as often as its loops run it. `compiled` is a `jax.stages.Com
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ from praxis_lite.tools.explain.hlo_text import (
 
 if TYPE_CHECKING:
     import jax
+    import numpy as np
 
 KINDS = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
@@ -55,6 +56,7 @@ class Collective:
       axes: the mesh axes that it runs along; empty where no mesh was given.
       source: the line that it comes from, 'model.py:13', or ''.
       dims: of the arrays of the result.
+      groups: of devices by their places in the mesh, [groups, devices], if a mesh was given.
     """
 
     kind: str
@@ -69,6 +71,7 @@ class Collective:
     axes: tuple[str, ...] = ()
     source: str = ""
     dims: tuple[tuple[int, ...], ...] = ()
+    groups: "np.ndarray | None" = field(default=None, compare=False, repr=False)
 
     @property
     def layer(self) -> str:
@@ -126,9 +129,9 @@ def collectives(
         axes = axes_of_groups(groups, axis_sizes) if groups is not None else ()
         source = source_line(source_frames(program, site.instruction))
         dims = tuple(array.dims for array in arrays)
-        result.append(
-            Collective(kind, size, dtypes, *bounds, group_size, op_name, layers, axes, source, dims)
-        )
+        result.append(Collective(
+            kind, size, dtypes, *bounds, group_size, op_name, layers, axes, source, dims, groups
+        ))
     return result
 
 

@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.run.job.processes.stuck.progress import MEETING, own
 
 _hosts: list[str] = []
 _uses: collections.Counter[str] = collections.Counter()
@@ -91,6 +92,14 @@ def exchange(name: str, text: str, timeout_seconds: float = 300.0) -> list[str]:
     service = client()
     if service is None:
         return [text]
+    if threading.current_thread() is not threading.main_thread():
+        return _exchanged(service, name, text, timeout_seconds)
+    own.arrives()
+    with own.during(MEETING):
+        return _exchanged(service, name, text, timeout_seconds)
+
+
+def _exchanged(service: Any, name: str, text: str, timeout_seconds: float) -> list[str]:
     with _lock:
         _uses[name] += 1
         folder = f"praxis_lite/exchange/{name}/{_uses[name]}"

@@ -1,19 +1,21 @@
 """Ends all processes of a job when any of them ends before its time, and names it and the reason.
 
 Without it the others would wait in a collective: JAX aborts them, naming no host, when a heartbeat
-has been missed for 100 s. Each process has two threads here. One writes a beat to JAX's
-coordination service, and in the first process reads all beats; the other waits there for word
-that a process has ended.
+has been missed for 100 s. Each process has threads here. One writes a beat to JAX's coordination
+service, and reads the beats of the others: the first process those of all, which tell it who is
+silent, and who lives but is stuck (`stuck`); the others that of the first. Another waits there for
+word that a process has ended, and a third sees whether the service answers at all.
 """
 
 import contextlib
+import faulthandler
 import json
 import os
 import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from praxis_lite.core.errors import OutOfMemory
 from praxis_lite.host.lack_of_memory import causes
@@ -23,20 +25,24 @@ from praxis_lite.run.job.elastic.order import LOST_PEER_STATUS
 from praxis_lite.run.job.processes.aborts import speaking_before_aborts
 from praxis_lite.run.job.processes.coordination import PeerLost
 from praxis_lite.run.job.processes.exits import end_now
+from praxis_lite.run.job.processes.stuck.beats import Beat, Beats, say
+from praxis_lite.run.job.processes.stuck.stacks import stacks
 
 BEAT_SECONDS = 2.0
 # A process that is alive may hold Python's lock for a while.
 SILENT_SECONDS = 20.0
-# JAX's own, for a first process that is stopped but not gone, which this file does not see. JAX
-# sends a beat in half of it, so it aborts 25 to 50 s after a death, later than this file acts.
+_LOCK_SECONDS = 16.0  # Then it writes its stacks, before the others hold it for silent.
+# JAX's own. It sends a beat in half of it, so it aborts 25 to 50 s after a death, later than this
+# file acts.
 JAX_HEARTBEAT_SECONDS = 50
 # How long the first process, which has the service, stays so that the others hear its word.
 _LINGER_SECONDS = 3.0
-_GONE = "is gone: it was killed, or its host or network failed"
 
-_BEATS, _ENDED = "praxis_lite/beats", "praxis_lite/ended"
+_BEATS, _STACKS, _ENDED = "praxis_lite/beats", "praxis_lite/stacks", "praxis_lite/ended"
 _NONE = -1  # No process has failed: all have ended well.
 _threads: list[threading.Thread] = []
+_seen: list[Beats] = []  # Of this process, once its beats began.
+_num_answers = 0  # Of the service, to this process's beats.
 _last_words = contextlib.ExitStack()
 _is_over = threading.Event()  # Training has ended well, on all processes.
 _is_failing = threading.Event()  # This process says itself why it ends.
@@ -45,7 +51,7 @@ _is_failing = threading.Event()  # This process says itself why it ends.
 def watch() -> None:
     """Starts to watch the other processes, and to let them see this process."""
     _last_words.enter_context(speaking_before_aborts(_say_that_first_is_gone))
-    for work in (_beat, _listen):
+    for work in (_beat, _listen, _watch_service):
         _threads.append(threading.Thread(target=work, name=f"peers{work.__name__}", daemon=True))
         _threads[-1].start()
 
@@ -60,8 +66,12 @@ def _say_that_first_is_gone() -> None:
 
 
 def _first_is_gone() -> NoReturn:
-    message = f"error: {processes.name(0)} {_GONE}; so process {processes.index()} ends too\n"
-    os.write(2, message.encode())
+    _end_after_first("is gone: it was killed, or its host or network failed")
+
+
+def _end_after_first(words: str) -> NoReturn:
+    message = f"error: {processes.name(0)} {words}; so process {processes.index()} ends too\n"
+    os.write(2, message.encode(errors="replace"))
     end_now(1)
 
 
@@ -199,25 +209,66 @@ def _listen() -> None:
 
 
 def _beat() -> None:
-    client, number = processes.client(), 0
-    last: dict[int, str | None] = {}
-    num_silent = dict.fromkeys(range(1, processes.count()), 0)
+    global _num_answers
+    client, beats = processes.client(), Beats(BEAT_SECONDS)
+    _seen.append(beats)
+    process, is_first = processes.index(), processes.is_first()
     while not _is_over.wait(BEAT_SECONDS):
-        number += 1
         try:
-            client.key_value_set(
-                f"{_BEATS}/{processes.index()}", str(number), allow_overwrite=True
-            )
-            beats = dict(client.key_value_dir_get(_BEATS)) if processes.is_first() else {}
+            client.key_value_set(f"{_BEATS}/{process}", beats.own().text(), allow_overwrite=True)
+            beats.see(_beats_of_others(client, process))
+            if beats.asks(process):
+                client.key_value_set(f"{_STACKS}/{process}", stacks(), allow_overwrite=True)
         except RuntimeError:
             return  # The service is gone: _listen knows.
-        if not processes.is_first():
-            continue
-        for process in num_silent:
-            beat = beats.get(f"{_BEATS}/{process}")
-            # In beats of this process, not in seconds: it may have been stopped itself.
-            num_silent[process] = 0 if beat != last.get(process) else num_silent[process] + 1
-            last[process] = beat
-            if num_silent[process] * BEAT_SECONDS >= SILENT_SECONDS:
-                silent = f"has not been heard of for {SILENT_SECONDS:.0f} s"
-                _tell(process, _GONE.replace("is gone", silent), 1)
+        _num_answers += 1
+        for other in range(1, processes.count()) if is_first else (0,):
+            if (seconds := beats.silent(other)) >= SILENT_SECONDS:
+                _tell(other, beats.silent_in_words(other, seconds), 1)
+        if is_first and (found := beats.stuck(lambda k: _value(client, f"{_STACKS}/{k}"))):
+            stuck, report = found
+            if say(report) and stuck.processes:
+                _end_for(stuck.processes[0].process)
+
+
+def _beats_of_others(client: Any, process: int) -> dict[int, Beat]:
+    """Returns the newest beats of all others to the first process; that of the first to others."""
+    if not processes.is_first():
+        text = _value(client, f"{_BEATS}/0")
+        return {0: Beat.of_text(text)} if text is not None else {}
+    texts = {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(_BEATS)}
+    return {k: Beat.of_text(text) for k, text in texts.items() if k != process}
+
+
+def _value(client: Any, key: str) -> str | None:
+    """Returns the value of a key of JAX's coordination service, None if there is none."""
+    try:
+        return client.key_value_try_get(key)
+    except RuntimeError as error:
+        if "NOT_FOUND" not in str(error):
+            raise
+        return None
+
+
+def _end_for(process: int) -> None:
+    """Ends all processes, for one is stuck, and that was reported."""
+    _tell(process, "is stuck, as reported above", 1)
+    if process == processes.index():
+        _is_failing.set()
+        _leave(1)
+
+
+def _watch_service() -> None:
+    """Ends this process if the first one, which has the service, is stopped but not gone.
+
+    And lets `faulthandler` write the stacks where C code keeps Python's lock, so that no thread
+    beats: the others see that as silence.
+    """
+    num_answers = num_silent = 0
+    while not _is_over.wait(BEAT_SECONDS):
+        faulthandler.dump_traceback_later(_LOCK_SECONDS, file=2)
+        num_silent = 0 if _num_answers != num_answers else num_silent + 1
+        num_answers = _num_answers
+        if num_silent * BEAT_SECONDS >= SILENT_SECONDS and not processes.is_first():
+            _end_after_first(_seen[0].silent_in_words(0, num_silent * BEAT_SECONDS))
+    faulthandler.cancel_dump_traceback_later()

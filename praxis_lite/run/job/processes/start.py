@@ -16,6 +16,7 @@ from praxis_lite.run.job.processes.claimed_id import ClaimedId
 from praxis_lite.run.job.processes.coordination import PeerLost
 from praxis_lite.run.job.processes.exits import end_now
 from praxis_lite.run.job.processes.standard_output import to_nothing
+from praxis_lite.run.job.processes.stuck.worker import tell_supervisor
 
 START_SECONDS = 45
 _MOST_PROCESSES = 100_000  # JAX's service makes room for all of them before one has come.
@@ -77,6 +78,7 @@ def connect_worker(order: Order, start_seconds: int) -> None:
             raise PeerLost(str(error)) from error
         if not processes.is_first():
             _speak_as_another(processes.index())
+    tell_supervisor(order.index, len(order.members))
     if processes.is_first():
         names = ", ".join(map(str, order.members))
         print(f"generation {order.generation}: processes {names} of {order.num_slots}", flush=True)

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.run.job import processes
+from praxis_lite.run.job.processes.stuck.progress import own
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +89,8 @@ class StopConsensus:
         has_saved, self._has_saved = self._has_saved, False
         if last is None:
             return False
-        words = np.asarray(last)[[self._places[k] for k in sorted(self._places)]]
+        with own.on_devices():
+            words = np.asarray(last)[[self._places[k] for k in sorted(self._places)]]
         if processes.is_first():
             self._slow.add(words[:, 1])
         # Gathered before a save that has come since, it would be made twice.

@@ -3,16 +3,16 @@
 import contextlib
 import faulthandler
 import os
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from praxis_lite.files.json_text import opened_to_append
 from praxis_lite.run.job.processes.exits import end_now
+from praxis_lite.run.job.processes.stuck.progress import own
+from praxis_lite.run.job.processes.stuck.stacks import stacks
 
 COMPILING = "compiling the first step"
 TRAINING = "training"
@@ -67,11 +67,13 @@ class Watchdog(contextlib.AbstractContextManager):
 
     def step_ended(self, step: int) -> None:
         """Starts the clock anew, and keeps the step for the reports."""
+        own.step_ended(step)
         self._step, self._doing = step, TRAINING
         self.last_sign = self._last_step = time.monotonic()
 
     def alive(self) -> None:
         """Starts the clock anew: a sign of life, though no step has ended."""
+        own.sign()
         self.last_sign = time.monotonic()
 
     def is_silent(self) -> bool:
@@ -85,7 +87,8 @@ class Watchdog(contextlib.AbstractContextManager):
         """Starts the clock anew at both ends, and says in a report what was being done."""
         before = self._doing
         self._now_doing(doing)
-        yield
+        with own.during(doing):
+            yield
         self._now_doing(before)
 
     def _now_doing(self, doing: str) -> None:
@@ -94,6 +97,11 @@ class Watchdog(contextlib.AbstractContextManager):
             self.alive()
             if self._thread is not None:
                 self._set_off()
+
+    def may_end(self) -> bool:
+        """Returns True if a report of a process that is stuck may end this one now."""
+        with self._lock:
+            return self._ends()
 
     def _ends(self) -> bool:
         """Returns True if a report is to end the process; the lock is held."""
@@ -108,10 +116,12 @@ class Watchdog(contextlib.AbstractContextManager):
             self.last_sign = self._last_step = time.monotonic()
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
+            _entered.append(self)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         if self._thread is not None:
+            _entered.remove(self)
             self._is_over.set()
             self._thread.join()
             faulthandler.cancel_dump_traceback_later()
@@ -141,27 +151,27 @@ class Watchdog(contextlib.AbstractContextManager):
         report = (
             f"watchdog: no step has ended for {now - self._last_step:.0f} s ({last}); for "
             f"{now - self.last_sign:.0f} s now: {doing}; {advice}. "
-            f"{'The process ends, status 1. ' if ends else ''}All threads:\n{_stacks()}"
+            f"{'The process ends, status 1. ' if ends else ''}All threads:\n{stacks()}"
         )
+        self.say(report)
+        if ends:
+            self._end(1)
+
+    def say(self, report: str) -> None:
+        """Writes a report to standard error and to the file."""
         self._write(report)
         if self._stacks_txt is not None:
             # A report that cannot be written there has been said already.
             with contextlib.suppress(OSError), opened_to_append(self._stacks_txt) as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {report}")
-        if ends:
-            self._end(1)
 
 
-def _stacks() -> str:
-    """Returns the stacks of all threads but this, the main thread's first."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    alike: dict[str, list[str]] = {}  # A pool's idle threads all wait at the same place.
-    main, local = threading.main_thread().ident, threading.get_ident()
-    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
-        if ident != local:
-            stack = "".join(traceback.format_stack(frame))
-            alike.setdefault(stack, []).append(names.get(ident, str(ident)))
-    return "".join(f"{', '.join(sorted(them))}:\n{stack}" for stack, them in alike.items())
+_entered: list[Watchdog] = []
+
+
+def entered() -> Watchdog | None:
+    """Returns the watchdog of the training that runs, or None."""
+    return _entered[-1] if _entered else None
 
 
 def _to_stderr(text: str) -> None:

@@ -26,13 +26,13 @@ class Stuck:
       processes: the last progress of each process that is stuck; (): none is, for no process is
         behind the others.
       seconds: how long the others have waited for them, or all together.
-      waiting: the indices of the processes that wait.
+      waiting: the last progress of the processes that wait.
       why: in words.
     """
 
     processes: tuple[Progress, ...]
     seconds: float
-    waiting: tuple[int, ...]
+    waiting: tuple[Progress, ...]
     why: str
 
 
@@ -99,13 +99,14 @@ class Decision:
             "a device, or a link between devices, is stuck" if on_devices
             else "look for a file system or a service that all of them wait for"
         )
-        return Stuck((), silent, tuple(range(len(self._observed))), (
+        if len(doing) == len(self._observed) == 1 and not on_devices:
+            return self._stuck(self._observed, self._observed[0].changed_at, "nothing goes on")
+        return Stuck((), silent, tuple(item.last for item in self._observed), (
             f"all processes have come as far ({' and '.join(sorted(doing))}) and none goes on: no "
             f"process is behind; {last}"
         ))
 
     def _stuck(self, stuck: Sequence[Observed], since: float, why: str) -> Stuck:
         who = tuple(item.last for item in stuck)
-        indices = {item.process for item in who}
-        waiting = tuple(k for k in range(len(self._observed)) if k not in indices)
+        waiting = tuple(item.last for item in self._known() if item.last not in who)
         return Stuck(who, self._now - since, waiting, why)

@@ -75,6 +75,8 @@ class Observed:
     def patience_together(self) -> float:
         """Returns how long it may be silent if no process is behind another."""
         usual = self.last.usual_seconds
+        if not self.last.doing:
+            return math.inf
         if usual is None:
             return UNKNOWN_SECONDS
         # It works: simulated devices are part of it.
@@ -83,6 +85,8 @@ class Observed:
     def _patience(self) -> float:
         """Returns how long it may be silent while others wait for it."""
         doing, usual = self.last.doing, self.last.usual_seconds
+        if not doing:
+            return math.inf
         if self._moves() and not self._is_unheard():
             if doing in LONG:
                 return math.inf

@@ -20,7 +20,7 @@ class Progress:
     Attributes:
       process: its index in the job (elastic: in the generation).
       doing: what its main thread does: a kind of goodput's, such as "step", "connect", "hook NAME",
-        each of them also with ON_DEVICES, or MEETING.
+        each of them also with ON_DEVICES, or MEETING; "": it does not say.
       usual_seconds: the longest that the process has been silent before while it did the same;
         None: it has done so less than three times.
       step: the last training step that it ended; None: none yet.
@@ -63,12 +63,17 @@ class Progress:
 class Noted:
     """What this process does and how far it has come, as its main thread notes it.
 
+    Attributes:
+      first_collective: returns the first collective of a training step that needs the devices of a
+        process, by its index, in words; "": it is not known.
+
     Args:
       now: seconds that never go back.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic):
-        self._now, self._doing, self._last_sign = now, "import", now()
+        self.first_collective: Callable[[int], str] = lambda process: ""
+        self._now, self._doing, self._last_sign = now, "", now()
         self._step: int | None = None
         self._dispatched: int | None = None
         self._arrived = 0
@@ -101,6 +106,8 @@ class Noted:
 
     def on_devices(self) -> contextlib.AbstractContextManager[None]:
         """Notes that it waits within for its devices."""
+        if not self._doing:
+            return contextlib.nullcontext()
         return self.during(f"{self._doing.removesuffix(ON_DEVICES)}{ON_DEVICES}")
 
     def arrives(self, dispatched: int | None = None) -> None:
@@ -128,3 +135,6 @@ class Noted:
             usual_seconds=self._longest[doing] if is_known else None,
             arrived=self._arrived, silent_seconds=self._now() - self._last_sign,
         )
+
+
+own = Noted()
