@@ -8,7 +8,6 @@ word that a process has ended, and a third sees whether the service answers at a
 """
 
 import contextlib
-import faulthandler
 import json
 import os
 import sys
@@ -26,7 +25,7 @@ from praxis_lite.run.job.processes.aborts import speaking_before_aborts
 from praxis_lite.run.job.processes.coordination import PeerLost
 from praxis_lite.run.job.processes.exits import end_now
 from praxis_lite.run.job.processes.stuck.beats import Beat, Beats, say
-from praxis_lite.run.job.processes.stuck.stacks import stacks
+from praxis_lite.run.job.processes.stuck.stacks import AlarmOfLock, stacks
 
 BEAT_SECONDS = 2.0
 # A process that is alive may hold Python's lock for a while.
@@ -261,14 +260,14 @@ def _end_for(process: int) -> None:
 def _watch_service() -> None:
     """Ends this process if the first one, which has the service, is stopped but not gone.
 
-    And lets `faulthandler` write the stacks where C code keeps Python's lock, so that no thread
-    beats: the others see that as silence.
+    And lets the stacks be written where C code keeps Python's lock, so that no thread beats: the
+    others see that as silence.
     """
     num_answers = num_silent = 0
-    while not _is_over.wait(BEAT_SECONDS):
-        faulthandler.dump_traceback_later(_LOCK_SECONDS, file=2)
-        num_silent = 0 if _num_answers != num_answers else num_silent + 1
-        num_answers = _num_answers
-        if num_silent * BEAT_SECONDS >= SILENT_SECONDS and not processes.is_first():
-            _end_after_first(_seen[0].silent_in_words(0, num_silent * BEAT_SECONDS))
-    faulthandler.cancel_dump_traceback_later()
+    with AlarmOfLock(_LOCK_SECONDS) as alarm:
+        while not _is_over.wait(BEAT_SECONDS):
+            alarm.put_off()
+            num_silent = 0 if _num_answers != num_answers else num_silent + 1
+            num_answers = _num_answers
+            if num_silent * BEAT_SECONDS >= SILENT_SECONDS and not processes.is_first():
+                _end_after_first(_seen[0].silent_in_words(0, num_silent * BEAT_SECONDS))

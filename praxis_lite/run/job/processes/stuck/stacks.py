@@ -1,5 +1,7 @@
 """The stacks of a process's threads: of this process, and of one that is asked for them."""
 
+import contextlib
+import ctypes
 import faulthandler
 import os
 import signal
@@ -11,7 +13,7 @@ from pathlib import Path
 
 from praxis_lite.run.job.processes.exits import temporary_folder
 
-# It asks a worker of an elastic job for its stacks, also where C code keeps Python's lock.
+# It asks a process for its stacks; `faulthandler` answers in C, whoever keeps Python's lock.
 _ASKS = signal.SIGUSR2
 _MOST_CHARACTERS = 100_000
 
@@ -59,3 +61,56 @@ def asked_for(pid: int, path: str, seconds: float = 3.0) -> str:
             return opened.read(_MOST_CHARACTERS).decode(errors="replace")
     except OSError:
         return ""
+
+
+class AlarmOfLock(contextlib.AbstractContextManager):
+    """Writes the stacks of this process to standard error, unless it is put off in time.
+
+    It is the kernel's timer, so it fires where C code keeps Python's lock and no thread of Python
+    runs. Where the system has none (it is Linux's), nothing is written.
+
+    Args:
+      seconds: after which it fires.
+    """
+
+    def __init__(self, seconds: float):
+        self._seconds, self._timer = seconds, ctypes.c_void_p()
+        self._libc = ctypes.CDLL(None)
+
+    def __enter__(self) -> "AlarmOfLock":
+        faulthandler.register(_ASKS, file=2, all_threads=True)
+        event = _Event(signo=_ASKS, notify=0)  # SIGEV_SIGNAL.
+        try:
+            create = self._libc.timer_create
+            failed = create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer))
+        except AttributeError:  # Before glibc 2.34, or no Linux.
+            failed = True
+        if failed:
+            self._libc = None
+        return self
+
+    def put_off(self, seconds: float | None = None) -> None:
+        """Lets it fire after its seconds from now, or after others; 0: never."""
+        if self._libc is not None:
+            spec = _Timer(after=int(self._seconds if seconds is None else seconds))
+            self._libc.timer_settime(self._timer, 0, ctypes.byref(spec), None)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.put_off(0)
+
+
+class _Event(ctypes.Structure):
+    """A sigevent of Linux."""
+
+    _fields_ = (
+        ("value", ctypes.c_void_p), ("signo", ctypes.c_int), ("notify", ctypes.c_int),
+        ("_", ctypes.c_byte * 48),
+    )
+
+
+class _Timer(ctypes.Structure):
+    """An itimerspec: seconds and nanoseconds of the interval, and until it fires."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_long) for name in ("every", "every_ns", "after", "after_ns")
+    )
