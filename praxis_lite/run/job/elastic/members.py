@@ -58,7 +58,8 @@ class Member:
         before a step.
       generation: in which its worker works, or worked last; 0: none.
       end: how that worker ended; None: it lives, or there is none.
-      worker: what it reported, by name.
+      worker: what it reported, by name, but for its progress.
+      progress: the fields of its `Progress`, as its host sees it.
       phases: of it up to its first step, each with the Unix seconds when it began.
       first_step_time: when its first step of the generation was made, or None.
     """
@@ -76,6 +77,7 @@ class Member:
     generation: int = 0
     end: WorkerEnd | None = None
     worker: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    progress: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     phases: tuple[tuple[str, float], ...] = ()
     first_step_time: float | None = None
 

@@ -4,21 +4,17 @@ import contextlib
 import dataclasses
 import os
 import secrets
-import signal
 import socket
 import sys
 import time
-from pathlib import Path
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.run.job.elastic.decisions import Begin, Decision, End, Stop, View, Wait, decide
+from praxis_lite.run.job.elastic.leader import Leader, Says
+from praxis_lite.run.job.elastic.leaving import Leaves
 from praxis_lite.run.job.elastic.members import (
     DIED,
     FAILED,
     LOST_PEER,
-    REFUSED,
-    STOPPED,
-    TRAINED,
     Generation,
     Meeting,
     Member,
@@ -26,11 +22,16 @@ from praxis_lite.run.job.elastic.members import (
 )
 from praxis_lite.run.job.elastic.order import LOST_PEER_STATUS, Order
 from praxis_lite.run.job.elastic.peer_store import PeerStore
-from praxis_lite.run.job.elastic.record import record, record_line, recorded
+from praxis_lite.run.job.elastic.settings import Settings
 from praxis_lite.run.job.elastic.sight import SILENT_SECONDS, Sight
-from praxis_lite.run.job.elastic.worker_process import WorkerProcess, remove_old_folders
+from praxis_lite.run.job.elastic.stuck_workers import report_stuck
+from praxis_lite.run.job.elastic.worker_process import (
+    WorkerProcess,
+    end_of,
+    remove_old_folders,
+)
 from praxis_lite.run.job.health_files import HealthFiles
-from praxis_lite.run.job.processes import signals
+from praxis_lite.run.job.job_dir import JobDir
 
 _BEAT_SECONDS = 0.5
 # How often the files of others are looked at: of many hosts less often, for the file system's sake.
@@ -38,46 +39,8 @@ _POLL_SECONDS, _POLL_SECONDS_PER_HOST = 0.1, 0.001
 # A supervisor that could not write its beat for so long ends its worker: the others take it for
 # gone a little later.
 _LEASE_SECONDS = SILENT_SECONDS - 4.0
-_SAY_AGAIN_SECONDS = 60.0
-# Of a worker that was asked to stop before it could hear that, or had anything to save.
-_STOPPED_STATUSES = (128 + signals.STOPS_WORKER, -signals.STOPS_WORKER)
 # A worker that ended twice in a row before a step is given a rest, twice as long each time.
 _REST_SECONDS = 30.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What the command line says of an elastic job.
-
-    Attributes:
-      argv: the command line that each worker gets.
-      job: the job's directory.
-      member, num_members: `--process_id` and `--num_processes`, or what a launcher says.
-      min_members: `--min_processes`.
-      start_seconds: how long the first generation waits for all members.
-      address: where other hosts reach this host.
-    """
-
-    argv: tuple[str, ...]
-    job: Path
-    member: int
-    num_members: int
-    min_members: int
-    start_seconds: float
-    address: str
-
-
-class Leaves(signals.SignalListener):
-    """Hears a signal that asks this host to leave the job."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reason = ""
-
-    def _asked(self, signum: int) -> None:
-        self.reason = signals.name(signum)
-        signals.say(f"{self.reason}: this process leaves the job after the running step; a second "
-                    "signal ends it at once")
 
 
 class Supervisor:
@@ -90,21 +53,19 @@ class Supervisor:
     def __init__(self, settings: Settings, health: HealthFiles | None = None):
         self._settings, self._health = settings, health
         self._meeting = Meeting(settings.job / "elastic")
-        self._elastic_jsonl = settings.job / "elastic.jsonl"
         self._own = Member(
             member=settings.member, incarnation=secrets.token_hex(8), host=socket.gethostname(),
             pid=os.getpid(), address=settings.address, port=_free_port(),
         )
-        self._sight = Sight(settings.member)
+        self._sight, self._say = Sight(settings.member), Says()
+        self._leader = Leader(settings, self._meeting, self._sight, self._say)
         self._worker: WorkerProcess | None = None
         self._spare: WorkerProcess | None = None
         self._members: dict[int, Member] = {}
         self._generation: Generation | None = None
         self._stop_was_passed_on = False
         self._num_early_ends, self._no_spare_until = 0, 0.0
-        self._beat_at = self._idle_since = time.monotonic()
-        self._recorded: set[int] = set()
-        self._said: tuple[str, float] = ("", 0.0)
+        self._beat_at = time.monotonic()
         self._poll_seconds = max(_POLL_SECONDS, _POLL_SECONDS_PER_HOST * settings.num_members)
 
     def run(self) -> int:
@@ -136,7 +97,6 @@ class Supervisor:
         """Begins to take part, with the address of this host's peer store, and the job's key."""
         self._own, self._key = dataclasses.replace(self._own, store=store), key
         self._meeting.take_back_end(self._meeting.newest())
-        self._recorded = recorded(self._elastic_jsonl)
         self._beat(now=True)
 
     def leave(self) -> None:
@@ -165,7 +125,7 @@ class Supervisor:
         if self._own.is_leaving and self._has_left():
             return 0
         if self._leads():
-            self._lead()
+            self._leader.lead(self._members, self._generation, self._taking_part())
         return None
 
     def close(self) -> None:
@@ -198,7 +158,7 @@ class Supervisor:
             return
         if self._worker is None or self._own.end is not None:
             # Before any order: the command line is wrong, or what it names.
-            end = _end_of(status, self._spare.reports, was_asked=False)
+            end = end_of(status, self._spare.reports, was_asked=False)
             self._own = dataclasses.replace(self._own, end=end)
         else:
             # The other one works on; what is wrong is told when this host needs a new worker.
@@ -210,13 +170,16 @@ class Supervisor:
             return
         self._worker.hear()
         status = self._worker.status()
+        reports = dict(self._worker.reports)
+        reports.pop("progress", None)
+        progress = self._worker.progress(self._generation.members.index(self._settings.member))
         self._own = dataclasses.replace(
-            self._own, worker=dict(self._worker.reports), phases=tuple(self._worker.phases),
-            first_step_time=self._worker.first_step_time,
+            self._own, worker=reports, phases=tuple(self._worker.phases),
+            first_step_time=self._worker.first_step_time, progress=dataclasses.asdict(progress),
         )
         if status is None or self._own.end is not None:
             return
-        end = _end_of(status, self._worker.reports, was_asked=self._stop_was_passed_on)
+        end = end_of(status, self._worker.reports, was_asked=self._stop_was_passed_on)
         if end.kind in (DIED, FAILED):
             early = self._worker.first_step_time is None
             self._num_early_ends = self._num_early_ends + 1 if early else 0
@@ -239,10 +202,12 @@ class Supervisor:
             return
         self._generation = generation = self._meeting.generation(newest)
         self._stop_was_passed_on = False
+        own = self._settings.member
         if self._worker is not None:
+            if generation.kind == "stuck" and own in generation.who and self._own.end is None:
+                report_stuck(self._worker, generation.why, JobDir(self._settings.job).stacks_txt)
             self._worker.kill()
             self._worker = None
-        own = self._settings.member
         is_in = own in generation.members and (
             generation.incarnations[generation.members.index(own)] == self._own.incarnation
         )
@@ -322,106 +287,6 @@ class Supervisor:
                 self._members[k].is_leaving for k in others
             )
         return False
-
-    def _lead(self) -> None:
-        last, alive = self._generation, self._alive()
-        if last is not None and self._taking_part() & alive:
-            self._idle_since = time.monotonic()
-        if last is not None and last.number not in self._recorded:
-            line = record_line(last, self._members)
-            if line["reached"]:
-                self._record(line)
-        decision = decide(view := self._view(alive))
-        if isinstance(decision, Begin):
-            # Others may have died with those that are known to be dead.
-            self._sight.ask({k: self._members[k] for k in decision.members})
-            decision = decide(view := self._view(self._alive()))
-        self._do(decision, view)
-
-    def _view(self, alive: set[int]) -> View:
-        last = self._generation
-        return View(
-            members=self._members, alive=alive, generation=last,
-            is_asked_to_stop=last is not None and self._meeting.stop_of(last.number) is not None,
-            num_members=self._settings.num_members, min_members=self._settings.min_members,
-            waited=time.monotonic() - self._idle_since,
-            start_seconds=self._settings.start_seconds, stuck={}, seen=self._sight.times(),
-            now=time.time(),
-        )
-
-    def _do(self, decision: Decision, view: View) -> None:
-        last = view.generation
-        match decision:
-            case Wait(why):
-                if why:
-                    self._say(why)
-            case Stop(why):
-                if self._meeting.ask_to_stop(last.number, why):
-                    self._say(f"{why}: the running step is made and saved")
-            case End(status, why):
-                if last is not None and last.number not in self._recorded:
-                    self._record(record_line(last, view.members))
-                self._meeting.end(last.number if last else 0, status, why)
-            case Begin():
-                self._begin(decision, view)
-
-    def _begin(self, begin: Begin, view: View) -> None:
-        noticed, last = time.time(), view.generation
-        if last is not None and last.number not in self._recorded:
-            self._record(record_line(last, view.members))
-        first = view.members[begin.members[0]]
-        made = [view.members[k].worker.get("made", 0) for k in view.members]
-        has_stepped = last is not None and any(
-            view.members[k].generation == last.number
-            and view.members[k].first_step_time is not None for k in view.members
-        )
-        generation = Generation(
-            number=(last.number if last else 0) + 1, kind=begin.kind, who=begin.who, why=begin.why,
-            members=begin.members,
-            incarnations=tuple(view.members[k].incarnation for k in begin.members),
-            coordinator=f"{first.address}:{first.port}", event=begin.event, noticed=noticed,
-            agreed=time.time(), last_step=max([*made, last.last_step if last else 0]),
-            num_fruitless=0 if last is None or has_stepped else last.num_fruitless + 1,
-        )
-        if self._meeting.begin(generation):
-            names = ", ".join(map(str, begin.members))
-            self._say(
-                f"{begin.why}: generation {generation.number} begins with {len(begin.members)} of "
-                f"{self._settings.num_members} processes ({names})"
-            )
-
-    def _record(self, line: dict) -> None:
-        self._recorded = recorded(self._elastic_jsonl) | {line["generation"]}
-        if line["generation"] in recorded(self._elastic_jsonl):
-            return
-        try:
-            record(self._elastic_jsonl, line)
-        except OSError as error:
-            self._say(f"{self._elastic_jsonl} cannot be written: {error.strerror or error}")
-
-    def _say(self, words: str) -> None:
-        """Prints a line, the same at most once a minute."""
-        before, at = self._said
-        if words != before or time.monotonic() - at > _SAY_AGAIN_SECONDS:
-            self._said = words, time.monotonic()
-            print(f"elastic: {words}", flush=True)
-
-
-def _end_of(status: int, reports: dict, *, was_asked: bool) -> WorkerEnd:
-    """Returns how a worker ended, from its status and its reports."""
-    kind, why, now = FAILED, str(reports.get("why", "")), time.time()
-    if "ended" in reports and status in (0, 3):
-        kind = reports["ended"]
-    elif status == 0 or (was_asked and status in _STOPPED_STATUSES):
-        kind, why = STOPPED, "stopped"
-    elif status in (LOST_PEER_STATUS, -signal.SIGABRT):
-        kind, why = LOST_PEER, why or "has lost another process"
-    elif status < 0:
-        kind, why = DIED, f"was killed by {signals.name(-status)}"
-    elif status == 2:
-        kind, why = REFUSED, why or "ended with status 2"
-    assert kind in (TRAINED, STOPPED, LOST_PEER, DIED, FAILED, REFUSED)
-    return WorkerEnd(kind=kind, status=status, why=why or f"ended with status {status}", time=now)
 
 
 def _free_port() -> int:

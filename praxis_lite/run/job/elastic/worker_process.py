@@ -4,18 +4,33 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.run.job.elastic.order import WORKER, Order
+from praxis_lite.run.job.elastic.members import (
+    DIED,
+    FAILED,
+    LOST_PEER,
+    REFUSED,
+    STOPPED,
+    TRAINED,
+    WorkerEnd,
+)
+from praxis_lite.run.job.elastic.order import LOST_PEER_STATUS, WORKER, Order
+from praxis_lite.run.job.processes import signals
 from praxis_lite.run.job.processes.signals import STOPS_WORKER
+from praxis_lite.run.job.processes.stuck import Progress
+from praxis_lite.run.job.processes.stuck.on_host import seen_by_host
 
 _MOST_BYTES = 2**20  # Of a report.
+# Of a worker that was asked to stop before it could hear that, or had anything to save.
+_STOPPED_STATUSES = (128 + signals.STOPS_WORKER, -signals.STOPS_WORKER)
 _FOLDERS = "praxis_lite_worker_of_"  # Followed by the supervisor's PID.
 
 
@@ -40,12 +55,14 @@ class WorkerProcess:
       reports: by name, the newest values that it reported.
       phases: what it did up to its first step, each with the Unix seconds when it began.
       first_step_time: when it reported its first step, in Unix seconds, or None.
+      told_at: when it last told its progress, or was given its order, in seconds of time.monotonic.
     """
 
     def __init__(self, argv: Sequence[str]):
         self.reports: dict[str, Any] = {}
         self.phases: list[tuple[str, float]] = []
         self.first_step_time: float | None = None
+        self.told_at = time.monotonic()
         self._folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDERS}{os.getpid()}_"))
         self._pipe, child = os.pipe()
         os.set_blocking(self._pipe, False)
@@ -65,6 +82,7 @@ class WorkerProcess:
     def give(self, order: Order) -> None:
         """Lets the worker begin."""
         self.phases.append(("start", time.time()))
+        self.told_at = time.monotonic()
         with contextlib.suppress(OSError):  # It has ended: `status` tells.
             self._process.stdin.write(order.line().encode())
             self._process.stdin.flush()
@@ -83,8 +101,15 @@ class WorkerProcess:
                 if phase is not None and self.first_step_time is None:
                     self.phases.append((phase, at))
                 self.reports.update(fields)
+                if "progress" in fields:
+                    self.told_at = time.monotonic()
                 if "made" in fields and self.first_step_time is None:
                     self.first_step_time = time.time()
+
+    def progress(self, index: int) -> Progress:
+        """Returns the progress of this process, whose index in the generation is given."""
+        told = self.reports.get("progress", {})
+        return seen_by_host(self.pid, told, index, time.monotonic() - self.told_at)
 
     def status(self) -> int | None:
         """Returns the exit status, negative for a signal, or None while the process lives."""
@@ -109,3 +134,20 @@ class WorkerProcess:
             os.close(self._pipe)
             self._pipe = -1
             self._process.stdin.close()
+
+
+def end_of(status: int, reports: Mapping[str, Any], *, was_asked: bool) -> WorkerEnd:
+    """Returns how a worker ended, from its status and its reports."""
+    kind, why, now = FAILED, str(reports.get("why", "")), time.time()
+    if "ended" in reports and status in (0, 3):
+        kind = reports["ended"]
+    elif status == 0 or (was_asked and status in _STOPPED_STATUSES):
+        kind, why = STOPPED, "stopped"
+    elif status in (LOST_PEER_STATUS, -signal.SIGABRT):
+        kind, why = LOST_PEER, why or "has lost another process"
+    elif status < 0:
+        kind, why = DIED, f"was killed by {signals.name(-status)}"
+    elif status == 2:
+        kind, why = REFUSED, why or "ended with status 2"
+    assert kind in (TRAINED, STOPPED, LOST_PEER, DIED, FAILED, REFUSED)
+    return WorkerEnd(kind=kind, status=status, why=why or f"ended with status {status}", time=now)

@@ -8,13 +8,23 @@ import signal
 import pytest
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.run.job.elastic import record, sight, supervisor, worker_process
+from praxis_lite.run.job.elastic import (
+    leader,
+    record,
+    sight,
+    stuck_workers,
+    supervisor,
+    worker_process,
+)
 from praxis_lite.run.job.elastic.members import Meeting
 from praxis_lite.run.job.elastic.order import LOST_PEER_STATUS
-from praxis_lite.run.job.elastic.supervisor import Settings, Supervisor
+from praxis_lite.run.job.elastic.settings import Settings
+from praxis_lite.run.job.elastic.supervisor import Supervisor
 from praxis_lite.run.job.processes import signals
+from praxis_lite.run.job.processes.stuck import Progress
 
 TICK = 0.25
+EVENTS = ("kill_host", "kill_worker", "stop_worker", "stop_host", "leave", "start", "wake")
 START_TICKS, SAVE_EVERY = 8, 5
 
 
@@ -30,6 +40,9 @@ class Clock:
     def time(self):
         return self.seconds + 1e9
 
+    def strftime(self, form):
+        return "today"
+
 
 class PretendedWorker:
     """A worker that steps together with the others of its generation, and ends with them."""
@@ -38,7 +51,8 @@ class PretendedWorker:
 
     def __init__(self, argv):
         self.reports, self.phases, self.first_step_time = {}, [], None
-        self.order, self.code, self.age, self.is_asked = None, None, 0, False
+        self.order, self.code, self.age = None, None, 0
+        self.is_asked = self.is_stopped = False
 
     pid = 1
 
@@ -49,6 +63,11 @@ class PretendedWorker:
 
     def hear(self):
         pass
+
+    def progress(self, index):
+        state = "T" if self.is_stopped else "R"
+        arrived = self.reports.get("made", 0) + 1 - self.is_stopped
+        return Progress(process=index, doing="step", state=state, arrived=arrived)
 
     def status(self):
         return self.code
@@ -70,7 +89,7 @@ class World:
         self.workers, self.saved, self.furthest = [], 0, 0
         self.losses = []  # Of each start: the steps that were made before and are made again.
         monkeypatch.setattr(PretendedWorker, "world", self)
-        for module in (supervisor, sight, record):
+        for module in (supervisor, leader, stuck_workers, sight, record):
             monkeypatch.setattr(module, "time", self.clock)
         monkeypatch.setattr(supervisor, "WorkerProcess", PretendedWorker)
         monkeypatch.setattr(sight, "_refuses", self._refuses)
@@ -96,6 +115,10 @@ class World:
 
     def kill_worker(self, k):
         self._end_worker_of(k, -9)
+
+    def stop_worker(self, k):
+        for worker in self.workers:
+            worker.is_stopped |= worker.order.member == k and worker.code is None
 
     def stop_host(self, k):
         self.stopped.add(k)
@@ -140,7 +163,7 @@ class World:
                     if worker.order.member not in self.stopped:
                         worker.code = LOST_PEER_STATUS
                 continue
-            if any(w.order.member in self.stopped for w in workers):
+            if any(w.is_stopped or w.order.member in self.stopped for w in workers):
                 continue  # They wait in a collective.
             workers[0].age += 1
             if workers[0].age < START_TICKS:
@@ -259,6 +282,19 @@ def test_a_host_that_is_stopped_is_left_behind_and_takes_part_again_when_it_goes
     w.until(lambda: w.works_with(range(3)))
 
 
+def test_a_worker_that_is_stopped_is_named_and_replaced(world, capfd):
+    w = world(3)
+    for k in range(3):
+        w.start(k)
+    w.until(lambda: w.works_with(range(3)))
+    w.stop_worker(1)
+    w.until(lambda: "stuck" in w.kinds(), 60)
+    change = json.loads(w.lines()[-1])
+    assert change["kind"] == "stuck" and change["who"] == [1]
+    assert "state T" in change["why"]
+    assert "state T" in (w.folder / "stacks.txt").read_text()
+
+
 def test_with_fewer_than_min_processes_it_waits(world):
     w = world(3, min_members=2)
     for k in range(3):
@@ -333,12 +369,12 @@ def test_random_histories_lose_at_most_an_interval_and_always_go_on(world, seed,
         for _ in range(rng.choice((1, 1, 1, 2))):
             working = [k for k in w.hosts if k not in w.stopped]
             absent = [k for k in range(5) if k not in w.hosts]
-            event = rng.choice(("kill_host", "kill_worker", "stop_host", "leave", "start", "wake"))
+            event = rng.choice(EVENTS)
             if event == "start" and absent:
                 w.start(rng.choice(absent))
             elif event == "wake":
                 w.stopped.clear()
-            elif event in ("kill_host", "kill_worker", "stop_host", "leave") and len(working) > 1:
+            elif event not in ("start", "wake") and len(working) > 1:
                 getattr(w, event)(rng.choice(working))
         for _ in range(rng.randrange(60)):  # The next may come in the middle of what follows.
             w.tick()
@@ -355,7 +391,7 @@ def test_random_histories_lose_at_most_an_interval_and_always_go_on(world, seed,
 
 
 def test_the_end_of_a_worker_is_told_from_its_status():
-    end = supervisor._end_of
+    end = worker_process.end_of
     assert end(0, {"ended": "trained"}, was_asked=False).kind == "trained"
     assert end(3, {"ended": "trained"}, was_asked=False).status == 3
     assert end(-signal.SIGKILL, {}, was_asked=True).why == "was killed by SIGKILL"

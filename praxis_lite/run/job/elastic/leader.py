@@ -1,0 +1,137 @@
+"""The leader of an elastic job: sees all members, decides what is next, and records what came."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from praxis_lite.run.job.elastic.decisions import Begin, Decision, End, Stop, View, Wait, decide
+from praxis_lite.run.job.elastic.members import Generation, Meeting, Member
+from praxis_lite.run.job.elastic.record import record, record_line, recorded
+from praxis_lite.run.job.elastic.settings import Settings
+from praxis_lite.run.job.elastic.sight import Sight
+from praxis_lite.run.job.elastic.stuck_workers import StuckWorkers
+
+_SAY_AGAIN_SECONDS = 60.0
+
+
+class Says:
+    """Prints lines, the same at most once a minute."""
+
+    def __init__(self) -> None:
+        self._last: tuple[str, float] = ("", 0.0)
+
+    def __call__(self, words: str) -> None:
+        before, at = self._last
+        if words != before or time.monotonic() - at > _SAY_AGAIN_SECONDS:
+            self._last = words, time.monotonic()
+            print(f"elastic: {words}", flush=True)
+
+
+class Leader:
+    """What a member does while it is the living one with the lowest number.
+
+    Args:
+      sight: of this host.
+    """
+
+    def __init__(self, settings: Settings, meeting: Meeting, sight: Sight, say: Says):
+        self._settings, self._meeting, self._sight, self._say = settings, meeting, sight, say
+        self._elastic_jsonl = settings.job / "elastic.jsonl"
+        self._recorded = recorded(self._elastic_jsonl)
+        self._idle_since = time.monotonic()
+        self._stuck: StuckWorkers | None = None
+
+    def lead(
+        self, members: Mapping[int, Member], generation: Generation | None,
+        taking_part: frozenset[int],
+    ) -> None:
+        """Does what is to be done next.
+
+        Args:
+          members: that have a file, by number.
+          generation: the newest, or None.
+          taking_part: its members that are still those that it began with.
+        """
+        alive = self._sight.alive(taking_part)
+        if taking_part & alive:
+            self._idle_since = time.monotonic()
+        if generation is not None and generation.number not in self._recorded:
+            line = record_line(generation, members)
+            if line["reached"]:
+                self._record(line)
+        decision = decide(view := self._view(members, generation, alive))
+        if isinstance(decision, Begin):
+            # Others may have died with those that are known to be dead.
+            self._sight.ask({k: members[k] for k in decision.members})
+            alive = self._sight.alive(taking_part)
+            decision = decide(view := self._view(members, generation, alive))
+        self._do(decision, view)
+
+    def _view(
+        self, members: Mapping[int, Member], generation: Generation | None, alive: set[int]
+    ) -> View:
+        stuck: Mapping[int, str] = {}
+        if generation is not None:
+            if self._stuck is None or self._stuck.generation is not generation:
+                self._stuck = StuckWorkers(generation)
+            stuck = self._stuck.look(members, alive)
+        return View(
+            members=members, alive=alive, generation=generation,
+            is_asked_to_stop=(
+                generation is not None and self._meeting.stop_of(generation.number) is not None
+            ),
+            num_members=self._settings.num_members, min_members=self._settings.min_members,
+            waited=time.monotonic() - self._idle_since,
+            start_seconds=self._settings.start_seconds, stuck=stuck, seen=self._sight.times(),
+            now=time.time(),
+        )
+
+    def _do(self, decision: Decision, view: View) -> None:
+        last = view.generation
+        match decision:
+            case Wait(why):
+                if why:
+                    self._say(why)
+            case Stop(why):
+                if self._meeting.ask_to_stop(last.number, why):
+                    self._say(f"{why}: the running step is made and saved")
+            case End(status, why):
+                if last is not None and last.number not in self._recorded:
+                    self._record(record_line(last, view.members))
+                self._meeting.end(last.number if last else 0, status, why)
+            case Begin():
+                self._begin(decision, view)
+
+    def _begin(self, begin: Begin, view: View) -> None:
+        noticed, last = time.time(), view.generation
+        if last is not None and last.number not in self._recorded:
+            self._record(record_line(last, view.members))
+        first = view.members[begin.members[0]]
+        made = [view.members[k].worker.get("made", 0) for k in view.members]
+        has_stepped = last is not None and any(
+            view.members[k].generation == last.number
+            and view.members[k].first_step_time is not None for k in view.members
+        )
+        generation = Generation(
+            number=(last.number if last else 0) + 1, kind=begin.kind, who=begin.who, why=begin.why,
+            members=begin.members,
+            incarnations=tuple(view.members[k].incarnation for k in begin.members),
+            coordinator=f"{first.address}:{first.port}", event=begin.event, noticed=noticed,
+            agreed=time.time(), last_step=max([*made, last.last_step if last else 0]),
+            num_fruitless=0 if last is None or has_stepped else last.num_fruitless + 1,
+        )
+        if self._meeting.begin(generation):
+            names = ", ".join(map(str, begin.members))
+            self._say(
+                f"{begin.why}: generation {generation.number} begins with {len(begin.members)} of "
+                f"{self._settings.num_members} processes ({names})"
+            )
+
+    def _record(self, line: dict[str, Any]) -> None:
+        self._recorded = recorded(self._elastic_jsonl) | {line["generation"]}
+        if line["generation"] in recorded(self._elastic_jsonl):
+            return
+        try:
+            record(self._elastic_jsonl, line)
+        except OSError as error:
+            self._say(f"{self._elastic_jsonl} cannot be written: {error.strerror or error}")
