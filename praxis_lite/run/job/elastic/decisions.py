@@ -38,6 +38,7 @@ class View:
       waited: seconds since this leader began to look.
       start_seconds: how long the first generation waits for all members.
       stuck: members of the generation whose workers do nothing, each with the reason.
+      stuck_seconds: for how long the others have waited for them.
       seen: when each member was last heard of, in Unix seconds.
       now: in Unix seconds.
     """
@@ -51,6 +52,7 @@ class View:
     waited: float
     start_seconds: float
     stuck: Mapping[int, str]
+    stuck_seconds: float
     seen: Mapping[int, float]
     now: float
 
@@ -186,6 +188,7 @@ def _broken(
     if view.stuck and not (gone or causes):
         kind, who = "stuck", tuple(view.stuck)
         words = [f"{view.members[k]} {why}" for k, why in view.stuck.items()]
+        times.append(view.now - view.stuck_seconds)
     elif failed and not gone and len(failed) == len(causes):
         kind = "failed"
     times += [view.seen[k] for k in gone if k in view.seen]

@@ -70,11 +70,11 @@ class Leader:
     def _view(
         self, members: Mapping[int, Member], generation: Generation | None, alive: set[int]
     ) -> View:
-        stuck: Mapping[int, str] = {}
+        stuck, stuck_seconds = dict[int, str](), 0.0
         if generation is not None:
             if self._stuck is None or self._stuck.generation is not generation:
                 self._stuck = StuckWorkers(generation)
-            stuck = self._stuck.look(members, alive)
+            stuck, stuck_seconds = self._stuck.look(members, alive), self._stuck.seconds
         return View(
             members=members, alive=alive, generation=generation,
             is_asked_to_stop=(
@@ -82,8 +82,8 @@ class Leader:
             ),
             num_members=self._settings.num_members, min_members=self._settings.min_members,
             waited=time.monotonic() - self._idle_since,
-            start_seconds=self._settings.start_seconds, stuck=stuck, seen=self._sight.times(),
-            now=time.time(),
+            start_seconds=self._settings.start_seconds, stuck=stuck,
+            stuck_seconds=stuck_seconds, seen=self._sight.times(), now=time.time(),
         )
 
     def _do(self, decision: Decision, view: View) -> None:

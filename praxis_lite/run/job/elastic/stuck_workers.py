@@ -22,12 +22,14 @@ class StuckWorkers:
 
     Attributes:
       generation: see above.
+      seconds: for how long they have been stuck.
     """
 
     def __init__(self, generation: Generation):
         self.generation = generation
         self._decision = Decision(len(generation.members))
         self._looked_at, self._stuck = 0.0, dict[int, str]()
+        self.seconds = 0.0
 
     def look(self, members: Mapping[int, Member], alive: Set[int]) -> dict[int, str]:
         """Returns the stuck members by number, each with the reason in words; mostly none.
@@ -47,6 +49,7 @@ class StuckWorkers:
         stuck = self._decision.add(
             now, [Progress(**{**x.progress, "process": index}) for index, x in there.items()]
         )
+        self.seconds = stuck.seconds if stuck else 0.0
         if stuck is None:
             self._stuck = {}
         elif not stuck.processes:
