@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from praxis_lite.run.goodput.kinds import HANDS, IDLE, IMPORT, KINDS, LOST_STEP, STEP
 from praxis_lite.run.goodput.stretches import Stretch, read_stretches
-from praxis_lite.run.job.elastic.changes import changes_of_hands
+from praxis_lite.run.job.elastic.changes import START, changes_of_hands
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.text_table import table_lines
 
@@ -112,12 +112,16 @@ def goodput_of(job_dir: JobDir) -> Goodput | None:
     if not job_dir.timeline_jsonl.exists():
         return None
     changes = changes_of_hands(job_dir.elastic_jsonl)
-    hands = [(change.time, change.time + change.total) for change in changes]
+    # What another generation ended for has no idle time before it: its processes were ending.
+    hands = [
+        (change.time if change.kind == START else 0.0, change.time, change.time + change.total)
+        for change in changes
+    ]
     return goodput(read_stretches(job_dir.timeline_jsonl), hands)
 
 
 def goodput(
-    stretches: Sequence[Stretch], hands: Sequence[tuple[float, float]] = ()
+    stretches: Sequence[Stretch], hands: Sequence[tuple[float, float, float]] = ()
 ) -> Goodput | None:
     """Returns where the time went by all stretches of a job, in their order; None if by none.
 
@@ -126,8 +130,8 @@ def goodput(
     time lies between the two.
 
     Args:
-      hands: when each change of hands began and ended, in Unix seconds. What a launch did meanwhile
-        has its own kind.
+      hands: of each change of hands, in Unix seconds: since when the time between launches is its
+        own, when it happened, and when it ended. What a launch did meanwhile has its own kind.
     """
     stretches = _with_steps_after_the_last_sign(stretches)
     lost = _lost_shares(stretches)
@@ -150,11 +154,16 @@ def goodput(
     return Goodput(tuple(launches), seconds, sum(seconds.values()))
 
 
-def _covered(gap: tuple[float, float], intervals: Sequence[tuple[float, float]]) -> float:
-    """Returns the seconds of a gap that lie within an interval or several."""
+def _covered(
+    gap: tuple[float, float], hands: Sequence[tuple[float, float, float]]
+) -> float:
+    """Returns the seconds of a gap between launches that changes of hands took."""
     seconds, reached = 0.0, gap[0]
-    for begin, end in sorted(intervals):
-        begin, end = max(begin, reached), min(end, gap[1])
+    within = sorted(
+        (since, end) for since, event, end in hands if event < gap[1] and end > gap[0]
+    )
+    for since, end in within:
+        begin, end = max(since, reached), min(end, gap[1])
         if end > begin:
             seconds, reached = seconds + end - begin, end
     return seconds

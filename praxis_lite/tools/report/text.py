@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from praxis_lite.core.errors import few, printable, shown
-from praxis_lite.run.job.elastic.changes import START
 from praxis_lite.run.text_table import table_lines
 from praxis_lite.run.trainer.metrics.progress import count_of, metric_text
 from praxis_lite.tools.report.certificates import failed, summary
@@ -124,7 +123,9 @@ def _changes(job: JobState) -> str:
     changes = job.changes
     if not changes:
         return ""
-    number = sum(change.kind != START or bool(change.from_step) for change in changes)
+    number = len(job.hands)
+    without = sum(not change.reached for change in changes)
+    vain = f", and {without} that made no step" if without else ""
     numbers = [str(change.num_devices) for change in changes if change.num_devices]
     course = [number for number, _ in itertools.groupby(numbers)]
     left_out = ["..."] * (len(course) > _MOST_CHANGES)
@@ -139,7 +140,7 @@ def _changes(job: JobState) -> str:
             shown(f"{change.kind}: {change.why}", 100) + " (made no step)" * (not change.reached),
         ])
     return "\n".join([
-        f"{job.name}: changes of hands: {number}; devices: "
+        f"{job.name}: changes of hands: {number}{vain}; devices: "
         f"{' -> '.join([*left_out, *course[-_MOST_CHANGES:]]) or 'not known'}",
         *table_lines(rows, right=range(5)),
     ])

@@ -312,18 +312,21 @@ def test_what_lies_between_launches_while_hands_change_is_no_idle_time(job):
     second.steps(5, 6, 1)
     second.ends("SIGTERM")
     clocks.passes(60)
+    started = clocks.unix_seconds
+    clocks.passes(7)
     third = FakeLaunch(job.timeline_jsonl, clocks, from_step=6)
     third.steps(7, 8, 1)
     third.ends()
-    fields = dict(kind="died", who=[1], why="", members=[0], reached=True)
+    fields = dict(who=[1], why="", members=[0], reached=True)
     lines = [
-        {"generation": 1, "time": died, "seconds": {"notice": 2, "agree": 3}, **fields},
+        {"generation": 1, "time": died, "kind": "died", "seconds": {"notice": 2, "agree": 3}},
         # Of the same gap, and told twice.
-        {"generation": 2, "time": died + 1, "seconds": {"notice": 1}, **fields},
-        # From before the end of the launch before.
-        {"generation": 3, "time": died + 5, "seconds": {"notice": 12}, **fields},
+        {"generation": 2, "time": died + 1, "kind": "died", "seconds": {"notice": 1}},
+        # All of the job was started again: before that there was nobody.
+        {"generation": 3, "time": started, "kind": "start", "seconds": {"agree": 6.0}},
     ]
-    job.elastic_jsonl.write_text("".join(json.dumps(line) + "\n" for line in lines) + "{")
+    text = "".join(json.dumps(line | fields) + "\n" for line in lines)
+    job.elastic_jsonl.write_text(text + "{")
     assert seconds_of(job) == {
-        STEP: 8.0, RESTORE: 2.0, HANDS: 3.0 + 10.0, IDLE: 0.5 + 50.0,
+        STEP: 8.0, RESTORE: 2.0, HANDS: 0.5 + 3.0 + 6.0, IDLE: 60 + 1.0,
     }

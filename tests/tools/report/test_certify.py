@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 
+import jax
 import pytest
 
 from praxis_lite.main import main
@@ -68,8 +69,9 @@ def test_a_certificate_has_what_the_files_have(original):
     config = hashlib.sha256(job.config_json.read_bytes()).hexdigest()
     assert facts["config: config.json"]["value"] == config
     assert facts["config: experiment"]["value"] == "jobzoo.lines.Line"
-    assert [item["from_step"] for item in facts["versions: of each launch"]["value"]] == [1, 15]
-    assert {"python", "jax", "praxis_lite"} < facts["versions: of each launch"]["value"][0].keys()
+    (versions,) = facts["versions: by their first step"]["value"]
+    assert versions["from_step"] == 1 and versions["jax"] == jax.__version__
+    assert {"python", "numpy", "praxis_lite"} < versions.keys()
     on_record = facts["examples: on record"]["value"]
     assert (on_record["last_step"], on_record["rows"]) == (29, 29 * 13)
     assert on_record["left_out_batches"] == [15]

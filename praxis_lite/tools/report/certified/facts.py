@@ -16,6 +16,7 @@ from praxis_lite.run.experiment.recorded_examples import (
     proof_of_examples,
     train_pipeline,
 )
+from praxis_lite.run.job.examples.history import Part
 from praxis_lite.run.job.job_dir import JobDir, recorded_experiment
 from praxis_lite.run.trainer.metrics.json_lines import strict_json, training_lines
 from praxis_lite.tools.report.certificates import certificates_of, failed
@@ -123,19 +124,26 @@ def _examples(job_dir: JobDir, scope: Scope, reading: Reading) -> Iterator[Fact]
     try:
         proof = proof_of_examples(job_dir, recorded_only=True, last_step=scope.last_step)
     except ConfigError as error:
-        yield Fact("versions", "of each launch", None, str(error.args[0]))
+        yield Fact("versions", "by their first step", None, str(error.args[0]))
         yield Fact("examples", "on record", None, str(error.args[0]))
         return
-    parts = proof.history.parts
-    yield Fact("versions", "of each launch", [
-        {"from_step": part.first_step, **part.starts[0].versions} for part in parts
-    ])
+    yield Fact("versions", "by their first step", _versions(proof.history.parts))
     yield Fact("examples", "on record", {
         "first_step": proof.history.first_step, "last_step": proof.history.last_step,
         "rows": proof.history.num_rows, "left_out_batches": list(proof.history.skipped),
         "digest": proof.history.digest,
     }, faults=tuple(proof.faults))
     yield _examples_again(job_dir, proof, reading)
+
+
+def _versions(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """Returns the versions of packages, once and again whenever they changed."""
+    result: list[dict[str, Any]] = []
+    for part in parts:
+        versions = dict(part.starts[0].versions)
+        if not result or result[-1] != {"from_step": result[-1]["from_step"], **versions}:
+            result.append({"from_step": part.first_step, **versions})
+    return result
 
 
 def _examples_again(job_dir: JobDir, proof: ExamplesProof, reading: Reading) -> Fact:

@@ -17,6 +17,7 @@ _STYLE = (
     "body{font:14px/1.5 system-ui,sans-serif;max-width:1100px;margin:24px auto;padding:0 16px}"
     "table{border-collapse:collapse;margin:8px 0 24px}td,th{padding:4px 14px 4px 0;text-align:left;"
     "vertical-align:top;border-bottom:1px solid #ccc;overflow-wrap:anywhere}"
+    "td:nth-child(-n+2){min-width:90px}table.facts td:nth-child(-n+2){white-space:nowrap}"
     ".wrong{color:#b3261e;font-weight:600}.soft{color:#666}code{font-size:12px}"
 )
 
@@ -55,7 +56,7 @@ def page_of(certificate: Certificate, states: Mapping[str, JobState]) -> str:
         parts += [f"<h2>{html.escape(job.name)}, to step {job.scope.last_step}</h2>", _verdict(job)]
         parts.append(_table(["", "", ""], [
             [fact.section, fact.name, _value(fact)] for fact in job.facts
-        ]))
+        ], "facts"))
         if state := states.get(job.name):
             curve = html_of("losses", state.path, state.columns, state.evaluations)
             parts += [curve, *_changes(state)]
@@ -86,13 +87,13 @@ def _changes(state: JobState) -> list[str]:
     return ["<h3>Changes of hands</h3>", _table(header, rows)]
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
     def cells(row: Sequence[str], tag: str) -> str:
         return "".join(f"<{tag}>{html.escape(printable(cell))}</{tag}>" for cell in row)
 
     head = f"<tr>{cells(header, 'th')}</tr>" if any(header) else ""
     body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
-    return f"<table>{head}{body}</table>"
+    return f"<table class='{kind}'>{head}{body}</table>"
 
 
 def _value(fact: Fact) -> str:
