@@ -1,8 +1,12 @@
 """The sbatch script: its options are SLURM's, and with processes for hosts it does what it says."""
 
+import contextlib
+import json
+import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -136,23 +140,47 @@ def wait_for(is_so, run):
         time.sleep(0.2)
 
 
-@pytest.mark.slow
-def test_before_the_limit_the_job_is_saved_and_put_back_and_then_goes_on(tmp_path):
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with the programs of a cluster; no task of its outlives the test."""
+    cluster(tmp_path / "bin", RUN)
+    yield tmp_path / "bin"
+    for pid in (tmp_path / "bin/pids").read_text().split():
+        with contextlib.suppress(OSError):
+            if str(tmp_path).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(int(pid), signal.SIGKILL)
+
+
+def job_of_lines(folder, **env):
+    """Returns the command line of a job that trains until it is stopped, and its environment."""
     import tests.support.line_jobs  # noqa: F401  Makes the experiment.
 
-    folder, job = tmp_path / "bin", tmp_path / "job"
-    cluster(folder, RUN)
     env = {
-        "ELASTIC": "", "PORT": str(free_port()), "PYTHONPATH": f"{ROOT}:{home()}",
-        "XDG_CACHE_HOME": str(home() / "cache"), "JAX_NUM_CPU_DEVICES": "2",
+        "PORT": str(free_port()), "PYTHONPATH": f"{ROOT}:{home()}", "JAX_NUM_CPU_DEVICES": "2",
+        "XDG_CACHE_HOME": str(home() / "cache"), **env,
     }
-    argv = [
-        "--exp=jobzoo.lines.Line", "--packages=jobzoo", f"--job_log_dir={job}", "--set",
+    return [
+        "--exp=jobzoo.lines.Line", "--packages=jobzoo", f"--job_log_dir={folder}", "--set",
         "run.checkpoints.every_steps=None", "run.loss_spikes.action='report'",
-    ]
-    run = script(folder, *argv, "run.num_train_steps=1000000", hosts=2, **env)
-    wait_for(lambda: len(read_json_lines(job / "metrics.jsonl")) > 7
-             if (job / "metrics.jsonl").exists() else False, run)
+        "run.num_train_steps=1000000",
+    ], env
+
+
+def lines(path):
+    return read_json_lines(path) if path.exists() else []
+
+
+def changes_of(job):
+    path = job / "elastic.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.slow
+def test_before_the_limit_the_job_is_saved_and_put_back_and_then_goes_on(tmp_path, folder):
+    job = tmp_path / "job"
+    argv, env = job_of_lines(job, ELASTIC="")
+    run = script(folder, *argv, hosts=2, **env)
+    wait_for(lambda: len(lines(job / "metrics.jsonl")) > 7, run)
     run.send_signal(signal.SIGUSR1)
     out = run.communicate(timeout=120)[0]
     assert run.returncode == 0, out
@@ -161,11 +189,37 @@ def test_before_the_limit_the_job_is_saved_and_put_back_and_then_goes_on(tmp_pat
     assert f"stopped by SIGTERM: step {saved} is saved" in out
     # SLURM starts the same script again.
     (folder / "scontrol.calls").unlink()
-    run = script(folder, *argv, f"run.num_train_steps={saved + 5}", hosts=2, **env)
+    run = script(folder, *argv[:-1], f"run.num_train_steps={saved + 5}", hosts=2, **env)
     out = run.communicate(timeout=300)[0]
     assert run.returncode == 0, out
     assert f"restored the checkpoint of step {saved}" in out
     assert f"trained to step {saved + 5}" in out
     assert ["requeue", "4711"] not in calls(folder, "scontrol")
-    steps = [line["step"] for line in read_json_lines(job / "metrics.jsonl")]
+    steps = [line["step"] for line in lines(job / "metrics.jsonl")]
     assert steps == list(range(1, saved + 6))
+
+
+@pytest.mark.slow
+def test_a_host_whose_supervisor_died_is_started_again_and_joins(tmp_path, folder):
+    job = tmp_path / "job"
+    argv, env = job_of_lines(job, ELASTIC="--elastic")
+    run = script(folder, *argv, "run.peer_save_every_steps=50", hosts=2, **env)
+    wait_for(lambda: len(changes_of(job)) == 1, run)
+    (victim,) = [member["pid"] for member in members(job) if member["member"] == 1]
+    os.kill(victim, signal.SIGKILL)
+    wait_for(lambda: len(changes_of(job)) == 3, run)
+    run.send_signal(signal.SIGUSR1)
+    out = run.communicate(timeout=120)[0]
+    assert run.returncode == 0, out
+    start, died, came = changes_of(job)
+    assert (start["members"], died["members"], came["members"]) == ([0, 1], [0], [0, 1])
+    assert (died["kind"], died["who"], came["kind"], came["who"]) == ("died", [1], "came", [1])
+    assert died["source"] == "peers" and died["lost_steps"] <= 50
+    assert "host 1 (127.0.0.1) ended with status 137, try 1 of 20" in out
+    assert ["requeue", "4711"] in calls(folder, "scontrol")
+    saved = max(int(path.name) for path in (job / "checkpoints").iterdir())
+    assert [line["step"] for line in lines(job / "metrics.jsonl")] == list(range(1, saved + 1))
+
+
+def members(job):
+    return [json.loads(path.read_text()) for path in (job / "elastic/members").glob("*.json")]
