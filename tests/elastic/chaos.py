@@ -213,7 +213,9 @@ def judged(folder: Path, chaos: Chaos) -> list[Row]:
     settings, events, ended = chaos.hosts.settings, chaos.done, chaos.end()
     job, whole = settings.job, folder / "undisturbed"
     undisturbed(settings, last_step(job), whole)
-    compared = verdict.verdict(job, whole, peer_steps=PEER_STEPS, disk_steps=DISK_STEPS)
+    compared = verdict.verdict(
+        job, whole, peer_steps=PEER_STEPS, disk_steps=DISK_STEPS, env=settings.env(1)
+    )
     rows = [events_row(events), ended, *compared]
     seconds = seconds_by_part(verdict.changes(job))
     tables = report_lines(rows, events, seconds)

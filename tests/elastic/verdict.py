@@ -28,7 +28,9 @@ EXACT = ("learning_rate", "num_skipped_steps", "num_skipped_in_a_row")
 Lines = Sequence[Mapping[str, Any]]
 
 
-def verdict(job: Path, whole: Path, *, peer_steps: int, disk_steps: int) -> list[Row]:
+def verdict(
+    job: Path, whole: Path, *, peer_steps: int, disk_steps: int, env: Mapping[str, str]
+) -> list[Row]:
     """Returns a row per comparison of two jobs' directories.
 
     Args:
@@ -36,6 +38,7 @@ def verdict(job: Path, whole: Path, *, peer_steps: int, disk_steps: int) -> list
       whole: that nothing happened to.
       peer_steps: the interval of saves in other hosts' memory.
       disk_steps: the interval of saves on disk.
+      env: of a process of the job.
     """
     names = ("metrics.jsonl", "eval_metrics.jsonl")
     (ours, evaluated), (theirs, expected) = (
@@ -44,7 +47,7 @@ def verdict(job: Path, whole: Path, *, peer_steps: int, disk_steps: int) -> list
     return [
         each_step_once(ours), same_losses(ours, theirs),
         same_lost_steps(lines_if_any(job / "metrics.lost.jsonl"), theirs),
-        same_evaluations(evaluated, expected), same_weights(job, whole), examples_once(job),
+        same_evaluations(evaluated, expected), same_weights(job, whole), examples_once(job, env),
         little_lost(changes(job), peer_steps, disk_steps),
     ]
 
@@ -156,13 +159,13 @@ def _values(step_dir: Path) -> dict[str, np.ndarray]:
     }
 
 
-def examples_once(job: Path) -> Row:
+def examples_once(job: Path, env: Mapping[str, str]) -> Row:
     """Returns the row on `python -m praxis_lite.inputs digest --job`: every example, once."""
     row = Row("every example exactly once, in order", 1)
     done = subprocess.run(
         [sys.executable, "-m", "praxis_lite.inputs", "digest", f"--job={job}",
          "--packages=elasticzoo"],
-        capture_output=True, text=True,
+        capture_output=True, text=True, env=env,
     )
     row.figures["the command's last line"] = (done.stdout.splitlines() or [""])[-1]
     if done.returncode:
