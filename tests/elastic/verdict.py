@@ -170,6 +170,8 @@ def examples_once(job: Path, env: Mapping[str, str]) -> Row:
     row.figures["the command's last line"] = (done.stdout.splitlines() or [""])[-1]
     if done.returncode:
         row.failures.append(f"status {done.returncode}: {(done.stdout + done.stderr)[-1000:]}")
+    elif f"\nsteps 1 to {max(steps_of(job), default=0)}: batches" not in f"\n{done.stdout}":
+        row.failures.append(f"not of all steps: {done.stdout[-1000:]}")
     return row
 
 
