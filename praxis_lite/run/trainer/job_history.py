@@ -27,8 +27,11 @@ class LastStepUnsound(ConfigError):
 def lacks_evaluation(
     run: RunConfig, eval_sets: Collection[str], job: JobDir, step: int
 ) -> bool:
-    """Returns True if a job that goes on from a step has yet to evaluate it."""
-    if not evaluates(run, step):
+    """Returns True if a job that goes on from a step has yet to evaluate it.
+
+    The state before the first step, which hosts may hold in memory, is never evaluated.
+    """
+    if not step or not evaluates(run, step):
         return False
     lines = evaluation_lines(job.eval_metrics_jsonl)
     evaluated = {line["dataset"] for line in lines if line["step"] == step}
