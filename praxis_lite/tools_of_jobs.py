@@ -56,4 +56,12 @@ def hooks_of_tools(job: "JobOnMesh") -> "list[Hook]":
     from praxis_lite.tools.utilization.hook import Utilization
 
     non_finite = [NonFinite(job)] if job.run.debug_nans else []
-    return [CompilerWarnings(job), WaitedFor(job), Utilization(job), *non_finite, ProfileTables()]
+    certificates = []
+    if job.run.certify_every_steps is not None and job.partitioner.mesh.size > 1:
+        from praxis_lite.tools.testing.in_flight.hook import Certificates
+
+        certificates = [Certificates(job)]
+    return [
+        *certificates, CompilerWarnings(job), WaitedFor(job), Utilization(job), *non_finite,
+        ProfileTables(),
+    ]

@@ -3,9 +3,9 @@
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from praxis_lite.core.errors import require
+from praxis_lite.core.errors import require, require_choice
 from praxis_lite.run.checkpoints.init.loading_rules import CheckpointLoadingRules
 from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.run.config.former_settings import takes_former_settings
@@ -45,6 +45,12 @@ class RunConfig:
         decode_use_ema_states: decode with the moving averages of `Learner.ema_decay`.
         debug_nans: run a step whose loss or gradient is not finite again, and name the first layer
             with a non-finite output. The loop then waits for each step.
+        certify_every_steps: steps between certificates: the step is made again on a few of its
+            rows, with the devices moved and on another mesh, and all copies of the state are
+            compared (docs/check.md). 500 costs less than 1 %. None: none are made, as on one
+            device.
+        certify_action: after a difference, "stop" saves and ends the job with an error, "report"
+            saves, says it and goes on.
         init_from_checkpoint_rules: by the directory of a job, for weights that do not start at
             random; of two rules that name a weight, the first wins.
         init_from_huggingface: a directory with a model of Hugging Face, which has all weights but
@@ -69,6 +75,8 @@ class RunConfig:
     accept_changed_data: Sequence[str] = ()
     decode_use_ema_states: bool = False
     debug_nans: bool = False
+    certify_every_steps: int | None = None
+    certify_action: Literal["stop", "report"] = "stop"
     init_from_checkpoint_rules: Mapping[str, CheckpointLoadingRules] = dataclasses.field(
         default_factory=dict
     )
@@ -86,6 +94,7 @@ class RunConfig:
                 f"{kind.__name__}: fdl.Config({kind.__name__}, ...)", CHANGE,
             )
         check_trackers(self.trackers)
+        require_choice("run.certify_action", self.certify_action, ("stop", "report"))
         require(
             self.checkpoints.max_to_keep >= 2, "run.checkpoints.max_to_keep",
             self.checkpoints.max_to_keep, "a whole number, 2 or more", CHANGE,

@@ -10,7 +10,7 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.tools.explain.hlo_layers import GRADIENT_OF
 from praxis_lite.tools.testing.certificate import Comparison, FirstDifference, split_axes
 from praxis_lite.tools.testing.check import Check
-from praxis_lite.tools.testing.runs.on_mesh import OnMesh, names_of
+from praxis_lite.tools.testing.runs.on_mesh import Leaves, OnMesh, names_of
 from praxis_lite.tools.testing.runs.states import nudged
 
 OF_TRAINING = ("loss", "metrics", "gradients", "learner", "weights", "slots", "averages",
@@ -102,22 +102,35 @@ def _first_layer(check: Check, mesh: OnMesh, step: int) -> str:
         return ""
     # What is differentiated by hand is a device's share of the loss, with gradients of other sizes.
     by_hand = mesh.partitioner.gradients.num_parts is not None
-    skipped = (*_NO_LAYERS, GRADIENT_OF) if by_hand else _NO_LAYERS
+    layer = first_of_layers(expected, moved, actual, (GRADIENT_OF,) if by_hand else ())
+    return "" if layer.startswith("learner") else layer
+
+
+def first_of_layers(
+    expected: Leaves, moved: Leaves, actual: Leaves, skipped: Sequence[str] = ()
+) -> str:
+    """Returns the first layer in the program whose values differ, or "" if none do.
+
+    Args:
+      expected, actual: of two runs, as `in_float64(by_layer=True)` records them.
+      moved: as `expected`, of weights that are moved by rounding.
+      skipped: layers whose names begin so are passed over.
+    """
     there: dict[str, list[np.ndarray]] = {}
     for key, x in actual.items():
-        there.setdefault(_layer_of_key(key), []).append(x)
+        there.setdefault(layer_of_key(key), []).append(x)
     for key in sorted(expected):
-        layer, x = _layer_of_key(key), expected[key]
-        if not layer or layer.startswith(skipped):
+        layer, x = layer_of_key(key), expected[key]
+        if not layer or layer.startswith((*_NO_LAYERS, *skipped)):
             continue
         moved_by = np.max(np.abs(moved[key] - x), initial=0.0)
         atol = 1e-9 * max(np.max(np.abs(x), initial=0.0), 1e-3) + 1000.0 * moved_by
         candidates = [element for element in there.get(layer, []) if element.shape == x.shape]
         if candidates and not any(np.max(np.abs(one - x)) <= atol for one in candidates):
-            plain = layer.removeprefix(GRADIENT_OF)
-            return "" if plain.startswith("learner") else plain
+            return layer.removeprefix(GRADIENT_OF)
     return ""
 
 
-def _layer_of_key(key: str) -> str:
+def layer_of_key(key: str) -> str:
+    """Returns the layer of a key of `in_float64(by_layer=True)`."""
     return key.split("|", 1)[1]

@@ -11,6 +11,8 @@ Leaves = Mapping[str, np.ndarray]
 EXACT = "the same bits are promised"
 FLOAT64 = "float64: 1e-9 of the leaf, 1000 x what rounding moves"
 RELATIVE, OF_ALL, TIMES_ROUNDING = 1e-9, 1e-12, 1000.0
+OWN_TYPES = "own types: 1e-5 of the leaf, 16 x what rounding moves"
+TIMES_NUDGED = 16.0
 
 
 def exact(mesh: str, what: str, wanted: Leaves, found: Leaves) -> list[Comparison]:
@@ -88,6 +90,37 @@ def in_own_types(
 
     return [
         Comparison(mesh, f"{kind_of(leaf)} as trained", leaf, 0, apart, tolerance(leaf), why)
+        for leaf, apart in differences(wanted, found).items()
+    ]
+
+
+def by_rounding(mesh: str, wanted: Leaves, nudged: Leaves, found: Leaves) -> list[Comparison]:
+    """Returns comparisons of a step in its own types, made again on another mesh.
+
+    Both are off by rounding, which is measured: weights moved by a unit of it move each leaf.
+    A single number may by chance not move at all, so the share by which the most moved leaf moves
+    counts for all.
+
+    Args:
+      wanted: of the job's own mesh; so are `nudged`, with weights moved by a unit of rounding.
+    """
+    moved, scales = differences(wanted, nudged), {k: largest(x) for k, x in wanted.items()}
+    largest_of: dict[str, float] = {}
+    for leaf, scale in scales.items():
+        largest_of[kind_of(leaf)] = max(largest_of.get(kind_of(leaf), 0.0), scale)
+    # But for leaves that are rounding alone.
+    shares = [
+        apart / scales[leaf] for leaf, apart in moved.items()
+        if scales.get(leaf, 0.0) > 1e-4 * largest_of[kind_of(leaf)] and np.isfinite(apart)
+    ]
+    share = 1e-5 + TIMES_NUDGED * max(shares, default=0.0)
+
+    def tolerance(leaf: str) -> float:
+        of_all = 1e-6 * largest_of.get(kind_of(leaf), 0.0)
+        return share * scales.get(leaf, 0.0) + of_all + TIMES_NUDGED * moved.get(leaf, 0.0)
+
+    return [
+        Comparison(mesh, kind_of(leaf), leaf, None, apart, tolerance(leaf), OWN_TYPES)
         for leaf, apart in differences(wanted, found).items()
     ]
 

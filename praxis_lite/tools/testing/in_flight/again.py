@@ -1,0 +1,140 @@
+"""A step made again on a few of its rows: on a mesh, with the job's own weights; compared."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.core.sharding.inputs import GlobalBatch, abstract_global_batch
+from praxis_lite.tools.testing import tolerances
+from praxis_lite.tools.testing.certificate import Comparison, mesh_name
+from praxis_lite.tools.testing.in_flight.measured import MeasuredStep, rounding_of, scalars_of
+from praxis_lite.tools.testing.in_flight.placements import Mover, batch_on
+from praxis_lite.tools.testing.runs.on_mesh import Leaves
+
+PyTree = Any
+MOVED = "devices moved"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A few rows of a step that was made, and all else that their gradients depend on.
+
+    Attributes:
+      state: from which the gradients are taken; it is read alone.
+      batch: the rows, on the job's mesh.
+      key: of the run.
+      salt: by which the projections are drawn.
+    """
+
+    state: TrainState
+    batch: GlobalBatch
+    key: jax.Array
+    salt: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Measures:
+    """The measures of a step's gradients.
+
+    Attributes:
+      leaves: "metrics/loss/value", "metrics/loss/weight", and of each "gradients/PATH" its norm and
+        projections.
+      digests: of each gradient's bits.
+    """
+
+    leaves: Leaves
+    digests: Leaves
+
+
+class Placement:
+    """A task on a mesh, ready to make a step again with weights of the job's own mesh.
+
+    Args:
+      own: the task on the job's mesh, whose weights come.
+      partitioner: the task on a mesh of the same devices; `own` itself for the job's.
+
+    Attributes:
+      name: of the mesh, in words.
+      is_own: True for the job's mesh.
+      rounding: the unit of rounding of what the program computes in; known once it is lowered.
+    """
+
+    def __init__(self, own: Partitioner, partitioner: Partitioner):
+        self.partitioner, self.mesh = partitioner, partitioner.mesh
+        self.name = mesh_name(self.mesh.shape)
+        self._step = MeasuredStep(partitioner)
+        self._move = None if partitioner is own else Mover(own, partitioner)
+        self.is_own = self._move is None
+        self._run: Any = None
+        self.rounding = 0.0
+
+    def lower(self, element_spec: PyTree, scalars: Mapping[str, Any]) -> None:
+        """Traces the program for rows of these shapes; raises what a model refuses."""
+        batch = abstract_global_batch(element_spec, self.mesh)
+        traced = self._step.trace(*self._step.abstract(scalars, batch))
+        platform = self.mesh.devices.flat[0].platform
+        self.rounding = rounding_of(traced.jaxpr, platform)
+        self._run = traced.lower()
+
+    def compile(self) -> jax.stages.Compiled:
+        """Returns the program, compiled; it may be called in another thread."""
+        if isinstance(self._run, jax.stages.Lowered):
+            self._run = self._run.compile()
+            if self._move is not None:
+                self._move.compile()
+        return self._run
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The program before it is compiled, of arguments as of `given`."""
+        return self._step.function
+
+    def given(self, rows: Rows, nudge: float = 0.0) -> tuple:
+        """Returns the arguments of the program: the rows and the weights, on this mesh."""
+        mdl_vars, batch = rows.state.mdl_vars, rows.batch
+        if self._move is not None:
+            mdl_vars, batch = self._move(mdl_vars), batch_on(batch, self.mesh)
+        whole = self.partitioner.replicated
+        scalars, key = jax.device_put((scalars_of(rows.state), rows.key), whole)
+        salt, nudged = jax.device_put((np.uint32(rows.salt), np.float32(nudge)), whole)
+        return mdl_vars, scalars, batch, key, salt, nudged
+
+    def measure(self, rows: Rows, nudge: float = 0.0) -> Measures:
+        """Returns the measures of the rows' gradients on this mesh; waits for the devices.
+
+        Args:
+          nudge: the share of itself by which each weight is moved, up or down.
+        """
+        result = jax.device_get(self.compile()(*self.given(rows, nudge)))
+        value, weight = result["loss"]
+        leaves = {"metrics/loss/value": value, "metrics/loss/weight": weight}
+        leaves |= {f"gradients/{path}": x for path, x in result["measured"].items()}
+        return Measures(leaves, {f"gradients/{path}": x for path, x in result["digests"].items()})
+
+
+def compare_moved(expected: Measures, actual: Measures) -> list[Comparison]:
+    """Returns comparisons of the same program on the same devices in another order, bit by bit."""
+    compared = tolerances.exact(MOVED, "gradients", expected.leaves, actual.leaves)
+    result = []
+    for item in compared:
+        apart = item.difference
+        if item.leaf in expected.digests and not apart:
+            is_same = np.array_equal(expected.digests[item.leaf], actual.digests[item.leaf])
+            # Bits differ whose sums, as floats, do not.
+            unit = float(np.spacing(np.max(np.abs(expected.leaves[item.leaf]))))
+            apart = 0.0 if is_same else unit
+        what = tolerances.kind_of(item.leaf)
+        result.append(dataclasses.replace(item, what=what, difference=apart))
+    return result
+
+
+def compare_meshes(
+    mesh: str, expected: Measures, nudged: Measures, actual: Measures
+) -> list[Comparison]:
+    """Returns comparisons of two programs, which round differently."""
+    return tolerances.by_rounding(mesh, expected.leaves, nudged.leaves, actual.leaves)

@@ -1,0 +1,79 @@
+"""Digests of arrays by the bits of their elements and their places: the same however they lie."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def digest(x: jax.Array, index: jax.Array, counts: jax.Array | None = None) -> jax.Array:
+    """Returns the digest [2], uint32, of some elements of an array.
+
+    Digests of parts add up to that of the whole, modulo 2^32.
+
+    Args:
+      x: the elements.
+      index: of each in the whole array, uint32, of `x`'s shape; see `indices`.
+      counts: False: the element is padding; None: none is.
+    """
+    first = _mixed(_bits(x) ^ _mixed(index * jnp.uint32(0x9E3779B9) + jnp.uint32(0x7F4A7C15)))
+    second = _mixed(first ^ jnp.uint32(0x85EBCA6B))
+    lanes = []
+    for lane in (first, second):
+        kept = lane if counts is None else jnp.where(counts, lane, jnp.uint32(0))
+        lanes.append(jnp.sum(kept, dtype=jnp.uint32))
+    return jnp.stack(lanes)
+
+
+def indices(shape: tuple[int, ...], whole: tuple[int, ...], starts: Any = None) -> jax.Array:
+    """Returns the place of each element of a block in the whole array, as one number modulo 2^32.
+
+    Args:
+      shape: of the block.
+      whole: the array's true shape.
+      starts: of the block along each dim; None: zeros.
+    """
+    result, stride = jnp.zeros(shape, jnp.uint32), 1
+    for dim in reversed(range(len(shape))):
+        along = lax.broadcasted_iota(jnp.uint32, shape, dim)
+        if starts is not None:
+            along = along + jnp.asarray(starts[dim]).astype(jnp.uint32)
+        result = result + along * jnp.uint32(stride % 2**32)
+        stride *= whole[dim]
+    return result
+
+
+def signs(index: jax.Array, salt: jax.Array, number: int) -> jax.Array:
+    """Returns random signs [number, ...], 1.0 and -1.0, a function of the place and the salt."""
+    drawn = _mixed(_mixed(index ^ salt) + salt)
+    bits = jnp.stack([(drawn >> jnp.uint32(7 * k + 1)) & jnp.uint32(1) for k in range(number)])
+    return 1.0 - 2.0 * bits.astype(jnp.float32)
+
+
+def salted(salt: jax.Array, number: int) -> jax.Array:
+    """Returns the salt, a uint32, for the leaf of this number."""
+    return _mixed(salt + jnp.uint32((number + 1) * 0x9E3779B9 % 2**32))
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """Returns numbers of 32 bits whose bits depend on all bits of the given ones (MurmurHash3)."""
+    x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> jnp.uint32(16))
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """Returns the bits of each element as a uint32; of a wider type both halves, mixed."""
+    if x.dtype == jnp.bool_ or x.dtype.itemsize * 8 != _width(x.dtype):
+        return x.astype(jnp.int32).astype(jnp.uint32)
+    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{min(_width(x.dtype), 32)}"))
+    if bits.ndim > x.ndim:
+        bits = _mixed(bits[..., 0].astype(jnp.uint32)) ^ bits[..., 1].astype(jnp.uint32)
+    return bits.astype(jnp.uint32)
+
+
+def _width(dtype: Any) -> int:
+    """Returns how many bits an element has; int4 and its like have fewer than they take."""
+    kind = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo
+    return 8 * dtype.itemsize if jnp.issubdtype(dtype, jnp.complexfloating) else kind(dtype).bits

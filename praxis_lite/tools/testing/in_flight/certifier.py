@@ -1,0 +1,194 @@
+"""The certificates of a job in flight: what is made again, where, and what is compared."""
+
+import concurrent.futures
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.core.sharding.inputs import GlobalBatch, num_rows_of
+from praxis_lite.tools.explain.compiler_warnings import explained_warnings
+from praxis_lite.tools.testing.bisect import REFUSALS
+from praxis_lite.tools.testing.certificate import Comparison
+from praxis_lite.tools.testing.in_flight import again
+from praxis_lite.tools.testing.in_flight.again import Measures, Placement, Rows
+from praxis_lite.tools.testing.in_flight.collectives import are_repeatable
+from praxis_lite.tools.testing.in_flight.measured import scalars_of
+from praxis_lite.tools.testing.in_flight.memory import check_room
+from praxis_lite.tools.testing.in_flight.placements import (
+    chosen_rows,
+    legal_meshes,
+    reordered,
+    rolled,
+    take_rows,
+)
+from praxis_lite.tools.testing.runs.parts import devices_in_turn
+
+PyTree = Any
+Build = Callable[[Mesh], Partitioner]
+_MOST_PARTS = 64  # Of a batch that other devices work on in turn: each is in the program.
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """The comparisons of a certificate, and what a search for a difference goes on from.
+
+    Attributes:
+      comparisons: in the order in which they were made.
+      own, nudged, other: measures on the job's mesh, there with weights moved by rounding, and on
+        another mesh.
+      rows: the last rows that were compared.
+      was_repeated: the meshes differed on the first rows, and were compared on others.
+    """
+
+    comparisons: Sequence[Comparison]
+    own: Measures
+    nudged: Measures
+    other: Measures | None
+    rows: Rows
+    was_repeated: bool
+
+    @property
+    def failed(self) -> list[Comparison]:
+        """The comparisons that failed."""
+        return [x for x in self.comparisons if not x.is_equal]
+
+
+class Certifier:
+    """Makes certificates of a task that trains on a mesh of several devices.
+
+    Args:
+      own: the task on the job's mesh.
+      build: puts it on another mesh.
+      element_spec: the shapes of a batch's rows.
+      seed: of the run.
+
+    Attributes:
+      num_rows: how many rows a certificate is made of.
+      places: the job's mesh, its devices moved, and, if there is a legal one, another mesh.
+      order: of the devices that are moved.
+      is_exact: True if sums between devices do not depend on the devices' places.
+      notes: what cannot be compared, in sentences.
+
+    Raises:
+      ConfigError: the rows cannot be cut.
+    """
+
+    def __init__(self, own: Partitioner, build: Build, element_spec: PyTree, seed: int):
+        self.own, self.build, self.seed = own, build, seed
+        self.notes: list[str] = []
+        size, batch_size = own.mesh.size, num_rows_of(element_spec)
+        # Neighbours stay neighbours, and no device keeps its place.
+        by = 1 + int(np.random.default_rng(seed).integers(size - 1))
+        self.order = rolled(range(size), size, by)
+        moved = build(reordered(own.mesh, self.order))
+        other = self._another_mesh()
+        self.spec, self.num_rows = self._few_rows(element_spec, batch_size, other)
+        partitioners = [own, moved] + ([] if other is None else [other])
+        self.places = [Placement(own, item) for item in partitioners]
+        self._take = take_rows(own.mesh, self.num_rows)
+        self.is_exact = are_repeatable(own.mesh, moved.mesh)
+        self._ready: concurrent.futures.Future | None = None
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "certificates")
+
+    def _another_mesh(self) -> Partitioner | None:
+        """Returns the task on a legal mesh that splits what the job's does not, if there is one."""
+        parts = self.own.gradients.num_parts
+        by_hand = None
+        for item in legal_meshes(self.own.mesh, self.build, REFUSALS):
+            if item.gradients.num_parts == parts:
+                return item
+            by_hand = by_hand or item.mesh
+        if by_hand is not None and parts is not None and parts <= _MOST_PARTS:
+            # Each device's rows are a batch with a key of its own, and there have to be as many.
+            return Partitioner(self.own.task, by_hand, gradients=devices_in_turn(parts))
+        self.notes.append(
+            "There is no other mesh that this job can be computed on, so certificates are of moved "
+            "devices alone."
+        )
+        return None
+
+    def _few_rows(
+        self, spec: PyTree, batch_size: int, other: Partitioner | None
+    ) -> tuple[PyTree, int]:
+        """Returns the shapes of as few rows as give each device work, and how many there are."""
+        in_turn = self.own.task.learner.gradient_accumulation_steps
+        fewest = -(-self.own.mesh.size // in_turn) * in_turn
+        for num_rows in (*range(fewest, batch_size, in_turn), batch_size):
+            few = jax.tree.map(
+                lambda x, n=num_rows: jax.ShapeDtypeStruct((n, *x.shape[1:]) if x.shape else (),
+                                                           x.dtype), spec
+            )
+            try:
+                for item in (self.own, *([] if other is None else [other])):
+                    item.train_step.check_batch(few)
+                return few, num_rows
+            except ConfigError:
+                if num_rows == batch_size:
+                    raise
+        raise AssertionError(batch_size)
+
+    def lower(self, state: TrainState) -> None:
+        """Traces what is made again, for states like this one; raises what a model refuses."""
+        scalars = jax.eval_shape(lambda: scalars_of(state))
+        for item in self.places:
+            item.lower(self.spec, scalars)
+
+    def compile_beside(self) -> None:
+        """Begins to compile what was traced, in a thread beside training."""
+        self._ready = self._thread.submit(self._compile)
+
+    def _compile(self) -> None:
+        # What a mesh reshards at a cost is said of the training step alone.
+        with explained_warnings(lambda warning: None):
+            for item in self.places:
+                item.compile()
+
+    def check_memory(self) -> None:
+        """Waits for the programs; raises OutOfMemory if the devices cannot hold what they make."""
+        self._ready.result()
+        for item in self.places:
+            check_room(item)
+
+    def rows(self, state: TrainState, batch: GlobalBatch, key: jax.Array, step: int,
+             draw: int = 0) -> Rows:
+        """Returns rows of a batch, chosen by the seed, the step and the number of the draw."""
+        seed = (self.seed, step, draw)
+        chosen = chosen_rows(batch, self.num_rows, seed)
+        salt = int(np.random.default_rng(seed).integers(2**32))
+        return Rows(state, self._take(batch, chosen), key, salt)
+
+    def make(self, state: TrainState, batch: GlobalBatch, key: jax.Array, step: int) -> Made:
+        """Returns the comparisons of a step made again; waits for the devices."""
+        own, moved, *others = self.places
+        for draw in itertools.count():
+            rows = self.rows(state, batch, key, step, draw)
+            first, nudged = own.measure(rows), own.measure(rows, own.rounding)
+            second = moved.measure(rows)
+            compared = (
+                again.compare_moved(first, second) if self.is_exact
+                else again.compare_meshes(again.MOVED, first, nudged, second)
+            )
+            is_of_device = any(not x.is_equal for x in compared)
+            third = None
+            for other in others:
+                third = other.measure(rows)
+                compared += again.compare_meshes(other.name, first, nudged, third)
+            made = Made(compared, first, nudged, third, rows, draw > 0)
+            # Where rounding decides between two ways, such as between two experts, a mesh may
+            # take the other one; that it does on other rows too has another cause.
+            if is_of_device or not made.failed or draw:
+                return made
+
+    def close(self) -> None:
+        """Frees the thread; waits for the program that it compiles."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+

@@ -1,0 +1,256 @@
+"""Where a difference has its cause: the device, or the axis and the layer of the program."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from praxis_lite.core.partitioner.train_state import StateLayout
+from praxis_lite.tools.testing import tolerances
+from praxis_lite.tools.testing.bisect import REFUSALS, layer_of
+from praxis_lite.tools.testing.certificate import Comparison, mesh_name, split_axes
+from praxis_lite.tools.testing.in_flight import again, layers
+from praxis_lite.tools.testing.in_flight.again import Measures, Placement
+from praxis_lite.tools.testing.in_flight.certifier import Certifier, Made
+from praxis_lite.tools.testing.in_flight.measured import scalars_of
+from praxis_lite.tools.testing.in_flight.placements import reordered, reshaped, rolled
+from praxis_lite.tools.testing.in_flight.state_digests import Stale
+
+DEVICE, PROGRAM = "device", "program"
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """A difference that a certificate found.
+
+    Attributes:
+      cause: "device" or "program".
+      what: the kind of thing that differs: "replicas", "restored state", "gradients", "loss".
+      device: in words, with its process; "" if the cause is the program, or it cannot be told.
+      axis: of the mesh, joined by "+": those along which copies differ, or that must be split for
+        it to be seen; of a device that computes wrongly its place along each. "" if none is.
+      layer: the path of the first layer that differs; "" if none can be told.
+      leaf: the path of the array that differs most there.
+      mesh: in words, on which it differs.
+      difference, tolerance: of that leaf.
+    """
+
+    cause: str
+    what: str
+    device: str
+    axis: str
+    layer: str
+    leaf: str
+    mesh: str
+    difference: float = 1.0
+    tolerance: float = 0.0
+
+    def __str__(self) -> str:
+        where = f"layer {self.layer or 'unknown'}, leaf {self.leaf}"
+        place = self.device or ("a device" if self.cause == DEVICE else "the program")
+        axis = f", axis {self.axis}" if self.axis else ""
+        return (
+            f"{self.what}: {place}{axis}, {where}; mesh {self.mesh}; differs by "
+            f"{self.difference:.3g}, tolerance {self.tolerance:.3g}"
+        )
+
+
+def device_text(mesh: Mesh, places: Iterable[int]) -> str:
+    """Returns devices in words, by their places in the mesh's order."""
+    devices = mesh.devices.reshape(-1)
+    return " and ".join(
+        f"device {devices[i].id} ({devices[i].device_kind}) of process {devices[i].process_index}"
+        for i in places
+    )
+
+
+def place_text(mesh: Mesh, place: int) -> str:
+    """Returns the place of a device along each axis with several, "data 3, mdl 1"."""
+    where = np.unravel_index(place, mesh.devices.shape)
+    return ", ".join(
+        f"{axis} {int(i)}" for axis, i in zip(mesh.axis_names, where, strict=True)
+        if mesh.shape[axis] > 1
+    )
+
+
+def of_copies(layout: StateLayout, mesh: Mesh, stale: Stale) -> Difference:
+    """Returns the difference of an array whose copies on several devices are not the same."""
+    return Difference(
+        DEVICE, "replicas", device_text(mesh, stale.places), "+".join(stale.axes),
+        layer_of_leaf(layout, stale.leaf), stale.leaf, mesh_name(mesh.shape),
+    )
+
+
+def of_restored(
+    layout: StateLayout, mesh: Mesh, leaf: str, places: Sequence[int]
+) -> Difference:
+    """Returns the difference of an array that is not the one that was saved.
+
+    Args:
+      places: of the devices that hold something else than when it was saved; none if the mesh is
+        another one.
+    """
+    axes = "+".join(split_axes(mesh.shape))
+    return Difference(
+        DEVICE, "restored state", device_text(mesh, places), axes, layer_of_leaf(layout, leaf),
+        leaf, mesh_name(mesh.shape),
+    )
+
+
+def layer_of_leaf(layout: StateLayout, leaf: str) -> str:
+    """Returns the layer of an array of a state, or of a gradient."""
+    start = "mdl_vars/params/"
+    paths = [x.path.removeprefix(start) for x in layout.leaves() if x.path.startswith(start)]
+    return layer_of(leaf, paths)
+
+
+class Search:
+    """Looks for the cause of what a certificate found, by making the step again elsewhere.
+
+    Args:
+      certifier: of the job.
+      made: the certificate.
+    """
+
+    def __init__(self, certifier: Certifier, made: Made):
+        self._certifier, self._made, self._rows = certifier, made, made.rows
+        self._own, self._mesh = certifier.places[0], certifier.own.mesh
+        self._layout = certifier.own.layout
+
+    def difference(self) -> Difference:
+        """Returns the first difference of the certificate, with its cause."""
+        moved = [x for x in self._made.failed if x.mesh == again.MOVED]
+        return self._of_device(moved) if moved else self._of_program(self._made.failed)
+
+    # A device: what it computes goes where it goes.
+
+    def _of_device(self, failed: Sequence[Comparison]) -> Difference:
+        places = self._wrong_places()
+        order = rolled(places[:1] + self._others(places)[:1], self._mesh.size)
+        layer = self._tried(
+            lambda: layers.first_layer_moved(self._own, self._placed(order), self._rows)
+        )
+        leaf = self._leaf(failed, layer)
+        axis = place_text(self._mesh, places[0]) if len(places) == 1 else ""
+        return Difference(
+            DEVICE, leaf.what, device_text(self._mesh, places), axis,
+            layer or layer_of_leaf(self._layout, leaf.leaf), leaf.leaf,
+            mesh_name(self._mesh.shape), leaf.difference, leaf.tolerance,
+        )
+
+    def _others(self, places: Sequence[int]) -> list[int]:
+        return [x for x in range(self._mesh.size) if x not in places]
+
+    def _wrong_places(self) -> list[int]:
+        """Returns the places of the devices that compute something else than the others.
+
+        What a device computes wrongly moves with it: devices that change places among themselves
+        change the result if one of them is wrong. All places, if the devices do not give the same
+        twice where they are.
+        """
+        every = list(range(self._mesh.size))
+        if self._differs(every[:0]):
+            return every
+        right: list[int] = []
+
+        def suspects(places: list[int]) -> list[int]:
+            if len(places) > 1 and not self._differs(places):
+                right.extend(places)
+                return []
+            if len(places) <= 1:
+                return places
+            middle = len(places) // 2
+            return suspects(places[:middle]) + suspects(places[middle:])
+
+        alone = suspects(every)
+        if not right:
+            pairs = itertools.combinations(alone, 2)
+            right = next((list(pair) for pair in pairs if not self._differs(list(pair))), [])
+        if not right:
+            return alone
+        return [x for x in alone if x not in right and self._differs([x, right[0]])] or alone
+
+    def _differs(self, places: list[int]) -> bool:
+        """Returns True if the result is another one with the devices at these places moved round.
+
+        Without places the devices stay where they are.
+        """
+        place = self._placed(rolled(places, self._mesh.size)) if places else self._own
+        expected, actual = self._made.own, place.measure(self._rows)
+        if self._certifier.is_exact:
+            compared = again.compare_moved(expected, actual)
+        else:
+            compared = again.compare_meshes(again.MOVED, expected, self._made.nudged, actual)
+        return any(not x.is_equal for x in compared)
+
+    def _placed(self, order: Sequence[int]) -> Placement:
+        return self._on(reordered(self._mesh, order))
+
+    def _on(self, mesh: Mesh) -> Placement:
+        certifier = self._certifier
+        place = Placement(certifier.own, certifier.build(mesh))
+        place.lower(certifier.spec, scalars_of(self._rows.state))
+        return place
+
+    # The program: another mesh says so, and the meshes that split one axis say which.
+
+    def _of_program(self, failed: Sequence[Comparison]) -> Difference:
+        other = self._certifier.places[-1]
+        axes = self._axes()
+        layer = self._tried(
+            lambda: layers.first_layer_of_mesh(other, self._own, self._rows)
+        )
+        leaf = self._leaf(failed, layer)
+        return Difference(
+            PROGRAM, leaf.what, "", "+".join(axes),
+            layer or layer_of_leaf(self._layout, leaf.leaf), leaf.leaf,
+            mesh_name(self._mesh.shape), leaf.difference, leaf.tolerance,
+        )
+
+    def _axes(self) -> list[str]:
+        """Returns the axes of the job's mesh that alone, with all devices along them, differ."""
+        own = split_axes(self._mesh.shape)
+        if len(own) == 1:
+            return list(own)
+        wrong = []
+        for axis in own:
+            shape = [self._mesh.size if x == axis else 1 for x in self._mesh.axis_names]
+            try:
+                actual = self._on(reshaped(self._mesh, shape)).measure(self._rows)
+            except REFUSALS:
+                continue
+            if self._is_wrong(actual):
+                wrong.append(axis)
+        return wrong or list(own)
+
+    def _is_wrong(self, actual: Measures) -> bool:
+        """Returns True if measures are not those of the other mesh."""
+        made = self._made
+        # How much rounding moves is known of the job's own mesh.
+        by = {k: x - made.own.leaves[k] for k, x in made.nudged.leaves.items()}
+        nudged = {k: x + by[k] for k, x in made.other.leaves.items()}
+        compared = tolerances.by_rounding("", made.other.leaves, nudged, actual.leaves)
+        return any(not x.is_equal for x in compared)
+
+    def _leaf(self, failed: Sequence[Comparison], layer: str) -> Comparison:
+        here = [x for x in failed if layer and f"/{layer}/" in f"/{x.leaf}/"]
+        first = [x for x in failed if x.what == failed[0].what]
+        return max(here or first, key=lambda item: (item.share, item.difference))
+
+    def _tried(self, find: Any) -> str:
+        try:
+            return find()
+        except REFUSALS:  # What a layer computes cannot be looked at; the leaf says enough.
+            return ""
+
+
+def as_json(difference: Difference | None) -> Mapping[str, Any] | None:
+    """Returns a difference as values for JSON."""
+    if difference is None:
+        return None
+    fields = dataclasses.asdict(difference)
+    return {k: str(x) if isinstance(x, float) and not np.isfinite(x) else x
+            for k, x in fields.items()}

@@ -1,0 +1,243 @@
+"""When a job that trains is certified, and what follows a difference (run.certify_every_steps)."""
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from praxis_lite.core.errors import ConfigError, OutOfMemory
+from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.inputs.base import TRAIN
+from praxis_lite.run.goodput.kinds import COMPILE
+from praxis_lite.run.job import processes
+from praxis_lite.run.trainer.hooks.hook import Hook, StepMade
+from praxis_lite.run.trainer.hooks.loop import Loop
+from praxis_lite.run.trainer.job_on_mesh import JobOnMesh, partitioner_on
+from praxis_lite.run.trainer.metrics.json_lines import append_lines
+from praxis_lite.tools.testing.certificate import Comparison
+from praxis_lite.tools.testing.in_flight.certifier import Certifier, Made
+from praxis_lite.tools.testing.in_flight.diagnosis import (
+    Difference,
+    Search,
+    as_json,
+    of_copies,
+    of_restored,
+)
+from praxis_lite.tools.testing.in_flight.state_digests import Digests, StateDigests, differing
+
+
+class NotCertified(ConfigError):
+    """A job in flight is not what it should be: a certificate found a difference."""
+
+    exit_status = 4
+
+
+class Certificates(Hook):
+    """Makes a step again every so many steps, and compares all copies of the state.
+
+    Digests of the state lie beside each checkpoint, and are compared when it is restored, on
+    whatever mesh.
+    """
+
+    def __init__(self, job: JobOnMesh):
+        self._job, self.every = job, job.run.certify_every_steps
+        partitioner = job.partitioner
+        self._layout, self._mesh = partitioner.layout, partitioner.mesh
+        self._digests_of = StateDigests(self._layout, self._mesh)
+        self._digests: Digests | None = None
+        self._certifier: Certifier | None = None
+        self._saved: Mapping[str, Any] | None = None
+        self._step, self._has_room, self._waited = 0, False, 0.0
+        self._error: str | None = None
+
+    # At the start.
+
+    def restore(self, saved: Any) -> None:
+        self._saved = saved
+
+    def before_training(self, loop: Loop, state: TrainState) -> None:
+        self._loop = loop
+        with loop.timeline.clock.during(COMPILE):
+            self._digests_of.compile()
+        # A save without a step of its own between two certificates has older digests.
+        if self._saved and self._saved["step"] == loop.first_step:
+            began = time.perf_counter()
+            self._digests, self._step = self._digests_of(state), loop.first_step
+            found = [*self._of_copies(), *self._of_restored(self._saved)]
+            self._record(loop.first_step, began, found, number=2 * len(self._digests.by_leaf))
+            if found:
+                # What was read is not what was saved: nothing of it is to be saved again.
+                raise NotCertified(
+                    f"The state of step {loop.first_step} is not the one that was saved. "
+                    f"{found[0]}. Nothing was trained. Take that device out, or launch again: the "
+                    "checkpoint is read anew."
+                )
+        self._prepare(state)
+
+    def _prepare(self, state: TrainState) -> None:
+        job, loop = self._job, self._loop
+        spec = job.datasets[TRAIN].element_spec()
+        with loop.timeline.clock.during(COMPILE):
+            try:
+                self._certifier = Certifier(
+                    job.partitioner, lambda mesh: partitioner_on(job.job, mesh), spec, job.run.seed
+                )
+                self._certifier.lower(state)
+            except ConfigError as error:
+                self._certifier = None
+                loop.note(
+                    f"WARNING: no step can be made again for run.certify_every_steps: {error} "
+                    "Copies of the state are compared all the same."
+                )
+                return
+        for note in self._certifier.notes:
+            loop.note(f"note: {note}")
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        yield
+        if self._certifier is not None:
+            self._certifier.compile_beside()
+
+    # Between steps.
+
+    def is_due(self, step: int, is_last: bool) -> bool:
+        # What is saved has digests: `Saves` asks the same.
+        loop, every = self._loop, self._job.run.checkpoints.every_steps
+        return (
+            is_last or step % self.every == 0 or (every is not None and step % every == 0)
+            or loop.consensus.save_is_due or loop.checkpoints.retry_is_due()
+        )
+
+    def after_step(self, made: StepMade) -> str | None:
+        began, loop = time.perf_counter(), self._loop
+        with loop.watchdog.during(f"certifying step {made.step}"):
+            self._digests, self._step = self._digests_of(made.state), made.step
+            found = self._of_copies()
+            if made.step % self.every and not found:
+                return None
+            again = None if found else self._made_again(made)
+            if again is not None and again.failed:
+                loop.note(f"step {made.step} is not certified; looking for the cause")
+                found = [Search(self._certifier, again).difference()]
+            found = self._agreed(made.step, found)
+            self._record(made.step, began + self._waited, found, again)
+            self._waited = 0.0
+        if not found:
+            return None
+        return self._act(made.step, found[0])
+
+    def _made_again(self, made: StepMade) -> Made | None:
+        if self._certifier is None:
+            return None
+        if not self._has_room:
+            self._has_room = True
+            if lack := self._lack_of_memory():
+                self._loop.note(
+                    f"WARNING: no step can be made again for run.certify_every_steps: {lack} "
+                    "Copies of the state are compared all the same."
+                )
+                self._certifier.close()
+                self._certifier = None
+                return None
+        return self._certifier.make(made.state, made.batch, made.key, made.step)
+
+    def _lack_of_memory(self) -> str:
+        """Returns why a process's devices cannot hold what is made again, or ""; all alike."""
+        lack, began = "", time.perf_counter()
+        with self._loop.timeline.clock.during(COMPILE):
+            try:
+                self._certifier.check_memory()
+            except OutOfMemory as error:
+                lack = str(error)
+        self._waited = time.perf_counter() - began
+        return next(filter(None, processes.exchange("room for certificates", lack)), "")
+
+    def _agreed(self, step: int, found: Sequence[Any]) -> list[Any]:
+        """Returns what the first process that found a difference found, on all processes."""
+        # A device that computes wrongly may tell each process something else.
+        own = json.dumps(as_json(found[0])) if found else ""
+        texts = processes.exchange("certificate", own)
+        first = next(filter(None, texts), "")
+        return [Difference(**json.loads(first))] if first else []
+
+    def _of_copies(self) -> list[Difference]:
+        return [of_copies(self._layout, self._mesh, x) for x in self._digests.stale()]
+
+    def _of_restored(self, saved: Mapping[str, Any]) -> list[Difference]:
+        wrong = differing(saved["leaves"], self._digests.by_leaf)
+        is_same_mesh = saved["mesh"] == _shape(self._mesh)
+        places = differing(
+            dict(enumerate(saved["places"])), dict(enumerate(self._digests.by_place()))
+        ) if is_same_mesh else []
+        return [of_restored(self._layout, self._mesh, leaf, places) for leaf in wrong]
+
+    def _act(self, step: int, difference: Difference) -> str | None:
+        self._loop.note(f"WARNING: step {step} is NOT CERTIFIED: {difference}")
+        if self._job.run.certify_action == "report":
+            # The state is there to be looked at, whatever comes.
+            self._loop.consensus.save_is_due = True
+            return None
+        self._error = f"Step {step} is not certified. {difference}."
+        return "a certificate found a difference"
+
+    # What is kept.
+
+    def to_save(self) -> Any:
+        digests = self._digests
+        return None if digests is None else {
+            "step": self._step, "state": digests.of_state, "leaves": digests.by_leaf,
+            "places": digests.by_place(), "mesh": _shape(self._mesh),
+        }
+
+    def _record(
+        self, step: int, began: float, found: Sequence[Difference], made: Made | None = None,
+        number: int | None = None,
+    ) -> None:
+        if not self._loop.is_first:
+            return
+        comparisons: Sequence[Comparison] = [] if made is None else made.comparisons
+        closest = max(comparisons, key=lambda x: x.share, default=None)
+        append_lines(self._job.files.certificates_jsonl, [{
+            "step": step, "time": time.time(),
+            "rows": 0 if made is None else self._certifier.num_rows,
+            "meshes": self._meshes(made),
+            "certified": not found,
+            "num_comparisons": len(comparisons) + (number or len(self._digests.by_leaf)),
+            "closest": None if closest is None else {
+                "leaf": closest.leaf, "share": closest.share, "mesh": closest.mesh,
+            },
+            "repeated": made is not None and made.was_repeated,
+            "seconds": time.perf_counter() - began,
+            "state_digest": self._digests.of_state,
+            "difference": as_json(found[0] if found else None),
+        }])
+
+    def _meshes(self, made: Made | None) -> dict[str, Any]:
+        meshes: dict[str, Any] = {"own": _shape(self._mesh)}
+        if made is not None:
+            meshes["moved"] = {"order": self._certifier.order, "exact": self._certifier.is_exact}
+            for other in self._certifier.places[2:]:
+                meshes["other"] = _shape(other.mesh)
+        return meshes
+
+    # At the end.
+
+    def after_training(self, step: int) -> None:
+        if self._error is not None:
+            with self._loop.watchdog.during("saving"):
+                self._loop.checkpoints.wait()
+            raise NotCertified(
+                f"{self._error} The state is saved, and training has ended. See "
+                f"{self._job.files.certificates_jsonl}. Take the device out, or mend the program "
+                "(--mode=check says more); run.certify_action=report goes on in spite of it."
+            )
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._certifier is not None:
+            self._certifier.close()
+
+
+def _shape(mesh: Any) -> dict[str, int]:
+    return {axis: int(size) for axis, size in mesh.shape.items()}
