@@ -9,11 +9,11 @@ import numpy as np
 
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import TrainState
-from praxis_lite.core.sharding.inputs import GlobalBatch, abstract_global_batch
+from praxis_lite.core.sharding.inputs import GlobalBatch, abstract_global_batch, replicated_key
 from praxis_lite.tools.testing import tolerances
 from praxis_lite.tools.testing.certificate import Comparison, mesh_name
 from praxis_lite.tools.testing.in_flight.measured import MeasuredStep, rounding_of, scalars_of
-from praxis_lite.tools.testing.in_flight.placements import Mover, batch_on
+from praxis_lite.tools.testing.in_flight.placements import mover_of_batches, mover_of_weights
 from praxis_lite.tools.testing.runs.on_mesh import Leaves
 
 PyTree = Any
@@ -68,8 +68,9 @@ class Placement:
         self.partitioner, self.mesh = partitioner, partitioner.mesh
         self.name = mesh_name(self.mesh.shape)
         self._step = MeasuredStep(partitioner)
-        self._move = None if partitioner is own else Mover(own, partitioner)
-        self.is_own = self._move is None
+        self.is_own, self._own_mesh = partitioner is own, own.mesh
+        self._move_weights = None if self.is_own else mover_of_weights(own, partitioner)
+        self._move_batch: Any = None
         self._run: Any = None
         self.rounding = 0.0
 
@@ -80,13 +81,16 @@ class Placement:
         platform = self.mesh.devices.flat[0].platform
         self.rounding = rounding_of(traced.jaxpr, platform)
         self._run = traced.lower()
+        if not self.is_own:
+            self._move_batch = mover_of_batches(batch, self._own_mesh, self.mesh)
 
     def compile(self) -> jax.stages.Compiled:
         """Returns the program, compiled; it may be called in another thread."""
         if isinstance(self._run, jax.stages.Lowered):
             self._run = self._run.compile()
-            if self._move is not None:
-                self._move.compile()
+            if not self.is_own:
+                self._move_weights.compile()
+                self._move_batch.compile()
         return self._run
 
     @property
@@ -97,12 +101,13 @@ class Placement:
     def given(self, rows: Rows, nudge: float = 0.0) -> tuple:
         """Returns the arguments of the program: the rows and the weights, on this mesh."""
         mdl_vars, batch = rows.state.mdl_vars, rows.batch
-        if self._move is not None:
-            mdl_vars, batch = self._move(mdl_vars), batch_on(batch, self.mesh)
-        whole = self.partitioner.replicated
-        scalars, key = jax.device_put((scalars_of(rows.state), rows.key), whole)
-        salt, nudged = jax.device_put((np.uint32(rows.salt), np.float32(nudge)), whole)
-        return mdl_vars, scalars, batch, key, salt, nudged
+        if not self.is_own:
+            mdl_vars, batch = self._move_weights(mdl_vars), self._move_batch(batch)
+        # Devices of other processes take arrays of NumPy alone.
+        numbers = scalars_of(rows.state), np.uint32(rows.salt), np.float32(nudge)
+        numbers = jax.tree.map(np.asarray, numbers)
+        scalars, salt, nudge = jax.device_put(numbers, self.partitioner.replicated)
+        return mdl_vars, scalars, batch, replicated_key(rows.key, self.mesh), salt, nudge
 
     def measure(self, rows: Rows, nudge: float = 0.0) -> Measures:
         """Returns the measures of the rows' gradients on this mesh; waits for the devices.

@@ -78,39 +78,62 @@ def legal_meshes(
 
 
 class Mover:
-    """Weights of a mesh, put on another mesh of the same devices, padded for that.
+    """Arrays of a mesh, put on another mesh of the same devices, padded for that.
+
+    The other mesh has the devices in the same order, or the same shape.
 
     Args:
-      source, target: of the weights; the target's devices may be in another order.
+      source, target: the layouts of the arrays on either.
+      mesh, target_mesh: the meshes.
     """
 
-    def __init__(self, source: Partitioner, target: Partitioner):
-        of_source, of_target = (x.layout.select("mdl_vars") for x in (source, target))
-        self._shardings = of_target.shardings(target.mesh)
-        # Programs have one order of devices: what changes it comes after.
-        self._is_reordered = list(source.mesh.devices.flat) != list(target.mesh.devices.flat)
-        of_order = target.mesh
-        if self._is_reordered:
-            devices = source.mesh.devices.reshape(target.mesh.devices.shape)
-            of_order = Mesh(devices, target.mesh.axis_names, axis_types=target.mesh.axis_types)
-        self._jitted = None
-        if dict(source.mesh.shape) != dict(target.mesh.shape):
-            self._jitted = jax.jit(
-                lambda tree: of_target.pad(of_source.unpad(tree)),
-                in_shardings=(of_source.shardings(source.mesh),),
-                out_shardings=of_target.shardings(of_order),
-            )
-        self._abstract = of_source.abstract(source.mesh)
+    def __init__(self, source: StateLayout, mesh: Mesh, target: StateLayout, target_mesh: Mesh):
+        self._shardings = target.shardings(target_mesh)
+        self._is_reordered = list(mesh.devices.flat) != list(target_mesh.devices.flat)
+        move = _sent(mesh, target_mesh, target.specs) if self._is_reordered else (
+            lambda tree: target.pad(source.unpad(tree))
+        )
+        given = self._shardings if self._is_reordered else source.shardings(mesh)
+        self._run = jax.jit(move, in_shardings=(given,), out_shardings=self._shardings)
+        self._abstract = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            source.padded_shapes, given,
+        )
 
     def compile(self) -> None:
-        """Compiles what moves the weights, before it is called."""
-        if self._jitted is not None:
-            self._jitted = self._jitted.lower(self._abstract).compile()
+        """Compiles what moves the arrays, before it is called."""
+        self._run = self._run.lower(self._abstract).compile()
 
-    def __call__(self, mdl_vars: PyTree) -> PyTree:
-        if self._jitted is not None:
-            mdl_vars = self._jitted(mdl_vars)
-        return jax.device_put(mdl_vars, self._shardings) if self._is_reordered else mdl_vars
+    def __call__(self, tree: PyTree) -> PyTree:
+        if self._is_reordered:
+            tree = jax.tree.map(_as_they_lie, tree, self._shardings)
+        return self._run(tree)
+
+
+def _as_they_lie(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Returns the blocks that devices hold as blocks of another array: the places have changed."""
+    blocks = [shard.data for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, blocks)
+
+
+def _sent(mesh: Mesh, target: Mesh, specs: PyTree) -> Callable[[PyTree], PyTree]:
+    """Returns a function that sends each block to the device that now has its place.
+
+    `jax.device_put` does it too, but XLA warns of it where devices are of several processes.
+    """
+    place_of = {device: place for place, device in enumerate(target.devices.flat)}
+    pairs = [(place_of[device], place) for place, device in enumerate(mesh.devices.flat)]
+
+    def send(x: jax.Array) -> jax.Array:
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            sent = jax.lax.ppermute(jax.random.key_data(x), target.axis_names, pairs)
+            return jax.random.wrap_key_data(sent, impl=jax.random.key_impl(x))
+        return jax.lax.ppermute(x, target.axis_names, pairs)
+
+    return jax.shard_map(
+        lambda tree: jax.tree.map(send, tree), mesh=target, in_specs=(specs,), out_specs=specs,
+        check_vma=False,
+    )
 
 
 def chosen_rows(batch: GlobalBatch, num_rows: int, seed: Sequence[int]) -> np.ndarray:
@@ -136,9 +159,20 @@ def take_rows(mesh: Mesh, num_rows: int) -> Callable[[GlobalBatch, Any], PyTree]
     return jax.jit(taken)
 
 
-def batch_on(batch: GlobalBatch, mesh: Mesh) -> GlobalBatch:
-    """Returns a batch on another mesh of the same devices, each row by its place in the order."""
-    shardings = jax.tree.map(
-        lambda x: NamedSharding(mesh, batch_spec(x.ndim, mesh.axis_names)), batch
-    )
-    return jax.device_put(batch, shardings)
+def mover_of_batches(batch: GlobalBatch, mesh: Mesh, target: Mesh) -> Mover:
+    """Returns what puts batches of these shapes on another mesh of the same devices."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    layouts = [
+        StateLayout(
+            shapes, jax.tree.map(lambda x, at=at: batch_spec(x.ndim, at.axis_names), shapes),
+            dict(at.shape),
+        )
+        for at in (mesh, target)
+    ]
+    return Mover(layouts[0], mesh, layouts[1], target)
+
+
+def mover_of_weights(source: Partitioner, target: Partitioner) -> Mover:
+    """Returns what puts weights on the mesh of another partitioner of the same devices."""
+    layouts = [item.layout.select("mdl_vars") for item in (source, target)]
+    return Mover(layouts[0], source.mesh, layouts[1], target.mesh)

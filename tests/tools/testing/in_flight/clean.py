@@ -1,0 +1,102 @@
+"""Certifies jobs without a fault, many times, and counts alarms; a launch goes on where one ended.
+
+python -m tests.tools.testing.in_flight.clean --file=FILE [--each=350] [--passes=3]
+"""
+
+import argparse
+import collections
+import json
+import math
+import random
+import sys
+import time
+from pathlib import Path
+
+from praxis_lite.core import simulate_devices
+
+# Meshes of 8 devices by the number of axes; those that an experiment refuses are passed over.
+_SHAPES = {
+    1: [(8,), (4,), (6,)], 2: [(2, 4), (8, 1), (4, 2), (1, 8), (3, 2)],
+    3: [(1, 4, 2), (2, 2, 2), (1, 8, 1), (1, 1, 8), (1, 2, 4), (1, 7, 1), (1, 3, 2)],
+    4: [(1, 2, 2, 2), (2, 2, 1, 2), (1, 4, 1, 2), (1, 2, 1, 4)],
+}
+
+
+def certify(name: str, shape: tuple[int, ...], number: int, seed: int, file: Path) -> None:
+    """Makes certificates of an experiment on a mesh; a step and other rows for each few."""
+    import jax
+
+    from tests.tools.testing.in_flight.planted import Job
+
+    job = Job(name, shape, seed=seed)
+    certifier = job.certifier()
+    with file.open("a") as lines:
+        for index in range(number):
+            if index % 4 == 0:
+                job.train()
+            began = time.monotonic()
+            made = certifier.make(job.state, job.batch, job.key, 1000 * job.step + index)
+            closest = max(made.comparisons, key=lambda x: x.share)
+            print(json.dumps({
+                "experiment": name, "mesh": shape, "other": certifier.places[-1].name,
+                "step": job.step, "alarm": str(made.failed[0]) if made.failed else "",
+                "repeated": made.was_repeated, "share": closest.share, "leaf": closest.leaf,
+                "exact": certifier.is_exact, "rounding": certifier.places[0].rounding,
+                "seconds": time.monotonic() - began,
+            }), file=lines, flush=True)
+    certifier.close()
+    jax.clear_caches()
+
+
+def summary(file: Path) -> str:
+    """Returns how many certificates there are, of how many experiments, and the alarms."""
+    lines = [json.loads(x) for x in file.read_text().splitlines()] if file.exists() else []
+    lines = [x for x in lines if "alarm" in x]
+    alarms = [x for x in lines if x["alarm"]]
+    repeated = sum(x["repeated"] for x in lines)
+    experiments = len({x["experiment"] for x in lines})
+    closest = max((x["share"] for x in lines if not x["repeated"]), default=0.0)
+    return (
+        f"{len(lines):,} clean certificates of {experiments} experiments: {len(alarms)} alarms, "
+        f"{repeated} made on other rows too, nearest to a tolerance {closest:.3f}"
+    )
+
+
+def main() -> int:
+    """Returns 1 if there was an alarm."""
+    parser = argparse.ArgumentParser(prog="python -m tests.tools.testing.in_flight.clean")
+    parser.add_argument("--file", type=Path, required=True)
+    parser.add_argument("--each", type=int, default=350)
+    parser.add_argument("--passes", type=int, default=1)
+    parser.add_argument("-k", default="", help="only experiments with this in their name")
+    args = parser.parse_args()
+    simulate_devices(8)
+    from praxis_lite.run.experiment.registry import get_experiment, list_experiments
+    from praxis_lite.tools.explain.compiler_warnings import explained_warnings
+
+    names = [name for name in sorted(list_experiments()) if args.k in name]
+    done = collections.Counter()
+    if args.file.exists():
+        for text in args.file.read_text().splitlines():
+            line = json.loads(text)
+            done[line["experiment"], line.get("pass", 0)] += 1
+    for turn in range(args.passes):
+        random.Random(turn).shuffle(names)
+        for name in names:
+            rng = random.Random(f"{name}/{turn}")
+            shapes = _SHAPES[len(get_experiment(name)().config().mesh.axis_names)]
+            shape = rng.choice([x for x in shapes if math.prod(x) <= 8])
+            if done[name, 0] >= (turn + 1) * args.each:
+                continue
+            print(f"{name} on {shape}", flush=True)
+            try:
+                with explained_warnings(lambda warning: None):
+                    certify(name, shape, args.each, turn, args.file)
+            except Exception as error:
+                print(f"  left out: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            print(summary(args.file), flush=True)
+    return int(" 0 alarms" not in summary(args.file))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

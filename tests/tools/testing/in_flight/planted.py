@@ -1,0 +1,208 @@
+"""Faults to plant in a job: a device that computes wrongly, copies that drift, a stale leaf."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from unittest import mock
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from praxis_lite import MeshConfig
+from praxis_lite.core.partitioner.task_on_mesh import TaskOnMesh
+from praxis_lite.core.sharding.mesh import make_mesh
+from praxis_lite.inputs import InMemory
+from praxis_lite.inputs.base import TRAIN
+from praxis_lite.models import FunctionModel
+from praxis_lite.run.config.build import build
+from praxis_lite.run.experiment.registry import get_experiment
+from praxis_lite.run.trainer.job_on_mesh import partitioner_on
+from praxis_lite.tools.testing.in_flight.certifier import Certifier
+from praxis_lite.tools.testing.parts.data import folded
+from praxis_lite.tools.testing.shrink import shrunk
+from tests.tools.testing import tiny
+
+# Elements of the wide layer, over which a device that is wrong in 1 of 10,000 is to be found.
+HIDDEN, CLASSES, ROWS = 16_384, 3, 8
+
+
+@dataclasses.dataclass
+class BadDevice:
+    """A device whose products have their last bit wrong in an element of 10,000.
+
+    Attributes:
+      id: of the device, or None: none is bad.
+      layer: "first" or "last".
+      bit: that is turned, from the last.
+    """
+
+    id: int | None = None
+    layer: str = "first"
+    bit: int = 0
+
+
+BAD = BadDevice()
+_traced: list[jax.sharding.Mesh] = []
+
+
+def _is_bad_here(layer: str) -> jax.Array:
+    """Returns True on the bad device: a program knows places, and the mesh who is there."""
+    mesh = _traced[-1]
+    is_bad = [d.id == BAD.id and layer == BAD.layer for d in mesh.devices.flat]
+    return jnp.asarray(is_bad)[jax.lax.axis_index(mesh.axis_names)]
+
+
+def _turned(y: jax.Array, layer: str) -> jax.Array:
+    index = jax.lax.broadcasted_iota(jnp.uint32, (y.size,), 0).reshape(y.shape)
+    is_hit = (index % jnp.uint32(10_000) == 1234 % max(y.size, 1)) & _is_bad_here(layer)
+    bits = jax.lax.bitcast_convert_type(y, jnp.uint32)
+    return jax.lax.bitcast_convert_type(
+        jnp.where(is_hit, bits ^ jnp.uint32(1 << BAD.bit), bits), y.dtype
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(x, w, layer):
+    return _turned(x @ w, layer)
+
+
+def _product_bwd(layer, saved, g):
+    x, w = saved
+    return _turned(g @ w.T, layer), _turned(x.T @ g, layer)
+
+
+_product.defvjp(lambda x, w, layer: (_turned(x @ w, layer), (x, w)), _product_bwd)
+
+
+def product(x, w, layer):
+    """Returns x @ w, rows split over data and features over mdl, each device by itself."""
+    with jax.named_scope(layer):
+        return jax.shard_map(
+            lambda x, w: _product(x, w, layer),
+            in_specs=(P("data", None), P(None, "mdl")), out_specs=P("data", "mdl"),
+            check_vma=False,
+        )(x, w)
+
+
+def init_wide(key):
+    """Returns the weights of a wide layer, and of a narrow one."""
+    first, last = jax.random.split(key)
+    return {
+        "first": {"w": jax.random.normal(first, (8, HIDDEN)) * 0.3},
+        "last": {"w": jax.random.normal(last, (HIDDEN, CLASSES)) * 0.01},
+    }
+
+
+class WideTask(tiny.PointsTask):
+    """PointsTask of two products, the first of which devices make by themselves."""
+
+    def logits(self, model, inputs, key):
+        """Returns logits [B, 3] of points [B, 6]."""
+        x = jnp.pad(inputs["inputs"], ((0, 0), (0, 2)))
+        hidden = jnp.tanh(product(x, model["first"]["w"], "first"))
+        with jax.named_scope("last"):
+            return hidden @ model["last"]["w"]
+
+
+class Wide(tiny.Points):
+    """Points with a hidden layer wide enough for a fault in one of 10,000."""
+
+    def task(self):
+        specs = {"first": {"w": (None, "mdl")}, "last": {"w": ("mdl", None)}}
+        return fdl.Config(
+            WideTask, fdl.Config(FunctionModel, init_wide, specs=specs), tiny.learner(),
+            inputs_split_mapping={"map_1d": ("data",), "map_2d": ("data", None)},
+        )
+
+    def datasets(self):
+        return {"train": fdl.Config(InMemory, tiny.points, batch_size=2 * ROWS, shuffle=True)}
+
+
+@contextlib.contextmanager
+def bad_device(device: int, layer: str = "first", bit: int = 0) -> Iterator[None]:
+    """Plants a device that computes wrongly, wherever a mesh has it."""
+    tracing = TaskOnMesh.tracing
+
+    @contextlib.contextmanager
+    def knowing(self):
+        _traced.append(self.mesh)
+        try:
+            with tracing(self):
+                yield
+        finally:
+            _traced.pop()
+
+    planted = {"id": device, "layer": layer, "bit": bit}
+    with mock.patch.object(TaskOnMesh, "tracing", knowing), mock.patch.multiple(BAD, **planted):
+        yield
+
+
+class Job:
+    """A job that has made some steps, with what its certificates need.
+
+    Args:
+      experiment: a class, or the name of a registered one, of which a smaller model is taken.
+      shape: of its mesh.
+    """
+
+    def __init__(self, experiment, shape, num_steps: int = 1, seed: int = 0):
+        if isinstance(experiment, str):
+            config = shrunk(get_experiment(experiment)().config())[0]
+        else:
+            config = experiment().config()
+        self.job, self.seed = build(config), seed
+        axes = tuple(self.job.mesh.axis_names)
+        self.mesh = make_mesh(MeshConfig(ici_mesh_shape=shape, axis_names=axes))
+        self.pipeline = self.job.datasets[TRAIN]
+        self.own = self.build(self.mesh)
+        self.key, self.step = self.own.key(seed), 0
+        self.batches = itertools.chain.from_iterable(
+            self.pipeline.batches() for _ in itertools.count()
+        )
+        self.state = self.own.init(self.key)
+        for _ in range(num_steps):
+            self.train()
+
+    def build(self, mesh):
+        return partitioner_on(self.job, mesh)
+
+    def train(self) -> None:
+        """Makes a step."""
+        batch = {name: np.asarray(x) for name, x in next(self.batches).items()}
+        batch, _ = folded(batch, self.job.task.num_ids())  # A smaller model has fewer ids.
+        self.batch = self.own.global_batch(batch)
+        self.state, _ = self.own.train_step(self.state, self.batch, self.key)
+        self.step += 1
+
+    def certifier(self) -> Certifier:
+        """Returns the certifier of the job, compiled."""
+        certifier = Certifier(self.own, self.build, self.pipeline.element_spec(), self.seed)
+        certifier.lower(self.state)
+        certifier.compile_beside()
+        certifier.check_memory()
+        return certifier
+
+
+def with_copy(x: jax.Array, places, change) -> jax.Array:
+    """Returns an array of which the devices at some places hold other values than the others."""
+    devices = list(x.sharding.mesh.devices.flat)
+    wrong = {devices[i] for i in places}
+    shards = []
+    for shard in x.addressable_shards:
+        data = np.array(shard.data)
+        if shard.device in wrong:
+            data = change(data)
+        shards.append(jax.device_put(data, shard.device))
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
+
+
+def one_bit(data: np.ndarray) -> np.ndarray:
+    """Returns an array with the last bit of its first element turned."""
+    result = np.array(data, order="C")
+    result.reshape(-1).view(np.uint8)[0] ^= 1
+    return result
