@@ -14,6 +14,7 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.core.sharding.inputs import GlobalBatch, num_rows_of
+from praxis_lite.run.job import processes
 from praxis_lite.tools.explain.compiler_warnings import explained_warnings
 from praxis_lite.tools.testing.bisect import REFUSALS
 from praxis_lite.tools.testing.certificate import Comparison
@@ -24,7 +25,7 @@ from praxis_lite.tools.testing.in_flight.measured import scalars_of
 from praxis_lite.tools.testing.in_flight.memory import check_room
 from praxis_lite.tools.testing.in_flight.placements import (
     chosen_rows,
-    legal_meshes,
+    other_meshes,
     reordered,
     rolled,
     take_rows,
@@ -69,57 +70,68 @@ class Certifier:
       build: puts it on another mesh.
       element_spec: the shapes of a batch's rows.
       seed: of the run.
+      state: one that it trains from, for its shapes.
 
     Attributes:
-      num_rows: how many rows a certificate is made of.
+      spec, num_rows: the shapes of the rows that a certificate is made of, and how many.
       places: the job's mesh, its devices moved, and, if there is a legal one, another mesh.
       order: of the devices that are moved.
       is_exact: True if sums between devices do not depend on the devices' places.
       notes: what cannot be compared, in sentences.
 
     Raises:
-      ConfigError: the rows cannot be cut.
+      ConfigError: the rows of a batch cannot be cut.
     """
 
-    def __init__(self, own: Partitioner, build: Build, element_spec: PyTree, seed: int):
+    def __init__(
+        self, own: Partitioner, build: Build, element_spec: PyTree, seed: int, state: TrainState
+    ):
         self.own, self.build, self.seed = own, build, seed
         self.notes: list[str] = []
-        size, batch_size = own.mesh.size, num_rows_of(element_spec)
+        self.scalars = jax.eval_shape(lambda: scalars_of(state))
+        size = own.mesh.size
         # Neighbours stay neighbours, and no device keeps its place.
         by = 1 + int(np.random.default_rng(seed).integers(size - 1))
         self.order = rolled(range(size), size, by)
-        moved = build(reordered(own.mesh, self.order))
-        other = self._another_mesh()
-        self.spec, self.num_rows = self._few_rows(element_spec, batch_size, other)
-        partitioners = [own, moved] + ([] if other is None else [other])
-        self.places = [Placement(own, item) for item in partitioners]
+        self.spec, self.num_rows = self._few_rows(element_spec)
+        moved = reordered(own.mesh, self.order)
+        self.places = [self.placed(own), self.placed(build(moved)), *self._on_another_mesh()]
+        self.is_exact = are_repeatable(own.mesh, moved)
         self._take = take_rows(own.mesh, self.num_rows)
-        self.is_exact = are_repeatable(own.mesh, moved.mesh)
         self._ready: concurrent.futures.Future | None = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "certificates")
 
-    def _another_mesh(self) -> Partitioner | None:
+    def placed(self, partitioner: Partitioner) -> Placement:
+        """Returns the task on a mesh, traced for the rows; raises what a model refuses."""
+        place = Placement(self.own, partitioner)
+        place.lower(self.spec, self.scalars)
+        return place
+
+    def _on_another_mesh(self) -> list[Placement]:
         """Returns the task on a legal mesh that splits what the job's does not, if there is one."""
-        parts = self.own.gradients.num_parts
-        by_hand = None
-        for item in legal_meshes(self.own.mesh, self.build, REFUSALS):
-            if item.gradients.num_parts == parts:
-                return item
-            by_hand = by_hand or item.mesh
-        if by_hand is not None and parts is not None and parts <= _MOST_PARTS:
+        parts, by_hand = self.own.gradients.num_parts, []
+        for mesh in other_meshes(self.own.mesh):
+            try:
+                item = self.build(mesh)
+                if item.gradients.num_parts == parts:
+                    item.train_step.check_batch(self.spec)
+                    return [self.placed(item)]
+                by_hand.append(mesh)
+            except REFUSALS:
+                continue
+        if by_hand and parts is not None and parts <= _MOST_PARTS:
             # Each device's rows are a batch with a key of its own, and there have to be as many.
-            return Partitioner(self.own.task, by_hand, gradients=devices_in_turn(parts))
+            gradients = devices_in_turn(parts)
+            return [self.placed(Partitioner(self.own.task, by_hand[0], gradients=gradients))]
         self.notes.append(
             "There is no other mesh that this job can be computed on, so certificates are of moved "
             "devices alone."
         )
-        return None
+        return []
 
-    def _few_rows(
-        self, spec: PyTree, batch_size: int, other: Partitioner | None
-    ) -> tuple[PyTree, int]:
+    def _few_rows(self, spec: PyTree) -> tuple[PyTree, int]:
         """Returns the shapes of as few rows as give each device work, and how many there are."""
-        in_turn = self.own.task.learner.gradient_accumulation_steps
+        batch_size, in_turn = num_rows_of(spec), self.own.task.learner.gradient_accumulation_steps
         fewest = -(-self.own.mesh.size // in_turn) * in_turn
         for num_rows in (*range(fewest, batch_size, in_turn), batch_size):
             few = jax.tree.map(
@@ -127,19 +139,12 @@ class Certifier:
                                                            x.dtype), spec
             )
             try:
-                for item in (self.own, *([] if other is None else [other])):
-                    item.train_step.check_batch(few)
+                self.own.train_step.check_batch(few)
                 return few, num_rows
             except ConfigError:
                 if num_rows == batch_size:
                     raise
         raise AssertionError(batch_size)
-
-    def lower(self, state: TrainState) -> None:
-        """Traces what is made again, for states like this one; raises what a model refuses."""
-        scalars = jax.eval_shape(lambda: scalars_of(state))
-        for item in self.places:
-            item.lower(self.spec, scalars)
 
     def compile_beside(self) -> None:
         """Begins to compile what was traced, in a thread beside training."""
@@ -176,7 +181,7 @@ class Certifier:
                 again.compare_moved(first, second) if self.is_exact
                 else again.compare_meshes(again.MOVED, first, nudged, second)
             )
-            is_of_device = any(not x.is_equal for x in compared)
+            is_of_device = in_any_process(any(not x.is_equal for x in compared))
             third = None
             for other in others:
                 third = other.measure(rows)
@@ -184,11 +189,19 @@ class Certifier:
             made = Made(compared, first, nudged, third, rows, draw > 0)
             # Where rounding decides between two ways, such as between two experts, a mesh may
             # take the other one; that it does on other rows too has another cause.
-            if is_of_device or not made.failed or draw:
+            if is_of_device or not in_any_process(bool(made.failed)) or draw:
                 return made
 
     def close(self) -> None:
         """Frees the thread; waits for the program that it compiles."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+def in_any_process(is_so: bool) -> bool:
+    """Returns True, on all processes alike, if it is so in any.
+
+    A device that computes wrongly may tell its own process something else than the others hear.
+    """
+    return any(processes.exchange("certificate", "yes" if is_so else ""))
 
 

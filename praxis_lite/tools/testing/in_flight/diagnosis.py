@@ -14,10 +14,9 @@ from praxis_lite.tools.testing.bisect import REFUSALS, layer_of
 from praxis_lite.tools.testing.certificate import Comparison, mesh_name, split_axes
 from praxis_lite.tools.testing.in_flight import again, layers
 from praxis_lite.tools.testing.in_flight.again import Measures, Placement
-from praxis_lite.tools.testing.in_flight.certifier import Certifier, Made
-from praxis_lite.tools.testing.in_flight.measured import scalars_of
+from praxis_lite.tools.testing.in_flight.certifier import Certifier, Made, in_any_process
 from praxis_lite.tools.testing.in_flight.placements import reordered, reshaped, rolled
-from praxis_lite.tools.testing.in_flight.state_digests import Stale
+from praxis_lite.tools.testing.in_flight.state_digests import Digests, differing
 
 DEVICE, PROGRAM = "device", "program"
 
@@ -76,28 +75,39 @@ def place_text(mesh: Mesh, place: int) -> str:
     )
 
 
-def of_copies(layout: StateLayout, mesh: Mesh, stale: Stale) -> Difference:
-    """Returns the difference of an array whose copies on several devices are not the same."""
-    return Difference(
-        DEVICE, "replicas", device_text(mesh, stale.places), "+".join(stale.axes),
-        layer_of_leaf(layout, stale.leaf), stale.leaf, mesh_name(mesh.shape),
-    )
+def of_copies(layout: StateLayout, mesh: Mesh, digests: Digests) -> list[Difference]:
+    """Returns the differences between copies of an array on several devices."""
+    return [
+        Difference(
+            DEVICE, "replicas", device_text(mesh, x.places), "+".join(x.axes),
+            layer_of_leaf(layout, x.leaf), x.leaf, mesh_name(mesh.shape),
+        )
+        for x in digests.stale()
+    ]
 
 
 def of_restored(
-    layout: StateLayout, mesh: Mesh, leaf: str, places: Sequence[int]
-) -> Difference:
-    """Returns the difference of an array that is not the one that was saved.
+    layout: StateLayout, mesh: Mesh, saved: Mapping[str, Any], digests: Digests
+) -> list[Difference]:
+    """Returns the differences of a state from the one that was saved.
+
+    The devices are known if the mesh is the one that it was saved on, or if copies differ.
 
     Args:
-      places: of the devices that hold something else than when it was saved; none if the mesh is
-        another one.
+      saved: what `Digests.to_save` returned of it.
     """
+    places = []
+    if saved["mesh"] == dict(mesh.shape):
+        before, now = (dict(enumerate(x)) for x in (saved["places"], digests.by_place()))
+        places = differing(before, now)
     axes = "+".join(split_axes(mesh.shape))
-    return Difference(
-        DEVICE, "restored state", device_text(mesh, places), axes, layer_of_leaf(layout, leaf),
-        leaf, mesh_name(mesh.shape),
-    )
+    return [
+        Difference(
+            DEVICE, "restored state", device_text(mesh, places), axes, layer_of_leaf(layout, leaf),
+            leaf, mesh_name(mesh.shape),
+        )
+        for leaf in differing(saved["leaves"], digests.by_leaf)
+    ]
 
 
 def layer_of_leaf(layout: StateLayout, leaf: str) -> str:
@@ -121,14 +131,23 @@ class Search:
         self._layout = certifier.own.layout
 
     def difference(self) -> Difference:
-        """Returns the first difference of the certificate, with its cause."""
-        moved = [x for x in self._made.failed if x.mesh == again.MOVED]
-        return self._of_device(moved) if moved else self._of_program(self._made.failed)
+        """Returns the first difference of the certificate, with its cause.
+
+        A process that saw none itself looks with the others, and returns what it compared first.
+        """
+        made = self._made
+        moved = [x for x in made.failed if x.mesh == again.MOVED]
+        if in_any_process(bool(moved)):
+            return self._of_device(moved or made.comparisons[:1])
+        return self._of_program(made.failed or made.comparisons[-1:])
 
     # A device: what it computes goes where it goes.
 
     def _of_device(self, failed: Sequence[Comparison]) -> Difference:
-        places = self._wrong_places()
+        try:
+            places = self._wrong_places()
+        except REFUSALS:  # Such as a lack of memory for one more program.
+            places = list(range(self._mesh.size))
         order = rolled(places[:1] + self._others(places)[:1], self._mesh.size)
         layer = self._tried(
             lambda: layers.first_layer_moved(self._own, self._placed(order), self._rows)
@@ -184,16 +203,13 @@ class Search:
             compared = again.compare_moved(expected, actual)
         else:
             compared = again.compare_meshes(again.MOVED, expected, self._made.nudged, actual)
-        return any(not x.is_equal for x in compared)
+        return in_any_process(any(not x.is_equal for x in compared))
 
     def _placed(self, order: Sequence[int]) -> Placement:
         return self._on(reordered(self._mesh, order))
 
     def _on(self, mesh: Mesh) -> Placement:
-        certifier = self._certifier
-        place = Placement(certifier.own, certifier.build(mesh))
-        place.lower(certifier.spec, scalars_of(self._rows.state))
-        return place
+        return self._certifier.placed(self._certifier.build(mesh))
 
     # The program: another mesh says so, and the meshes that split one axis say which.
 
@@ -233,7 +249,7 @@ class Search:
         by = {k: x - made.own.leaves[k] for k, x in made.nudged.leaves.items()}
         nudged = {k: x + by[k] for k, x in made.other.leaves.items()}
         compared = tolerances.by_rounding("", made.other.leaves, nudged, actual.leaves)
-        return any(not x.is_equal for x in compared)
+        return in_any_process(any(not x.is_equal for x in compared))
 
     def _leaf(self, failed: Sequence[Comparison], layer: str) -> Comparison:
         here = [x for x in failed if layer and f"/{layer}/" in f"/{x.leaf}/"]

@@ -16,7 +16,7 @@ from praxis_lite.run.trainer.hooks.loop import Loop
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh, partitioner_on
 from praxis_lite.run.trainer.metrics.json_lines import append_lines
 from praxis_lite.tools.testing.certificate import Comparison
-from praxis_lite.tools.testing.in_flight.certifier import Certifier, Made
+from praxis_lite.tools.testing.in_flight.certifier import Certifier, Made, in_any_process
 from praxis_lite.tools.testing.in_flight.diagnosis import (
     Difference,
     Search,
@@ -24,11 +24,15 @@ from praxis_lite.tools.testing.in_flight.diagnosis import (
     of_copies,
     of_restored,
 )
-from praxis_lite.tools.testing.in_flight.state_digests import Digests, StateDigests, differing
+from praxis_lite.tools.testing.in_flight.state_digests import StateDigests
 
 
 class NotCertified(ConfigError):
-    """A job in flight is not what it should be: a certificate found a difference."""
+    """A certificate found a difference. The state is saved; hosts of an elastic job end, too."""
+
+
+class NotRestored(ConfigError):
+    """A state is not the one that was saved. An elastic job reads it once more."""
 
     exit_status = 4
 
@@ -45,7 +49,6 @@ class Certificates(Hook):
         partitioner = job.partitioner
         self._layout, self._mesh = partitioner.layout, partitioner.mesh
         self._digests_of = StateDigests(self._layout, self._mesh)
-        self._digests: Digests | None = None
         self._certifier: Certifier | None = None
         self._saved: Mapping[str, Any] | None = None
         self._step, self._has_room, self._waited = 0, False, 0.0
@@ -60,18 +63,21 @@ class Certificates(Hook):
         self._loop = loop
         with loop.timeline.clock.during(COMPILE):
             self._digests_of.compile()
-        # A save without a step of its own between two certificates has older digests.
+        began = time.perf_counter()
+        self._digests, self._step = self._digests_of(state), loop.first_step
+        # What was saved without a certificate has the digests of an earlier step.
         if self._saved and self._saved["step"] == loop.first_step:
-            began = time.perf_counter()
-            self._digests, self._step = self._digests_of(state), loop.first_step
-            found = [*self._of_copies(), *self._of_restored(self._saved)]
+            found = self._agreed([
+                *of_copies(self._layout, self._mesh, self._digests),
+                *of_restored(self._layout, self._mesh, self._saved, self._digests),
+            ])
             self._record(loop.first_step, began, found, number=2 * len(self._digests.by_leaf))
             if found:
                 # What was read is not what was saved: nothing of it is to be saved again.
-                raise NotCertified(
+                raise NotRestored(
                     f"The state of step {loop.first_step} is not the one that was saved. "
-                    f"{found[0]}. Nothing was trained. Take that device out, or launch again: the "
-                    "checkpoint is read anew."
+                    f"{found[0]}. Nothing was trained. Launch again, and the checkpoint is read "
+                    "anew; if it is the same device again, take that out."
                 )
         self._prepare(state)
 
@@ -81,11 +87,10 @@ class Certificates(Hook):
         with loop.timeline.clock.during(COMPILE):
             try:
                 self._certifier = Certifier(
-                    job.partitioner, lambda mesh: partitioner_on(job.job, mesh), spec, job.run.seed
+                    job.partitioner, lambda mesh: partitioner_on(job.job, mesh), spec,
+                    job.run.seed, state,
                 )
-                self._certifier.lower(state)
             except ConfigError as error:
-                self._certifier = None
                 loop.note(
                     f"WARNING: no step can be made again for run.certify_every_steps: {error} "
                     "Copies of the state are compared all the same."
@@ -104,9 +109,10 @@ class Certificates(Hook):
 
     def is_due(self, step: int, is_last: bool) -> bool:
         # What is saved has digests: `Saves` asks the same.
-        loop, every = self._loop, self._job.run.checkpoints.every_steps
+        loop, run = self._loop, self._job.run
+        every = (self.every, run.checkpoints.every_steps, run.peer_save_every_steps)
         return (
-            is_last or step % self.every == 0 or (every is not None and step % every == 0)
+            is_last or any(number is not None and step % number == 0 for number in every)
             or loop.consensus.save_is_due or loop.checkpoints.retry_is_due()
         )
 
@@ -114,14 +120,13 @@ class Certificates(Hook):
         began, loop = time.perf_counter(), self._loop
         with loop.watchdog.during(f"certifying step {made.step}"):
             self._digests, self._step = self._digests_of(made.state), made.step
-            found = self._of_copies()
+            found = self._agreed(of_copies(self._layout, self._mesh, self._digests))
             if made.step % self.every and not found:
                 return None
             again = None if found else self._made_again(made)
-            if again is not None and again.failed:
+            if again is not None and in_any_process(bool(again.failed)):
                 loop.note(f"step {made.step} is not certified; looking for the cause")
-                found = [Search(self._certifier, again).difference()]
-            found = self._agreed(made.step, found)
+                found = self._agreed([Search(self._certifier, again).difference()])
             self._record(made.step, began + self._waited, found, again)
             self._waited = 0.0
         if not found:
@@ -154,24 +159,12 @@ class Certificates(Hook):
         self._waited = time.perf_counter() - began
         return next(filter(None, processes.exchange("room for certificates", lack)), "")
 
-    def _agreed(self, step: int, found: Sequence[Any]) -> list[Any]:
+    def _agreed(self, found: Sequence[Difference]) -> list[Difference]:
         """Returns what the first process that found a difference found, on all processes."""
-        # A device that computes wrongly may tell each process something else.
         own = json.dumps(as_json(found[0])) if found else ""
         texts = processes.exchange("certificate", own)
         first = next(filter(None, texts), "")
         return [Difference(**json.loads(first))] if first else []
-
-    def _of_copies(self) -> list[Difference]:
-        return [of_copies(self._layout, self._mesh, x) for x in self._digests.stale()]
-
-    def _of_restored(self, saved: Mapping[str, Any]) -> list[Difference]:
-        wrong = differing(saved["leaves"], self._digests.by_leaf)
-        is_same_mesh = saved["mesh"] == _shape(self._mesh)
-        places = differing(
-            dict(enumerate(saved["places"])), dict(enumerate(self._digests.by_place()))
-        ) if is_same_mesh else []
-        return [of_restored(self._layout, self._mesh, leaf, places) for leaf in wrong]
 
     def _act(self, step: int, difference: Difference) -> str | None:
         self._loop.note(f"WARNING: step {step} is NOT CERTIFIED: {difference}")
@@ -184,12 +177,8 @@ class Certificates(Hook):
 
     # What is kept.
 
-    def to_save(self) -> Any:
-        digests = self._digests
-        return None if digests is None else {
-            "step": self._step, "state": digests.of_state, "leaves": digests.by_leaf,
-            "places": digests.by_place(), "mesh": _shape(self._mesh),
-        }
+    def to_save(self) -> Mapping[str, Any]:
+        return {"step": self._step, **self._digests.to_save()}
 
     def _record(
         self, step: int, began: float, found: Sequence[Difference], made: Made | None = None,
@@ -215,11 +204,11 @@ class Certificates(Hook):
         }])
 
     def _meshes(self, made: Made | None) -> dict[str, Any]:
-        meshes: dict[str, Any] = {"own": _shape(self._mesh)}
+        meshes: dict[str, Any] = {"own": dict(self._mesh.shape)}
         if made is not None:
             meshes["moved"] = {"order": self._certifier.order, "exact": self._certifier.is_exact}
             for other in self._certifier.places[2:]:
-                meshes["other"] = _shape(other.mesh)
+                meshes["other"] = dict(other.mesh.shape)
         return meshes
 
     # At the end.
@@ -238,6 +227,3 @@ class Certificates(Hook):
         if self._certifier is not None:
             self._certifier.close()
 
-
-def _shape(mesh: Any) -> dict[str, int]:
-    return {axis: int(size) for axis, size in mesh.shape.items()}

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -64,17 +64,6 @@ def other_meshes(mesh: Mesh) -> list[Mesh]:
 def bytes_of_weights(layout: StateLayout) -> int:
     """Returns how many bytes of the weights each device holds."""
     return sum(x.bytes_per_device for x in layout.leaves() if x.path.startswith("mdl_vars/"))
-
-
-def legal_meshes(
-    mesh: Mesh, build: Callable[[Mesh], Partitioner], refusals: tuple[type[Exception], ...]
-) -> Iterator[Partitioner]:
-    """Yields the task on each other mesh of these devices that it can be put on, in their order."""
-    for other in other_meshes(mesh):
-        try:
-            yield build(other)
-        except refusals:
-            continue
 
 
 class Mover:

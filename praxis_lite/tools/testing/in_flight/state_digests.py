@@ -127,6 +127,13 @@ class Digests:
             total = mixed.sum((1, 2), dtype=np.uint64)
         return [f"{int(x):016x}" for x in total]
 
+    def to_save(self) -> dict[str, Any]:
+        """Returns the digests as values for JSON, to lie beside the state on disk."""
+        return {
+            "state": self.of_state, "leaves": self.by_leaf, "places": self.by_place(),
+            "mesh": dict(self._mesh.shape),
+        }
+
     def stale(self) -> Iterator[Stale]:
         """Yields the arrays of which copies differ, with the devices that differ from most."""
         for number, leaf in enumerate(self._leaves):

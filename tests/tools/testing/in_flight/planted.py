@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite import MeshConfig
+from praxis_lite import ConfigError, MeshConfig
 from praxis_lite.core.partitioner.task_on_mesh import TaskOnMesh
+from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of
 from praxis_lite.core.sharding.mesh import make_mesh
 from praxis_lite.inputs import InMemory
 from praxis_lite.inputs.base import TRAIN
@@ -23,9 +24,14 @@ from praxis_lite.run.config.build import build
 from praxis_lite.run.experiment.registry import get_experiment
 from praxis_lite.run.trainer.job_on_mesh import partitioner_on
 from praxis_lite.tools.testing.in_flight.certifier import Certifier
+from praxis_lite.tools.testing.in_flight.diagnosis import Search, of_copies, of_restored
+from praxis_lite.tools.testing.in_flight.state_digests import StateDigests
 from praxis_lite.tools.testing.parts.data import folded
 from praxis_lite.tools.testing.shrink import shrunk
 from tests.tools.testing import tiny
+from tests.tools.testing.defects.defect import TRAINING
+from tests.tools.testing.defects.families import FAMILIES
+from tests.tools.testing.in_flight.faults import Fault
 
 # Elements of the wide layer, over which a device that is wrong in 1 of 10,000 is to be found.
 HIDDEN, CLASSES, ROWS = 16_384, 3, 8
@@ -152,7 +158,9 @@ class Job:
 
     def __init__(self, experiment, shape, num_steps: int = 1, seed: int = 0):
         if isinstance(experiment, str):
-            config = shrunk(get_experiment(experiment)().config())[0]
+            config = get_experiment(experiment)().config()
+            with contextlib.suppress(ConfigError):  # It is small as it is.
+                config = shrunk(config)[0]
         else:
             config = experiment().config()
         self.job, self.seed = build(config), seed
@@ -181,8 +189,8 @@ class Job:
 
     def certifier(self) -> Certifier:
         """Returns the certifier of the job, compiled."""
-        certifier = Certifier(self.own, self.build, self.pipeline.element_spec(), self.seed)
-        certifier.lower(self.state)
+        spec = self.pipeline.element_spec()
+        certifier = Certifier(self.own, self.build, spec, self.seed, self.state)
         certifier.compile_beside()
         certifier.check_memory()
         return certifier
@@ -206,3 +214,131 @@ def one_bit(data: np.ndarray) -> np.ndarray:
     result = np.array(data, order="C")
     result.reshape(-1).view(np.uint8)[0] ^= 1
     return result
+
+
+def difference(job: Job, certifier: Certifier | None = None):
+    """Returns the difference that a certificate of a job finds, or None."""
+    certifier = certifier or job.certifier()
+    made = certifier.make(job.state, job.batch, job.key, job.step)
+    found = Search(certifier, made).difference() if made.failed else None
+    certifier.close()
+    return found
+
+
+def devices() -> list[Fault]:
+    """Returns devices that compute wrongly: the last bit of an element in 10,000, and others."""
+
+    def found(device, shape, layer, bit):
+        with bad_device(device, layer, bit):
+            return difference(Job(Wide, shape))
+
+    kinds = [
+        (device, shape, bit)
+        for shape, some in (((2, 4), (0, 5)), ((4, 2), (3, 6)), ((8, 1), (1, 7)), ((2, 2), (2, 3)))
+        for device, bit in zip(some, (0, 9), strict=True)
+    ] + [(4, (2, 4), 20), (2, (4, 1), 0)]
+    return [
+        Fault(
+            f"device {device} of mesh {shape} turns bit {bit} of an element in 10,000",
+            functools.partial(found, device, shape, "first", bit), device, layer="first",
+        )
+        for device, shape, bit in kinds
+    ]
+
+
+def copies() -> list[Fault]:
+    """Returns copies of an array that drift apart, by one bit on one device."""
+
+    def found(shape, leaf, place):
+        job = Job(tiny.Points, shape)
+        state = changed(job.state, leaf, lambda x: with_copy(x, [place], one_bit))
+        digests = StateDigests(job.own.layout, job.mesh)(state)
+        return next(iter(of_copies(job.own.layout, job.mesh, digests)), None)
+
+    kinds = [
+        ((4, 2), "mdl_vars/params/first/b", 3, "data"),
+        ((2, 4), "mdl_vars/params/first/b", 0, "data"),
+        ((4, 2), "opt_states/num_updates", 6, "data+mdl"), ((8, 1), "step", 7, "data"),
+        ((1, 4), "opt_states/num_skipped_steps", 2, "mdl"),
+        ((4, 2), "opt_states/ema/first/b", 5, "data"),
+    ]
+    return [
+        Fault(
+            f"a copy of {leaf} on device {place} of mesh {shape} drifts",
+            functools.partial(found, shape, leaf, place), place, axis=axis, leaf=leaf,
+        )
+        for shape, leaf, place, axis in kinds
+    ]
+
+
+def restored() -> list[Fault]:
+    """Returns states of which a host has an array, or a block of it, of an earlier step."""
+
+    def found(shape, leaf, places, now):
+        job = Job(tiny.Points, shape)
+        stale = leaf_of(job.state, leaf)
+        blocks = {s.device: np.array(s.data) for s in stale.addressable_shards}
+        job.train()
+        saved = StateDigests(job.own.layout, job.mesh)(job.state).to_save()
+        there = Job(tiny.Points, now, num_steps=2)
+        if now == shape:
+            devices = [job.mesh.devices.flat[i] for i in places]
+            state = changed(there.state, leaf, lambda x: replaced_blocks(x, devices, blocks))
+        else:
+            state = changed(there.state, leaf, lambda x: with_copy(x, places, one_bit))
+        digests = StateDigests(there.own.layout, there.mesh)(state)
+        result = of_restored(there.own.layout, there.mesh, saved, digests)
+        return next(iter([*of_copies(there.own.layout, there.mesh, digests), *result]), None)
+
+    kinds = [
+        ((4, 2), "mdl_vars/params/first/w", (5,), (4, 2)),
+        ((2, 4), "mdl_vars/params/last/w", (2,), (2, 4)),
+        ((2, 4), "mdl_vars/params/first/b", (1,), (2, 4)),
+        ((4, 2), "opt_states/ema/first/w", (0, 1, 2, 3), (4, 2)),
+        ((2, 2), "mdl_vars/params/last/w", (3,), (2, 2)),
+        ((2, 4), "opt_states/ema/last/w", (0,), (2, 4)),
+    ]
+    return [
+        Fault(
+            f"devices {places} of mesh {shape} have {leaf} of an earlier step",
+            functools.partial(found, shape, leaf, places, now), places[0], leaf=leaf,
+        )
+        for shape, leaf, places, now in kinds
+    ]
+
+
+def programs() -> list[Fault]:
+    """Returns programs that are wrong on the job's mesh, and right on others."""
+
+    def found(defect):
+        with defect.planted():
+            return difference(Job(defect.experiment, defect.mesh))
+
+    return [
+        Fault(
+            f"{defect.name}, on mesh {defect.mesh}", functools.partial(found, defect),
+            axis=defect.axis or "mdl", layer=defect.layer,
+        )
+        for defects in FAMILIES.values() for defect in defects
+        if defect.experiment is tiny.Collectives and defect.parts == TRAINING
+    ]
+
+
+def leaf_of(state, leaf: str) -> jax.Array:
+    """Returns an array of a state by its path."""
+    return dict(leaves_with_path(state))[leaf]
+
+
+def changed(state, leaf: str, change):
+    """Returns a state with one of its arrays changed."""
+    assert leaf in dict(leaves_with_path(state)), [path for path, _ in leaves_with_path(state)]
+    return jax.tree.map_with_path(lambda p, x: change(x) if path_of(p) == leaf else x, state)
+
+
+def replaced_blocks(x: jax.Array, devices, blocks) -> jax.Array:
+    """Returns an array of which some devices hold other blocks."""
+    shards = [
+        jax.device_put(blocks[s.device] if s.device in devices else np.array(s.data), s.device)
+        for s in x.addressable_shards
+    ]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)

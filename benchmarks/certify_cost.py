@@ -1,0 +1,94 @@
+"""What a certificate in flight costs, as a share of the steps between two (run.certify_every_steps).
+
+`python benchmarks/certify_cost.py` trains a language model on 8 simulated devices; after each few
+steps it makes a certificate and the digests of the state, as a job does. Prints the ratio of their
+seconds, on the median of the turns, to 500 steps: by the clock, and by the processor's time, which
+other programs of the machine do not lengthen. What compiles is printed apart: it is done once, in a
+thread beside training.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from praxis_lite.core import simulate_devices  # noqa: E402
+
+simulate_devices(8)
+
+import jax  # noqa: E402
+
+from praxis_lite.core.sharding.mesh import make_mesh  # noqa: E402
+from praxis_lite.inputs.base import TRAIN  # noqa: E402
+from praxis_lite.run.config.build import build  # noqa: E402
+from praxis_lite.run.experiment.registry import get_experiment  # noqa: E402
+from praxis_lite.run.trainer.job_on_mesh import partitioner_on, use_compilation_cache  # noqa: E402
+from praxis_lite.tools.testing.in_flight.certifier import Certifier  # noqa: E402
+from praxis_lite.tools.testing.in_flight.state_digests import StateDigests  # noqa: E402
+
+EVERY, GOAL = 500, 0.01
+
+
+def _timed(work) -> tuple[float, float]:
+    """Returns the seconds of a call, by the clock and of all processors."""
+    began, cpu = time.perf_counter(), time.process_time()
+    jax.block_until_ready(work())
+    return time.perf_counter() - began, time.process_time() - cpu
+
+
+def main() -> int:
+    """Returns 1 if a certificate costs more than GOAL of EVERY steps, by the processor's time."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--exp", default="lm.PyDocs")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--batch_size", type=int, default=None)
+    args = parser.parse_args()
+    use_compilation_cache()
+    config = get_experiment(args.exp)().config()
+    if args.batch_size:
+        config.datasets[TRAIN].batch_size = args.batch_size
+    job = build(config)
+    own, pipeline = partitioner_on(job, make_mesh(job.mesh)), job.datasets[TRAIN]
+    key, batches = own.key(0), pipeline.batches()
+    state, batch = own.init(own.key(0)), own.global_batch(next(batches))
+    began = time.perf_counter()
+    spec = pipeline.element_spec()
+    certifier = Certifier(own, lambda mesh: partitioner_on(job, mesh), spec, 0, state)
+    certifier.compile_beside()
+    certifier.check_memory()
+    digests = StateDigests(own.layout, own.mesh)
+    print(f"{time.perf_counter() - began:.0f} s to trace and compile, once", flush=True)
+    steps, certificates = [], []
+
+    def step():
+        nonlocal state
+        state, outputs = own.train_step(state, batch, key)
+        return outputs
+
+    def certificate():
+        assert not list(digests(state).stale())
+        assert not certifier.make(state, batch, key, len(certificates)).failed
+
+    step()
+    certificate()
+    for _ in range(args.turns):
+        steps += [_timed(step) for _ in range(2)]
+        certificates.append(_timed(certificate))
+    certifier.close()
+    (clock, cpu), (clock_of_all, cpu_of_all) = (
+        [statistics.median(x[i] for x in times) for i in (0, 1)] for times in (steps, certificates)
+    )
+    print(
+        f"{args.exp} on {dict(own.mesh.shape)}, {pipeline.batch_size} rows a step, "
+        f"{certifier.num_rows} a certificate: {clock:.2f} s a step, {clock_of_all:.2f} s a "
+        f"certificate, {clock_of_all / (EVERY * clock):.2%} of {EVERY} steps; of the processor "
+        f"{cpu:.2f} and {cpu_of_all:.2f} s, {cpu_of_all / (EVERY * cpu):.2%}"
+    )
+    return int(cpu_of_all > GOAL * EVERY * cpu)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
