@@ -1,4 +1,4 @@
-"""What a certificate in flight costs, as a share of the steps between two (run.certify_every_steps).
+"""The cost of a certificate in flight, as a share of the steps between two certificates.
 
 `python benchmarks/certify_cost.py` trains a language model on 8 simulated devices; after each few
 steps it makes a certificate and the digests of the state, as a job does. Prints the ratio of their
