@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 
 from praxis_lite.run.job.health_files import HealthFiles
 from praxis_lite.run.job.processes.start import find_others, own_number
+from praxis_lite.run.modes.elastic import own_address
 from tests.clusters.recipes import CLUSTERS, our_options
 
 JOBSET = yaml.safe_load((CLUSTERS / "jobset.yaml").read_text())
@@ -134,6 +136,20 @@ def test_the_pods_find_each_other():
         members.add(own_number(*given, env)[0])
         assert own_number(None, command.num_processes, None, env) == own_number(*given, env)
     assert members == set(range(JOB["completions"]))
+
+
+def test_a_pod_whose_first_pod_is_gone_gives_its_own_address(monkeypatch):
+    def connect(self, target):
+        if target[0] != "192.0.2.1":  # Names without an address, or this host's loopback.
+            raise OSError(-2, "Name or service not known")
+
+    class Socket(socket.socket):
+        connect, getsockname = connect, lambda self: ("10.4.0.7", 0)
+
+    assert own_address("127.0.0.1:8476") == "127.0.0.1"
+    monkeypatch.setattr("praxis_lite.run.modes.elastic.socket.socket", Socket)
+    command, _, _ = pod_options(3)
+    assert own_address(command.coordinator) == "10.4.0.7"
 
 
 def test_what_the_program_is_told_is_what_the_pod_has():

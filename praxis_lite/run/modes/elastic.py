@@ -1,10 +1,11 @@
 """`--elastic` on the command line: this process supervises its host, or works for a supervisor."""
 
+import contextlib
 import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.run.job.elastic import order
@@ -53,7 +54,7 @@ def _supervise(command: CommandLine, argv: Sequence[str], health_dir: str | None
         health = HealthFiles(directory_of(health_dir, command.job_log_dir))
     return Supervisor(Settings(
         argv=tuple(argv), job=job.path, member=member, num_members=num_members, min_members=least,
-        start_seconds=command.start_seconds, address=_own_address(command.coordinator),
+        start_seconds=command.start_seconds, address=own_address(command.coordinator),
     ), health).run()
 
 
@@ -65,16 +66,20 @@ def _import(command: CommandLine) -> None:
     config_of_experiment(command.exp, command.settings, command.packages)
 
 
-def _own_address(coordinator: str | None, environment: Mapping[str, str] = os.environ) -> str:
-    """Returns the address by which other hosts reach this host: on the coordinator's network."""
+def own_address(coordinator: str | None) -> str:
+    """Returns the address by which other hosts reach this host: on the coordinator's network.
+
+    The coordinator's name may have no address: in Kubernetes while its pod is not there.
+    """
     host = (coordinator or "").rpartition(":")[0].strip("[]")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        try:
-            asked.connect((host or socket.gethostname(), 9))  # Sends nothing.
+    # At last the way to other networks (RFC 5737).
+    for target in filter(None, (host, socket.gethostname(), "192.0.2.1")):
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked,
+        ):
+            asked.connect((target, 9))  # Sends nothing.
             address = asked.getsockname()[0]
-            if host or not address.startswith("127."):
+            if target == host or not address.startswith("127."):
                 return address
-            asked.connect(("192.0.2.1", 9))  # The way to other networks (RFC 5737).
-            return asked.getsockname()[0]
-        except OSError:
-            return host or "127.0.0.1"
+    return "127.0.0.1"
