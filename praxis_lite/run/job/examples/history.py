@@ -132,6 +132,11 @@ def history_of(record: Record, saved_step: int | None) -> History:
         for number, last_step in _chain(groups, ends, newest if saved_step is None else saved_step)
     ]
     _check_order(parts, saved_step or 0, faults)
+    if parts and parts[0].starts[0].is_new and parts[0].first_step > 1:
+        notes.append(
+            f"the job began with a state of step {parts[0].first_step - 1}: what that was made of is "
+            "not on record"
+        )
     if record.num_unreadable:
         notes.append(
             f"{record.num_unreadable} lines of the record cannot be read: cut short by a kill, or "

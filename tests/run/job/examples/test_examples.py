@@ -251,6 +251,8 @@ def test_a_process_whose_file_is_gone_is_missed():
 def test_a_job_that_trained_before_there_was_a_record_proves_only_the_rest():
     record = Record(starts(5, is_new=False), [stretch(1, 6, 9)], 0)
     assert list(history_of(record, 9).faults) == ["steps 1 to 5 are not on record"]
+    begun = history_of(Record(starts(5), [stretch(1, 6, 9)], 0), 9)
+    assert list(begun.faults) == [] and "began with a state of step 5" in begun.notes[0]
 
 
 def test_lines_of_nonsense_are_left_out_and_counted(tmp_path):
