@@ -120,7 +120,7 @@ def history_of(record: Record, saved_step: int | None) -> History:
         for number, starts in groups.items()
     }
     faults, notes = [], []
-    if missing := [item for item in range(1, record.next_start) if item not in groups]:
+    if missing := [item for item in range(1, 1 + record.last_start) if item not in groups]:
         faults.append(f"the record has no line of start {few([str(item) for item in missing], 8)}")
     newest = ends[max(ends)] if ends else 0
     if saved_step is None:
@@ -134,8 +134,8 @@ def history_of(record: Record, saved_step: int | None) -> History:
     _check_order(parts, saved_step or 0, faults)
     if parts and parts[0].starts[0].is_new and parts[0].first_step > 1:
         notes.append(
-            f"the job began with a state of step {parts[0].first_step - 1}: what that was made of is "
-            "not on record"
+            f"the job began with a state of step {parts[0].first_step - 1}: what that was made of "
+            "is not on record"
         )
     if record.num_unreadable:
         notes.append(

@@ -12,6 +12,7 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.files.json_text import opened, parse_json
 
 _MOST_BYTES = 2**30  # A stretch takes 150 bytes.
+_NEWEST_BYTES = 2**16
 _MOST_NUMBER = 2**53
 _DIGEST = re.compile("[0-9a-f]{16}")
 
@@ -91,9 +92,9 @@ class Record:
     num_unreadable: int
 
     @property
-    def next_start(self) -> int:
-        """The number of the next start."""
-        return 1 + max((item.start for item in (*self.starts, *self.stretches)), default=0)
+    def last_start(self) -> int:
+        """The number of the last start; 0 if there is none."""
+        return max((item.start for item in (*self.starts, *self.stretches)), default=0)
 
 
 def line_of(item: Start | Stretch) -> str:
@@ -121,9 +122,26 @@ def read_record(folder: Path) -> Record:
     return Record(starts, stretches, num_unreadable)
 
 
-def _texts(path: Path) -> list[str]:
+def next_start(folder: Path) -> int:
+    """Returns the number of the next start of a job, of which only the newest lines are read.
+
+    Raises:
+      ConfigError: a file cannot be read.
+    """
+    items = [
+        item for path in folder.glob("*.jsonl") for text in _texts(path, _NEWEST_BYTES)
+        if (item := _item(text)) is not None
+    ]
+    return 1 + max((item.start for item in items), default=0)
+
+
+def _texts(path: Path, newest: int | None = None) -> list[str]:
+    """Returns the lines of a file; those in its newest bytes, of which the first may be cut."""
     try:
         with opened(path) as file:
+            if newest is not None:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - newest))
+                return file.read().decode("utf-8", "replace").split("\n")
             if os.fstat(file.fileno()).st_size > _MOST_BYTES:
                 raise ConfigError(
                     f"{path} has more than {_MOST_BYTES} bytes; a job that trains writes it. Take "

@@ -19,7 +19,7 @@ from praxis_lite.inputs.processes.row_digests import (
 )
 from praxis_lite.run.job import processes
 from praxis_lite.run.job.elastic import order
-from praxis_lite.run.job.examples.lines import Start, Stretch, line_of, read_record
+from praxis_lite.run.job.examples.lines import Start, Stretch, line_of, next_start
 from praxis_lite.run.job.processes.broadcast import from_first
 from praxis_lite.run.job.processes.same_everywhere import versions
 from praxis_lite.run.trainer.hooks.hook import Hook, StepMetrics
@@ -45,7 +45,7 @@ class Examples(Hook):
         member = processes.index() if elastic is None else elastic.member
         self._path = folder / f"{member}.jsonl"
         self._number, launch = from_first(
-            "start of examples", lambda: (read_record(folder).next_start, loop.timeline.clock.began)
+            "start of examples", lambda: (next_start(folder), loop.timeline.clock.began)
         )
         train, mesh = self._job.datasets[TRAIN], self._job.partitioner.mesh
         fed = [item.process_index == jax.process_index() for item in mesh.devices.flat]

@@ -15,7 +15,14 @@ import xxhash
 from praxis_lite.inputs.__main__ import main
 from praxis_lite.inputs.processes.row_digests import row_digests, total
 from praxis_lite.run.job.examples.history import history_of
-from praxis_lite.run.job.examples.lines import Record, Start, Stretch, read_record
+from praxis_lite.run.job.examples.lines import (
+    Record,
+    Start,
+    Stretch,
+    line_of,
+    next_start,
+    read_record,
+)
 from praxis_lite.run.job.job_dir import JobDir
 from tests.support import process_pairs
 from tests.support.job_runs import home, launch, succeed
@@ -253,6 +260,15 @@ def test_a_job_that_trained_before_there_was_a_record_proves_only_the_rest():
     assert list(history_of(record, 9).faults) == ["steps 1 to 5 are not on record"]
     begun = history_of(Record(starts(5), [stretch(1, 6, 9)], 0), 9)
     assert list(begun.faults) == [] and "began with a state of step 5" in begun.notes[0]
+
+
+def test_the_next_start_is_found_at_the_end_of_the_files(tmp_path):
+    assert next_start(tmp_path / "nowhere") == next_start(tmp_path) == 1
+    for name, last in (("0", 3), ("1", 2)):
+        lines = [line_of(item) for item in starts(*range(last))]
+        lines += [line_of(stretch(last, step, step)) for step in range(1, 999)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines) + '{"start": 9, "st')
+    assert next_start(tmp_path) == 4 and read_record(tmp_path).last_start == 3
 
 
 def test_lines_of_nonsense_are_left_out_and_counted(tmp_path):
