@@ -139,12 +139,13 @@ def test_the_pods_find_each_other():
 
 
 def test_a_pod_whose_first_pod_is_gone_gives_its_own_address(monkeypatch):
-    def connect(self, target):
-        if target[0] != "192.0.2.1":  # Names without an address, or this host's loopback.
-            raise OSError(-2, "Name or service not known")
-
     class Socket(socket.socket):
-        connect, getsockname = connect, lambda self: ("10.4.0.7", 0)
+        def connect(self, target):
+            if target[0] != "192.0.2.1":
+                raise OSError(-2, "Name or service not known")
+
+        def getsockname(self):
+            return "10.4.0.7", 0
 
     assert own_address("127.0.0.1:8476") == "127.0.0.1"
     monkeypatch.setattr("praxis_lite.run.modes.elastic.socket.socket", Socket)
