@@ -7,7 +7,6 @@ share such pieces among them, so that of a state that is on all hosts each one k
 import collections
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -112,10 +111,11 @@ def on_host(pieces: list[Piece], arrays: dict[str, jax.Array]) -> list[np.ndarra
 
     On CPU these are views of the devices' memory, which XLA leaves alone as long as there are such.
     """
-    shards: dict[tuple[str, jax.Device], Any] = {}
-    for path, device in dict.fromkeys((piece.path, piece.device) for piece in pieces):
-        (data,) = (x.data for x in arrays[path].addressable_shards if x.device == device)
-        data.copy_to_host_async()
-        shards[path, device] = data
-    copied = {key: np.asarray(data) for key, data in shards.items()}
+    shards = {}
+    for path in dict.fromkeys(piece.path for piece in pieces):
+        shards |= {(path, x.device): x.data for x in arrays[path].addressable_shards}
+    own = dict.fromkeys((piece.path, piece.device) for piece in pieces)
+    for key in own:
+        shards[key].copy_to_host_async()
+    copied = {key: np.asarray(shards[key]) for key in own}
     return [copied[piece.path, piece.device][piece.local] for piece in pieces]
