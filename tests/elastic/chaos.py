@@ -82,14 +82,14 @@ class Chaos:
 
     def happens(self, act: Callable[[], Happened]) -> bool:
         """Makes an event happen; returns True once the job has made a step after it."""
-        self.events.learn_phases()
         before, step = self.hosts.generation()["number"], self.hosts.step()
         self.events.trigger = None
         line = self._followed(act(), before, step)
         if (trigger := self.events.trigger) is not None:
             # Both are survived by the same step.
-            first = {"what": trigger.what, "who": list(trigger.who), "at": trigger.at}
-            self._add({**line, **first, "during": "step", "seconds": None})
+            first = {"what": trigger.what, "who": list(trigger.who), "at": trigger.at,
+                     "during": trigger.during, "seconds": None}
+            self._add({**line, **first})
         self._add({**line, "event": len(self.done) + 1})
         if not line["survived"]:
             print(self._said(), flush=True)
@@ -98,7 +98,6 @@ class Chaos:
 
     def _followed(self, happened: Happened, before: int, step: int) -> dict[str, Any]:
         """Returns the line of an event, once the next step was made, or the time is up."""
-        during = happened.during or self._phase_at(happened.at)
         if happened.changes_hands:
             first = wait_for(lambda: self.hosts.first_step_at(
                 self._last_before(before, happened), happened.needed, happened.allowed
@@ -110,7 +109,7 @@ class Chaos:
         failures = [*happened.failures, *([] if first else ["no step was made after it"])]
         return {
             "event": len(self.done) + 1, "what": happened.what, "who": list(happened.who),
-            "during": during, "at": happened.at, "survived": not failures,
+            "during": happened.during, "at": happened.at, "survived": not failures,
             "generation": generation["number"], "members": list(generation["members"]),
             "step": self.hosts.step(), "seconds": round(first - happened.at, 2) if first else None,
             "failures": failures,
@@ -121,19 +120,6 @@ class Chaos:
         generation = self.hosts.generation()
         is_later = generation["number"] > before and generation["agreed"] > happened.at
         return generation["number"] - is_later
-
-    def _phase_at(self, at: float) -> str:
-        """Returns what the job did at a moment that has just been, as the survivors say."""
-        number, actual = self.hosts.generation()["number"], ""
-        deadline = time.monotonic() + 3
-        while self.hosts.generation()["number"] == number and time.monotonic() < deadline:
-            for k in sorted(self.events.present):
-                member = self.hosts.member(k)
-                if member.get("generation") == number:
-                    begun = [name for name, begin in member["phases"] if begin <= at]
-                    actual = begun[-1] if begun else actual
-            time.sleep(0.05)
-        return actual
 
     def _steps_after(self, before: int, needed: set[int]) -> float | None:
         return wait_for(

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable
 from tests.elastic.hosts import Hosts, wait_for
 
 # What a worker reports of itself (the goodput's kinds), which a death can be aimed at.
-SAVE, EVALUATION, RESTORE, COMPILE, CONNECT = "save", "evaluation", "restore", "compile", "connect"
+SAVE, EVALUATION, RESTORE, COMPILE, CONNECT, STEP = (
+    "save", "evaluation", "restore", "compile", "connect", "step",
+)
 _AIM_SECONDS = 60.0
 # A host that was asked to leave, or finds its place taken, has ended by then.
 _END_SECONDS = 60.0
@@ -24,20 +26,20 @@ class Happened:
       what: in words.
       who: the numbers of hosts.
       at: in Unix seconds.
+      during: what the job did at that moment, as far as its files said.
       needed: hosts that must be in the next generation.
       allowed: hosts that may be in it.
       changes_hands: False: the job may go on in the same generation.
-      during: what the job did at that moment, if it was aimed at something.
       failures: sentences on what did not go as it must in the event itself.
     """
 
     what: str
     who: tuple[int, ...]
     at: float
+    during: str
     needed: frozenset[int]
     allowed: frozenset[int]
     changes_hands: bool = True
-    during: str = ""
     failures: tuple[str, ...] = ()
 
 
@@ -59,24 +61,11 @@ class Events:
         self.away: set[int] = set()
         self.asleep: set[int] = set()
         self.trigger: Happened | None = None
-        self._offsets: dict[str, tuple[float, float]] = {}
 
     @property
     def present(self) -> set[int]:
         """The numbers of the hosts that take part, or could."""
         return set(range(len(self.hosts.hosts))) - self.away - self.asleep
-
-    def learn_phases(self) -> None:
-        """Notes when the parts of the newest generation began and ended, to aim at later."""
-        generation = self.hosts.generation()
-        for member in map(self.hosts.member, generation["members"]):
-            if member.get("generation") == generation["number"]:
-                phases = [*member["phases"], ["", time.time()]]
-                for (name, begin), (_, end) in zip(phases, phases[1:], strict=False):
-                    if name in (CONNECT, RESTORE, COMPILE):
-                        agreed = generation["agreed"]
-                        self._offsets[name] = (begin - agreed, end - agreed)
-                return
 
     def losses(self) -> dict[str, tuple[float, Callable[[], Happened]]]:
         """Returns the losses that may happen now, by name: a weight, and what does it."""
@@ -121,43 +110,43 @@ class Events:
         return self._killed("two hosts die at once", self.rng.sample(sorted(self.present), 2))
 
     def kill_host_in(self, phase: str) -> Happened:
-        victim = self._one()
-        during = self._aim(phase)
-        return self._killed(f"a host dies, aimed at {phase}", [victim], during)
+        self._aim(phase)
+        return self._killed(f"a host dies, aimed at {phase}", [self._one()])
 
     def kill_worker(self) -> Happened:
-        victim = self._one()
+        victim, during = self._one(), self._now()
         at = self.hosts[victim].kill_worker()
-        return self._happened("a worker dies", [victim], at)
+        return self._happened("a worker dies", [victim], at, during)
 
     def kill_spare(self) -> Happened:
-        victim = self._one()
+        victim, during = self._one(), self._now()
         at = self.hosts[victim].kill_worker(1)
-        return self._happened("a spare worker dies", [victim], at, changes_hands=False)
+        return self._happened("a spare worker dies", [victim], at, during, changes_hands=False)
 
     def hang_worker(self) -> Happened:
-        victim = self._one()
+        victim, during = self._one(), self._now()
         at = self.hosts[victim].stop_worker()
-        return self._happened("a worker hangs", [victim], at)
+        return self._happened("a worker hangs", [victim], at, during)
 
     def blink(self) -> Happened:
         victim = self._one()
+        during = self._now()
         self.hosts[victim].stop()
         time.sleep(self.rng.uniform(*_BLINK_SECONDS))
         at = self.hosts[victim].go_on()
-        return self._happened("a blink", [victim], at, changes_hands=False)
+        return self._happened("a blink", [victim], at, during, changes_hands=False)
 
     def stop_host(self) -> Happened:
-        victim = self._one()
+        victim, during = self._one(), self._now()
         at = self.hosts[victim].stop()
         self.asleep.add(victim)
-        return self._happened("a host hangs", [victim], at)
+        return self._happened("a host hangs", [victim], at, during)
 
     def take_host(self) -> Happened:
-        victim = self._one()
+        victim, during = self._one(), self._now()
         at = self.hosts[victim].ask_to_leave()
         self.away.add(victim)
-        return self._happened("a host is taken", [victim], at)
+        return self._happened("a host is taken", [victim], at, during)
 
     # Returns.
 
@@ -169,9 +158,10 @@ class Events:
 
     def wake(self) -> Happened:
         victim = self.rng.choice(sorted(self.asleep))
+        during = self._now()
         at = self.hosts[victim].go_on()
         self.asleep.remove(victim)
-        return self._happened("a host wakes", [victim], at, needed=[victim])
+        return self._happened("a host wakes", [victim], at, during, needed=[victim])
 
     def start_anew(self) -> Happened:
         victim = self.rng.choice(sorted(self.asleep))
@@ -195,10 +185,11 @@ class Events:
     def _one(self) -> int:
         return self.rng.choice(sorted(self.present))
 
-    def _killed(self, what: str, victims: list[int], during: str = "") -> Happened:
+    def _killed(self, what: str, victims: list[int]) -> Happened:
+        during = self._now()
         at = min(self.hosts[k].kill() for k in victims)
         self.away |= set(victims)
-        return self._happened(what, victims, at, during=during)
+        return self._happened(what, victims, at, during)
 
     def _started(self, what: str, victims: list[int]) -> Happened:
         failures = tuple(
@@ -207,36 +198,37 @@ class Events:
         )
         for victim in victims:
             self.hosts[victim].end()
+        during = self._now()
         at = min(self.hosts[k].start() for k in victims)
         self.away -= set(victims)
-        happened = self._happened(what, victims, at, needed=victims)
+        happened = self._happened(what, victims, at, during, needed=victims)
         return dataclasses.replace(happened, failures=failures)
 
     def _happened(
-        self, what: str, who: Iterable[int], at: float, *, needed: Iterable[int] = (),
-        changes_hands: bool = True, during: str = "",
+        self, what: str, who: Iterable[int], at: float, during: str, *,
+        needed: Iterable[int] = (), changes_hands: bool = True,
     ) -> Happened:
         return Happened(
-            what, tuple(who), at, frozenset(needed), frozenset(self.present), changes_hands, during
+            what, tuple(who), at, during, frozenset(needed), frozenset(self.present), changes_hands
         )
 
-    def _aim(self, phase: str) -> str:
-        """Returns what the job does now, once it does `phase`, as far as can be seen in time."""
-        if phase == SAVE:
-            wait_for(self.hosts.saves, _AIM_SECONDS, 0.01)
-            return SAVE if self.hosts.saves() else ""
-        if phase == EVALUATION:
-            wait_for(lambda: self._doing() == EVALUATION, _AIM_SECONDS, 0.02)
-            return ""
-        # Of a generation that begins now, at the time at which that of the last one was.
+    def _aim(self, phase: str) -> None:
+        """Waits until the job does `phase`, for which most need a generation that begins."""
+        if phase in (SAVE, EVALUATION):
+            wait_for(lambda: self._now() == phase, _AIM_SECONDS, 0.01)
+            return
         before = self.hosts.generation()["number"]
         comes = bool(self.away) and self.rng.random() < 0.5
         self.trigger = self.come_back() if comes else self.kill_worker()
-        wait_for(lambda: self.hosts.generation()["number"] > before, _AIM_SECONDS, 0.02)
-        begin, end = self._offsets.get(phase, (0.0, 5.0))
-        at = self.hosts.generation().get("agreed", time.time()) + self.rng.uniform(begin, end)
-        time.sleep(max(0.0, at - time.time()))
-        return ""
+        wait_for(
+            lambda: self.hosts.generation()["number"] > before and self._now() in (phase, STEP),
+            _AIM_SECONDS, 0.01,
+        )
+        if phase == COMPILE:
+            time.sleep(self.rng.uniform(0, 1))
 
-    def _doing(self) -> str:
+    def _now(self) -> str:
+        """Returns what the job does: what the first of its workers reports."""
+        if self.hosts.saves():
+            return SAVE
         return next(filter(None, map(self.hosts.doing, sorted(self.present))), "")

@@ -173,11 +173,13 @@ class Supervisor:
         reports = dict(self._worker.reports)
         reports.pop("progress", None)
         progress = self._worker.progress(self._generation.members.index(self._settings.member))
+        is_new = self._own.worker.get("doing") != reports.get("doing")
         self._own = dataclasses.replace(
             self._own, worker=reports, phases=tuple(self._worker.phases),
             first_step_time=self._worker.first_step_time, progress=dataclasses.asdict(progress),
         )
         if status is None or self._own.end is not None:
+            self._beat(now=is_new)
             return
         end = end_of(status, self._worker.reports, was_asked=self._stop_was_passed_on)
         if end.kind in (DIED, FAILED):
