@@ -125,16 +125,34 @@ def damage_checkpoint(job):
     path.write_bytes(content)
 
 
-@pytest.mark.slow
+def change_config(job):
+    flip(job.config_json, "jobzoo.lines", "jobzoo.lime")
+
+
+def change_examples(job):
+    flip(job.examples / "0.jsonl", '"digest": "a24', '"digest": "b24')
+
+
+def change_loss(job):
+    flip(job.metrics_jsonl, '"loss": ', '"loss": 1')
+
+
+def change_hands(job):
+    flip(job.elastic_jsonl, "died", "left")
+
+
+def change_certificate(job):
+    flip(job.certificates_jsonl, "00005", "00006")
+
+
 @pytest.mark.parametrize("tamper, title", [
-    (lambda job: flip(job.config_json, "jobzoo.lines", "jobzoo.lime"), "config: config.json"),
-    (lambda job: flip(job.examples / "0.jsonl", '"digest": "a24', '"digest": "b24'),
-     "examples: on record"),
-    (lambda job: flip(job.metrics_jsonl, '"loss": ', '"loss": 1'), "losses: steps and losses"),
-    (lambda job: flip(job.elastic_jsonl, "died", "left"), "changes of hands: elastic.jsonl"),
-    (lambda job: flip(job.certificates_jsonl, "00005", "00006"),
-     "certificates in flight: certificates.jsonl"),
-    (damage_checkpoint, "checkpoints: step 29"),
+    (change_loss, "losses: steps and losses"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (change_config, "config: config.json"), (change_examples, "examples: on record"),
+        (change_hands, "changes of hands: elastic.jsonl"),
+        (change_certificate, "certificates in flight: certificates.jsonl"),
+        (damage_checkpoint, "checkpoints: step 29"),
+    )),
 ])
 def test_what_was_changed_differs(original, job, tamper, title):
     tamper(job)
