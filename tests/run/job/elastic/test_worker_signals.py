@@ -6,12 +6,14 @@ import subprocess
 import sys
 
 from praxis_lite.run.job.processes.signals import SIGNALS, STOPS_WORKER
+from praxis_lite.run.job.processes.stuck.stacks import asked_for
 from tests.support.job_runs import CHECKOUT
 
 WORKER = '''
 import os, signal, subprocess, sys, time
 from praxis_lite.run.job.processes import signals
 from praxis_lite.run.job.processes.stopping import StopRequest
+from praxis_lite.run.job.processes.stuck import stacks
 
 with signals.EndsBySignal():
     signals.hear_supervisor_alone()
@@ -29,7 +31,7 @@ with signals.EndsBySignal():
     print(os.waitpid(forked, 0)[1], started.wait(), flush=True)
     with StopRequest(num_processes=2) as stop:
         stop.step_ended()
-        print("there", flush=True)
+        print("there", stacks.give_when_asked(), flush=True)
         while not stop.reason:
             time.sleep(0.02)
 print("saved:", stop.reason)
@@ -42,7 +44,7 @@ def start(where):
         stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
     )
     lines = []
-    while "there\n" not in lines:
+    while not lines or not lines[-1].startswith("there"):
         lines.append(process.stdout.readline())
         assert lines[-1], process.communicate()[1]
     return process, lines
@@ -51,6 +53,8 @@ def start(where):
 def test_signals_to_a_whole_host_do_not_end_a_worker_before_it_has_saved():
     process, lines = start("trains")
     assert lines[0] == f"{signal.SIGTERM} {-signal.SIGTERM}\n"
+    # A stuck worker is asked for its stacks, which stops none.
+    assert "<module>" in asked_for(process.pid, lines[-1].split()[1])
     for item in (*SIGNALS, signal.SIGTERM):
         process.send_signal(item)
     process.send_signal(STOPS_WORKER)

@@ -14,7 +14,8 @@ from pathlib import Path
 from praxis_lite.run.job.processes.exits import temporary_folder
 
 # It asks a process for its stacks; `faulthandler` answers in C, whoever keeps Python's lock.
-_ASKS = signal.SIGUSR2
+# The signals with names have other meanings (`run/job/processes/signals.py`).
+_ASKS = signal.SIGRTMIN + 3
 _MOST_CHARACTERS = 100_000
 
 
