@@ -116,12 +116,12 @@ class Watchdog(contextlib.AbstractContextManager):
             self.last_sign = self._last_step = time.monotonic()
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
-            _entered.append(self)
+        _entered.append(self)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        _entered.remove(self)
         if self._thread is not None:
-            _entered.remove(self)
             self._is_over.set()
             self._thread.join()
             faulthandler.cancel_dump_traceback_later()

@@ -99,7 +99,8 @@ class Beats:
             why = state_in_words(last.pid) or why
         waiting = (own_progress(processes.index()),)
         stuck = Stuck((last.progress,), seconds, waiting, "")
-        return f"{words}: {why}; {details(stuck, processes.name, own.first_collective)}"
+        known = details(stuck, processes.name, own.first_collective)
+        return f"{words}: {why}; as it said last, {known}"
 
     def stuck(self, give: Callable[[int], str | None]) -> tuple[Stuck, str] | None:
         """Returns who is stuck, and a report with stacks, once for each; for the first process.

@@ -14,10 +14,11 @@ BUSY_SECONDS = 300.0
 UNKNOWN_SECONDS = 600.0
 # So many times the longest that the same has taken before is no reason to worry.
 _TIMES_STILL, _TIMES_BUSY = 3.0, 10.0
-# A process moves if it uses so much of a core, or reads and writes so many bytes, over a window.
-# Its own threads (beats, the timeline, trackers) take about 1% of a core.
+# A process moves if it uses so much of a core, or reads and writes so many bytes, over a window; or
+# if a thread is ready to run for so much of it, on a host with too few cores. Its own threads
+# (beats, the timeline, trackers) take about 1% of a core.
 _WINDOW_SECONDS, _LEAST_WINDOW = 20.0, 10.0
-_CORES, _BYTES = 0.05, 2**20
+_CORES, _BYTES, _READY = 0.05, 2**20, 0.5
 # A thread of it should tell its progress every second or two.
 _UNHEARD_SECONDS = 25.0
 
@@ -39,7 +40,7 @@ class Observed:
         self.last: Progress | None = None
         self.changed_at = self.state_since = 0.0
         self.behind_since: float | None = None
-        self._samples: collections.deque[tuple[float, float, int]] = collections.deque()
+        self._samples: collections.deque[tuple[float, Progress]] = collections.deque()
 
     def take(self, item: Progress, now: float) -> None:
         """Takes what the process tells."""
@@ -50,7 +51,7 @@ class Observed:
             self.changed_at = now
         if last is None or item.arrived != last.arrived:
             self.behind_since = None
-        self._samples.append((now, item.cpu_seconds, item.io_bytes))
+        self._samples.append((now, item))
         while now - self._samples[0][0] > _WINDOW_SECONDS:
             self._samples.popleft()
 
@@ -104,10 +105,15 @@ class Observed:
 
     def _moves(self) -> bool:
         """Returns True if the process is at work, or if that is unknown."""
-        (began, cpu, size), (ended, last_cpu, last_size) = self._samples[0], self._samples[-1]
-        if not self.last.state or ended - began < _LEAST_WINDOW:
+        began, first = self._samples[0]
+        seconds, last = self._samples[-1][0] - began, self.last
+        if not last.state or seconds < _LEAST_WINDOW:
             return True
-        return last_cpu - cpu >= _CORES * (ended - began) or last_size - size >= _BYTES
+        return (
+            last.cpu_seconds - first.cpu_seconds >= _CORES * seconds
+            or last.ready_seconds - first.ready_seconds >= _READY * seconds
+            or last.io_bytes - first.io_bytes >= _BYTES
+        )
 
 
 def _has_changed(last: Progress, item: Progress) -> bool:

@@ -54,10 +54,15 @@ def state_in_words(pid: int) -> str:
 
 def _with_work(progress: Progress, pid: int) -> Progress:
     state, cpu_seconds = _stat(pid)
-    for child in _descendants(pid):
-        cpu_seconds += _stat(child)[1]
+    children, ready_seconds = _threads(pid)
+    while children:
+        child = children.pop()
+        more, ready = _threads(child)
+        children += more
+        cpu_seconds, ready_seconds = cpu_seconds + _stat(child)[1], ready_seconds + ready
     return dataclasses.replace(
-        progress, state=state, cpu_seconds=round(cpu_seconds, 2), io_bytes=_io_bytes(pid)
+        progress, state=state, cpu_seconds=round(cpu_seconds, 2),
+        ready_seconds=round(ready_seconds, 2), io_bytes=_io_bytes(pid),
     )
 
 
@@ -71,16 +76,18 @@ def _stat(pid: int) -> tuple[str, float]:
     return "", 0.0
 
 
-def _descendants(pid: int) -> list[int]:
-    """Returns the living children of a process, and theirs: the workers of an input pipeline."""
-    found: list[int] = []
+def _threads(pid: int) -> tuple[list[int], float]:
+    """Returns the living children of a process, and the seconds that its threads were ready."""
+    children: list[int] = []
+    seconds = 0.0
     with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(OSError, ValueError):
-                text = Path(f"/proc/{pid}/task/{thread}/children").read_text()
-                for child in map(int, text.split()):
-                    found += [child, *_descendants(child)]
-    return found
+                children += map(int, (thread / "children").read_text().split())
+            with contextlib.suppress(OSError, ValueError):
+                ran, waited, _ = map(int, (thread / "schedstat").read_text().split())
+                seconds += (ran + waited) / 1e9
+    return children, seconds
 
 
 def _io_bytes(pid: int) -> int:

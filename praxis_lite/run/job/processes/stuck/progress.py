@@ -33,6 +33,7 @@ class Progress:
       unheard_seconds: since a thread of it last told all this, which grows while a process is
         stopped, or while C code keeps Python's lock.
       cpu_seconds: used so far by the process and its children.
+      ready_seconds: that its living threads, and those of its children, ran or waited for a core.
       io_bytes: read and written so far by the process.
       state: of the process, as /proc/PID/stat has it: "R" runs, "S" sleeps, "D" waits for a disk or
         a network file system, "T" is stopped; "": unknown.
@@ -47,6 +48,7 @@ class Progress:
     silent_seconds: float = 0.0
     unheard_seconds: float = 0.0
     cpu_seconds: float = 0.0
+    ready_seconds: float = 0.0
     io_bytes: int = 0
     state: str = ""
 

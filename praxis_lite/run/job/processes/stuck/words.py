@@ -41,14 +41,12 @@ def details(
 
 def _where(progress: Progress) -> str:
     """Returns what a process does, and after which step."""
-    last = "it has ended no step yet" if progress.step is None else (
-        f"the last step that it ended is {progress.step}"
-    )
+    last = f"it has ended {'no step yet' if progress.step is None else f'step {progress.step}'}"
     if progress.doing.endswith(ON_DEVICES):
         at = progress.dispatched
         step = f" step {at}" if progress.doing.startswith("step") and at is not None else ""
-        return f"{last}, and it waits for its own devices to end{step or ' what they were given'}"
-    return f"{last}, and it is in: {progress.doing}"
+        return f"{last} and waits for its own devices to end{step or ' what they were given'}"
+    return f"{last} and is in: {progress.doing or 'something that it does not tell'}"
 
 
 def _in_what(stuck: Stuck, first_collective: Callable[[int], str]) -> str:
@@ -67,7 +65,7 @@ def _in_what(stuck: Stuck, first_collective: Callable[[int], str]) -> str:
     ahead = [other.dispatched for other in others if other.dispatched is not None]
     if item.dispatched is None and ahead:
         step = min(ahead)
-    if not ahead or min(ahead) < step or any(word.startswith("evaluation") for word in doing):
+    if not ahead or min(ahead) < step or doing != {f"step{ON_DEVICES}"}:
         return f", in: {' and '.join(sorted(doing))}"
     collective = first_collective(item.process)
     if not collective:
