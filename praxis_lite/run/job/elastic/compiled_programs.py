@@ -19,7 +19,7 @@ from jax._src import cache_key, compilation_cache, compiler
 from praxis_lite.core.sharding.mesh import attached_devices
 from praxis_lite.files.whole_files import write_whole
 from praxis_lite.run.job import processes
-from praxis_lite.run.job.elastic.order import Order
+from praxis_lite.run.job.elastic.order import Order, report
 
 FOLDER = "compiled"
 
@@ -40,6 +40,7 @@ def keep_compiled(order: Order) -> None:
         folder = str(Path(order.folder, FOLDER))
         jax.config.update("jax_compilation_cache_dir", folder)
         compilation_cache.get_file_cache = lambda path: (_WholeFiles(Path(path)), path)
+    _report_programs()
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     if attached_devices()[1] == "cpu" and processes.count() > 1:
@@ -49,6 +50,20 @@ def keep_compiled(order: Order) -> None:
         is_one_host = processes.count_on_this_host() == processes.count()
         jax.config.update("jax_share_binary_between_hosts", is_one_host)
         _let_all_write()
+
+
+def _report_programs() -> None:
+    """Tells the supervisor how many programs this process needed, and how many were in no cache."""
+    needed = cached = 0
+
+    def count(name: str, **more: Any) -> None:
+        nonlocal needed, cached
+        needed += name == "/jax/compilation_cache/compile_requests_use_cache"
+        cached += name == "/jax/compilation_cache/cache_hits"
+        if name.startswith("/jax/compilation_cache/"):
+            report(programs=needed, compiled=needed - cached)
+
+    jax.monitoring.register_event_listener(count)
 
 
 def _let_all_write() -> None:

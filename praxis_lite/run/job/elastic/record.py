@@ -32,7 +32,8 @@ def record_line(generation: Generation, members: Mapping[int, Member]) -> dict[s
         "hosts": [members[k].host if k in members else "" for k in generation.members],
         "num_devices": reports.get("num_devices"), "mesh": reports.get("mesh"),
         "from_step": from_step, "source": reports.get("source"), "lost_steps": lost,
-        "reached": end is not None,
+        "reached": end is not None, "programs": reports.get("programs"),
+        "compiled": reports.get("compiled"),
         "seconds": _seconds(generation, worker.phases if worker else (), end or time.time()),
     }
 
