@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -47,6 +48,7 @@ class Made:
         another mesh.
       rows: the last rows that were compared.
       was_repeated: the meshes differed on the first rows, and were compared on others.
+      drawn: returns other rows of the same step, by the number of a draw.
     """
 
     comparisons: Sequence[Comparison]
@@ -55,6 +57,7 @@ class Made:
     other: Measures | None
     rows: Rows
     was_repeated: bool
+    drawn: Callable[[int], Rows]
 
     @property
     def failed(self) -> list[Comparison]:
@@ -173,8 +176,9 @@ class Certifier:
     def make(self, state: TrainState, batch: GlobalBatch, key: jax.Array, step: int) -> Made:
         """Returns the comparisons of a step made again; waits for the devices."""
         own, moved, *others = self.places
+        drawn = functools.partial(self.rows, state, batch, key, step)
         for draw in itertools.count():
-            rows = self.rows(state, batch, key, step, draw)
+            rows = drawn(draw)
             first, nudged = own.measure(rows), own.measure(rows, own.rounding)
             second = moved.measure(rows)
             compared = (
@@ -186,7 +190,7 @@ class Certifier:
             for other in others:
                 third = other.measure(rows)
                 compared += again.compare_meshes(other.name, first, nudged, third)
-            made = Made(compared, first, nudged, third, rows, draw > 0)
+            made = Made(compared, first, nudged, third, rows, draw > 0, drawn)
             # Where rounding decides between two ways, such as between two experts, a mesh may
             # take the other one; that it does on other rows too has another cause.
             if is_of_device or not in_any_process(bool(made.failed)) or draw:
