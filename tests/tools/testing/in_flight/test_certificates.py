@@ -182,7 +182,10 @@ def test_a_job_is_certified_and_a_stale_block_after_a_restore_ends_it(tmp_path, 
 class WideCertified(planted.Wide):
     """A job whose devices may be bad, certified every two steps."""
 
-    run = Certified.run
+    def run(self):
+        config = super().run()
+        config.num_train_steps, config.certify_every_steps = 4, 2
+        return config
 
     def mesh(self):
         config = super().mesh()
