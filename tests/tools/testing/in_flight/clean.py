@@ -1,6 +1,6 @@
 """Certifies jobs without a fault, many times, and counts alarms; a launch goes on where one ended.
 
-python -m tests.tools.testing.in_flight.clean --file=FILE [--each=350] [--passes=3]
+python -m tests.tools.testing.in_flight.clean FILE [--each=350] [--passes=3]
 """
 
 import argparse
@@ -72,7 +72,7 @@ def summary(file: Path) -> str:
 def main() -> int:
     """Returns 1 if there was an alarm."""
     parser = argparse.ArgumentParser(prog="python -m tests.tools.testing.in_flight.clean")
-    parser.add_argument("--file", type=Path, required=True)
+    parser.add_argument("file", type=Path, help="of certificates as JSON lines; it is gone on with")
     parser.add_argument("--each", type=int, default=350)
     parser.add_argument("--passes", type=int, default=1)
     parser.add_argument("-k", default="", help="only experiments with this in their name")
