@@ -73,7 +73,7 @@ def test_every_flag_that_a_page_names_exists(page):
     local = {flag for flag in named if not flag.startswith("--xla_")}
     texts = [text for path in LIBRARY.rglob("*.py") if "add_argument" in (text := path.read_text())]
     texts += [path.read_text() for path in (ROOT / "Makefile", ROOT / "tests/support/api_page.py")]
-    for folder in ("benchmarks", "tests/faults"):
+    for folder in ("benchmarks", "tests/faults", "tests/tools/testing/in_flight"):
         texts += [path.read_text() for path in (ROOT / folder).glob("*.py")]
     unknown = {flag for flag in local - FLAGS if not any(f'"{flag}"' in text for text in texts)}
     assert not unknown
