@@ -94,7 +94,9 @@ def in_own_types(
     ]
 
 
-def by_rounding(mesh: str, wanted: Leaves, nudged: Leaves, found: Leaves) -> list[Comparison]:
+def by_rounding(
+    mesh: str, wanted: Leaves, nudged: Iterable[Leaves], found: Leaves
+) -> list[Comparison]:
     """Returns comparisons of a step in its own types, made again on another mesh.
 
     Both are off by rounding, which is measured: weights moved by a unit of it move each leaf.
@@ -102,9 +104,12 @@ def by_rounding(mesh: str, wanted: Leaves, nudged: Leaves, found: Leaves) -> lis
     counts for all.
 
     Args:
-      wanted: of the job's own mesh; so are `nudged`, with weights moved by a unit of rounding.
+      wanted: of the job's own mesh.
+      nudged: the same, each time with weights moved by a unit of rounding.
     """
-    moved, scales = differences(wanted, nudged), {k: largest(x) for k, x in wanted.items()}
+    each = [differences(wanted, item) for item in nudged]
+    moved = {leaf: max(item[leaf] for item in each) for leaf in wanted}
+    scales = {leaf: largest(x) for leaf, x in wanted.items()}
     largest_of: dict[str, float] = {}
     for leaf, scale in scales.items():
         largest_of[kind_of(leaf)] = max(largest_of.get(kind_of(leaf), 0.0), scale)

@@ -1,7 +1,7 @@
 """A step made again on a few of its rows: on a mesh, with the job's own weights; compared."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -98,24 +98,26 @@ class Placement:
         """The program before it is compiled, of arguments as of `given`."""
         return self._step.function
 
-    def given(self, rows: Rows, nudge: float = 0.0) -> tuple:
+    def given(self, rows: Rows, nudge: float = 0.0, pattern: int = 0) -> tuple:
         """Returns the arguments of the program: the rows and the weights, on this mesh."""
         mdl_vars, batch = rows.state.mdl_vars, rows.batch
         if not self.is_own:
             mdl_vars, batch = self._move_weights(mdl_vars), self._move_batch(batch)
         # Devices of other processes take arrays of NumPy alone.
-        numbers = scalars_of(rows.state), np.uint32(rows.salt), np.float32(nudge)
+        salts = np.array((rows.salt, (rows.salt + 1 + pattern) % 2**32), np.uint32)
+        numbers = scalars_of(rows.state), salts, np.float32(nudge)
         numbers = jax.tree.map(np.asarray, numbers)
-        scalars, salt, nudge = jax.device_put(numbers, self.partitioner.replicated)
-        return mdl_vars, scalars, batch, replicated_key(rows.key, self.mesh), salt, nudge
+        scalars, salts, nudge = jax.device_put(numbers, self.partitioner.replicated)
+        return mdl_vars, scalars, batch, replicated_key(rows.key, self.mesh), salts, nudge
 
-    def measure(self, rows: Rows, nudge: float = 0.0) -> Measures:
+    def measure(self, rows: Rows, nudge: float = 0.0, pattern: int = 0) -> Measures:
         """Returns the measures of the rows' gradients on this mesh; waits for the devices.
 
         Args:
           nudge: the share of itself by which each weight is moved, up or down.
+          pattern: by which it is drawn what moves up.
         """
-        result = jax.device_get(self.compile()(*self.given(rows, nudge)))
+        result = jax.device_get(self.compile()(*self.given(rows, nudge, pattern)))
         value, weight = result["loss"]
         leaves = {"metrics/loss/value": value, "metrics/loss/weight": weight}
         leaves |= {f"gradients/{path}": x for path, x in result["measured"].items()}
@@ -139,7 +141,8 @@ def compare_moved(expected: Measures, actual: Measures) -> list[Comparison]:
 
 
 def compare_meshes(
-    mesh: str, expected: Measures, nudged: Measures, actual: Measures
+    mesh: str, expected: Measures, nudged: Sequence[Measures], actual: Measures
 ) -> list[Comparison]:
     """Returns comparisons of two programs, which round differently."""
-    return tolerances.by_rounding(mesh, expected.leaves, nudged.leaves, actual.leaves)
+    moved = [item.leaves for item in nudged]
+    return tolerances.by_rounding(mesh, expected.leaves, moved, actual.leaves)

@@ -3,7 +3,6 @@
 import concurrent.futures
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +34,7 @@ from praxis_lite.tools.testing.runs.parts import devices_in_turn
 
 PyTree = Any
 Build = Callable[[Mesh], Partitioner]
+_MOST_DRAWS, _MORE_NUDGES = 4, 8
 _MOST_PARTS = 64  # Of a batch that other devices work on in turn: each is in the program.
 
 
@@ -44,19 +44,21 @@ class Made:
 
     Attributes:
       comparisons: in the order in which they were made.
-      own, nudged, other: measures on the job's mesh, there with weights moved by rounding, and on
-        another mesh.
+      own, nudged, other: measures on the job's mesh, there with weights moved by rounding, each
+        time another way, and on another mesh.
       rows: the last rows that were compared.
-      was_repeated: the meshes differed on the first rows, and were compared on others.
+      is_of_device: bits differed when devices changed places.
+      draw: of these rows; after the first the meshes were compared on others before.
       drawn: returns other rows of the same step, by the number of a draw.
     """
 
     comparisons: Sequence[Comparison]
     own: Measures
-    nudged: Measures
+    nudged: Sequence[Measures]
     other: Measures | None
     rows: Rows
-    was_repeated: bool
+    is_of_device: bool
+    draw: int
     drawn: Callable[[int], Rows]
 
     @property
@@ -175,26 +177,41 @@ class Certifier:
 
     def make(self, state: TrainState, batch: GlobalBatch, key: jax.Array, step: int) -> Made:
         """Returns the comparisons of a step made again; waits for the devices."""
-        own, moved, *others = self.places
         drawn = functools.partial(self.rows, state, batch, key, step)
-        for draw in itertools.count():
-            rows = drawn(draw)
-            first, nudged = own.measure(rows), own.measure(rows, own.rounding)
-            second = moved.measure(rows)
-            compared = (
-                again.compare_moved(first, second) if self.is_exact
-                else again.compare_meshes(again.MOVED, first, nudged, second)
-            )
-            is_of_device = in_any_process(any(not x.is_equal for x in compared))
-            third = None
-            for other in others:
-                third = other.measure(rows)
-                compared += again.compare_meshes(other.name, first, nudged, third)
-            made = Made(compared, first, nudged, third, rows, draw > 0, drawn)
+        for draw in range(_MOST_DRAWS):
+            made = self._made(drawn(draw), draw, drawn)
             # Where rounding decides between two ways, such as between two experts, a mesh may
             # take the other one; that it does on other rows too has another cause.
-            if is_of_device or not in_any_process(bool(made.failed)) or draw:
-                return made
+            if made.is_of_device or not in_any_process(bool(made.failed)):
+                break
+        return made
+
+    def _made(self, rows: Rows, draw: int, drawn: Callable[[int], Rows]) -> Made:
+        own, moved, *others = self.places
+        first, second = own.measure(rows), moved.measure(rows)
+        third = [other.measure(rows) for other in others]
+        nudged = [own.measure(rows, own.rounding)]
+        exact = again.compare_moved(first, second) if self.is_exact else []
+        is_of_device = in_any_process(any(not x.is_equal for x in exact))
+
+        def compared() -> list[Comparison]:
+            by_rounding = [] if self.is_exact else again.compare_meshes(
+                again.MOVED, first, nudged, second
+            )
+            for other, actual in zip(others, third, strict=True):
+                by_rounding += again.compare_meshes(other.name, first, nudged, actual)
+            return by_rounding
+
+        result = compared()
+        if not is_of_device and in_any_process(any(not x.is_equal for x in result)):
+            # Perhaps rounding was at its work where it seldom is.
+            patterns = range(1, 1 + _MORE_NUDGES)
+            nudged += [own.measure(rows, own.rounding, pattern) for pattern in patterns]
+            result = compared()
+        return Made(
+            exact + result, first, nudged, third[0] if third else None, rows, is_of_device,
+            draw, drawn,
+        )
 
     def close(self) -> None:
         """Frees the thread; waits for the program that it compiles."""

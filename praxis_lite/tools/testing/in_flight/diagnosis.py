@@ -139,7 +139,7 @@ class Search:
         """
         made = self._made
         moved = [x for x in made.failed if x.mesh == again.MOVED]
-        if in_any_process(bool(moved)):
+        if made.is_of_device or in_any_process(bool(moved)):
             return self._of_device(moved or made.comparisons[:1])
         return self._of_program(made.failed or made.comparisons[-1:])
 
@@ -219,11 +219,11 @@ class Search:
         return None
 
     @functools.cached_property
-    def _draws(self) -> list[tuple[Rows, Measures, Measures]]:
+    def _draws(self) -> list[tuple[Rows, Measures, list[Measures]]]:
         """Rows of several draws, their measures, and those with weights moved by rounding."""
         own, drawn = self._own, self._made.drawn
-        rows = [self._rows, *(drawn(draw) for draw in range(2, 2 + _NUM_DRAWS))]
-        return [(item, own.measure(item), own.measure(item, own.rounding)) for item in rows]
+        rows = [self._rows, *(drawn(draw) for draw in range(10, 10 + _NUM_DRAWS))]
+        return [(item, own.measure(item), [own.measure(item, own.rounding)]) for item in rows]
 
     def _placed(self, order: Sequence[int]) -> Placement:
         return self._on(reordered(self._mesh, order))
@@ -266,8 +266,10 @@ class Search:
         """Returns True if measures are not those of the other mesh."""
         made = self._made
         # How much rounding moves is known of the job's own mesh.
-        by = {k: x - made.own.leaves[k] for k, x in made.nudged.leaves.items()}
-        nudged = {k: x + by[k] for k, x in made.other.leaves.items()}
+        nudged = [
+            {k: x + item.leaves[k] - made.own.leaves[k] for k, x in made.other.leaves.items()}
+            for item in made.nudged
+        ]
         compared = tolerances.by_rounding("", made.other.leaves, nudged, actual.leaves)
         return in_any_process(any(not x.is_equal for x in compared))
 

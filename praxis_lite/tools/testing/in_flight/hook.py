@@ -197,7 +197,7 @@ class Certificates(Hook):
             "closest": None if closest is None else {
                 "leaf": closest.leaf, "share": closest.share, "mesh": closest.mesh,
             },
-            "repeated": made is not None and made.was_repeated,
+            "repeated": made is not None and made.draw > 0,
             "seconds": time.perf_counter() - began,
             "state_digest": self._digests.of_state,
             "difference": as_json(found[0] if found else None),

@@ -79,19 +79,19 @@ class MeasuredStep:
           scalars: as `scalars_of` returns them.
           batch: a few rows.
           key: of the run.
-          salt: uint32, by which projections are drawn.
+          salt: uint32 [2], by which projections, and the signs of nudges, are drawn.
           nudge: each weight is moved by this share of it, up or down; 0.0: none is moved.
         """
         partitioner, bound = self.partitioner, self.partitioner.learner
         with partitioner.where.tracing():
             mdl_vars = self._mdl_layout.unpad(mdl_vars)
-            params = _nudged(mdl_vars["params"], nudge, salt)
+            params = _nudged(mdl_vars["params"], nudge, salt[1])
             state = TrainState(
                 scalars["step"], {**mdl_vars, "params": params}, dict(scalars["opt_states"])
             )
             _, outputs = steps.train_step(
                 partitioner.task, state, partitioner.where.inputs(batch), key,
-                learner=_Measuring(bound.learner, bound.groups, salt),
+                learner=_Measuring(bound.learner, bound.groups, salt[0]),
                 value_and_grad=partitioner.gradients.value_and_grad,
             )
         loss = jnp.stack([jnp.asarray(x, jnp.float32) for x in outputs["metrics"]["loss"]])
@@ -111,7 +111,7 @@ class MeasuredStep:
         whole = self.partitioner.replicated
         at = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)  # noqa: E731
         key = at(jax.eval_shape(lambda: jax.random.key(0)))
-        number = jax.ShapeDtypeStruct((), jnp.uint32, sharding=whole)
+        number = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=whole)
         nudge = jax.ShapeDtypeStruct((), jnp.float32, sharding=whole)
         mdl_vars = self._mdl_layout.abstract(self.mesh)
         return mdl_vars, jax.tree.map(at, dict(scalars)), batch, key, number, nudge
@@ -130,7 +130,7 @@ def _nudged(params: PyTree, nudge: jax.Array, salt: jax.Array) -> PyTree:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             moved.append(x)
             continue
-        signs = bits.signs(bits.indices(x.shape, x.shape), bits.salted(~salt, number), 1)[0]
+        signs = bits.signs(bits.indices(x.shape, x.shape), bits.salted(salt, number), 1)[0]
         moved.append((x.astype(jnp.float32) * (1.0 + nudge * signs)).astype(x.dtype))
     return jax.tree.unflatten(treedef, moved)
 

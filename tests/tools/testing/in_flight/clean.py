@@ -47,7 +47,7 @@ def certify(name: str, shape: tuple[int, ...], number: int, seed: int, file: Pat
             print(json.dumps({
                 "experiment": name, "mesh": shape, "other": certifier.places[-1].name,
                 "step": job.step, "alarm": str(made.failed[0]) if made.failed else "",
-                "repeated": made.was_repeated, "share": closest.share, "leaf": closest.leaf,
+                "repeated": made.draw > 0, "share": closest.share, "leaf": closest.leaf,
                 "exact": certifier.is_exact, "rounding": certifier.places[0].rounding,
                 "seconds": time.monotonic() - began,
             }), file=lines, flush=True)

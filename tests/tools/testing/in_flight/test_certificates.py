@@ -94,7 +94,7 @@ def test_tolerances_follow_what_rounding_moves():
                 for k, x in leaves.items()}
 
     def failed(rounding, actual):
-        compared = tolerances.by_rounding("mesh", leaves, moved(rounding), actual)
+        compared = tolerances.by_rounding("mesh", leaves, [moved(rounding)], actual)
         return [x.leaf for x in compared if not x.is_equal]
 
     for rounding in (1e-7, 1e-3):
