@@ -34,7 +34,7 @@ def _export(argv: Sequence[str] | None) -> None:
     from praxis_lite.interop.artifact import MANIFEST, write_artifact
     from praxis_lite.interop.inputs import inputs_of
     from praxis_lite.interop.program import exported_program
-    from praxis_lite.run.job.job_dir import local_directory
+    from praxis_lite.run.job.local_directory import local_directory
 
     out = local_directory(args.out)
     with new_directory(out, MANIFEST) as target:
@@ -64,7 +64,7 @@ class _Source:
 
 
 def _source(args: Any) -> _Source:
-    from praxis_lite.run.job.job_dir import local_directory
+    from praxis_lite.run.job.local_directory import local_directory
 
     # Jobs keep no safetensors in their own folder.
     if any(local_directory(args.job).glob("*.safetensors")):

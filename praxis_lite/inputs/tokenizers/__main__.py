@@ -17,7 +17,7 @@ from praxis_lite.inputs.tokenizers.json_tokenizer import JsonTokenizer
 from praxis_lite.inputs.tokenizers.loading import load_tokenizer
 from praxis_lite.inputs.tokenizers.special.tokenizer_classes import ROLES
 from praxis_lite.run.command import Parser, status_of
-from praxis_lite.run.job.job_dir import local_directory
+from praxis_lite.run.job.local_directory import local_directory
 
 # GPT-4's pieces of text, within which tokens lie: a word and the blank before it, up to three
 # digits, punctuation, blanks and ends of lines.

@@ -31,7 +31,7 @@ from praxis_lite.run.checkpoints.steps.manifest import (
 )
 from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.run.checkpoints.steps.verified_steps import Metrics, Step, VerifiedSteps
-from praxis_lite.run.job.job_dir import local_directory
+from praxis_lite.run.job.local_directory import local_directory
 from praxis_lite.run.job.processes.broadcast import from_first
 
 PyTree = Any

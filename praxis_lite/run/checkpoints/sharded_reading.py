@@ -20,7 +20,7 @@ _NUM_THREADS = 16
 
 
 class ReadableArray(Protocol):
-    """An array of which parts can be read, wherever it is stored."""
+    """An array whose parts can be read, wherever it is stored."""
 
     def read_block(self, index: tuple[slice, ...]) -> np.ndarray:
         """Returns a part that lies within the unpadded array."""

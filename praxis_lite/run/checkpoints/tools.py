@@ -18,7 +18,7 @@ from praxis_lite.run.checkpoints.files.stored_arrays import (
 from praxis_lite.run.checkpoints.files.zarr_checks import np_dtype
 from praxis_lite.run.checkpoints.steps import step_dirs, step_files
 from praxis_lite.run.checkpoints.steps.manifest import COMMIT_JSON, MANIFEST_JSON
-from praxis_lite.run.job.job_dir import local_directory
+from praxis_lite.run.job.local_directory import local_directory
 from praxis_lite.run.text_table import table_lines
 
 Progress = Callable[[str, float], None]  # Told what is read, and the share that is done.

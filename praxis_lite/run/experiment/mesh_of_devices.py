@@ -52,7 +52,7 @@ def on_devices_of(order: Order, job: Job, launched: LaunchedConfig, choose: Mesh
 
 
 def _num_simulated(mesh: MeshConfig, num_processes: int) -> int:
-    """Returns how many devices a process simulates if all are there; -1 counts as one."""
+    """Returns how many devices a process simulates if all are there; -1 counts as 1."""
     sizes = (*mesh.ici_mesh_shape, *(mesh.dcn_mesh_shape or ()))
     return math.ceil(abs(math.prod(sizes)) / num_processes)
 

@@ -1,4 +1,4 @@
-"""The proof of which examples a job used: its record, held against its config's data."""
+"""The proof of a job's examples: its record, held against its config's data."""
 
 import dataclasses
 import itertools
@@ -19,7 +19,7 @@ EXACTLY_ONCE = "every example exactly once, in order"
 
 @dataclasses.dataclass(frozen=True)
 class ExamplesProof:
-    """What a job's record proves of its examples.
+    """The result of a proof of a job's examples.
 
     Attributes:
       history: the part of the record that counts.

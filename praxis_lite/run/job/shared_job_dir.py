@@ -9,7 +9,8 @@ from pathlib import Path
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.run.job import processes
-from praxis_lite.run.job.job_dir import JobDir, local_directory
+from praxis_lite.run.job.job_dir import JobDir
+from praxis_lite.run.job.local_directory import local_directory
 from praxis_lite.run.job.processes.exits import temporary_folder
 
 # A network file system shows a new file to other hosts after a while.

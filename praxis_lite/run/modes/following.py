@@ -7,7 +7,8 @@ from typing import Any
 from praxis_lite.core.errors import require
 from praxis_lite.run.checkpoints.steps.new_steps import NewSteps
 from praxis_lite.run.job import processes
-from praxis_lite.run.job.job_dir import JobDir, local_directory
+from praxis_lite.run.job.job_dir import JobDir
+from praxis_lite.run.job.local_directory import local_directory
 from praxis_lite.run.modes.launched import job_log_dir
 from praxis_lite.run.modes.mode import CommandLine
 

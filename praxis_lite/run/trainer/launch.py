@@ -229,7 +229,7 @@ def _peer_stores(job: JobOnMesh, held: contextlib.ExitStack) -> list[StoreClient
 def _peer_saver(
     job: JobOnMesh, stores: Sequence[StoreClient], held: contextlib.ExitStack
 ) -> PeerSaver | None:
-    """Returns what saves into the peer stores, if there are any."""
+    """Returns the saver into the peer stores, if there are any."""
     if not stores:
         return None
     partitioner = job.partitioner

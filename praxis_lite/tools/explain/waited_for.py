@@ -1,4 +1,4 @@
-"""The collectives in which processes wait for one that is stuck, read from the compiled step."""
+"""The collectives in which processes wait for a stuck process, read from the compiled step."""
 
 import contextlib
 import threading
@@ -20,7 +20,7 @@ _MOST_BYTES = 2**26
 
 
 class WaitedFor(Hook):
-    """Tells the messages of stuck processes in what the others wait; costs nothing before."""
+    """Tells the messages of stuck processes where the others wait; costs nothing before."""
 
     every, waits = None, False
 

@@ -21,8 +21,9 @@ from praxis_lite.run.config.text import config_lines, dump_config
 from praxis_lite.run.experiment import registry
 from praxis_lite.run.experiment.experiment import Job
 from praxis_lite.run.experiment.launched_config import config_of_experiment
-from praxis_lite.run.job.job_dir import JobDir, local_directory, open_for_training
+from praxis_lite.run.job.job_dir import JobDir, open_for_training
 from praxis_lite.run.job.job_lock import JobLock
+from praxis_lite.run.job.local_directory import local_directory
 from praxis_lite.run.trainer.checks.memory import check_fits
 from praxis_lite.run.trainer.job_on_mesh import partitioner_of
 

@@ -15,7 +15,7 @@ from praxis_lite.core.partitioner.train_state import LeafLayout
 from praxis_lite.run.checkpoints.files.ocdbt import DATABASE
 from praxis_lite.run.checkpoints.files.origin import Origin
 from praxis_lite.run.checkpoints.sharded_reading import read_arrays
-from praxis_lite.run.job.job_dir import local_directory
+from praxis_lite.run.job.local_directory import local_directory
 from praxis_lite.tools.foreign_checkpoints.arrays import foreign_arrays
 
 _ADVICE = "It is not as Orbax's StandardCheckpointer writes it, or damaged: save it again."

@@ -10,7 +10,8 @@ from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.files.json_text import content_of
 from praxis_lite.layers.whole_model.adapters import adapted_layers
 from praxis_lite.run.experiment.experiment import Job
-from praxis_lite.run.job.job_dir import JobDir, local_directory, open_for_reading
+from praxis_lite.run.job.job_dir import JobDir, open_for_reading
+from praxis_lite.run.job.local_directory import local_directory
 from praxis_lite.run.loading import load
 from praxis_lite.tools.foreign_checkpoints.begin_job import begin_job_with, beginning
 from praxis_lite.tools.huggingface.adapters import merged_weights

@@ -25,7 +25,7 @@ from praxis_lite.inputs.tokenizers.files import (
 from praxis_lite.inputs.tokenizers.loading import load_tokenizer
 from praxis_lite.layers.whole_model.adapters import ADAPTER_WEIGHTS
 from praxis_lite.layers.whole_model.reference import REFERENCE
-from praxis_lite.run.job.job_dir import local_directory
+from praxis_lite.run.job.local_directory import local_directory
 from praxis_lite.tools.huggingface.adapters import Layers, write_peft
 from praxis_lite.tools.huggingface.family import family_of, read_config
 from praxis_lite.tools.huggingface.same_model import difference

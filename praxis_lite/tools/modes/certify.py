@@ -1,4 +1,4 @@
-"""`main.py --mode=certify`: a job's facts as one page and one JSON, which others verify."""
+"""`main.py --mode=certify`: a job's facts as a page and as JSON, which others verify."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Certify(Mode):
-    """Puts together what a job is made of, in digests; or holds such a certificate against jobs."""
+    """Puts together digests of all parts of a job; or holds such a certificate against jobs."""
 
     summary = "certifies a job by digests of all that it is made of; or verifies that"
 
@@ -122,7 +122,7 @@ def _verify(file: Path, paths: Sequence[str], reading: "Reading") -> int:
 
 
 class _Progress:
-    """Says every ten seconds what is looked at."""
+    """Says every ten seconds which part is looked at."""
 
     def __init__(self):
         self._said = time.monotonic()

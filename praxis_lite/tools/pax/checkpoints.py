@@ -23,7 +23,7 @@ from praxis_lite.run.checkpoints.files.origin import Origin
 from praxis_lite.run.checkpoints.files.step_names import regular_files
 from praxis_lite.run.checkpoints.files.stored_arrays import StoredArray
 from praxis_lite.run.checkpoints.files.untrusted_json import is_shape, read_object
-from praxis_lite.run.job.job_dir import local_directory
+from praxis_lite.run.job.local_directory import local_directory
 from praxis_lite.tools.foreign_checkpoints.arrays import foreign_arrays
 
 _STEP = re.compile(r"(?:checkpoint_)?(\d+)")

@@ -58,7 +58,7 @@ def failed(certificates: Sequence[Certificate]) -> list[Certificate]:
 
 
 def summary(certificates: Sequence[Certificate]) -> str:
-    """Returns a sentence on certificates, of which there is at least one."""
+    """Returns a sentence on certificates; there is at least 1."""
     wrong = len(failed(certificates))
     number = sum(item.num_comparisons for item in certificates)
     close = max((item.closest for item in certificates if item.closest), key=lambda x: x[1],

@@ -174,7 +174,7 @@ class JobReader:
 
 
 def _or_nothing(read: Callable[[Path], list[Any]], path: Path, notes: list[str]) -> list[Any]:
-    """Returns what a function reads of a file; [], and a note, if it cannot be read."""
+    """Returns the values that a function reads of a file; [], and a note, if it cannot be read."""
     try:
         return read(path)
     except ConfigError as error:

@@ -14,8 +14,9 @@ from praxis_lite.run.config.former_settings import settings_of_today
 from praxis_lite.run.config.overrides import check_required
 from praxis_lite.run.experiment import registry
 from praxis_lite.run.experiment.launched_config import config_of_experiment
-from praxis_lite.run.job.job_dir import JobDir, local_directory
+from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.job.job_lock import JobLock
+from praxis_lite.run.job.local_directory import local_directory
 from praxis_lite.run.modes.mode import CommandLine
 from praxis_lite.tools.sweep.report import picture, report
 from praxis_lite.tools.sweep.running import (

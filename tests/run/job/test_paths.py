@@ -15,7 +15,8 @@ from praxis_lite.run.checkpoints.checkpoints import Checkpoints
 from praxis_lite.run.checkpoints.digest import digest_of
 from praxis_lite.run.checkpoints.orbax_write import OrbaxWrite
 from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
-from praxis_lite.run.job.job_dir import JobDir, local_directory, open_for_training
+from praxis_lite.run.job.job_dir import JobDir, open_for_training
+from praxis_lite.run.job.local_directory import local_directory
 from tests.run.checkpoints.saved_steps import save_steps, true_state
 from tests.run.checkpoints.test_checkpoints import SMALL, small_state
 from tests.run.checkpoints.test_damage import mesh

@@ -15,7 +15,7 @@ from praxis_lite.run.checkpoints.init.loading_rules import CheckpointLoadingRule
 from praxis_lite.run.checkpoints.steps.manifest import MANIFEST_JSON
 from praxis_lite.run.checkpoints.steps.step_dirs import numbered_steps, set_aside
 from praxis_lite.run.config.paths import join
-from praxis_lite.run.job.job_dir import local_directory
+from praxis_lite.run.job.local_directory import local_directory
 
 SETTING = "run.init_from_checkpoint_rules"
 

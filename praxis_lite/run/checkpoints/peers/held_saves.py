@@ -1,4 +1,4 @@
-"""The saves in the memory of hosts: the newest whole one, and its arrays."""
+"""The saves in the memory of hosts: the newest whole save, and its arrays."""
 
 import collections
 import dataclasses
@@ -41,12 +41,12 @@ class Choice:
 
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> "Choice":
-        """Returns the choice of which `values` were made."""
+        """Returns the choice that gave `values`."""
         return cls(**{**values, "holders": dict(values["holders"])})
 
 
 def newest_whole(stores: Sequence[StoreClient]) -> tuple[Choice | None, list[str]]:
-    """Returns the newest save of which undamaged parts of all processes are held, or None.
+    """Returns the newest save whose parts are all held undamaged, or None.
 
     Each store reads what it holds of that save, at once, to compare it with its digest.
 

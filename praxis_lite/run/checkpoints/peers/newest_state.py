@@ -51,7 +51,7 @@ class NewestState:
         self.source = "peers" if self._held else "new" if self.step is None else "disk"
 
     def data(self) -> Mapping[str, Any]:
-        """Returns what was saved beside the state."""
+        """Returns the data that were saved beside the state."""
         return self._held.manifest["data"] if self._held else self._checkpoints.latest_data()
 
     def restore(self, layout: StateLayout, mesh: Mesh) -> Restored:
@@ -65,7 +65,7 @@ class NewestState:
 
 
 def _decided(checkpoints: Checkpoints, stores: Sequence[StoreClient]) -> dict[str, Any]:
-    """Returns the peer save to go on from, if any, and what there is to say; as JSON."""
+    """Returns the peer save to go on from, if any, and the lines to print; as JSON."""
     choice, lines = newest_whole(stores)
     if lines:
         lines = [f"the memory of hosts: {'; '.join(lines)}"]

@@ -66,7 +66,7 @@ def own_pieces(
 
 
 def _shards(leaf: LeafLayout, mesh: Mesh) -> Iterator[tuple[Box, list[jax.Device]]]:
-    """Yields each part of a padded array that is on one device or more, with those devices."""
+    """Yields each part of a padded array, with the devices that hold it."""
     holders: dict[Box, list[jax.Device]] = {}
     indices = NamedSharding(mesh, leaf.spec).devices_indices_map(leaf.padded_shape)
     for device, index in indices.items():

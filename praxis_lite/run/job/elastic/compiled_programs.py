@@ -89,7 +89,7 @@ def _let_all_write() -> None:
 
 
 class _WholeFiles(compilation_cache.CacheInterface):
-    """Programs by their keys; a process that is killed while it writes one leaves no part of it.
+    """Programs by their keys; a process that is killed while it writes leaves no part of a program.
 
     JAX's own cache would: a file that is there already is never written again.
     """

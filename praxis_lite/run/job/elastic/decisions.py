@@ -1,4 +1,4 @@
-"""What is to be done next: a pure function of what the leader sees of all members.
+"""The decision on what comes next: a pure function of the leader's view of all members.
 
 The leader is the living member with the lowest number. Two members that both take themselves for
 the leader do no harm: a generation's file is made once.
@@ -26,7 +26,7 @@ MOST_FRUITLESS = 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class View:
-    """What the leader sees.
+    """The leader's view of all members.
 
     Attributes:
       members: all that have a file, by number.
@@ -94,7 +94,7 @@ Decision = Wait | Stop | Begin | End
 
 
 def decide(view: View) -> Decision:
-    """Returns what the leader is to do."""
+    """Returns the leader's next action."""
     willing = tuple(
         k for k in sorted(view.alive)
         if not view.members[k].is_leaving and view.members[k].rests_until <= view.now

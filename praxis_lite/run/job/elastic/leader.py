@@ -1,4 +1,4 @@
-"""The leader of an elastic job: sees all members, decides what is next, and records what came."""
+"""The leader of an elastic job: sees all members, decides, and records the changes of hands."""
 
 import time
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class Says:
 
 
 class Leader:
-    """What a member does while it is the living one with the lowest number.
+    """The work of a member while no living member has a lower number.
 
     Args:
       sight: of this host.
@@ -45,7 +45,7 @@ class Leader:
         self, members: Mapping[int, Member], generation: Generation | None,
         taking_part: frozenset[int],
     ) -> None:
-        """Does what is to be done next.
+        """Decides what comes next, and does it.
 
         Args:
           members: that have a file, by number.

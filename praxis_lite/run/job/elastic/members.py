@@ -87,7 +87,7 @@ class Member:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generation:
-    """The processes that train together until one of them is gone, leaves, or comes.
+    """The processes that train together until a process is gone, leaves, or comes.
 
     Attributes:
       number: from 1; the largest counts.
@@ -225,7 +225,7 @@ class Meeting:
         (self._generations / f"{number}.end").unlink(missing_ok=True)
 
     def _make(self, name: str, fields: Mapping[str, Any]) -> bool:
-        """Makes a file that is seen whole, unless there is one of that name."""
+        """Makes a file that is seen whole, unless that name is taken."""
         temporary = self._generations / f".{name}.{secrets.token_hex(8)}"
         temporary.write_text(json.dumps(fields))
         try:

@@ -1,4 +1,4 @@
-"""What the command line says of an elastic job."""
+"""The settings of an elastic job, from the command line."""
 
 import dataclasses
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the command line says of an elastic job.
+    """The settings of an elastic job, from the command line.
 
     Attributes:
       argv: the command line that each worker gets.

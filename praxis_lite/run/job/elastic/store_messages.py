@@ -25,7 +25,7 @@ _PART_BYTES = 2**22  # Sent at a time: the time limit is one of each part.
 
 
 class SaveId(NamedTuple):
-    """A process's part of a save; those of one generation and number are a whole state.
+    """A process's part of a save; the parts with equal generation and number are a whole state.
 
     Attributes:
       generation: of the elastic job that saved it.
@@ -39,11 +39,11 @@ class SaveId(NamedTuple):
 
 
 class StoreFailed(Exception):
-    """A peer store does not answer, or cannot do what it is asked; says which, and why."""
+    """A peer store does not answer, or cannot do what it is asked; says whose it is, and why."""
 
 
 def greet(connection: socket.socket, key: bytes, *, is_server: bool) -> None:
-    """Proves to the other side that this one has the key, and asks for the same proof.
+    """Proves to the other side that this side has the key, and asks for the same proof.
 
     Raises:
       OSError: it has another key, is silent, or slow.

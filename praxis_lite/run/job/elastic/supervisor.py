@@ -104,7 +104,7 @@ class Supervisor:
         self._own = dataclasses.replace(self._own, is_leaving=True)
 
     def turn(self) -> int | None:
-        """Does what is due now; returns the status with which this process ends, or None."""
+        """Does the work that is due; returns the status with which this process ends, or None."""
         if time.monotonic() - self._beat_at > _LEASE_SECONDS and self._worker is not None:
             self._end_worker("its supervisor could not be seen by the others")
         self._prepare_worker()
@@ -149,7 +149,7 @@ class Supervisor:
                 )
 
     def _prepare_worker(self) -> None:
-        """Starts a spare worker, once the other one needs this host's cores no longer."""
+        """Starts a spare worker, once the first worker needs this host's cores no longer."""
         is_needed = self._worker is None or self._own.first_step_time is not None
         is_needed &= time.monotonic() > self._no_spare_until
         if self._spare is None and is_needed and not self._own.is_leaving:
@@ -197,7 +197,7 @@ class Supervisor:
         self._own = dataclasses.replace(self._own, end=self._own.end or end)
 
     def _adopt_newest(self) -> None:
-        """Takes part in the newest generation, if there is a newer one that has this member."""
+        """Takes part in the newest generation, if it is new and has this member."""
         last = self._generation.number if self._generation else 0
         newest = self._meeting.newest(last)
         if newest == last:

@@ -139,8 +139,11 @@ class WorkerProcess:
 def end_of(status: int, reports: Mapping[str, Any], *, was_asked: bool) -> WorkerEnd:
     """Returns how a worker ended, from its status and its reports."""
     kind, why, now = FAILED, str(reports.get("why", "")), time.time()
-    if "ended" in reports and status in (0, 3):
-        kind = reports["ended"]
+    if "ended" in reports and status in (0, LOST_PEER_STATUS, -signal.SIGABRT):
+        # Its work was done and saved: whoever was lost after that is no loss.
+        kind, status = reports["ended"], 0
+    elif status == 3:
+        kind = TRAINED
     elif status == 0 or (was_asked and status in _STOPPED_STATUSES):
         kind, why = STOPPED, "stopped"
     elif status in (LOST_PEER_STATUS, -signal.SIGABRT):

@@ -52,7 +52,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """What counts of a record, and what is wrong with it.
+    """The lines of a record that count, and its faults.
 
     Attributes:
       parts: in the order of their steps.
@@ -103,7 +103,7 @@ class History:
 
 
 def history_of(record: Record, saved_step: int | None) -> History:
-    """Returns what counts of a record.
+    """Returns the lines of a record that count.
 
     Args:
       saved_step: of the newest checkpoint, which the job would go on from; None: there is none.

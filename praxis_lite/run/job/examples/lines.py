@@ -58,7 +58,7 @@ class Start:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """The rows that a process fed from one save to the next; written before the latter begins.
+    """The rows that a process fed between two saves; written before the latter begins.
 
     Attributes:
       start: the number of the start that it belongs to.
@@ -103,7 +103,7 @@ def line_of(item: Start | Stretch) -> str:
 
 
 def read_record(folder: Path) -> Record:
-    """Returns the record of a job; an empty one if there is no such folder.
+    """Returns the record of a job; it is empty if there is no such folder.
 
     Raises:
       ConfigError: a file cannot be read.
@@ -123,7 +123,7 @@ def read_record(folder: Path) -> Record:
 
 
 def next_start(folder: Path) -> int:
-    """Returns the number of the next start of a job, of which only the newest lines are read.
+    """Returns the number of a job's next start; only the newest lines are read.
 
     Raises:
       ConfigError: a file cannot be read.
@@ -136,7 +136,7 @@ def next_start(folder: Path) -> int:
 
 
 def _texts(path: Path, newest: int | None = None) -> list[str]:
-    """Returns the lines of a file; those in its newest bytes, of which the first may be cut."""
+    """Returns the lines in a file's newest bytes; the first of them may be cut."""
     try:
         with opened(path) as file:
             if newest is not None:

@@ -21,7 +21,7 @@ _lock = threading.Lock()
 
 
 class PeerLost(ConfigError):
-    """Another process of the job is gone, or did not come: this one cannot go on."""
+    """Another process of the job is gone, or did not come: this process cannot go on."""
 
 
 def _state() -> Any:

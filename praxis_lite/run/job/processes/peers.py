@@ -120,7 +120,7 @@ def _let_the_first_end_last() -> None:
 
 
 def end_when_aborted() -> None:
-    """Lets a worker of an elastic job end as one that has lost a peer, if JAX aborts it."""
+    """Lets a worker of an elastic job end as if a peer were lost, if JAX aborts it."""
     _last_words.enter_context(speaking_before_aborts(lambda: end_now(LOST_PEER_STATUS)))
 
 
@@ -250,7 +250,7 @@ def _value(client: Any, key: str) -> str | None:
 
 
 def _end_for(process: int) -> None:
-    """Ends all processes, for one is stuck, and that was reported."""
+    """Ends all processes, because a process is stuck, which was reported."""
     _tell(process, "is stuck, as reported above", 1)
     if process == processes.index():
         _is_failing.set()
@@ -258,7 +258,7 @@ def _end_for(process: int) -> None:
 
 
 def _watch_service() -> None:
-    """Ends this process if the first one, which has the service, is stopped but not gone.
+    """Ends this process if the first process, which has the service, is stopped but not gone.
 
     And lets the stacks be written where C code keeps Python's lock, so that no thread beats: the
     others see that as silence.

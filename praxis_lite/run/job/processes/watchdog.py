@@ -99,7 +99,7 @@ class Watchdog(contextlib.AbstractContextManager):
                 self._set_off()
 
     def may_end(self) -> bool:
-        """Returns True if a report of a process that is stuck may end this one now."""
+        """Returns True if a report of a stuck process may end this process now."""
         with self._lock:
             return self._ends()
 

@@ -1,4 +1,4 @@
-"""The record of the rows that each process fed, by which a run proves what it learned from."""
+"""The record of the rows that each process fed, by which a run proves its examples."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""The mesh of a job for as many devices as there are: by formulas the fastest legal one."""
+"""The mesh of a job for as many devices as there are: by formulas the fastest legal mesh."""
 
 import dataclasses
 import math
@@ -99,7 +99,7 @@ def chosen_mesh(job: Job, devices: Sequence[jax.Device]) -> MeshConfig:
 
 
 def _ranked(job: Job, devices: Sequence[jax.Device], chip: Chip) -> list[_Candidate]:
-    """Returns all candidates, the best one first."""
+    """Returns all candidates, the best first."""
     spec = checked_spec(job.datasets[TRAIN], f"datasets.{TRAIN}")
     rows = next(iter(jax.tree.leaves(spec))).shape[0]
     num_slices = _num_slices(job.mesh, devices)
@@ -139,7 +139,7 @@ def _factorizations(number: int, num_axes: int) -> Iterator[tuple[int, ...]]:
 
 
 def _num_slices(config: MeshConfig, devices: Sequence[jax.Device]) -> int:
-    """Returns how many slices a mesh of these devices has; 1 where the job's own has one."""
+    """Returns how many slices a mesh of these devices has; 1 where the job's own has 1."""
     if math.prod(config.dcn_mesh_shape or (1,)) == 1:
         return 1
     slices = Counter(getattr(device, "slice_index", None) for device in devices)

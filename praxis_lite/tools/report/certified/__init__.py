@@ -1,4 +1,4 @@
-"""Is a job what its certificate says? Its facts as one document, which others make again.
+"""Is a job as its certificate says? Its facts as a document, which others make again.
 
 Knows the files of a job, and its data made again; never trains, and needs no accelerator.
 """

@@ -34,7 +34,7 @@ class CertifiedJob:
 
     @property
     def faults(self) -> list[str]:
-        """Sentences on what is wrong with the job."""
+        """Sentences on the faults of the job."""
         return [fault for fact in self.facts for fault in fact.faults]
 
 
@@ -51,7 +51,7 @@ class Certificate:
 
     @property
     def faults(self) -> list[str]:
-        """Sentences on what is wrong with any of the jobs."""
+        """Sentences on the faults of any of the jobs."""
         return [f"{job.name}: {fault}" for job in self.jobs for fault in job.faults]
 
     def as_json(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def verified(
 
 
 def notes_on_versions(certificate: Certificate) -> list[str]:
-    """Returns sentences on packages of which the jobs used another version than is here."""
+    """Returns sentences on packages whose version here is not that of the jobs."""
     here, notes = versions(), []
     for job in certificate.jobs:
         used = next((fact.value for fact in job.facts if fact.section == "versions"), None) or []

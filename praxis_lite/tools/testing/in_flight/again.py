@@ -75,7 +75,7 @@ class Placement:
         self.rounding = 0.0
 
     def lower(self, element_spec: PyTree, scalars: Mapping[str, Any]) -> None:
-        """Traces the program for rows of these shapes; raises what a model refuses."""
+        """Traces the program for rows of these shapes; raises the model's refusals."""
         batch = abstract_global_batch(element_spec, self.mesh)
         traced = self._step.trace(*self._step.abstract(scalars, batch))
         platform = self.mesh.devices.flat[0].platform

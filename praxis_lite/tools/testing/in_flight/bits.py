@@ -27,7 +27,7 @@ def digest(x: jax.Array, index: jax.Array, counts: jax.Array | None = None) -> j
 
 
 def indices(shape: tuple[int, ...], whole: tuple[int, ...], starts: Any = None) -> jax.Array:
-    """Returns the place of each element of a block in the whole array, as one number modulo 2^32.
+    """Returns the place of each element of a block in the whole array, a number modulo 2^32.
 
     Args:
       shape: of the block.
@@ -57,7 +57,7 @@ def salted(salt: jax.Array, number: int) -> jax.Array:
 
 
 def _mixed(x: jax.Array) -> jax.Array:
-    """Returns numbers of 32 bits whose bits depend on all bits of the given ones (MurmurHash3)."""
+    """Returns numbers of 32 bits whose bits depend on all given bits (MurmurHash3)."""
     x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> jnp.uint32(16))

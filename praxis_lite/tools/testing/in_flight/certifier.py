@@ -1,4 +1,4 @@
-"""The certificates of a job in flight: what is made again, where, and what is compared."""
+"""The certificates of a job in flight: the steps made again, their meshes, the comparisons."""
 
 import concurrent.futures
 import dataclasses
@@ -40,7 +40,7 @@ _MOST_PARTS = 64  # Of a batch that other devices work on in turn: each is in th
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """The comparisons of a certificate, and what a search for a difference goes on from.
+    """The comparisons of a certificate, and the measures that a search goes on from.
 
     Attributes:
       comparisons: in the order in which they were made.
@@ -107,13 +107,13 @@ class Certifier:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "certificates")
 
     def placed(self, partitioner: Partitioner) -> Placement:
-        """Returns the task on a mesh, traced for the rows; raises what a model refuses."""
+        """Returns the task on a mesh, traced for the rows; raises the model's refusals."""
         place = Placement(self.own, partitioner)
         place.lower(self.spec, self.scalars)
         return place
 
     def _on_another_mesh(self) -> list[Placement]:
-        """Returns the task on a legal mesh that splits what the job's does not, if there is one."""
+        """Returns the task on a legal mesh that splits other axes than the job's, if any is."""
         parts, by_hand = self.own.gradients.num_parts, []
         for mesh in other_meshes(self.own.mesh):
             try:

@@ -91,7 +91,7 @@ def of_copies(layout: StateLayout, mesh: Mesh, digests: Digests) -> list[Differe
 def of_restored(
     layout: StateLayout, mesh: Mesh, saved: Mapping[str, Any], digests: Digests
 ) -> list[Difference]:
-    """Returns the differences of a state from the one that was saved.
+    """Returns the differences of a state from the state that was saved.
 
     The devices are known if the mesh is the one that it was saved on, or if copies differ.
 
@@ -120,7 +120,7 @@ def layer_of_leaf(layout: StateLayout, leaf: str) -> str:
 
 
 class Search:
-    """Looks for the cause of what a certificate found, by making the step again elsewhere.
+    """Looks for the cause of a difference, by making the step again elsewhere.
 
     Args:
       certifier: of the job.
@@ -198,7 +198,7 @@ class Search:
         return wrong or alone or every
 
     def _differs(self, places: Sequence[int]) -> bool:
-        """Returns True if the result is another one with the devices at these places moved round.
+        """Returns True if the result changes with the devices at these places moved round.
         """
         moved = self._placed(rolled(places, self._mesh.size))
         return self._differing_rows(moved) is not None

@@ -32,7 +32,7 @@ class NotCertified(ConfigError):
 
 
 class NotRestored(ConfigError):
-    """A state is not the one that was saved. An elastic job reads it once more."""
+    """A state is not the saved state. An elastic job reads it once more."""
 
     exit_status = 4
 
@@ -149,7 +149,7 @@ class Certificates(Hook):
         return self._certifier.make(made.state, made.batch, made.key, made.step)
 
     def _lack_of_memory(self) -> str:
-        """Returns why a process's devices cannot hold what is made again, or ""; all alike."""
+        """Returns why a process's devices lack the memory for a certificate, or ""; all alike."""
         lack, began = "", time.perf_counter()
         with self._loop.timeline.clock.during(COMPILE):
             try:
@@ -160,7 +160,7 @@ class Certificates(Hook):
         return next(filter(None, processes.exchange("room for certificates", lack)), "")
 
     def _agreed(self, found: Sequence[Difference]) -> list[Difference]:
-        """Returns what the first process that found a difference found, on all processes."""
+        """Returns the difference of the first process that found any, on all processes."""
         own = json.dumps(as_json(found[0])) if found else ""
         texts = processes.exchange("certificate", own)
         first = next(filter(None, texts), "")

@@ -66,7 +66,7 @@ def first_layer_of_mesh(expected: Placement, actual: Placement, rows: Rows) -> s
 
 
 def _seen(place: Placement, rows: Rows, run_of: Callable[[], Run], nudge: float) -> Leaves:
-    """Returns what a run of a step records of its layers, by "NUMBER|LAYER"."""
+    """Returns the records of a step's layers, by "NUMBER|LAYER"."""
     with jax.enable_x64(False):
         given = place.given(rows, nudge)
         closed = jax.make_jaxpr(place.function)(*given)

@@ -11,7 +11,7 @@ _ADVICE = "Without run.certify_every_steps nothing is made again."
 
 
 def check_room(place: Placement) -> None:
-    """Raises OutOfMemory if the devices of this process cannot hold what a certificate makes.
+    """Raises OutOfMemory if the devices of this process cannot hold a certificate's arrays.
 
     Beside the state of training these are the weights once more, as they lie on another mesh, and
     the gradients. To be called between steps, when nothing else is on the devices.

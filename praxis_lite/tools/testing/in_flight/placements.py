@@ -149,7 +149,7 @@ def take_rows(mesh: Mesh, num_rows: int) -> Callable[[GlobalBatch, Any], PyTree]
 
 
 def mover_of_batches(batch: GlobalBatch, mesh: Mesh, target: Mesh) -> Mover:
-    """Returns what puts batches of these shapes on another mesh of the same devices."""
+    """Returns a function that puts batches of these shapes on another mesh of the same devices."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     layouts = [
         StateLayout(
@@ -162,6 +162,6 @@ def mover_of_batches(batch: GlobalBatch, mesh: Mesh, target: Mesh) -> Mover:
 
 
 def mover_of_weights(source: Partitioner, target: Partitioner) -> Mover:
-    """Returns what puts weights on the mesh of another partitioner of the same devices."""
+    """Returns a function that puts weights on another partitioner's mesh of the same devices."""
     layouts = [item.layout.select("mdl_vars") for item in (source, target)]
     return Mover(layouts[0], source.mesh, layouts[1], target.mesh)

@@ -33,7 +33,7 @@ class Stale:
 
 
 class StateDigests:
-    """Digests of states of one layout on one mesh, compiled once."""
+    """Digests of states that share a layout and a mesh, compiled once."""
 
     def __init__(self, layout: StateLayout, mesh: Mesh):
         self._mesh, self._leaves = mesh, list(layout.leaves())
@@ -135,7 +135,7 @@ class Digests:
         }
 
     def stale(self) -> Iterator[Stale]:
-        """Yields the arrays of which copies differ, with the devices that differ from most."""
+        """Yields the arrays whose copies differ, with the devices that differ from most."""
         for number, leaf in enumerate(self._leaves):
             wrong: list[int] = []
             for places in self._copies(leaf):

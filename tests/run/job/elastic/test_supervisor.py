@@ -393,7 +393,10 @@ def test_random_histories_lose_at_most_an_interval_and_always_go_on(world, seed,
 def test_the_end_of_a_worker_is_told_from_its_status():
     end = worker_process.end_of
     assert end(0, {"ended": "trained"}, was_asked=False).kind == "trained"
-    assert end(3, {"ended": "trained"}, was_asked=False).status == 3
+    assert end(LOST_PEER_STATUS, {"ended": "trained"}, was_asked=False).kind == "trained"
+    assert end(-signal.SIGABRT, {"ended": "stopped"}, was_asked=True).status == 0
+    unsound = end(3, {}, was_asked=False)
+    assert (unsound.kind, unsound.status) == ("trained", 3)
     assert end(-signal.SIGKILL, {}, was_asked=True).why == "was killed by SIGKILL"
     assert end(128 + signals.STOPS_WORKER, {}, was_asked=True).kind == "stopped"
     assert end(LOST_PEER_STATUS, {}, was_asked=False).kind == "lost peer"

@@ -1,4 +1,4 @@
-"""The beats of a job's processes, as one of them sees them: who is silent, and who is stuck."""
+"""The beats of a job's processes, as a process sees them: who is silent, and who is stuck."""
 
 import dataclasses
 import json
@@ -90,7 +90,7 @@ class Beats:
         return 0 in self._last and process in self._last[0].asks
 
     def silent_in_words(self, process: int, seconds: float) -> str:
-        """Returns why a process may be silent, how far it had come, and what the others wait in."""
+        """Returns why a process may be silent, how far it had come, and where the others wait."""
         last, why = self._last.get(process), _GONE
         words = f"has not been heard of for {seconds:.0f} s"
         if last is None:

@@ -50,7 +50,7 @@ class Decision:
         self._now, self._last = 0.0, None
 
     def add(self, seconds: float, progress: Iterable[Progress]) -> Stuck | None:
-        """Returns who is stuck, now that one more observation has come; None: nobody, as it seems.
+        """Returns who is stuck, after another observation; None: nobody, as it seems.
 
         Args:
           seconds: of a clock of the observer, when it was made; about 1 s after the one before.

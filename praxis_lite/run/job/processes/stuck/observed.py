@@ -43,7 +43,7 @@ class Observed:
         self._samples: collections.deque[tuple[float, Progress]] = collections.deque()
 
     def take(self, item: Progress, now: float) -> None:
-        """Takes what the process tells."""
+        """Takes the progress that the process tells."""
         last, self.last = self.last, item
         if last is None or item.state != last.state:
             self.state_since = now

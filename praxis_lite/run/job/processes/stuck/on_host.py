@@ -1,4 +1,4 @@
-"""What the operating system of a host tells of a process: its state, its work."""
+"""The state and the work of a process, as the operating system of its host tells them."""
 
 import contextlib
 import dataclasses
@@ -42,7 +42,7 @@ def seen_by_host(
 
 
 def state_in_words(pid: int) -> str:
-    """Returns what a living process of this host does, as the system knows it; "": unknown."""
+    """Returns in words the state of a living process of this host; "": unknown."""
     words = []
     if (state := _stat(pid)[0]) not in ("", "Z"):
         words.append(f"it {_STATES.get(state, 'lives')} (state {state})")

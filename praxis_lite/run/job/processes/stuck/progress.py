@@ -15,7 +15,7 @@ _NUM_KNOWN = 3  # Times that something was done: from then on it is known how lo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What a process does, and how far it has come.
+    """The work of a process, and how far it has come.
 
     Attributes:
       process: its index in the job (elastic: in the generation).
@@ -90,7 +90,7 @@ class Noted:
         self._last_sign = now
 
     def does(self, doing: str) -> str:
-        """Notes what it does from now on; returns what it did before."""
+        """Notes its work from now on; returns the work before."""
         before = self._doing
         if doing != before:
             self.sign()
@@ -99,7 +99,7 @@ class Noted:
 
     @contextlib.contextmanager
     def during(self, doing: str) -> Iterator[None]:
-        """Notes what it does within, and at the end what it did before."""
+        """Notes its work within, and at the end the work before."""
         before = self.does(doing)
         try:
             yield

@@ -1,4 +1,4 @@
-"""The stacks of a process's threads: of this process, and of one that is asked for them."""
+"""The stacks of a process's threads: of this process, and of another that is asked for them."""
 
 import contextlib
 import ctypes

@@ -9,7 +9,7 @@ from praxis_lite.run.job.processes.stuck.progress import MEETING, ON_DEVICES, Pr
 def paragraph(
     stuck: Stuck, name: Callable[[int], str], first_collective: Callable[[int], str],
 ) -> str:
-    """Returns who is stuck, where, since when, and what the others wait in.
+    """Returns who is stuck, where and since when, and where the others wait.
 
     Args:
       name: returns "process 1 (its host)" for the index of a process.
@@ -26,7 +26,7 @@ def paragraph(
 def details(
     stuck: Stuck, name: Callable[[int], str], first_collective: Callable[[int], str],
 ) -> str:
-    """Returns how far stuck processes have come, and what the others wait in; as `paragraph`."""
+    """Returns how far stuck processes have come, and where the others wait; as `paragraph`."""
     where = "; ".join(dict.fromkeys(map(_where, stuck.processes)))
     waiting = " and ".join(name(item.process) for item in stuck.waiting[:3])
     if len(stuck.waiting) > 3:
@@ -40,7 +40,7 @@ def details(
 
 
 def _where(progress: Progress) -> str:
-    """Returns what a process does, and after which step."""
+    """Returns the work of a process, and its last step."""
     last = f"it has ended {'no step yet' if progress.step is None else f'step {progress.step}'}"
     if progress.doing.endswith(ON_DEVICES):
         at = progress.dispatched
@@ -50,7 +50,7 @@ def _where(progress: Progress) -> str:
 
 
 def _in_what(stuck: Stuck, first_collective: Callable[[int], str]) -> str:
-    """Returns what the others wait in, as far as it is known: "" if it is not."""
+    """Returns where the others wait, as far as it is known: "" if it is not."""
     item = stuck.processes[0]
     others = [other for other in stuck.waiting if other.arrived > item.arrived]
     if not others:
