@@ -1,6 +1,7 @@
 """Real processes of which one hangs: named within a minute, with stack, step and collective."""
 
 import functools
+import json
 import re
 import signal
 import time
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.slow
 EXPERIMENT = '''
 import ctypes
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -28,12 +30,15 @@ from praxis_lite.layers import rotary_lm, set_sharding_params
 
 def hang(where):
     how, _, mark = os.environ.get(f"HANG_{where}", "").partition(":")
-    if how:
-        Path(mark).touch()
+    if not how or Path(mark).exists():
+        return
+    Path(mark).touch()
     if how == "sleeps":
         threading.Event().wait()
     if how == "keeps the lock":
-        ctypes.PyDLL(None).pause()
+        ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
+    if how == "is stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class HangingWindows(Windows):
@@ -106,12 +111,12 @@ def package() -> Path:
     return home()
 
 
-def start(job: Path, *settings: str, env=({}, {}, {})) -> list:
+def start(job: Path, *settings: str, env=({}, {}, {}), flags=()) -> list:
     """Starts three processes of one job."""
     package()
     return pairs.start_processes(
         "--exp=stuckzoo.experiments.Hanging", "--packages=jobzoo,stuckzoo", "--start_seconds=300",
-        f"--job_log_dir={job}", "--set", *settings, "run.evaluation.max_batches=7",
+        *flags, f"--job_log_dir={job}", "--set", *settings, "run.evaluation.max_batches=7",
         cwd=CHECKOUT, count=3, env=env,
     )
 
@@ -193,6 +198,32 @@ def test_a_process_that_hangs_is_named_with_its_stack_and_what_the_others_wait_i
     assert re.search(rf"it has ended step 1[0-3] and is in: {doing}", words), words
     assert re.search(r"in step 1[23]'s first collective that needs its devices: [a-z-]+ of \d+ "
                      r"\w+ over data, in ", words), words
+
+
+@pytest.mark.parametrize("how", ["sleeps", "keeps the lock", "is stopped"])
+def test_the_stuck_worker_of_an_elastic_job_is_named_ended_and_replaced(tmp_path, how):
+    job, mark = tmp_path / "job", tmp_path / "mark"
+    env = [{}, {"HANG_INPUT": f"{how}:{mark}"}, {}]
+    processes = start(job, "run.stopping.watchdog_seconds=600", env=env, flags=("--elastic",))
+    try:
+        pairs.wait_until(mark.exists, processes)
+        lines = job / "elastic.jsonl"
+        seconds = seconds_until(lambda: '"stuck"' in lines.read_text(), processes, most=200.0)
+        pairs.wait_until(lambda: num_steps(job) >= 20, processes)
+    finally:
+        texts = ended(processes)
+    line = next(line for line in map(json.loads, lines.read_text().splitlines())
+                if line["kind"] == "stuck")
+    print(f"elastic, {how}: {seconds:.0f} s to the first step after; {line['seconds']}")
+    assert line["who"] == [1] and line["members"] == [0, 1, 2]
+    report = (job / "stacks.txt").read_text()
+    assert re.search(r"stuck: process 1 \(.+\) is stuck: ", report), report
+    assert "It is ended and replaced." in report and report.splitlines()[0][20:] in texts[1]
+    if how == "is stopped":
+        assert "stopped by a signal (state T)" in report and "It gives no stacks" in report
+    else:
+        assert re.search(r'experiments.py", line \d+,? in hang', report), report
+        assert "first collective that needs its devices: " in report
 
 
 def test_slow_compiles_evaluations_and_saves_give_no_alarm(tmp_path):
