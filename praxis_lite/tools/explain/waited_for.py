@@ -15,8 +15,8 @@ from praxis_lite.run.trainer.hooks.hook import Hook
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.tools.explain.hlo import Collective, collectives
 
-# Of the text of a program; a longer one would take minutes to read.
-_MOST_BYTES = 2**26
+# Of the text of a program: it is read in seconds, in which the thread that asks does not beat.
+_MOST_BYTES = 2**24
 
 
 class WaitedFor(Hook):

@@ -25,6 +25,7 @@ from praxis_lite.run.job.processes.aborts import speaking_before_aborts
 from praxis_lite.run.job.processes.coordination import PeerLost
 from praxis_lite.run.job.processes.exits import end_now
 from praxis_lite.run.job.processes.stuck.beats import Beat, Beats, say
+from praxis_lite.run.job.processes.stuck.progress import Progress, own
 from praxis_lite.run.job.processes.stuck.stacks import AlarmOfLock, stacks
 
 BEAT_SECONDS = 2.0
@@ -217,17 +218,25 @@ def _beat() -> None:
             client.key_value_set(f"{_BEATS}/{process}", beats.own().text(), allow_overwrite=True)
             beats.see(_beats_of_others(client, process))
             if beats.asks(process):
-                client.key_value_set(f"{_STACKS}/{process}", stacks(), allow_overwrite=True)
+                client.key_value_set(
+                    _stacks_of(own.progress(process)), stacks(), allow_overwrite=True
+                )
+            found = is_first and beats.stuck(lambda item: _value(client, _stacks_of(item)))
         except RuntimeError:
             return  # The service is gone: _listen knows.
         _num_answers += 1
         for other in range(1, processes.count()) if is_first else (0,):
             if (seconds := beats.silent(other)) >= SILENT_SECONDS:
                 _tell(other, beats.silent_in_words(other, seconds), 1)
-        if is_first and (found := beats.stuck(lambda k: _value(client, f"{_STACKS}/{k}"))):
+        if found:
             stuck, report = found
             if say(report) and stuck.processes:
                 _end_for(stuck.processes[0].process)
+
+
+def _stacks_of(progress: Progress) -> str:
+    """Returns the key of the stacks of a process where it is now."""
+    return f"{_STACKS}/{progress.process}/{progress.arrived}"
 
 
 def _beats_of_others(client: Any, process: int) -> dict[int, Beat]:

@@ -102,11 +102,11 @@ class Beats:
         known = details(stuck, processes.name, own.first_collective)
         return f"{words}: {why}; as it said last, {known}"
 
-    def stuck(self, give: Callable[[int], str | None]) -> tuple[Stuck, str] | None:
+    def stuck(self, given: Callable[[Progress], str | None]) -> tuple[Stuck, str] | None:
         """Returns who is stuck, and a report with stacks, once for each; for the first process.
 
         Args:
-          give: returns the stacks of a process that was asked for them, None: not yet.
+          given: returns the stacks that a process gave which was asked for them, None: not yet.
         """
         progress = [
             dataclasses.replace(beat.progress, unheard_seconds=self.silent(k))
@@ -123,14 +123,14 @@ class Beats:
         for item in stuck.processes:
             if not self._asked.get(item.process):
                 is_own = item.process == processes.index()
-                self._asked[item.process] = stacks() if is_own else give(item.process) or ""
+                self._asked[item.process] = stacks() if is_own else given(item) or ""
         self._num_asked += 1
         if not all(self._asked.values()) and self._num_asked <= _NUM_ASKED:
             return None
-        self._reported, given = who, self._asked
+        self._reported, answers = who, self._asked
         self._asked, self._num_asked = {}, 0
         report = f"stuck: {paragraph(stuck, processes.name, own.first_collective)}\n"
-        for process, text in given.items():
+        for process, text in answers.items():
             report += f"Stacks of {processes.name(process)}:\n{text or 'it gave none'}\n"
         return stuck, report
 
