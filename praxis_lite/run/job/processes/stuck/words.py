@@ -39,6 +39,23 @@ def details(
     return f"{where}; {waiting} {wait} for {them} for {stuck.seconds:.0f} s{in_what}"
 
 
+def details_of_silent(
+    last: Progress, observer: Progress, name: Callable[[int], str],
+    first_collective: Callable[[int], str],
+) -> str:
+    """Returns what is known of a process that tells nothing any more, and of one that waits for it.
+
+    It may have come further since it told `last`: where in a step the others wait is not said.
+    """
+    words = (
+        f"as it said last, {_where(last)}; {name(observer.process)}: {_where(observer)}"
+    )
+    collective = first_collective(last.process)
+    if collective and observer.doing == f"step{ON_DEVICES}":
+        words += f"; a step's first collective that needs {name(last.process)}: {collective}"
+    return words
+
+
 def _where(progress: Progress) -> str:
     """Returns the work of a process, and its last step."""
     last = f"it has ended {'no step yet' if progress.step is None else f'step {progress.step}'}"
