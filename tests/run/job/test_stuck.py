@@ -381,6 +381,12 @@ def test_the_paragraph_says_who_where_and_in_what_the_others_wait():
     begun = dataclasses.replace(culprit, doing=f"step{ON_DEVICES}", dispatched=13)
     assert words(begun, other).endswith("its own devices to end step 13; process 0 (host) waits "
                                         "for it for 36 s")
+    unheard = dataclasses.replace(culprit, unheard_seconds=20.0)
+    assert words(unheard, other).endswith(
+        "as it said last, it has ended step 12 and is in: input wait; process 0 (host) waits for "
+        "it for 36 s; process 0 (host): it has ended step 12 and waits for its own devices to end "
+        "step 13; a step's first collective that needs the stuck one's devices: all-reduce for 1"
+    )
 
 
 def test_the_state_and_work_of_another_process_are_read_and_its_stacks_given_when_asked():

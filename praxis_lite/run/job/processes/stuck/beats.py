@@ -12,7 +12,7 @@ from praxis_lite.run.job.processes.stuck.decision import Decision, Stuck
 from praxis_lite.run.job.processes.stuck.on_host import own_progress, state_in_words
 from praxis_lite.run.job.processes.stuck.progress import Progress, own
 from praxis_lite.run.job.processes.stuck.stacks import stacks
-from praxis_lite.run.job.processes.stuck.words import details_of_silent, paragraph
+from praxis_lite.run.job.processes.stuck.words import details, paragraph
 
 _GONE = (
     "it was killed, or its host or network failed, or it is stopped, or C code keeps Python's lock "
@@ -97,10 +97,9 @@ class Beats:
             return f"{words}: {why}"
         if processes.host(process) == processes.host(processes.index()):
             why = state_in_words(last.pid) or why
-        known = details_of_silent(
-            last.progress, own.progress(processes.index()), processes.name, own.first_collective
-        )
-        return f"{words}: {why}; {known}"
+        silent = dataclasses.replace(last.progress, unheard_seconds=seconds)
+        stuck = Stuck((silent,), seconds, (own.progress(processes.index()),), why)
+        return f"{words}: {why}; {details(stuck, processes.name, own.first_collective)}"
 
     def stuck(self, given: Callable[[Progress], str | None]) -> tuple[Stuck, str] | None:
         """Returns who is stuck, and a report with stacks, once for each; for the first process.

@@ -5,6 +5,9 @@ from collections.abc import Callable
 from praxis_lite.run.job.processes.stuck.decision import Stuck
 from praxis_lite.run.job.processes.stuck.progress import MEETING, ON_DEVICES, Progress
 
+# A process that has told nothing for longer may have come further meanwhile.
+_HEARD_SECONDS = 5.0
+
 
 def paragraph(
     stuck: Stuck, name: Callable[[int], str], first_collective: Callable[[int], str],
@@ -28,37 +31,23 @@ def details(
 ) -> str:
     """Returns how far stuck processes have come, and where the others wait; as `paragraph`."""
     where = "; ".join(dict.fromkeys(map(_where, stuck.processes)))
+    if not stuck.waiting:
+        return where
     waiting = " and ".join(name(item.process) for item in stuck.waiting[:3])
     if len(stuck.waiting) > 3:
         waiting = f"{len(stuck.waiting)} others"
     wait = "waits" if len(stuck.waiting) == 1 else "wait"
     them = "it" if len(stuck.processes) == 1 else "them"
-    if not stuck.waiting:
-        return where
-    in_what = _in_what(stuck, first_collective)
+    is_unheard = stuck.processes[0].unheard_seconds > _HEARD_SECONDS
+    in_what = (_perhaps_in_what if is_unheard else _in_what)(stuck, name, first_collective)
     return f"{where}; {waiting} {wait} for {them} for {stuck.seconds:.0f} s{in_what}"
-
-
-def details_of_silent(
-    last: Progress, observer: Progress, name: Callable[[int], str],
-    first_collective: Callable[[int], str],
-) -> str:
-    """Returns what is known of a process that tells nothing any more, and of one that waits for it.
-
-    It may have come further since it told `last`: where in a step the others wait is not said.
-    """
-    words = (
-        f"as it said last, {_where(last)}; {name(observer.process)}: {_where(observer)}"
-    )
-    collective = first_collective(last.process)
-    if collective and observer.doing == f"step{ON_DEVICES}":
-        words += f"; a step's first collective that needs {name(last.process)}: {collective}"
-    return words
 
 
 def _where(progress: Progress) -> str:
     """Returns the work of a process, and its last step."""
     last = f"it has ended {'no step yet' if progress.step is None else f'step {progress.step}'}"
+    if progress.unheard_seconds > _HEARD_SECONDS:
+        last = f"as it said last, {last}"
     if progress.doing.endswith(ON_DEVICES):
         at = progress.dispatched
         step = f" step {at}" if progress.doing.startswith("step") and at is not None else ""
@@ -66,7 +55,21 @@ def _where(progress: Progress) -> str:
     return f"{last} and is in: {progress.doing or 'something that it does not tell'}"
 
 
-def _in_what(stuck: Stuck, first_collective: Callable[[int], str]) -> str:
+def _perhaps_in_what(
+    stuck: Stuck, name: Callable[[int], str], first_collective: Callable[[int], str]
+) -> str:
+    """Returns where an observer waits for a process that may have come further than it told."""
+    observer = max(stuck.waiting, key=lambda item: item.arrived)
+    words = f"; {name(observer.process)}: {_where(observer)}"
+    collective = first_collective(stuck.processes[0].process)
+    if collective and observer.doing == f"step{ON_DEVICES}":
+        words += f"; a step's first collective that needs the stuck one's devices: {collective}"
+    return words
+
+
+def _in_what(
+    stuck: Stuck, name: Callable[[int], str], first_collective: Callable[[int], str]
+) -> str:
     """Returns where the others wait, as far as it is known: "" if it is not."""
     item = stuck.processes[0]
     others = [other for other in stuck.waiting if other.arrived > item.arrived]
