@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.errors import ConfigError, OutOfMemory
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.core.sharding.inputs import GlobalBatch, num_rows_of
@@ -162,10 +162,23 @@ class Certifier:
                 item.compile()
 
     def check_memory(self) -> None:
-        """Waits for the programs; raises OutOfMemory if the devices cannot hold what they make."""
+        """Waits for the programs, and drops another mesh that the devices have no memory for.
+
+        Raises:
+          OutOfMemory: they have none for the job's own mesh.
+        """
         self._ready.result()
-        for item in self.places:
-            check_room(item)
+        for item in list(self.places):
+            lack = ""
+            try:
+                check_room(item)
+            except OutOfMemory as error:
+                lack = str(error)
+            if lack := next(filter(None, processes.exchange("room for certificates", lack)), ""):
+                if item in self.places[:2]:
+                    raise OutOfMemory(lack)
+                self.places.remove(item)
+                self.notes.append(f"{lack} So certificates are of moved devices alone.")
 
     def rows(self, state: TrainState, batch: GlobalBatch, key: jax.Array, step: int,
              draw: int = 0) -> Rows:

@@ -91,13 +91,7 @@ class Certificates(Hook):
                     job.run.seed, state,
                 )
             except ConfigError as error:
-                loop.note(
-                    f"WARNING: no step can be made again for run.certify_every_steps: {error} "
-                    "Copies of the state are compared all the same."
-                )
-                return
-        for note in self._certifier.notes:
-            loop.note(f"note: {note}")
+                self._say_none(error)
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
@@ -137,27 +131,25 @@ class Certificates(Hook):
         if self._certifier is None:
             return None
         if not self._has_room:
-            self._has_room = True
-            if lack := self._lack_of_memory():
-                self._loop.note(
-                    f"WARNING: no step can be made again for run.certify_every_steps: {lack} "
-                    "Copies of the state are compared all the same."
-                )
+            self._has_room, began = True, time.perf_counter()
+            try:
+                with self._loop.timeline.clock.during(COMPILE):
+                    self._certifier.check_memory()
+            except OutOfMemory as error:
+                self._say_none(error)
                 self._certifier.close()
                 self._certifier = None
                 return None
+            for note in self._certifier.notes:
+                self._loop.note(f"note: {note}")
+            self._waited = time.perf_counter() - began
         return self._certifier.make(made.state, made.batch, made.key, made.step)
 
-    def _lack_of_memory(self) -> str:
-        """Returns why a process's devices lack the memory for a certificate, or ""; all alike."""
-        lack, began = "", time.perf_counter()
-        with self._loop.timeline.clock.during(COMPILE):
-            try:
-                self._certifier.check_memory()
-            except OutOfMemory as error:
-                lack = str(error)
-        self._waited = time.perf_counter() - began
-        return next(filter(None, processes.exchange("room for certificates", lack)), "")
+    def _say_none(self, error: ConfigError) -> None:
+        self._loop.note(
+            f"WARNING: no step can be made again for run.certify_every_steps: {error} Copies of "
+            "the state are compared all the same."
+        )
 
     def _agreed(self, found: Sequence[Difference]) -> list[Difference]:
         """Returns the difference of the first process that found any, on all processes."""

@@ -40,14 +40,20 @@ def reshaped(mesh: Mesh, shape: Sequence[int]) -> Mesh:
 def other_meshes(mesh: Mesh) -> list[Mesh]:
     """Returns other meshes of the same devices, those first that share no split.
 
-    A mesh of one axis gets a second one, along which all is computed alike.
+    A mesh of one axis gets a second one, along which all is computed alike. Last comes a mesh that
+    splits nothing: each device computes all.
     """
     own, size = mesh.devices.shape, mesh.size
     divisors = [n for n in range(1, size + 1) if size % n == 0]
+
+    def with_copies(*shape: int) -> Mesh:
+        names = (*mesh.axis_names, COPIES)
+        types = (*mesh.axis_types, mesh.axis_types[0])
+        return Mesh(mesh.devices.reshape(shape), names, axis_types=types)
+
+    whole = with_copies(*(1,) * len(own), size)
     if len(own) == 1:
-        shape, names = (size // divisors[1], divisors[1]), (*mesh.axis_names, COPIES)
-        devices = mesh.devices.reshape(shape)
-        return [Mesh(devices, names, axis_types=(*mesh.axis_types, mesh.axis_types[0]))]
+        return [with_copies(size // divisors[1], divisors[1]), whole]
     shapes = [
         shape for shape in itertools.product(divisors, repeat=len(own))
         if math.prod(shape) == size and shape != own
@@ -58,7 +64,7 @@ def other_meshes(mesh: Mesh) -> list[Mesh]:
         both = sum(min(a, b) > 1 for a, b in zip(own, shape, strict=True))
         return same, both, -sum(size > 1 for size in shape), tuple(-x for x in shape)
 
-    return [reshaped(mesh, shape) for shape in sorted(shapes, key=unlike)]
+    return [*(reshaped(mesh, shape) for shape in sorted(shapes, key=unlike)), whole]
 
 
 def bytes_of_weights(layout: StateLayout) -> int:

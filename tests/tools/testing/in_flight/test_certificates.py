@@ -107,9 +107,11 @@ def test_meshes_that_share_no_split_come_first(mesh_of):
     meshes = [tuple(item.devices.shape) for item in other_meshes(mesh_of(1, 8, 1))]
     assert meshes[0] == (4, 1, 2)
     assert (1, 8, 1) not in meshes
-    assert len(meshes) == 9
-    (single,) = other_meshes(mesh_of(8, axis_names=("data",)))
+    assert len(meshes) == 10
+    assert meshes[-1] == (1, 1, 1, 8)
+    single, whole = other_meshes(mesh_of(8, axis_names=("data",)))
     assert dict(single.shape) == {"data": 4, "copies": 2}
+    assert dict(whole.shape) == {"data": 1, "copies": 8}
     assert rolled([1, 4, 6], 8) == [0, 4, 2, 3, 6, 5, 1, 7]
 
 
