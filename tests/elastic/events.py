@@ -119,7 +119,9 @@ class Events:
         return self._happened("a worker dies", [victim], at, during)
 
     def kill_spare(self) -> Happened:
-        victim, during = self._one(), self._now()
+        victim = self._one()
+        wait_for(lambda: len(self.hosts[victim].workers()) > 1, _AIM_SECONDS)
+        during = self._now()
         at = self.hosts[victim].kill_worker(1)
         return self._happened("a spare worker dies", [victim], at, during, changes_hands=False)
 
