@@ -224,8 +224,9 @@ def _page(args: argparse.Namespace, folder: Path) -> str:
         "dropout,", "an average of the weights and accumulated gradients, its hosts killed, "
         "stopped and started again at", "random, compared with an undisturbed run on one process.",
         "", f"{time.strftime('%Y-%m-%d')}, seed {args.seed}, {args.members} processes of "
-        f"{args.devices} simulated devices on {os.cpu_count()} cores, Python "
-        f"{platform.python_version()}, {versions}.", "", (folder / "verdict.md").read_text(),
+        f"{args.devices} simulated devices on {os.cpu_count()} cores (at the end "
+        f"{os.getloadavg()[2]:.0f} processes wanted them), Python {platform.python_version()}, "
+        f"{versions}.", "", (folder / "verdict.md").read_text(),
     ])
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.elastic.chaos import Chaos, judged, settings_of
+from tests.elastic.chaos import SURVIVE_SECONDS, Chaos, judged, settings_of
 from tests.elastic.events import COMPILE, EVALUATION, RESTORE, SAVE
-from tests.elastic.hosts import Hosts
+from tests.elastic.hosts import Hosts, wait_for
 
 # Each launches processes on two cores.
 pytestmark = pytest.mark.slow
@@ -27,6 +27,12 @@ def chaos_of(tmp_path):
         hosts.__exit__()
 
 
+def trains(chaos, num_steps=13):
+    """Waits until the job has made so many more steps, and so has saves in memory."""
+    last = chaos.hosts.step() + num_steps
+    assert wait_for(lambda: chaos.hosts.step() >= last, SURVIVE_SECONDS)
+
+
 def passes(folder, chaos):
     """Checks that the job ends as an undisturbed one does."""
     rows = judged(folder, chaos)
@@ -37,10 +43,13 @@ def passes(folder, chaos):
 def test_eight_devices_seven_five_and_eight_again(tmp_path, chaos_of):
     chaos = chaos_of(8, 1)
     events = chaos.events
+    trains(chaos)
     assert chaos.happens(events.kill_host)
     assert len(chaos.hosts.generation()["members"]) == 7
+    trains(chaos)
     assert chaos.happens(events.kill_two)
     assert len(chaos.hosts.generation()["members"]) == 5
+    trains(chaos)
     assert chaos.happens(events.all_come_back)
     assert len(chaos.hosts.generation()["members"]) == 8
     passes(tmp_path, chaos)
