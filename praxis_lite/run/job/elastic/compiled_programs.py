@@ -56,14 +56,14 @@ def _report_programs() -> None:
     """Tells the supervisor how many programs this process needed, and how many were in no cache."""
     needed = cached = 0
 
-    def count(name: str, **more: Any) -> None:
+    def count(name: str) -> None:
         nonlocal needed, cached
         needed += name == "/jax/compilation_cache/compile_requests_use_cache"
         cached += name == "/jax/compilation_cache/cache_hits"
         if name.startswith("/jax/compilation_cache/"):
             report(programs=needed, compiled=needed - cached)
 
-    jax.monitoring.register_event_listener(count)
+    jax.monitoring.register_event_listener(lambda name, **more: count(name))
 
 
 def _let_all_write() -> None:

@@ -63,7 +63,9 @@ def layout_of(axis_sizes):
 
 def mesh_of_fakes(count, platform, limit=None):
     stats = None if limit is None else {"bytes_limit": limit}
-    device = types.SimpleNamespace(platform=platform, memory_stats=lambda: stats)
+    device = types.SimpleNamespace(
+        platform=platform, memory_stats=lambda: stats, process_index=jax.process_index()
+    )
     return types.SimpleNamespace(local_devices=[device] * count)
 
 
