@@ -199,10 +199,11 @@ def test_int8_weights_give_the_numbers_of_weights_that_numpy_rounded(shape):
     assert np.abs(exact["logprobs"] - expected["logprobs"]).max() > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape, tr_atten_tpl", [
     ((1, 2, 2), {}),
-    pytest.param((1, 1, 1), {"combine_qkv": True}, marks=pytest.mark.slow),
-    pytest.param((1, 1, 1), {"output_proj_use_nhd_shape": True}, marks=pytest.mark.slow),
+    ((1, 1, 1), {"combine_qkv": True}),
+    ((1, 1, 1), {"output_proj_use_nhd_shape": True}),
 ])
 def test_weights_with_their_outputs_first_give_the_same_tokens(shape, tr_atten_tpl):
     attention = fdl.Partial(DotProductAttention, **tr_atten_tpl)

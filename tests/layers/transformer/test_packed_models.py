@@ -133,9 +133,7 @@ def alone(name: str) -> list[NatsAndGradients]:
     )
 
 
-@pytest.mark.parametrize(
-    "name", slow_but({"learned_positions", "dropless_experts"}, MODELS)
-)
+@pytest.mark.parametrize("name", slow_but({"dropless_experts"}, MODELS))
 def test_a_packed_loss_is_that_of_rows_of_their_own_and_no_document_sees_another(name):
     names = ["inputs_indicator"] if name == "prefix" else []
     batch = batch_of(PACKED, "segment_ids", "segment_pos", *names)

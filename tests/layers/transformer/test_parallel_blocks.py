@@ -8,7 +8,6 @@ from flax import nnx
 
 from praxis_lite import ConfigError
 from praxis_lite.layers import Transformer, TransformerFeedForwardMoe
-from tests.support.marks import slow_but
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 6)), jnp.float32)
 
@@ -32,7 +31,8 @@ def test_what_cannot_be_parallel_is_refused(settings, said):
         Transformer(6, 11, 2, is_parallel=True, rngs=nnx.Rngs(0), **settings)
 
 
-@pytest.mark.parametrize("normalizes", slow_but({False}, [True, False]))
+@pytest.mark.slow
+@pytest.mark.parametrize("normalizes", [True, False])
 def test_gates_are_the_probabilities_or_add_up_to_one(normalizes):
     layer = TransformerFeedForwardMoe(
         6, 11, expert_hidden_dims=7, num_experts=5, num_experts_per_token=3, gating_func="top_k",

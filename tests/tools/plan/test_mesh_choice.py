@@ -23,6 +23,7 @@ from praxis_lite.run.trainer.job_on_mesh import partitioner_on
 from praxis_lite.tools.plan.search import mesh_choice
 from praxis_lite.tools.plan.search.mesh_choice import chosen_mesh
 from tests.support.job_runs import CHECKOUT
+from tests.support.marks import slow_but
 
 QUICK = ("classify.Spirals", "explicit.DigitsFsdp", "moe.Synthetic")
 
@@ -55,7 +56,7 @@ def check_legal(name, num_devices):
     return config
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", slow_but({"explicit.DigitsFsdp"}, QUICK))
 def test_the_mesh_for_seven_devices_is_legal(name):
     assert sorted(check_legal(name, 7).shape)[-1] == 7
 
