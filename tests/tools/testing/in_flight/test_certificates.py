@@ -79,9 +79,10 @@ def test_a_copy_that_drifts_and_a_stale_block_are_named():
 def test_a_digest_tells_elements_that_change_places_and_bits_of_any_type():
     digest = lambda x: bits.digest(x, bits.indices(x.shape, x.shape)).tolist()  # noqa: E731
     for dtype in (jnp.float32, jnp.bfloat16, jnp.int8, jnp.bool_, jnp.float8_e4m3fn):
-        x = jnp.asarray([0, 1, 0, 0], dtype)
-        assert digest(x) != digest(jnp.roll(x, 1))
-        assert digest(x) == digest(jnp.array(x))
+        # By NumPy, because not every CPU computes in every type.
+        x = np.asarray([0, 1, 0, 0], dtype)
+        assert digest(jnp.asarray(x)) != digest(jnp.asarray(np.roll(x, 1)))
+        assert digest(jnp.asarray(x)) == digest(jnp.asarray(x.copy()))
     assert digest(jnp.asarray([0.0])) != digest(jnp.asarray([-0.0]))
 
 
