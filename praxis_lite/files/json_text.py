@@ -10,6 +10,7 @@ from praxis_lite.core.errors import ConfigError
 
 # The config of a large model takes 0.1 MiB.
 MAX_BYTES = 16 * 2**20
+_MOST_LINES_BYTES = 2**30  # Of a file with a line per step, or per save.
 
 
 def parse_json(text: str) -> Any:
@@ -47,6 +48,35 @@ def content_of(path: str | os.PathLike[str]) -> bytes:
     """Returns the bytes of a plain file; raises OSError as `opened`."""
     with opened(path) as file:
         return file.read()
+
+
+def lines_of(path: Path, newest: int | None = None) -> list[str]:
+    """Returns the lines of a file that a job adds to while it trains; [] if there is no such file.
+
+    Args:
+      newest: the lines in so many bytes at its end, the first of which may be cut; None: all lines.
+
+    Raises:
+      ConfigError: it cannot be read, or is too large to be a job's.
+    """
+    try:
+        with opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if newest is None and size > _MOST_LINES_BYTES:
+                raise ConfigError(
+                    f"{path} has more than {_MOST_LINES_BYTES} bytes; a job that trains writes it. "
+                    "Take away what lies in its place."
+                )
+            file.seek(0 if newest is None else max(0, size - newest))
+            content = file.read(_MOST_LINES_BYTES)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error.strerror or error}). A job that trains writes it; take "
+            "away what lies in its place."
+        ) from None
+    return [text for text in content.decode("utf-8", "replace").split("\n") if text]
 
 
 def opened_to_append(path: str | os.PathLike[str]) -> IO[str]:

@@ -34,8 +34,7 @@ def on_devices_of(order: Order, job: Job, launched: LaunchedConfig, choose: Mesh
       ConfigError: `mesh_for` returns something else than a mesh of these devices with the job's
         axes, or not the same on all processes; or as `choose`.
     """
-    num_local = order.num_local_devices or _num_simulated(job.mesh, order.num_slots)
-    num_devices = num_local * len(order.members)
+    num_devices = _num_simulated(job.mesh, order.num_slots) * len(order.members)
     check_room_for_devices(simulate_devices(num_devices, processes.count()))
     devices = all_devices()
     if _filled(job.mesh, len(devices)) is not None:

@@ -53,7 +53,7 @@ def _supervise(command: CommandLine, argv: Sequence[str], health_dir: str | None
     if health_dir is not None:
         health = HealthFiles(directory_of(health_dir, command.job_log_dir))
     return Supervisor(Settings(
-        argv=tuple(argv), job=job.path, member=member, num_members=num_members, min_members=least,
+        argv=tuple(argv), job=job, member=member, num_members=num_members, min_members=least,
         start_seconds=command.start_seconds, address=own_address(command.coordinator),
     ), health).run()
 

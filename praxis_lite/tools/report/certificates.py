@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.core.errors import ConfigError, is_number, shown
-from praxis_lite.files.json_text import content_of, parse_json
+from praxis_lite.core.errors import is_number, shown
+from praxis_lite.files.json_text import lines_of, parse_json
 from praxis_lite.run.trainer.metrics.json_lines import is_step
 
 _MOST_LETTERS = 500
@@ -39,16 +39,7 @@ def certificates_of(path: Path) -> list[Certificate]:
     Lines that are none are left out. There are none if there is no file. Raises ConfigError if it
     cannot be read.
     """
-    try:
-        content = content_of(path).decode("utf-8", "replace")
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read ({error.strerror or error}). A job that trains writes it; take "
-            "away what lies in its place."
-        ) from None
-    read = (_certificate(text) for text in content.split("\n"))
+    read = map(_certificate, lines_of(path))
     return [item for item in read if item is not None]
 
 

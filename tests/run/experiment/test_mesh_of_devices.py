@@ -17,7 +17,6 @@ from praxis_lite.run.job.elastic.order import Order
 
 ORDER = Order(
     generation=3, member=0, members=(0,), stores=(), store_key=b"", coordinator="",
-    num_local_devices=8,
 )
 
 

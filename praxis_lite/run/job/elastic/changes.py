@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.core.errors import ConfigError, shown
-from praxis_lite.files.json_text import content_of, parse_json
+from praxis_lite.core.errors import shown
+from praxis_lite.files.json_text import lines_of, parse_json
 
 _MOST_SECONDS = 1e11
 _MOST_STEPS = 2**31
@@ -59,19 +59,8 @@ def changes_of_hands(path: Path) -> list[ChangeOfHands]:
 
     There are none if there is no file. Raises ConfigError if it cannot be read.
     """
-    try:
-        content = content_of(path).decode("utf-8", "replace")
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read ({error.strerror or error}). An elastic job writes it; take "
-            "away what lies in its place."
-        ) from None
-    changes = {}
-    for text in content.split("\n"):
-        if (change := _change(text)) is not None:
-            changes[change.generation] = change
+    read = filter(None, map(_change, lines_of(path)))
+    changes = {change.generation: change for change in read}
     return [changes[number] for number in sorted(changes)]
 
 

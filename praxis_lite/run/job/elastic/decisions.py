@@ -123,7 +123,7 @@ def decide(view: View) -> Decision:
         return _after_stop(view, came, left, willing)
     if not (came or left) or view.is_asked_to_stop:
         return Wait()
-    if not left and not _has_stepped(view, last):
+    if not left and not has_stepped(view, last):
         return Wait()  # It would be stopped before it has done anything.
     return Stop(_changes(view, came, left))
 
@@ -174,11 +174,11 @@ def _broken(
         if view.now - min(times) < CAUSE_SECONDS:
             return Wait()
         causes = lost
-    if failed and not gone and last.kind == "failed" and not _has_stepped(view, last):
+    if failed and not gone and last.kind == "failed" and not has_stepped(view, last):
         k, end = min(failed.items())
         return End(end.status, f"{view.members[k]} {end.why}, again before a step was made, so "
                                "another try would not help")
-    if last.num_fruitless >= MOST_FRUITLESS and not _has_stepped(view, last):
+    if last.num_fruitless >= MOST_FRUITLESS and not has_stepped(view, last):
         return End(1, f"{MOST_FRUITLESS} times in a row no step was made before a process was gone")
     if len(willing) < view.min_members:
         return Wait(_too_few(view, willing))
@@ -196,7 +196,7 @@ def _broken(
     return Begin(kind, tuple(sorted(who)), "; ".join(words), willing, event)
 
 
-def _has_stepped(view: View, last: Generation) -> bool:
+def has_stepped(view: View, last: Generation) -> bool:
     """Returns True if a worker of the generation has made a step, as far as can be seen."""
     return any(
         view.members[k].generation == last.number

@@ -4,9 +4,19 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from praxis_lite.run.job.elastic.decisions import Begin, Decision, End, Stop, View, Wait, decide
+from praxis_lite.run.job.elastic.changes import changes_of_hands
+from praxis_lite.run.job.elastic.decisions import (
+    Begin,
+    Decision,
+    End,
+    Stop,
+    View,
+    Wait,
+    decide,
+    has_stepped,
+)
 from praxis_lite.run.job.elastic.members import Generation, Meeting, Member
-from praxis_lite.run.job.elastic.record import record, record_line, recorded
+from praxis_lite.run.job.elastic.record import record, record_line
 from praxis_lite.run.job.elastic.settings import Settings
 from praxis_lite.run.job.elastic.sight import Sight
 from praxis_lite.run.job.elastic.stuck_workers import StuckWorkers
@@ -36,8 +46,8 @@ class Leader:
 
     def __init__(self, settings: Settings, meeting: Meeting, sight: Sight, say: Says):
         self._settings, self._meeting, self._sight, self._say = settings, meeting, sight, say
-        self._elastic_jsonl = settings.job / "elastic.jsonl"
-        self._recorded = recorded(self._elastic_jsonl)
+        self._elastic_jsonl = settings.job.elastic_jsonl
+        self._recorded = self._on_record()
         self._idle_since = time.monotonic()
         self._stuck: StuckWorkers | None = None
 
@@ -108,17 +118,15 @@ class Leader:
             self._record(record_line(last, view.members))
         first = view.members[begin.members[0]]
         made = [view.members[k].worker.get("made", 0) for k in view.members]
-        has_stepped = last is not None and any(
-            view.members[k].generation == last.number
-            and view.members[k].first_step_time is not None for k in view.members
-        )
         generation = Generation(
             number=(last.number if last else 0) + 1, kind=begin.kind, who=begin.who, why=begin.why,
             members=begin.members,
             incarnations=tuple(view.members[k].incarnation for k in begin.members),
             coordinator=f"{first.address}:{first.port}", event=begin.event, noticed=noticed,
             agreed=time.time(), last_step=max([*made, last.last_step if last else 0]),
-            num_fruitless=0 if last is None or has_stepped else last.num_fruitless + 1,
+            num_fruitless=(
+                0 if last is None or has_stepped(view, last) else last.num_fruitless + 1
+            ),
         )
         if self._meeting.begin(generation):
             names = ", ".join(map(str, begin.members))
@@ -127,10 +135,15 @@ class Leader:
                 f"{self._settings.num_members} processes ({names})"
             )
 
+    def _on_record(self) -> set[int]:
+        """Returns the numbers of the generations that have a line."""
+        return {change.generation for change in changes_of_hands(self._elastic_jsonl)}
+
     def _record(self, line: dict[str, Any]) -> None:
-        self._recorded = recorded(self._elastic_jsonl) | {line["generation"]}
-        if line["generation"] in recorded(self._elastic_jsonl):
-            return
+        on_record = self._on_record()
+        self._recorded = on_record | {line["generation"]}
+        if line["generation"] in on_record:
+            return  # Another leader was faster.
         try:
             record(self._elastic_jsonl, line)
         except OSError as error:

@@ -34,7 +34,6 @@ class Order:
       store_key: the secret by which the stores know the job's processes.
       coordinator: "host:port" of JAX's coordination service in this generation.
       num_slots: of processes in the whole job, `--num_processes`.
-      num_local_devices: simulated devices of each process; None: accelerators, or not known yet.
       reason: why the generation began, in words.
       folder: in which the supervisors meet.
     """
@@ -46,7 +45,6 @@ class Order:
     store_key: bytes
     coordinator: str
     num_slots: int = 1
-    num_local_devices: int | None = None
     reason: str = ""
     folder: str = ""
 

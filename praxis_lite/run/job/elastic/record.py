@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.files.json_text import content_of, opened_to_append
+from praxis_lite.files.json_text import opened_to_append
 from praxis_lite.run.job.elastic.members import Generation, Member
 
 # Parts of the seconds from an event to the next step whose names are not the phase's.
@@ -52,21 +52,6 @@ def _seconds(
         name, since = _PARTS.get(phase, phase), at
     seconds = {part: round(value, 3) for part, value in parts.items()}
     return {**seconds, "total": round(sum(seconds.values()), 3)}
-
-
-def recorded(path: Path) -> set[int]:
-    """Returns the numbers of the generations that have a line."""
-    try:
-        lines = content_of(path).decode().splitlines()
-    except (FileNotFoundError, UnicodeDecodeError):
-        return set()
-    numbers = set()
-    for line in lines:
-        try:
-            numbers.add(json.loads(line)["generation"])
-        except (ValueError, TypeError, KeyError):  # A line that a kill cut short.
-            continue
-    return numbers
 
 
 def record(path: Path, line: Mapping[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """The settings of an elastic job, from the command line."""
 
 import dataclasses
-from pathlib import Path
+
+from praxis_lite.run.job.job_dir import JobDir
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,7 +19,7 @@ class Settings:
     """
 
     argv: tuple[str, ...]
-    job: Path
+    job: JobDir
     member: int
     num_members: int
     min_members: int

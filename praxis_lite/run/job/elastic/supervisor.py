@@ -31,7 +31,6 @@ from praxis_lite.run.job.elastic.worker_process import (
     remove_old_folders,
 )
 from praxis_lite.run.job.health_files import HealthFiles
-from praxis_lite.run.job.job_dir import JobDir
 
 _BEAT_SECONDS = 0.5
 # How often the files of others are looked at: of many hosts less often, for the file system's sake.
@@ -52,7 +51,7 @@ class Supervisor:
 
     def __init__(self, settings: Settings, health: HealthFiles | None = None):
         self._settings, self._health = settings, health
-        self._meeting = Meeting(settings.job / "elastic")
+        self._meeting = Meeting(settings.job.elastic)
         self._own = Member(
             member=settings.member, incarnation=secrets.token_hex(8), host=socket.gethostname(),
             pid=os.getpid(), address=settings.address, port=_free_port(),
@@ -207,7 +206,7 @@ class Supervisor:
         own = self._settings.member
         if self._worker is not None:
             if generation.kind == "stuck" and own in generation.who and self._own.end is None:
-                report_stuck(self._worker, generation.why, JobDir(self._settings.job).stacks_txt)
+                report_stuck(self._worker, generation.why, self._settings.job.stacks_txt)
             self._worker.kill()
             self._worker = None
         is_in = own in generation.members and (
@@ -226,7 +225,7 @@ class Supervisor:
             stores=tuple(member.store if member else "" for member in members.values()),
             store_key=self._key, coordinator=generation.coordinator,
             num_slots=self._settings.num_members, reason=generation.why,
-            folder=str(self._settings.job / "elastic"),
+            folder=str(self._settings.job.elastic),
         ))
         self._beat(now=True)
 
@@ -241,7 +240,7 @@ class Supervisor:
             self._meeting.write(self._own)
             self._beat_at = time.monotonic()
         except OSError as error:
-            self._say(f"{self._settings.job} cannot be written: {error.strerror or error}")
+            self._say(f"{self._settings.job.path} cannot be written: {error.strerror or error}")
 
     def _look(self) -> None:
         """Looks at the files of all members, or at the leader's alone as long as it lives."""

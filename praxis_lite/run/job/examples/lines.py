@@ -2,16 +2,13 @@
 
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.core.errors import ConfigError
-from praxis_lite.files.json_text import opened, parse_json
+from praxis_lite.files.json_text import lines_of, parse_json
 
-_MOST_BYTES = 2**30  # A stretch takes 150 bytes.
 _NEWEST_BYTES = 2**16
 _MOST_NUMBER = 2**53
 _DIGEST = re.compile("[0-9a-f]{16}")
@@ -110,7 +107,7 @@ def read_record(folder: Path) -> Record:
     """
     starts, stretches, num_unreadable = [], [], 0
     for path in sorted(folder.glob("*.jsonl")):
-        for text in _texts(path):
+        for text in lines_of(path):
             item = _item(text)
             if isinstance(item, Start):
                 starts.append(item)
@@ -129,31 +126,10 @@ def next_start(folder: Path) -> int:
       ConfigError: a file cannot be read.
     """
     items = [
-        item for path in folder.glob("*.jsonl") for text in _texts(path, _NEWEST_BYTES)
+        item for path in folder.glob("*.jsonl") for text in lines_of(path, _NEWEST_BYTES)
         if (item := _item(text)) is not None
     ]
     return 1 + max((item.start for item in items), default=0)
-
-
-def _texts(path: Path, newest: int | None = None) -> list[str]:
-    """Returns the lines in a file's newest bytes; the first of them may be cut."""
-    try:
-        with opened(path) as file:
-            if newest is not None:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - newest))
-                return file.read().decode("utf-8", "replace").split("\n")
-            if os.fstat(file.fileno()).st_size > _MOST_BYTES:
-                raise ConfigError(
-                    f"{path} has more than {_MOST_BYTES} bytes; a job that trains writes it. Take "
-                    "away what lies in its place."
-                )
-            content = file.read(_MOST_BYTES).decode("utf-8", "replace")
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read ({error.strerror or error}). A job that trains writes it; take "
-            "away what lies in its place."
-        ) from None
-    return [text for text in content.split("\n") if text]
 
 
 def _item(text: str) -> Start | Stretch | None:

@@ -127,18 +127,15 @@ def end_when_aborted() -> None:
 
 def _end_worker(error: BaseException) -> NoReturn:
     """Ends the worker of an elastic job; its supervisor tells the others."""
-    if isinstance(error, PeerLost | SystemExit) and isinstance(
-        error.__context__ if isinstance(error, SystemExit) else error, PeerLost
-    ) or _is_of_a_collective(error):
+    cause = error.__context__ if isinstance(error, SystemExit) else error
+    if isinstance(cause, PeerLost) or _is_of_a_collective(error):
+        # Most likely. If it is the devices' own fault, this line is what tells it.
+        words = next(iter(str(cause).splitlines()), "")[:500]
+        print(f"lost another process, or the devices failed: {words}", file=sys.stderr, flush=True)
+        order.report(why=f"has lost another process, or its devices failed: {words}")
         end_now(LOST_PEER_STATUS)
-    code, words = 1, str(error)
-    if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else 1
-        words = str(error.__context__ or "")
-    else:
-        traceback.print_exception(error)
-        words = f"{type(error).__name__}: {words}"
-    order.report(why=f"ended with status {code}: {words[:2000].rstrip('. ')}")
+    code, words = _status_and_words(error)
+    order.report(why=words)
     _leave(code)
 
 
@@ -147,6 +144,13 @@ def _fail(error: BaseException) -> NoReturn:
         # Most likely its peer is gone: _listen hears which one that is, and ends this process.
         threading.Event().wait(SILENT_SECONDS + 5 * BEAT_SECONDS)
     _is_failing.set()
+    code, words = _status_and_words(error)
+    _tell(processes.index(), words, code)
+    _leave(code)
+
+
+def _status_and_words(error: BaseException) -> tuple[int, str]:
+    """Returns the status of an exception and how it ended this process, having printed it."""
     code = 1
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
@@ -154,9 +158,7 @@ def _fail(error: BaseException) -> NoReturn:
     else:
         traceback.print_exception(error)
     name = "" if type(error).__name__ == "ConfigError" else f"{type(error).__name__}: "
-    words = str(error)[:2000].rstrip(". ")
-    _tell(processes.index(), f"ended with status {code}: {name}{words}", code)
-    _leave(code)
+    return code, f"ended with status {code}: {name}{str(error)[:2000].rstrip('. ')}"
 
 
 def _is_of_a_collective(error: BaseException) -> bool:

@@ -20,6 +20,7 @@ from praxis_lite.run.job.elastic.members import Meeting
 from praxis_lite.run.job.elastic.order import LOST_PEER_STATUS
 from praxis_lite.run.job.elastic.settings import Settings
 from praxis_lite.run.job.elastic.supervisor import Supervisor
+from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.job.processes import signals
 from praxis_lite.run.job.processes.stuck import Progress
 
@@ -101,7 +102,7 @@ class World:
 
     def start(self, k):
         item = Supervisor(Settings(
-            argv=(), job=self.folder, member=k, num_members=self.num_members,
+            argv=(), job=JobDir(self.folder), member=k, num_members=self.num_members,
             min_members=self.min_members, start_seconds=10.0, address="127.0.0.1",
         ))
         item.begin(f"127.0.0.1:{k}", b"key")
