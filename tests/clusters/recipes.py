@@ -47,8 +47,8 @@ def program(folder: Path, name: str, script: str) -> None:
     folder.mkdir(exist_ok=True)
     path = folder / name
     path.write_text(
-        f'#!/bin/bash\nprintf "%s\\0" "$@" >> "{folder}/{name}.calls"\n'
-        f'printf "\\n" >> "{folder}/{name}.calls"\n{script}\n'
+        # A single write: calls at the same time do not mix.
+        f'#!/bin/bash\nprintf "%s\\0" "$@" END >> "{folder}/{name}.calls"\n{script}\n'
     )
     path.chmod(0o755)
 
@@ -57,7 +57,7 @@ def calls(folder: Path, name: str) -> list[list[str]]:
     """Returns the arguments of each call of a program of `program`, in their order."""
     path = folder / f"{name}.calls"
     text = path.read_text() if path.exists() else ""
-    return [line.split("\0") for line in text.split("\0\n")[:-1]]
+    return [line.split("\0")[:-1] for line in text.split("END\0")[:-1]]
 
 
 def environment(folder: Path, **more: str) -> Mapping[str, str]:
