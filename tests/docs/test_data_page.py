@@ -28,7 +28,7 @@ def test_the_pages_blocks_run(tmp_path, monkeypatch):
         "run.evaluation.every_steps=None",
     )
     assert done.code == 0, done.err
-    (digest,) = re.findall(r"^python -m praxis_lite.inputs (digest.*)", PAGE, re.MULTILINE)
+    (digest,) = re.findall(r"^python -m praxis_lite.inputs (digest .*--exp=.*)", PAGE, re.MULTILINE)
     actual, env = set(), {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
     for num_processes in (1, 2, 3, 5, 8):
         arguments = shlex.split(digest.replace("processes=3", f"processes={num_processes}"))

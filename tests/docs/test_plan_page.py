@@ -6,8 +6,10 @@ import shlex
 import sys
 from pathlib import Path
 
+import fiddle as fdl
 import pytest
 
+from praxis_lite import MeshConfig
 from tests.support.job_runs import launch
 
 PAGE = (Path(__file__).parents[2] / "docs" / "plan.md").read_text("utf-8")
@@ -21,7 +23,7 @@ SMALL = [
 def test_the_pages_blocks_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    experiment, _, budgets = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    experiment, _, mesh_for, budgets = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     Path("my_pods.py").write_text(experiment, "utf-8")
     commands = re.findall(r"^python main.py (?!.*--steps=decode).*", PAGE, re.MULTILINE)
     plan, of_7b, search, again = (
@@ -40,6 +42,9 @@ def test_the_pages_blocks_run(tmp_path, monkeypatch):
     assert "The fastest that fits" in done.out and "--packages=plan_search,my_pods" in done.out
     done = launch(*shlex.split(again)[2:])
     assert done.code == 0, done.err
-    names = {}
+    names = {"Llama7BOnOneSlice": object, "fdl": fdl, "MeshConfig": MeshConfig}
+    exec(mesh_for, names)
+    assert names["Llama7B"]().mesh_for(7) is None
+    assert names["Llama7B"]().mesh_for(16).ici_mesh_shape == (1, 2, 8)
     exec(budgets, names)
     names["test_what_my_step_sends"]()

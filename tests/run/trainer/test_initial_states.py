@@ -44,7 +44,8 @@ def test_a_source_that_the_run_does_not_know_gives_the_weights(tmp_path, monkeyp
             "run.init_from_huggingface=seven",
         ],
     )
-    Train({"init_from_huggingface": Sevens}, lambda job: []).run(command)
+    sources = {"init_from_huggingface": Sevens}
+    Train(sources, lambda job: [], lambda job, devices: job.mesh).run(command)
     assert (tmp_path / "kept.txt").read_text() == "seven"
     assert "reading sevens" in capsys.readouterr().out
     params = loaded(JobDir(tmp_path)).mdl_vars["params"]

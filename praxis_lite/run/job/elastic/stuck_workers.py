@@ -77,11 +77,13 @@ def _collective(members: Mapping[int, Member], process: int) -> str:
 
 def report_stuck(worker: WorkerProcess, why: str, stacks_txt: Path) -> None:
     """Reports on standard error, and in a file, where a worker is stuck that is to be ended."""
-    path = worker.reports.get("stacks", "")
+    path = worker.reports.get("stacks_file", "")
     stacks = asked_for(worker.pid, path) if path else ""
+    # The job's first process may be gone by now, and with it all that were connected to it.
+    stacks = stacks or worker.reports.get("stacks", "")
     where = (
         f"All threads:\n{stacks.rstrip()}" if stacks
-        else f"It gives no stacks: {state_in_words(worker.pid)}."
+        else f"It gives no stacks: {state_in_words(worker.pid) or 'it has ended'}."
     )
     report = f"stuck: {why}. It is ended and replaced. {where}\n"
     os.write(2, report.encode(errors="replace"))

@@ -169,8 +169,8 @@ class Supervisor:
             return
         self._worker.hear()
         status = self._worker.status()
-        reports = dict(self._worker.reports)
-        reports.pop("progress", None)
+        own_alone = ("progress", "stacks", "stacks_file")
+        reports = {k: v for k, v in self._worker.reports.items() if k not in own_alone}
         progress = self._worker.progress(self._generation.members.index(self._settings.member))
         is_new = self._own.worker.get("doing") != reports.get("doing")
         self._own = dataclasses.replace(

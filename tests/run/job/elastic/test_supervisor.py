@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import signal
+import types
 
 import pytest
 
@@ -294,6 +295,19 @@ def test_a_worker_that_is_stopped_is_named_and_replaced(world, capfd):
     assert change["kind"] == "stuck" and change["who"] == [1]
     assert "state T" in change["why"]
     assert "state T" in (w.folder / "stacks.txt").read_text()
+
+
+def test_the_stacks_of_a_stuck_worker_that_ended_before_it_was_asked_are_those_that_it_told(
+    tmp_path, capfd
+):
+    worker = types.SimpleNamespace(pid=2**22 + 1, reports={"stacks_file": str(tmp_path / "gone")})
+    stuck_workers.report_stuck(worker, "process 1 is stuck", tmp_path / "stacks.txt")
+    worker.reports["stacks"] = "MainThread:\n  in hang\n"
+    stuck_workers.report_stuck(worker, "process 1 is stuck", tmp_path / "stacks.txt")
+    for text in ((tmp_path / "stacks.txt").read_text(), capfd.readouterr().err):
+        before, after = text.strip().split(" It is ended and replaced. ")[1:]
+        assert before.startswith("It gives no stacks: it has ended.\n")
+        assert after == "All threads:\nMainThread:\n  in hang"
 
 
 def test_with_fewer_than_min_processes_it_waits(world):

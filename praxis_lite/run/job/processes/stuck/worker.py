@@ -5,7 +5,7 @@ import threading
 
 from praxis_lite.run.job.elastic import order
 from praxis_lite.run.job.processes.stuck.progress import own
-from praxis_lite.run.job.processes.stuck.stacks import give_when_asked
+from praxis_lite.run.job.processes.stuck.stacks import give_when_asked, stacks
 
 _EVERY_SECONDS = 1.0
 # A worker that has waited for so long says what for, should somebody ask.
@@ -15,23 +15,27 @@ _WAITS_SECONDS = 20.0
 def tell_supervisor(process: int, num_processes: int) -> None:
     """Begins to report the progress of this worker, once a second, from a thread.
 
-    The supervisor gets `progress`, the fields of `Progress`; `stacks`, the path for
-    `stacks.asked_for`; and `first_collectives` once the worker waits: for each process, in words,
-    the first collective of a training step that needs its devices.
+    The supervisor gets `progress`, the fields of `Progress`, and `stacks_file`, the path for
+    `stacks.asked_for`. Once the worker waits it also gets `stacks`, for a worker may end before it
+    is asked, with whom it waits for; and `first_collectives`: for each process, in words, the first
+    collective of a training step that needs its devices.
     """
-    order.report(stacks=give_when_asked())
+    order.report(stacks_file=give_when_asked())
     threading.Thread(
         target=_tell, args=(process, num_processes), name="progress", daemon=True
     ).start()
 
 
 def _tell(process: int, num_processes: int) -> None:
-    has_told_collectives, over = False, threading.Event()
+    has_told_wait, over = False, threading.Event()
     while not over.wait(_EVERY_SECONDS):
         progress = own.progress(process)
         order.report(progress=dataclasses.asdict(progress))
         if progress.silent_seconds < _WAITS_SECONDS:
-            has_told_collectives = False  # The next program may be another.
-        elif not has_told_collectives:
-            has_told_collectives = True
-            order.report(first_collectives=list(map(own.first_collective, range(num_processes))))
+            if has_told_wait:
+                order.report(stacks="")
+            has_told_wait = False  # The next program may be another.
+        elif not has_told_wait:
+            has_told_wait = True
+            collectives = list(map(own.first_collective, range(num_processes)))
+            order.report(first_collectives=collectives, stacks=stacks())
