@@ -59,7 +59,7 @@ def decoded(partitioner, mdl_vars):
 
 
 @pytest.mark.parametrize("decoder, shape, model", [
-    ("greedy", (1, 2, 2), {}),
+    pytest.param("greedy", (1, 2, 2), {}, marks=pytest.mark.slow),
     pytest.param("greedy", (1, 1, 1), {}, marks=pytest.mark.slow),
     pytest.param("sample", (1, 1, 1), {}, marks=pytest.mark.slow),
     pytest.param("beam", (1, 1, 1), {}, marks=pytest.mark.slow),
@@ -133,6 +133,7 @@ def test_the_layers_of_a_pipeline_are_apart_where_no_axis_splits_its_stages(pipe
     np.testing.assert_array_equal(actual["output_ids"], expected["output_ids"])
 
 
+@pytest.mark.slow
 def test_weights_in_the_activations_dtype_are_those_that_the_model_casts():
     partitioner = partitioner_of("activations", fprop_dtype=jnp.bfloat16)
     mdl_vars = weights_of(partitioner)

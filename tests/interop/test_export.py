@@ -190,6 +190,7 @@ def narrow_weights(key):
     return {"w": jax.random.normal(key, (3, 5)).astype(jnp.bfloat16), "b": jnp.float32(0.25)}
 
 
+@pytest.mark.slow
 def test_bfloat16_and_scalars_are_weights_too(tmp_path):
     loss = lambda params, inputs, key: scaled(params, inputs, key)["y"][:, 0]  # noqa: E731
     task = LossTask(FunctionModel(narrow_weights), loss, Learner(optax.sgd, 0.1), predict=scaled)

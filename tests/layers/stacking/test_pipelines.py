@@ -274,6 +274,7 @@ def test_what_is_computed_again_changes_nothing(policy):
     assert_trees_close(actual, pipelined("circular"), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_near_float32():
     params = from_case(repeated("circular")[0], "circular")
     actual = jax.jit(program(pipeline_model("circular")))(params, data("circular", jnp.bfloat16))

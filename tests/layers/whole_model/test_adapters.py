@@ -215,6 +215,7 @@ def test_a_layer_that_computes_in_another_way_than_its_base_is_not_adapted():
         lora(Doubled, rank=2)(5, 7, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.slow
 def test_only_adapters_train_and_the_loss_falls():
     model = NnxModel(ADAPTED_STACK)
     params = first = model.init(jax.random.key(0))["params"]
@@ -314,6 +315,7 @@ def test_sharded_equals_unsharded(name):
     assert_near(results((1, 4, 2))[name], results(None)[name])
 
 
+@pytest.mark.slow
 def test_chunked_and_whole_adapted_softmaxes_have_the_same_gradients():
     actual, expected = (results(None)[name] for name in ("softmax_chunked", "softmax"))
     assert_near(actual, expected)

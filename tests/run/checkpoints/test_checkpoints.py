@@ -27,7 +27,8 @@ from praxis_lite.run.checkpoints.tools import manifest_of
 from praxis_lite.run.config.overrides import apply_overrides
 from tests.support.job_runs import CHECKOUT, home
 
-MESHES = [(1, 4, 2), (1, 3, 2), (2, 2, 2), (1, 1, 1)]
+MESHES = [(1, 3, 2), (1, 1, 1)]
+MORE_MESHES = [*MESHES, (1, 4, 2), (2, 2, 2)]
 
 
 def tiny_config(*settings):
@@ -96,16 +97,22 @@ def assert_same_true_values(state, true_state):
 
 
 @pytest.mark.parametrize(
-    ("saved_on", "optimizer"),
-    [((1, 4, 2), "adafactor"), pytest.param((1, 1, 1), "adamw", marks=pytest.mark.slow)],
+    ("saved_on", "optimizer", "meshes"),
+    [
+        ((1, 4, 2), "adafactor", MESHES),
+        pytest.param((1, 4, 2), "adafactor", MORE_MESHES, marks=pytest.mark.slow),
+        pytest.param((1, 1, 1), "adamw", MORE_MESHES, marks=pytest.mark.slow),
+    ],
 )
-def test_a_checkpoint_restores_onto_any_mesh_to_the_bit(tmp_path, mesh_of, saved_on, optimizer):
+def test_a_checkpoint_restores_onto_any_mesh_to_the_bit(
+    tmp_path, mesh_of, saved_on, optimizer, meshes
+):
     optimizer = OPTIMIZERS[optimizer]
     first = partitioner_on(mesh_of(*saved_on), optimizer=optimizer)
     true_state = random_true_state(first.layout)
     true_state = TrainState(np.int32(13), true_state.mdl_vars, true_state.opt_states)
     save(tmp_path, 13, placed(true_state, first.layout, first.mesh), first.layout)
-    for shape in MESHES:
+    for shape in meshes:
         other = partitioner_on(mesh_of(*shape), optimizer=optimizer)
         with Checkpoints(tmp_path) as checkpoints:
             restored = checkpoints.restore(other.layout, other.mesh)
@@ -376,7 +383,9 @@ def small_state(mesh, number):
 
 
 @pytest.mark.parametrize(
-    ("mode", "kept", "best_step"), [("min", [2, 7, 8], 2), ("max", [1, 5, 7, 8], 5)]
+    ("mode", "kept", "best_step"), [
+        ("min", [2, 7, 8], 2), pytest.param("max", [1, 5, 7, 8], 5, marks=pytest.mark.slow)
+    ],
 )
 def test_the_best_are_kept_besides_the_newest(tmp_path, mesh_of, mode, kept, best_step):
     mesh, best = mesh_of(1, 4, 2), BestCheckpoints(metric="heldout/loss", mode=mode, max_to_keep=2)
@@ -420,6 +429,7 @@ def test_a_step_that_is_deleted_while_it_is_read_is_lost_and_its_values_are_not_
         reading.restore(SMALL, mesh, step=2)
 
 
+@pytest.mark.slow
 def test_values_that_came_after_the_save_choose_the_best_too(tmp_path, mesh_of):
     mesh, best = mesh_of(1, 4, 2), BestCheckpoints(metric="heldout/loss", max_to_keep=1)
     saving, later = SaveSettings(max_to_keep=2, best=best), {}

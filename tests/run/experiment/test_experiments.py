@@ -17,7 +17,8 @@ DATA_PARALLEL = {"explicit.NotebookDp", "explicit.DigitsDp"}  # Weights whole by
 # Their models differ from those of others in one layer or in size.
 SLOW = {
     "explicit.DigitsDp", "explicit.DigitsFsdp", "explicit.NotebookDp", "explicit.PyDocs",
-    "finetune.PyDocsFull", "finetune.PyDocsLora", "linen.DigitsViT", "linen.PyDocs", "moe.PyDocs",
+    "finetune.PyDocsFull", "finetune.PyDocsLora", "huggingface.ChatDpo", "huggingface.ChatFull",
+    "huggingface.ChatLora", "linen.DigitsViT", "linen.PyDocs", "moe.PyDocs",
     "pipelined.PyDocs", "pipelined.Synthetic", "python_texts.PythonTexts", "seq2seq.Reverse",
     "vision.DigitsViT",
 }
