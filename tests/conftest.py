@@ -23,6 +23,11 @@ import pytest  # noqa: E402
 from praxis_lite.core import MeshConfig, make_mesh, simulate_devices  # noqa: E402
 
 MAX_RESIDENT_BYTES = 3072 * 2**20
+# They come first, so that no worker is left with one when the others have ended.
+LONGEST_FILES = (
+    "elastic/test_elastic.py", "job/test_multiprocess.py", "job/test_stuck_processes.py",
+    "elastic/test_peer_runs.py",
+)
 
 simulate_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -30,9 +35,18 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 def pytest_configure(config):
     gc.disable()  # A third of the time of collecting thousands of tests.
+    # pytest-xdist would begin with the files of most tests, and end with those of the longest.
+    config.option.loadscopereorder = False
     config.addinivalue_line("filterwarnings", "error")
     # OpenBLAS may leave the processor's flag set though no result is NaN: numpy issue 24067.
     config.addinivalue_line("filterwarnings", "ignore:invalid value encountered in matmul")
+
+
+def pytest_collection_modifyitems(items):
+    def is_quicker(item):
+        return not item.path.as_posix().endswith(LONGEST_FILES)
+
+    items.sort(key=is_quicker)
 
 
 def pytest_collection_finish(session):
