@@ -16,14 +16,8 @@
 
 PYTHON ?= python3
 JOB_LOG_DIR ?= demo_job
-# A file's tests stay together, for they share what they compiled. Two processes; of slow tests
-# three, for many wait for jobs that they launched.
-ifdef PYTEST_ARGS
-SLOW_PYTEST_ARGS := $(PYTEST_ARGS)
-else
-PYTEST_ARGS := -n 2 --dist loadfile
-SLOW_PYTEST_ARGS := -n 3 --dist loadfile
-endif
+# Two processes; a file's tests stay together, for they share what they compiled.
+PYTEST_ARGS ?= -n 2 --dist loadfile
 
 VENV := .venv
 VENV_PYTHON := $(VENV)/bin/python
@@ -56,7 +50,7 @@ test: $(TESTING)
 	@$(VENV_PYTHON) -m pytest -m "not slow" $(PYTEST_ARGS)
 
 test-all: test
-	@$(VENV_PYTHON) -m pytest -m slow $(SLOW_PYTEST_ARGS)
+	@$(VENV_PYTHON) -m pytest -m slow $(PYTEST_ARGS)
 
 faults: $(TESTING)
 	@$(VENV_PYTHON) -m tests.faults --report docs/faults_report.md $(FAULTS_ARGS)
