@@ -62,8 +62,8 @@ ORDERS = {
         {"export", "serving"},
     ),
     "praxis_lite/layers": (
-        {"activations", "calls", "initializers"},
-        {"base_layer"},
+        {"activations", "initializers"},
+        {"base"},
         {"linears", "normalizations", "stochastics"},
         {"embedding", "stacking"},
         {"attention", "moe"},

@@ -19,9 +19,7 @@ class OutOfMemory(ConfigError):
     """The compiler, a device or the host ran out of memory."""
 
 
-def require(
-    condition: bool, setting: str, found: object, wanted: str, change: str = ""
-) -> None:
+def require(condition: bool, setting: str, found: object, wanted: str, change: str = "") -> None:
     """Checks a setting: "SETTING is FOUND; wanted is WANTED. CHANGE".
 
     Args:

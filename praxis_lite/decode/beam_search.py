@@ -11,7 +11,7 @@ from praxis_lite.collectives.varying import on_any_device, varying_alike
 from praxis_lite.decode.cache_rows import batch_dims, repeat_rows, take_hyps
 from praxis_lite.decode.decoder import Decoder, Outputs, Prompts
 from praxis_lite.decode.prefill import prefill
-from praxis_lite.layers.base_layer import rebuilt
+from praxis_lite.layers.base.variables import rebuilt
 
 # B prompts, K hypotheses of each, N tokens tried per hypothesis, V classes, M most new tokens.
 

@@ -13,7 +13,7 @@ from praxis_lite.decode.decoder import Decoder, Prompts
 from praxis_lite.decode.prefill import Prefix, cache_length, prefill
 from praxis_lite.decode.prefix_sharing import prefill_shared
 from praxis_lite.decode.speculation import drafts_of
-from praxis_lite.layers.base_layer import rebuilt
+from praxis_lite.layers.base.variables import rebuilt
 
 # B prompts, R rows: B x samples, P longest prompt, M most new tokens, V classes, S places of a
 # row in the cache, T tokens that the model reads at once, K drafts.

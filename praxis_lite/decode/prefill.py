@@ -9,7 +9,7 @@ from flax import nnx
 
 from praxis_lite.collectives.varying import varying_alike
 from praxis_lite.decode.decoder import Decoder, Prompts
-from praxis_lite.layers.base_layer import rebuilt
+from praxis_lite.layers.base.variables import rebuilt
 from praxis_lite.layers.embedding.rotary_scaling import DynamicRotary
 
 # B batch, P longest prompt, V classes.

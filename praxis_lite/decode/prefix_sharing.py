@@ -14,7 +14,7 @@ from praxis_lite.core.errors import require
 from praxis_lite.decode.cache_rows import batch_dims, repeat_rows
 from praxis_lite.decode.decoder import Decoder, Prompts
 from praxis_lite.decode.prefill import Prefix, cache_length, max_steps
-from praxis_lite.layers.base_layer import rebuilt
+from praxis_lite.layers.base.variables import rebuilt
 
 # B batch, P longest prompt, V classes.
 PyTree = Any

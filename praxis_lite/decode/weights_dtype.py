@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,7 @@ from praxis_lite.core.models.nnx_model import NnxModel
 from praxis_lite.core.partitioner.steps import decode_step
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.core.task import Task
-from praxis_lite.layers.base_layer import Dense, is_dense
+from praxis_lite.layers.base.dense import Dense, is_dense
 from praxis_lite.layers.whole_model.int8_weights import Int8Weight, in_int8
 from praxis_lite.layers.whole_model.outputs_first import OutputsFirst, outputs_first
 from praxis_lite.layers.whole_model.quantization import is_matrix, log_rounding
@@ -206,20 +205,8 @@ def _dense_layers(
 
 def _summed_dims(layer: Dense) -> tuple[int, ...]:
     """Returns the dims of w that the product sums over, from the end; () if one is so in part."""
-    operands, outputs = layer.equation.split("->")
-    letters, sizes = operands.split(",")[1], list(layer.kernel_shape)
-    num_stacked = len(layer.w.get_metadata().get("stack_split_dims_mapping", ()))
-    shape, result = layer.w.shape[num_stacked:], []
-    if -1 in sizes:
-        sizes[sizes.index(-1)] = math.prod(shape) // -math.prod(sizes)
-    place = 0
-    for dim, size in enumerate(shape):
-        first = place
-        while place < len(sizes) and math.prod(sizes[first:place]) != size or place == first:
-            place += 1
-        kept = {letter in outputs for letter in letters[first:place]}
-        if len(kept) > 1:
-            return ()
-        if kept == {False}:
-            result.append(dim - len(shape))
-    return tuple(result)
+    outputs, groups = layer.equation.split("->")[1], layer.letters
+    kept = [{letter in outputs for letter in group} for group in groups]
+    if any(len(item) > 1 for item in kept):
+        return ()
+    return tuple(i - len(groups) for i, item in enumerate(kept) if item == {False})

@@ -15,12 +15,13 @@ from praxis_lite.layers.attention.variants import GroupedQueryAttention as Group
 from praxis_lite.layers.attention.variants import (
     MultiQueryDotProductAttention as MultiQueryDotProductAttention,
 )
-from praxis_lite.layers.base_layer import AuxLoss as AuxLoss
-from praxis_lite.layers.base_layer import BaseLayer as BaseLayer
-from praxis_lite.layers.base_layer import Dense as Dense
-from praxis_lite.layers.base_layer import Summary as Summary
-from praxis_lite.layers.base_layer import aux_loss as aux_loss
-from praxis_lite.layers.base_layer import intermediates as intermediates
+from praxis_lite.layers.base.base_layer import BaseLayer as BaseLayer
+from praxis_lite.layers.base.dense import Dense as Dense
+from praxis_lite.layers.base.dims import splits as splits
+from praxis_lite.layers.base.variables import AuxLoss as AuxLoss
+from praxis_lite.layers.base.variables import Summary as Summary
+from praxis_lite.layers.base.variables import aux_loss as aux_loss
+from praxis_lite.layers.base.variables import intermediates as intermediates
 from praxis_lite.layers.embedding.class_major_softmaxes import (
     NClassMajorSharedEmbeddingSoftmax as NClassMajorSharedEmbeddingSoftmax,
 )

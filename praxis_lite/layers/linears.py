@@ -9,10 +9,12 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.sharding.split_dims import SplitDims, constrain
+from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.activations import ActivationFn, activation_fn
-from praxis_lite.layers.base_layer import BaseLayer, Dense, Initializer, broadcast_as, xavier, zeros
-from praxis_lite.layers.calls import require_positive
+from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, broadcast_as, xavier, zeros
+from praxis_lite.layers.base.calls import require_positive
+from praxis_lite.layers.base.dense import Dense
+from praxis_lite.layers.base.dims import Dim, splits
 from praxis_lite.layers.initializers import WeightInit
 
 # D input dims, F output dims.
@@ -21,6 +23,7 @@ from praxis_lite.layers.initializers import WeightInit
 class Linear(Dense):
     """Returns `inputs @ w`: [..., input_dims] -> [..., output_dims]."""
 
+    splits = splits(weight=(None, None), activation=())
     equation = "...d,df->...f"
 
     def __init__(
@@ -29,16 +32,10 @@ class Linear(Dense):
         output_dims: int,
         *,
         weight_init: Initializer = xavier,
-        weight_split_dims_mapping: SplitDims = None,
-        activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         require_positive(self, input_dims=input_dims, output_dims=output_dims)
-        self.kernel_shape = (input_dims, output_dims)
-        self.w = self.weight(
-            self.kernel_shape, weight_split_dims_mapping, init=weight_init, rngs=rngs
-        )
-        self.activation_split_dims_mapping = activation_split_dims_mapping
+        self.make(*self.dims(input_dims, output_dims), init=weight_init, rngs=rngs)
 
     def factors(self, inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
         """Returns pairs ([..., d], [d, F]) whose products add up to the outputs.
@@ -63,21 +60,12 @@ class Bias(BaseLayer):
       bias_init: what each element of b starts with.
     """
 
-    def __init__(
-        self,
-        dims: int,
-        *,
-        bias_init: float = 0.0,
-        weight_split_dims_mapping: SplitDims = None,
-        activation_split_dims_mapping: SplitDims = None,
-        rngs: nnx.Rngs,
-    ):
+    splits = splits(weight=(None,), activation=())
+
+    def __init__(self, dims: int, *, bias_init: float = 0.0, rngs: nnx.Rngs):
         require_positive(self, dims=dims)
-        self.b = self.weight(
-            (dims,), weight_split_dims_mapping, init=jax.nn.initializers.constant(bias_init),
-            rngs=rngs,
-        )
-        self.activation_split_dims_mapping = activation_split_dims_mapping
+        init = jax.nn.initializers.constant(bias_init)
+        self.b = self.weight(self.dims(dims), init=init, rngs=rngs)
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         outputs = inputs + broadcast_as(self.b[...], inputs)
@@ -93,10 +81,13 @@ class FeedForward(BaseLayer):
       activation: a name or a function, see `activation_fn`.
       bias_init: what each element of the bias starts with.
       checkpoint_str: a name of `inputs @ w`, by which a remat policy can keep it.
-      linear_tpl: the product; called with the sizes, `weight_init`, the splits and `rngs`.
-      bias_tpl: the sum; called with output_dims, `bias_init`, its split and `rngs`.
+      linear_tpl: the product; called with the sizes, `weight_init`, the split of its outputs and
+        `rngs`.
+      bias_tpl: the sum; called with output_dims, `bias_init` and `rngs`.
       weight_split_dims_mapping: of the weight, [input_dims, output_dims].
     """
+
+    splits = splits(weight=(None, None), activation=())
 
     def __init__(
         self,
@@ -110,25 +101,16 @@ class FeedForward(BaseLayer):
         checkpoint_str: str | None = None,
         linear_tpl: Callable[..., Any] = Linear,
         bias_tpl: Callable[..., Any] = Bias,
-        weight_split_dims_mapping: SplitDims = None,
-        activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         require_positive(self, input_dims=input_dims, output_dims=output_dims)
         activation_fn(activation, self)
+        D, F = self.dims(input_dims, output_dims)
         self.linear = linear_tpl(
-            input_dims,
-            output_dims,
-            weight_init=weight_init,
-            weight_split_dims_mapping=weight_split_dims_mapping,
-            activation_split_dims_mapping=activation_split_dims_mapping,
-            rngs=rngs,
+            D, F, weight_init=weight_init,
+            activation_split_dims_mapping=self.activation_split_dims_mapping, rngs=rngs,
         )
-        settings = {
-            "bias_init": bias_init,
-            "weight_split_dims_mapping": tuple(weight_split_dims_mapping or ())[1:2],
-        }
-        self.bias = bias_tpl(output_dims, **settings, rngs=rngs) if has_bias else None
+        self.bias = bias_tpl(F, bias_init=bias_init, rngs=rngs) if has_bias else None
         self.activation, self.checkpoint_str = activation, checkpoint_str
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
@@ -150,6 +132,8 @@ class Mlp(BaseLayer):
       activation_split_dims_mapping: of each hidden activation, [batch, hidden].
     """
 
+    splits = splits(weight=(None, None), activation=())
+
     def __init__(
         self,
         input_dims: int,
@@ -157,8 +141,6 @@ class Mlp(BaseLayer):
         output_dims: int,
         *,
         activation: str | ActivationFn = "relu",
-        weight_split_dims_mapping: SplitDims = None,
-        activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         require_positive(self, input_dims=input_dims, output_dims=output_dims)
@@ -166,21 +148,16 @@ class Mlp(BaseLayer):
             require_positive(self, **{f"hidden_dims[{i}]": width})
         activation_fn(activation, self)
         widths = [input_dims, *hidden_dims]
+        split = self.activation_split_dims_mapping
         self.hidden = nnx.List(
             FeedForward(
-                width,
-                next_width,
-                activation=activation,
-                weight_split_dims_mapping=weight_split_dims_mapping,
-                activation_split_dims_mapping=activation_split_dims_mapping,
-                rngs=rngs,
+                *self.dims(width, next_width), activation=activation,
+                activation_split_dims_mapping=split, rngs=rngs,
             )
             for width, next_width in zip(widths, widths[1:], strict=False)
         )
-        self.logits = FeedForward(
-            widths[-1], output_dims, activation="identity",
-            weight_split_dims_mapping=weight_split_dims_mapping, rngs=rngs,
-        )
+        D, F = self.dims(widths[-1], Dim(output_dims, "vocab"))
+        self.logits = FeedForward(D, F, activation="identity", rngs=rngs)
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         outputs = inputs.reshape(inputs.shape[0], -1)
@@ -213,6 +190,8 @@ class Einsum(Dense):
       ConfigError: the equation is not of this form, or does not fit the weight's shape.
     """
 
+    splits = splits(weight=(), activation=())
+
     def __init__(
         self,
         equation: str,
@@ -221,8 +200,6 @@ class Einsum(Dense):
         has_bias: bool = False,
         weight_init: Initializer | None = None,
         bias_init: Initializer = zeros,
-        weight_split_dims_mapping: SplitDims = None,
-        activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         inputs, weight, outputs = _letters(equation)
@@ -239,15 +216,11 @@ class Einsum(Dense):
                 fan_in_axes=tuple(i for i, dim in enumerate(weight) if dim not in outputs),
                 fan_out_axes=tuple(i for i, dim in enumerate(weight) if dim not in inputs),
             )
-        self.w = self.weight(weight_shape, weight_split_dims_mapping, init=weight_init, rngs=rngs)
-        size_of = dict(zip(weight, weight_shape, strict=True))
-        splits = (*(weight_split_dims_mapping or ()), *(None,) * len(weight))
-        split_of = dict(zip(weight, splits, strict=False))
-        dims = [dim for dim in outputs if dim in size_of]
-        shape, split = (tuple(x[dim] for dim in dims) for x in (size_of, split_of))
-        self.b = self.weight(shape, split, init=bias_init, rngs=rngs) if has_bias else None
-        self.equation, self.kernel_shape = equation.replace(" ", ""), weight_shape
-        self.activation_split_dims_mapping = activation_split_dims_mapping
+        self.equation = equation.replace(" ", "")
+        self.make(
+            *self.dims(*weight_shape), init=weight_init, bias_init=bias_init if has_bias else None,
+            rngs=rngs,
+        )
 
 
 def _letters(equation: str) -> tuple[str, str, str]:

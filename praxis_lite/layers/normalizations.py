@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import is_number, require
-from praxis_lite.core.sharding.split_dims import SplitDims, constrain
-from praxis_lite.layers.base_layer import BaseLayer, ones, zeros
-from praxis_lite.layers.calls import require_positive
+from praxis_lite.core.sharding.split_dims import constrain
+from praxis_lite.layers.base.base_layer import BaseLayer, ones, zeros
+from praxis_lite.layers.base.calls import require_positive
+from praxis_lite.layers.base.dims import splits
 
 
 def check_epsilon(layer: object, epsilon: float) -> None:
@@ -48,6 +49,8 @@ class Norm(BaseLayer):
 class _LastDimNorm(Norm):
     """Returns inputs [..., dim] normalized over the last dim, in their dtype."""
 
+    splits = splits(weight=(None,), activation=())
+
     def _outputs(
         self, inputs: jax.Array, paddings: jax.Array | None, key: jax.Array | None
     ) -> jax.Array:
@@ -80,17 +83,14 @@ class LayerNorm(_LastDimNorm):
         epsilon: float = 1e-6,
         use_scale: bool = True,
         use_bias: bool = True,
-        weight_split_dims_mapping: SplitDims = None,
-        activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         require_positive(self, dim=dim)
         check_epsilon(self, epsilon)
-        split, init = weight_split_dims_mapping, ones if direct_scale else zeros
-        self.scale = self.weight((dim,), split, init=init, rngs=rngs) if use_scale else None
-        self.bias = self.weight((dim,), split, init=zeros, rngs=rngs) if use_bias else None
+        dims, init = self.dims(dim), ones if direct_scale else zeros
+        self.scale = self.weight(dims, init=init, rngs=rngs) if use_scale else None
+        self.bias = self.weight(dims, init=zeros, rngs=rngs) if use_bias else None
         self.direct_scale, self.epsilon = direct_scale, epsilon
-        self.activation_split_dims_mapping = activation_split_dims_mapping
 
     def _normalized(self, x: jax.Array) -> jax.Array:
         mean = jnp.mean(x, axis=-1, keepdims=True)
@@ -120,16 +120,13 @@ class RmsNorm(_LastDimNorm):
         *,
         epsilon: float = 1e-6,
         direct_scale: bool = True,
-        weight_split_dims_mapping: SplitDims = None,
-        activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         require_positive(self, dim=dim)
         check_epsilon(self, epsilon)
         init = ones if direct_scale else zeros
-        self.scale = self.weight((dim,), weight_split_dims_mapping, init=init, rngs=rngs)
+        self.scale = self.weight(self.dims(dim), init=init, rngs=rngs)
         self.direct_scale, self.epsilon = direct_scale, epsilon
-        self.activation_split_dims_mapping = activation_split_dims_mapping
 
     def _normalized(self, x: jax.Array) -> jax.Array:
         scale = _to_rank(self.scale[...], x.ndim)
@@ -143,17 +140,17 @@ class RmsNormNoScale(_LastDimNorm):
       dim: not used; taken so that this can stand where another norm does. Pax's default is 0.
     """
 
+    splits = splits(activation=())
+
     def __init__(
         self,
         dim: int = 0,
         *,
         epsilon: float = 1e-6,
-        activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs | None = None,
     ):
         check_epsilon(self, epsilon)
         self.epsilon = epsilon
-        self.activation_split_dims_mapping = activation_split_dims_mapping
 
     def _normalized(self, x: jax.Array) -> jax.Array:
         return _over_rms(x, self.epsilon)
@@ -177,11 +174,11 @@ class WeightNormL2(BaseLayer):
     Salimans and Kingma 2016, arXiv:1602.07868; Conv2D's `weight_norm_tpl` takes it.
     """
 
-    def __init__(
-        self, dim: int, *, weight_split_dims_mapping: SplitDims = None, rngs: nnx.Rngs
-    ):
+    splits = splits(weight=(None,))
+
+    def __init__(self, dim: int, *, rngs: nnx.Rngs):
         require_positive(self, dim=dim)
-        self.g = self.weight((dim,), weight_split_dims_mapping, init=zeros, rngs=rngs)
+        self.g = self.weight(self.dims(dim), init=zeros, rngs=rngs)
 
     def __call__(self, w: jax.Array) -> jax.Array:
         squares = jnp.sum(jnp.square(w), axis=tuple(range(w.ndim - 1)), keepdims=True)

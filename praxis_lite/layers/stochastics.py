@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.core.errors import require
-from praxis_lite.layers.base_layer import BaseLayer
+from praxis_lite.layers.base.base_layer import BaseLayer
 
 
 class Dropout(BaseLayer):

@@ -26,28 +26,12 @@ from optax.contrib import MuonDimensionNumbers
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.learner.path_masks import path_mask
 from praxis_lite.core.sharding.leaf_paths import path_of
+from praxis_lite.core.sharding.weight_spec import declared_weight
 
 PyTree = Any
 
-# Ends of the paths of embeddings, softmaxes and weights that are not matrices, such as biases.
-_ADAMW = re.compile(
-    r"(.*/)?((softmax|logits)/.+|emb_var|(pre|ap)pend_cls_embs|wrb|lora_[ab]|conv/w"
-    r"|b|bias|beta|gamma|scale|a_param|(input|a)_gate_b)"
-)
-# How the layers of this library use their weights: inputs, weight -> outputs.
-_EQUATIONS = tuple(
-    (re.compile(rf"(.*/)?{path}"), equation)
-    for path, equation in (
-        ("(query|key|value|linear_[xy])/w", "d,dnk->nk"),
-        ("(post|linear_out)/w", "nk,dnk->d"),
-        ("post/w", "h,dh->d"),  # attention_combine_dims
-        ("combined_qkv/w", "cd,cdnk->cnk"),
-        ("combined_qkv/w", "cd,cdh->ch"),
-        ("(wi|wi_gate|wo)_0", "ed,edf->ef"),
-        ("(input|a)_gate_w", "nk,nkl->nl"),
-        (".+", "d,df->f"),
-    )
-)
+# Weights with these in their paths are AdamW's where their layers do not say what they are.
+_ADAMW = re.compile(r"(.*/)?((softmax|logits)/.+|lora_[ab])")
 
 
 def muon_matrices(
@@ -55,13 +39,15 @@ def muon_matrices(
 ) -> Callable[[PyTree], PyTree]:
     """Returns optax's `muon_weight_dimension_numbers`: a function from weights to their matrices.
 
-    Weights of attentions are matrices of model dims by all heads; each of a combined query, key and
-    value, each expert, each block of a gate is a matrix of its own. Embeddings, softmaxes, biases,
-    scales, low-rank adapters and weights of one dim are AdamW's.
+    A layer says with each weight which of its dims a product sums over and which it gives to the
+    outputs: weights of attentions are matrices of model dims by all heads; each of a combined
+    query, key and value, each expert, each block of a gate is a matrix of its own. Embeddings,
+    softmaxes, biases, scales, low-rank adapters and weights of one dim are AdamW's. Other weights
+    of two dims, such as Flax's, are matrices of inputs by outputs.
 
     Args:
       equations: patterns, matched from the start of a weight's path under params (`re.match`), to
-        the einsum that the weight is used in, or to None for AdamW; before the library's own, and
+        the einsum that the weight is used in, or to None for AdamW; before what the layers say, and
         the first that matches counts. A dim that is summed over is the matrix's input, one of the
         outputs alone its output; one of both numbers matrices:
 
@@ -96,23 +82,28 @@ def muon_matrices(
                         "Mend the equation, or the pattern if it should not match this weight."
                     )
                 return dims
-            return _library_matrix(name, weight)
+            return _declared_matrix(name, weight)
 
         return jax.tree.map_with_path(matrix, weights, *masks)
 
     return matrices
 
 
-def _library_matrix(name: str, weight: Any) -> MuonDimensionNumbers | None:
-    if weight.ndim < 2 or _ADAMW.fullmatch(name):
+def _declared_matrix(name: str, weight: Any) -> MuonDimensionNumbers | None:
+    """Returns the matrix that the layer of a weight says it is; one of two dims is one anyway."""
+    spec = declared_weight(name)
+    if weight.ndim < 2:
         return None
-    for pattern, equation in _EQUATIONS:
-        if pattern.fullmatch(name) and len(_letters(equation)[1]) == weight.ndim:
-            return _dims(equation)
+    if spec is not None and spec.matrix is not None:
+        return MuonDimensionNumbers(*spec.matrix) if any(spec.matrix) else None
+    if _ADAMW.fullmatch(name):
+        return None
+    if weight.ndim == 2:
+        return MuonDimensionNumbers((0,), (1,))
     raise ConfigError(
         f"muon_matrices: how {name}, {list(weight.shape)}, is a matrix is not known. Say in "
         f"`equations` which einsum it is used in, such as {{'{re.escape(name)}': 'hwi,hwio->o'}} "
-        "for a convolution, or None for AdamW."
+        "for a convolution, or None for AdamW; or make it with `matrix=` of BaseLayer.weight."
     )
 
 

@@ -29,8 +29,8 @@ from praxis_lite.core.partitioner import partitioner, steps, train_state
 from praxis_lite.core.sharding import inputs as sharding_inputs
 from praxis_lite.core.sharding import rules, weight_sharding
 from praxis_lite.inputs import numpy_data
-from praxis_lite.layers import base_layer as weights
 from praxis_lite.layers.activations import ACTIVATIONS
+from praxis_lite.layers.base import base_layer as weights
 from praxis_lite.layers.stacking.checkpoint_policy import CHECKPOINT_POLICIES
 from praxis_lite.run import trained_model
 from praxis_lite.run.checkpoints import checkpoints

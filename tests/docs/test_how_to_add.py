@@ -1,5 +1,6 @@
 """docs/how_to_add.md: its blocks, saved under their names, do what their recipes say."""
 
+import functools
 import importlib
 import re
 import shutil
@@ -7,22 +8,25 @@ import sys
 import tomllib
 from pathlib import Path
 
+import fiddle as fdl
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
-from praxis_lite import ConfigError, inputs
+from praxis_lite import ConfigError, inputs, layers, optimizers
 from praxis_lite.core import (
     JobMesh,
     Leaf,
     Learner,
+    NnxModel,
     Partitioner,
     rule_shardings,
     share_outputs,
 )
-from praxis_lite.layers import Linear
+from praxis_lite.layers import Linear, set_sharding_params
 from praxis_lite.tasks.loss import LossTask
 from praxis_lite.tools.huggingface import family
 from tests.support.job_runs import launch, lines_of, succeed
@@ -73,6 +77,35 @@ def test_the_layer_decodes_as_it_trains_and_refuses_in_words():
         module("layers").ScaledSum(5, 0, rngs=nnx.Rngs(0))
     with pytest.raises(ConfigError, match="'y'"):
         layer(x, y=1)
+
+
+def test_presets_lora_int8_and_muon_know_a_layer_that_is_one_einsum(mesh_of):
+    build = fdl.Partial(module("projections").ToHeads, 5, 3, 4)
+    set_sharding_params(build, "megatron")
+    adapted = layers.lora(fdl.build(build), rank=2)
+    for model in (adapted, functools.partial(
+        layers.quantized, model=adapted, rules=(layers.QuantizationRule(""),)
+    )):
+        layer = model(rngs=nnx.Rngs(0))
+        assert layer.w.get_metadata()["split_dims_mapping"] == (None, "mdl", None)
+        assert layer.lora_a.shape == (5, 2) and layer.lora_b.shape == (2, 3, 4)
+        assert layer.lora_b.get_metadata()["split_dims_mapping"] == (None, "mdl", None)
+        layer.lora_b.set_value(jnp.ones((2, 3, 4)))
+        x = np.random.default_rng(2).normal(size=(2, 7, 5)).astype(np.float32)
+        w, a = (np.asarray(value[...]) for value in (layer.w, layer.lora_a))
+        expected = np.einsum("btd,dnk->btnk", x, w) + (x @ a).sum(-1)[..., None, None]
+        error = np.abs(layer(x) - expected).max()
+        assert error < 1e-5 if model is adapted else 1e-4 < error < 0.1
+    optimizer = functools.partial(
+        optax.contrib.muon, muon_weight_dimension_numbers=optimizers.muon_matrices()
+    )
+    model = NnxModel(fdl.build(build))
+    bound = Learner(optimizer, 1.0).bind(model.weight_specs()["params"])
+    grad = np.random.default_rng(3).normal(size=(5, 3, 4)).astype(np.float32)
+    params = {"w": jnp.zeros((5, 3, 4))}
+    new = bound.update({"w": grad}, bound.init(params), params, jnp.float32(1))[0]["w"]
+    singular = np.linalg.svd(np.asarray(new).reshape(5, 12), compute_uv=False)
+    assert singular.min() > 0.5 * np.sqrt(12 / 5) and singular.max() < 1.3 * np.sqrt(12 / 5)
 
 
 def test_the_optimizer_steps_and_its_slot_splits_as_the_weight(mesh_of):

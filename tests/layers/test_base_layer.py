@@ -34,7 +34,9 @@ def specs_of(build) -> dict[str, WeightSpec]:
 
 def test_a_weight_declares_its_true_shape_dtype_and_split():
     assert specs_of(SPLIT_LINEAR) == {
-        "params/w": WeightSpec((5, 7), jnp.dtype("float32"), ("data", "mdl"))
+        "params/w": WeightSpec(
+            (5, 7), jnp.dtype("float32"), ("data", "mdl"), matrix=((0,), (1,))
+        )
     }
 
 
@@ -42,7 +44,8 @@ def test_a_stack_keeps_the_layers_split_and_puts_its_own_entry_before_it():
     spec = specs_of(lambda rngs: Repeat(SPLIT_LINEAR, 3, stack_split="replica", rngs=rngs))
     assert spec == {
         "params/blocks/w": WeightSpec(
-            (3, 5, 7), jnp.dtype("float32"), ("data", "mdl"), ("replica",), num_dims_apart=1
+            (3, 5, 7), jnp.dtype("float32"), ("data", "mdl"), ("replica",), num_dims_apart=1,
+            matrix=((0,), (1,)),
         )
     }
     weight = spec["params/blocks/w"]

@@ -15,7 +15,7 @@ from praxis_lite import ConfigError, Task
 from praxis_lite.core import Learner
 from praxis_lite.core.partitioner import steps
 from praxis_lite.layers import BaseLayer, SharedEmbeddingSoftmax, rotary_lm
-from praxis_lite.layers.base_layer import ones
+from praxis_lite.layers.base.base_layer import ones
 from praxis_lite.optimizers import DynamicLossScale
 from praxis_lite.tasks.language_model import LanguageModelTask
 from tests.core.partitioner.test_accumulation import lm_batch

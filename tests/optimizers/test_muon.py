@@ -12,6 +12,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from praxis_lite import ConfigError
 from praxis_lite.core import Learner, NnxModel, WeightSpec
+from praxis_lite.core.sharding.weight_spec import knows_weights
 from praxis_lite.experiments.moe import PyDocs as MoePyDocs
 from praxis_lite.experiments.seq2seq import Reverse
 from praxis_lite.layers import RgLruBlock
@@ -26,6 +27,14 @@ SHAPES = {
     "conv": {"kernel": {"w": (2, 3, 5, 7)}},
     "ff": {"gate": (5, 3), "linear": {"w": (5, 7)}, "wi_0": (3, 5, 7)},
     "softmax": {"logits_ffn": {"linear": {"w": (5, 11)}}},
+}
+NONE = ((), ())
+# As layers say it: the dims that a product sums over, and those that it gives to the outputs.
+MATRICES = {
+    "attention/combined_qkv/b": NONE, "attention/combined_qkv/w": ((1,), (2, 3)),
+    "attention/post/w": ((1, 2), (0,)), "attention/query/b": NONE,
+    "attention/query/w": ((0,), (1, 2)), "ff/wi_0": ((1,), (2,)),
+    "softmax/logits_ffn/linear/w": NONE,
 }
 EQUATIONS = {"conv/.*/w": "hwi,hwio->o", "ff/gate": None}
 # By hand: the weight as [matrices, inputs, outputs].
@@ -56,6 +65,16 @@ def leaves(tree):
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_shape)[0]
     }
+
+
+def specs_of(shapes):
+    """Returns the declarations of weights, as their layers make them."""
+
+    def spec(path, shape):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return WeightSpec(shape, jnp.float32, matrix=MATRICES.get(name))
+
+    return jax.tree.map_with_path(spec, shapes, is_leaf=is_shape)
 
 
 def schedule(count):
@@ -107,9 +126,8 @@ def config(**settings):
 
 @pytest.mark.parametrize("consistent_rms", [None, 0.2])
 def test_five_steps_equal_numpy(consistent_rms):
-    specs = jax.tree.map(lambda s: WeightSpec(s, jnp.float32), SHAPES, is_leaf=is_shape)
     learner = Learner(fdl.build(config(consistent_rms=consistent_rms)), schedule)
-    bound = learner.bind(specs)
+    bound = learner.bind(specs_of(SHAPES))
     params, opt_states = tree(0), bound.init(tree(0))
     update = jax.jit(lambda g, o, p: bound.update(g, o, p, jnp.float32(1))[:2])
     grads = [tree(10 + i) for i in range(5)]
@@ -131,7 +149,8 @@ def first_update():
     """Returns gradients, and what Muon with rate 1 makes of them."""
     optimizer = fdl.build(config())(learning_rate=1.0)
     zeros = jax.tree.map(jnp.zeros_like, tree(0))
-    return tree(3), jax.jit(lambda g: optimizer.update(g, optimizer.init(g), zeros)[0])(tree(3))
+    step = lambda g: optimizer.update(g, optimizer.init(g), zeros)[0]  # noqa: E731
+    return tree(3), jax.jit(knows_weights(step, specs_of(SHAPES)))(tree(3))
 
 
 @pytest.mark.parametrize("path", AS_MATRICES)
@@ -167,7 +186,7 @@ def matrices_of(model):
         is_leaf=lambda x: isinstance(x, WeightSpec),
     )
     dims = jax.tree_util.tree_flatten_with_path(
-        muon_matrices()(weights),
+        knows_weights(muon_matrices(), specs)(weights),
         is_leaf=lambda x: x is None or isinstance(x, MuonDimensionNumbers),
     )[0]
     return {
@@ -226,7 +245,7 @@ def test_a_weight_that_has_no_equation_or_one_of_another_rank_is_named():
     with pytest.raises(
         ConfigError, match=r"conv/kernel/w.*\[2.*3.*5.*7\].*'hwi,hwio->o'"
     ):
-        muon_matrices()(tree(0))
+        muon_matrices()({"conv": tree(0)["conv"]})
     equations = {"ff/gate/": None, "ff": "d,dnk->nk"}
     with pytest.raises(
         ConfigError, match=r"'d,dnk->nk'.*'ff'.*3.*ff/gate.*\[5.*3\]"

@@ -24,7 +24,7 @@ from praxis_lite.core import (
 )
 from praxis_lite.core.partitioner import steps
 from praxis_lite.layers import BaseLayer
-from praxis_lite.layers.base_layer import stacked
+from praxis_lite.layers.base.variables import stacked
 from praxis_lite.optimizers import (
     adafactor,
     adam,

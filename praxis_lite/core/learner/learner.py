@@ -25,7 +25,7 @@ from praxis_lite.core.learner.schedule_free import has_averages
 from praxis_lite.core.learner.slots import extended_specs
 from praxis_lite.core.learner.weight_groups import WeightGroups, grouped
 from praxis_lite.core.learner.whole_trees import looks_beyond
-from praxis_lite.core.sharding.weight_spec import spec_items
+from praxis_lite.core.sharding.weight_spec import knows_weights, spec_items
 
 PyTree = Any
 Patterns = str | Sequence[str]
@@ -151,13 +151,17 @@ class Learner:
         items = {"/".join(path): (path, spec) for path, spec in spec_items(weight_specs)}
         names = self._optimizer_names(list(items))
         together = []
-        for name, optimizer in self._optimizers.items():
+        optimizers = {
+            name: type(optimizer)(*(knows_weights(part, weight_specs) for part in optimizer))
+            for name, optimizer in self._optimizers.items()
+        }
+        for name, optimizer in optimizers.items():
             local = dict(items[path] for path, its_name in names.items() if its_name == name)
             owner = f"AuxiliaryOptimizer '{name}'" if name else "Learner"
             if local and looks_beyond(optimizer, local, owner):
                 together.append(name)
         by_name = grouped(
-            weight_specs, names, self._optimizers, by_stack=self.vectorize_on_repeat_prefix,
+            weight_specs, names, optimizers, by_stack=self.vectorize_on_repeat_prefix,
             together=together,
         )
         specs = None
@@ -190,15 +194,11 @@ class Learner:
         """Returns `bind(weights).init(params)`, and warns."""
         return self._bound_as_before("init", weights).init(params)
 
-    def update(
-        self, grads: PyTree, opt_states: PyTree, params: PyTree, weights: PyTree, loss: jax.Array
-    ) -> tuple[PyTree, dict[str, PyTree], dict[str, jax.Array], jax.Array]:
+    def update(self, grads: PyTree, opt_states: PyTree, params: PyTree, weights: PyTree, loss: Any):
         """Returns `bind(weights).update(grads, opt_states, params, loss)`, and warns."""
         return self._bound_as_before("update", weights).update(grads, opt_states, params, loss)
 
-    def eval_params(
-        self, params: PyTree, opt_states: PyTree, weights: PyTree, use_ema: bool
-    ) -> PyTree:
+    def eval_params(self, params: PyTree, opt_states: PyTree, weights: PyTree, use_ema: bool):
         """Returns `bind(weights).eval_params(params, opt_states, use_ema=use_ema)`, and warns."""
         bound = self._bound_as_before("eval_params", weights)
         return bound.eval_params(params, opt_states, use_ema=use_ema)

@@ -61,9 +61,7 @@ def over_whole_tree(
     def init(weights: PyTree) -> PyTree:
         return _stacked(optimizer.init(_unstacked(weights, stack_ranks)))
 
-    def update(
-        grads: PyTree, slots: PyTree, weights: PyTree, **more: Any
-    ) -> tuple[PyTree, PyTree]:
+    def update(grads: PyTree, slots: PyTree, weights: PyTree, **more: Any) -> tuple[PyTree, PyTree]:
         like = jax.eval_shape(optimizer.init, _unstacked(weights, stack_ranks))
         grads, weights = (_unstacked(tree, stack_ranks) for tree in (grads, weights))
         updates, new = optimizer.update(grads, _unstacked_as(like, slots), weights, **more)

@@ -33,6 +33,7 @@ def declared_spec(path: str, leaf: Leaf) -> WeightSpec:
         split_dims_mapping=metadata.get("split_dims_mapping"),
         stack_split_dims_mapping=metadata.get("stack_split_dims_mapping", ()),
         num_dims_apart=metadata.get("num_dims_apart", 0),
+        matrix=metadata.get("matrix"),
     )
     # As Flax, an empty one counts as absent.
     if spec.split_dims_mapping is not None or not metadata.get("out_sharding"):

@@ -33,9 +33,7 @@ class Gradients:
     check_rows: Callable[[PyTree, int], None] = lambda element_spec, num_micro_batches: None
     num_parts: int | None = None
 
-    def on(
-        self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner
-    ) -> "Gradients":
+    def on(self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner) -> "Gradients":
         """Returns itself."""
         return self
 
@@ -43,9 +41,7 @@ class Gradients:
 class GradientStrategy(Protocol):
     """Makes `Gradients` for a task on a mesh; it is made before there is a mesh."""
 
-    def on(
-        self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner
-    ) -> Gradients:
+    def on(self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner) -> Gradients:
         """Returns the functions of a task on a mesh.
 
         Args:

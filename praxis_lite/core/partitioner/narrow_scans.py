@@ -48,9 +48,7 @@ def _with_narrow_outputs(eqn: core.JaxprEqn, indices: Collection[int]) -> list |
     return [eqn.replace(outvars=outvars, params=params), *casts]
 
 
-def _narrow_outputs(
-    jaxpr: core.Jaxpr, indices: Collection[int]
-) -> tuple[core.Jaxpr, list[int]]:
+def _narrow_outputs(jaxpr: core.Jaxpr, indices: Collection[int]) -> tuple[core.Jaxpr, list[int]]:
     """Returns a program that leaves out the casts of some outputs, and the indices of these."""
     made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     outvars, narrow, of_call = list(jaxpr.outvars), [], {}

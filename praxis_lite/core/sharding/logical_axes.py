@@ -89,9 +89,7 @@ def logical_to_mesh_axes(
             entry_of(tuple(axis for name in axes_of(dim) for axis in assigned.get(name, ())))
             for dim in logical_axes
         ),
-        mapped=tuple(
-            f"{name}->{'+'.join(assigned[name])}" for name in names if assigned.get(name)
-        ),
+        mapped=tuple(f"{name}->{'+'.join(assigned[name])}" for name in names if assigned.get(name)),
         dropped=tuple(
             f"'{name}' does not get {', '.join(held)}"
             + (f", but {'+'.join(assigned[name]) or 'no axis'}" if name in assigned else "")

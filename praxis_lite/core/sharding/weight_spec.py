@@ -1,7 +1,9 @@
 """A layer's declaration of a weight: its shape, its dtype and its split."""
 
+import contextvars
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -23,6 +25,7 @@ class WeightSpec:
         place of the two mappings. None: the weight has no names.
       logical_axis_rules: (name, mesh axes) pairs of this weight alone, before the job's.
       declared_by: what decided the split, as the layout reports it.
+      matrix: own dims that a product sums over, and that it gives to outputs; None: not known.
       num_dims_apart: of so many outermost stacked dims the model takes the layers as arrays of
         their own too (`LayersApart`).
     """
@@ -35,6 +38,7 @@ class WeightSpec:
     logical_axis_rules: tuple[tuple[str, DimSplit], ...] = ()
     declared_by: str = ""
     num_dims_apart: int = 0
+    matrix: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     @property
     def stack_shape(self) -> tuple[int, ...]:
@@ -64,3 +68,24 @@ def spec_items(
             yield (*prefix, name), child
         else:
             yield from spec_items(child, (*prefix, name))
+
+
+_declared = contextvars.ContextVar("declared weights")
+
+
+def declared_weight(path: str) -> WeightSpec | None:
+    """Returns the declaration of a weight of the optimizer that runs; None: it is not known."""
+    return _declared.get({}).get(path)
+
+
+def knows_weights(function: Callable[..., Any], weight_specs: Any) -> Callable[..., Any]:
+    """Returns an optimizer's function, inside which `declared_weight` answers."""
+    declared = {"/".join(path): spec for path, spec in spec_items(weight_specs)}
+
+    @functools.wraps(function)
+    def knowing(*args: Any, **kwargs: Any) -> Any:
+        context = contextvars.copy_context()
+        context.run(_declared.set, declared)
+        return context.run(function, *args, **kwargs)
+
+    return knowing

@@ -21,8 +21,8 @@ from praxis_lite.layers.attention.masks import (
     mask_of_keys,
     not_padding,
 )
-from praxis_lite.layers.base_layer import zeros
-from praxis_lite.layers.calls import require_positive, takes_settings_of
+from praxis_lite.layers.base.base_layer import zeros
+from praxis_lite.layers.base.calls import require_positive, takes_settings_of
 from praxis_lite.layers.stacking.half_blocks import HalfBlock
 from praxis_lite.layers.stacking.tensor_parallel import (
     axis_by_hand,
@@ -92,6 +92,8 @@ class DotProductAttention(AttentionHeads):
         that splits N: a name in TENSOR_PARALLEL. None, and calls with a cache: the compiler's.
     """
 
+    preset_settings = {"tensor_parallel": "attention_collectives"}
+
     @takes_settings_of(AttentionHeads)
     def __init__(
         self,
@@ -139,7 +141,7 @@ class DotProductAttention(AttentionHeads):
         )
         self.tensor_parallel = tensor_parallel
         self.sinks = (
-            self.weight((num_heads,), (self.features_split,), init=zeros, rngs=settings["rngs"])
+            self.weight((self.num_heads,), init=zeros, rngs=settings["rngs"])
             if attention_sinks else None
         )
         require_one_source(self, self.combined_qkv is None or not is_cross_attention)

@@ -15,7 +15,7 @@ from praxis_lite.core.sharding.split_dims import (
     num_shards_of,
     to_partition_spec,
 )
-from praxis_lite.layers.base_layer import filled_up
+from praxis_lite.layers.base.base_layer import filled_up
 
 # B batch, T new tokens, S places, G heads of keys and values, K dims per head.
 Cache = dict[str, jax.Array]

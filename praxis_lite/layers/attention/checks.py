@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.layers.attention.masks import HIDE_LATER, LARGE_NEGATIVE
-from praxis_lite.layers.calls import require_positive
+from praxis_lite.layers.base.calls import require_positive
 
 
 class HeadSizes(NamedTuple):

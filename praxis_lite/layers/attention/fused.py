@@ -15,7 +15,7 @@ from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.split_dims import SplitDims, to_partition_spec, without_axes
 from praxis_lite.layers.attention.einsum import LogitOptions
 from praxis_lite.layers.attention.masks import AttentionMask
-from praxis_lite.layers.base_layer import to_multiple
+from praxis_lite.layers.base.base_layer import to_multiple
 
 # B batch, T queries, S keys, N heads, G heads of keys and values, K dims per head.
 SHARE_OF_BLOCKS = "share_of_blocks"  # An attribute of a kernel in a program's text.

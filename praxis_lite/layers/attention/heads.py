@@ -19,7 +19,8 @@ from praxis_lite.layers.attention.projections import (
     OneHeadedAttentionProjection,
     PerDimScale,
 )
-from praxis_lite.layers.base_layer import BaseLayer, filled_up
+from praxis_lite.layers.base.base_layer import BaseLayer, filled_up
+from praxis_lite.layers.base.dims import OF_HEADS, RESIDUAL, sized, splits
 from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalEmbedding
 
 # B batch, T queries, S keys, D model dims, N heads, G heads of keys and values, K dims per head.
@@ -30,6 +31,8 @@ class AttentionHeads(BaseLayer):
 
     Settings: see DotProductAttention, which is one.
     """
+
+    splits = OF_HEADS | splits(kv=(), output=RESIDUAL)
 
     def __init__(
         self,
@@ -57,17 +60,13 @@ class AttentionHeads(BaseLayer):
         ln_tpl: Callable[..., Any] | None = None,
         ln_before_rotary: bool = False,
         ln_over_heads: bool = False,
-        weight_split_dims_mapping: SplitDims = None,
-        activation_split_dims_mapping: SplitDims = None,
-        kv_split_dims_mapping: SplitDims = None,
-        output_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         sizes = head_sizes(self, input_dim, hidden_dim, num_heads, dim_per_head, num_kv_heads)
-        N, G, K = sizes.N, sizes.G, sizes.K
+        D, N, K = self.dims(sizes.input_dims["query"], sizes.N, sizes.K)
+        G = sized(N, sizes.G)
         one_dim = len(set(sizes.input_dims.values())) == 1
         require_one_source(self, not combine_qkv or (one_dim and G == N))
-        split = weight_split_dims_mapping
 
         def projection(
             template: Callable[..., Any], dim: int, heads: int, *fans: int, **kwargs: Any
@@ -76,11 +75,10 @@ class AttentionHeads(BaseLayer):
             if internal_gshard_gaussian_init and fans:
                 kwargs["params_init"] = jax.nn.initializers.normal(math.prod(fans) ** -0.5)
             if heads == 1 < N:  # Pax's multi-query attention has no dim of heads there.
-                split_DK = None if split is None else (*split[:1], *split[2:])
-                return headless_proj_tpl(dim, K, weight_split_dims_mapping=split_DK, **kwargs)
-            return template(dim, heads, K, weight_split_dims_mapping=split, **kwargs)
+                return headless_proj_tpl(dim, K, **kwargs)
+            return template(dim, heads, K, **kwargs)
 
-        D, key_D, value_D = (sizes.input_dims[name] for name in ("query", "key", "value"))
+        key_D, value_D = (sized(D, sizes.input_dims[name]) for name in ("key", "value"))
         self.combined_qkv = projection(combined_qkv_proj_tpl, D, N) if combine_qkv else None
         self.query = None if combine_qkv else projection(proj_tpl, D, N, D, K)
         self.key = None if combine_qkv else projection(proj_tpl, key_D, G, key_D)
@@ -89,12 +87,12 @@ class AttentionHeads(BaseLayer):
         out |= {} if use_output_bias is None else {"use_bias": use_output_bias}
         self.post = projection(proj_tpl, D, N, N, K, is_output_projection=True, **out)
         learns_scale = internal_enable_query_scale and internal_enable_per_dim_scale
-        self.per_dim_scale = per_dim_scale_tpl(K, rngs=rngs) if learns_scale else None
+        self.per_dim_scale = per_dim_scale_tpl(sizes.K, rngs=rngs) if learns_scale else None
         self.query_scale = 1.0
         if internal_enable_query_scale and not learns_scale:
             dims = sizes.hidden_dim // N
             if scale_query_by_dim_per_head and dim_per_head is not None:
-                dims = K
+                dims = sizes.K
             require(
                 dims > 0, f"{type(self).__name__}.hidden_dim", sizes.hidden_dim,
                 f"{N} or more: queries are scaled by hidden_dim / num_heads",
@@ -102,24 +100,23 @@ class AttentionHeads(BaseLayer):
             )
             self.query_scale = float(dims**-0.5)
         self.rotary_position_emb = rotary_position_emb_tpl(K) if use_rotary_position_emb else None
-        self.relative_bias = None if relative_bias_tpl is None else relative_bias_tpl(N, rngs=rngs)
-        q_dims, k_dims = (N * K, G * K) if ln_over_heads else (K, K)
+        has_bias = relative_bias_tpl is not None
+        self.relative_bias = relative_bias_tpl(sizes.N, rngs=rngs) if has_bias else None
+        q_dims, k_dims = (N * K, G * K) if ln_over_heads else (sizes.K, sizes.K)
         self.layer_norm_q = None if ln_tpl is None else ln_tpl(q_dims, rngs=rngs)
         self.layer_norm_k = None if ln_tpl is None else ln_tpl(k_dims, rngs=rngs)
         self.ln_before_rotary, self.ln_over_heads = ln_before_rotary, ln_over_heads
-        self.num_heads, self.num_kv_heads, self.dim_per_head = N, G, K
-        self.features_split = (*(split or ()), None, None)[1]
-        self.activation_split_dims_mapping = activation_split_dims_mapping
+        self.num_heads, self.num_kv_heads, self.dim_per_head = N, sizes.G, sizes.K
+        self.features_split = N.split
         # The axes that the cache may have for its time instead of its heads.
         self.cache_split = None
-        if kv_split_dims_mapping is None and activation_split_dims_mapping is not None:
-            kv_split_dims_mapping = (*activation_split_dims_mapping, None, None, None, None)[:4]
-            if kv_split_dims_mapping[1] is None:
-                self.cache_split = kv_split_dims_mapping[2]
+        if self.kv_split_dims_mapping is None and self.activation_split_dims_mapping is not None:
+            kv_split = (*self.activation_split_dims_mapping, None, None, None, None)[:4]
+            if kv_split[1] is None:
+                self.cache_split = kv_split[2]
             if G == 1 < N:
-                kv_split_dims_mapping = (*kv_split_dims_mapping[:2], None, None)
-        self.kv_split_dims_mapping = kv_split_dims_mapping
-        self.output_split_dims_mapping = output_split_dims_mapping
+                kv_split = (*kv_split[:2], None, None)
+            self.kv_split_dims_mapping = kv_split
 
     def _project(
         self, inputs: jax.Array, encoded: jax.Array | None, positions: jax.Array,

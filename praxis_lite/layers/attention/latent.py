@@ -16,8 +16,10 @@ from praxis_lite.layers.attention.einsum import LogitOptions
 from praxis_lite.layers.attention.kernels import attend, check_kernel
 from praxis_lite.layers.attention.masks import AttentionMask, not_padding
 from praxis_lite.layers.attention.projections import AttentionProjection
-from praxis_lite.layers.base_layer import BaseLayer, Product, filled_up
-from praxis_lite.layers.calls import require_positive
+from praxis_lite.layers.base.base_layer import BaseLayer, filled_up
+from praxis_lite.layers.base.calls import require_positive
+from praxis_lite.layers.base.dense import Product
+from praxis_lite.layers.base.dims import OF_HEADS, RESIDUAL, sized, splits
 from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalEmbedding
 from praxis_lite.layers.linears import Bias, Linear
 from praxis_lite.layers.normalizations import RmsNorm
@@ -59,6 +61,8 @@ class MultiHeadLatentAttention(BaseLayer):
       ConfigError: sizes that are not positive; or, when called, an atten_mask or `encoded`.
     """
 
+    splits = OF_HEADS | splits(output=RESIDUAL)
+
     def __init__(
         self,
         input_dim: int,
@@ -78,9 +82,6 @@ class MultiHeadLatentAttention(BaseLayer):
         atten_dropout_prob: float = 0.0,
         atten_kernel: str = "auto",
         atten_chunk_size: int = 512,
-        weight_split_dims_mapping: SplitDims = None,
-        activation_split_dims_mapping: SplitDims = None,
-        output_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         del dim_per_head
@@ -90,33 +91,29 @@ class MultiHeadLatentAttention(BaseLayer):
             v_head_dim=V, atten_chunk_size=atten_chunk_size,
         )
         check_kernel(atten_kernel, {"atten_dropout_prob": atten_dropout_prob > 0.0})
-        split = weight_split_dims_mapping
+        D, N, of_head = self.dims(input_dim, num_heads, K)
+
         # A latent is whole on each device: what is made of it splits by heads.
-        of_heads = None if split is None else (None, *tuple(split)[1:])
-
         def into_latent(dims: int) -> Linear:
-            mapping = None if split is None else (tuple(split)[0], None)
-            return Linear(input_dim, dims, weight_split_dims_mapping=mapping, rngs=rngs)
+            return Linear(D, dims, rngs=rngs)
 
-        def into_heads(dims: int, per_head: int, mapping: SplitDims) -> AttentionProjection:
+        def into_heads(dims: int, per_head: int) -> AttentionProjection:
             return AttentionProjection(
-                dims, num_heads, per_head, use_bias=False, weight_split_dims_mapping=mapping,
-                rngs=rngs,
+                dims, N, sized(of_head, per_head), use_bias=False, rngs=rngs
             )
 
         has_latent = q_lora_rank is not None
         self.query_latent = into_latent(q_lora_rank) if has_latent else None
         self.query_latent_norm = ln_tpl(q_lora_rank, rngs=rngs) if has_latent else None
-        self.query = None if has_latent else into_heads(input_dim, K + R, split)
-        self.query_up = into_heads(q_lora_rank, K + R, of_heads) if has_latent else None
+        self.query = None if has_latent else into_heads(D, K + R)
+        self.query_up = into_heads(q_lora_rank, K + R) if has_latent else None
         self.key_value_latent = into_latent(L + R)
         self.key_value_latent_norm = ln_tpl(L, rngs=rngs)
         self.query_latent_bias = Bias(q_lora_rank, rngs=rngs) if use_bias and has_latent else None
         self.key_value_latent_bias = Bias(L + R, rngs=rngs) if use_bias else None
-        self.key_value = into_heads(L, K + V, of_heads)
+        self.key_value = into_heads(L, K + V)
         self.post = AttentionProjection(
-            input_dim, num_heads, V, is_output_projection=True, use_bias=use_bias,
-            weight_split_dims_mapping=split, rngs=rngs,
+            D, N, sized(of_head, V), is_output_projection=True, use_bias=use_bias, rngs=rngs
         )
         self.rotary_position_emb = rotary_position_emb_tpl(R)
         self.query_scale = (K + R) ** -0.5 if query_scale is None else query_scale
@@ -124,8 +121,6 @@ class MultiHeadLatentAttention(BaseLayer):
         self.sizes = (num_heads, K, R, V, L)
         self.atten_dropout = Dropout(atten_dropout_prob)
         self.atten_kernel, self.atten_chunk_size = atten_kernel, atten_chunk_size
-        self.activation_split_dims_mapping = activation_split_dims_mapping
-        self.output_split_dims_mapping = output_split_dims_mapping
 
     def init_cache(self, batch_size: int, max_seq_length: int, dtype: Any) -> Cache:
         """Returns an empty cache: latents and the keys of positions after them, [B, S, L + R]."""

@@ -7,28 +7,12 @@ import numpy as np
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims
-from praxis_lite.layers.base_layer import BaseLayer, Dense, Initializer, broadcast_as, xavier, zeros
-from praxis_lite.layers.calls import require_positive
+from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, broadcast_as, xavier, zeros
+from praxis_lite.layers.base.calls import require_positive
+from praxis_lite.layers.base.dense import Dense
+from praxis_lite.layers.base.dims import splits
 
 # D model dims, N heads, K dims per head.
-
-
-def _splits(mapping: SplitDims) -> tuple[DimSplit, ...]:
-    """Returns an entry for each of D, N and K, and further entries for the weight to refuse."""
-    mapping = tuple(mapping or ())
-    return mapping + (None,) * (3 - len(mapping))
-
-
-def _heads(
-    sizes: tuple[int, int], splits: tuple[DimSplit, ...], are_merged: bool
-) -> tuple[tuple[int, ...], tuple[DimSplit, ...]]:
-    """Returns sizes and splits of a weight's dims [N, K], or of the single dim that both make."""
-    if not are_merged:
-        return sizes, splits
-    axes = [(split,) if isinstance(split, str | int) else split or () for split in splits]
-    return (sizes[0] * sizes[1],), (tuple(axis for part in axes for axis in part) or None,)
-
 
 def _init(explicit: bool, in_axis: int, out_axis: int | Sequence[int]) -> Initializer:
     if not explicit:
@@ -53,6 +37,8 @@ class AttentionProjection(Dense):
       activation_split_dims_mapping: of the outputs.
     """
 
+    splits = splits(weight=(None, None, None), activation=())
+
     def __init__(
         self,
         input_dim: int,
@@ -65,8 +51,6 @@ class AttentionProjection(Dense):
         use_nhd_shape: bool = False,
         explicit_fan_in_fan_out_axes: bool = False,
         params_init: Initializer | None = None,
-        weight_split_dims_mapping: SplitDims = None,
-        activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         require_positive(self, input_dim=input_dim, num_heads=num_heads, dim_per_head=dim_per_head)
@@ -74,27 +58,18 @@ class AttentionProjection(Dense):
             raise ConfigError(
                 "AttentionProjection: attention_combine_dims takes no bias. Set use_bias=False."
             )
-        split_D, split_N, split_K, *rest = _splits(weight_split_dims_mapping)
-        heads, head_splits = _heads(
-            (num_heads, dim_per_head), (split_N, split_K), attention_combine_dims
-        )
-        shape, split = (input_dim, *heads), (split_D, *head_splits, *rest)
-        in_axis, out_axis = 0, tuple(range(1, len(shape)))
+        D, N, K = dims = self.dims(input_dim, num_heads, dim_per_head)
+        self.equation = "...nk,dnk->...d" if is_output_projection else "...d,dnk->...nk"
+        heads = (1,) if attention_combine_dims else (1, 2)
+        fans = (0, heads)
         if is_output_projection and use_nhd_shape:
-            shape, split = (*heads, input_dim), (*head_splits, split_D, *rest)
-            in_axis, out_axis = len(heads), tuple(range(len(heads)))
-        init = params_init or _init(explicit_fan_in_fan_out_axes, in_axis, out_axis)
-        self.w = self.weight(shape, split, init=init, rngs=rngs)
-        shape, split = ((input_dim,), (split_D,)) if is_output_projection else (heads, head_splits)
-        self.b = self.weight(shape, split, init=zeros, rngs=rngs) if use_bias else None
-        # N: all heads, or a device's part of them.
-        self.equation, self.kernel_shape = "...d,dnk->...nk", (input_dim, -1, dim_per_head)
-        if is_output_projection:
-            self.equation = "...nk,dnk->...d"
-            if use_nhd_shape:
-                self.equation = "...nk,nkd->...d"
-                self.kernel_shape = (-1, dim_per_head, input_dim)
-        self.activation_split_dims_mapping = activation_split_dims_mapping
+            self.equation, dims = "...nk,nkd->...d", (N, K, D)
+            fans = (len(heads), tuple(range(len(heads))))
+        self.make(
+            *dims, init=params_init or _init(explicit_fan_in_fan_out_axes, *fans),
+            bias_init=zeros if use_bias else None, merged="nk" if attention_combine_dims else "",
+            in_parts="n", rngs=rngs,
+        )
 
 
 class OneHeadedAttentionProjection(Dense):
@@ -105,6 +80,7 @@ class OneHeadedAttentionProjection(Dense):
       weight_split_dims_mapping: of [D, K].
     """
 
+    splits = splits(weight=(None, None), activation=())
     equation = "...d,dk->...k"
 
     def __init__(
@@ -114,16 +90,13 @@ class OneHeadedAttentionProjection(Dense):
         *,
         use_bias: bool = True,
         params_init: Initializer = xavier,
-        weight_split_dims_mapping: SplitDims = None,
-        activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         require_positive(self, input_dim=input_dim, output_dim=output_dim)
-        self.kernel_shape = (input_dim, output_dim)
-        split = tuple(weight_split_dims_mapping or ())
-        self.w = self.weight(self.kernel_shape, split, init=params_init, rngs=rngs)
-        self.b = self.weight((output_dim,), split[1:2], init=zeros, rngs=rngs) if use_bias else None
-        self.activation_split_dims_mapping = activation_split_dims_mapping
+        self.make(
+            *self.dims(input_dim, output_dim), init=params_init,
+            bias_init=zeros if use_bias else None, rngs=rngs,
+        )
 
     def finished(self, outputs: jax.Array) -> jax.Array:
         return super().finished(outputs[..., None, :])
@@ -138,6 +111,7 @@ class CombinedQKVProjectionLayer(Dense):
       weight_split_dims_mapping: of [D, N, K]; the 3 stay whole.
     """
 
+    splits = splits(weight=(None, None, None))
     equation = "...d,cdnk->c...nk"
 
     def __init__(
@@ -149,20 +123,16 @@ class CombinedQKVProjectionLayer(Dense):
         use_bias: bool = True,
         attention_combine_dims: bool = False,
         explicit_fan_in_fan_out_axes: bool = False,
-        weight_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         require_positive(self, input_dim=input_dim, num_heads=num_heads, dim_per_head=dim_per_head)
-        split_D, split_N, split_K, *rest = _splits(weight_split_dims_mapping)
-        heads, head_splits = _heads(
-            (num_heads, dim_per_head), (split_N, split_K), attention_combine_dims
+        heads = (2,) if attention_combine_dims else (2, 3)
+        self.make(
+            3, *self.dims(input_dim, num_heads, dim_per_head),
+            init=_init(explicit_fan_in_fan_out_axes, 1, heads),
+            bias_init=zeros if use_bias else None, merged="nk" if attention_combine_dims else "",
+            in_parts="n", rngs=rngs,
         )
-        init = _init(explicit_fan_in_fan_out_axes, 1, tuple(range(2, 2 + len(heads))))
-        split = (None, split_D, *head_splits, *rest)
-        self.w = self.weight((3, input_dim, *heads), split, init=init, rngs=rngs)
-        shape, split = (3, *heads), (None, *head_splits)
-        self.b = self.weight(shape, split, init=zeros, rngs=rngs) if use_bias else None
-        self.kernel_shape = (3, input_dim, -1, dim_per_head)
 
     def finished(self, outputs: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         return outputs[0], outputs[1], outputs[2]

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import require
-from praxis_lite.core.sharding.split_dims import SplitDims
-from praxis_lite.layers.base_layer import BaseLayer, xavier
-from praxis_lite.layers.calls import require_positive
+from praxis_lite.layers.base.base_layer import BaseLayer, xavier
+from praxis_lite.layers.base.calls import require_positive
+from praxis_lite.layers.base.dims import NONE, splits
 
 # B batch, T queries, S keys, N heads, X buckets.
 
@@ -27,6 +27,8 @@ class RelativeBias(BaseLayer):
         1 / (N X).
     """
 
+    splits = splits(weight=(None, None))
+
     def __init__(
         self,
         num_heads: int = 1,
@@ -35,7 +37,6 @@ class RelativeBias(BaseLayer):
         relative_attention_max_distance: int = 128,
         bidirectional: bool = False,
         use_xavier_init: bool = False,
-        weight_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         require_positive(
@@ -56,8 +57,8 @@ class RelativeBias(BaseLayer):
         )
         normal = jax.nn.initializers.normal((num_heads * relative_attention_num_buckets) ** -0.5)
         self.wrb = self.weight(
-            (num_heads, relative_attention_num_buckets), weight_split_dims_mapping,
-            init=xavier if use_xavier_init else normal, rngs=rngs,
+            self.dims(num_heads, relative_attention_num_buckets),
+            init=xavier if use_xavier_init else normal, matrix=NONE, rngs=rngs,
         )
         self.num_buckets = relative_attention_num_buckets
         self.max_distance = relative_attention_max_distance

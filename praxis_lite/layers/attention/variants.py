@@ -6,7 +6,7 @@ from typing import Any
 
 from praxis_lite.layers.attention.attentions import DotProductAttention
 from praxis_lite.layers.attention.projections import AttentionProjection
-from praxis_lite.layers.calls import takes_settings_of
+from praxis_lite.layers.base.calls import takes_settings_of
 from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalEmbedding
 
 # Settings that neither class has in Pax.

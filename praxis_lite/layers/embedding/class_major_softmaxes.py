@@ -8,8 +8,8 @@ from flax import nnx
 
 from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.activations import ActivationFn, activation_fn
-from praxis_lite.layers.base_layer import Initializer
-from praxis_lite.layers.calls import takes_settings_of
+from praxis_lite.layers.base.base_layer import Initializer
+from praxis_lite.layers.base.calls import takes_settings_of
 from praxis_lite.layers.embedding.chunked_cross_entropy import token_stats
 from praxis_lite.layers.embedding.cross_entropy import TokenStats
 from praxis_lite.layers.embedding.softmaxes import SharedEmbeddingSoftmax
@@ -50,12 +50,10 @@ class NClassMajorSharedEmbeddingSoftmax(SharedEmbeddingSoftmax):
         self, feed_forward_tpl: Any, *, has_bias: bool, bias_init: float,
         weight_init: Initializer, rngs: nnx.Rngs,
     ) -> None:
-        self.split_VD = (*(self.weight_split_dims_mapping or ()), None, None)[1::-1]
-        self.w = self.weight(
-            (self.num_classes, self.input_dims), self.split_VD, init=weight_init, rngs=rngs
-        )
-        settings = {"bias_init": bias_init, "weight_split_dims_mapping": self.split_VD[:1]}
-        self.bias = Bias(self.num_classes, **settings, rngs=rngs) if has_bias else None
+        D, V = self.dims(self.input_dims, self.num_classes)
+        self.split_VD = (V.split, D.split)
+        self.w = self.weight((V, D), init=weight_init, rngs=rngs)
+        self.bias = Bias(V, bias_init=bias_init, rngs=rngs) if has_bias else None
 
     def _projected(self, inputs: jax.Array) -> jax.Array:
         logits = jnp.einsum("...d,vd->...v", inputs, self.w[...].astype(inputs.dtype))

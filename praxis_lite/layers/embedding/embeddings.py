@@ -16,8 +16,9 @@ from praxis_lite.core.sharding.split_dims import (
     to_partition_spec,
     without_axes,
 )
-from praxis_lite.layers.base_layer import BaseLayer, Initializer, xavier
-from praxis_lite.layers.calls import require_floating, require_positive
+from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, xavier
+from praxis_lite.layers.base.calls import require_floating, require_positive
+from praxis_lite.layers.base.dims import NONE, RESIDUAL, split_of, splits
 
 # B batch, T time, D model dims, V classes.
 LOOKUP_STYLES = ("index", "matmul")
@@ -34,6 +35,8 @@ class Embedding(BaseLayer):
       activation_split_dims_mapping: of the vectors, [B, T, D].
     """
 
+    splits = splits(weight=("vocab", "embed"), activation=RESIDUAL)
+
     def __init__(
         self,
         num_classes: int,
@@ -43,21 +46,17 @@ class Embedding(BaseLayer):
         scale_sqrt_depth: bool = False,
         fprop_dtype: jnp.dtype = jnp.float32,
         weight_init: Initializer = xavier,
-        weight_split_dims_mapping: SplitDims = None,
-        activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         require_positive(self, num_classes=num_classes, input_dims=input_dims)
         require_floating(self, fprop_dtype=fprop_dtype)
         require_choice(f"{type(self).__name__}.lookup_style", lookup_style, LOOKUP_STYLES)
-        self.emb_var = self.weight(
-            (num_classes, input_dims), weight_split_dims_mapping, init=weight_init, rngs=rngs
-        )
-        self.weight_split_dims_mapping = weight_split_dims_mapping
+        V, D = self.dims(num_classes, input_dims)
+        self.emb_var = self.weight((V, D), init=weight_init, matrix=NONE, rngs=rngs)
+        self.weight_split_dims_mapping = split_of((V, D))
         self.lookup_style = lookup_style
         self.scale = input_dims**0.5 if scale_sqrt_depth else 1.0
         self.fprop_dtype = fprop_dtype
-        self.activation_split_dims_mapping = activation_split_dims_mapping
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         split = self.activation_split_dims_mapping

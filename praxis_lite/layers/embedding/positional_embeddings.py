@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.core.sharding.split_dims import SplitDims, constrain
-from praxis_lite.layers.base_layer import BaseLayer
-from praxis_lite.layers.calls import require_positive, takes_settings_of
+from praxis_lite.core.sharding.split_dims import constrain
+from praxis_lite.layers.base.base_layer import BaseLayer
+from praxis_lite.layers.base.calls import require_positive, takes_settings_of
+from praxis_lite.layers.base.dims import splits
 from praxis_lite.layers.embedding.embeddings import Embedding, lookup
 
 # B batch (or 1), T time, D model dims, N heads, K dims per head.
@@ -40,13 +41,14 @@ class PositionalEmbedding(BaseLayer):
     arXiv:1706.03762, with Pax's order.
     """
 
+    splits = splits(activation=())
+
     def __init__(
         self,
         embedding_dims: int,
         *,
         min_timescale: float = 1.0,
         max_timescale: float = 10_000.0,
-        activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs | None = None,
     ):
         # No weights, and so no use of rngs; but it stands where a learned one may stand.
@@ -54,7 +56,6 @@ class PositionalEmbedding(BaseLayer):
         _check_timescales(self, min_timescale, max_timescale)
         self.embedding_dims = embedding_dims
         self.min_timescale, self.max_timescale = min_timescale, max_timescale
-        self.activation_split_dims_mapping = activation_split_dims_mapping
 
     def check_length(self, length: int) -> None:
         """Does nothing: sines and cosines have no end."""
@@ -82,6 +83,8 @@ class TrainablePositionalEmbedding(Embedding):
       weight_split_dims_mapping: of [max, D].
       activation_split_dims_mapping: of [B, T, D].
     """
+
+    splits = splits(weight=(None, "embed"), activation=())
 
     @takes_settings_of(
         Embedding, but=("num_classes", "input_dims", "scale_sqrt_depth", "fprop_dtype")

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.core.errors import require
-from praxis_lite.layers.calls import require_positive, takes_settings_of
+from praxis_lite.layers.base.calls import require_positive, takes_settings_of
 from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalEmbedding
 
 # B batch, T time.

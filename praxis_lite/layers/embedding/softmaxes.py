@@ -8,10 +8,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import require, require_choice
-from praxis_lite.core.sharding.split_dims import SplitDims, constrain
+from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.activations import soft_cap
-from praxis_lite.layers.base_layer import AuxLoss, BaseLayer, Initializer, xavier
-from praxis_lite.layers.calls import require_floating, require_positive, takes_settings_of
+from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, xavier
+from praxis_lite.layers.base.calls import require_floating, require_positive, takes_settings_of
+from praxis_lite.layers.base.dims import RESIDUAL, splits
+from praxis_lite.layers.base.variables import AuxLoss
 from praxis_lite.layers.embedding.chunked_cross_entropy import token_stats
 from praxis_lite.layers.embedding.cross_entropy import (
     TokenStats,
@@ -45,6 +47,8 @@ class FullSoftmax(BaseLayer):
       activation_split_dims_mapping: of the logits, [..., V].
     """
 
+    splits = splits(weight=("embed", "vocab"), activation=("batch", "length", "activation_vocab"))
+
     def __init__(
         self,
         num_classes: int,
@@ -60,8 +64,6 @@ class FullSoftmax(BaseLayer):
         chunk_size: int | None = None,
         weight_init: Initializer = xavier,
         feed_forward_tpl: Callable[..., Any] = FeedForward,
-        weight_split_dims_mapping: SplitDims = None,
-        activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         require_positive(self, num_classes=num_classes, input_dims=input_dims)
@@ -82,8 +84,6 @@ class FullSoftmax(BaseLayer):
         self.label_smoothing_apply_for_eval = label_smoothing_apply_for_eval
         self.scale = input_dims**-0.5 if scale_before_logits else 1.0
         self.chunk_size = chunk_size
-        self.weight_split_dims_mapping = weight_split_dims_mapping
-        self.activation_split_dims_mapping = activation_split_dims_mapping
         self.aux_loss = AuxLoss(jnp.zeros(())) if z_loss_weight else None
         self._project(
             feed_forward_tpl, has_bias=has_bias, bias_init=bias_init, weight_init=weight_init,
@@ -93,12 +93,8 @@ class FullSoftmax(BaseLayer):
     def _project(self, feed_forward_tpl: Callable[..., Any], **settings: Any) -> None:
         """Declares the weights; `settings` are has_bias, bias_init, weight_init and rngs."""
         self.logits_ffn = feed_forward_tpl(
-            self.input_dims,
-            self.num_classes,
-            activation="identity",
-            weight_split_dims_mapping=self.weight_split_dims_mapping,
-            activation_split_dims_mapping=self.activation_split_dims_mapping,
-            **settings,
+            *self.dims(self.input_dims, self.num_classes), activation="identity",
+            activation_split_dims_mapping=self.activation_split_dims_mapping, **settings,
         )
 
     def _projected(self, inputs: jax.Array) -> jax.Array:
@@ -212,6 +208,8 @@ class SharedEmbeddingSoftmax(FullSoftmax):
       settings: of FullSoftmax.
     """
 
+    splits = FullSoftmax.splits | splits(lookup=RESIDUAL)
+
     @takes_settings_of(FullSoftmax)
     def __init__(
         self,
@@ -221,7 +219,6 @@ class SharedEmbeddingSoftmax(FullSoftmax):
         lookup_style: str = "index",
         scale_sqrt_depth: bool = False,
         fprop_dtype: jnp.dtype = jnp.float32,
-        lookup_split_dims_mapping: SplitDims = None,
         **settings: Any,
     ):
         require_choice(f"{type(self).__name__}.lookup_style", lookup_style, LOOKUP_STYLES)
@@ -230,7 +227,6 @@ class SharedEmbeddingSoftmax(FullSoftmax):
         self.lookup_style = lookup_style
         self.emb_scale = input_dims**0.5 if scale_sqrt_depth else 1.0
         self.fprop_dtype = fprop_dtype
-        self.lookup_split_dims_mapping = lookup_split_dims_mapping
 
     def _tables(self) -> list[tuple[jax.Array, jax.Array | None]]:
         """Returns [V, d] and what takes d to D; the embeddings are the sum."""

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from praxis_lite.core.sharding.split_dims import SplitDims
-from praxis_lite.layers.base_layer import to_multiple
+from praxis_lite.layers.base.base_layer import to_multiple
 from praxis_lite.layers.moe.dispatch import combine, dispatch
 from praxis_lite.layers.moe.experts import Glu, Weights, first_axes, through_experts
 

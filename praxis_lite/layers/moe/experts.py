@@ -14,7 +14,7 @@ from praxis_lite.core.sharding.split_dims import (
     to_partition_spec,
     without_axes,
 )
-from praxis_lite.layers.base_layer import Initializer, xavier
+from praxis_lite.layers.base.base_layer import Initializer, xavier
 
 # G groups, E experts, C seats of an expert for a group, D model dims, F hidden dims.
 Weights = Mapping[str, jax.Array]

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import require, require_choice
-from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain
+from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.activations import ActivationFn, activation_fn
-from praxis_lite.layers.base_layer import AuxLoss, Summary, zeros
-from praxis_lite.layers.calls import require_positive, takes_settings_of
+from praxis_lite.layers.base.base_layer import zeros
+from praxis_lite.layers.base.calls import require_positive, takes_settings_of
+from praxis_lite.layers.base.dims import NONE, RESIDUAL, Matrix, sized, splits
+from praxis_lite.layers.base.variables import AuxLoss, Summary
 from praxis_lite.layers.moe.dropless import dropless
 from praxis_lite.layers.moe.experts import at_experts, expert_initializer, first_dim, glu
 from praxis_lite.layers.moe.gating import Gating, Tokens
@@ -102,6 +104,10 @@ class TransformerFeedForwardMoe(ResidualBranch):
         tokens.
     """
 
+    splits = splits(
+        weight=("expert", "embed", "mlp"), gate=("embed", None), activation=RESIDUAL, dispatch=(),
+        hidden=(),
+    )
     couples_rows = "experts' balance"
 
     @property
@@ -126,11 +132,6 @@ class TransformerFeedForwardMoe(ResidualBranch):
         relu_dropout_prob: float = 0.0,
         internal_gshard_variance_scaling_fan_in_init: bool = True,
         explicit_fan_in_fan_out_axes: bool = False,
-        weight_split_dims_mapping: SplitDims = None,
-        gate_split_dims_mapping: SplitDims = None,
-        activation_split_dims_mapping: SplitDims = None,
-        dispatch_split_dims_mapping: SplitDims = None,
-        hidden_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
         **settings: Any,
     ):
@@ -152,51 +153,40 @@ class TransformerFeedForwardMoe(ResidualBranch):
         self.is_by_sentence = moe_gating_embedding_level == "sentence"
         self.activation, self.apply_padding_first = activation, apply_padding_first
         self.relu_dropout = Dropout(relu_dropout_prob)
-        split_E, split_D, split_F = (*(weight_split_dims_mapping or ()), None, None, None)[:3]
-        self.weight_split_dims_mapping = (split_E, split_D, split_F)
-        self.activation_split_dims_mapping = activation_split_dims_mapping
-        self.dispatch_split_dims_mapping = dispatch_split_dims_mapping
-        self.hidden_split_dims_mapping = hidden_split_dims_mapping
+        num_experts = self.gating.num_experts
+        E, D, F = self.dims(num_experts, input_dims, hidden_dims)
+        self.weight_split_dims_mapping = (E.split, D.split, F.split)
 
         init = functools.partial(expert_initializer, internal_gshard_variance_scaling_fan_in_init)
         self.gate = self.weight(
-            (input_dims, self.gating.num_experts), gate_split_dims_mapping,
-            init=init(False, input_dims), rngs=rngs,
+            self.dims(input_dims, num_experts, of="gate"), init=init(False, input_dims), rngs=rngs
         )
-
-        per_expert = (self.gating.num_experts,)
         self.gate_correction = (
-            self.weight(per_expert, (None,), init=zeros, rngs=rngs)
+            self.weight((num_experts,), init=zeros, rngs=rngs)
             if self.gating.score_func == "sigmoid" else None
         )
         self.shared_experts = SharedExperts(
-            input_dims, num_shared_experts * hidden_dims, activation, use_gated_activation,
-            (split_D, split_F), rngs,
+            D, sized(F, num_shared_experts * hidden_dims), activation, use_gated_activation, rngs
         ) if num_shared_experts else None
 
         self.has_bias, self.swiglu_limit = has_bias, swiglu_limit
         self.swiglu_alpha = swiglu_alpha
 
-        def bias(*dims: int, split: tuple[DimSplit, ...]) -> nnx.Param | None:
-            return self.weight(dims, split, init=zeros, rngs=rngs) if has_bias else None
+        def bias(*dims: int) -> nnx.Param | None:
+            return self.weight(dims, init=zeros, matrix=NONE, rngs=rngs) if has_bias else None
 
-        E = self.gating.num_experts
-        self.gate_bias = bias(E, split=(None,))
-        self.bi_0 = bias(E, hidden_dims, split=(split_E, split_F))
-        self.bi_gate_0 = (
-            bias(E, hidden_dims, split=(split_E, split_F)) if use_gated_activation else None
-        )
-        self.bo_0 = bias(E, input_dims, split=(split_E, split_D))
+        self.gate_bias = bias(num_experts)
+        self.bi_0 = bias(E, F)
+        self.bi_gate_0 = bias(E, F) if use_gated_activation else None
+        self.bo_0 = bias(E, D)
 
-        def weight_of_experts(fan_in: int, fan_out: int, *split: DimSplit) -> nnx.Param:
-            drawn = init(explicit_fan_in_fan_out_axes, fan_in)
-            shape = (self.gating.num_experts, fan_in, fan_out)
-            return self.weight(shape, split, init=drawn, rngs=rngs)
+        def of_experts(fan_in: int, fan_out: int) -> nnx.Param:
+            drawn = init(explicit_fan_in_fan_out_axes, int(fan_in))
+            dims, matrix = (E, fan_in, fan_out), Matrix((1,), (2,))
+            return self.weight(dims, init=drawn, matrix=matrix, rngs=rngs)
 
-        into = (input_dims, hidden_dims, split_E, split_D, split_F)
-        self.wi_gate_0 = weight_of_experts(*into) if use_gated_activation else None
-        self.wi_0 = weight_of_experts(*into)
-        self.wo_0 = weight_of_experts(hidden_dims, input_dims, split_E, split_F, split_D)
+        self.wi_gate_0 = of_experts(D, F) if use_gated_activation else None
+        self.wi_0, self.wo_0 = of_experts(D, F), of_experts(F, D)
 
         self.aux_moe_load_balance_loss = AuxLoss(jnp.zeros(()))
         has_z_loss = self.gating.moe_router_z_loss_weight > 0.0

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.core.sharding.split_dims import SplitDims, constrain
+from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.attention.cache import Cache
 from praxis_lite.layers.attention.projections import AttentionProjection
-from praxis_lite.layers.base_layer import BaseLayer, broadcast_as, zeros
-from praxis_lite.layers.calls import require_positive
+from praxis_lite.layers.base.base_layer import BaseLayer, broadcast_as, zeros
+from praxis_lite.layers.base.calls import require_positive
+from praxis_lite.layers.base.dims import NONE, OF_HEADS, RESIDUAL, splits
 from praxis_lite.layers.recurrent.rg_lru import RgLru
 
 # B batch, T time, D model dims, N heads (blocks of the gates), K dims per head, J taps.
@@ -20,21 +21,20 @@ from praxis_lite.layers.recurrent.rg_lru import RgLru
 class CausalConv(BaseLayer):
     """Returns sum over j of w_j x_{t-j}, plus a bias, per channel: [B, T, N, K] -> the same."""
 
+    splits = splits(weight=(None, None, None))
+
     def __init__(
         self,
         num_taps: int,
         num_heads: int,
         dim_per_head: int,
         *,
-        weight_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
-        split_J, *split_NK = (*(weight_split_dims_mapping or ()), None, None, None)[:3]
-        self.w = self.weight(
-            (num_taps, num_heads, dim_per_head), (split_J, *split_NK),
-            init=jax.nn.initializers.normal(num_taps**-0.5), rngs=rngs,
-        )
-        self.b = self.weight((num_heads, dim_per_head), split_NK, init=zeros, rngs=rngs)
+        J, N, K = self.dims(num_taps, num_heads, dim_per_head)
+        init = jax.nn.initializers.normal(num_taps**-0.5)
+        self.w = self.weight((J, N, K), init=init, matrix=NONE, rngs=rngs)
+        self.b = self.weight((N, K), init=zeros, matrix=NONE, rngs=rngs)
         self.num_taps = num_taps
 
     def __call__(
@@ -82,6 +82,8 @@ class RgLruBlock(BaseLayer):
       output_split_dims_mapping: of the outputs, [B, T, D].
     """
 
+    splits = OF_HEADS | splits(output=RESIDUAL)
+
     def __init__(
         self,
         input_dim: int,
@@ -90,9 +92,6 @@ class RgLruBlock(BaseLayer):
         dim_per_head: int | None = None,
         conv_width: int = 4,
         use_bias: bool = True,
-        weight_split_dims_mapping: SplitDims = None,
-        activation_split_dims_mapping: SplitDims = None,
-        output_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         require_positive(self, input_dim=input_dim, num_heads=num_heads, conv_width=conv_width)
@@ -103,26 +102,16 @@ class RgLruBlock(BaseLayer):
             )
             dim_per_head = input_dim // num_heads
         require_positive(self, dim_per_head=dim_per_head)
-        _, split_N, split_K = (*(weight_split_dims_mapping or ()), None, None, None)[:3]
+        D, N, K = self.dims(input_dim, num_heads, dim_per_head)
 
         def projection(**kwargs: Any) -> AttentionProjection:
-            return AttentionProjection(
-                input_dim, num_heads, dim_per_head, use_bias=use_bias,
-                weight_split_dims_mapping=weight_split_dims_mapping, rngs=rngs, **kwargs,
-            )
+            return AttentionProjection(D, N, K, use_bias=use_bias, rngs=rngs, **kwargs)
 
         self.linear_x, self.linear_y = projection(), projection()
-        self.conv = CausalConv(
-            conv_width, num_heads, dim_per_head, weight_split_dims_mapping=(None, split_N, split_K),
-            rngs=rngs,
-        )
-        self.rg_lru = RgLru(
-            num_heads, dim_per_head, weight_split_dims_mapping=(split_N, None, split_K), rngs=rngs
-        )
+        self.conv = CausalConv(conv_width, N, K, rngs=rngs)
+        self.rg_lru = RgLru(N, K, rngs=rngs)
         self.linear_out = projection(is_output_projection=True)
         self.num_heads, self.dim_per_head, self.conv_width = num_heads, dim_per_head, conv_width
-        self.activation_split_dims_mapping = activation_split_dims_mapping
-        self.output_split_dims_mapping = output_split_dims_mapping
 
     def init_cache(self, batch_size: int, max_seq_length: int, dtype: Any) -> Cache:
         """Returns an empty state: the last inputs of the convolution and h, [B, ..., N, K]."""

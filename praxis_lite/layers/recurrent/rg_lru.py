@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.core.sharding.split_dims import SplitDims
-from praxis_lite.layers.base_layer import BaseLayer, zeros
-from praxis_lite.layers.calls import require_positive
+from praxis_lite.layers.base.base_layer import BaseLayer, zeros
+from praxis_lite.layers.base.calls import require_positive
+from praxis_lite.layers.base.dims import NONE, Matrix, splits
 
 # B batch, T time, N heads (blocks of the gates), K dims per head.
 
@@ -38,26 +38,27 @@ class RgLru(BaseLayer):
       weight_split_dims_mapping: of the gates' weights, [N, K, K]; Lambda and biases follow.
     """
 
+    splits = splits(weight=(None, None, None))
+
     def __init__(
         self,
         num_heads: int,
         dim_per_head: int,
         *,
-        weight_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         require_positive(self, num_heads=num_heads, dim_per_head=dim_per_head)
-        split_N, _, split_K = (*(weight_split_dims_mapping or ()), None, None, None)[:3]
-        blocks, width = (num_heads, dim_per_head, dim_per_head), (num_heads, dim_per_head)
+        # A plain size of inputs: two dims of a weight do not split alike.
+        N, inner, K = self.dims(num_heads, int(dim_per_head), dim_per_head)
         init = jax.nn.initializers.variance_scaling(
             1.0, "fan_in", "normal", in_axis=1, out_axis=2, batch_axis=0
         )
 
         def gate_weight() -> nnx.Param:
-            return self.weight(blocks, weight_split_dims_mapping, init=init, rngs=rngs)
+            return self.weight((N, inner, K), init=init, matrix=Matrix((1,), (2,)), rngs=rngs)
 
         def per_dim(init: Any) -> nnx.Param:
-            return self.weight(width, (split_N, split_K), init=init, rngs=rngs)
+            return self.weight((N, K), init=init, matrix=NONE, rngs=rngs)
 
         self.input_gate_w, self.input_gate_b = gate_weight(), per_dim(zeros)
         self.a_gate_w, self.a_gate_b = gate_weight(), per_dim(zeros)

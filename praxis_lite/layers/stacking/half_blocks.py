@@ -12,7 +12,7 @@ from praxis_lite.core.errors import require
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.padding import padded_shape
 from praxis_lite.core.sharding.split_dims import SplitDims, to_partition_spec, without_axes
-from praxis_lite.layers.base_layer import Dense
+from praxis_lite.layers.base.dense import Dense
 
 
 class HalfBlock(NamedTuple):

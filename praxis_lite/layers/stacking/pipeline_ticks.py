@@ -20,7 +20,7 @@ from praxis_lite.core.sharding.split_dims import (
     to_partition_spec,
     without_axes,
 )
-from praxis_lite.layers.base_layer import assigned_values
+from praxis_lite.layers.base.variables import assigned_values
 from praxis_lite.layers.stacking.checkpoint_policy import remat
 from praxis_lite.layers.stacking.pipeline_buffers import Buffer, StreamBuffer, shift
 from praxis_lite.layers.stacking.pipeline_schedules import Schedule

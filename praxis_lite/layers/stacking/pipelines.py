@@ -10,9 +10,11 @@ from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.models.layers_apart import layers_of
-from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain
-from praxis_lite.layers.base_layer import BaseLayer, assign, assigned_values, stacked
-from praxis_lite.layers.calls import require_positive, scope_of
+from praxis_lite.core.sharding.split_dims import DimSplit, constrain
+from praxis_lite.layers.base.base_layer import BaseLayer
+from praxis_lite.layers.base.calls import require_positive, scope_of
+from praxis_lite.layers.base.dims import RESIDUAL, splits
+from praxis_lite.layers.base.variables import assign, assigned_values, stacked
 from praxis_lite.layers.stacking.checkpoint_policy import check_policy, remat
 from praxis_lite.layers.stacking.pipeline_forms import (
     arrays_of,
@@ -82,6 +84,8 @@ class Pipeline(BaseLayer):
       ConfigError: a setting is out of range or does not fit another.
     """
 
+    splits = splits(activation=RESIDUAL)
+
     def __init__(
         self,
         block: Callable[..., Any],
@@ -95,7 +99,6 @@ class Pipeline(BaseLayer):
         pipelined: bool | None = None,
         stream_io: bool = False,
         checkpoint_policy: str = "save_iteration_input",
-        activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         require_positive(
@@ -125,7 +128,6 @@ class Pipeline(BaseLayer):
             require_positive(self, microbatch_size=microbatch_size)
         self.stage_axis, self.pipelined = stage_axis, pipelined
         self.checkpoint_policy = checkpoint_policy
-        self.activation_split_dims_mapping = activation_split_dims_mapping
         # As Repeat, so that the same key draws the same layers.
         keys = jax.random.split(rngs.params(), num_layers)
         blocks = jax.vmap(lambda key: block(rngs=nnx.Rngs(key)))(keys)

@@ -12,8 +12,9 @@ from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.models.layers_apart import layers_of
 from praxis_lite.core.sharding.mesh import compiled_platform
 from praxis_lite.core.sharding.split_dims import DimSplit
-from praxis_lite.layers.base_layer import BaseLayer, assign, assigned_values, stacked
-from praxis_lite.layers.calls import require_positive, scope_of
+from praxis_lite.layers.base.base_layer import BaseLayer
+from praxis_lite.layers.base.calls import require_positive, scope_of
+from praxis_lite.layers.base.variables import assign, assigned_values, stacked
 from praxis_lite.layers.stacking.checkpoint_policy import (
     CHECKPOINT_POLICIES,
     check_policy,

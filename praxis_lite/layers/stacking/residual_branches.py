@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 from praxis_lite.core.errors import require, require_choice
-from praxis_lite.layers.base_layer import BaseLayer
+from praxis_lite.layers.base.base_layer import BaseLayer
 from praxis_lite.layers.normalizations import LayerNorm
 from praxis_lite.layers.stochastics import Dropout, StochasticResidual
 

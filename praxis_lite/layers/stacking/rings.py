@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.layers.base_layer import filled_up
+from praxis_lite.layers.base.base_layer import filled_up
 
 PyTree = Any
 # From a piece and the rows that go with it to a term of the piece's outputs.

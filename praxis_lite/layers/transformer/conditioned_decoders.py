@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.layers.base_layer import rebuilt
+from praxis_lite.layers.base.variables import rebuilt
 
 # B batch, S time of the inputs, T time of the targets, D model dims, V classes.
 

@@ -9,8 +9,8 @@ from flax import nnx
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.layers.attention.checks import require_one_segment
-from praxis_lite.layers.base_layer import BaseLayer
-from praxis_lite.layers.calls import require_floating, require_positive
+from praxis_lite.layers.base.base_layer import BaseLayer
+from praxis_lite.layers.base.calls import require_floating, require_positive
 from praxis_lite.layers.embedding.positional_embeddings import PositionalEmbedding
 from praxis_lite.layers.embedding.softmaxes import SharedEmbeddingSoftmax
 from praxis_lite.layers.normalizations import LayerNorm

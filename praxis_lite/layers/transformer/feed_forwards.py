@@ -8,9 +8,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.core.errors import require
-from praxis_lite.core.sharding.split_dims import SplitDims, constrain
+from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.activations import ActivationFn
-from praxis_lite.layers.calls import require_positive, takes_settings_of
+from praxis_lite.layers.base.calls import require_positive, takes_settings_of
+from praxis_lite.layers.base.dims import RESIDUAL, sized, splits
 from praxis_lite.layers.linears import FeedForward
 from praxis_lite.layers.stacking.half_blocks import HalfBlock
 from praxis_lite.layers.stacking.residual_branches import ResidualBranch, split_keys
@@ -46,6 +47,12 @@ class TransformerFeedForward(ResidualBranch):
         that splits F: a name in TENSOR_PARALLEL. None, and of one token a row: the compiler's.
     """
 
+    splits = splits(
+        weight=("embed", "mlp"), hidden=("batch", "length", "activation_mlp"), activation=RESIDUAL
+    )
+
+    preset_settings = {"tensor_parallel": "mlp_collectives"}
+
     @takes_settings_of(ResidualBranch)
     def __init__(
         self,
@@ -59,9 +66,6 @@ class TransformerFeedForward(ResidualBranch):
         apply_padding_first: bool = False,
         relu_dropout_prob: float = 0.0,
         fflayer_tpl: Callable[..., Any] = FeedForward,
-        weight_split_dims_mapping: SplitDims = None,
-        hidden_split_dims_mapping: SplitDims = None,
-        activation_split_dims_mapping: SplitDims = None,
         tensor_parallel: str | None = None,
         rngs: nnx.Rngs,
         **settings: Any,
@@ -83,36 +87,24 @@ class TransformerFeedForward(ResidualBranch):
             f"the inputs' {input_dims} dims, because the outputs are added to them",
             "Leave it out, or set add_skip_connection=False.",
         )
-        split_D, split_F = (*(weight_split_dims_mapping or ()), None, None)[:2]
+        D, F = self.dims(input_dims, hidden_dims)
 
         def into_hidden(name: str, activation: Any) -> FeedForward:
             return fflayer_tpl(
-                input_dims,
-                hidden_dims,
-                has_bias=has_bias,
-                activation=activation,
-                checkpoint_str=name,
-                weight_split_dims_mapping=(split_D, split_F),
-                activation_split_dims_mapping=hidden_split_dims_mapping,
-                rngs=rngs,
+                D, F, has_bias=has_bias, activation=activation, checkpoint_str=name,
+                activation_split_dims_mapping=self.hidden_split_dims_mapping, rngs=rngs,
             )
 
         has_gate = use_gated_activation  # As in Pax, the gate is activated, and the other is not.
         self.ffn_layer1 = into_hidden("ffn1", "identity" if has_gate else activation)
         self.ffn_layer1_gate = into_hidden("ffn1_gate", activation) if has_gate else None
         self.ffn_layer2 = fflayer_tpl(
-            hidden_dims,
-            output_dims,
-            has_bias=has_bias,
-            activation="identity",
-            weight_split_dims_mapping=(split_F, split_D),
-            activation_split_dims_mapping=activation_split_dims_mapping,
-            rngs=rngs,
+            F, sized(D, output_dims), has_bias=has_bias, activation="identity",
+            activation_split_dims_mapping=self.activation_split_dims_mapping, rngs=rngs,
         )
         self.relu_dropout = Dropout(relu_dropout_prob)
         self.apply_padding_first = apply_padding_first
-        self.tensor_parallel, self.features_split = tensor_parallel, split_F
-        self.activation_split_dims_mapping = activation_split_dims_mapping
+        self.tensor_parallel, self.features_split = tensor_parallel, F.split
 
     def __call__(
         self,

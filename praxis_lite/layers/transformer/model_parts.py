@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.layers.base_layer import aux_loss, broadcast_as
+from praxis_lite.layers.base.base_layer import broadcast_as
+from praxis_lite.layers.base.variables import aux_loss
 from praxis_lite.layers.embedding.positional_embeddings import (
     PositionalEmbedding,
     TrainablePositionalEmbedding,

@@ -13,8 +13,8 @@ from praxis_lite.layers.attention.masks import (
     convert_paddings_to_mask,
     segment_mask,
 )
-from praxis_lite.layers.base_layer import BaseLayer
-from praxis_lite.layers.calls import require_floating, require_positive
+from praxis_lite.layers.base.base_layer import BaseLayer
+from praxis_lite.layers.base.calls import require_floating, require_positive
 from praxis_lite.layers.embedding.positional_embeddings import PositionalEmbedding
 from praxis_lite.layers.embedding.softmaxes import SharedEmbeddingSoftmax
 from praxis_lite.layers.normalizations import LayerNorm

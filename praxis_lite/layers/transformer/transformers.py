@@ -11,7 +11,7 @@ from flax import nnx
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.layers.attention.attentions import DotProductAttention
 from praxis_lite.layers.attention.masks import HIDE_LATER
-from praxis_lite.layers.base_layer import BaseLayer
+from praxis_lite.layers.base.base_layer import BaseLayer
 from praxis_lite.layers.normalizations import LayerNorm
 from praxis_lite.layers.stacking.residual_branches import (
     check_norm_policy,

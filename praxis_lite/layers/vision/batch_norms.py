@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.core.sharding.split_dims import SplitDims, constrain
-from praxis_lite.layers.base_layer import Initializer, zeros
-from praxis_lite.layers.calls import require_positive
+from praxis_lite.core.sharding.split_dims import constrain
+from praxis_lite.layers.base.base_layer import Initializer, zeros
+from praxis_lite.layers.base.calls import require_positive
+from praxis_lite.layers.base.dims import NONE, split_of, splits
 from praxis_lite.layers.normalizations import Norm, check_epsilon
 
 # B batch, T time, C channels, G groups.
@@ -24,6 +25,8 @@ class _PaddedNorm(Norm):
     Raises:
       ConfigError: the shape of `paddings` is not that of the inputs' first dims.
     """
+
+    splits = splits(weight=(None,), activation=())
 
     def _outputs(
         self, inputs: jax.Array, paddings: jax.Array | None, key: jax.Array | None
@@ -108,23 +111,21 @@ class BatchNorm(_PaddedNorm):
         set_padded_output_to_zero: bool = True,
         force_eval_mode: bool = False,
         gamma_init: Initializer = zeros,
-        weight_split_dims_mapping: SplitDims = None,
-        activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         require_positive(self, dim=dim)
         check_epsilon(self, epsilon)
         require(0.0 <= decay <= 1.0, "BatchNorm.decay", decay, "0 <= decay <= 1")
-        split = weight_split_dims_mapping
-        self.beta = self.weight((dim,), split, init=zeros, rngs=rngs)
-        self.gamma = self.weight((dim,), split, init=gamma_init, rngs=rngs)
+        dims = self.dims(dim)
+        self.beta = self.weight(dims, init=zeros, rngs=rngs)
+        self.gamma = self.weight(dims, init=gamma_init, rngs=rngs)
+        split = split_of(dims)
         self.moving_mean = nnx.BatchStat(jnp.zeros((dim,)), split_dims_mapping=split)
         self.moving_variance = nnx.BatchStat(jnp.ones((dim,)), split_dims_mapping=split)
         self.decay, self.epsilon = decay, epsilon
         self.use_moving_avg_in_training = use_moving_avg_in_training
         self.set_padded_output_to_zero = set_padded_output_to_zero
         self.force_eval_mode = force_eval_mode
-        self.activation_split_dims_mapping = activation_split_dims_mapping
 
     def _normalized(
         self, x: jax.Array, is_true: jax.Array | None, key: jax.Array | None
@@ -186,8 +187,6 @@ class GroupNorm(_PaddedNorm):
         set_padded_output_to_zero: bool = True,
         use_scale: bool = True,
         use_bias: bool = True,
-        weight_split_dims_mapping: SplitDims = None,
-        activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         require_positive(self, dim=dim, num_groups=num_groups, min_group_size=min_group_size)
@@ -199,13 +198,12 @@ class GroupNorm(_PaddedNorm):
         divides = dim < num_groups or dim % num_groups == 0
         require(divides, "GroupNorm.num_groups", num_groups, divisor)
         self.group_size = max(dim // num_groups, min_group_size)
-        shape = (1,) * (input_rank - 1) + (dim,)
-        split = (None,) * (input_rank - 1) + tuple(weight_split_dims_mapping or ())
-        self.beta = self.weight(shape, split, init=zeros, rngs=rngs) if use_bias else None
-        self.gamma = self.weight(shape, split, init=zeros, rngs=rngs) if use_scale else None
+        dims = (*(1,) * (input_rank - 1), *self.dims(dim))
+        settings = {"init": zeros, "matrix": NONE, "rngs": rngs}
+        self.beta = self.weight(dims, **settings) if use_bias else None
+        self.gamma = self.weight(dims, **settings) if use_scale else None
         self.input_rank, self.epsilon, self.cumulative = input_rank, epsilon, cumulative
         self.set_padded_output_to_zero = set_padded_output_to_zero
-        self.activation_split_dims_mapping = activation_split_dims_mapping
 
     def _normalized(
         self, x: jax.Array, is_true: jax.Array | None, key: jax.Array | None

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.layers.base_layer import BaseLayer
-from praxis_lite.layers.calls import require_floating
+from praxis_lite.layers.base.base_layer import BaseLayer
+from praxis_lite.layers.base.calls import require_floating
+from praxis_lite.layers.base.dims import splits
 
 
 class ClassificationModel(BaseLayer):
@@ -19,6 +20,8 @@ class ClassificationModel(BaseLayer):
       softmax_tpl: called with (rngs=); a FullSoftmax, or what has its calls.
       fprop_dtype: of inputs and activations; weights stay float32.
     """
+
+    template_splits = {"softmax_tpl": splits(activation=("batch", "activation_vocab"))}
 
     def __init__(
         self,

@@ -8,15 +8,17 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, require, require_choice
-from praxis_lite.core.sharding.split_dims import SplitDims, constrain
+from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.activations import ActivationFn, activation_fn
-from praxis_lite.layers.base_layer import BaseLayer, Initializer, broadcast_as, xavier, zeros
-from praxis_lite.layers.calls import require_positive, takes_settings_of
+from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, broadcast_as, xavier, zeros
+from praxis_lite.layers.base.calls import require_positive, takes_settings_of
+from praxis_lite.layers.base.dims import NONE, Matrix, splits
 from praxis_lite.layers.normalizations import IdentityNorm
 from praxis_lite.layers.vision.batch_norms import BatchNorm
 
 # B batch, H height (or time), W width, C input channels, D output channels.
 PADDINGS = ("SAME", "VALID")
+_OF_WINDOW = Matrix(summed=(0, 1, 2), made=(3,))
 
 
 def check_sizes(layer: object, count: int, **settings: Sequence[int]) -> None:
@@ -32,11 +34,6 @@ def check_sizes(layer: object, count: int, **settings: Sequence[int]) -> None:
             f"a list of {count} positive integers",
         )
         require_positive(layer, **{f"{name}[{i}]": size for i, size in enumerate(sizes)})
-
-
-def _split_of_outputs(weight_split_dims_mapping: SplitDims, rank: int) -> SplitDims:
-    """Returns the split of a bias, [D], given that of a weight [..., D] of `rank`."""
-    return (*(weight_split_dims_mapping or ()), *(None,) * rank)[rank - 1 : rank]
 
 
 class Conv2D(BaseLayer):
@@ -66,6 +63,8 @@ class Conv2D(BaseLayer):
         filter's, or whose groups do not divide D.
     """
 
+    splits = splits(weight=(), activation=())
+
     def __init__(
         self,
         filter_shape: Sequence[int],
@@ -79,8 +78,6 @@ class Conv2D(BaseLayer):
         tf_equivalent_padding: bool = False,
         is_causal: bool = False,
         weight_norm_tpl: Callable[..., Any] = IdentityNorm,
-        weight_split_dims_mapping: SplitDims = None,
-        activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         check_sizes(self, 4, filter_shape=filter_shape)
@@ -92,15 +89,13 @@ class Conv2D(BaseLayer):
                 f"tf_equivalent_padding {tf_equivalent_padding}; a causal convolution needs "
                 f"padding='SAME' and tf_equivalent_padding=True."
             )
-        self.w = self.weight(filter_shape, weight_split_dims_mapping, init=kernel_init, rngs=rngs)
-        bias_split = _split_of_outputs(weight_split_dims_mapping, 4)
-        dims = filter_shape[-1:]
-        self.b = self.weight(dims, bias_split, init=bias_init, rngs=rngs) if bias else None
+        dims = self.dims(*filter_shape)
+        self.w = self.weight(dims, init=kernel_init, matrix=_OF_WINDOW, rngs=rngs)
+        self.b = self.weight(dims[-1:], init=bias_init, rngs=rngs) if bias else None
         self.weight_norm = weight_norm_tpl(filter_shape[-1], rngs=rngs)
         self.filter_shape, self.filter_stride = tuple(filter_shape), tuple(filter_stride)
         self.dilations, self.padding = tuple(dilations), padding
         self.tf_equivalent_padding, self.is_causal = tf_equivalent_padding, is_causal
-        self.activation_split_dims_mapping = activation_split_dims_mapping
 
     def _zeros_around(self) -> str | list[tuple[int, int]]:
         if self.padding == "VALID" or (self.tf_equivalent_padding and not self.is_causal):
@@ -183,6 +178,8 @@ class DepthwiseConv1D(BaseLayer):
       weight_split_dims_mapping: of `w`; the bias splits as its last dim.
     """
 
+    splits = splits(weight=(), activation=())
+
     def __init__(
         self,
         filter_shape: Sequence[int],
@@ -191,20 +188,16 @@ class DepthwiseConv1D(BaseLayer):
         bias_init: Initializer = zeros,
         is_causal: bool = False,
         rhs_dilation_rate: int = 1,
-        weight_split_dims_mapping: SplitDims = None,
-        activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         check_sizes(self, 3, filter_shape=filter_shape)
         require_positive(self, rhs_dilation_rate=rhs_dilation_rate)
         kernel, channels, multiplier = filter_shape
-        shape = (kernel, 1, channels * multiplier)
-        self.w = self.weight(shape, weight_split_dims_mapping, rngs=rngs)
-        bias_split = _split_of_outputs(weight_split_dims_mapping, 3)
-        self.b = self.weight(shape[2:], bias_split, init=bias_init, rngs=rngs) if bias else None
+        dims = self.dims(kernel, 1, channels * multiplier)
+        self.w = self.weight(dims, matrix=NONE, rngs=rngs)
+        self.b = self.weight(dims[2:], init=bias_init, rngs=rngs) if bias else None
         self.filter_shape, self.is_causal = tuple(filter_shape), is_causal
         self.rhs_dilation_rate = rhs_dilation_rate
-        self.activation_split_dims_mapping = activation_split_dims_mapping
 
     def __call__(self, inputs: jax.Array, paddings: jax.Array | None = None) -> jax.Array:
         """Args: inputs [B, T, C]; paddings [B, T], 1.0 where inputs count as zeros."""

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import require, require_choice
-from praxis_lite.core.sharding.split_dims import SplitDims, constrain
-from praxis_lite.layers.base_layer import BaseLayer
-from praxis_lite.layers.calls import require_positive
+from praxis_lite.core.sharding.split_dims import constrain
+from praxis_lite.layers.base.base_layer import BaseLayer
+from praxis_lite.layers.base.calls import require_positive
+from praxis_lite.layers.base.dims import splits
 from praxis_lite.layers.vision.convolutions import PADDINGS, check_sizes
 
 # B batch, H height (or time), W width, C channels, T time.
@@ -49,6 +50,8 @@ class Pooling(BaseLayer):
       padding: 'SAME' (ceil(H / stride) places) or 'VALID' (windows within the image alone).
     """
 
+    splits = splits(activation=())
+
     def __init__(
         self,
         window_shape: Sequence[int],
@@ -56,7 +59,6 @@ class Pooling(BaseLayer):
         *,
         pooling_type: str = "MAX",
         padding: str = "SAME",
-        activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs | None = None,
     ):
         check_sizes(self, 2, window_shape=window_shape, window_stride=window_stride)
@@ -64,7 +66,6 @@ class Pooling(BaseLayer):
         require_choice("Pooling.padding", padding, PADDINGS)
         self.window_shape, self.window_stride = tuple(window_shape), tuple(window_stride)
         self.pooling_type, self.padding = pooling_type, padding
-        self.activation_split_dims_mapping = activation_split_dims_mapping
 
     def __call__(
         self, inputs: jax.Array, paddings: jax.Array | None = None
@@ -106,13 +107,14 @@ class GlobalPooling(BaseLayer):
       keepdims: keep the dims, with size 1.
     """
 
+    splits = splits(activation=())
+
     def __init__(
         self,
         pooling_dims: Sequence[int],
         *,
         pooling_type: str = "AVG",
         keepdims: bool = False,
-        activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs | None = None,
     ):
         require_choice("GlobalPooling.pooling_type", pooling_type, POOLING_TYPES)
@@ -124,7 +126,6 @@ class GlobalPooling(BaseLayer):
         )
         self.pooling_dims, self.pooling_type = tuple(pooling_dims), pooling_type
         self.keepdims = keepdims
-        self.activation_split_dims_mapping = activation_split_dims_mapping
 
     def __call__(
         self,
@@ -171,13 +172,14 @@ class Pooling1D(BaseLayer):
       pooling_type: 'AVG', over a window without its padding (0 if it is all padding), or 'MAX'.
     """
 
+    splits = splits(activation=())
+
     def __init__(
         self,
         stride: int = 1,
         window: int = 0,
         *,
         pooling_type: str = "AVG",
-        activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs | None = None,
     ):
         require_positive(self, stride=stride)
@@ -185,7 +187,6 @@ class Pooling1D(BaseLayer):
             require_positive(self, window=window)
         require_choice("Pooling1D.pooling_type", pooling_type, POOLING_TYPES)
         self.stride, self.window, self.pooling_type = stride, window or stride, pooling_type
-        self.activation_split_dims_mapping = activation_split_dims_mapping
 
     def __call__(
         self, inputs: jax.Array, paddings: jax.Array | None = None

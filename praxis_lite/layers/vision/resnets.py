@@ -10,8 +10,8 @@ from flax import nnx
 
 from praxis_lite.core.errors import require
 from praxis_lite.layers.activations import ActivationFn, activation_fn
-from praxis_lite.layers.base_layer import BaseLayer
-from praxis_lite.layers.calls import require_positive
+from praxis_lite.layers.base.base_layer import BaseLayer
+from praxis_lite.layers.base.calls import require_positive
 from praxis_lite.layers.stochastics import StochasticResidual
 from praxis_lite.layers.vision.batch_norms import BatchNorm
 from praxis_lite.layers.vision.convolutions import ConvBNAct, check_sizes

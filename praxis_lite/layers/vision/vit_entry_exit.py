@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.sharding.split_dims import SplitDims, constrain
-from praxis_lite.layers.base_layer import BaseLayer, broadcast_as, zeros
-from praxis_lite.layers.calls import require_positive
+from praxis_lite.core.sharding.split_dims import constrain
+from praxis_lite.layers.base.base_layer import BaseLayer, broadcast_as, zeros
+from praxis_lite.layers.base.calls import require_positive
+from praxis_lite.layers.base.dims import NONE, RESIDUAL, splits
 from praxis_lite.layers.embedding.positional_embeddings import TrainablePositionalEmbedding
 from praxis_lite.layers.linears import FeedForward
 from praxis_lite.layers.normalizations import LayerNorm
@@ -66,6 +67,8 @@ class VitEntryLayers(BaseLayer):
         than input_dims, or there are more or fewer of them than positions.
     """
 
+    splits = splits(weight=(None, "embed"), activation=RESIDUAL)
+
     def __init__(
         self,
         pos_emb_shapes: Sequence[int],
@@ -78,34 +81,29 @@ class VitEntryLayers(BaseLayer):
         append_cls_tokens: int = 0,
         pos_emb_tpl: Callable[..., Any] | None = TrainablePositionalEmbedding,
         input_fc_has_bias: bool = True,
-        weight_split_dims_mapping: SplitDims = None,
-        activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         sizes = {"input_dims": input_dims, "output_dims": output_dims}
         require_positive(self, patch_size=patch_size, **sizes)
         check_sizes(self, 1 if len(pos_emb_shapes) == 1 else 2, pos_emb_shapes=pos_emb_shapes)
+        patch_dims, D = self.dims(input_dims, output_dims)
         self.patch_projection = FeedForward(
-            input_dims, output_dims, has_bias=input_fc_has_bias, activation="identity",
-            weight_split_dims_mapping=weight_split_dims_mapping, rngs=rngs,
+            patch_dims, D, has_bias=input_fc_has_bias, activation="identity", rngs=rngs
         )
         num_positions = math.prod(pos_emb_shapes)
         self.pos_emb = pos_emb_tpl(num_positions, output_dims, rngs=rngs) if pos_emb_tpl else None
         self.dropout = Dropout(pos_emb_dropout_prob)
-        split_D = (*(weight_split_dims_mapping or ()), None, None)[1]
 
         def class_tokens(name: str, count: int) -> nnx.Param | None:
             if count == 0:
                 return None
             require_positive(self, **{name: count})
-            shape, split = (1, count, output_dims), (None, None, split_D)
-            return self.weight(shape, split, init=zeros, rngs=rngs)
+            return self.weight((1, count, D), init=zeros, matrix=NONE, rngs=rngs)
 
         self.prepend_cls_embs = class_tokens("prepend_cls_tokens", prepend_cls_tokens)
         self.append_cls_embs = class_tokens("append_cls_tokens", append_cls_tokens)
         self.pos_emb_shapes, self.patch_size = tuple(pos_emb_shapes), patch_size
         self.input_dims = input_dims
-        self.activation_split_dims_mapping = activation_split_dims_mapping
 
     def __call__(self, inputs: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """A key turns dropout on."""
@@ -184,6 +182,9 @@ class VitExitLayers(BaseLayer):
       activation_split_dims_mapping: of the outputs.
     """
 
+    # Features may be of an image or of each token.
+    splits = splits(weight=("embed", None), activation=("batch",))
+
     def __init__(
         self,
         hidden_dim: int,
@@ -196,8 +197,6 @@ class VitExitLayers(BaseLayer):
         output_fc_has_bias: bool = True,
         pooling_tpl: Callable[..., Any] = _over_tokens,
         ln_tpl: Callable[..., Any] = LayerNorm,
-        weight_split_dims_mapping: SplitDims = None,
-        activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         output_dim = hidden_dim if output_dim == 0 else output_dim
@@ -205,8 +204,8 @@ class VitExitLayers(BaseLayer):
 
         def projection(activation: str) -> FeedForward:
             return FeedForward(
-                hidden_dim, output_dim, has_bias=output_fc_has_bias, activation=activation,
-                weight_split_dims_mapping=weight_split_dims_mapping, rngs=rngs,
+                *self.dims(hidden_dim, output_dim), has_bias=output_fc_has_bias,
+                activation=activation, rngs=rngs,
             )
 
         is_plain = not output_fc_tanh and output_dim != hidden_dim
@@ -215,7 +214,6 @@ class VitExitLayers(BaseLayer):
         self.fc_tanh = projection("tanh") if output_fc_tanh else None
         self.output_projection = projection("identity") if is_plain else None
         self.dropout = Dropout(output_dropout_prob)
-        self.activation_split_dims_mapping = activation_split_dims_mapping
 
     def __call__(self, inputs: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """A key turns dropout on."""

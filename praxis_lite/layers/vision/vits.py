@@ -10,9 +10,10 @@ import fiddle as fdl
 import jax
 from flax import nnx
 
-from praxis_lite.core.sharding.split_dims import SplitDims, constrain
+from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.attention.attentions import DotProductAttention
-from praxis_lite.layers.base_layer import BaseLayer
+from praxis_lite.layers.base.base_layer import BaseLayer
+from praxis_lite.layers.base.dims import RESIDUAL, splits
 from praxis_lite.layers.stacking.repeats import StackedTransformer
 from praxis_lite.layers.stacking.residual_branches import split_keys
 from praxis_lite.layers.transformer.transformers import Transformer
@@ -34,19 +35,19 @@ class VisionTransformer(BaseLayer):
       activation_split_dims_mapping: of the tokens between entry, stack and exit, [B, N, D].
     """
 
+    splits = splits(activation=RESIDUAL)
+
     def __init__(
         self,
         entry_layers_tpl: Callable[..., Any] | None,
         transformer_layers_tpl: Callable[..., Any],
         exit_layers_tpl: Callable[..., Any] | None,
         *,
-        activation_split_dims_mapping: SplitDims = None,
         rngs: nnx.Rngs,
     ):
         self.entry_stack = entry_layers_tpl(rngs=rngs) if entry_layers_tpl else None
         self.transformers_stack = transformer_layers_tpl(rngs=rngs)
         self.exit_stack = exit_layers_tpl(rngs=rngs) if exit_layers_tpl else None
-        self.activation_split_dims_mapping = activation_split_dims_mapping
 
     def __call__(
         self,

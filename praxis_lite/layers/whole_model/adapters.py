@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, is_whole, require
-from praxis_lite.core.sharding.split_dims import DimSplit
-from praxis_lite.layers.base_layer import Dense, Product, is_dense, zeros
+from praxis_lite.layers.base.base_layer import zeros
+from praxis_lite.layers.base.dense import Dense, Product, is_dense
+from praxis_lite.layers.base.dims import NONE
 from praxis_lite.layers.initializers import WeightInit
 
 ADAPTER_WEIGHTS = ("lora_a", "lora_b")
@@ -209,27 +210,15 @@ def _adapt(layer: Dense, rank: int, scale: float, rngs: nnx.Rngs) -> None:
     """Adds `lora_a`, `lora_b` to a dense layer and makes it compute with them."""
     form, sizes = form_of(layer), layer.kernel(layer.w.dtype).shape
     size_of = dict(zip(form.weight, sizes, strict=True)) | {"r": rank}
-    split_of = dict(zip(form.weight, _splits(layer, sizes), strict=True))  # The rank is whole.
+    # Of merged dims the first has the split; the rank is whole.
+    mapping = layer.w.get_metadata().get("split_dims_mapping") or ()
+    split_of = {group[0]: split for group, split in zip(layer.letters, mapping, strict=False)}
     fan_in = math.prod(size_of[letter] for letter in form.summed)
     for name, letters, init in (
         ("lora_a", form.a, WeightInit.Gaussian(fan_in**-0.5)), ("lora_b", form.b, zeros),
     ):
         shape = tuple(size_of[letter] for letter in letters)
         split = tuple(split_of.get(letter) for letter in letters)
-        setattr(layer, name, layer.weight(shape, split, init=init, rngs=rngs))
+        made = layer.weight(shape, split, init=init, matrix=NONE, rngs=rngs)
+        setattr(layer, name, made)
     layer.product = AdaptedProduct(layer.product, scale)
-
-
-def _splits(layer: Dense, sizes: Sequence[int]) -> tuple[DimSplit, ...]:
-    """Returns a split per letter of the weight; of merged dims the first has the split."""
-    mapping = tuple(layer.w.get_metadata().get("split_dims_mapping") or ())
-    remaining = list(zip(layer.w.shape, (*mapping, *(None,) * layer.w.ndim), strict=False))
-    splits, left = [], 1
-    for size in sizes:
-        split = None
-        if left == 1 and remaining:
-            # A dim of `w` that is larger than its letter's size holds the next letters as well.
-            left, split = remaining.pop(0)
-        splits.append(split)
-        left //= size
-    return tuple(splits)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.layers.base_layer import Dense, StoredWeight, in_order
+from praxis_lite.layers.base.dense import Dense, StoredWeight, in_order
 
 
 @functools.partial(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.layers.base_layer import Dense, StoredWeight
+from praxis_lite.layers.base.dense import Dense, StoredWeight
 
 
 @functools.partial(

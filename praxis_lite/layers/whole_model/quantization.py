@@ -37,7 +37,7 @@ from flax import nnx
 from praxis_lite.core.errors import ConfigError, did_you_mean, require_choice
 from praxis_lite.core.sharding.leaf_paths import path_pattern
 from praxis_lite.host.optional_packages import optional_module
-from praxis_lite.layers.base_layer import Dense, Product, is_dense
+from praxis_lite.layers.base.dense import Dense, Product, is_dense
 from praxis_lite.layers.whole_model.adapters import AdaptedProduct
 
 QTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")

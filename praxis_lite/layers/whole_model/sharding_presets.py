@@ -1,37 +1,25 @@
 """Sharding presets: a whole model's split, by a word. Data, to be read, copied and changed.
 
-`LOGICAL_DIMS` names, once per class, the dims of each array whose split a layer declares.
-`SHARDING_PRESETS` has by word the mesh axes that these names split over; a name that a preset lacks
-is not split. `set_sharding_params` puts the two together. A preset with a change is a dict,
+A layer's `splits` name the dims of its arrays. `SHARDING_PRESETS` has by word the mesh axes that
+these names split over; a name that a preset lacks is not split. `set_sharding_params` puts the two
+together. A preset with a change is a dict,
 
     {**SHARDING_PRESETS["megatron"], "mlp": ("data", "mdl")}
 
-and a layer of your own splits as this library's do once it has a row:
+and a layer of your own splits as this library's do once it says what its dims are:
 
-    LOGICAL_DIMS[MyMlp] = {"weight_split_dims_mapping": ("embed", "mlp")}
+    class MyMlp(BaseLayer):
+        splits = splits(weight=("embed", "mlp"))
 """
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from praxis_lite.core.sharding.mesh_config import CompilerOptions
 from praxis_lite.core.sharding.split_dims import DimSplit
-from praxis_lite.layers.attention.attentions import DotProductAttention
-from praxis_lite.layers.attention.latent import MultiHeadLatentAttention
 from praxis_lite.layers.attention.relative_bias import RelativeBias
-from praxis_lite.layers.embedding.embeddings import Embedding
-from praxis_lite.layers.embedding.positional_embeddings import TrainablePositionalEmbedding
-from praxis_lite.layers.embedding.softmaxes import FullSoftmax, SharedEmbeddingSoftmax
-from praxis_lite.layers.moe.mixture_of_experts import TransformerFeedForwardMoe
-from praxis_lite.layers.normalizations import LayerNorm, RmsNorm, WeightNormL2
-from praxis_lite.layers.recurrent.recurrents import RgLruBlock
-from praxis_lite.layers.stacking.pipelines import Pipeline
-from praxis_lite.layers.stacking.repeats import Repeat
-from praxis_lite.layers.transformer.transformers import Transformer, TransformerFeedForward
-from praxis_lite.layers.vision.batch_norms import BatchNorm, GroupNorm
-from praxis_lite.layers.vision.classifiers import ClassificationModel
-from praxis_lite.layers.vision.vit_entry_exit import VitEntryLayers, VitExitLayers
-from praxis_lite.layers.vision.vits import VisionTransformer
+from praxis_lite.layers.normalizations import Norm, WeightNormL2
 
 # Mesh axes: `replica` holds whole copies of the weights, `data` and `mdl` divide them. For a mesh
 # whose axes have other names, write dicts as these.
@@ -103,67 +91,32 @@ COMPILER_OPTIONS: dict[str, CompilerOptions] = {
     "fsdp+tensor": _NO_WINDOWED_EINSUM,
 }
 
-# Names of weights' dims: embed (model dims), mlp (hidden dims), heads, head_dim, vocab, expert. Of
-# activations': batch, length, the same with activation_; residual_batch and residual_length, rows
-# and time of the residual stream between the parts of blocks. Its rows split as the batch does in a
-# preset without residual_batch. None is a dim that no preset splits. A name in place of dims stands
-# for a setting's value: attention_collectives and mlp_collectives for that of tensor_parallel.
-_RESIDUAL = ("residual_batch", "residual_length", "activation_embed")
-_LOGITS = ("batch", "length", "activation_vocab")
-_SOFTMAX = {
-    "weight_split_dims_mapping": ("embed", "vocab"),
-    "activation_split_dims_mapping": _LOGITS,
-}
-_ATTENTION = {
-    "weight_split_dims_mapping": ("embed", "heads", "head_dim"),
-    "activation_split_dims_mapping": (
-        "batch", "length", "activation_heads", "activation_head_dim",
-    ),
-    "output_split_dims_mapping": _RESIDUAL,
-}
+# The names of weights' dims in this library's layers: model dims, hidden dims, and so on.
+OF_WEIGHTS = ("embed", "mlp", "heads", "head_dim", "vocab", "expert")
+# Of activations' dims. `residual_` are rows and time of the residual stream between the parts of
+# blocks; its rows split as the batch does in a preset without residual_batch.
+OF_ACTIVATIONS = (
+    "batch", "length", "residual_batch", "residual_length", "activation_embed", "activation_mlp",
+    "activation_heads", "activation_head_dim", "activation_vocab",
+)
+# Of a setting's value, tensor_parallel of attentions and of feed-forward layers.
+OF_SETTINGS = ("attention_collectives", "mlp_collectives")
 
-# `{class: {field: logical dims}}`, by MRO. A key that names a template overrides the fields of the
-# layers built from it.
-LOGICAL_DIMS: dict[type, dict[str, Any]] = {
-    SharedEmbeddingSoftmax: {**_SOFTMAX, "lookup_split_dims_mapping": _RESIDUAL},
-    FullSoftmax: _SOFTMAX,
-    Embedding: {
-        "weight_split_dims_mapping": ("vocab", "embed"),
-        "activation_split_dims_mapping": _RESIDUAL,
-    },
-    TrainablePositionalEmbedding: {"weight_split_dims_mapping": (None, "embed")},
-    DotProductAttention: {**_ATTENTION, "tensor_parallel": "attention_collectives"},
-    MultiHeadLatentAttention: _ATTENTION,
-    RgLruBlock: _ATTENTION,
-    TransformerFeedForward: {
-        "weight_split_dims_mapping": ("embed", "mlp"),
-        "hidden_split_dims_mapping": ("batch", "length", "activation_mlp"),
-        "activation_split_dims_mapping": _RESIDUAL,
-        "tensor_parallel": "mlp_collectives",
-    },
-    TransformerFeedForwardMoe: {
-        "weight_split_dims_mapping": ("expert", "embed", "mlp"),
-        "gate_split_dims_mapping": ("embed", None),
-        "activation_split_dims_mapping": _RESIDUAL,
-    },
-    Pipeline: {"activation_split_dims_mapping": _RESIDUAL},
-    VitEntryLayers: {
-        "weight_split_dims_mapping": (None, "embed"),
-        "activation_split_dims_mapping": _RESIDUAL,
-    },
-    VisionTransformer: {"activation_split_dims_mapping": _RESIDUAL},
-    # Features may be of an image or of each token.
-    VitExitLayers: {
-        "weight_split_dims_mapping": ("embed", None),
-        "activation_split_dims_mapping": ("batch",),
-    },
-    ClassificationModel: {
-        "softmax_tpl": {"activation_split_dims_mapping": ("batch", "activation_vocab")}
-    },
-    # No splits, but --set reaches their settings once they are configs.
-    Repeat: {},
-    Transformer: {},
-}
+
+class _FormerRows(dict[type, dict[str, Any]]):
+    """Rows by class; each that is added warns."""
+
+    def __setitem__(self, layer: type, row: dict[str, Any]) -> None:
+        warnings.warn(
+            f"LOGICAL_DIMS is a former way and goes with the next minor version. Say in the class "
+            f"{layer.__name__} what its dims are: splits = praxis_lite.layers.splits(weight=...).",
+            DeprecationWarning, stacklevel=2,
+        )
+        super().__setitem__(layer, row)
+
+
+# A former way: `{class: {field: logical dims}}`, by MRO, before what the classes themselves say.
+LOGICAL_DIMS: dict[type, dict[str, Any]] = _FormerRows()
 
 # Their weights are so small that all presets leave them whole, without a warning.
-LEFT_WHOLE = (LayerNorm, RmsNorm, BatchNorm, GroupNorm, WeightNormL2, RelativeBias)
+LEFT_WHOLE = (Norm, WeightNormL2, RelativeBias)

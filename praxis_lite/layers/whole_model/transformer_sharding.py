@@ -10,18 +10,26 @@ import fiddle as fdl
 
 from praxis_lite.core.errors import ConfigError, require, require_choice
 from praxis_lite.core.sharding.split_dims import DimSplit
+from praxis_lite.layers.base.base_layer import BaseLayer
 from praxis_lite.layers.embedding.positional_embeddings import (
     PositionalEmbedding,
     TrainablePositionalEmbedding,
 )
+from praxis_lite.layers.stacking.repeats import Repeat
 from praxis_lite.layers.stacking.tensor_parallel import TENSOR_PARALLEL
+from praxis_lite.layers.transformer.transformers import Transformer
 from praxis_lite.layers.whole_model.sharding_presets import (
     LEFT_WHOLE,
     LOGICAL_DIMS,
+    OF_ACTIVATIONS,
+    OF_SETTINGS,
+    OF_WEIGHTS,
     SHARDING_PRESETS,
 )
 
 Preset = Mapping[str, DimSplit]
+# They have no splits, but --set reaches their settings once they are configs.
+_HOLDERS = (Repeat, Transformer)
 
 
 def set_sharding_params(
@@ -29,16 +37,16 @@ def set_sharding_params(
 ) -> fdl.Buildable:
     """Returns `model`, the config of a model or of a part of it, with all its splits set.
 
-    This sets the splits of every layer in LOGICAL_DIMS, and of the templates under it, given or by
-    default; other settings stay. A preset without the name "expert" leaves experts as they are, one
-    with None leaves them whole. Logs a warning, once for each class, where a layer has weights to
-    split and neither LOGICAL_DIMS nor the config says how.
+    This sets the splits of every layer that names its dims (`BaseLayer.splits`), and of the
+    templates under it, given or by default; other settings stay. A preset without the name "expert"
+    leaves experts as they are, one with None leaves them whole. Logs a warning, once for each
+    class, where a layer has weights to split and neither its class nor the config says how.
 
     Batches best come as `preset["batch"]` says: an inputs_split_mapping of {"map_2d": (that, None)}
     for ids; one of None, over all devices.
 
     Args:
-      preset: a name in SHARDING_PRESETS; or a dict from the names in LOGICAL_DIMS to the mesh axes
+      preset: a name in SHARDING_PRESETS; or a dict from the layers' names to the mesh axes
         (one, a tuple of them, None) that they split over. A name that it lacks is not split.
 
     Raises:
@@ -51,8 +59,8 @@ def set_sharding_params(
     for name, fields in unsplit.items():
         logging.getLogger("praxis_lite").warning(
             "set_sharding_params leaves %s as it is, whole on every device: the preset does not "
-            "say how it splits. Set its %s, or add it to LOGICAL_DIMS of "
-            "praxis_lite.layers.whole_model.sharding_presets.",
+            "say how it splits. Set its %s, or name its dims in its class, "
+            "splits = praxis_lite.layers.splits(weight=...).",
             name,
             fields,
         )
@@ -65,10 +73,12 @@ def _checked(preset: str | Preset) -> Preset:
     if not isinstance(preset, Mapping):
         require_choice(setting, preset, SHARDING_PRESETS)
         preset = SHARDING_PRESETS[preset]
-    known = dict.fromkeys(name for row in LOGICAL_DIMS.values() for name in _names(row))
+    # Those of the library by themselves: not all of its layers need be imported.
+    known = dict.fromkeys((*OF_WEIGHTS, *OF_ACTIVATIONS, *OF_SETTINGS))
+    known |= dict.fromkeys(name for row in _rows() for name in _names(row))
     for name, axes in preset.items():
         require_choice(f"a name in {setting}", name, known)
-        if name in _settings():
+        if name in OF_SETTINGS:
             if axes is not None:
                 require_choice(f"{setting}[{name!r}]", axes, TENSOR_PARALLEL)
             continue
@@ -85,9 +95,14 @@ def _names(row: Mapping[str, Any]) -> Iterator[str]:
             yield from [dims] if isinstance(dims, str) else filter(None, dims)
 
 
-def _settings() -> set[str]:
-    """Returns the names that stand for a setting's value, rather than for a dim."""
-    return {dims for row in LOGICAL_DIMS.values() for dims in row.values() if isinstance(dims, str)}
+def _rows() -> list[Mapping[str, Any]]:
+    """Returns the rows of LOGICAL_DIMS, and what all layers that are there say."""
+    rows, classes = list(LOGICAL_DIMS.values()), [BaseLayer]
+    while classes:
+        layer = classes.pop()
+        rows += [layer.splits, layer.preset_settings, layer.template_splits]
+        classes += layer.__subclasses__()
+    return rows
 
 
 def _set_splits(
@@ -166,9 +181,15 @@ def _with_splits(template: Any, *args: Any) -> Any:
 
 
 def _row(layer: Any) -> Mapping[str, Any] | None:
-    """Returns the row in LOGICAL_DIMS of a class or its nearest base, or None."""
-    bases = layer.__mro__ if inspect.isclass(layer) else ()
-    return next((LOGICAL_DIMS[base] for base in bases if base in LOGICAL_DIMS), None)
+    """Returns the names of a class's dims by setting, and by template; None: it says nothing."""
+    if not (inspect.isclass(layer) and issubclass(layer, BaseLayer)):
+        return None
+    for base in layer.__mro__:
+        if base in LOGICAL_DIMS:
+            return LOGICAL_DIMS[base]
+    named = {name: dims for name, dims in layer.splits.items() if any(dims)}
+    row = {**named, **layer.preset_settings, **layer.template_splits}
+    return row or ({} if issubclass(layer, _HOLDERS) else None)
 
 
 def _name(layer: Any) -> str:

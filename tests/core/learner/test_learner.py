@@ -27,7 +27,7 @@ from praxis_lite.core.learner.slots import slot_specs
 from praxis_lite.core.partitioner.steps import init_state, train_step
 from praxis_lite.core.sharding.weight_spec import spec_items
 from praxis_lite.layers import BaseLayer, Linear, lora
-from praxis_lite.layers.base_layer import stacked
+from praxis_lite.layers.base.variables import stacked
 from praxis_lite.optimizers import DynamicLossScale, regularized
 from praxis_lite.run.trainer.metrics.weighted import WeightedMean
 from tests.support.marks import slow_but

@@ -15,7 +15,7 @@ from praxis_lite.core import Learner, TrainState
 from praxis_lite.core.models.nnx_model import mdl_vars_of
 from praxis_lite.core.partitioner import steps
 from praxis_lite.layers import BaseLayer
-from praxis_lite.layers.base_layer import zeros
+from praxis_lite.layers.base.base_layer import zeros
 from praxis_lite.models import FunctionModel, LinenModel
 from praxis_lite.optimizers import VariationalNoise
 from praxis_lite.tasks.image_classification import ClassificationTask

@@ -14,7 +14,8 @@ from praxis_lite import ConfigError, Task
 from praxis_lite.core import Learner, SplitDims
 from praxis_lite.core.partitioner.train_state import state_layout
 from praxis_lite.layers import BaseLayer
-from praxis_lite.layers.base_layer import stacked, zeros
+from praxis_lite.layers.base.base_layer import zeros
+from praxis_lite.layers.base.variables import stacked
 
 P = PartitionSpec
 AXIS_SIZES = {"replica": 1, "data": 4, "mdl": 2}

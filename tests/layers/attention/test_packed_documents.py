@@ -11,7 +11,7 @@ from flax import nnx
 
 from praxis_lite import ConfigError, layers
 from praxis_lite.layers.attention.kernels import KERNELS
-from praxis_lite.layers.base_layer import variables
+from praxis_lite.layers.base.variables import variables
 from tests.support import packed_rows
 from tests.support.marks import slow_but
 from tests.support.packed_rows import PADDING, Packing

@@ -15,7 +15,7 @@ from flax import nnx
 from praxis_lite import ConfigError, layers
 from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
 from praxis_lite.layers import SHARDING_PRESETS, DotProductAttention, TransformerFeedForward
-from praxis_lite.layers.base_layer import variables
+from praxis_lite.layers.base.variables import variables
 from praxis_lite.layers.whole_model.adapters import lora
 from praxis_lite.layers.whole_model.quantization import QuantizationRule, quantized
 from praxis_lite.tasks.language_model import LanguageModelTask

@@ -13,7 +13,13 @@ from praxis_lite import ConfigError, layers
 from praxis_lite.core import NnxModel
 from praxis_lite.core.models.model import spec_leaves
 from praxis_lite.experiments import vision
-from praxis_lite.layers import LOGICAL_DIMS, SHARDING_PRESETS, BaseLayer, set_sharding_params
+from praxis_lite.layers import (
+    LOGICAL_DIMS,
+    SHARDING_PRESETS,
+    BaseLayer,
+    set_sharding_params,
+    splits,
+)
 from praxis_lite.layers.whole_model.sharding_presets import LEFT_WHOLE
 from tests.layers.whole_model import preset_runs
 from tests.layers.whole_model.preset_runs import AXES, EVEN, both_ends
@@ -233,13 +239,20 @@ def test_of_this_librarys_models_there_is_nothing_to_say(model, caplog):
     assert not caplog.messages
 
 
-def test_a_users_layer_splits_once_it_has_a_row(monkeypatch, caplog):
-    row = {"weight_split_dims_mapping": ("embed", "own")}
-    monkeypatch.setitem(LOGICAL_DIMS, OwnFeedForward, row)
-    config = lm_with_block(tr_fflayer_tpl=OwnFeedForward)
-    set_sharding_params(config, {"embed": "data", "own": "mdl"})
-    actual = config.transformer_layer_tpl.tr_fflayer_tpl
-    assert actual == fdl.Partial(OwnFeedForward, weight_split_dims_mapping=("data", "mdl"))
+class NamedFeedForward(OwnFeedForward):
+    splits = splits(weight=("embed", "own"))
+
+
+def test_a_users_layer_splits_once_it_names_its_dims(caplog):
+    for layer in (NamedFeedForward, OwnFeedForward):
+        if layer is OwnFeedForward:  # The former way.
+            with pytest.warns(DeprecationWarning, match=r"OwnFeedForward.*splits\(weight=\.\.\.\)"):
+                LOGICAL_DIMS[layer] = {"weight_split_dims_mapping": ("embed", "own")}
+        config = lm_with_block(tr_fflayer_tpl=layer)
+        set_sharding_params(config, {"embed": "data", "own": "mdl"})
+        actual = config.transformer_layer_tpl.tr_fflayer_tpl
+        assert actual == fdl.Partial(layer, weight_split_dims_mapping=("data", "mdl"))
+    del LOGICAL_DIMS[OwnFeedForward]
     assert not caplog.messages
 
 
@@ -256,30 +269,33 @@ def test_templates_inside_adapters_and_partials_are_reached():
 
 
 # Their mappings come from the layer that has them; or are the user's to set.
-WITHOUT_A_ROW = {
+WITHOUT_NAMES = {
     "AttentionProjection", "Bias", "CombinedQKVProjectionLayer", "Conv2D", "ConvBNAct",
     "DepthwiseConv1D", "Einsum", "FeedForward", "Linear", "Mlp", "OneHeadedAttentionProjection",
     "RgLru",
 }
 
 
-def test_every_layer_with_weights_to_split_has_a_row_or_a_reason():
+def test_every_layer_with_weights_to_split_names_their_dims_or_has_a_reason():
     without = set()
     for name in layers.__all__:
         layer = getattr(layers, name)
         if inspect.isclass(layer) and "weight_split_dims_mapping" in inspect.signature(
             layer
-        ).parameters and not issubclass(layer, (*LOGICAL_DIMS, *LEFT_WHOLE)):
+        ).parameters and not issubclass(layer, LEFT_WHOLE) and not any(
+            layer.splits["weight_split_dims_mapping"]
+        ):
             without.add(name)
-    assert without == WITHOUT_A_ROW
+    assert without == WITHOUT_NAMES
 
 
 def test_every_field_exists_and_every_name_of_a_preset_is_some_layers():
     names = set()
-    for layer, row in LOGICAL_DIMS.items():
-        for field, dims in row.items():
-            assert field in inspect.signature(layer).parameters
-            if not isinstance(dims, dict):
+    for name in layers.__all__:
+        layer = getattr(layers, name)
+        if inspect.isclass(layer) and issubclass(layer, BaseLayer):
+            for field, dims in (*layer.splits.items(), *layer.preset_settings.items()):
+                assert field in inspect.signature(layer).parameters, (layer, field)
                 names |= {dims} if isinstance(dims, str) else set(dims)
     for preset in SHARDING_PRESETS.values():
         assert preset.keys() <= names

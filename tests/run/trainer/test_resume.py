@@ -44,7 +44,7 @@ from praxis_lite.layers import BatchNorm, Dropout, Linear
 from praxis_lite.core.learner.learner import Learner
 from praxis_lite.optimizers.loss_scaling import DynamicLossScale
 from praxis_lite.core.learner.optimizer_groups import AuxiliaryOptimizer
-from praxis_lite.layers.base_layer import BaseLayer
+from praxis_lite.layers.base.base_layer import BaseLayer
 from tests.support.float16 import HALF
 from praxis_lite.tasks.loss import LossTask
 

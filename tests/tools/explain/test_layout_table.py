@@ -17,7 +17,7 @@ from praxis_lite.core import Learner, StateLayout
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.train_state import state_layout
 from praxis_lite.layers import BaseLayer
-from praxis_lite.layers.base_layer import stacked
+from praxis_lite.layers.base.variables import stacked
 from praxis_lite.run.trainer.layout_table import (
     LONG_DECISION,
     bytes_per_device,

@@ -21,7 +21,7 @@ from praxis_lite.core import (
     make_mesh,
 )
 from praxis_lite.layers import BaseLayer, FeedForward, Repeat
-from praxis_lite.layers.base_layer import ones
+from praxis_lite.layers.base.base_layer import ones
 from praxis_lite.models import FunctionModel, LinenModel
 from praxis_lite.optimizers import DynamicLossScale
 from praxis_lite.run.job.job_dir import JobDir
@@ -358,7 +358,7 @@ def test_a_line_of_the_library_is_said_with_the_line_outside_that_called_it(tmp_
     partitioner = Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1))))
     message = Bench(partitioner, 13).report(tmp_path, {"ffn/linear/w": ((), 3e38)})
     assert re.search(
-        r"in the layer linear, made by dot_general, at base_layer\.py:\d+, "
+        r"in the layer linear, made by dot_general, at dense\.py:\d+, "
         f"called at {line_of('calling')}", message,
     ), message
 
@@ -393,5 +393,5 @@ def test_a_language_model_on_uneven_sizes_is_told_its_layer(tmp_path):
         reports.look(1, state, batch, key, outputs)
         where = f"in the layer transformer/blocks[{layer}]/{name}/linear"
         assert ", in the forward pass: " in message[1] and where in message[1], message
-        assert "made by dot_general, at base_layer.py:" in message[1]
+        assert "made by dot_general, at dense.py:" in message[1]
         message.clear()

@@ -22,7 +22,7 @@ from praxis_lite.layers import (
     rotary_lm,
     set_sharding_params,
 )
-from praxis_lite.layers.base_layer import BaseLayer
+from praxis_lite.layers.base.base_layer import BaseLayer
 from praxis_lite.models import FunctionModel, LinenModel
 from praxis_lite.tasks.language_model import LanguageModelTask
 from tests.tools.testing import collectives

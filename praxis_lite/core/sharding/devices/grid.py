@@ -52,9 +52,7 @@ def torus_grid(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray:
                 process_is_granule=_hosts_are_slices(config, devices),
                 allow_split_physical_axes=split,
             )
-        return mesh_utils.create_device_mesh(
-            config.shape, devices, allow_split_physical_axes=split
-        )
+        return mesh_utils.create_device_mesh(config.shape, devices, allow_split_physical_axes=split)
     except NotImplementedError as error:
         raise ConfigError(
             f"mesh.ici_mesh_shape {tuple(config.ici_mesh_shape)} does not fit the devices' "

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from praxis_lite.core.task import Task
-from praxis_lite.layers.base_layer import rebuilt
+from praxis_lite.layers.base.variables import rebuilt
 
 Batch = Mapping[str, np.ndarray]
 MOST_TOKENS = 256  # Decoded one by one.

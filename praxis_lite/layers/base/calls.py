@@ -13,6 +13,7 @@ from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, is_whole, require
 from praxis_lite.core.models.layer_paths import attribute_name
+from praxis_lite.core.sharding.split_dims import SplitDims
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
@@ -65,6 +66,42 @@ def takes_settings_of(*bases: type, but: Collection[str] = ()) -> Callable[[Init
         return checked
 
     return decorated
+
+
+def with_settings(
+    init: Callable[..., None], names: Collection[str],
+    take: Callable[[Any, dict[str, Any]], None],
+) -> Callable[..., None]:
+    """Returns a layer's constructor that also has the settings `names`, by default None.
+
+    `take` gets the layer and those that were given, before the constructor begins. Settings that
+    the constructor names itself it gets itself.
+    """
+    local = inspect.signature(inspect.unwrap(init)).parameters
+    taken = [name for name in names if name not in local]
+    if not taken:
+        return init
+    parameters = inspect.signature(init).parameters
+    added = {
+        name: inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=SplitDims
+        )
+        for name in taken if name not in parameters
+    }
+    at_end = [p for p in parameters.values() if p.kind is p.VAR_KEYWORD]
+    signature = inspect.Signature(
+        [*(p for p in parameters.values() if p not in at_end), *added.values(), *at_end]
+    )
+
+    @functools.wraps(init)
+    def taking(self: Any, *args: Any, **kwargs: Any) -> None:
+        take(self, {name: kwargs.pop(name) for name in taken if name in kwargs})
+        init(self, *args, **kwargs)
+
+    taking.__signature__ = signature
+    # Where --set looks for the types.
+    inspect.unwrap(init).__annotations__ |= {name: SplitDims for name in added}
+    return taking
 
 
 # The layer whose method is being traced.

@@ -1,0 +1,179 @@
+"""The base of dense layers, whose product can be replaced.
+
+Adapters and rounding of a whole model are other products. What the weights are called, and all else
+that a layer does, stays.
+"""
+
+import abc
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from praxis_lite.core.sharding.split_dims import SplitDims, constrain
+from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, broadcast_as, xavier
+from praxis_lite.layers.base.dims import NONE, matrix_of, merged_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """How a dense layer multiplies its inputs and its weight: exactly, in the inputs' dtype.
+
+    A subclass multiplies in another way. It is a setting, without arrays of its own: weights that
+    it needs are the layer's.
+    """
+
+    def __call__(self, layer: "Dense", inputs: jax.Array) -> jax.Array:
+        """Returns the outputs of the layer's equation, and any bias."""
+        return layer.biased(self.multiplied(layer, inputs))
+
+    def multiplied(self, layer: "Dense", inputs: jax.Array) -> jax.Array:
+        """Returns the outputs of the layer's equation."""
+        w = layer.w[...]
+        if isinstance(w, StoredWeight):
+            return w.multiplied(layer, inputs)
+        return jnp.einsum(in_order(layer.equation), inputs, layer.kernel(inputs.dtype))
+
+    def factors(self, layer: "Dense", inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        """Returns the answer of `Linear.factors`."""
+        return [(inputs, layer.w[...].astype(layer.w.dtype))]
+
+    def column_factors(self, layer: "Dense") -> list[tuple[jax.Array, jax.Array | None]]:
+        """Returns the answer of `Linear.column_factors`."""
+        return [(layer.w[...].astype(layer.w.dtype).T, None)]
+
+    def adds_up(self) -> bool:
+        """Returns True if products of parts of the summed dims add up to the product."""
+        return True
+
+
+@functools.cache
+def in_order(equation: str) -> str:
+    """Returns an equation of inputs and a weight that sums over the weight's dims as they lie.
+
+    `jnp.einsum` sums over several dims in the order of their letters. Where that is another one XLA
+    copies the weight, in decoding for each token.
+    """
+    operands, outputs = equation.split("->")
+    weight = operands.split(",")[1]
+    summed = [letter for letter in weight if letter not in outputs]
+    return equation.translate(str.maketrans("".join(summed), "".join(sorted(summed))))
+
+
+class StoredWeight(abc.ABC):
+    """A weight that decoding keeps as something else than an array."""
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> Any:
+        """The dtype of the weight that it stands for."""
+
+    def __getitem__(self, index: Any) -> Any:
+        """Returns the weight itself for `...`, as a variable reads it, else a part as an array."""
+        return self if index is ... else self.astype(self.dtype)[index]
+
+    @abc.abstractmethod
+    def astype(self, dtype: Any) -> jax.Array:
+        """Returns the weight as an array."""
+
+    @abc.abstractmethod
+    def multiplied(self, layer: "Dense", inputs: jax.Array) -> jax.Array:
+        """Returns the answer of `Product.multiplied`."""
+
+
+class Dense(BaseLayer):
+    """Returns the einsum of inputs and a weight `w`, plus any bias `b` of the layer.
+
+    A subclass sets the attributes. Its `w` may have dims of the equation merged. To be adapted and
+    rounded it keeps `__call__`; the shape of the results it changes in `finished`.
+
+    Attributes:
+      equation: of inputs and weight, "...d,df->...f". The dims that the weight gives to the
+        outputs are those of the bias.
+      kernel_shape: a size for each of the weight's letters; -1 where a device may hold a part.
+      product: how the two are multiplied.
+    """
+
+    equation: str
+    kernel_shape: tuple[int, ...]
+    w: nnx.Param
+    b: nnx.Param | None = None
+    product: Product = Product()
+    activation_split_dims_mapping: SplitDims = None
+
+    def make(
+        self, *dims: int, init: Initializer = xavier, bias_init: Initializer | None = None,
+        merged: str = "", in_parts: str = "", rngs: nnx.Rngs,
+    ) -> None:
+        """Makes `w`, and `b` if it has an initializer.
+
+        Args:
+          dims: sizes, or results of `self.dims`, of the weight's letters in the equation.
+          init, bias_init: of the two.
+          merged: letters, one after the other, that are one dim of `w`, and of `b`.
+          in_parts: the letter of which a device may hold a part (tensor_parallel).
+          rngs: of the weights.
+        """
+        operands, outputs = self.equation.split("->")
+        letters = operands.split(",")[1]
+        dim_of = dict(zip(letters, dims, strict=True))
+        self.kernel_shape = tuple(-1 if x == in_parts else int(dim_of[x]) for x in letters)
+        groups = [merged if x in merged else x for x in letters if x not in merged[1:]]
+        of_w = {group: merged_dim(*(dim_of[x] for x in group)) for group in groups}
+        matrix = matrix_of(self.equation, groups)
+        self.w = self.weight(tuple(of_w.values()), init=init, matrix=matrix, rngs=rngs)
+        if bias_init is not None:
+            of_outputs = sorted(outputs.index(group[0]) for group in of_w if group[0] in outputs)
+            of_b = tuple(dim for i in of_outputs for x, dim in of_w.items() if x[0] == outputs[i])
+            self.b = self.weight(of_b, init=bias_init, matrix=NONE, rngs=rngs)
+
+    @property
+    def letters(self) -> tuple[str, ...]:
+        """The letters of each dim of `w` but a stack's, several where it has merged dims."""
+        letters = self.equation.split("->")[0].split(",")[1]
+        size_of = dict(zip(letters, self.kernel_shape, strict=True))
+        num_stacked = len(self.w.get_metadata().get("stack_split_dims_mapping", ()))
+        shape, groups = self.w.shape[num_stacked:], []
+        num_merged = 1 + len(letters) - len(shape)
+        for size in shape:
+            length = 1 if size_of[letters[0]] == size else num_merged
+            groups.append(letters[:length])
+            letters, num_merged = letters[length:], num_merged - length + 1
+        return tuple(groups)
+
+    def kernel(self, dtype: Any) -> jax.Array:
+        """Returns the weight in the equation's dims."""
+        # Cast first: its gradient is then cast last, after a scan (core/partitioner/narrow_scans).
+        w = self.w[...].astype(dtype)
+        return w if w.ndim == len(self.kernel_shape) else w.reshape(self.kernel_shape)
+
+    def finished(self, outputs: jax.Array) -> Any:
+        """Returns the results of `__call__`, given the sum of product and bias."""
+        return constrain(outputs, self.activation_split_dims_mapping)
+
+    def biased(self, outputs: jax.Array) -> jax.Array:
+        """Returns the outputs of the equation plus any bias."""
+        if self.b is None:
+            return outputs
+        return outputs + broadcast_as(self.beside(outputs, self.b[...]), outputs)
+
+    def beside(self, outputs: jax.Array, x: jax.Array) -> jax.Array:
+        """Returns an array of the dims that the weight gives to the outputs, to broadcast there."""
+        operands, results = self.equation.split("->")
+        weight = operands.split(",")[1]
+        size_of = dict(zip(weight, self.kernel_shape, strict=True))
+        num_leading = outputs.ndim - len(results.replace("...", ""))
+        # Dims that the weight does not give are 1.
+        shape = [size_of.get(dim, 1) for dim in results.replace("...", " " * num_leading)]
+        return x.reshape(shape)
+
+    def __call__(self, inputs: jax.Array) -> Any:
+        return self.finished(self.product(self, inputs))
+
+
+def is_dense(layer: Any) -> bool:
+    """Returns True if a layer computes as Dense says, so that its product can be replaced."""
+    return isinstance(layer, Dense) and type(layer).__call__ is Dense.__call__

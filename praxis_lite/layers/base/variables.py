@@ -1,0 +1,93 @@
+"""Variables of layers that are no weights; and those of a whole module, listed and replaced."""
+
+from collections.abc import Iterator
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from praxis_lite.core.sharding.split_dims import DimSplit
+
+Tree = TypeVar("Tree")
+
+
+class AuxLoss(nnx.Intermediate):
+    """A scalar that a pass adds to the training loss, such as a router's load balance.
+
+    Intermediates are declared in the constructor, as zeros, and set by each pass. They are neither
+    trained nor kept: a step starts from zeros, and checkpoints leave them out.
+    """
+
+
+class Summary(nnx.Intermediate):
+    """A scalar that a pass reports, such as the share of tokens that a router dropped."""
+
+
+def intermediates(module: nnx.Module, kind: type[nnx.Variable]) -> dict[str, jax.Array]:
+    """Returns by path a pass's values in the variables of `kind`: [layers] in a stack."""
+    return {
+        "/".join(map(str, path)): node.get_value()
+        for path, node in nnx.iter_graph(module)
+        if isinstance(node, kind)
+    }
+
+
+def aux_loss(module: nnx.Module) -> jax.Array | None:
+    """Returns the sum of a pass's AuxLoss variables, or None if it left none."""
+    losses = intermediates(module, AuxLoss).values()
+    return sum((jnp.sum(x) for x in losses), start=jnp.zeros(())) if losses else None
+
+
+def assigned_values(module: nnx.Module) -> dict[tuple, jax.Array]:
+    """Returns by path the value of each variable that a pass may assign: all but the weights.
+
+    What is assigned inside `jax.lax.scan` or `jax.checkpoint` stays there unless returned: a layer
+    that calls others inside one returns this and gives it to `assign`.
+    """
+    return {
+        path: node.get_value()
+        for path, node in nnx.iter_graph(module)
+        if isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param)
+    }
+
+
+def assign(module: nnx.Module, values: dict[tuple, jax.Array]) -> None:
+    """Assigns `values` of `assigned_values` to the variables of `module`."""
+    for path, node in nnx.iter_graph(module):
+        if path in values:
+            node.set_value(values[path])
+
+
+def rebuilt(module: Tree) -> Tree:
+    """Returns a copy of a module whose variables the body of a scan or loop may assign to.
+
+    That body is a trace of its own, in which Flax refuses to assign to a module from outside. What
+    is assigned to the copy stays there.
+    """
+    return jax.tree.map(lambda x: x, module)
+
+
+def variables(module: nnx.Module) -> Iterator[nnx.Variable]:
+    """Yields each variable of a module once."""
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Variable):
+            yield node
+
+
+def stacked(
+    module: nnx.Module, stack_split: DimSplit, *, num_dims_apart: int = 0
+) -> nnx.Module:
+    """Returns `module`, whose arrays got a leading dim by `jax.vmap`, with that dim declared.
+
+    Args:
+      stack_split: how the dim splits.
+      num_dims_apart: of so many of its stacked dims the layer that calls `module` takes
+        `LayersApart` too, in decoding.
+    """
+    for variable in variables(module):
+        inner = variable.get_metadata().get("stack_split_dims_mapping", ())
+        variable.set_metadata(
+            stack_split_dims_mapping=(stack_split, *inner), num_dims_apart=num_dims_apart
+        )
+    return module
