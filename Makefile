@@ -79,6 +79,8 @@ $(INSTALLED): setup.py
 	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "$(PYTHON) cannot make virtual environments: its venv and ensurepip modules are missing."; \
 	  echo "On Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@[ ! -L $(VENV) ] || { \
+	  echo "$(VENV) is a link: the environment behind it would be emptied. Remove the link."; exit 1; }
 	@echo "Setting up $(VENV) (jax, flax, tensorflow, ...): takes some minutes, once."
 	@"$(PYTHON)" -m venv --clear $(VENV)
 	@$(VENV_PYTHON) -m pip install -qq --disable-pip-version-check --editable '.[plots]'

@@ -151,8 +151,9 @@ class Learner:
         items = {"/".join(path): (path, spec) for path, spec in spec_items(weight_specs)}
         names = self._optimizer_names(list(items))
         together = []
+        declared = {path: spec for path, (_, spec) in items.items()}
         optimizers = {
-            name: type(optimizer)(*(knows_weights(part, weight_specs) for part in optimizer))
+            name: type(optimizer)(*(knows_weights(part, declared) for part in optimizer))
             for name, optimizer in self._optimizers.items()
         }
         for name, optimizer in optimizers.items():

@@ -3,7 +3,7 @@
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -74,13 +74,12 @@ _declared = contextvars.ContextVar("declared weights")
 
 
 def declared_weight(path: str) -> WeightSpec | None:
-    """Returns the declaration of a weight of the optimizer that runs; None: it is not known."""
+    """Returns the WeightSpec at a path under params while an optimizer runs; None: unknown."""
     return _declared.get({}).get(path)
 
 
-def knows_weights(function: Callable[..., Any], weight_specs: Any) -> Callable[..., Any]:
-    """Returns an optimizer's function, inside which `declared_weight` answers."""
-    declared = {"/".join(path): spec for path, spec in spec_items(weight_specs)}
+def knows_weights(function: Callable, declared: Mapping[str, WeightSpec]) -> Callable:
+    """Returns an optimizer's function that gets the specs by path from `declared_weight`."""
 
     @functools.wraps(function)
     def knowing(*args: Any, **kwargs: Any) -> Any:

@@ -140,10 +140,8 @@ class DotProductAttention(AttentionHeads):
             },
         )
         self.tensor_parallel = tensor_parallel
-        self.sinks = (
-            self.weight((self.num_heads,), init=zeros, rngs=settings["rngs"])
-            if attention_sinks else None
-        )
+        N, rngs = self.num_heads, settings["rngs"]
+        self.sinks = self.weight((N,), init=zeros, rngs=rngs) if attention_sinks else None
         require_one_source(self, self.combined_qkv is None or not is_cross_attention)
         self.is_causal, self.is_cross_attention = is_causal, is_cross_attention
         if is_causal:

@@ -94,8 +94,8 @@ class BaseLayer(nnx.Module):
         Args:
           shape: sizes, or dims of `self.dims`.
           split_dims_mapping: how it splits; None: as its dims say.
-          matrix: which of its dims are those of a matrix, for optimizers: `matrix_of`, or NONE of
-            a weight that is none; None: a weight of two dims is one.
+          matrix: its dims that make a matrix, for optimizers: a result of `matrix_of`, or NONE for
+            no matrix; None: a weight of two dims is one. A weight with a dim of classes never is.
         """
         if split_dims_mapping is None:
             split_dims_mapping = split_of(shape)

@@ -38,8 +38,8 @@ class Dim(int):
 
     Attributes:
       name: of what it counts; None: it has no name.
-      split: the mesh axes that it splits over; None: it is whole.
-      is_said: whether a setting says how it splits, be it None.
+      split: the mesh axes that it splits over; None: no axis splits it.
+      is_said: True if a setting decided the split; a split of None is then a decision too.
     """
 
     name: str | None

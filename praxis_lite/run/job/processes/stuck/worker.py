@@ -10,6 +10,8 @@ from praxis_lite.run.job.processes.stuck.stacks import give_when_asked, stacks
 _EVERY_SECONDS = 1.0
 # A worker that has waited for so long says what for, should somebody ask.
 _WAITS_SECONDS = 20.0
+# Of its stacks: they fit into the pipe, where a supervisor that is stopped reads nothing.
+_MOST_CHARACTERS = 30_000
 
 
 def tell_supervisor(process: int, num_processes: int) -> None:
@@ -38,4 +40,4 @@ def _tell(process: int, num_processes: int) -> None:
         elif not has_told_wait:
             has_told_wait = True
             collectives = list(map(own.first_collective, range(num_processes)))
-            order.report(first_collectives=collectives, stacks=stacks())
+            order.report(first_collectives=collectives, stacks=stacks()[:_MOST_CHARACTERS])
