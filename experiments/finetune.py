@@ -14,7 +14,7 @@ from praxis_lite.layers import adapted
 __all__ = ["LORA", "PyDocsFull", "PyDocsLora"]
 
 # The paths of the weights that LoRA adds to a model.
-LORA = r".*/lora_[ab]$"
+LORA = r".*/lora_[abm]$"
 
 
 def code():

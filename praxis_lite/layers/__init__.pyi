@@ -95,9 +95,9 @@ from praxis_lite.layers.whole_model.adapters import lora as lora
 from praxis_lite.layers.whole_model.adapters import merge_adapters as merge_adapters
 from praxis_lite.layers.whole_model.quantization import QuantizationRule as QuantizationRule
 from praxis_lite.layers.whole_model.quantization import quantized as quantized
-from praxis_lite.layers.whole_model.quantization import quantized_einsum as quantized_einsum
 from praxis_lite.layers.whole_model.reference import reference_of as reference_of
 from praxis_lite.layers.whole_model.reference import with_reference as with_reference
+from praxis_lite.layers.whole_model.rounded_products import quantized_einsum as quantized_einsum
 from praxis_lite.layers.whole_model.sharding_presets import COMPILER_OPTIONS as COMPILER_OPTIONS
 from praxis_lite.layers.whole_model.sharding_presets import LOGICAL_DIMS as LOGICAL_DIMS
 from praxis_lite.layers.whole_model.sharding_presets import SHARDING_PRESETS as SHARDING_PRESETS

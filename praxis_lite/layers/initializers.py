@@ -209,6 +209,32 @@ class WeightInit:
         return WeightInit("delta_orthogonal", scale)
 
 
+@dataclasses.dataclass(frozen=True)
+class TrueFans:
+    """A draw as Xavier's, with the fans that a weight has in its product.
+
+    The layer that makes the weight knows them: it calls `of`.
+    """
+
+    def of(self, summed: Sequence[int], made: Sequence[int]) -> Draw:
+        """Returns the function that draws, as `WeightInit` does.
+
+        Args:
+          summed, made: the weight's dims that are of inputs, and of outputs. Others number weights,
+            and count in neither, as in Pax with explicit axes of fans.
+        """
+        axes = {"in_axis": tuple(summed), "out_axis": tuple(made)}
+
+        def drawn(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+            others = tuple(dim for dim in range(len(shape)) if dim not in (*summed, *made))
+            init = jax.nn.initializers.variance_scaling(
+                1.0, "fan_avg", "uniform", batch_axis=others, **axes
+            )
+            return init(key, shape, dtype)
+
+        return drawn
+
+
 _FACTORS: dict[str, Callable[[tuple[int, ...], int, int], float]] = {
     "one": lambda shape, fan_in, fan_out: 1.0,
     "dim": lambda shape, fan_in, fan_out: math.prod(shape[:1]) ** -0.5,

@@ -14,7 +14,7 @@ from praxis_lite.layers.activations import ActivationFn, activation_fn
 from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, broadcast_as, xavier, zeros
 from praxis_lite.layers.base.calls import require_positive
 from praxis_lite.layers.base.dense import Dense
-from praxis_lite.layers.base.dims import Dim, splits
+from praxis_lite.layers.base.dims import Dim, matrix_of, splits
 from praxis_lite.layers.initializers import WeightInit
 
 # D input dims, F output dims.
@@ -202,7 +202,7 @@ class Einsum(Dense):
         bias_init: Initializer = zeros,
         rngs: nnx.Rngs,
     ):
-        inputs, weight, outputs = _letters(equation)
+        _, weight, _ = _letters(equation)
         require_positive(self, **{f"weight_shape[{i}]": n for i, n in enumerate(weight_shape)})
         if len(weight) != len(weight_shape):
             raise ConfigError(
@@ -211,11 +211,8 @@ class Einsum(Dense):
             )
         weight_shape = tuple(weight_shape)
         if weight_init is None:
-            weight_init = WeightInit(
-                "xavier",
-                fan_in_axes=tuple(i for i, dim in enumerate(weight) if dim not in outputs),
-                fan_out_axes=tuple(i for i, dim in enumerate(weight) if dim not in inputs),
-            )
+            summed, made = matrix_of(equation, weight)
+            weight_init = WeightInit("xavier", fan_in_axes=summed, fan_out_axes=made)
         self.equation = equation.replace(" ", "")
         self.make(
             *self.dims(*weight_shape), init=weight_init, bias_init=bias_init if has_bias else None,

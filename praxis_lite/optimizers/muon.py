@@ -31,7 +31,7 @@ from praxis_lite.core.sharding.weight_spec import declared_weight
 PyTree = Any
 
 # Weights with these in their paths are AdamW's where their layers do not say what they are.
-_ADAMW = re.compile(r"(.*/)?((softmax|logits)/.+|lora_[ab])")
+_ADAMW = re.compile(r"(.*/)?((softmax|logits)/.+|lora_[abm])")
 
 
 def muon_matrices(

@@ -1,7 +1,5 @@
 """From model dims to heads and back, and the learned scale of queries. Names are Pax's."""
 
-from collections.abc import Sequence
-
 import jax
 import numpy as np
 from flax import nnx
@@ -11,16 +9,9 @@ from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, broadcast
 from praxis_lite.layers.base.calls import require_positive
 from praxis_lite.layers.base.dense import Dense
 from praxis_lite.layers.base.dims import splits
+from praxis_lite.layers.initializers import TrueFans
 
 # D model dims, N heads, K dims per head.
-
-def _init(explicit: bool, in_axis: int, out_axis: int | Sequence[int]) -> Initializer:
-    if not explicit:
-        return xavier
-    return jax.nn.initializers.variance_scaling(
-        1.0, "fan_avg", "uniform", in_axis=in_axis, out_axis=out_axis
-    )
-
 
 class AttentionProjection(Dense):
     """Projects [..., D] to heads [..., N, K], or back; its weight is [D, N, K] either way.
@@ -60,15 +51,12 @@ class AttentionProjection(Dense):
             )
         D, N, K = dims = self.dims(input_dim, num_heads, dim_per_head)
         self.equation = "...nk,dnk->...d" if is_output_projection else "...d,dnk->...nk"
-        heads = (1,) if attention_combine_dims else (1, 2)
-        fans = (0, heads)
         if is_output_projection and use_nhd_shape:
             self.equation, dims = "...nk,nkd->...d", (N, K, D)
-            fans = (len(heads), tuple(range(len(heads))))
+        init = params_init or (TrueFans() if explicit_fan_in_fan_out_axes else xavier)
         self.make(
-            *dims, init=params_init or _init(explicit_fan_in_fan_out_axes, *fans),
-            bias_init=zeros if use_bias else None, merged="nk" if attention_combine_dims else "",
-            in_parts="n", rngs=rngs,
+            *dims, init=init, bias_init=zeros if use_bias else None,
+            merged="nk" if attention_combine_dims else "", in_parts="n", rngs=rngs,
         )
 
 
@@ -126,10 +114,9 @@ class CombinedQKVProjectionLayer(Dense):
         rngs: nnx.Rngs,
     ):
         require_positive(self, input_dim=input_dim, num_heads=num_heads, dim_per_head=dim_per_head)
-        heads = (2,) if attention_combine_dims else (2, 3)
         self.make(
             3, *self.dims(input_dim, num_heads, dim_per_head),
-            init=_init(explicit_fan_in_fan_out_axes, 1, heads),
+            init=TrueFans() if explicit_fan_in_fan_out_axes else xavier,
             bias_init=zeros if use_bias else None, merged="nk" if attention_combine_dims else "",
             in_parts="n", rngs=rngs,
         )

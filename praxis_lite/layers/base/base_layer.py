@@ -21,9 +21,9 @@ from praxis_lite.layers.base.dims import (
     names_of,
     split_of,
 )
-from praxis_lite.layers.initializers import WeightInit
+from praxis_lite.layers.initializers import TrueFans, WeightInit
 
-Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array] | TrueFans
 
 xavier = WeightInit.Xavier()  # Pax's default.
 zeros = jax.nn.initializers.zeros
@@ -99,6 +99,8 @@ class BaseLayer(nnx.Module):
         """
         if split_dims_mapping is None:
             split_dims_mapping = split_of(shape)
+        if isinstance(init, TrueFans):
+            init = init.of(*(matrix or Matrix((0,), (1,))))
         names = names_of(shape)
         if CLASSES in names:  # It embeds, or makes logits.
             matrix = NONE

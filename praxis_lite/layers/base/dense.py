@@ -16,6 +16,7 @@ from flax import nnx
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, broadcast_as, xavier
 from praxis_lite.layers.base.dims import NONE, matrix_of, merged_dim
+from praxis_lite.layers.initializers import TrueFans
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +24,17 @@ class Product:
     """How a dense layer multiplies its inputs and its weight: exactly, in the inputs' dtype.
 
     A subclass multiplies in another way. It is a setting, without arrays of its own: weights that
-    it needs are the layer's.
+    it needs are the layer's. `layer.product = layer.product.over(other)` makes `other` the product
+    with `w`, whatever was put around that before.
     """
+
+    def over(self, base: "Product") -> "Product":
+        """Returns this product with `base` in the place of its product with `w`."""
+        return base
+
+    def kernel(self, layer: "Dense") -> jax.Array:
+        """Returns the weight that it multiplies with, in the equation's dims and its own dtype."""
+        return layer.kernel(layer.w.dtype)
 
     def __call__(self, layer: "Dense", inputs: jax.Array) -> jax.Array:
         """Returns the outputs of the layer's equation, and any bias."""
@@ -124,6 +134,9 @@ class Dense(BaseLayer):
         groups = [merged if x in merged else x for x in letters if x not in merged[1:]]
         of_w = {group: merged_dim(*(dim_of[x] for x in group)) for group in groups}
         matrix = matrix_of(self.equation, groups)
+        if isinstance(init, TrueFans):
+            numbering = outputs.rpartition("...")[0]  # Letters that number outputs.
+            init = init.of(matrix.summed, [i for i in matrix.made if groups[i] not in numbering])
         self.w = self.weight(tuple(of_w.values()), init=init, matrix=matrix, rngs=rngs)
         if bias_init is not None:
             of_outputs = sorted(outputs.index(group[0]) for group in of_w if group[0] in outputs)

@@ -15,6 +15,7 @@ from praxis_lite.core.sharding.split_dims import (
     without_axes,
 )
 from praxis_lite.layers.base.base_layer import Initializer, xavier
+from praxis_lite.layers.initializers import TrueFans
 
 # G groups, E experts, C seats of an expert for a group, D model dims, F hidden dims.
 Weights = Mapping[str, jax.Array]
@@ -29,7 +30,7 @@ def expert_initializer(is_uniform: bool, has_explicit_fans: bool, fan_in: int) -
         limit = (3.0 / fan_in) ** 0.5
         return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -limit, limit)
     if has_explicit_fans:
-        return jax.nn.initializers.variance_scaling(1.0, "fan_avg", "uniform", batch_axis=0)
+        return TrueFans()
     return xavier
 
 

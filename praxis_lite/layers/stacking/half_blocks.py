@@ -137,15 +137,15 @@ def _check_output(half: HalfBlock, path: tuple, dim: int | None) -> None:
     if half.how == "weights" or path[0] != half.output:
         return
     output = getattr(half.layer, half.output)
-    is_rounded = any(
+    is_scaled = any(
         isinstance(node, Dense) and not node.product.adds_up()
         for _, node in nnx.iter_graph(output)
     )
-    why = "its rounding's scale is one of all features" if is_rounded else (
+    why = "its product has a scale, of rounding or of DoRA, for all features" if is_scaled else (
         "the outputs are to be a sum over features, and a bias"
     )
     require(
-        not is_rounded and (dim is not None or path[-1] in ("b", "lora_b")), half.name, half.how,
+        not is_scaled and (dim is not None or path[-1] in ("b", "lora_b")), half.name, half.how,
         f"None or 'weights' with the weight {'/'.join(map(str, path))} as it is: {why}",
     )
 

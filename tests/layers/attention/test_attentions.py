@@ -248,10 +248,14 @@ def test_weights_are_drawn_with_pax_variances():
     )
     for layer, fan in ((gshard.query, D * K), (gshard.key, D), (gshard.post, N * K)):
         assert np.std(layer.w[...]) == pytest.approx(fan**-0.5, rel=0.05)
-    true_fans = layers.AttentionProjection(
-        D, N, K, explicit_fan_in_fan_out_axes=True, rngs=nnx.Rngs(0)
-    )
-    assert np.std(true_fans.w[...]) == pytest.approx((2 / (D + N * K)) ** 0.5, rel=0.03)
+    for build in (
+        layers.AttentionProjection, layers.CombinedQKVProjectionLayer,
+        partial(layers.AttentionProjection, is_output_projection=True),
+        partial(layers.AttentionProjection, is_output_projection=True, use_nhd_shape=True),
+        partial(layers.AttentionProjection, use_bias=False, attention_combine_dims=True),
+    ):
+        true_fans = build(D, N, K, explicit_fan_in_fan_out_axes=True, rngs=nnx.Rngs(0))
+        assert np.std(true_fans.w[...]) == pytest.approx((2 / (D + N * K)) ** 0.5, rel=0.03)
 
 
 def test_attention_dropout_is_of_probabilities_and_needs_a_key():

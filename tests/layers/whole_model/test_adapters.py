@@ -1,4 +1,4 @@
-"""LoRA: begins as the base layer, learns alone, merges; in stacks, on meshes, in softmaxes."""
+"""LoRA and DoRA: begins as the base layer, learns alone, merges; in stacks, on meshes, in softmaxes."""
 
 import functools
 
@@ -59,9 +59,9 @@ def draw(shape, seed=0) -> np.ndarray:
 
 
 def draw_adapters(module):
-    """Draws every lora_b, which is zeros at first."""
+    """Draws every lora_b and lora_m, which are zeros at first."""
     for path, node in nnx.iter_graph(module):
-        if isinstance(node, nnx.Param) and path[-1] == "lora_b":
+        if isinstance(node, nnx.Param) and path[-1] in ("lora_b", "lora_m"):
             node.set_value(jnp.asarray(draw(node.shape, seed=node.size)))
     return module
 
@@ -70,12 +70,13 @@ def params_of(module) -> dict:
     return mdl_vars_of(module)["params"]
 
 
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("name", every(2, CASES))
-def test_begins_as_the_base_layer_and_merged_equals_adapted(name):
+def test_begins_as_the_base_layer_and_merged_equals_adapted(name, use_dora):
     build, shape = CASES[name]
     x = jnp.asarray(draw(shape))
     base = build(rngs=nnx.Rngs(3))
-    module = lora(build, rank=2, alpha=3.0)(rngs=nnx.Rngs(3))
+    module = lora(build, rank=2, alpha=3.0, use_dora=use_dora)(rngs=nnx.Rngs(3))
     jax.tree.map(np.testing.assert_array_equal, module(x), base(x))
 
     draw_adapters(module)
@@ -88,7 +89,8 @@ def test_begins_as_the_base_layer_and_merged_equals_adapted(name):
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-5)
         assert np.abs(actual - of_base).max() > 0.1
     # The module itself is as it was.
-    assert set(ADAPTER_WEIGHTS) < {str(p[-1]) for p, _ in nnx.iter_graph(module) if p}
+    names = {str(path[-1]) for path, _ in nnx.iter_graph(module) if path}
+    assert set(ADAPTER_WEIGHTS[: 2 + use_dora]) < names
 
 
 def test_a_linear_adds_its_product_times_alpha_over_rank():
@@ -118,6 +120,9 @@ def test_splits_come_from_the_base_weight_and_the_rank_is_whole():
     linear = partial(layers.Linear, 5, 7, weight_split_dims_mapping=("data", "mdl"))
     assert splits_of(lora(linear, rank=2)) == {
         "w": ("data", "mdl"), "lora_a": ("data", None), "lora_b": (None, "mdl")
+    }
+    assert splits_of(lora(linear, rank=2, use_dora=True)) == {
+        "w": ("data", "mdl"), "lora_a": ("data", None), "lora_b": (None, "mdl"), "lora_m": ("mdl",)
     }
     combined = partial(layers.CombinedQKVProjectionLayer, 5, 3, 4, use_bias=False, **SPLIT_DNK)
     for flat, split_N in ((False, "mdl"), (True, ("mdl",))):
@@ -253,10 +258,12 @@ def test_only_adapters_train_and_the_loss_falls():
         assert np.array_equal(actual, start) == (not adapter), path
 
 
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("chunk_size", [None, 4])
-def test_a_softmax_is_adapted_in_logits_and_embeddings(chunk_size):
+def test_a_softmax_is_adapted_in_logits_and_embeddings(chunk_size, use_dora):
     build = partial(layers.SharedEmbeddingSoftmax, 13, 5, chunk_size=chunk_size)
-    module = draw_adapters(lora(build, rank=2, alpha=1.0)(rngs=nnx.Rngs(0)))
+    adapted_tpl = lora(build, rank=2, alpha=1.0, use_dora=use_dora)
+    module = draw_adapters(adapted_tpl(rngs=nnx.Rngs(0)))
     merged = merge_adapters(module)
     x, ids = jnp.asarray(draw((2, 3, 5))), jnp.array([[1, 12, 0], [3, 3, 7]])
     np.testing.assert_allclose(module.emb_lookup(ids), merged.emb_lookup(ids), atol=1e-5)
@@ -299,8 +306,10 @@ def mesh_cases() -> dict:
     return {
         "linear": (lora(partial(layers.Linear, D, V, **split), rank=2), apply, x),
         "combined_qkv": (lora(combined, rank=2), stacked_heads, x),
+        "combined_qkv_dora": (lora(combined, rank=2, use_dora=True), stacked_heads, x),
         "softmax": (lora(shared, rank=2), loss, x),
         "softmax_chunked": (lora(partial(shared, chunk_size=4), rank=2), loss, x),
+        "softmax_dora": (lora(shared, rank=2, use_dora=True), loss, x),
     }
 
 
@@ -343,6 +352,10 @@ def test_an_experiment_configures_it():
         (
             lambda: lora(Block, rank=2, only=("third",))(rngs=nnx.Rngs(0)),
             r"Block.*\('third',\)",
+        ),
+        (
+            lambda: lora(lora(Block, rank=2, only=("first",)), rank=3)(rngs=nnx.Rngs(0)),
+            "first/linear of Block has an adapter already.*only",
         ),
     ],
 )

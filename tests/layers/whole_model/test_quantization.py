@@ -28,7 +28,7 @@ from praxis_lite.layers import (
     set_sharding_params,
 )
 from praxis_lite.layers.whole_model import quantization
-from praxis_lite.layers.whole_model.quantization import RoundedProduct
+from praxis_lite.layers.whole_model.rounded_products import RoundedProduct
 from praxis_lite.run.config.text import dump_config, load_config
 from praxis_lite.tasks.language_model import LanguageModelTask
 from tests.support.float16 import needs_float16
@@ -347,7 +347,7 @@ def test_the_first_rule_that_matches_counts_and_the_log_tells_what_is_left(caplo
         "ffn": blocks.ff_layer.ffn_layer1.linear, "softmax": module.softmax.logits_ffn.linear,
     }  # fmt: skip
     actual = {
-        name: x.product.rule.qtype if isinstance(x.product, RoundedProduct) else None
+        name: x.product.qtype if isinstance(x.product, RoundedProduct) else None
         for name, x in qtypes.items()
     }
     assert actual == {"query": "float8_e4m3fn", "post": "int8", "ffn": "int8", "softmax": None}
@@ -386,7 +386,7 @@ def test_a_rule_without_a_layer_is_an_error(rules, message):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"qtype": "int7"}, r"qtype.*'int7'.*int8\?"),
+        ({"qtype": "int7"}, r"qtype.*'int7'.*int[48]\?"),
         ({"bwd_qtype": "bfloat16"}, "bwd_qtype.*'bfloat16'"),
         ({"bwd_qtype": "float8_e5m2"}, "qtype.*'int8'.*bwd_qtype.*'float8_e5m2'"),
         ({"qtype": None, "bwd_qtype": "int8"}, "qtype.*None.*bwd_qtype.*'int8'"),

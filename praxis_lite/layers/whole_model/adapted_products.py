@@ -1,0 +1,197 @@
+"""Products of dense layers with a weight and two thin matrices: LoRA's, and DoRA's."""
+
+import dataclasses
+import string
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.layers.base.dense import Dense, Product
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseForm:
+    """The letters of a dense layer's equation, without leading dims.
+
+    Attributes:
+      leading: letters that number the outputs of a layer that returns several.
+      stack: letters of the weight that number layers side by side, each with an adapter.
+    """
+
+    inputs: str
+    weight: str
+    leading: str
+    outputs: str
+    stack: str
+
+    @property
+    def rank(self) -> str:
+        """Returns the letter of the rank, which the equation does not have."""
+        return self._free()[0]
+
+    @property
+    def other_rank(self) -> str:
+        """Returns a second letter of the rank."""
+        return self._free()[1]
+
+    def _free(self) -> list[str]:
+        taken = self.inputs + self.weight + self.leading + self.outputs
+        return [x for x in "rs" + string.ascii_letters if x not in taken]
+
+    @property
+    def summed(self) -> str:
+        return "".join(x for x in self.weight if x in self.inputs and x not in self.stack)
+
+    @property
+    def a(self) -> str:
+        """Returns the letters of lora_a."""
+        return self.stack + self.summed + self.rank
+
+    @property
+    def b(self) -> str:
+        """Returns the letters of lora_b."""
+        taken = self.stack + self.summed
+        return self.stack + self.rank + "".join(x for x in self.weight if x not in taken)
+
+    @property
+    def kept(self) -> str:
+        """Returns the letters that the weight gives to the outputs, in their order."""
+        return "".join(x for x in self.leading + self.outputs if x in self.weight)
+
+    @property
+    def between(self) -> str:
+        """Returns the letters of `inputs @ a`."""
+        kept = "".join(x for x in self.inputs if x not in self.summed)
+        return kept + "".join(x for x in self.stack if x not in kept) + self.rank
+
+
+def form_of(layer: Dense) -> DenseForm:
+    """Returns how a dense layer uses its weight."""
+    operands, outputs = layer.equation.split("->")
+    inputs, weight = operands.replace("...", "").split(",")
+    leading, _, outputs = outputs.rpartition("...")
+    stack = "".join(x for x in weight if x in leading or x in inputs and x in outputs)
+    return DenseForm(inputs, weight, leading, outputs, stack)
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptedProduct(Product):
+    """A product, with its bias, plus that of two thin matrices: none is as large as the weight.
+
+    Attributes:
+      base: the product with `w`.
+      weights: the layer's weights that it needs besides `w`.
+    """
+
+    base: Product
+    scale: float
+    weights = ("lora_a", "lora_b")
+
+    def over(self, base: Product) -> Product:
+        return dataclasses.replace(self, base=self.base.over(base))
+
+    def kernel(self, layer: Dense) -> jax.Array:
+        adapters = [getattr(layer, name)[...] for name in self.weights]
+        return self.merged(layer, self.base.kernel(layer), *adapters)
+
+    def merged(self, layer: Dense, w: jax.Array, *adapters: jax.Array) -> jax.Array:
+        """Returns a weight with its adapter in it, in its own dtype; of stacks too.
+
+        Args:
+          w: of the layer, [..., dims], with a stack's dims first.
+          adapters: in the order of `weights`, [..., dims].
+        """
+        a, b = adapters
+        form = form_of(layer)
+        product = jnp.einsum(f"...{form.a},...{form.b}->...{form.weight}", a, b)
+        return w + self.scale * product.reshape(w.shape).astype(w.dtype)
+
+    def __call__(self, layer: Dense, inputs: jax.Array) -> jax.Array:
+        return self.base(layer, inputs) + self.thin(layer, inputs)
+
+    def multiplied(self, layer: Dense, inputs: jax.Array) -> jax.Array:
+        return self.base.multiplied(layer, inputs) + self.thin(layer, inputs)
+
+    def thin(self, layer: Dense, inputs: jax.Array) -> jax.Array:
+        """Returns the product of the inputs with the two thin matrices, times the scale."""
+        form = form_of(layer)
+        a, b = layer.lora_a[...].astype(inputs.dtype), layer.lora_b[...].astype(inputs.dtype)
+        thin = jnp.einsum(f"...{form.inputs},{form.a}->...{form.between}", inputs, a)
+        outputs = f"{form.leading}...{form.outputs}"
+        return jnp.einsum(f"...{form.between},{form.b}->{outputs}", thin * self.scale, b)
+
+    def factors(self, layer: Dense, inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        thin = inputs @ layer.lora_a[...].astype(inputs.dtype) * self.scale
+        return [*self.base.factors(layer, inputs), (thin, layer.lora_b[...])]
+
+    def column_factors(self, layer: Dense) -> list[tuple[jax.Array, jax.Array | None]]:
+        into_D = layer.lora_a[...].T * self.scale
+        return [*self.base.column_factors(layer), (layer.lora_b[...].T, into_D)]
+
+    def adds_up(self) -> bool:
+        return self.base.adds_up()
+
+
+@dataclasses.dataclass(frozen=True)
+class DecomposedProduct(AdaptedProduct):
+    """An adapted product whose outputs are scaled: each column of the weight has a learned length.
+
+    No array but `w` is as large as the weight: the squares of lengths are sums of products of w, a
+    and b.
+    """
+
+    weights = ("lora_a", "lora_b", "lora_m")
+
+    def merged(self, layer: Dense, w: jax.Array, *adapters: jax.Array) -> jax.Array:
+        *thin, _ = adapters
+        form, lead = form_of(layer), w.shape[: thin[0].ndim - len(form_of(layer).a)]
+        kernel = w.reshape(*lead, *layer.kernel_shape)
+        scales = self._scales(form, kernel, *adapters)
+        added = super().merged(layer, kernel, *thin)
+        letters = f"...{form.weight},...{form.kept}->...{form.weight}"
+        return jnp.einsum(letters, added, scales).reshape(w.shape).astype(w.dtype)
+
+    def __call__(self, layer: Dense, inputs: jax.Array) -> jax.Array:
+        return layer.biased(self.multiplied(layer, inputs))
+
+    def multiplied(self, layer: Dense, inputs: jax.Array) -> jax.Array:
+        outputs = super().multiplied(layer, inputs)
+        return (outputs * layer.beside(outputs, self._scales_of(layer))).astype(outputs.dtype)
+
+    def factors(self, layer: Dense, inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        scales = self._scales_of(layer)[None]
+        return [(x, (w * scales).astype(w.dtype)) for x, w in super().factors(layer, inputs)]
+
+    def column_factors(self, layer: Dense) -> list[tuple[jax.Array, jax.Array | None]]:
+        scales = self._scales_of(layer)[:, None]
+        return [(w * scales, into_D) for w, into_D in super().column_factors(layer)]
+
+    def adds_up(self) -> bool:
+        return False
+
+    def _scales_of(self, layer: Dense) -> jax.Array:
+        adapters = [getattr(layer, name)[...] for name in self.weights]
+        return self._scales(form_of(layer), self.base.kernel(layer), *adapters)
+
+    def _scales(
+        self, form: DenseForm, w: jax.Array, a: jax.Array, b: jax.Array, m: jax.Array
+    ) -> jax.Array:
+        """Returns the factor of each output: its column's learned length by its length now."""
+        dtype = jnp.promote_types(w.dtype, jnp.float32)
+        w, a, b = (jax.lax.stop_gradient(x.astype(dtype)) for x in (w, a, b))
+        r, s = form.rank, form.other_rank
+        a_again, b_again, gram = form.a.replace(r, s), form.b.replace(r, s), form.stack + r + s
+
+        def summed(results: str, *factors: tuple[str, jax.Array]) -> jax.Array:
+            letters = ",".join(f"...{letters}" for letters, _ in factors)
+            arrays = (x for _, x in factors)
+            return jnp.einsum(f"{letters}->...{results}", *arrays, precision="highest")
+
+        of_w = summed(form.kept, (form.weight, w), (form.weight, w))
+        a_by_w = summed(form.b, (form.a, a), (form.weight, w))
+        of_both = summed(form.kept, (form.b, a_by_w), (form.b, b))
+        products_of_a = summed(gram, (form.a, a), (a_again, a))
+        of_thin = summed(form.kept, (gram, products_of_a), (form.b, b), (b_again, b))
+        squares = of_w + self.scale * (2 * of_both + self.scale * of_thin)
+        now = jnp.sqrt(jnp.maximum(squares, jnp.finfo(dtype).tiny))
+        return (jnp.sqrt(of_w) + m) / now

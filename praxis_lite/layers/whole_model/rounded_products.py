@@ -1,0 +1,147 @@
+"""Products of dense layers with rounded factors, by Qwix: in 8 bits, or of weights in 4."""
+
+import dataclasses
+import functools
+import string
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.host.optional_packages import optional_module
+from praxis_lite.layers.base.base_layer import to_multiple
+from praxis_lite.layers.base.dense import Dense, Product, in_order
+
+QTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
+# Of the weight alone.
+WEIGHT_QTYPES = ("int4", "nf4")
+BLOCK_SIZE = 64  # QLoRA's.
+# The largest int8 is 127. Qwix's own bound of 127.5 puts each row's largest element between two
+# integers, where the last bit of a float decides, which may differ from mesh to mesh.
+_CALIBRATION = dict.fromkeys((*QTYPES, *WEIGHT_QTYPES), "absmax") | {
+    "int8": f"absmax,{127.5 / 127}", "int4": f"absmax,{7.5 / 7}"
+}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def quantized_einsum(
+    equation: str, qtype: str, bwd_qtype: str | None, x: jax.Array, w: jax.Array
+) -> jax.Array:
+    """Returns `einsum(equation, x, w)` of rounded factors, in x's dtype.
+
+    Args:
+      equation: "bd,df->bf": two factors, each letter in two of the three.
+      qtype, bwd_qtype: see QuantizationRule.
+    """
+    return _einsum(equation, (x, qtype), (w, qtype)).astype(x.dtype)
+
+
+def _forward(equation: str, qtype: str, bwd_qtype: str | None, x: jax.Array, w: jax.Array):
+    return quantized_einsum(equation, qtype, bwd_qtype, x, w), (x, w)
+
+
+def _backward(
+    equation: str, qtype: str, bwd_qtype: str | None, residuals: tuple, g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, w = residuals
+    factors, outputs = equation.split("->")
+    of_x, of_w = factors.split(",")
+    for_x, for_w = f"{outputs},{of_w}->{of_x}", f"{outputs},{of_x}->{of_w}"
+    if bwd_qtype is None:
+        dx, dw = jnp.einsum(for_x, g, w.astype(g.dtype)), jnp.einsum(for_w, g, x)
+    else:
+        dx = _einsum(for_x, (g, bwd_qtype), (w, qtype))
+        dw = _einsum(for_w, (g, bwd_qtype), (x, qtype))
+    return dx.astype(x.dtype), dw.astype(w.dtype)
+
+
+quantized_einsum.defvjp(_forward, _backward)
+
+
+def _einsum(equation: str, *factors: tuple[jax.Array, str]) -> jax.Array:
+    """Returns the float32 product of factors, each rounded to its type.
+
+    A factor has a scale for each index that the product keeps.
+    """
+    qwix = optional_module("qwix", "quantized")
+    letters, outputs = equation.split("->")
+    rounded = [
+        qwix.quantize(
+            factor.astype(jnp.float32),
+            jnp.dtype(qtype),
+            channelwise_axes=[i for i, letter in enumerate(local) if letter in outputs],
+            calibration_method=_CALIBRATION[qtype],
+        )
+        for local, (factor, qtype) in zip(letters.split(","), factors, strict=True)
+    ]
+    return qwix.einsum(equation, *rounded)
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundedProduct(Product):
+    """The product of inputs and weight, both rounded: see QuantizationRule."""
+
+    qtype: str
+    bwd_qtype: str | None
+
+    def multiplied(self, layer: Dense, inputs: jax.Array) -> jax.Array:
+        equation = layer.equation
+        free = [letter for letter in string.ascii_letters if letter not in equation]
+        num_leading = inputs.ndim - len(equation.partition(",")[0].replace("...", ""))
+        return quantized_einsum(
+            equation.replace("...", "".join(free[:num_leading])), self.qtype, self.bwd_qtype,
+            inputs, layer.kernel(layer.w.dtype),
+        )
+
+    def factors(self, layer: Dense, inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        raise ConfigError(
+            "A softmax with a chunk_size cuts the weight of its linear layer, which a rule rounds "
+            f"to {self.qtype}. Set chunk_size to None, or put "
+            'QuantizationRule("softmax", qtype=None) before the other rules.'
+        )
+
+    def adds_up(self) -> bool:
+        return False
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundedWeight(Product):
+    """The product of inputs with a weight that is rounded in blocks: see QuantizationRule."""
+
+    qtype: str
+    block_size: int
+
+    def multiplied(self, layer: Dense, inputs: jax.Array) -> jax.Array:
+        w = self.kernel(layer).astype(inputs.dtype)
+        return jnp.einsum(in_order(layer.equation), inputs, w)
+
+    def kernel(self, layer: Dense) -> jax.Array:
+        w = layer.kernel(layer.w.dtype)
+        operands, outputs = layer.equation.split("->")
+        letters = operands.split(",")[1]
+        *_, last = (i for i, letter in enumerate(letters) if letter not in outputs)
+        # The rounded value, with the gradient of the other.
+        rounded = jax.lax.stop_gradient(_in_blocks(w, self.qtype, self.block_size, last))
+        return rounded + (w - jax.lax.stop_gradient(w))
+
+    def factors(self, layer: Dense, inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
+        return [(inputs, self.kernel(layer))]
+
+    def column_factors(self, layer: Dense) -> list[tuple[jax.Array, jax.Array | None]]:
+        return [(self.kernel(layer).T, None)]
+
+    def adds_up(self) -> bool:
+        return False
+
+
+def _in_blocks(w: jax.Array, qtype: str, block_size: int, dim: int) -> jax.Array:
+    """Returns a rounded weight, with a scale for each block of `dim` and each other index."""
+    qwix = optional_module("qwix", "quantized")
+    size = min(block_size, w.shape[dim])
+    whole = to_multiple(w.astype(jnp.float32), size, dim)
+    rounded = qwix.quantize(
+        whole, qtype, channelwise_axes=[i for i in range(w.ndim) if i != dim],
+        tiled_axes={dim: size}, calibration_method=_CALIBRATION[qtype],
+    )
+    exact = qwix.dequantize(rounded).astype(w.dtype)
+    return jax.lax.slice_in_dim(exact, 0, w.shape[dim], axis=dim)
