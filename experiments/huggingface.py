@@ -153,14 +153,15 @@ class ChatFull(CausalLm):
         return {}
 
 
-def with_adapters(task, rank, alpha):
+def with_adapters(task, rank, alpha, use_dora=False):
     """Returns a task's config with LoRA on attention and feed-forward, which alone is trained."""
+    settings = {"rank": rank, "alpha": alpha, "use_dora": use_dora}
     blocks = task.model.transformer_layer_tpl
     for block in blocks if isinstance(blocks, tuple) else (blocks,):
         for name in ("tr_atten_tpl", "tr_fflayer_tpl"):
             base = getattr(block, name)
             if fdl.get_callable(base) is not TransformerFeedForwardMoe:
-                setattr(block, name, fdl.Partial(adapted, base_tpl=base, rank=rank, alpha=alpha))
+                setattr(block, name, fdl.Partial(adapted, base_tpl=base, **settings))
     task.learner.bprop_variable_inclusion = LORA
     return task
 
@@ -171,9 +172,10 @@ class ChatLora(ChatFull):
 
     RANK = 8
     ALPHA = 16.0
+    USE_DORA = False
 
     def task(self):
-        task = with_adapters(super().task(), self.RANK, self.ALPHA)
+        task = with_adapters(super().task(), self.RANK, self.ALPHA, self.USE_DORA)
         task.learner.learning_rate = 1e-3
         return task
 
@@ -209,10 +211,11 @@ class ChatDpoLora(ChatDpo):
 
     RANK = 8
     ALPHA = 16.0
+    USE_DORA = False
 
     def task(self):
         task = super().task()
         task.model = task.model.base_tpl
         task.learner.bprop_variable_exclusion = ()
         task.learner.learning_rate = 1e-4
-        return with_adapters(task, self.RANK, self.ALPHA)
+        return with_adapters(task, self.RANK, self.ALPHA, self.USE_DORA)
