@@ -145,7 +145,7 @@ class BeamSearch(Decoder):
         return ((num_tokens + 5).astype(jnp.float32) / 5.0) ** self.length_norm_alpha
 
     def _is_decided(self, carry: dict[str, Any], max_steps: jax.Array) -> jax.Array:
-        """Returns bool [B]: True if all that can still end is no better than what is kept.
+        """Returns bool [B]: True if no open hypothesis can still beat a kept hypothesis.
 
         A score is at most 0, so it is best with the largest norm of the steps that are left.
         """

@@ -164,7 +164,7 @@ class ContinuousBatching:
         return [1] if self.shares_beginnings else powers[::-1]
 
     def check_prompt(self, prompt: Prompt) -> None:
-        """Checks that a prompt is padded to one of the lengths.
+        """Checks that a prompt's padded length is in `prompt_lengths`.
 
         Raises:
           ConfigError: it is not.
@@ -179,7 +179,7 @@ class ContinuousBatching:
         self, mdl_vars: PyTree, state: DecodeState, rows: Sequence[int],
         prompts: Sequence[Prompt], beginning: tuple[PyTree, int] | None = None,
     ) -> DecodeState:
-        """Returns the state with prompts of one length in rows; the state given is donated.
+        """Returns the state with prompts of equal length in rows; the state given is donated.
 
         Args:
           rows: of each prompt.

@@ -1,4 +1,4 @@
-"""The prompt's way into the cache: a single forward pass, or one for each chunk or token."""
+"""The prompt's way into the cache: a single forward pass, or a pass for each chunk or token."""
 
 import functools
 from typing import Any, NamedTuple

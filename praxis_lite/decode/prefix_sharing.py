@@ -121,7 +121,7 @@ def read_blocks(
 
 
 class OneRow:
-    """Compiled programs that make a cache of one row: empty, or with more tokens of a prompt.
+    """Compiled programs that make a row's cache: empty, or with more tokens of a prompt.
 
     Args:
       decoder, module, wrap, compiler_options: as of `ContinuousBatching`.
@@ -205,7 +205,7 @@ class Beginnings:
         self.num_read = 0
 
     def of(self, ids: np.ndarray, length: int) -> tuple[PyTree, int]:
-        """Returns a cache of one row, and how many tokens of a prompt are in it.
+        """Returns a row's cache, and the number of a prompt's tokens in it.
 
         Args:
           ids: int32 [P], padded on the right.

@@ -156,7 +156,7 @@ class Rows:
         return result
 
     def _insert(self, prompts: Mapping[int, Prompt]) -> None:
-        """Puts prompts of one length into rows, as many at a time as may be."""
+        """Puts prompts of equal length into rows, as many at a time as may be."""
         rows, length = list(prompts), len(next(iter(prompts.values())).ids)
         while rows:
             size = next(n for n in self._batching.sizes(length) if n <= len(rows))

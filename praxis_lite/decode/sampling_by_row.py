@@ -26,7 +26,7 @@ class Likeliest(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleByRow(Greedy):
-    """Decodes each row by its own settings, greedy ones and drawn ones, in a single program.
+    """Decodes each row by its own settings, greedy or drawn, in a single program.
 
     A row's tokens are those of Greedy, or of Sample with k=0 and its temperature and p. What no
     row asks for is not computed: noise, limits, or the likeliest tokens.

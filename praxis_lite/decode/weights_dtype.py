@@ -204,7 +204,7 @@ def _dense_layers(
 
 
 def _summed_dims(layer: Dense) -> tuple[int, ...]:
-    """Returns the dims of w that the product sums over, from the end; () if one is so in part."""
+    """Returns the dims of w that the product sums over, from the end; () if over parts of a dim."""
     outputs, groups = layer.equation.split("->")[1], layer.letters
     kept = [{letter in outputs for letter in group} for group in groups]
     if any(len(item) > 1 for item in kept):

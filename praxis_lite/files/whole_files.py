@@ -37,7 +37,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def _new_file(path: Path) -> Iterator[IO[bytes]]:
-    """Yields a new file, locked: who finds it there can tell a living writer from a killed one.
+    """Yields a new file whose lock tells others if its writer lives or was killed.
 
     A file system without locks takes every writer for a killed one.
     """

@@ -42,7 +42,7 @@ def write_artifact(
 
 
 def _write_weights(path: Path, program: Program, weights: Any) -> None:
-    """Writes weights one after the other, as `np.savez` does, and names them by their paths."""
+    """Writes weights in turn, as `np.savez` does, and names them by their paths."""
     leaves = program.layout.leaves()
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         for leaf, x in zip(leaves, jax.tree.leaves(weights), strict=True):

@@ -90,7 +90,7 @@ def muon_matrices(
 
 
 def _declared_matrix(name: str, weight: Any) -> MuonDimensionNumbers | None:
-    """Returns the matrix that the layer of a weight says it is; one of two dims is one anyway."""
+    """Returns the matrix that a weight's layer declares; else, of two dims, the weight itself."""
     spec = declared_weight(name)
     if weight.ndim < 2:
         return None

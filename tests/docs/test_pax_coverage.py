@@ -12,7 +12,7 @@ from tests.support.pax_coverage import (
     WITHOUT,
     activation_exists,
     found,
-    option_row,
+    options_here,
     options_of,
     our_class,
     page,
@@ -35,9 +35,8 @@ def test_every_class_is_covered_an_activation_or_absent_for_a_reason():
 
 @pytest.mark.parametrize("name", COVERED)
 def test_every_option_is_a_setting_or_has_a_reason(name):
-    for row in option_row(name):
-        for option in row:
-            assert not option.endswith(": None"), f"say in AS or WITHOUT what {option} is"
+    for option, reason in options_here(name).without.items():
+        assert reason is not None, f"say in AS or WITHOUT what {option} is"
     for option in options_of(name):
         if ours := found(AS, name, option):
             assert all(setting_exists(name, word) for word in ours.split(", ")), (option, ours)
@@ -49,8 +48,8 @@ def test_no_entry_is_stale():
             names = [name] if name != "*" else COVERED
             used = [item for item in names if option in options_of(item)]
             assert used, (name, option)
-            same = [f"`{option}`" in option_row(element)[0] for element in used]
-            assert not all(same), f"{(name, option)} is a setting of the same name by now"
+            same = [option in options_here(element).same for element in used]
+            assert not any(same), f"{(name, option)} is a setting of the same name by now"
 
 
 def test_the_page_is_what_the_code_says():

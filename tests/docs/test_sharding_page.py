@@ -13,10 +13,7 @@ SECTIONS = {
 }
 
 
-@pytest.mark.parametrize("title", [
-    pytest.param(title, marks=[pytest.mark.slow] * (title == "Flax Linen models"))
-    for title, blocks in SECTIONS.items() if blocks
-])
+@pytest.mark.parametrize("title", [title for title, blocks in SECTIONS.items() if blocks])
 def test_the_blocks_of_a_section_run(title, monkeypatch):
     # The devices of the tests are there already.
     monkeypatch.setattr("praxis_lite.core.simulate_devices", lambda num_devices: None)

@@ -23,7 +23,7 @@ def infer_sharding(
     """Returns the tree with a NamedSharding in the place of each array.
 
     Arguments and answers are those of Big Vision's `infer_sharding`. The result goes to
-    `jax.device_put`, or to `jax.jit` as `out_shardings`; a dim that does not divide stays whole.
+    `jax.device_put`, or to `jax.jit` as `out_shardings`. `fsdp` leaves whole what does not divide.
 
     Args:
       tree: arrays, or what has their shape and dtype (`jax.eval_shape` gives it). Names of dims

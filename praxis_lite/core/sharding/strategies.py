@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import praxis_lite.core.sharding.rules  # noqa: F401 - it registers the rules that there are.
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.sharding.leaf_paths import path_pattern
 from praxis_lite.core.sharding.rule_names import (
@@ -85,12 +86,11 @@ def rule_shardings(
     splits: dict[str, RuledSplit | None] = {}
     for leaf in leaves:
         index = first_match(pairs, leaf.path)
-        if index is None:
-            splits[leaf.path] = None
-            continue
-        pattern, rules = pairs[index]
-        split = apply_rules(leaf, rules, job_mesh)
-        splits[leaf.path] = dataclasses.replace(split, pattern=pattern)
+        splits[leaf.path] = None
+        if index is not None:
+            pattern, rules = pairs[index]
+            split = apply_rules(leaf, rules, job_mesh)
+            splits[leaf.path] = dataclasses.replace(split, pattern=pattern)
     return splits
 
 
@@ -123,5 +123,5 @@ def apply_rules(leaf: Leaf, rules: Sequence[Rule], job_mesh: JobMesh) -> RuledSp
             notes.append(f"{text}: {outcome.note}")
         if outcome.skipped:
             skipped.append(f"{text}: left whole, {outcome.skipped}")
-    is_whole = all(entry is None for entry in spec)
-    return RuledSplit(spec, "|".join(deciding), tuple([*notes, *skipped] if is_whole else notes))
+    notes += skipped if all(entry is None for entry in spec) else []
+    return RuledSplit(spec, "|".join(deciding), tuple(notes))

@@ -14,7 +14,7 @@ Check = Callable[[Any], Any]
 
 
 class Field:
-    """A field that is read: what is wanted, in words, and the check."""
+    """A request's field that is read: the expected values, in words, and the check."""
 
     def __init__(self, expected: str, check: Check):
         self.expected, self.check = expected, check
@@ -41,7 +41,7 @@ TEXT = Field("a text", lambda x: x if isinstance(x, str) else None)
 
 
 def only(*values: Any, because: str) -> Field:
-    """Returns a field that is not followed: it may only say what is so in any case."""
+    """Returns a field without effect: it may only have the values that hold in any case."""
 
     def check(x: Any) -> Any:
         return True if any(x == value and type(x) is type(value) for value in values) else None

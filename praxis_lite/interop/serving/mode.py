@@ -1,4 +1,4 @@
-"""`main.py --mode=serve`: a job's model, or one of Hugging Face, behind OpenAI's HTTP API."""
+"""`main.py --mode=serve`: a job's or Hugging Face's model, behind OpenAI's HTTP API."""
 
 import argparse
 import os

@@ -20,7 +20,7 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a client wants.
+    """A client's request for completions, its fields checked.
 
     Attributes:
       is_chat: the answer is a message.

@@ -58,7 +58,7 @@ def serve(
     drain_seconds: float, api_key: str | None = None, hosts: frozenset[str] | None = None,
     note: Callable[[str], None] = print,
 ) -> None:
-    """Serves until a signal comes; then ends what is under way. In the main thread.
+    """Serves until a signal comes, then ends the requests under way. In the main thread.
 
     Args:
       listening: of `bound_socket`; opened once all is compiled.

@@ -171,7 +171,7 @@ def _part(
 
 
 def _parts_read(name: str, inside: Mapping[str, Instruction]) -> int | None:
-    """Returns the bytes that are read of an array of which only parts are, else None."""
+    """Returns the bytes that are read of an array, or None unless all users read parts."""
     total = 0
     users = [inner for inner in inside.values() if name in inner.operands]
     for inner in users:

@@ -32,7 +32,7 @@ class Traffic:
         self._ends: dict[str, float] = {}
 
     def begin(self, copy: Instruction) -> None:
-        """Takes a copy, one of `STARTS`, whose bytes count once for each end that is in HBM."""
+        """Takes a copy (of `STARTS`), whose bytes count for each of its ends that is in HBM."""
         ends = [text for text in _ARRAY.findall(copy.shape)][:2]
         moved = min(sum(array.bytes for array in arrays_of(text)) for text in ends)
         self._begun += moved * sum(bytes_in_hbm(text) > 0 for text in ends)

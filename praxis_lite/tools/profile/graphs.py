@@ -1,4 +1,4 @@
-"""The instructions behind the kernels of CUDA graphs, of which a trace names only the graph.
+"""The instructions behind the kernels of CUDA graphs: a trace names the graph alone.
 
 XLA launches most of a GPU's program as graphs, and an event's `hlo_op` is then "command_buffer_20".
 But the kernels of a launch start in the order of the schedule, and XLA calls a fusion's kernel
@@ -95,7 +95,7 @@ def _launched(program: Program, computation: str) -> Iterator[Instruction]:
 
 
 def _content(item: Instruction) -> str:
-    """Returns a name that fusions of the same content share: XLA compiles one kernel for them."""
+    """Returns a name that fusions of the same content share: XLA compiles a kernel for them all."""
     shared = re.search(r'deduplicated_name="([^"]*)"', item.attributes)
     return shared[1] if shared else item.name
 

@@ -64,13 +64,15 @@ def in_float64(
 
 
 def in_own_types(
-    mesh: str, wanted: Leaves, one_device: Leaves, found: Leaves
+    mesh: str, wanted: Leaves, one_device: Leaves, found: Leaves, moved: Mapping[str, float]
 ) -> list[Comparison]:
     """Returns comparisons of a step as trained with the same in float64 on a single device.
 
     Args:
       wanted: in float64.
       one_device: in the experiment's own types; how far it is off is the measure.
+      moved: how far rounding may move each leaf besides: where a ReLU's input is 0 but for
+        rounding, it may be one device, the mesh or neither that is off by much.
     """
     off, scales = differences(wanted, one_device), {k: largest(x) for k, x in wanted.items()}
     # The largest share by which a leaf of each kind is off, but for those that are rounding alone.
@@ -86,7 +88,8 @@ def in_own_types(
 
     def tolerance(leaf: str) -> float:
         share = 1e-5 + 2.0 * shares.get(kind_of(leaf), 0.0)
-        return share * scales.get(leaf, 0.0) + of_all + 16.0 * off.get(leaf, 0.0)
+        apart = max(16.0 * off.get(leaf, 0.0), 4.0 * moved.get(leaf, 0.0))
+        return share * scales.get(leaf, 0.0) + of_all + apart
 
     return [
         Comparison(mesh, f"{kind_of(leaf)} as trained", leaf, 0, apart, tolerance(leaf), why)

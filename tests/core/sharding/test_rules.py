@@ -4,7 +4,10 @@ import functools
 import itertools
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -334,3 +337,20 @@ def test_an_axis_that_the_mesh_has_not_is_named_with_the_path():
 def test_an_entry_that_is_no_pair(strategy):
     with pytest.raises(ConfigError, match=f"strategy.* {re.escape(repr(strategy[0]))};"):
         rule_shardings([], strategy, MESH)
+
+
+ALONE = """
+from praxis_lite.core import MeshConfig, infer_sharding, make_mesh
+import numpy as np
+mesh = make_mesh(MeshConfig(ici_mesh_shape=(1,), axis_names=("data",)))
+rules = [(".*", 'fsdp("data", min_size_to_shard_mb=0)')]
+print(infer_sharding({"w": np.zeros((8, 8))}, rules, mesh)["w"].spec)
+"""
+
+
+def test_the_rules_that_there_are_are_known_to_a_program_that_imports_nothing_else():
+    result = subprocess.run(
+        [sys.executable, "-c", ALONE], capture_output=True, text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=False,
+    )
+    assert "'data'" in result.stdout, result.stderr

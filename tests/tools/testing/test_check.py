@@ -2,10 +2,15 @@
 
 import json
 
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.main import main
+from praxis_lite.models import FunctionModel
 from praxis_lite.tools.testing import check_on_meshes
 from tests.tools.testing import tiny
 from tests.tools.testing.defects.families import FAMILIES
@@ -48,6 +53,41 @@ def test_an_experiment_that_is_right_is_certified():
 def test_every_part_of_what_is_right_is_certified(experiment, mesh):
     actual = check_on_meshes(experiment, [mesh], steps=2)
     assert actual.certified, actual.summary()
+
+
+class EdgeTask(tiny.PointsTask):
+    """A ReLU whose inputs are 0 in float32, and 2^-26 of the points in float64."""
+
+    def logits(self, model, inputs, key):
+        x = inputs["inputs"]
+        edge = model["edge"]
+        ahead = jax.nn.relu(x * ((edge["one"] + edge["little"]) - edge["same"])[None])
+        return jnp.tanh(x @ model["w"]) + ahead @ model["w"]
+
+
+class OnTheEdge(tiny.Points):
+    """Points, classified with a ReLU on its edge."""
+
+    def task(self):
+        ones = np.ones(6, np.float32)
+        edge = {"one": ones, "same": ones, "little": ones * 2.0**-26}
+        task = super().task()
+        task.model = fdl.Config(
+            FunctionModel, lambda key: {"edge": edge, "w": jax.random.normal(key, (6, 3))},
+            specs={"edge": dict.fromkeys(edge, (None,)), "w": ("data", "mdl")},
+        )
+        return fdl.Config(EdgeTask, **task.__arguments__)
+
+
+def test_a_relu_on_the_edge_that_rounding_moves_is_no_difference():
+    actual = check_on_meshes(
+        OnTheEdge, [(2, 2)], steps=1, parts=("data", "initial weights", "training", "as trained")
+    )
+    assert actual.certified, actual.summary()
+    (edge,) = (
+        x for x in actual.comparisons if x.what == "gradients in float32" and "one" in x.leaf
+    )
+    assert edge.difference > 0.01  # It is: float32 has no gradient there.
 
 
 def places(name):

@@ -39,7 +39,7 @@ class SaveId(NamedTuple):
 
 
 class StoreFailed(Exception):
-    """A peer store does not answer, or cannot do what it is asked; says whose it is, and why."""
+    """A peer store does not answer, or refuses a request; says whose it is, and why."""
 
 
 def greet(connection: socket.socket, key: bytes, *, is_server: bool) -> None:

@@ -65,7 +65,7 @@ def check_fits(layout: StateLayout, mesh: Mesh, mode: str) -> None:
 
 
 def bytes_of_a_device(devices: Sequence[jax.Device]) -> float:
-    """Returns the memory that each device has; simulated ones share what their host has left."""
+    """Returns the bytes of memory per device; simulated devices share those left on their host."""
     local = [device for device in devices if device.process_index == jax.process_index()]
     if local[0].platform == "cpu":
         return host_memory.available_bytes() / len(local)

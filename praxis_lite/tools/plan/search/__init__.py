@@ -1,4 +1,4 @@
-"""What is the fastest way to lay an experiment out on a topology?
+"""Which layout of an experiment on a topology is the fastest?
 
 It compiles plans by way of the package around it, and never runs a step.
 """

@@ -204,7 +204,7 @@ class Search:
         return self._differing_rows(moved) is not None
 
     def _differing_rows(self, place: Placement) -> Rows | None:
-        """Returns rows of which a placement gives another result than the job's own, or None.
+        """Returns rows whose results differ between a placement and the job's own, or None.
 
         Of several draws, for a device may have rows that do not count.
         """

@@ -49,17 +49,22 @@ def _with_fresh_slots(initial: TrainState, mdl_vars: dict[str, Any], mesh: OnMes
     return jax.tree.map(_wide, TrainState(initial.step, mdl_vars, opt_states))
 
 
-def nudged(state: TrainState) -> TrainState:
-    """Returns a state with each weight moved by what rounding could move it."""
-    rng = np.random.default_rng(5)
+def nudged(state: TrainState, nudge: float = NUDGE, pattern: int = 5) -> TrainState:
+    """Returns a state with each weight moved by what rounding could move it.
 
-    def nudge(x: Any) -> Any:
+    Args:
+      nudge: by how much, relatively.
+      pattern: which weights are moved up, and which down.
+    """
+    rng = np.random.default_rng(pattern)
+
+    def moved(x: Any) -> Any:
         if not np.issubdtype(x.dtype, np.floating):
             return x
-        return x * (1.0 + NUDGE * rng.choice([-1.0, 1.0], x.shape))
+        return x * (1.0 + nudge * rng.choice([-1.0, 1.0], x.shape))
 
     mdl_vars = dict(state.mdl_vars)
-    mdl_vars["params"] = jax.tree.map(nudge, mdl_vars["params"])
+    mdl_vars["params"] = jax.tree.map(moved, mdl_vars["params"])
     return dataclasses.replace(state, mdl_vars=mdl_vars)
 
 
