@@ -17,6 +17,7 @@ from praxis_lite.layers.attention.variants import (
 )
 from praxis_lite.layers.base.base_layer import BaseLayer as BaseLayer
 from praxis_lite.layers.base.dense import Dense as Dense
+from praxis_lite.layers.base.dense import Product as Product
 from praxis_lite.layers.base.dims import splits as splits
 from praxis_lite.layers.base.variables import AuxLoss as AuxLoss
 from praxis_lite.layers.base.variables import Summary as Summary

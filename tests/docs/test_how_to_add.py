@@ -108,6 +108,22 @@ def test_presets_lora_int8_and_muon_know_a_layer_that_is_one_einsum(mesh_of):
     assert singular.min() > 0.5 * np.sqrt(12 / 5) and singular.max() < 1.3 * np.sqrt(12 / 5)
 
 
+@pytest.mark.parametrize("adapters_are_inside", [True, False])
+def test_a_product_of_ones_own_is_put_before_or_after_adapters(adapters_are_inside):
+    clipped = functools.partial(module("products").clipped, limit=0.5)
+    base = functools.partial(Linear, 5, 7)
+    if adapters_are_inside:
+        layer = clipped(base_tpl=layers.lora(base, rank=2), rngs=nnx.Rngs(0))
+    else:
+        build = functools.partial(clipped, base_tpl=base)
+        layer = layers.lora(build, rank=2)(rngs=nnx.Rngs(0))
+    layer.lora_b.set_value(jnp.ones((2, 7)))
+    x = np.random.default_rng(2).normal(size=(3, 5)).astype(np.float32)
+    w, a, b = (np.asarray(value[...]) for value in (layer.w, layer.lora_a, layer.lora_b))
+    expected = np.clip(x, -0.5, 0.5) @ w + x @ a @ b
+    np.testing.assert_allclose(layer(x), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_the_optimizer_steps_and_its_slot_splits_as_the_weight(mesh_of):
     def loss(model, batch, key):
         return jnp.mean(jnp.square(model(batch["x"])))

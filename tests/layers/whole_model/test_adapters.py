@@ -1,4 +1,4 @@
-"""LoRA and DoRA: begin as the base layer, learn alone, merge; in stacks, on meshes, in softmaxes."""
+"""LoRA and DoRA: start as the base layer, learn alone, merge; in stacks, on meshes, in softmaxes."""
 
 import functools
 
