@@ -1,4 +1,4 @@
-"""LoRA and DoRA: start as the base layer, learn alone, merge; in stacks, on meshes, in softmaxes."""
+"""LoRA, DoRA: start as the base layer, learn alone, merge; in stacks, on meshes, in softmaxes."""
 
 import functools
 
