@@ -211,14 +211,14 @@ def _adapt(layer: Dense, rank: int, scale: float, rngs: nnx.Rngs) -> None:
     form, sizes = form_of(layer), layer.kernel(layer.w.dtype).shape
     size_of = dict(zip(form.weight, sizes, strict=True)) | {"r": rank}
     # Of merged dims the first has the split; the rank is whole.
-    mapping = layer.w.get_metadata().get("split_dims_mapping") or ()
-    split_of = {group[0]: split for group, split in zip(layer.letters, mapping, strict=False)}
+    mapping = layer.w.get_metadata().get("split_dims_mapping")
+    split_of = {group[0]: split for group, split in zip(layer.letters, mapping or (), strict=False)}
     fan_in = math.prod(size_of[letter] for letter in form.summed)
     for name, letters, init in (
         ("lora_a", form.a, WeightInit.Gaussian(fan_in**-0.5)), ("lora_b", form.b, zeros),
     ):
         shape = tuple(size_of[letter] for letter in letters)
-        split = tuple(split_of.get(letter) for letter in letters)
+        split = None if mapping is None else tuple(split_of.get(letter) for letter in letters)
         made = layer.weight(shape, split, init=init, matrix=NONE, rngs=rngs)
         setattr(layer, name, made)
     layer.product = AdaptedProduct(layer.product, scale)
