@@ -45,7 +45,7 @@ def boxed_spec(path: str, leaf: Any, own_shape: tuple[int, ...] | None) -> Weigh
     return dataclasses.replace(
         spec, logical_axes=names, logical_axis_rules=tuple(leaf.rules or ()), declared_by=by,
         # The job's rules say what the name of a stack's dim means.
-        stack_split_dims_mapping=() if any(stacked) else stacked,
+        stack_split_dims_mapping=(None,) * num_stacked,
     )
 
 

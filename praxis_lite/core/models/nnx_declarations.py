@@ -27,23 +27,23 @@ def declared_spec(path: str, leaf: Leaf) -> WeightSpec:
         `sharding_rules` are not pairs; names `path`.
     """
     metadata = leaf.get_metadata() if isinstance(leaf, nnx.Variable) else {}
+    shape, stack = tuple(value_of(leaf).shape), metadata.get("stack_split_dims_mapping", ())
+    own_rank = len(metadata.get("dim_names", shape[len(stack) :]))
+    # Dims in front of those that a layer of ours made count layers, of `nnx.vmap` for instance.
+    in_front = (None,) * (len(shape) - len(stack) - own_rank)
     spec = WeightSpec(
-        shape=tuple(value_of(leaf).shape),
-        dtype=value_of(leaf).dtype,
-        split_dims_mapping=metadata.get("split_dims_mapping"),
-        stack_split_dims_mapping=metadata.get("stack_split_dims_mapping", ()),
-        num_dims_apart=metadata.get("num_dims_apart", 0),
+        shape, value_of(leaf).dtype, metadata.get("split_dims_mapping"), (*in_front, *stack),
+        num_dims_apart=0 if in_front else metadata.get("num_dims_apart", 0),
         matrix=metadata.get("matrix"),
     )
     # As Flax, an empty one counts as absent.
     if spec.split_dims_mapping is not None or not metadata.get("out_sharding"):
         return spec
     names = _names(path, metadata["out_sharding"])
-    stack = spec.stack_split_dims_mapping
-    local = named_dims(path, f"out_sharding {names}", names, spec.shape[len(stack) :])
+    local = named_dims(path, f"out_sharding {names}", names, shape[len(stack) :])
     return dataclasses.replace(
         spec,
-        logical_axes=(*stack, *local),
+        logical_axes=(*(None,) * len(stack), *local),
         logical_axis_rules=_rules(path, metadata.get("sharding_rules")),
         declared_by=f"nnx out_sharding {names}",
     )

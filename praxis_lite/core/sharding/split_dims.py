@@ -37,11 +37,11 @@ def to_partition_spec(
     axis_names = tuple(axis_names)
     if isinstance(split_dims_mapping, Mapping) or hasattr(split_dims_mapping, "wt"):
         raise ConfigError(
-            f"{path}: split dims {split_dims_mapping!r} name their mapping, as Pax's `wt` and "
-            "`out` do; here it is a plain sequence with an entry for each dimension: "
-            "weight_split_dims_mapping=('data', 'mdl')."
+            f"{path}: split dims {split_dims_mapping!r} have names, as Pax's `wt` and `out`; here "
+            "wanted is a plain sequence with an entry for each dimension, such as ('data', 'mdl')."
         )
-    if isinstance(split_dims_mapping, str) or not isinstance(split_dims_mapping, Sequence):
+    is_sequence = isinstance(split_dims_mapping, Sequence | PartitionSpec)
+    if isinstance(split_dims_mapping, str) or not is_sequence:
         raise ConfigError(
             f"{path}: split dims {split_dims_mapping!r} must be a sequence with an entry for each "
             f"dimension, for instance ({split_dims_mapping!r},)."

@@ -179,9 +179,9 @@ def _leaf(
         ruled = {*dict(declared.rules_in_use), *dict(spec.logical_axis_rules), *axis_sizes}
         is_stack = [name in declared.stack_axis_names for name in names]
         num_named = is_stack.index(False) if False in is_stack else len(is_stack)
-        # A stack's own mapping has decided its dims; a stack needs no rule.
+        # Where a stack's own mapping splits its dim, that decides; a stack needs no rule.
         names = tuple(
-            None if dim < num_stacked or (is_stack[dim] and name not in ruled) else name
+            None if any(start[dim : dim + 1]) or (is_stack[dim] and name not in ruled) else name
             for dim, name in enumerate(names)
         )
         num_stacked = max(num_stacked, min(num_named, len(spec.shape)))

@@ -51,11 +51,11 @@ class WeightSpec:
           ConfigError: the mapping does not fit the shape or the axes; names `path`.
         """
         own_rank = len(self.shape) - len(self.stack_split_dims_mapping)
-        mapping = tuple(self.split_dims_mapping or ())
+        mapping = () if self.split_dims_mapping is None else self.split_dims_mapping
         # Checked by itself first: the message then shows what the layer's author wrote.
         to_partition_spec(mapping, axis_names, rank=own_rank, path=path)
         return to_partition_spec(
-            self.stack_split_dims_mapping + mapping, axis_names, rank=len(self.shape), path=path
+            (*self.stack_split_dims_mapping, *mapping), axis_names, rank=len(self.shape), path=path
         )
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from praxis_lite.core.errors import require_choice
 from praxis_lite.core.sharding.split_dims import SplitDims
 from praxis_lite.layers.base.calls import ConstructorSignature, checked_and_named, with_settings
 from praxis_lite.layers.base.dims import (
@@ -73,8 +74,12 @@ class BaseLayer(nnx.Module):
         They have the names that the layer declares in `splits`, unless a parent gave them others,
         and its split, or without one that of the parent. Weights that are made of them, here or in
         layers that they are given to, then split so.
+
+        Raises:
+          ConfigError: there is no such setting, or what it says does not fit the sizes.
         """
         setting = f"{of}{SPLIT}"
+        require_choice(f"{type(self).__name__}.dims: the setting", setting, self.splits)
         return dims_of(
             sizes, self.splits[setting], getattr(self, setting), f"{type(self).__name__}.{setting}"
         )

@@ -148,7 +148,7 @@ class Dense(BaseLayer):
         """The letters of each dim of `w` but a stack's, several where it has merged dims."""
         letters = self.equation.split("->")[0].split(",")[1]
         size_of = dict(zip(letters, self.kernel_shape, strict=True))
-        num_stacked = len(self.w.get_metadata().get("stack_split_dims_mapping", ()))
+        num_stacked = self.w.ndim - len(self.w.get_metadata()["dim_names"])
         shape, groups = self.w.shape[num_stacked:], []
         num_merged = 1 + len(letters) - len(shape)
         for size in shape:

@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jax.sharding import PartitionSpec
+
 from praxis_lite.core.errors import ConfigError, require_choice
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, to_partition_spec
 
@@ -39,7 +41,8 @@ class Dim(int):
     Attributes:
       name: of what it counts; None: it has no name.
       split: the mesh axes that it splits over; None: no axis splits it.
-      is_said: True if a setting decided the split; a split of None is then a decision too.
+      is_said: True if a setting decided the split; a split of None is then a decision too. Any
+        other split is one by itself.
     """
 
     name: str | None
@@ -50,7 +53,7 @@ class Dim(int):
         cls, size: int, name: str | None = None, split: DimSplit = None, *, is_said: bool = False
     ) -> "Dim":
         self = super().__new__(cls, size)
-        self.name, self.split, self.is_said = name, split, is_said
+        self.name, self.split, self.is_said = name, split, is_said or split is not None
         return self
 
 
@@ -129,6 +132,8 @@ def checked_mapping(setting: str, mapping: Any, names: Sequence[str | None]) -> 
     if mapping is None:
         return None
     known = [name for name in names if name]
+    if isinstance(mapping, PartitionSpec):
+        mapping = tuple(mapping)
     if isinstance(mapping, Mapping) and known:
         for name in mapping:
             require_choice(f"a dim of {setting}", name, known)
@@ -152,8 +157,13 @@ def dims_of(
       mapping: an entry for each size, those at the end may be missing; None: nothing is said.
 
     Raises:
-      ConfigError: the mapping has more entries; names the setting.
+      ConfigError: the mapping has more entries, or the layer other names; names the setting.
     """
+    if names and len(names) != len(sizes):
+        raise ConfigError(
+            f"{setting}: the layer's `splits` has the dims {tuple(names)}, but the sizes are "
+            f"{tuple(map(int, sizes))}. Name each dim there, with None for one without a name."
+        )
     if mapping is not None and len(mapping) > len(sizes):
         raise ConfigError(
             f"{setting}: split dims {mapping} have {len(mapping)} entries, but the array has "
@@ -162,7 +172,7 @@ def dims_of(
     names = names or (None,) * len(sizes)
     entries = (*(mapping or ()), *(None,) * len(sizes))
     result = []
-    for size, name, entry in zip(sizes, names, entries, strict=False):
+    for size, name, entry in zip(sizes, names, entries, strict=False):  # Entries are longer.
         given = size if isinstance(size, Dim) else Dim(size)
         split, is_said = (given.split, given.is_said) if mapping is None else (entry, True)
         result.append(Dim(size, given.name or name, split, is_said=is_said))

@@ -12,7 +12,7 @@ from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.activations import soft_cap
 from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, xavier
 from praxis_lite.layers.base.calls import require_floating, require_positive, takes_settings_of
-from praxis_lite.layers.base.dims import RESIDUAL, splits
+from praxis_lite.layers.base.dims import RESIDUAL, split_of, splits
 from praxis_lite.layers.base.variables import AuxLoss
 from praxis_lite.layers.embedding.chunked_cross_entropy import token_stats
 from praxis_lite.layers.embedding.cross_entropy import (
@@ -92,8 +92,10 @@ class FullSoftmax(BaseLayer):
 
     def _project(self, feed_forward_tpl: Callable[..., Any], **settings: Any) -> None:
         """Declares the weights; `settings` are has_bias, bias_init, weight_init and rngs."""
+        dims = self.dims(self.input_dims, self.num_classes)
+        self.weight_split_dims_mapping = split_of(dims)
         self.logits_ffn = feed_forward_tpl(
-            *self.dims(self.input_dims, self.num_classes), activation="identity",
+            *dims, activation="identity",
             activation_split_dims_mapping=self.activation_split_dims_mapping, **settings,
         )
 

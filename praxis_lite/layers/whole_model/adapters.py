@@ -147,13 +147,13 @@ def _adapt(layer: Dense, rank: int, scale: float, use_dora: bool, rngs: nnx.Rngs
     form, sizes = form_of(layer), layer.kernel(layer.w.dtype).shape
     size_of = dict(zip(form.weight, sizes, strict=True)) | {form.rank: rank}
     # Of merged dims the first has the split; the rank is whole.
-    mapping = layer.w.get_metadata().get("split_dims_mapping") or ()
-    split_of = {group[0]: split for group, split in zip(layer.letters, mapping, strict=False)}
+    mapping = layer.w.get_metadata().get("split_dims_mapping")
+    split_of = {group[0]: split for group, split in zip(layer.letters, mapping or (), strict=False)}
     fan_in = math.prod(size_of[letter] for letter in form.summed)
     forms = (form.a, form.b, form.kept)
     inits = (WeightInit.Gaussian(fan_in**-0.5), zeros, zeros)
     for name, letters, init in zip(layer.product.weights, forms, inits, strict=False):
         shape = tuple(size_of[letter] for letter in letters)
-        split = tuple(split_of.get(letter) for letter in letters)
+        split = None if mapping is None else tuple(split_of.get(letter) for letter in letters)
         made = layer.weight(shape, split, init=init, matrix=NONE, rngs=rngs)
         setattr(layer, name, made)
