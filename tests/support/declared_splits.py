@@ -55,9 +55,9 @@ def splits_of(model: Any, **declared: Any) -> dict[str, tuple]:
 class Layers(nnx.Module):
     """Layers side by side, each a case: one job decides on all."""
 
-    def __init__(self, makes: Sequence[Callable[[nnx.Rngs], nnx.Module]], rngs: nnx.Rngs):
+    def __init__(self, makes: Sequence[Callable[..., nnx.Module]], rngs: nnx.Rngs):
         for i, make in enumerate(makes):
-            setattr(self, f"case_{i}", make(rngs))
+            setattr(self, f"case_{i}", make(rngs=rngs))
 
 
 class CasesOfRules:
