@@ -65,6 +65,19 @@ def unboxed(tree: PyTree) -> PyTree:
     return jax.tree.map(value, tree, is_leaf=is_box)
 
 
+def _check_box(path: str, leaf: Any) -> None:
+    """Checks a box before Flax states its layout, which JAX refuses in words of its own.
+
+    Raises:
+      ConfigError: its names do not fit the weight's dims, or the axes of the mesh that is set.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if isinstance(leaf, meta.Partitioned):
+        spec = boxed_spec(path, leaf, None)
+        if spec.logical_axes is None and not mesh.empty:
+            spec.partition_spec(mesh.axis_names, path)
+
+
 def drawing_off_mesh(own_shapes: OwnShapes | None = None) -> Callable:
     """Returns an interceptor of methods under which initializers run as if there were no mesh.
 
@@ -74,6 +87,9 @@ def drawing_off_mesh(own_shapes: OwnShapes | None = None) -> Callable:
 
     Args:
       own_shapes: filled with the shape of each weight, by path, as its layer sees it.
+
+    Raises:
+      ConfigError: when an initializer's box does not fit its weight or the mesh; names the weight.
     """
 
     def intercepted(call: Callable, args: tuple, kwargs: dict[str, Any], context: Any) -> Any:
@@ -85,7 +101,9 @@ def drawing_off_mesh(own_shapes: OwnShapes | None = None) -> Callable:
         def param(name: str, initializer: Callable, *args: Any, **kwargs: Any) -> Any:
             def off_mesh(*args: Any, **kwargs: Any) -> Any:
                 with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-                    return initializer(*args, **kwargs)
+                    made = initializer(*args, **kwargs)
+                _check_box("/".join(("params", *scope.path, name)), made)
+                return made
 
             value = flax_param(name, off_mesh, *args, **kwargs)
             array = unboxed(value)

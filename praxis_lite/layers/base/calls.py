@@ -13,7 +13,7 @@ from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, is_whole, require
 from praxis_lite.core.models.layer_paths import attribute_name
-from praxis_lite.core.sharding.split_dims import SplitDims
+from praxis_lite.layers.base.dims import SplitSetting
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
@@ -84,7 +84,7 @@ def with_settings(
     parameters = inspect.signature(init).parameters
     added = {
         name: inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=SplitDims
+            name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=SplitSetting
         )
         for name in taken if name not in parameters
     }
@@ -100,7 +100,7 @@ def with_settings(
 
     taking.__signature__ = signature
     # Where --set looks for the types.
-    inspect.unwrap(init).__annotations__ |= {name: SplitDims for name in added}
+    inspect.unwrap(init).__annotations__ |= {name: SplitSetting for name in added}
     return taking
 
 

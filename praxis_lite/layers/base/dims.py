@@ -9,6 +9,8 @@ from jax.sharding import PartitionSpec
 from praxis_lite.core.errors import ConfigError, require_choice
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, to_partition_spec
 
+# Such a setting's type: an entry per dim, or entries by the names of dims.
+SplitSetting = SplitDims | Mapping[str, DimSplit]
 # The end of the names of settings that say how an array splits.
 SPLIT = "_split_dims_mapping"
 
