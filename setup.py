@@ -13,9 +13,8 @@ from setuptools import find_packages, setup
 # Tokenizers of files: what writes every tokenizer.json, and what made the older tokenizer.model;
 # nothing else gives the same ids. And the language of chat templates.
 TEXT = ["tokenizers>=0.22,<0.24", "sentencepiece>=0.2.3,<0.3", "jinja2>=3.1,<4"]
-# Models of Hugging Face: their files' headers are checked, and tensors written; and from their
-# tensors' forms to ours and back, in words: "(n k) d -> d n k".
-HF = [*TEXT, "safetensors>=0.8,<0.9", "einops>=0.8.2,<0.9"]
+# Models of Hugging Face: their files' headers are checked, and tensors written.
+HF = [*TEXT, "safetensors>=0.8,<0.9"]
 SOURCES = [
     # Parquet and Arrow files, and .zst ones.
     "pyarrow>=26.0.1,<27",

@@ -159,7 +159,7 @@ def test_a_command_says_the_pip_line_before_it_compiles(plain):
     "Tfds": "'praxis_lite[sources]' (or: pip install tensorflow-datasets)",
     "FromDataset": "tensorflow",
     "quantized": "'praxis_lite[quantization]' (or: pip install qwix)",
-    "load of Hugging Face": "'praxis_lite[hf]' (or: pip install einops)",
+    "load of Hugging Face": "'praxis_lite[hf]' (or: pip install safetensors)",
     "the picture of a search": "'praxis_lite[plots]' (or: pip install matplotlib)",
     "--topology": "'praxis_lite[plan]' (or: pip install 'jax[tpu]')",
     "vision.digits": "'praxis_lite[digits]' (or: pip install scikit-learn)",

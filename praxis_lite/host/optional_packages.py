@@ -15,7 +15,6 @@ PACKAGES: dict[str, tuple[str, str | None]] = {
     "sentencepiece": ("sentencepiece", "text"),
     "jinja2": ("jinja2", "text"),
     "safetensors": ("safetensors", "hf"),
-    "einops": ("einops", "hf"),
     "pyarrow": ("pyarrow", "sources"),
     "google_crc32c": ("google-crc32c", "sources"),
     "PIL": ("pillow", "sources"),

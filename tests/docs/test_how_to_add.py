@@ -29,6 +29,8 @@ from praxis_lite.core import (
 from praxis_lite.layers import Linear, set_sharding_params
 from praxis_lite.tasks.loss import LossTask
 from praxis_lite.tools.huggingface import family
+from praxis_lite.tools.huggingface.same_model import weights_of
+from praxis_lite.tools.huggingface.weights import parts
 from tests.support.job_runs import launch, lines_of, succeed
 
 PAGE = (Path(__file__).parents[2] / "docs/how_to_add.md").read_text(encoding="utf-8")
@@ -162,7 +164,7 @@ def test_the_source_gives_batches_that_a_job_can_resume(tmp_path):
     assert str(tmp_path) not in str(pipeline.fingerprint())
 
 
-def test_the_family_has_llamas_tensors_and_its_own_fields(tmp_path, monkeypatch):
+def test_the_family_has_llamas_tensors_but_one_and_its_own_fields(tmp_path, monkeypatch):
     shipped = Path(family.__file__).parent / "families"
     shutil.copytree(shipped, tmp_path / "families")
     (name,) = [name for name in BLOCKS if name.endswith(".toml")]
@@ -179,7 +181,10 @@ def test_the_family_has_llamas_tensors_and_its_own_fields(tmp_path, monkeypatch)
         settings = tern.decoder_settings(config)
         assert (settings.model_dims, settings.hidden_dims, settings.use_bias) == (8, 16, True)
         llama = tomllib.loads((shipped / "llama.toml").read_text())
-        assert set(tern.tensors) == set(llama["tensors"])
+        up, own = (f"model.layers.{{layer}}.mlp.{name}.weight" for name in ("up_proj", "ffn_in"))
+        assert set(tern.tensors) == {*llama["tensors"], own} - {up}
+        shape_of = {x.tensor: x.shape() for x in parts(tern, settings, weights_of(settings))}
+        assert shape_of[own.format(layer=0)] == (16, 8)
     finally:
         family.families.cache_clear()
 

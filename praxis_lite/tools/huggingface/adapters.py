@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,13 @@ from jax.sharding import Mesh
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.train_state import LeafLayout
+from praxis_lite.layers.base.dims import Matrix, matrix_of
 from praxis_lite.layers.whole_model.adapters import form_of, merged
 from praxis_lite.tools.huggingface.tensors.writing import Pieces, save_tensors
-from praxis_lite.tools.huggingface.weights import Part, groups_of, rearranged
+from praxis_lite.tools.huggingface.weights import Part
 
 # Adapted layers by their path in the model, of `praxis_lite.layers.adapted_layers`.
 Layers = Mapping[str, Any]
-_RANK = "rank"
 
 
 def merged_weights(
@@ -65,18 +65,20 @@ def write_peft(
     for path, layer in layers.items():
         of_layer = [part for part in parts if part.path == f"params/{path}/w"]
         for part in of_layer:
-            forms = _forms(part, layer)
-            is_transposed = is_transposed or forms.is_transposed
+            matrix = matrix_of(layer.equation, layer.letters)
+            _check_alone(part, layer, matrix)
+            is_transposed = is_transposed or set(part.form[0]) == set(matrix.summed)
             module = part.tensor.removesuffix(".weight")
             modules.append(module)
-            for name, form, ours in (
-                ("lora_A", forms.a, "lora_a"), ("lora_B", forms.b, "lora_b"),
-            ):
-                shape = tuple(getattr(layer, ours).shape[-len(form.split(" -> ")[0].split()) :])
-                piece = pieces(f"params/{path}/{ours}", part.index, shape)
-                tensor = rearranged(piece, form).astype(dtype)
-                tensors[f"base_model.model.{module}.{name}.weight"] = np.ascontiguousarray(tensor)
+            a, b = (
+                pieces(f"params/{path}/{x}", part.index, getattr(layer, x).shape[len(part.index) :])
+                for x in ("lora_a", "lora_b")
+            )
             rank = layer.lora_a.shape[-1]
+            # Ours are [*inputs, rank] and [rank, *outputs], theirs [rank, in] and [out, rank].
+            for name, tensor in (("A", a.reshape(-1, rank).T), ("B", b.reshape(rank, -1).T)):
+                name = f"base_model.model.{module}.lora_{name}.weight"
+                tensors[name] = np.ascontiguousarray(tensor.astype(dtype))
             ranks.add((rank, layer.product.scale * rank))
     if len(ranks) > 1:
         raise ConfigError(
@@ -96,32 +98,15 @@ def write_peft(
         (directory / "adapter_config.json").write_text(text, "utf-8")
 
 
-class _Forms(NamedTuple):
-    """From our lora_a and lora_b to PEFT's, in einops' words; True for weights [in, out]."""
-
-    a: str
-    b: str
-    is_transposed: bool
-
-
-def _forms(part: Part, layer: Any) -> _Forms:
-    theirs, ours = part.form.split(" -> ")
-    form, names = form_of(layer), ours.split()
-    if part.dim is not None or part.of_heads is not None or form.stack:
+def _check_alone(part: Part, layer: Any, matrix: Matrix) -> None:
+    """Checks that a tensor is the matrix of one layer, with its dims in the layer's order."""
+    is_alone = part.dim is None and part.turn is None and not form_of(layer).stack
+    if not is_alone or set(part.form) != set(matrix):
         raise ConfigError(
-            f"export: {part.tensor} holds several of our weights, of which {part.path} has an "
-            "adapter of its own; PEFT has none of that form. Write the model whole: --adapters "
-            "merge."
+            f"export: {part.tensor} holds several of our weights, or dims in another order, and "
+            f"{part.path} has an adapter of its own; PEFT has none of that form. Write the model "
+            "whole: --adapters merge."
         )
-    name_of = dict(zip(form.weight, names, strict=True)) | {"r": _RANK}
-    a, b = ([name_of[letter] for letter in letters] for letters in (form.a, form.b))
-    groups = groups_of(theirs)
-    inside = [set(group) == set(a) - {_RANK} for group in groups]
-    into, out = (groups[0], groups[1]) if inside[0] else (groups[1], groups[0])
-    return _Forms(
-        f"{' '.join(a)} -> {_RANK} ({' '.join(into)})",
-        f"{' '.join(b)} -> ({' '.join(out)}) {_RANK}", inside[0],
-    )
 
 
 def _targets(modules: Sequence[str]) -> list[str]:

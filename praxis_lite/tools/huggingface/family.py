@@ -12,6 +12,7 @@ from typing import Any
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, few, require, shown
 from praxis_lite.inputs.sources.files.plain import opened
+from praxis_lite.tools.huggingface.entries import Entry, entry_of
 from praxis_lite.tools.huggingface.fields.decoder_settings import DecoderSettings
 from praxis_lite.tools.huggingface.fields.field_types import check_type
 from praxis_lite.tools.huggingface.fields.settings_fit import check_fit
@@ -36,7 +37,8 @@ class Family:
       constants: our settings that the family fixes.
       defaults: our settings where config.json lacks the field: those of the family's class in
         transformers, which has them there too.
-      tensors: by name in the checkpoint, what it is of our weights, see `weights.Part`.
+      tensors: by name in the checkpoint, what it is of our weights.
+      inputs_first: matrices are stored [in, out], unlike those of a PyTorch Linear.
       without_effect: fields that change nothing of what is computed.
       refused: by field, what is to be done, where it says anything.
       types: by field, a name of `field_types.TYPES`.
@@ -55,13 +57,14 @@ class Family:
     read_as: Mapping[str, Mapping[str, str]]
     constants: Mapping[str, Any]
     defaults: Mapping[str, Any]
-    tensors: Mapping[str, Any]
+    tensors: Mapping[str, Entry]
     without_effect: frozenset[str]
     refused: Mapping[str, str]
     types: Mapping[str, str]
     null_is_none: frozenset[str]
     harmless: frozenset[str]
     harmless_prefixes: tuple[str, ...]
+    inputs_first: bool = False
     optional_prefix: str = ""
     skipped: tuple[str, ...] = ()
 
@@ -235,12 +238,18 @@ def read_config(directory: Path) -> dict[str, Any]:
 def _family(name: str) -> Family:
     table = _merged(name)
     common = _table("common")
+    merged = {part: table.get(part, {}) for part in _MERGED}
+    merged["tensors"] = {
+        tensor: entry_of(entry, f"The table of {name}: {tensor}")
+        for tensor, entry in merged["tensors"].items()
+    }
     return Family(
-        name, tuple(table["architectures"]), **{part: table.get(part, {}) for part in _MERGED},
+        name, tuple(table["architectures"]), **merged,
         without_effect=frozenset(common["without_effect"]), refused=common["refused"],
         types=common["types"], null_is_none=frozenset(common["null_is_none"]),
         harmless=frozenset(common["harmless"]["fields"]),
         harmless_prefixes=tuple(common["harmless"]["prefixes"]),
+        inputs_first=table.get("inputs_first", False),
         optional_prefix=table.get("optional_prefix", ""),
         skipped=(*table.get("skipped", ()), *common["skipped"]),
     )

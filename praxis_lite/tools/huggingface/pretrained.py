@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from praxis_lite.core.errors import ConfigError, require_choice
+from praxis_lite.core.errors import require_choice
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.files.whole_files import new_directory
 from praxis_lite.host.optional_packages import require_package
@@ -28,7 +28,7 @@ from praxis_lite.layers.whole_model.reference import REFERENCE
 from praxis_lite.run.job.local_directory import local_directory
 from praxis_lite.tools.huggingface.adapters import Layers, write_peft
 from praxis_lite.tools.huggingface.family import family_of, read_config
-from praxis_lite.tools.huggingface.same_model import difference
+from praxis_lite.tools.huggingface.same_model import check_same_model, weights_of
 from praxis_lite.tools.huggingface.tensors.reading import read_weights, stored
 from praxis_lite.tools.huggingface.tensors.tensor_files import DESCRIBED, FLOATS, TensorFiles
 from praxis_lite.tools.huggingface.tensors.writing import MAX_FILE_BYTES, write_tensors
@@ -60,7 +60,7 @@ class Pretrained:
 
     def __init__(self, directory: str | os.PathLike[str], layout: StateLayout):
         path = local_directory(directory)
-        require_package("einops", f"The model {path}")
+        require_package("safetensors", f"The model {path}")
         self.config = read_config(path)
         family = family_of(self.config)
         self.layout, self.files = layout, TensorFiles(path)
@@ -70,11 +70,10 @@ class Pretrained:
         settings = family.decoder_settings(self.config)
         num_layers = settings.num_layers
         left_out = range(num_layers, num_layers + settings.num_prediction_layers)
-        try:
-            self.parts = stored(family, parts(family, settings, local), self.files, left_out)
-        except ConfigError as error:
-            message = difference(path, settings, local)
-            raise (error if message is None else ConfigError(message)) from None
+        # The dims of the weights are those of the model in config.json, whoever trains it.
+        weights = weights_of(settings)
+        check_same_model(path, weights, local)
+        self.parts = stored(family, parts(family, settings, weights), self.files, left_out)
         self.of_reference = [
             dataclasses.replace(part, path=path) for part in self.parts
             if (path := part.path.replace("params/", _REFERENCE, 1)) in shapes

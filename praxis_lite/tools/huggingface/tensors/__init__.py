@@ -1,1 +1,1 @@
-"""The tensors of a Hugging Face directory: read with their headers checked, and written."""
+"""The tensors of a Hugging Face directory: how our weights lie in them; their files."""

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from praxis_lite.core.errors import ConfigError, few, format_bytes, shown
 from praxis_lite.core.partitioner.train_state import LeafLayout
+from praxis_lite.tools.huggingface.entries import EMBEDDING, HEAD
 from praxis_lite.tools.huggingface.family import Family
 from praxis_lite.tools.huggingface.tensors.tensor_files import TensorFiles
 from praxis_lite.tools.huggingface.weights import Part, tensor_shape
@@ -38,7 +39,7 @@ def stored(
         if stored:
             names[part.tensor] = stored[0]
     missing = sorted({part.tensor for part in parts} - names.keys())
-    heads = {name for name, entry in family.tensors.items() if entry["to"] == "head"}
+    heads = {name for name, entry in family.tensors.items() if entry.to == (HEAD,)}
     if missing:
         tied = (
             " The head is the embedding in a model whose config.json has tie_word_embeddings true, "
@@ -94,7 +95,7 @@ def _is_embedding(
     name: str, files: TensorFiles, family: Family, names: Mapping[str, str]
 ) -> bool:
     """Returns True if the head, which a tied model does not have, is the embedding once more."""
-    (embedding,) = (x for x, entry in family.tensors.items() if entry["to"] == "embedding")
+    (embedding,) = (x for x, entry in family.tensors.items() if entry.to == (EMBEDDING,))
     shapes = files.shape(names[embedding]), files.shape(name)
     return shapes[0] == shapes[1] and np.array_equal(
         files.tensor(names[embedding]), files.tensor(name), equal_nan=True
