@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.train_state import LeafLayout
 from praxis_lite.layers.base.dims import Matrix, matrix_of
-from praxis_lite.layers.whole_model.adapters import form_of, merged
+from praxis_lite.layers.whole_model.adapted_products import DecomposedProduct, form_of
 from praxis_lite.tools.huggingface.tensors.writing import Pieces, save_tensors
 from praxis_lite.tools.huggingface.weights import Part
 
@@ -27,7 +27,7 @@ def merged_weights(
     """Returns the weights by path, as padded and split as they are, with the adapters in them."""
     leaf_of, result = {leaf.path: leaf for leaf in leaves}, dict(arrays)
     for path, layer in layers.items():
-        names = [f"params/{path}/{name}" for name in ("w", "lora_a", "lora_b")]
+        names = [f"params/{path}/{name}" for name in ("w", *layer.product.weights)]
         local = [leaf_of[name] for name in names]
 
         def added(
@@ -35,7 +35,8 @@ def merged_weights(
         ) -> jax.Array:
             true = [x[tuple(map(slice, leaf.shape))] for x, leaf in zip(padded, own, strict=True)]
             sizes = zip(own[0].shape, own[0].padded_shape, strict=True)
-            return jnp.pad(merged(*true, layer), [(0, much - size) for size, much in sizes])
+            whole = layer.product.merged(layer, *true)
+            return jnp.pad(whole, [(0, much - size) for size, much in sizes])
 
         given = [arrays[name] for name in names]
         result[names[0]] = jax.jit(added, out_shardings=given[0].sharding)(*given)
@@ -58,9 +59,9 @@ def write_peft(
 
     Raises:
       ConfigError: a layer's weight is part of a tensor of theirs, so that PEFT has no adapter of
-        that form; or the layers differ in rank or in alpha.
+        that form; or the layers differ in rank, in alpha or in being DoRA's.
     """
-    pieces, tensors, modules, ranks = Pieces(arrays, mesh), {}, [], set()
+    pieces, tensors, modules, kinds = Pieces(arrays, mesh), {}, [], set()
     is_transposed = False
     for path, layer in layers.items():
         of_layer = [part for part in parts if part.path == f"params/{path}/w"]
@@ -70,27 +71,33 @@ def write_peft(
             is_transposed = is_transposed or set(part.form[0]) == set(matrix.summed)
             module = part.tensor.removesuffix(".weight")
             modules.append(module)
-            a, b = (
+            w, a, b, *m = (
                 pieces(f"params/{path}/{x}", part.index, getattr(layer, x).shape[len(part.index) :])
-                for x in ("lora_a", "lora_b")
+                for x in ("w", *layer.product.weights)
             )
             rank = layer.lora_a.shape[-1]
             # Ours are [*inputs, rank] and [rank, *outputs], theirs [rank, in] and [out, rank].
-            for name, tensor in (("A", a.reshape(-1, rank).T), ("B", b.reshape(rank, -1).T)):
-                name = f"base_model.model.{module}.lora_{name}.weight"
+            of_module = {"A.weight": a.reshape(-1, rank).T, "B.weight": b.reshape(rank, -1).T}
+            if m:  # Ours is the difference of the learned length from that of the column.
+                lengths = np.sqrt(np.square(w, dtype=np.float32).sum(axis=matrix.summed))
+                of_module["magnitude_vector"] = lengths.reshape(-1) + m[0].reshape(-1)
+            for name, tensor in of_module.items():
+                name = f"base_model.model.{module}.lora_{name}"
                 tensors[name] = np.ascontiguousarray(tensor.astype(dtype))
-            ranks.add((rank, layer.product.scale * rank))
-    if len(ranks) > 1:
+            is_dora = isinstance(layer.product, DecomposedProduct)
+            kinds.add((rank, layer.product.scale * rank, is_dora))
+    if len(kinds) > 1:
         raise ConfigError(
-            f"export: the adapters have several ranks and alphas, {sorted(ranks)}; PEFT's file is "
-            "written for one. Write the model whole: --adapters merge."
+            "export: the adapters have several ranks, alphas and values of use_dora, "
+            f"{sorted(kinds)}; PEFT's file is written for one. Write the model whole: --adapters "
+            "merge."
         )
-    ((rank, alpha),) = ranks
+    ((rank, alpha, is_dora),) = kinds
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_model,
         "r": rank, "lora_alpha": alpha, "lora_dropout": 0.0, "bias": "none",
         "fan_in_fan_out": is_transposed, "target_modules": _targets(modules),
-        "inference_mode": True,
+        "use_dora": is_dora, "inference_mode": True,
     }
     if jax.process_index() == 0:
         save_tensors(tensors, directory / "adapter_model.safetensors")

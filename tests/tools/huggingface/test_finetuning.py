@@ -61,7 +61,7 @@ def finetuned(root, experiment, job, *settings):
 
 
 def merged_by_hand(base, adapters):
-    """Returns W + alpha / r B A of each tensor, as PEFT adds them, in NumPy."""
+    """Returns W + alpha / r B A of each tensor, of DoRA's at its magnitudes, as PEFT, in NumPy."""
     config = json.loads((adapters / "adapter_config.json").read_text())
     scale, actual = config["lora_alpha"] / config["r"], load_file(base / "model.safetensors")
     tensors = load_file(adapters / "adapter_model.safetensors")
@@ -70,10 +70,17 @@ def merged_by_hand(base, adapters):
             b = tensors[name.replace("lora_A", "lora_B")]
             target = name.removeprefix("base_model.model.").replace("lora_A.", "")
             actual[target] = actual[target] + scale * b @ a
+            magnitudes = tensors.get(name.replace("lora_A.weight", "lora_magnitude_vector"))
+            assert (magnitudes is not None) == config["use_dora"]
+            if config["use_dora"]:
+                lengths = np.linalg.norm(actual[target], axis=1)
+                actual[target] = actual[target] * (magnitudes / lengths)[:, None]
     return actual, config
 
 
 def adapters_are_right(root, job):
+    for name in ("merged", "peft"):
+        shutil.rmtree(root / name, ignore_errors=True)
     convert(["export", str(root / job), str(root / "merged"), "--adapters=merge"])
     convert(["export", str(root / job), str(root / "peft"), "--adapters=peft"])
     expected, config = merged_by_hand(root / "llama", root / "peft")
@@ -96,15 +103,17 @@ def adapters_are_right(root, job):
 
 
 @pytest.mark.slow
-def test_lora_learns_from_a_model_of_hugging_face_and_goes_back_to_it(started, capsys):
+@pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
+def test_lora_learns_from_a_model_of_hugging_face_and_goes_back_to_it(started, capsys, use_dora):
+    job = f"short_{use_dora}"
     finetuned(
-        started, "ChatLora", "short", "run.num_train_steps=2", "mesh.ici_mesh_shape=1,2,2",
-        "mesh.allow_unused_devices=True",
+        started, "ChatLora", job, "run.num_train_steps=2", "mesh.ici_mesh_shape=1,2,2",
+        "mesh.allow_unused_devices=True", f"USE_DORA={use_dora}",
     )
     with pytest.raises(SystemExit):
-        convert(["export", str(started / "short"), str(started / "refused")])
+        convert(["export", str(started / job), str(started / "refused")])
     assert "--adapters merge" in capsys.readouterr().err
-    adapters_are_right(started, "short")
+    adapters_are_right(started, job)
 
 
 @pytest.mark.slow
@@ -124,8 +133,6 @@ def test_a_new_users_walk(started):
     )
     assert "prompt 1 of 2: What comes after 4?\n5 comes.\n" in done.out
     assert "\n8 comes.\n" in done.out
-    for name in ("merged", "peft"):
-        shutil.rmtree(started / name, ignore_errors=True)
     adapters_are_right(started, "walk")
     # On a mesh that divides nothing it computes the same.
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 4, 2)))
