@@ -26,7 +26,6 @@ MAX_RESIDENT_BYTES = 3072 * 2**20
 # They come first, so that no worker is left with one when the others have ended.
 LONGEST_FILES = (
     "elastic/test_elastic.py", "job/test_multiprocess.py", "job/test_stuck_processes.py",
-    "elastic/test_peer_runs.py",
 )
 
 simulate_devices(8)
