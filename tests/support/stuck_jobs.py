@@ -190,7 +190,7 @@ def watched(case: Case, folder: Path, processes: list[subprocess.Popen]) -> Seen
 
     if "--elastic" in case.flags:
         for number in range(1, 1 + len(case.hows)):
-            wait(lambda n=number: elastic_lines(job).count('"stuck"') >= n, 200.0)
+            wait(lambda n=number: elastic_lines(job).count('"stuck"') >= n, 400.0)
         wait(lambda: _num_steps(job) >= 20, 200.0)
     elif not case.hows:
         wait(lambda: _num_steps(job) >= 11, 600.0)
