@@ -26,7 +26,7 @@ MAX_RESIDENT_BYTES = 3072 * 2**20
 # They come first, so that no worker is left with one when the others have ended.
 LONGEST_FILES = (
     "elastic/test_elastic.py", "job/test_multiprocess.py", "job/test_stuck_processes.py",
-    "elastic/test_peer_runs.py",
+    "partitioner/test_experiment_gradients.py", "testing/test_check.py",
 )
 
 simulate_devices(8)

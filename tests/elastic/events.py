@@ -100,8 +100,8 @@ class Events:
 
     # Losses.
 
-    def kill_host(self) -> Happened:
-        return self._killed("a host dies", [self._one()])
+    def kill_host(self, victim: int | None = None) -> Happened:
+        return self._killed("a host dies", [self._one() if victim is None else victim])
 
     def kill_first(self) -> Happened:
         return self._killed("the first host dies", [min(self.present)])
@@ -109,12 +109,13 @@ class Events:
     def kill_two(self) -> Happened:
         return self._killed("two hosts die at once", self.rng.sample(sorted(self.present), 2))
 
-    def kill_host_in(self, phase: str) -> Happened:
+    def kill_host_in(self, phase: str, victim: int | None = None) -> Happened:
         self._aim(phase)
-        return self._killed(f"a host dies, aimed at {phase}", [self._one()])
+        victim = self._one() if victim is None else victim
+        return self._killed(f"a host dies, aimed at {phase}", [victim])
 
-    def kill_worker(self) -> Happened:
-        victim, during = self._one(), self._now()
+    def kill_worker(self, victim: int | None = None) -> Happened:
+        victim, during = self._one() if victim is None else victim, self._now()
         at = self.hosts[victim].kill_worker()
         return self._happened("a worker dies", [victim], at, during)
 

@@ -161,16 +161,31 @@ def test_a_mistake_of_one_process_ends_the_other_with_its_words(tmp_path):
     assert "[process 1] error: " in second.err
 
 
+@functools.cache
+def unmatched() -> dict[str, list[pairs.Ended]]:
+    """Returns how two processes ended that wait for others in vain; all such jobs at once."""
+    wait = "--start_seconds=20"
+    flags = {
+        "0 twice": (("--process_id=0", wait),) * 2, "1 twice": (("--process_id=1", wait),) * 2,
+        "unknown": ((wait,), (wait, "--num_processes=3", "--process_id=2")),
+    }
+    started = {
+        name: pairs.start_processes(
+            TINY, f"--job_log_dir={home()}/{name}", cwd=home(), more=more
+        ) for name, more in flags.items()
+    }
+    return {name: pairs.ended(processes) for name, processes in started.items()}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("doubled", ["0", "1"])
-def test_two_processes_of_one_number_both_say_so(tmp_path, doubled):
-    flags = (f"--process_id={doubled}", "--start_seconds=12")
-    done = pairs.run(TINY, f"--job_log_dir={tmp_path}/job", cwd=tmp_path, more=(flags, flags))
+def test_two_processes_of_one_number_both_say_so(doubled):
+    done = unmatched()[f"{doubled} twice"]
     refused, waited = sorted((" ".join(item.err.split()) for item in done), key=len)
     assert [element.code for element in done] == [2, 2] and "Traceback" not in refused + waited
     assert f"error: --process_id={doubled} is given twice: process " in refused
     assert f"was given --process_id={doubled} too, and was refused" in waited
-    assert not (tmp_path / "job").exists()
+    assert not (home() / f"{doubled} twice").exists()
 
 
 @pytest.mark.slow
@@ -191,12 +206,8 @@ def test_a_process_that_comes_a_second_time_leaves_the_job_alone(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_process_that_the_first_one_does_not_know_is_told_so(tmp_path):
-    first, second = pairs.run(
-        TINY, f"--job_log_dir={tmp_path}/job", cwd=tmp_path,
-        more=(("--start_seconds=15",), ("--start_seconds=15", "--num_processes=3",
-                                        "--process_id=2")),
-    )
+def test_a_process_that_the_first_one_does_not_know_is_told_so():
+    first, second = unmatched()["unknown"]
     assert (first.code, second.code) == (2, 2)
     assert "does not take this one. See that --num_processes is the same" in second.err
 

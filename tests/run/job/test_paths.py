@@ -1,7 +1,9 @@
 """Every path that a file system allows holds a job, or is refused before anything is written."""
 
+import functools
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import jax
@@ -32,13 +34,19 @@ NAMES = [
 ]
 
 
+@functools.cache
+def digest_below_a_plain_name():
+    with tempfile.TemporaryDirectory() as folder:
+        plain = save_steps(Path(folder) / "plain", {3: true_state()}, mesh_shape=(1, 1, 1))
+        return digest_of(plain / "3")
+
+
 @pytest.mark.parametrize("name", slow_but(("run[1]", "new\nline"), NAMES))
 def test_a_step_is_saved_and_read_below_every_name(tmp_path, name):
     folder = tmp_path / name / "checkpoints"
     save_steps(folder, {3: true_state()}, mesh_shape=(1, 1, 1))
     assert [step.state for step in tools.list_steps(folder)] == ["good"]
-    plain = save_steps(tmp_path / "plain", {3: true_state()}, mesh_shape=(1, 1, 1))
-    assert digest_of(folder / "3") == digest_of(plain / "3")
+    assert digest_of(folder / "3") == digest_below_a_plain_name()
 
 
 @pytest.mark.parametrize(
@@ -96,8 +104,8 @@ def test_a_step_of_which_an_array_was_not_written_is_not_committed(tmp_path, mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["run[1]", "a\nb é", "{x}*?"])
-def test_a_job_trains_resumes_evaluates_decodes_and_loads_there(tmp_path, name):
+def test_a_job_trains_resumes_evaluates_decodes_and_loads_there(tmp_path):
+    name = "run[1]{x}*?\nb é"
     argv = [f"--job_log_dir={tmp_path / 'a/..' / name}"]
     train = ["--exp=jobzoo.experiments.Tiny", *argv, "--set"]
     for steps in (3, 5):

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.support.job_runs import CHECKOUT, copy_of_trained, home
+from tests.support.process_pairs import KEPT
 
 PRINTS = '''
 import sys
@@ -103,8 +104,11 @@ print("after")
     assert lines[0] == "before" and lines[-1] == "after"
 
 
+ALL_CLOSED = "0<&- 1>&- 2>&-"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("closed", ["1>&-", "2>&-", "1>&- 2>&-", "0<&-"])
+@pytest.mark.parametrize("closed", ["1>&-", ALL_CLOSED])
 def test_a_stream_that_was_closed_is_nowhere_and_the_job_goes_on(tmp_path, closed):
     command = (
         f"{sys.executable} -m praxis_lite.main --exp=lm.Synthetic --job_log_dir={tmp_path}/job "
@@ -137,11 +141,18 @@ COMMANDS = [  # JOB is a trained job, OUT a new directory.
     ("interop.huggingface export JOB OUT", 2),
     ("interop.pax_job --exp=lm.Synthetic --pax=OUT --job_log_dir=OUT", 2),
 ]
+# The first of each module, which all begin alike: streams are seen to before the options are.
+BEGINNINGS = {item[0].split()[0]: item for item in reversed(COMMANDS)}.values()
+CLOSED = [
+    *((*item, ALL_CLOSED) for item in COMMANDS),
+    *((*item, closed) for closed in ("1>&-", "2>&-") for item in BEGINNINGS),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("command", "status"), COMMANDS, ids=[item for item, _ in COMMANDS])
-@pytest.mark.parametrize("closed", ["1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+@pytest.mark.parametrize(
+    ("command", "status", "closed"), CLOSED, ids=[f"{command} {how}" for command, _, how in CLOSED]
+)
 def test_any_command_keeps_its_status_where_its_streams_are_closed(
     command, status, closed, tmp_path
 ):
@@ -150,7 +161,8 @@ def test_any_command_keeps_its_status_where_its_streams_are_closed(
         command = command.replace(name, str(path))
     done = subprocess.run(
         ["bash", "-c", f"{sys.executable} -m praxis_lite.{command} {closed}"], cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{CHECKOUT}:{home()}", "XDG_CACHE_HOME": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": f"{CHECKOUT}:{home()}",
+             "XDG_CACHE_HOME": str(home() / "cache"), **KEPT},
         capture_output=True, text=True, timeout=120,
     )
     assert done.returncode == status, done
