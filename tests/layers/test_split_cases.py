@@ -1,89 +1,47 @@
-"""Layers' own mappings, dims of parents and a job's rules by path: who decides, case by case."""
+"""Layers' own mappings and dims of parents: who decides, case by case."""
 
 import functools
 
-import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite import ConfigError
 from praxis_lite.layers import (
-    AttentionProjection,
     BaseLayer,
-    DotProductAttention,
     FeedForward,
     FullSoftmax,
     Linear,
     MultiHeadLatentAttention,
-    Pipeline,
-    Repeat,
     SharedEmbeddingSoftmax,
     TransformerFeedForward,
     TransformerFeedForwardMoe,
-    lora,
     splits,
 )
 from praxis_lite.layers.base.dims import Dim
-from tests.support.declared_splits import (
-    ONE_DEVICE,
-    CasesOfRules,
-    batch_of,
-    losses_of,
-    splits_of,
-    xent,
+from tests.support.declared_splits import CasesOfRules, splits_of
+from tests.support.split_layers import (
+    COMBINED,
+    IN,
+    NONE,
+    OUT,
+    D,
+    F,
+    N,
+    adapted,
+    attention,
+    feed_forward,
+    linear,
+    made,
+    piped,
+    repeated,
 )
 
-# D model dims, F hidden dims, N heads; no axis divides the first two.
-D, F, N = 7, 13, 4
-
-
-def made(layer, *sizes, **settings):
-    return lambda rngs: layer(*sizes, **settings, rngs=rngs)
-
-
-def feed_forward(mapping=None, **settings):
-    settings |= {} if mapping is None else {"weight_split_dims_mapping": mapping}
-    return made(TransformerFeedForward, D, F, has_bias=False, **settings)
-
-
-def attention(mapping=None, **settings):
-    settings |= {} if mapping is None else {"weight_split_dims_mapping": mapping}
-    return made(DotProductAttention, 8, N, use_bias=False, **settings)
-
-
-def linear(mapping=None, dims=(D, F)):
-    settings = {} if mapping is None else {"weight_split_dims_mapping": mapping}
-    return made(Linear, *dims, **settings)
-
-
-def repeated(make, **settings):
-    return lambda rngs: Repeat(lambda rngs: make(rngs), 4, rngs=rngs, **settings)
-
-
-def piped(make, **settings):
-    return lambda rngs: Pipeline(
-        lambda rngs: make(rngs), 4, num_stages=2, num_microbatches=2, rngs=rngs, **settings
-    )
-
-
-def adapted(make, only=None):
-    return lambda rngs: lora(lambda rngs: make(rngs), rank=3, only=only)(rngs=rngs)
-
-
-def rule(*pairs, **settings):
-    return {"strategy": pairs, **settings}
-
-
-COMBINED = functools.partial(AttentionProjection, attention_combine_dims=True)
 OWN_LINEAR = functools.partial(FeedForward, linear_tpl=functools.partial(
     Linear, weight_split_dims_mapping=("data", None)
 ))
-NONE: dict = {}
-FSDP = rule((".*", 'fsdp("data", 0)'))
-IN, OUT = "ffn_layer1/linear/w", "ffn_layer2/linear/w"
 EMBED, WHOLE = Dim(D, "embed", "data"), Dim(D, "embed", is_said=True)
-# By case: the layer, the job's rules, and the splits of some of its weights.
+# By case: the layer, no rules of the job, and the splits of some of its weights.
 DECIDED = {
     # By position or by name; a dim that is not said is whole, the rest as if it were transposed.
     "by position": (feed_forward(("data", "mdl")), NONE, {IN: ("data", "mdl"),
@@ -179,10 +137,6 @@ DECIDED = {
     "adapter of a parent's dims": (
         adapted(linear(dims=(EMBED, F))), NONE, {"lora_a": ("data", None), "lora_b": (None, None)}
     ),
-    "adapter by rule": (
-        adapted(linear(dims=(8, 16))), FSDP,
-        {"w": (None, "data"), "lora_a": ("data", None), "lora_b": (None, "data")},
-    ),
     # Stacks put their dims in front.
     "Repeat": (
         repeated(feed_forward({"mlp": "mdl"}), stack_split="data"), NONE,
@@ -208,52 +162,12 @@ DECIDED = {
         piped(feed_forward({"embed": "data"}), stage_axis=None), NONE,
         {f"blocks/{OUT}": (None, None, None, None, "data")},
     ),
-    # Rules start from what a layer says, whole dims are free for them.
-    "fsdp of a silent layer": (feed_forward(), FSDP, {IN: (None, "data"), OUT: ("data", None)}),
-    "fsdp beside its mapping": (
-        feed_forward({"mlp": "mdl"}), FSDP, {IN: ("data", "mdl"), OUT: ("mdl", "data")}
-    ),
-    "fsdp of a whole layer": (feed_forward(()), FSDP, {IN: (None, "data")}),
-    "fsdp where it is split": (
-        feed_forward({"embed": ("data", "mdl")}), rule((f".*{IN}", 'fsdp("replica", 0)')),
-        {IN: (("data", "mdl"), "replica"), OUT: (None, ("data", "mdl"))},
-    ),
-    "fsdp leaves small ones": (
-        feed_forward({"mlp": "mdl"}), rule((".*", 'fsdp("data", min_weight_size=90)')),
-        {IN: ("data", "mdl"), "layer_norm/scale": (None,)},
-    ),
-    "the first pattern": (
-        feed_forward({"mlp": "mdl"}), rule((f".*{IN}", 'shard_dim("data", 0)'), (".*",
-                                                                          'fsdp("replica", 0)')),
-        {IN: ("data", "mdl"), OUT: ("mdl", "replica")},
-    ),
-    "replicate before": (
-        feed_forward(), rule((f".*{IN}|.*norm.*", "replicate"), (".*", 'fsdp("data", 0)')),
-        {IN: (None, None), OUT: ("data", None), "layer_norm/scale": (None,)},
-    ),
-    "no names to go by": (
-        feed_forward({"mlp": "mdl"}),
-        rule((".*", "logical_partitioning"), logical_axis_rules=(("embed", "data"),)),
-        {IN: (None, "mdl")},
-    ),
-    "fsdp of a stack": (
-        repeated(feed_forward({"mlp": "mdl"})), FSDP, {f"blocks/{IN}": (None, "data", "mdl")}
-    ),
-    "a rule for the stack's dim": (
-        repeated(feed_forward({"mlp": "mdl"})), rule((f".*{IN}", 'shard_dim("data", 0)')),
-        {f"blocks/{IN}": ("data", None, "mdl"), f"blocks/{OUT}": (None, "mdl", None)},
-    ),
-    "a rule for one of the unrolled": (
-        repeated(feed_forward({"mlp": "mdl"}), unroll=True),
-        rule((f".*blocks/0/{IN}", 'shard_dim("data", 0)')),
-        {f"blocks/0/{IN}": ("data", "mdl"), f"blocks/1/{IN}": (None, "mdl")},
-    ),
 }
 SPLITS = CasesOfRules(splits_of, DECIDED)
 
 
 @pytest.mark.parametrize("case", DECIDED)
-def test_a_weight_splits_as_its_layer_a_parent_and_the_rules_say(case):
+def test_a_weight_splits_as_its_layer_and_a_parent_say(case):
     actual, expected = SPLITS.of(case), DECIDED[case][-1]
     assert {path: actual[path] for path in expected} == expected
 
@@ -292,20 +206,6 @@ WRONG = {
     "dims of no setting": (
         made(TooFewNames, "gate"), NONE, ["TooFewNames", "gate_split_dims_mapping", "wanted"]
     ),
-    "replicate what is split": (
-        feed_forward({"mlp": "mdl"}), rule((f".*{IN}", "replicate")),
-        [IN, "`replicate`", "(None, 'mdl')"],
-    ),
-    "a rule for a dim that is split": (
-        feed_forward({"mlp": "mdl"}), rule((f".*{IN}", 'shard_dim("data", 1)')),
-        [IN, "shard_dim('data', 1)", "mdl splits already", "Choose another dim"],
-    ),
-    "a rule's axis is the layer's": (
-        feed_forward({"mlp": "mdl"}), rule((".*ffn.*", 'fsdp("mdl", 0)')), [IN, "'mdl' twice"]
-    ),
-    "a pattern of a part": (
-        feed_forward(), rule(("linear/w", "replicate")), ["'linear/w'", "'.*'", IN]
-    ),
 }
 
 
@@ -325,38 +225,3 @@ def test_a_softmax_knows_the_split_of_its_weight_whoever_said_it():
         for make in (made_of_dims, by_itself):
             actual = make(nnx.Rngs(0)).weight_split_dims_mapping
             assert actual == ("data", "mdl")
-
-
-class Stack(BaseLayer):
-    """A model of parts that are split in many ways."""
-
-    def __init__(self, *, rngs):
-        self.blocks = Repeat(Block, 2, stack_split="replica", rngs=rngs)
-        self.out = adapted(linear(P("data"), dims=(D, Dim(D, "vocab", "mdl"))))(rngs)
-
-    def __call__(self, x):
-        return self.out(self.blocks(x[:, None])[0][:, 0])
-
-
-class Block(BaseLayer):
-    """Merged dims with fewer heads of keys, and hidden dims by name."""
-
-    def __init__(self, *, rngs):
-        self.attention = DotProductAttention(
-            D, N, dim_per_head=3, num_kv_heads=2, use_bias=False, proj_tpl=COMBINED,
-            weight_split_dims_mapping={"heads": "mdl"}, rngs=rngs,
-        )
-        self.ff = feed_forward({"mlp": "mdl"})(rngs)
-
-    def __call__(self, x, *, cache=None, **inputs):
-        return self.ff(x + self.attention(x)[0]), cache
-
-
-@pytest.mark.slow
-def test_split_so_a_model_trains_as_on_one_device():
-    settings = rule((".*ffn.*", 'fsdp("data", 0)'))
-    actual, expected = (
-        losses_of(Stack, xent, batch_of(11, D), *shape, **settings) for shape in ((), (ONE_DEVICE,))
-    )
-    np.testing.assert_allclose(actual, expected, rtol=1e-5)
-    assert actual[1] < actual[0]

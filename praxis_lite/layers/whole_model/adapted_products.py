@@ -107,7 +107,8 @@ class AdaptedProduct(Product):
         return w + self.scale * product.reshape(w.shape).astype(w.dtype)
 
     def __call__(self, layer: Dense, inputs: jax.Array) -> jax.Array:
-        return self.base(layer, inputs) + self.thin(layer, inputs)
+        thin = self.thin(layer, inputs)
+        return self.base(layer, inputs) + thin
 
     def multiplied(self, layer: Dense, inputs: jax.Array) -> jax.Array:
         return self.base.multiplied(layer, inputs) + self.thin(layer, inputs)
