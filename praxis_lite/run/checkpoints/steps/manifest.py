@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,12 +85,29 @@ def check_same(step_dir: Path, saved: Leaves, wanted: Leaves) -> None:
             old, new = saved[path][what], wanted[path][what]
             if old != new:
                 actual.append(f"{path} has {what} {old} in the checkpoint, {new} in the model")
-    if actual:
-        raise ConfigError(
-            f"The checkpoint of step {step_dir.name} in {step_dir.parent} is of another model: "
-            f"{few(actual, 5, '; ')}. Use the settings that it was trained with (see config.txt "
-            "beside it), or start a new job in another job_log_dir."
+    if not actual:
+        return
+    advice = (
+        "Use the settings that it was trained with (see config.txt beside it), or start a new job "
+        "in another job_log_dir."
+    )
+    if moved := _slots_of_whole_stacks(saved, wanted):
+        advice = (
+            f"Slots such as {moved} were of a whole stack, and are now of each layer: earlier "
+            "versions did not know it as a stack (CHANGELOG.md). Start a new job from the weights, "
+            "in another job_log_dir, with run.init_from_checkpoint_rules (docs/training.md); its "
+            "slots begin anew."
         )
+    raise ConfigError(
+        f"The checkpoint of step {step_dir.name} in {step_dir.parent} is of another model: "
+        f"{few(actual, 5, '; ')}. {advice}"
+    )
+
+
+def _slots_of_whole_stacks(saved: Leaves, wanted: Leaves) -> str | None:
+    """Returns a slot of a weight that is a stack in the model alone, if there is any."""
+    of_layers = {re.sub(r"\bstack_[\dx]+/", "unstacked/", path) for path in wanted.keys() - saved}
+    return next(iter(sorted(of_layers & (saved.keys() - wanted.keys()))), None)
 
 
 def digest_of_config(config_json: str) -> str:
