@@ -96,7 +96,7 @@ class QuantizationRule:
         path_pattern("QuantizationRule.regex", self.regex)
 
     def put(self, product: Product) -> Product:
-        """Returns a product, its product with `w` rounded; thin ones of adapters stay."""
+        """Returns a product whose product with `w` is rounded; adapters around it stay exact."""
         if self.qtype is None:
             return product
         if self.qtype in WEIGHT_QTYPES:

@@ -106,7 +106,7 @@ def write_peft(
 
 
 def _check_alone(part: Part, layer: Any, matrix: Matrix) -> None:
-    """Checks that a tensor is the matrix of one layer, with its dims in the layer's order."""
+    """Checks that a tensor is the matrix of a single layer, its dims in the layer's order."""
     is_alone = part.dim is None and part.turn is None and not form_of(layer).stack
     if not is_alone or set(part.form) != set(matrix):
         raise ConfigError(

@@ -67,7 +67,7 @@ class Part:
         return ours if self.turn is None else ours[..., self.turn]
 
     def as_theirs(self, piece: np.ndarray) -> np.ndarray:
-        """Returns our array as it lies in the tensor; of weights that alternate one of all."""
+        """Returns our array as it lies in the tensor; if weights alternate, the array of all."""
         return piece.transpose(self._order()).reshape(self.shape())
 
     def _order(self) -> list[int]:

@@ -37,7 +37,7 @@ class Weight(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The dims of our weight that a tensor holds: those of a layer, or of one of its experts.
+    """The dims of our weight that a tensor holds: of a layer, or of an expert in it.
 
     Attributes:
       sizes: of the dims.
@@ -52,7 +52,7 @@ class Piece(NamedTuple):
     said: str
 
     def outputs_in(self, form: Form) -> int:
-        """Returns the dim of a tensor that holds the outputs: of what is no matrix the last."""
+        """Returns the dim of a tensor that holds the outputs; without a matrix it is the last."""
         holds = [i for i, group in enumerate(form) if set(group) & set(self.matrix.made)]
         return holds[0] if holds else len(form) - 1
 
@@ -130,7 +130,7 @@ def named_form(piece: Piece, dims: str) -> Form:
 
 
 def joined_form(piece: Piece, form: Form, joined: str) -> Form:
-    """Returns a form with one more dim, which numbers weights: after the heads, or the last.
+    """Returns a form with a dim more, which numbers weights: after the heads, or the last.
 
     Raises:
       ConfigError: it is joined by heads, and the weight has none.
