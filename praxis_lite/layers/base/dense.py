@@ -148,8 +148,10 @@ class Dense(BaseLayer):
         """The letters of each dim of `w` but a stack's, several where it has merged dims."""
         letters = self.equation.split("->")[0].split(",")[1]
         size_of = dict(zip(letters, self.kernel_shape, strict=True))
-        num_stacked = self.w.ndim - len(self.w.get_metadata()["dim_names"])
-        shape, groups = self.w.shape[num_stacked:], []
+        metadata = self.w.get_metadata()
+        stack = metadata.get("stack_split_dims_mapping", ())
+        own_rank = len(metadata.get("dim_names", self.w.shape[len(stack) :]))
+        shape, groups = self.w.shape[self.w.ndim - own_rank :], []
         num_merged = 1 + len(letters) - len(shape)
         for size in shape:
             length = 1 if size_of[letters[0]] == size else num_merged

@@ -201,13 +201,22 @@ class PairsToOne(layers.Dense):
         self.b = self.weight((7,), rngs=rngs, init=nnx.initializers.ones)
 
 
+class PlainPairsToOne(PairsToOne):
+    """The same, its weight a variable of Flax that says nothing."""
+
+    def __init__(self, *, rngs):
+        super().__init__(rngs=rngs)
+        self.w = nnx.Param(self.w[...])
+
+
 class Doubled(layers.Linear):
     def __call__(self, inputs):
         return inputs @ (self.w[...] * 2)
 
 
-def test_a_users_own_dense_layer_is_adapted_by_its_equation():
-    module = draw_adapters(lora(PairsToOne, rank=3, alpha=6.0)(rngs=nnx.Rngs(0)))
+@pytest.mark.parametrize("layer", [PairsToOne, PlainPairsToOne])
+def test_a_users_own_dense_layer_is_adapted_by_its_equation(layer):
+    module = draw_adapters(lora(layer, rank=3, alpha=6.0)(rngs=nnx.Rngs(0)))
     x = draw((4, 2, 5))
     w, a, b = (np.asarray(p[...]) for p in (module.w, module.lora_a, module.lora_b))
     assert (a.shape, b.shape) == ((5, 2, 3), (3, 7))
