@@ -50,7 +50,13 @@ class Browser:
 
     def open(self, url: str) -> None:
         self.send("Page.navigate", url=url)
-        self._until(lambda event: event.get("method") == "Page.loadEventFired")
+        is_there = False
+        while not is_there:  # The empty page that the browser begins with is loaded too, once.
+            self._until(lambda event: event.get("method") == "Page.loadEventFired")
+            is_there = self.run(
+                f"location.protocol === {json.dumps(url.partition(':')[0] + ':')} && "
+                "document.readyState === 'complete'"
+            )
 
     def resize(self, width: int, height: int) -> None:
         self.send(
