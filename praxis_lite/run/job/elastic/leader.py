@@ -16,7 +16,7 @@ from praxis_lite.run.job.elastic.decisions import (
     has_stepped,
 )
 from praxis_lite.run.job.elastic.members import Generation, Meeting, Member
-from praxis_lite.run.job.elastic.record import record, record_line
+from praxis_lite.run.job.elastic.record import last_step_made, record, record_line
 from praxis_lite.run.job.elastic.settings import Settings
 from praxis_lite.run.job.elastic.sight import Sight
 from praxis_lite.run.job.elastic.stuck_workers import StuckWorkers
@@ -117,13 +117,12 @@ class Leader:
         if last is not None and last.number not in self._recorded:
             self._record(record_line(last, view.members))
         first = view.members[begin.members[0]]
-        made = [view.members[k].worker.get("made", 0) for k in view.members]
         generation = Generation(
             number=(last.number if last else 0) + 1, kind=begin.kind, who=begin.who, why=begin.why,
             members=begin.members,
             incarnations=tuple(view.members[k].incarnation for k in begin.members),
             coordinator=f"{first.address}:{first.port}", event=begin.event, noticed=noticed,
-            agreed=time.time(), last_step=max([*made, last.last_step if last else 0]),
+            agreed=time.time(), last_step=last_step_made(last, view.members),
             num_fruitless=(
                 0 if last is None or has_stepped(view, last) else last.num_fruitless + 1
             ),

@@ -38,6 +38,21 @@ def record_line(generation: Generation, members: Mapping[int, Member]) -> dict[s
     }
 
 
+def last_step_made(generation: Generation | None, members: Mapping[int, Member]) -> int:
+    """Returns the last step that a generation made, as far as is known; 0: none is known.
+
+    If it made none, it is the last step before it. Steps that it lost, and did not make again, are
+    not lost once more.
+    """
+    if generation is None:
+        return max((member.worker.get("made", 0) for member in members.values()), default=0)
+    made = [
+        members[k].worker.get("made", 0) for k in generation.members
+        if k in members and members[k].generation == generation.number
+    ]
+    return max(made, default=0) or generation.last_step
+
+
 def _seconds(
     generation: Generation, phases: Iterable[tuple[str, float]], end: float
 ) -> dict[str, float]:
