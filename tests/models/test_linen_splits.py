@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from praxis_lite import ConfigError
 from praxis_lite.models import LinenModel
 from tests.support.declared_splits import (
     ONE_DEVICE,
     batch_of,
     losses_of,
+    refused,
     splits_of,
     stacks_of,
     xent,
@@ -184,10 +184,8 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_what_does_not_fit_says_what_was_found_and_wanted(case):
     model, declared, words = WRONG[case]
-    with pytest.raises(ConfigError) as error:
+    with refused(words):
         splits_of(model, **declared)
-    message = str(error.value)
-    assert all(word in message for word in words), message
 
 
 @pytest.mark.slow

@@ -1,15 +1,17 @@
 """What a job's Partitioner makes of declarations: the split of each weight, and some losses."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
-from praxis_lite import MeshConfig
+from praxis_lite import ConfigError, MeshConfig
 from praxis_lite.core import Learner, Partitioner, WeightSharding, make_mesh
 from praxis_lite.tasks.loss import LossTask
 
@@ -50,6 +52,15 @@ def splits_of(model: Any, **declared: Any) -> dict[str, tuple]:
         slots = {own: s for own, s in specs.items() if own.endswith(f"/mu/{path}")}
         assert slots and set(slots.values()) == {spec}, (path, spec, slots)
     return weights
+
+
+@contextlib.contextmanager
+def refused(words: Sequence[str]) -> Iterator[None]:
+    """Checks that the block raises a ConfigError whose message has all the words."""
+    with pytest.raises(ConfigError) as error:
+        yield
+    message = str(error.value)
+    assert all(word in message for word in words), message
 
 
 class Layers(nnx.Module):

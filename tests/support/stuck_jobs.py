@@ -178,7 +178,7 @@ def begun(case: Case, folder: Path) -> list[subprocess.Popen]:
 
 
 def watched(case: Case, folder: Path, processes: list[subprocess.Popen]) -> Seen:
-    """Returns what was seen of a job until it was over, or had gone on."""
+    """Returns the observations of a job until it ended, or went on."""
     job, began = folder / "job", time.monotonic()
 
     def wait(is_so, most: float) -> None:

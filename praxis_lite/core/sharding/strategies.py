@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import praxis_lite.core.sharding.rules  # noqa: F401 - it registers the rules that there are.
+import praxis_lite.core.sharding.rules  # noqa: F401 - it registers the library's rules.
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.sharding.leaf_paths import path_pattern
 from praxis_lite.core.sharding.rule_names import (

@@ -16,6 +16,7 @@ from flax import nnx
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, broadcast_as, xavier
 from praxis_lite.layers.base.dims import NONE, matrix_of, merged_dim
+from praxis_lite.layers.base.variables import num_stacked_dims
 from praxis_lite.layers.initializers import TrueFans
 
 
@@ -148,10 +149,7 @@ class Dense(BaseLayer):
         """The letters of each dim of `w` but a stack's, several where it has merged dims."""
         letters = self.equation.split("->")[0].split(",")[1]
         size_of = dict(zip(letters, self.kernel_shape, strict=True))
-        metadata = self.w.get_metadata()
-        stack = metadata.get("stack_split_dims_mapping", ())
-        own_rank = len(metadata.get("dim_names", self.w.shape[len(stack) :]))
-        shape, groups = self.w.shape[self.w.ndim - own_rank :], []
+        shape, groups = self.w.shape[num_stacked_dims(self.w) :], []
         num_merged = 1 + len(letters) - len(shape)
         for size in shape:
             length = 1 if size_of[letters[0]] == size else num_merged

@@ -75,6 +75,14 @@ def variables(module: nnx.Module) -> Iterator[nnx.Variable]:
             yield node
 
 
+def num_stacked_dims(variable: nnx.Variable) -> int:
+    """Returns how many leading dims of a weight count layers, those of `nnx.vmap` too."""
+    metadata = variable.get_metadata()
+    if "dim_names" in metadata:  # A layer of ours made it, and gave each of its own dims a name.
+        return variable.ndim - len(metadata["dim_names"])
+    return len(metadata.get("stack_split_dims_mapping", ()))
+
+
 def stacked(
     module: nnx.Module, stack_split: DimSplit, *, num_dims_apart: int = 0
 ) -> nnx.Module:

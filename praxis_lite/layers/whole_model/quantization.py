@@ -39,6 +39,7 @@ from praxis_lite.core.errors import ConfigError, did_you_mean, is_whole, require
 from praxis_lite.core.sharding.leaf_paths import path_pattern
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.layers.base.dense import Product, is_dense
+from praxis_lite.layers.base.variables import num_stacked_dims
 from praxis_lite.layers.whole_model.rounded_products import (
     BLOCK_SIZE,
     QTYPES,
@@ -146,10 +147,7 @@ def quantized(
 
 def is_matrix(node: Any) -> bool:
     """Returns True for a weight of two dims or more, those of stacks not counted."""
-    if not isinstance(node, nnx.Param):
-        return False
-    stack = node.get_metadata().get("stack_split_dims_mapping", ())
-    return node.ndim - len(stack) > 1
+    return isinstance(node, nnx.Param) and node.ndim - num_stacked_dims(node) > 1
 
 
 def _unused(rule: QuantizationRule, paths: Sequence[str]) -> ConfigError:

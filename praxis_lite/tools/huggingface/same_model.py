@@ -8,6 +8,7 @@ from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, few
 from praxis_lite.core.models.nnx_model import NnxModel
+from praxis_lite.layers.base.variables import num_stacked_dims
 from praxis_lite.tools.huggingface.decoder import lm_config
 from praxis_lite.tools.huggingface.fields.decoder_settings import DecoderSettings
 from praxis_lite.tools.huggingface.tensors.forms import Weight
@@ -24,8 +25,8 @@ def weights_of(settings: DecoderSettings) -> dict[str, Weight]:
 
 def _declared(variable: nnx.Param) -> Weight:
     metadata = variable.get_metadata()
-    num_stacked = len(metadata.get("stack_split_dims_mapping", ()))
-    return Weight(tuple(variable.shape), num_stacked, metadata["dim_names"], metadata["matrix"])
+    shape, num_stacked = tuple(variable.shape), num_stacked_dims(variable)
+    return Weight(shape, num_stacked, metadata["dim_names"], metadata["matrix"])
 
 
 def check_same_model(

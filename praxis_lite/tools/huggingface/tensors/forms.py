@@ -86,7 +86,7 @@ def form_of(piece: Piece, *, inputs_first: bool = False) -> Form:
 
     A matrix lies as that of a Linear: its outputs are one dim and its inputs the next, or with
     `inputs_first` the other way round; dims that number matrices, such as experts, are before both.
-    A table of classes has the classes first, be it an embedding or the head. All else lies as it
+    A table of classes has them first, in an embedding as in the head. All else lies as it
     does here, but that heads and the dims of a head are one dim in a bias.
     """
     summed, made = piece.matrix
