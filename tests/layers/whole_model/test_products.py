@@ -13,6 +13,7 @@ from praxis_lite import ConfigError, layers
 from praxis_lite.layers import QuantizationRule, lora, quantized
 from praxis_lite.layers.base.dense import Product
 from praxis_lite.tools.testing.asserts.layers import assert_near, run_layers
+from tests.support.float16 import needs_float16
 from tests.support.goldens import golden
 
 partial = functools.partial
@@ -110,7 +111,9 @@ BASES = {
 
 @needs_qwix
 @pytest.mark.parametrize("name", BASES)
-@pytest.mark.parametrize("qtype", ["int8", "float8_e4m3fn", "int4", "nf4"])
+@pytest.mark.parametrize(
+    "qtype", ["int8", pytest.param("float8_e4m3fn", marks=needs_float16), "int4", "nf4"]
+)
 @pytest.mark.parametrize("use_dora", [False, True], ids=["lora", "dora"])
 def test_the_order_in_which_products_are_put_does_not_matter(name, qtype, use_dora):
     build, shape = BASES[name]
