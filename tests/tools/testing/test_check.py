@@ -55,6 +55,11 @@ def test_every_part_of_what_is_right_is_certified(experiment, mesh):
     assert actual.certified, actual.summary()
 
 
+def test_a_job_of_adapters_is_certified_without_the_weights_that_it_would_load():
+    actual = check_on_meshes(tiny.Lora, [(1, 1, 2)], steps=2, parts=("resumed",))
+    assert actual.certified, actual.summary()
+
+
 class EdgeTask(tiny.PointsTask):
     """A ReLU whose inputs are 0 in float32, and 2^-26 of the points in float64."""
 

@@ -15,10 +15,12 @@ from praxis_lite import Experiment, MeshConfig, RunConfig, Task
 from praxis_lite.collectives import ExplicitCollectives
 from praxis_lite.core import Learner, Partitioner
 from praxis_lite.decode import Greedy
+from praxis_lite.experiments.finetune import LORA
 from praxis_lite.inputs import InMemory
 from praxis_lite.layers import (
     BatchNorm,
     TransformerFeedForwardMoe,
+    adapted,
     rotary_lm,
     set_sharding_params,
 )
@@ -88,6 +90,17 @@ class Lm(Experiment):
 
     def run(self):
         return fdl.Config(RunConfig, num_train_steps=3)
+
+
+class Lora(Lm):
+    """Adapters over frozen weights, which a job of its own would load."""
+
+    def task(self):
+        task = super().task()
+        block = task.model.transformer_layer_tpl
+        block.tr_atten_tpl = fdl.Partial(adapted, base_tpl=block.tr_atten_tpl, rank=2)
+        task.learner.bprop_variable_inclusion = LORA
+        return task
 
 
 class Experts(Lm):

@@ -114,6 +114,7 @@ def _losses(
     for num_steps in (*stops, NUM_STEPS):
         run = RunConfig(
             num_train_steps=num_steps, seed=check.seed,
+            frozen_may_be_new=True,  # What a check trains is random, and nothing of it is kept.
             checkpoints=SaveSettings(save_non_finite=True),
             stopping=StopSettings(watchdog_seconds=None, max_skipped_steps_in_a_row=None),
         )
