@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 
-from praxis_lite.layers.attention.chunks import chunked_attention  # noqa: E402
-from praxis_lite.layers.attention.einsum import LogitOptions, einsum_attention  # noqa: E402
+from praxis_lite.layers.attention.kernels.chunks import chunked_attention  # noqa: E402
+from praxis_lite.layers.attention.kernels.einsum import LogitOptions, einsum_attention  # noqa: E402
 from praxis_lite.layers.attention.masks import AttentionMask  # noqa: E402
 
 

@@ -23,7 +23,7 @@ from praxis_lite.core import (
 )
 from praxis_lite.experiments import explicit
 from praxis_lite.layers import Repeat
-from praxis_lite.layers.attention import fused as attention_fused
+from praxis_lite.layers.attention.kernels import fused as attention_fused
 from praxis_lite.layers.embedding import chunked_cross_entropy
 from praxis_lite.layers.moe import experts as moe_experts
 from praxis_lite.layers.stacking import pipeline_ticks

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 from praxis_lite.collectives.varying import varying_over
 from praxis_lite.decode import BeamSearch, Greedy
-from praxis_lite.layers.attention.chunks import chunked_attention
-from praxis_lite.layers.attention.einsum import LogitOptions
-from praxis_lite.layers.attention.fused import splash_attention
+from praxis_lite.layers.attention.kernels.chunks import chunked_attention
+from praxis_lite.layers.attention.kernels.einsum import LogitOptions
+from praxis_lite.layers.attention.kernels.fused import splash_attention
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.layers.embedding.chunked_cross_entropy import token_stats
 from praxis_lite.layers.moe.dropless import dropless

@@ -12,9 +12,10 @@ from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.attention.attended import attended
 from praxis_lite.layers.attention.cache import Cache, empty_cache, laid_out, stored
 from praxis_lite.layers.attention.checks import check_call, check_contexts, require_one_source
-from praxis_lite.layers.attention.einsum import LogitOptions
 from praxis_lite.layers.attention.heads import AttentionHeads
-from praxis_lite.layers.attention.kernels import attend, check_kernel
+from praxis_lite.layers.attention.kernels.choice import attend, check_kernel
+from praxis_lite.layers.attention.kernels.context_parallel import check_context_parallel
+from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.masks import (
     AttentionMask,
     cross_attention_mask,
@@ -88,11 +89,15 @@ class DotProductAttention(AttentionHeads):
       kv_split_dims_mapping: of keys, values and the cache, [B, S, G, K], if not the same; one
         head stays whole. If None, a cache of fewer heads than devices splits over time.
       output_split_dims_mapping: of the outputs, [B, T, D].
+      context_parallel: how devices that have parts of time attend to each other's: a name in
+        CONTEXT_PARALLEL. None, and calls with a cache: as the compiler splits it.
       tensor_parallel: by which collectives, written by hand, the layer runs along the mesh axis
         that splits N: a name in TENSOR_PARALLEL. None, and calls with a cache: the compiler's.
     """
 
-    preset_settings = {"tensor_parallel": "attention_collectives"}
+    preset_settings = {
+        "tensor_parallel": "attention_collectives", "context_parallel": "attention_context",
+    }
 
     @takes_settings_of(AttentionHeads)
     def __init__(
@@ -114,6 +119,7 @@ class DotProductAttention(AttentionHeads):
         atten_kernel: str = "auto",
         atten_chunk_size: int = 512,
         dropout_tpl: Callable[..., Any] = Dropout,
+        context_parallel: str | None = None,
         tensor_parallel: str | None = None,
         **settings: Any,
     ):
@@ -167,6 +173,12 @@ class DotProductAttention(AttentionHeads):
         check_kernel(atten_kernel, uses | self.logit_options.needs)
         self.atten_kernel, self.atten_chunk_size = atten_kernel, atten_chunk_size
         self.atten_dropout = dropout_tpl(atten_dropout_prob)
+        check_context_parallel(
+            self, context_parallel, atten_kernel, {
+                name: uses[name] for name in ("atten_dropout_prob", "relative_bias_tpl")
+            } | {"tensor_parallel": tensor_parallel is not None},
+        )
+        self.context_parallel = context_parallel
 
     def init_cache(
         self,
@@ -285,6 +297,7 @@ class DotProductAttention(AttentionHeads):
             chunk_size=self.atten_chunk_size,
             split=self.activation_split_dims_mapping,
             sinks_N=None if self.sinks is None else self.sinks[...],
+            context_parallel=self.context_parallel,
         )
         if is_cross:
             encoded_BTNK = mask.zeros_where_none_is_seen(encoded_BTNK, kv["key"].shape[1])

@@ -13,6 +13,7 @@ from praxis_lite.core.errors import require
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain, num_shards_of
 from praxis_lite.layers.attention.cache import Cache
 from praxis_lite.layers.attention.checks import head_sizes, require_one_source
+from praxis_lite.layers.attention.kernels.head_parts import heads_of_parts
 from praxis_lite.layers.attention.projections import (
     AttentionProjection,
     CombinedQKVProjectionLayer,
@@ -177,27 +178,18 @@ class AttentionHeads(BaseLayer):
     def _heads_for(self, path: tuple, weight: jax.Array, dim: int, num_parts: int) -> jax.Array:
         """Returns a weight with as many heads as divide into `num_parts`, those of zeros last.
 
-        Each part has the heads of keys and values that its heads of queries read; where too few
-        are left to divide, each is there several times.
+        As `heads_of_parts`; a single head of keys and values stays one, and is everywhere.
 
         Args:
           path: of the weight in this layer.
           weight: whose `dim` has the heads, or their dims, head by head.
         """
-        num_shared = self.num_heads // self.num_kv_heads
-        of_one_head = self.num_kv_heads == 1 < self.num_heads
-
-        def num_heads(num_copies: int) -> tuple[int, int]:
-            """Returns how many of queries there are with so many copies of keys, and the copies."""
-            num_kv = -(-self.num_kv_heads * num_copies // num_parts) * num_parts
-            return num_kv * num_shared // num_copies, num_copies
-
-        if of_one_head:  # Its weight has no dim of heads, and is everywhere.
-            num_q, num_copies, num_kv = -(-self.num_heads // num_parts) * num_parts, 1, 1
+        if self.num_kv_heads == 1 < self.num_heads:  # Its weight has no dim of heads.
+            num_q, num_kv, num_copies = -(-self.num_heads // num_parts) * num_parts, 1, 1
         else:
-            copies = [n for n in range(1, num_shared + 1) if num_shared % n == 0]
-            num_q, num_copies = min(map(num_heads, copies))
-            num_kv = num_q * num_copies // num_shared
+            num_q, num_kv, num_copies = heads_of_parts(
+                self.num_heads, self.num_kv_heads, num_parts
+            )
         is_kv = path[0] in ("key", "value")
         old, new = (self.num_kv_heads, num_kv) if is_kv else (self.num_heads, num_q)
         if old == new:

@@ -12,8 +12,9 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain, num_shards_of
 from praxis_lite.layers.attention.cache import Cache, append, laid_out, stored, stored_dtype
 from praxis_lite.layers.attention.checks import require_one_segment
-from praxis_lite.layers.attention.einsum import LogitOptions
-from praxis_lite.layers.attention.kernels import attend, check_kernel
+from praxis_lite.layers.attention.kernels.choice import attend, check_kernel
+from praxis_lite.layers.attention.kernels.context_parallel import check_context_parallel
+from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.masks import AttentionMask, not_padding
 from praxis_lite.layers.attention.projections import AttentionProjection
 from praxis_lite.layers.base.base_layer import BaseLayer, filled_up
@@ -50,7 +51,8 @@ class MultiHeadLatentAttention(BaseLayer):
         first and the second half.
       ln_tpl: norms of the latents, called with (dims, rngs=).
       rotary_position_emb_tpl: called with (R).
-      atten_dropout_prob, atten_kernel, atten_chunk_size: as of DotProductAttention.
+      atten_dropout_prob, atten_kernel, atten_chunk_size, context_parallel: as of
+        DotProductAttention.
       weight_split_dims_mapping: of the projections to and from heads, [D or L, N, K]; weights into
         latents split as its first entry.
       activation_split_dims_mapping: of queries, keys and values, [B, T, N, K]. The cache, which has
@@ -62,6 +64,7 @@ class MultiHeadLatentAttention(BaseLayer):
     """
 
     splits = OF_HEADS | splits(output=RESIDUAL)
+    preset_settings = {"context_parallel": "attention_context"}
 
     def __init__(
         self,
@@ -82,6 +85,7 @@ class MultiHeadLatentAttention(BaseLayer):
         atten_dropout_prob: float = 0.0,
         atten_kernel: str = "auto",
         atten_chunk_size: int = 512,
+        context_parallel: str | None = None,
         rngs: nnx.Rngs,
     ):
         del dim_per_head
@@ -121,6 +125,10 @@ class MultiHeadLatentAttention(BaseLayer):
         self.sizes = (num_heads, K, R, V, L)
         self.atten_dropout = Dropout(atten_dropout_prob)
         self.atten_kernel, self.atten_chunk_size = atten_kernel, atten_chunk_size
+        check_context_parallel(
+            self, context_parallel, atten_kernel, {"atten_dropout_prob": atten_dropout_prob > 0.0}
+        )
+        self.context_parallel = context_parallel
 
     def init_cache(self, batch_size: int, max_seq_length: int, dtype: Any) -> Cache:
         """Returns an empty cache: latents and the keys of positions after them, [B, S, L + R]."""
@@ -233,7 +241,7 @@ class MultiHeadLatentAttention(BaseLayer):
         return attend(
             self.atten_kernel, q, k, v.astype(q.dtype), mask, LogitOptions(), has_cache=has_cache,
             dropout=self.atten_dropout, key=key, chunk_size=self.atten_chunk_size,
-            split=self.activation_split_dims_mapping,
+            split=self.activation_split_dims_mapping, context_parallel=self.context_parallel,
         )
 
     def _rotated(self, heads: jax.Array, positions: jax.Array) -> jax.Array:

@@ -41,6 +41,12 @@ class AttentionMask:
     kv_visible_BS: jax.Array | None = None
     kv_index_BS: jax.Array | None = None
 
+    @property
+    def hides_by_arrays(self) -> bool:
+        """Returns True if segments, padding or indices may hide all keys from a query."""
+        arrays = (self.q_segments_BT, self.kv_visible_BS, self.q_index_BT, self.kv_index_BS)
+        return any(x is not None for x in arrays)
+
     def visible(self, num_queries: int, num_keys: int) -> jax.Array | None:
         """Returns bool [B or 1, T, S], or None if every query sees every key."""
         index_BS = self.kv_index_BS

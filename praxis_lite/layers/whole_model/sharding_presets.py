@@ -18,8 +18,10 @@ from typing import Any
 
 from praxis_lite.core.sharding.mesh_config import CompilerOptions
 from praxis_lite.core.sharding.split_dims import DimSplit
+from praxis_lite.layers.attention.kernels.context_parallel import CONTEXT_PARALLEL
 from praxis_lite.layers.attention.relative_bias import RelativeBias
 from praxis_lite.layers.normalizations import Norm, WeightNormL2
+from praxis_lite.layers.stacking.tensor_parallel import TENSOR_PARALLEL
 
 # Mesh axes: `replica` holds whole copies of the weights, `data` and `mdl` divide them. For a mesh
 # whose axes have other names, write dicts as these.
@@ -39,6 +41,12 @@ _TENSOR_PARALLEL: dict[str, DimSplit] = {
 _RING: dict[str, DimSplit] = {
     "batch": _OVER_DATA, "residual_batch": _OVER_ALL, "embed": "data", "expert": None,
     **_TENSOR_PARALLEL,
+}
+
+# `mdl` splits time everywhere (context parallelism); weights as in fsdp.
+_CONTEXT: dict[str, DimSplit] = {
+    "batch": _OVER_DATA, "length": "mdl", "residual_length": "mdl", "embed": ("data", "mdl"),
+    "expert": None,
 }
 
 # By preset: the mesh axes of each logical dim, for `set_sharding_params`.
@@ -70,6 +78,13 @@ SHARDING_PRESETS: dict[str, Mapping[str, DimSplit]] = {
     "fsdp+mlp_ring": {
         **_RING, "attention_collectives": "weights", "mlp_collectives": "ring",
     },
+    # For long sequences: weights as fsdp, and `mdl` splits time. Devices share heads of attention
+    # as far as these divide, and are a ring beyond that.
+    "fsdp+context": {**_CONTEXT, "attention_context": "all_to_all+ring"},
+    # The same by one of the ways alone.
+    "fsdp+context_gather": {**_CONTEXT, "attention_context": "gather"},
+    "fsdp+context_ring": {**_CONTEXT, "attention_context": "ring"},
+    "fsdp+context_heads": {**_CONTEXT, "attention_context": "all_to_all"},
     # Weights as fsdp+tensor, and experts on an axis of their own, over which the batch splits, too
     # (GShard, arXiv:2006.16668). For a mesh of the axes data, expert and mdl.
     "expert": {
@@ -99,8 +114,12 @@ OF_ACTIVATIONS = (
     "batch", "length", "residual_batch", "residual_length", "activation_embed", "activation_mlp",
     "activation_heads", "activation_head_dim", "activation_vocab",
 )
-# Of a setting's value, tensor_parallel of attentions and of feed-forward layers.
-OF_SETTINGS = ("attention_collectives", "mlp_collectives")
+# Of a setting's value, with those that there are: tensor_parallel of attentions and of feed-forward
+# layers, context_parallel of attentions.
+OF_SETTINGS = {
+    "attention_collectives": TENSOR_PARALLEL, "mlp_collectives": TENSOR_PARALLEL,
+    "attention_context": CONTEXT_PARALLEL,
+}
 
 
 class _FormerRows(dict[type, dict[str, Any]]):

@@ -16,7 +16,6 @@ from praxis_lite.layers.embedding.positional_embeddings import (
     TrainablePositionalEmbedding,
 )
 from praxis_lite.layers.stacking.repeats import Repeat
-from praxis_lite.layers.stacking.tensor_parallel import TENSOR_PARALLEL
 from praxis_lite.layers.transformer.transformers import Transformer
 from praxis_lite.layers.whole_model.sharding_presets import (
     LEFT_WHOLE,
@@ -80,7 +79,7 @@ def _checked(preset: str | Preset) -> Preset:
         require_choice(f"a name in {setting}", name, known)
         if name in OF_SETTINGS:
             if axes is not None:
-                require_choice(f"{setting}[{name!r}]", axes, TENSOR_PARALLEL)
+                require_choice(f"{setting}[{name!r}]", axes, OF_SETTINGS[name])
             continue
         is_right = isinstance(axes, str | int | list | tuple | None)
         require(is_right, f"{setting}[{name!r}]", axes, "a mesh axis, a tuple of them, or None")

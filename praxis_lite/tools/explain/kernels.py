@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Mapping
 
-from praxis_lite.layers.attention.fused import SHARE_OF_BLOCKS
+from praxis_lite.layers.attention.kernels.fused import SHARE_OF_BLOCKS
 from praxis_lite.tools.explain.hlo_text import Instruction, arrays_of
 
 _SPLASH = {"_dq": (3, 2), "_dkv": (4, 2), "_fwd": (2, 2)}  # Matmuls, and those of the model.

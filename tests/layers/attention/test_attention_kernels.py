@@ -10,12 +10,12 @@ import pytest
 from flax import nnx
 
 from praxis_lite import ConfigError, layers
-from praxis_lite.layers.attention import fused as attention_fused
-from praxis_lite.layers.attention import kernels as attention_kernels
-from praxis_lite.layers.attention.blocks import blocked_attention
-from praxis_lite.layers.attention.chunks import chunked_attention
-from praxis_lite.layers.attention.einsum import LogitOptions, einsum_attention
-from praxis_lite.layers.attention.kernels import Workload, choose_kernel
+from praxis_lite.layers.attention.kernels import choice as attention_kernels
+from praxis_lite.layers.attention.kernels import fused as attention_fused
+from praxis_lite.layers.attention.kernels.blocks import blocked_attention
+from praxis_lite.layers.attention.kernels.choice import Workload, choose_kernel
+from praxis_lite.layers.attention.kernels.chunks import chunked_attention
+from praxis_lite.layers.attention.kernels.einsum import LogitOptions, einsum_attention
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.tools.explain import hlo
 

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from praxis_lite import ConfigError, layers
-from praxis_lite.layers.attention.kernels import KERNELS
+from praxis_lite.layers.attention.kernels.choice import KERNELS
 from praxis_lite.layers.base.variables import variables
 from tests.support import packed_rows
 from tests.support.marks import slow_but

@@ -12,7 +12,7 @@ from flax import nnx
 from praxis_lite import ConfigError, layers
 from praxis_lite.core import Learner
 from praxis_lite.layers import SHARDING_PRESETS, set_sharding_params
-from praxis_lite.layers.attention.kernels import KERNELS
+from praxis_lite.layers.attention.kernels.choice import KERNELS
 from praxis_lite.tasks.sequence_to_sequence import SequenceToSequenceTask
 from tests.support import packed_rows
 from tests.support.marks import slow_but

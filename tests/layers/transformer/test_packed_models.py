@@ -13,7 +13,8 @@ import pytest
 from praxis_lite import layers
 from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
 from praxis_lite.layers import SHARDING_PRESETS, rotary_lm, set_sharding_params
-from praxis_lite.layers.attention import kernels
+from praxis_lite.layers.attention.kernels import choice as kernels
+from praxis_lite.layers.attention.kernels.context_parallel import CONTEXT_PARALLEL
 from praxis_lite.tasks.language_model import LanguageModelTask
 from tests.layers.whole_model import preset_runs
 from tests.support import packed_rows
@@ -149,11 +150,14 @@ def test_positions_begin_anew_in_each_segment_if_a_batch_has_none():
 # What splits the sequence: between the parts of blocks (the preset), in gathers and scatters by
 # hand, or everywhere, the batch itself included. And rings, in which it is rows that move.
 BY_HAND = {"attention_collectives": "gather", "mlp_collectives": "ring"}
+LENGTH = {"batch": "data", "length": "mdl", "residual_length": "mdl"}
 PRESETS = {
     "sequence": SHARDING_PRESETS["sequence"],
     "gather": {**SHARDING_PRESETS["sequence"], **BY_HAND},
-    "length": {"batch": "data", "length": "mdl", "residual_length": "mdl"},
-    "ring": SHARDING_PRESETS["fsdp+ring"],
+    "length": LENGTH,
+    **{how: {**LENGTH, "attention_context": how} for how in CONTEXT_PARALLEL if how != "gather"},
+    "gathered_keys": {**LENGTH, "attention_context": "gather"},
+    "ring_of_rows": SHARDING_PRESETS["fsdp+ring"],
     "two_way_ring": {**SHARDING_PRESETS["fsdp+ring"], "attention_collectives": "two_way_ring"},
     "weights": SHARDING_PRESETS["fsdp+mlp_ring"],
 }
@@ -162,8 +166,10 @@ KERNELS = [name for name, can_do in kernels.KERNELS.items() if "segment_ids" in 
 
 QUICK = [("length", "einsum")]
 SLOW = [
-    *((word, kernel) for word in ("sequence", "gather", "length") for kernel in KERNELS),
-    ("ring", "chunked"), ("two_way_ring", "einsum"), ("weights", "splash"),
+    *((word, kernel) for word in ("sequence", "gather", "length", "all_to_all")
+      for kernel in KERNELS),
+    *((word, "chunked") for word in ("gathered_keys", "ring", "all_to_all+ring")),
+    ("ring_of_rows", "chunked"), ("two_way_ring", "einsum"), ("weights", "splash"),
 ]
 
 
@@ -206,7 +212,8 @@ def steps(kind, lm, preset, mesh, batch, packing) -> list[tuple[float, np.ndarra
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "word", "num_stages"), [
     (Partitioner, "length", 1), (Partitioner, "length", 2), (explicit_partitioner, "length", 1),
-    (explicit_partitioner, "gather", 1), (explicit_partitioner, "ring", 1),
+    (explicit_partitioner, "gather", 1), (explicit_partitioner, "ring_of_rows", 1),
+    (explicit_partitioner, "ring", 1), (Partitioner, "all_to_all", 2),
 ])
 def test_a_training_step_leaves_other_documents_embeddings_as_they_are(kind, word, num_stages):
     lm, names = lm_of(position_emb_tpl=None), ("replica", "data", "mdl")

@@ -48,6 +48,11 @@ def test_no_word_is_fsdp_and_tensor_and_a_second_word_replaces_the_first():
         assert block.tr_atten_tpl.output_split_dims_mapping == (DATA, "mdl", None)
 
 
+# The presets that split time everywhere, with what moves in attention.
+CONTEXT = {
+    "fsdp+context": "all_to_all+ring", "fsdp+context_gather": "gather",
+    "fsdp+context_ring": "ring", "fsdp+context_heads": "all_to_all",
+}
 # How query/w [D, N, K], ffn_layer1 [D, F] and the embedding [D, V] split; the residual stream.
 WANTED = {
     "replicated": ((None,) * 3, (None,) * 2, (None,) * 2, (AXES, None, None)),
@@ -64,6 +69,10 @@ WANTED = {
         ("data", "mdl", None), ("data", "mdl"), ("data", "mdl"),
         (("data", "expert"), None, None),
     ),
+    **dict.fromkeys(CONTEXT, (
+        (("data", "mdl"), None, None), (("data", "mdl"), None), (("data", "mdl"), None),
+        (DATA, "mdl", None),
+    )),
 }
 # Of attention and feed-forward.
 BY_HAND = {"fsdp+ring": ("ring", "ring"), "fsdp+mlp_ring": ("weights", "ring")}
@@ -86,9 +95,11 @@ def test_a_word_sets_weights_and_activations(word):
     by_hand = tuple(getattr(halve, "tensor_parallel", None) for halve in halves)
     assert by_hand == BY_HAND.get(word, (None, None))
     batch, tensor = SHARDING_PRESETS[word]["batch"], hidden[1]
-    assert parts.tr_fflayer_tpl.hidden_split_dims_mapping == (batch, None, tensor)
-    assert parts.tr_atten_tpl.activation_split_dims_mapping == (batch, None, tensor, None)
-    assert config.softmax_tpl.activation_split_dims_mapping == (batch, None, tensor)
+    time = "mdl" if word in CONTEXT else None
+    assert parts.tr_fflayer_tpl.hidden_split_dims_mapping == (batch, time, tensor)
+    assert parts.tr_atten_tpl.activation_split_dims_mapping == (batch, time, tensor, None)
+    assert getattr(parts.tr_atten_tpl, "context_parallel", None) == CONTEXT.get(word)
+    assert config.softmax_tpl.activation_split_dims_mapping == (batch, time, tensor)
 
 
 def test_experts_go_with_every_preset_that_says_where():

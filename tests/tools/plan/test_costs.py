@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from praxis_lite.layers.attention.fused import _block_sizes, _share_of_blocks
+from praxis_lite.layers.attention.kernels.fused import _block_sizes, _share_of_blocks
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.tools.explain.hlo_text import parse
 from praxis_lite.tools.explain.kernels import kernel_flops

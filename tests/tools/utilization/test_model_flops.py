@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite.layers.attention.blocks import blocked_attention
-from praxis_lite.layers.attention.chunks import chunked_attention
-from praxis_lite.layers.attention.einsum import LogitOptions
+from praxis_lite.layers.attention.kernels.blocks import blocked_attention
+from praxis_lite.layers.attention.kernels.chunks import chunked_attention
+from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.layers.embedding.chunked_cross_entropy import token_stats
 from praxis_lite.run.config.build import build

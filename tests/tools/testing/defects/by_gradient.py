@@ -15,7 +15,7 @@ from tests.tools.testing.defects.defect import (
 OUTPUTS = {
     "embedding": "praxis_lite.layers.embedding.softmaxes:lookup",
     "norms": "praxis_lite.layers.normalizations:_over_rms",
-    "attention": "praxis_lite.layers.attention.kernels:einsum_attention",
+    "attention": "praxis_lite.layers.attention.kernels.choice:einsum_attention",
     "feed-forward": "praxis_lite.layers.linears:FeedForward.__call__",
     "projection": "praxis_lite.layers.attention.projections:AttentionProjection.__call__",
     "softmax": "praxis_lite.layers.embedding.softmaxes:FullSoftmax._projected",

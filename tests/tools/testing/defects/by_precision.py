@@ -25,8 +25,8 @@ _with_rounded_gradient.defvjp(lambda x: (x, None), lambda _, g: (_rounded(g),))
 PLACES = {
     "embeddings": "praxis_lite.layers.embedding.softmaxes:lookup",
     "norms": "praxis_lite.layers.normalizations:_over_rms",
-    "attention": "praxis_lite.layers.attention.kernels:einsum_attention",
-    "attention's softmax": "praxis_lite.layers.attention.einsum:_softmax",
+    "attention": "praxis_lite.layers.attention.kernels.choice:einsum_attention",
+    "attention's softmax": "praxis_lite.layers.attention.kernels.einsum:_softmax",
     "feed-forward": "praxis_lite.layers.linears:FeedForward.__call__",
     "projections": "praxis_lite.layers.attention.projections:AttentionProjection.__call__",
     "logits": "praxis_lite.layers.embedding.softmaxes:FullSoftmax._projected",

@@ -117,7 +117,7 @@ DEFECTS += [
     Defect("tracker: layers computed again see other rows", tiny.Lm, replaced(
         "praxis_lite.layers.stacking.repeats:remat", _recomputed), (1, 2, 2), ("remat switched",)),
     Defect("tracker: a mask lost where the sequence is split", tiny.Lm, after(
-        "praxis_lite.layers.attention.kernels:einsum_attention",
+        "praxis_lite.layers.attention.kernels.choice:einsum_attention",
         lambda x, q, k, v, *_: jnp.broadcast_to(jnp.mean(v, 1, keepdims=True), x.shape)
         if _mdl() > 1 and v.shape == x.shape else x), (1, 1, 2), axis="mdl"),
     Defect("tracker: documents see each other where the sequence is split", tiny.Lm, replaced(

@@ -12,10 +12,14 @@ import jax.numpy as jnp
 from praxis_lite.core.errors import ConfigError, require_choice
 from praxis_lite.core.sharding.mesh import compiled_platform
 from praxis_lite.core.sharding.split_dims import SplitDims
-from praxis_lite.layers.attention.blocks import blocked_attention
-from praxis_lite.layers.attention.chunks import chunked_attention
-from praxis_lite.layers.attention.einsum import LogitOptions, einsum_attention
-from praxis_lite.layers.attention.fused import (
+from praxis_lite.layers.attention.kernels.blocks import blocked_attention
+from praxis_lite.layers.attention.kernels.chunks import chunked_attention
+from praxis_lite.layers.attention.kernels.context_parallel import (
+    context_parallel_attention,
+    is_context_parallel,
+)
+from praxis_lite.layers.attention.kernels.einsum import LogitOptions, einsum_attention
+from praxis_lite.layers.attention.kernels.fused import (
     cudnn_attention,
     dot_product_attention,
     splash_attention,
@@ -48,8 +52,7 @@ KERNELS: dict[str, frozenset[str]] = {
     ),
     "chunked": _ALL
     - {
-        "atten_dropout_prob", "atten_mask", "attention_sinks", "float32_logits=False",
-        "relative_bias_tpl",
+        "atten_dropout_prob", "atten_mask", "float32_logits=False", "relative_bias_tpl",
     },
     "blocked": _ALL - {"atten_dropout_prob", "atten_mask", "cache", "relative_bias_tpl"},
 }
@@ -161,11 +164,25 @@ def attend(
     chunk_size: int = 512,
     split: SplitDims = None,
     sinks_N: jax.Array | None = None,
+    context_parallel: str | None = None,
 ) -> jax.Array:
     """Returns the attended values [B, T, N, K] by the kernel that `choose_kernel` names.
 
-    Arguments are `einsum_attention`'s, and `split`, the layout of q [B, T, N, K].
+    Arguments are `einsum_attention`'s; `split`, the layout of q [B, T, N, K]; and how devices that
+    have parts of time attend to each other's, a name in CONTEXT_PARALLEL.
     """
+    if not has_cache and is_context_parallel(context_parallel, split):
+        if atten_mask is not None:
+            raise ConfigError(
+                f"DotProductAttention.context_parallel is {context_parallel!r}, which cannot do an "
+                "atten_mask. Hand segment_ids or paddings, or set context_parallel=None: the "
+                "compiler then splits attention by time."
+            )
+        return context_parallel_attention(
+            context_parallel, q_BTNK, k_BSGK, v_BSGK, mask, options,
+            functools.partial(attend, setting, chunk_size=chunk_size),
+            atten_kernel=setting, chunk_size=chunk_size, split=split, sinks_N=sinks_N,
+        )
     drops = key is not None and dropout is not None and dropout.dropout_prob > 0.0
     uses = {
         "atten_dropout_prob": drops,
@@ -188,7 +205,7 @@ def attend(
     if name == "blocked":
         return blocked_attention(*args, block_size=chunk_size, sinks_N=sinks_N)
     if name == "chunked":
-        return chunked_attention(*args, chunk_size=chunk_size)
+        return chunked_attention(*args, chunk_size=chunk_size, sinks_N=sinks_N)
     if name == "dot_product":
         return dot_product_attention(*args, bias=bias)
     if name == "cudnn":

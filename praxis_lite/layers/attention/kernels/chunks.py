@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from praxis_lite.collectives.varying import varying_alike
 from praxis_lite.core.jaxprs import RECOMPUTED
-from praxis_lite.layers.attention.einsum import LogitOptions
+from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.masks import LARGE_NEGATIVE, AttentionMask
 from praxis_lite.layers.base.base_layer import filled_up
 
@@ -20,7 +20,7 @@ _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 def chunked_attention(
     q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask: AttentionMask,
-    options: LogitOptions, *, chunk_size: int,
+    options: LogitOptions, *, chunk_size: int, sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the attended values [B, T, N, K]; a single chunk of the logits exists at a time.
 
@@ -34,13 +34,49 @@ def chunked_attention(
     B, T, N, K = q_BTNK.shape
     G = k_BSGK.shape[2]
     q_BTGRK = q_BTNK.reshape(B, T, G, N // G, K)
-    encoded = _attention(q_BTGRK, k_BSGK, v_BSGK, mask, options, chunk_size)
-    return encoded.reshape(B, T, N, K)
+    encoded, log_sums = attention_with_log_sums(q_BTGRK, k_BSGK, v_BSGK, mask, options, chunk_size)
+    may_see_none = k_BSGK.shape[1] != T or mask.hides_by_arrays
+    mean_BGK = None
+    if options.averages and sinks_N is None and may_see_none:
+        mean_BGK = jnp.mean(v_BSGK, axis=1, dtype=jnp.float32)
+    return finished(encoded, log_sums, options, sinks_N, mean_BGK).astype(q_BTNK.dtype)
+
+
+def finished(
+    encoded: jax.Array, log_sums: jax.Array, options: LogitOptions, sinks_N: jax.Array | None,
+    mean_BGK: jax.Array | None,
+) -> jax.Array:
+    """Returns the attended values [B, T, N, K] of those of a softmax over the keys alone.
+
+    Args:
+      encoded: [B, T, G, R, K], zeros for a query that sees no key.
+      log_sums: float32 [B, G, R, T], log sum exp of the keys' logits; LARGE_NEGATIVE for none.
+      options: of them a logit beside the keys' is taken in here.
+      sinks_N: such a logit for each head.
+      mean_BGK: the mean of all values, for queries that see no key; None: these get zeros.
+    """
+    B, T, G, R, K = encoded.shape
+    extra = options.extra
+    if sinks_N is not None:
+        extra = sinks_N.astype(jnp.float32).reshape(1, G, R, 1)
+    if extra is not None:
+        share = jnp.exp(log_sums - jnp.logaddexp(log_sums, extra))
+        encoded = encoded * of_outputs(share)
+    if mean_BGK is not None:
+        sees_any = of_outputs(log_sums > 0.5 * LARGE_NEGATIVE)
+        encoded = jnp.where(sees_any, encoded, mean_BGK[:, None, :, None])
+    return encoded.reshape(B, T, G * R, K)
+
+
+def of_outputs(x_BGRT: jax.Array) -> jax.Array:
+    """Returns [B, T, G, R, 1]."""
+    return x_BGRT.transpose(0, 3, 1, 2)[..., None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _attention(q, k, v, mask, options, chunk_size):
-    return _forward(q, k, v, mask, options, chunk_size)[0]
+def attention_with_log_sums(q, k, v, mask, options, chunk_size):
+    """Returns the result of `attended_in_chunks`, with gradients."""
+    return attended_in_chunks(q, k, v, mask, options, chunk_size, q.dtype)
 
 
 class _Chunks:
@@ -116,12 +152,23 @@ def _part(x: Any, i: jax.Array, size: int, dim: int) -> Any:
     return None if x is None else jax.lax.dynamic_slice_in_dim(x, i * size, size, axis=dim)
 
 
-def _forward(q, k, v, mask, options, chunk_size):
-    """Returns the attended values and, per query, log sum exp of its logits, [B, G, R, T]."""
+def attended_in_chunks(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, options: LogitOptions,
+    chunk_size: int, dtype: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the attended values, and of each query log sum exp of its logits.
+
+    Args:
+      q: [B, T, G, R, K]; k, v: [B, S, G, K].
+      options: their extra logit and what a query that sees no key gets are not of this.
+      dtype: of the attended values.
+
+    Returns:
+      [B, T, G, R, K] and float32 [B, G, R, T]; zeros and LARGE_NEGATIVE where no key is seen.
+    """
     chunks = _Chunks(q, k, v, mask, chunk_size)
     B, G, R = chunks.dims
-    Cq, extra = chunks.q_size, options.extra
-    mean_BGK = jnp.mean(v, axis=1, dtype=jnp.float32)
+    Cq = chunks.q_size
 
     def one_chunk_of_queries(i, carry):
         encoded, log_sums = carry
@@ -135,47 +182,70 @@ def _forward(q, k, v, mask, options, chunk_size):
             decay = jnp.exp(highest - new_highest)
             values = chunks.columns(chunks.v, j)
             added = _einsum("bgrts,bsgk->btgrk", exp.astype(values.dtype), values)
-            acc = acc * decay.transpose(0, 3, 1, 2)[..., None] + added
-            return new_highest, total * decay + jnp.sum(exp, axis=-1), acc
+            return (
+                new_highest, total * decay + jnp.sum(exp, axis=-1), acc * of_outputs(decay) + added
+            )
 
         first, end = chunks.columns_seen(i)
         start = (
-            jnp.full((B, G, R, Cq), LARGE_NEGATIVE if extra is None else extra, jnp.float32),
-            jnp.full((B, G, R, Cq), 0.0 if extra is None else 1.0, jnp.float32),
+            jnp.full((B, G, R, Cq), LARGE_NEGATIVE, jnp.float32),
+            jnp.zeros((B, G, R, Cq), jnp.float32),
             jnp.zeros((B, Cq, G, R, v.shape[-1]), jnp.float32),
         )
         start = varying_alike(start, chunks.arrays)
         highest, total, acc = jax.lax.fori_loop(first, end, add_keys, start)
         share = 1.0 / jnp.where(total > 0.0, total, 1.0)
-        part = acc * share.transpose(0, 3, 1, 2)[..., None]
-        if options.averages:
-            sees_any = (total > 0.0).transpose(0, 3, 1, 2)[..., None]
-            part = jnp.where(sees_any, part, mean_BGK[:, None, :, None])
-        part = part.astype(q.dtype)
+        part = (acc * of_outputs(share)).astype(dtype)
         encoded = jax.lax.dynamic_update_slice_in_dim(encoded, part, i * Cq, axis=1)
         log_sum = highest - jnp.log(share)
         return encoded, jax.lax.dynamic_update_slice_in_dim(log_sums, log_sum, i * Cq, axis=3)
 
     empty = (
-        jnp.zeros((*chunks.q.shape[:-1], v.shape[-1]), q.dtype),
+        jnp.zeros((*chunks.q.shape[:-1], v.shape[-1]), dtype),
         jnp.zeros((B, G, R, chunks.q.shape[1]), jnp.float32),
     )
     empty = varying_alike(empty, chunks.arrays)
     encoded, log_sums = jax.lax.fori_loop(0, chunks.num_q, one_chunk_of_queries, empty)
-    return encoded[:, : q.shape[1]], log_sums
+    return encoded[:, : q.shape[1]], log_sums[..., : q.shape[1]]
 
 
 def _forward_with_residuals(q, k, v, mask, options, chunk_size):
-    encoded, log_sums = _forward(q, k, v, mask, options, chunk_size)
-    return encoded, (q, k, v, mask, encoded, log_sums)
+    encoded, log_sums = attention_with_log_sums(q, k, v, mask, options, chunk_size)
+    return (encoded, log_sums), (q, k, v, mask, encoded, log_sums)
 
 
-def _backward(options, chunk_size, residuals, d_encoded):
+def _backward(options, chunk_size, residuals, grads):
     q, k, v, mask, encoded, log_sums = residuals
+    d_encoded, d_log_sums = grads
+    inner = inner_products(d_encoded, encoded) - d_log_sums
+    dq, dk, dv = gradients_in_chunks(
+        q, k, v, mask, options, chunk_size, log_sums, inner, d_encoded, q.dtype
+    )
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+def inner_products(d_encoded: jax.Array, encoded: jax.Array) -> jax.Array:
+    """Returns [B, G, R, T]: sum over s of p_s dp_s, which the softmax's derivative subtracts."""
+    return _einsum("btgrk,btgrk->bgrt", d_encoded, encoded)
+
+
+def gradients_in_chunks(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, options: LogitOptions,
+    chunk_size: int, log_sums: jax.Array, inner: jax.Array, d_encoded: jax.Array, dtype: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the gradients of q, and of k and v, which are float32.
+
+    Args:
+      log_sums: float32 [B, G, R, T], of the logits of all keys, of which these may be some.
+      inner: [B, G, R, T], `inner_products` of the values attended over all keys, less the
+        gradient of `log_sums`.
+      d_encoded: [B, T, G, R, K], of these.
+      dtype: of the gradient of q.
+    """
     chunks = _Chunks(q, k, v, mask, chunk_size)
     d_encoded = chunks.padded_rows(d_encoded)
-    # Sum over s of p_s dp_s, which the softmax's derivative subtracts.
-    inner = _einsum("btgrk,btgrk->bgrt", d_encoded, chunks.padded_rows(encoded))
+    pad = [(0, 0)] * 3 + [(0, chunks.q.shape[1] - q.shape[1])]
+    log_sums, inner = jnp.pad(log_sums, pad), jnp.pad(inner, pad)
 
     def one_chunk_of_queries(i, carry):
         dq, dk, dv = carry
@@ -209,17 +279,12 @@ def _backward(options, chunk_size, residuals, d_encoded):
         return dq, dk, dv
 
     start = (
-        jnp.zeros_like(chunks.q), jnp.zeros(chunks.k.shape, jnp.float32),
+        jnp.zeros(chunks.q.shape, dtype), jnp.zeros(chunks.k.shape, jnp.float32),
         jnp.zeros(chunks.v.shape, jnp.float32),
     )
     start = varying_alike(start, (chunks.arrays, d_encoded))
     dq, dk, dv = jax.lax.fori_loop(0, chunks.num_q, one_chunk_of_queries, start)
-    dq, dk, dv = dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : k.shape[1]]
-    if options.averages:
-        # A query that saw no key still has the maximum that the forward pass began with.
-        sees_none = (log_sums < 0.5 * LARGE_NEGATIVE).astype(d_encoded.dtype)
-        dv += _einsum("bgrt,btgrk->bgk", sees_none, d_encoded)[:, None] / v.shape[1]
-    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None
+    return dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : k.shape[1]]
 
 
 def _add_at(total: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
@@ -228,4 +293,4 @@ def _add_at(total: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(total, old + part, start, axis=1)
 
 
-_attention.defvjp(_forward_with_residuals, _backward)
+attention_with_log_sums.defvjp(_forward_with_residuals, _backward)

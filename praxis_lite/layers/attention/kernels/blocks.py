@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.core.jaxprs import RECOMPUTED
-from praxis_lite.layers.attention.einsum import LogitOptions
+from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.masks import AttentionMask
 
 # B batch, T queries, S keys, G heads of keys and values, R heads of queries that share one of
@@ -130,8 +130,7 @@ def _forward(q, k, v, mask, sinks, options, block_size):
 
 def _averages(q, k, mask, sinks, options: LogitOptions) -> bool:
     """Returns True if there may be queries that see no key, and get the mean of all values."""
-    arrays = (mask.q_segments_BT, mask.kv_visible_BS)
-    may_see_none = any(x is not None for x in arrays) or q.shape[1] != k.shape[1]
+    may_see_none = mask.hides_by_arrays or q.shape[1] != k.shape[1]
     return options.averages and sinks is None and may_see_none
 
 

@@ -13,10 +13,12 @@ from jax.sharding import PartitionSpec
 from praxis_lite.collectives.varying import varying_axes, varying_over
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.split_dims import SplitDims, to_partition_spec, without_axes
-from praxis_lite.layers.attention.einsum import LogitOptions
+from praxis_lite.layers.attention.kernels.einsum import LogitOptions
+from praxis_lite.layers.attention.kernels.head_parts import heads_in_parts
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.layers.base.base_layer import to_multiple
 
+PyTree = Any
 # B batch, T queries, S keys, N heads, G heads of keys and values, K dims per head.
 SHARE_OF_BLOCKS = "share_of_blocks"  # An attribute of a kernel in a program's text.
 LANES = 128  # Of a TPU's vector registers; splash works on blocks of so many.
@@ -175,7 +177,7 @@ def per_device(
     """
     mesh = jax.sharding.get_abstract_mesh()
     auto_axes = set(mesh.axis_names) - set(mesh.manual_axes)
-    if mesh.empty:
+    if mesh.empty or not auto_axes:
         return attend(q_BTNK, k_BSGK, v_BSGK, *rest)
     spec = to_partition_spec(split or (), mesh.axis_names, rank=4)
     rows, _, heads, _ = without_axes(spec, mesh.manual_axes)
@@ -183,53 +185,64 @@ def per_device(
         math.prod(mesh.shape[axis] for axis in axes_of(entry)) for entry in (rows, heads)
     )
     B, _, N, _ = q_BTNK.shape
-    G = k_BSGK.shape[2]
-    if G % num_head_shards and N != G:
-        # Each device then has all of the keys' heads that its queries read.
-        k_BSGK, v_BSGK = (jnp.repeat(x, N // G, axis=2) for x in (k_BSGK, v_BSGK))
     q, k, v = (
-        to_multiple(to_multiple(x, num_head_shards, dim=2), num_row_shards, dim=0)
-        for x in (q_BTNK, k_BSGK, v_BSGK)
+        to_multiple(x, num_row_shards, dim=0)
+        for x in heads_in_parts(q_BTNK, k_BSGK, v_BSGK, num_head_shards)
     )
     rest = tuple(to_multiple(x, num_row_shards, dim=0) for x in rest)
     of_heads = PartitionSpec(rows, None, heads, None)
     of_rest = tuple(PartitionSpec(rows) for _ in rest)
-    outputs = _without_vma(attend, (of_heads,) * 3, of_rest, auto_axes)(q, k, v, *rest)
+    outputs = without_vma(attend, (of_heads,) * 3, of_rest, of_heads, auto_axes)(q, k, v, *rest)
     return outputs[:B, :, :N]
 
 
-def _without_vma(
-    attend: Callable[..., jax.Array], specs: tuple[PartitionSpec, ...],
-    of_rest: tuple[PartitionSpec, ...], axes: set[str],
-) -> Callable[..., jax.Array]:
-    """Returns `attend(q, k, v, *rest)` mapped over `axes`, unchecked for what varies there.
+def without_vma(
+    attend: Callable[..., PyTree], specs: tuple[PartitionSpec, ...],
+    of_rest: tuple[PartitionSpec, ...], outs: PyTree, axes: set[str],
+) -> Callable[..., PyTree]:
+    """Returns `attend` mapped over `axes`, unchecked for what varies there.
 
     `check_vma` is False because Pallas does not say over which axes its results vary. Inside a
     `shard_map` that checks, JAX refuses the types of a gradient through the unchecked one. There
     the gradient is a mapped program of its own, which runs the forward pass again.
+
+    Args:
+      attend: called with arrays that have gradients, and others.
+      specs: of the arrays with gradients.
+      of_rest: of the others.
+      outs: of the results; all are split over the same axes.
+      axes: mesh axes.
     """
+    split_over = {axis for entry in jax.tree.leaves(outs)[0] for axis in axes_of(entry)}
 
     def mapped(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         def untyped(*args: Any) -> Any:
             # What enters has the types of the program around; what is computed in here has none.
-            return function(*(jnp.expand_dims(x, 0).squeeze(0) for x in args))
+            return function(*jax.tree.map(lambda x: jnp.expand_dims(x, 0).squeeze(0), args))
 
         return jax.shard_map(
             untyped, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
         )
 
-    def attended(*args: jax.Array) -> jax.Array:
-        return mapped(attend, (*specs, *of_rest), specs[0])(*args)
+    def attended(*args: jax.Array) -> PyTree:
+        return mapped(attend, (*specs, *of_rest), outs)(*args)
 
     @jax.custom_vjp
-    def attended_inside(*args: jax.Array) -> jax.Array:
+    def attended_inside(*args: jax.Array) -> PyTree:
         return varying_over(attended(*args), varying_axes(args))
 
-    def backward(args: tuple[jax.Array, ...], grad: jax.Array) -> tuple:
-        def grads(grad: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array):
-            return jax.vjp(lambda q, k, v: attend(q, k, v, *rest), q, k, v)[1](grad)
+    def summed(grad: jax.Array, spec: PartitionSpec) -> jax.Array:
+        whole = split_over - {axis for entry in spec for axis in axes_of(entry)}
+        return jax.lax.psum(grad, tuple(sorted(whole))) if whole else grad
 
-        result = mapped(grads, (specs[0], *specs, *of_rest), specs)(grad, *args)
+    def backward(args: tuple[jax.Array, ...], grad: PyTree) -> tuple:
+        num = len(specs)
+
+        def grads(grad: PyTree, *args: jax.Array) -> tuple[jax.Array, ...]:
+            _, pulled_back = jax.vjp(lambda *inputs: attend(*inputs, *args[num:]), *args[:num])
+            return tuple(map(summed, pulled_back(grad), specs))
+
+        result = mapped(grads, (outs, *specs, *of_rest), specs)(grad, *args)
         return (*varying_over(result, varying_axes((args, grad))), *[None] * len(of_rest))
 
     attended_inside.defvjp(lambda *args: (attended_inside(*args), args), backward)

@@ -1,0 +1,33 @@
+"""Heads in parts of equal number, one for each device: copies and filler make them divide."""
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.layers.base.base_layer import filled_up
+
+
+def heads_of_parts(num_heads: int, num_kv_heads: int, num_parts: int) -> tuple[int, int, int]:
+    """Returns the numbers of heads that divide into parts: of queries, of keys, and the copies.
+
+    Each part has the heads of keys that its heads of queries read; where too few are left to
+    divide, each is there several times. Filler comes last.
+    """
+    num_shared = num_heads // num_kv_heads
+
+    def numbers(num_copies: int) -> tuple[int, int, int]:
+        num_kv = -(-num_kv_heads * num_copies // num_parts) * num_parts
+        return num_kv * num_shared // num_copies, num_copies, num_kv
+
+    copies = [n for n in range(1, num_shared + 1) if num_shared % n == 0]
+    num_q, num_copies, num_kv = min(map(numbers, copies))
+    return num_q, num_kv, num_copies
+
+
+def heads_in_parts(
+    q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, num_parts: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns queries, keys and values with as many heads as `heads_of_parts` says."""
+    num_q, num_kv, num_copies = heads_of_parts(q_BTNK.shape[2], k_BSGK.shape[2], num_parts)
+    if num_copies > 1:
+        k_BSGK, v_BSGK = (jnp.repeat(x, num_copies, axis=2) for x in (k_BSGK, v_BSGK))
+    return filled_up(q_BTNK, num_q, 2), filled_up(k_BSGK, num_kv, 2), filled_up(v_BSGK, num_kv, 2)
