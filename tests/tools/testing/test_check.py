@@ -117,6 +117,12 @@ def test_the_leaf_of_a_slot_that_went_elsewhere_is_named():
     assert axis in ("data", "mdl")
 
 
+def test_the_place_of_every_defect_is_there():
+    for defect in DEFECTS.values():
+        with defect.planted():
+            pass
+
+
 # One of each family.
 SAMPLE = (
     "all_gather dropped", "attention: gradient summed twice over mdl",

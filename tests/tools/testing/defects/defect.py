@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -68,7 +69,7 @@ def replaced(target: str, new: Callable[[Any], Any]) -> Callable[[], Any]:
     def planted() -> Iterator[None]:
         *owners, name = path.split(".")
         owner = functools.reduce(getattr, owners, importlib.import_module(module))
-        with mock.patch.object(owner, name, new(vars(owner)[name])):
+        with mock.patch.object(owner, name, new(inspect.getattr_static(owner, name))):
             yield
 
     return planted
