@@ -273,6 +273,7 @@ class DotProductAttention(AttentionHeads):
                 q_segments_BT=segment_ids,
                 kv_segments_BS=segment_ids,
                 kv_visible_BS=not_padding(rows.get("paddings")),
+                is_to_itself=True,
             )
         q_BTNK, kv = self._project(inputs, encoded, positions, kv_positions)
         if cache is not None:

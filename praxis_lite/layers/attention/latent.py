@@ -169,7 +169,7 @@ class MultiHeadLatentAttention(BaseLayer):
         if cache is None:
             mask = AttentionMask(
                 None, 0, q_segments_BT=segment_ids, kv_segments_BS=segment_ids,
-                kv_visible_BS=not_padding(paddings),
+                kv_visible_BS=not_padding(paddings), is_to_itself=True,
             )
             encoded_BTNV = self._over_heads(q_BTNK, q_BTNR, new, mask, key)
         else:

@@ -31,6 +31,8 @@ class AttentionMask:
       kv_visible_BS: bool [B, S]; False hides a key from every query.
       kv_index_BS: int [B or 1, S], the keys' indices; None: 0 to S - 1.
         The chunked kernel, dot_product and the einsum know it.
+      is_to_itself: queries and keys are of the same tokens, in the same order: unless it is
+        padding, a query sees at least the key of its own token.
     """
 
     left_context: int | None = dataclasses.field(default=None, metadata={"static": True})
@@ -40,10 +42,13 @@ class AttentionMask:
     kv_segments_BS: jax.Array | None = None
     kv_visible_BS: jax.Array | None = None
     kv_index_BS: jax.Array | None = None
+    is_to_itself: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
-    def hides_by_arrays(self) -> bool:
+    def may_hide_all(self) -> bool:
         """Returns True if segments, padding or indices may hide all keys from a query."""
+        if self.is_to_itself:
+            return self.kv_visible_BS is not None
         arrays = (self.q_segments_BT, self.kv_visible_BS, self.q_index_BT, self.kv_index_BS)
         return any(x is not None for x in arrays)
 

@@ -129,8 +129,17 @@ def placed(
     split, mesh = activation_split_dims_mapping, jax.sharding.get_abstract_mesh()
     if split is None or mesh.empty:
         return embs
-    # By way of a split of the batch alone: time, or rows, may split over the axis that splits V. So
-    # each device adds up its rows for all and keeps its part; else XLA would gather the table.
     spec = to_partition_spec(split, mesh.axis_names, rank=embs.ndim)
-    (classes,) = to_partition_spec(tuple(weight_split_dims_mapping or (None,))[:1], mesh.axis_names)
-    return constrain(constrain(embs, tuple(without_axes(spec[:1], axes_of(classes)))), split)
+    table = (*(weight_split_dims_mapping or ()), None, None)[:2]
+    classes, columns = to_partition_spec(table, mesh.axis_names)
+    if classes is not None:
+        # By way of a split of the batch alone: time, or rows, may split over the axis that splits
+        # V. So each device adds up its rows for all and keeps its part; else XLA would gather the
+        # table.
+        embs = constrain(embs, tuple(without_axes(spec[:1], axes_of(classes))))
+    elif embs.ndim == 3 and set(axes_of(columns)) & set(axes_of(spec[1])):
+        # By way of columns that split as time will: rows, and then time, change places with them;
+        # else XLA would gather the vectors of all tokens.
+        (left,) = without_axes((columns,), axes_of(spec[0]))
+        embs = constrain(embs, (spec[0], None, left))
+    return constrain(embs, split)

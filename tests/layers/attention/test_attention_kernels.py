@@ -301,3 +301,20 @@ def test_chunks_take_memory_that_grows_with_length_and_the_einsum_with_its_squar
     assert 1.5 < ratio < 2.2
     assert 3.8 < temp_bytes(einsum_attention, 1024) / temp_bytes(einsum_attention, 512) < 4.2
     assert temp_bytes(chunked, 1024) < temp_bytes(einsum_attention, 1024) / 20
+
+
+@pytest.mark.parametrize("kernel", ["splash", "chunked"])
+def test_of_packed_rows_that_attend_to_themselves_no_kernel_asks_what_each_query_sees(kernel):
+    segments = jnp.zeros((1, 1024), jnp.int32)
+    x = jnp.zeros((1, 1024, 1, 8))
+
+    def program(**settings):
+        mask = AttentionMask(
+            None, 0, q_segments_BT=segments, kv_segments_BS=segments, **settings
+        )
+        return str(jax.make_jaxpr(
+            lambda x: attention_kernels.attend(kernel, x, x, x, mask, LogitOptions())
+        )(x))
+
+    assert "1024,1024" not in program(is_to_itself=True)
+    assert ("1024,1024" in program()) == (kernel == "splash")  # Which asks of all pairs at once.

@@ -130,7 +130,7 @@ def _forward(q, k, v, mask, sinks, options, block_size):
 
 def _averages(q, k, mask, sinks, options: LogitOptions) -> bool:
     """Returns True if there may be queries that see no key, and get the mean of all values."""
-    may_see_none = mask.hides_by_arrays or q.shape[1] != k.shape[1]
+    may_see_none = mask.may_hide_all or q.shape[1] != k.shape[1]
     return options.averages and sinks is None and may_see_none
 
 

@@ -35,7 +35,7 @@ def chunked_attention(
     G = k_BSGK.shape[2]
     q_BTGRK = q_BTNK.reshape(B, T, G, N // G, K)
     encoded, log_sums = attention_with_log_sums(q_BTGRK, k_BSGK, v_BSGK, mask, options, chunk_size)
-    may_see_none = k_BSGK.shape[1] != T or mask.hides_by_arrays
+    may_see_none = k_BSGK.shape[1] != T or mask.may_hide_all
     mean_BGK = None
     if options.averages and sinks_N is None and may_see_none:
         mean_BGK = jnp.mean(v_BSGK, axis=1, dtype=jnp.float32)

@@ -273,7 +273,7 @@ def context_parallel_attention(
     if in_chunks:
         why = "" if ring.size == 1 else f" and {N} heads leave a ring of {ring.num_stations}"
         _check_kernel("DotProductAttention", how, atten_kernel, why)
-    may_see_none = options.averages and sinks_N is None and (mask.hides_by_arrays or T != S)
+    may_see_none = options.averages and sinks_N is None and (mask.may_hide_all or T != S)
     gives_sums = in_chunks and (may_see_none or sinks_N is not None or options.extra is not None)
 
     def filled_up(x: jax.Array) -> jax.Array:
@@ -285,7 +285,7 @@ def context_parallel_attention(
 
     def on_a_device(q: Any, k: Any, v: Any, *rest: jax.Array) -> tuple[jax.Array, ...]:
         seen = AttentionMask(
-            mask.left_context, mask.right_context,
+            mask.left_context, mask.right_context, is_to_itself=mask.is_to_itself,
             **dict(zip(arrays, rest[len(sinks) :], strict=True)),
         )
         q, k, v = map(ring.by_heads, (q, k, v))

@@ -109,8 +109,8 @@ def splash_attention(
         return jax.vmap(one_row)(q, k, v, *segments)
 
     outputs = per_device(on_one_device, q, k, v, segments, split)[:, :T]
-    if mask.kv_segments_BS is None and mask.kv_visible_BS is None:
-        return outputs  # Every query sees itself, or all.
+    if not mask.may_hide_all:
+        return outputs
     # A query that sees no key gets the mean of all values; splash's is of the blocks it works on.
     sees_any_BT = jnp.any(mask.visible(T, S), axis=-1)
     mean_BGK = jnp.mean(v_BSGK, axis=1, dtype=jnp.float32).astype(outputs.dtype)
