@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from praxis_lite.run.job.processes.stuck import Decision, Progress, Stuck
+from praxis_lite.run.job.processes.stuck.observed import Observed
 from praxis_lite.run.job.processes.stuck.on_host import seen_by_host, state_in_words
 from praxis_lite.run.job.processes.stuck.progress import MEETING, ON_DEVICES, Noted
 from praxis_lite.run.job.processes.stuck.stacks import asked_for
@@ -417,3 +418,26 @@ def test_the_state_and_work_of_another_process_are_read_and_its_stacks_given_whe
         child.kill()
         child.communicate()
     assert state_in_words(child.pid) == ""
+
+
+def why_of(ready_seconds: Callable[[int], float]) -> str:
+    """Returns why a process is stuck that sleeps for 36 s, as its host tells every second."""
+    observed = Observed()
+    for second in range(37):
+        observed.take(Progress(
+            process=0, arrived=7, step=12, doing="input wait", silent_seconds=float(second),
+            state="S", usual_seconds=0.1, ready_seconds=ready_seconds(second),
+        ), float(second))
+    observed.behind_since = 0.0
+    return observed.why_stuck(36.0)
+
+
+def test_a_thread_that_was_missed_once_is_no_work_and_one_that_waits_for_a_core_is():
+    # A host with too few cores: a thread is ready all the time, or half of it.
+    assert why_of(lambda second: 1.0 * second).startswith("at work for 36 s")
+    assert why_of(lambda second: 0.5 * second).startswith("at work for 36 s")
+    assert why_of(lambda second: 0.0).startswith("no sign of life")
+    # A list of threads without the one that compiled for 40 s, at any time.
+    for missed in range(37):
+        why = why_of(lambda second, missed=missed: 0.0 if second == missed else 40.0)
+        assert why.startswith("no sign of life"), missed

@@ -81,9 +81,7 @@ def test_a_process_that_hangs_is_named_with_its_stack_and_what_the_others_wait_i
     if how == "sleeps":
         report = (seen.job / "stacks.txt").read_text()
         assert report.split(" ", 2)[2].strip() in texts[0]
-        # On a machine that others use, the time for which its threads wait to run may look as work.
-        why = r"(no sign of life|at work for \d+ s without a sign of life)"
-        assert re.search(rf"stuck: process {culprit} \(.+\) is stuck: {why}", report)
+        assert re.search(rf"stuck: process {culprit} \(.+\) is stuck: no sign of life", report)
         assert f"Stacks of process {culprit} (" in report and line in report
         assert texts[1 if culprit != 1 else 2].count("is stuck, as reported above") == 1
         words = report.splitlines()[0]

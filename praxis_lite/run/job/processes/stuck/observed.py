@@ -1,6 +1,7 @@
 """A process as it was observed over time: since when it is silent, and whether it moves."""
 
 import collections
+import itertools
 import math
 
 from praxis_lite.run.job.processes.stuck.progress import MEETING, ON_DEVICES, Progress
@@ -111,8 +112,19 @@ class Observed:
             return True
         return (
             last.cpu_seconds - first.cpu_seconds >= _CORES * seconds
-            or last.ready_seconds - first.ready_seconds >= _READY * seconds
+            or self._ready_seconds() >= _READY * seconds
             or last.io_bytes - first.io_bytes >= _BYTES
+        )
+
+    def _ready_seconds(self) -> float:
+        """Returns for how long of the window a thread was ready to run.
+
+        Between two samples that is at most the time that passed. What is told is a sum over the
+        threads that were found: one that was missed once comes back with the seconds of its life.
+        """
+        return sum(
+            min(max(item.ready_seconds - before.ready_seconds, 0.0), now - then)
+            for (then, before), (now, item) in itertools.pairwise(self._samples)
         )
 
 
