@@ -4,14 +4,20 @@ import contextlib
 import contextvars
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.core.errors import ConfigError, did_you_mean, is_whole, require
+from praxis_lite.core.errors import (
+    ConfigError,
+    did_you_mean,
+    is_whole,
+    require,
+    require_choice,
+)
 from praxis_lite.core.models.layer_paths import attribute_name
 from praxis_lite.layers.base.dims import SplitSetting
 
@@ -177,4 +183,30 @@ def require_floating(layer: object, **dtypes: Any) -> None:
             jnp.dtype(dtype).name,
             "a floating-point dtype, such as bfloat16: others have no gradient",
             "Products in int8 are a setting of their own (docs/training.md).",
+        )
+
+
+def check_way(
+    layer: object, field: str, setting: str | None, ways: Mapping[str, str],
+    unable: Mapping[str, bool], split: str,
+) -> None:
+    """Checks a setting by whose name devices work together by hand; None leaves it to the compiler.
+
+    Args:
+      field: of the layer, "tensor_parallel".
+      ways: those that there are, by name.
+      unable: settings of the layer that do not go with any, by name: whether they are in use.
+      split: by the compiler otherwise, "the layer".
+
+    Raises:
+      ConfigError: there is no such way, or a setting that does not go with it is in use.
+    """
+    if setting is None:
+        return
+    name = type(layer).__name__
+    require_choice(f"{name}.{field}", setting, ways)
+    if used := [other for other, is_used in unable.items() if is_used]:
+        raise ConfigError(
+            f"{name}.{field} is {setting!r}, which cannot do {' or '.join(used)}. Leave that out, "
+            f"or set {field}=None: the compiler then splits {split}."
         )

@@ -12,9 +12,10 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from praxis_lite.core.errors import ConfigError, require, require_choice
+from praxis_lite.core.errors import require
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.split_dims import DimSplit, to_partition_spec, without_axes
+from praxis_lite.layers.base.calls import check_way
 from praxis_lite.layers.stacking.half_blocks import (
     HalfBlock,
     filled,
@@ -34,24 +35,8 @@ TENSOR_PARALLEL = {
 
 
 def check_tensor_parallel(layer: object, setting: str | None, unable: Mapping[str, bool]) -> None:
-    """Checks the setting of a layer.
-
-    Args:
-      unable: settings of the layer that do not go with it, by name: whether they are in use.
-
-    Raises:
-      ConfigError: there is no such way, or a setting that does not go with it is in use.
-    """
-    if setting is None:
-        return
-    name = type(layer).__name__
-    require_choice(f"{name}.tensor_parallel", setting, TENSOR_PARALLEL)
-    used = [other for other, is_used in unable.items() if is_used]
-    if used:
-        raise ConfigError(
-            f"{name}.tensor_parallel is {setting!r}, which cannot do {' or '.join(used)}. Leave "
-            "that out, or set tensor_parallel=None: the compiler then splits the layer."
-        )
+    """Checks the setting `tensor_parallel` of a layer, as `check_way`, with its errors."""
+    check_way(layer, "tensor_parallel", setting, TENSOR_PARALLEL, unable, "the layer")
 
 
 def axis_by_hand(layer: Any, features_split: DimSplit) -> str | None:

@@ -114,8 +114,8 @@ OF_ACTIVATIONS = (
     "batch", "length", "residual_batch", "residual_length", "activation_embed", "activation_mlp",
     "activation_heads", "activation_head_dim", "activation_vocab",
 )
-# Of a setting's value, with those that there are: tensor_parallel of attentions and of feed-forward
-# layers, context_parallel of attentions.
+# Names that stand for a setting's value, not for a dim, with the values that it may have:
+# tensor_parallel of attentions and of feed-forward layers, and context_parallel of attentions.
 OF_SETTINGS = {
     "attention_collectives": TENSOR_PARALLEL, "mlp_collectives": TENSOR_PARALLEL,
     "attention_context": CONTEXT_PARALLEL,

@@ -13,8 +13,9 @@ from praxis_lite import ConfigError, layers
 from praxis_lite.core import MeshConfig, make_mesh
 from praxis_lite.layers import SHARDING_PRESETS, set_sharding_params
 from praxis_lite.layers.attention.kernels.choice import attend
-from praxis_lite.layers.attention.kernels.context_parallel import CONTEXT_PARALLEL, Ring
+from praxis_lite.layers.attention.kernels.context_parallel import CONTEXT_PARALLEL
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
+from praxis_lite.layers.attention.kernels.stations import Ring
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.tools.explain import hlo
 from tests.layers.whole_model import preset_runs
