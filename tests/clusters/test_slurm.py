@@ -214,8 +214,9 @@ def test_a_host_whose_supervisor_died_is_started_again_and_joins(tmp_path, folde
     start, died, came = changes_of(job)
     assert (start["members"], died["members"], came["members"]) == ([0, 1], [0], [0, 1])
     assert (died["kind"], died["who"], came["kind"], came["who"]) == ("died", [1], "came", [1])
-    # Each 50 steps are saved; while a save is on its way, some hundred steps of a millisecond pass.
-    assert died["source"] == "peers" and died["lost_steps"] <= 1000
+    # Steps take a millisecond: the newest save may be on its way, and some steps in flight. The
+    # save after it waits for it.
+    assert died["source"] == "peers" and died["from_step"] % 50 == 0 and died["lost_steps"] < 150
     assert "host 1 (127.0.0.1) ended with status 137, try 1 of 20" in out
     assert ["requeue", "4711"] in calls(folder, "scontrol")
     saved = max(int(path.name) for path in (job / "checkpoints").iterdir())
