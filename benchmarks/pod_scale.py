@@ -44,6 +44,7 @@ from praxis_lite.tools.plan.chips import CHIPS
 from praxis_lite.tools.plan.costs import Efficiencies
 from praxis_lite.tools.plan.schedule import schedule
 from praxis_lite.tools.plan.timeline import Mesh, Timeline
+from praxis_lite.tools.plan.topology import topology_of
 
 # Model dims, layers, heads, dims of a head, hidden dims, vocabulary.
 MODELS = {
@@ -106,13 +107,11 @@ def model_config(name: str, options: argparse.Namespace) -> fdl.Config:
 def partitioner_of(options: argparse.Namespace, row: str) -> Partitioner:
     """Returns the row's task on its mesh, as a user makes them."""
     model, topology, shape, *_ = ROWS[row]
-    described = topologies.get_topology_desc(
+    devices = topology_of(topology).devices if options.wrap else topologies.get_topology_desc(
         platform="tpu", topology_name=topology, num_slices=1
-    )
+    ).devices
     shape = tuple(map(int, options.mesh.split(","))) if options.mesh else shape
-    mesh = make_mesh(
-        MeshConfig(ici_mesh_shape=shape, allow_split_physical_axes=True), described.devices
-    )
+    mesh = make_mesh(MeshConfig(ici_mesh_shape=shape, allow_split_physical_axes=True), devices)
     preset = SHARDING_PRESETS[options.preset]
     config = set_sharding_params(model_config(model, options), preset)
     if options.layers:
@@ -203,6 +202,8 @@ def main() -> None:
     parser.add_argument("--attention", default="blocked", help="atten_kernel")
     parser.add_argument("--chunk-size", type=int, default=512, help="atten_chunk_size")
     parser.add_argument("--remat", default="save_nothing", help="checkpoint_policy")
+    parser.add_argument("--wrap", action="store_true", help="link the torus's ends, as pods do; "
+                        "the peers of v5p were compiled without, and v5e's programs are the same")
     parser.add_argument("--by-hand", default="", help="data_axes of ExplicitCollectives")
     parser.add_argument("--compiler-option", action="append", default=[],
                         help="name=value, beside those of the preset")

@@ -1,7 +1,7 @@
 """The abilities of a chip: a table of public figures, each with its source. Bytes, not bits."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from praxis_lite.core.errors import require_choice
 
@@ -66,7 +66,7 @@ class Chip:
         of its node alike (NVLink).
       link_bandwidth: bytes per second of one link one way. Two links lie along each torus dim. Of
         a node with torus_dims 0: all that a device can send within it.
-      wraps_at: a torus dim closes into a ring where its size is a multiple of this.
+      wraps_at: a torus dim of a multiple of this many chips can close into a ring; see `wraps`.
       network_bandwidth: bytes per second that a device can send to another slice or node (DCN).
       sources: where the figures are from.
       cuda: of a GPU: what its compiler asks.
@@ -87,6 +87,16 @@ class Chip:
     def peak(self, dtype: str = "bf16") -> float:
         """Returns the peak of a matmul in `dtype`; of an unknown dtype that of bfloat16."""
         return self.flops.get(dtype, self.flops["bf16"])
+
+    def wraps(self, dims: Sequence[int]) -> tuple[bool, ...]:
+        """Returns for each torus dim of a slice whether links join its ends, into a ring.
+
+        A slice of 3-D chips has such links along all its dims or none: it is made of whole cubes of
+        4 x 4 x 4, joined by optical switches, or lies within one. A dim of a 2-D chip has them
+        where it spans the pod.
+        """
+        closed = tuple(size % self.wraps_at == 0 for size in dims)
+        return closed if self.torus_dims == 2 else (all(closed),) * len(closed)
 
 
 def _hopper(memory: int, description: str) -> CudaTarget:

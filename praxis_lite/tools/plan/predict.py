@@ -275,7 +275,9 @@ def mesh_of(
     if topology.chip.torus_dims:
         slices = np.array([getattr(device, "slice_index", None) or 0 for device in devices])
         coords = np.array([device.coords for device in devices])
-        return Mesh(axis_sizes, slices, coords, (*topology.dims, *(1,) * 3)[:3])
+        # Devices have three coordinates, those of a chip with fewer torus dims too.
+        dims, wraps = (*topology.dims, 1, 1)[:3], (*topology.wraps, False, False)[:3]
+        return Mesh(axis_sizes, slices, coords, dims, wraps)
     place = {device.id: index for index, device in enumerate(topology.devices)}
     return Mesh(axis_sizes, np.array([place[item.id] // per_slice for item in devices]))
 

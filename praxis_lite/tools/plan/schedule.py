@@ -272,9 +272,8 @@ class _Walk:
             return (2 if self.both_links else 1), True
         if colors := re.search(r"UniDirection\w*\{colors:(\d+)", instruction.attributes):
             return int(colors.group(1)), True
-        if dims := re.search(r"num_dims:(\d+)", instruction.attributes):
-            return 2 * int(dims.group(1)), True
-        return 2, self.mesh.is_ring(groups, self.chip.wraps_at)
+        dims = _torus_dims(instruction.attributes)
+        return 2 * dims, dims > 1 or self.mesh.is_ring(groups)
 
     def costliest(self, one: Instruction) -> str:
         """Returns the branch of a conditional that takes longest."""
@@ -288,3 +287,17 @@ class _Walk:
             for inner in self.program.computations[name].values()
         )
         return max(branches, key=cost)
+
+
+def _torus_dims(attributes: str) -> int:
+    """Returns how many torus dims libtpu spreads a collective over, by its algorithm's name.
+
+    That says it as `"emitter":"3DAllGatherOnMajorDim"`, or as `num_dims` of a strategy, of which
+    `active_dims` (three flags) says which are used.
+    """
+    if emitter := re.search(r'"emitter":"(\d)DAll', attributes):
+        return int(emitter.group(1))
+    if active := re.search(r"active_dims:(\d+)", attributes):
+        return active.group(1).count("1")
+    dims = re.search(r"num_dims:(\d+)", attributes)
+    return int(dims.group(1)) if dims else 1

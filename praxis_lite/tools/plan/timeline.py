@@ -16,12 +16,14 @@ class Mesh:
       slices: int [devices], the slice or node of each, row by row.
       coords: int [devices, dims], each one's place in its slice's torus; None: there is no torus.
       dims: of the torus.
+      wraps: for each of them whether links join its ends.
     """
 
     axis_sizes: Mapping[str, int]
     slices: np.ndarray
     coords: np.ndarray | None = None
     dims: tuple[int, ...] = ()
+    wraps: tuple[bool, ...] = ()
 
     def crosses(self, groups: np.ndarray | None) -> bool:
         """Returns True if a group of devices [groups, devices] is in several slices."""
@@ -30,11 +32,11 @@ class Mesh:
         slices = self.slices[groups]
         return bool((slices != slices[:, :1]).any())
 
-    def is_ring(self, groups: np.ndarray | None, wraps_at: int) -> bool:
+    def is_ring(self, groups: np.ndarray | None) -> bool:
         """Returns True if the links close into a ring through the devices of a group.
 
-        Through a plane they always do; along one dim of the torus if that wraps, which a multiple
-        of `wraps_at` does.
+        Through a plane they always do; along one dim of the torus if the group spans it and it
+        wraps.
         """
         if groups is None or self.coords is None or not len(groups):
             return True
@@ -44,8 +46,8 @@ class Mesh:
         along = [dim for dim in range(coords.shape[1]) if len(set(coords[:, dim])) > 1]
         if len(along) != 1:
             return True
-        size = self.dims[along[0]]
-        return len(set(coords[:, along[0]])) == size and size % wraps_at == 0
+        (dim,) = along
+        return len(set(coords[:, dim])) == self.dims[dim] and self.wraps[dim]
 
     def axes_between_slices(self) -> tuple[str, ...]:
         """Returns the axes along which devices are in different slices."""

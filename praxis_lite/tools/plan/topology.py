@@ -50,6 +50,11 @@ class Topology:
         return len(self.devices) // self.num_slices
 
     @property
+    def wraps(self) -> tuple[bool, ...]:
+        """For each of `dims` whether links join its ends, into a ring."""
+        return self.chip.wraps(self.dims)
+
+    @property
     def compiled_for(self) -> str:
         """The platform whose compiler makes the programs; "cpu" for GPUs without their plugin."""
         platform = self.devices[0].platform
@@ -137,11 +142,12 @@ def _tpus(name: str, chip: Chip, dims: tuple[int, ...], num_slices: int) -> Sequ
         os.environ.setdefault(setting, value)
     from jax.experimental import topologies
 
-    options: dict[str, Any] = {"num_slices": num_slices}
+    # Without `wrap` libtpu describes a mesh: no pod has that, and its collectives are others.
+    options: dict[str, Any] = {"wrap": (*chip.wraps(dims), False, False)[:3]}
     if chip.name == "v4":
-        options = {"chip_config_name": "megacore"}  # A device is a chip, as on v5p.
-        if num_slices > 1:
-            options["num_slices"] = num_slices
+        options["chip_config_name"] = "megacore"  # A device is a chip, as on v5p.
+    if num_slices > 1 or chip.name != "v4":  # Which takes no 1.
+        options["num_slices"] = num_slices
     if math.prod(dims) == 1:  # libtpu up to 0.0.42 takes four chips for a host's.
         options["chips_per_host_bounds"] = (1, 1, 1)
     try:

@@ -204,3 +204,43 @@ def test_a_step_grows_each_time_the_slices_double():
     waits = 1 + 2 * FITTED.waiting
     for name in ("step_seconds", "step_seconds_low", "step_seconds_high"):
         assert four[name] == pytest.approx(item[name] * waits)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "dims"),
+    [
+        ('backend_config={"collective_algorithm_config":{"emitter":"3DAllGatherOnMajorDim"}}', 3),
+        ('backend_config={"collective_algorithm_config":{"emitter":"2DAllReduce"}}', 2),
+        # Two of the torus's three dims.
+        ('backend_config={"emitter":"StrategySubgroupND{num_dims:3 active_dims:101}"}', 2),
+        ('backend_config={"emitter":"StrategyND{num_dims:3}"}', 3),
+        ("dimensions={0}", 1),
+    ],
+)
+def test_a_collective_over_more_torus_dims_has_more_links(algorithm, dims):
+    chip = CHIPS["v5p"]
+    text = TEXT.replace("dimensions={0}", algorithm)
+    efficiencies = dataclasses.replace(FITTED, hop_seconds=0.0)
+    (gather,) = (
+        item for item in schedule(text, chip, MESH, efficiencies).collectives.values()
+        if item.kind == "all-gather"
+    )
+    expected = 7 * 1024 / (2 * dims * chip.link_bandwidth * efficiencies.link)
+    assert gather.seconds == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("dims", "devices", "expected"),
+    [
+        ((4, 4, 4), [(0, 0, z) for z in range(4)], True),
+        ((2, 4, 4), [(0, 0, z) for z in range(4)], False),  # Within a cube no dim is a ring.
+        ((4, 4, 8), [(0, 0, z) for z in range(4)], False),  # Half of a ring.
+        ((2, 4, 4), [(0, y, z) for y in range(4) for z in range(4)], True),
+    ],
+)
+def test_devices_along_a_dim_are_a_ring_where_it_wraps(dims, devices, expected):
+    count = len(devices)
+    mesh = Mesh(
+        {"data": count}, np.zeros(count, int), np.array(devices), dims, CHIPS["v5p"].wraps(dims)
+    )
+    assert mesh.is_ring(np.arange(count)[None]) is expected

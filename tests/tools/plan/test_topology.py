@@ -63,6 +63,24 @@ def test_attached_devices_by_their_kind():
         assert attached_topology([device(kind, "gpu")]) is None
 
 
+@pytest.mark.parametrize(
+    ("chip", "dims", "expected"),
+    [
+        ("v5e", (16, 16), (True, True)),
+        ("v6e", (8, 16), (False, True)),
+        ("v5e", (4, 8), (False, False)),
+        ("v5p", (4, 4, 4), (True, True, True)),
+        ("v5p", (12, 16, 20), (True, True, True)),
+        # Part of a cube of 4 x 4 x 4: the optical switches are at the cube's faces.
+        ("v5p", (2, 4, 4), (False, False, False)),
+        ("v4", (2, 2, 1), (False, False, False)),
+        ("tpu7x", (4, 4, 8), (True, True, True)),
+    ],
+)
+def test_where_links_join_the_ends_of_a_torus(chip, dims, expected):
+    assert topologies.CHIPS[chip].wraps(dims) == expected
+
+
 def test_what_the_compiler_for_cuda_is_told_of_each_gpu():
     for chip in topologies.CHIPS.values():
         assert (chip.cuda is not None) == (not chip.torus_dims and chip.name != "cpu")

@@ -80,3 +80,27 @@ def test_a_token_of_many_rows_is_no_loop_over_them(tmp_path):
         assert item["decoding"]["first_token_seconds"] > 0
     # 16 rows a device; a loop over them takes 5 us for each row and cache.
     assert many["step_seconds"] < one["step_seconds"] + 16 * 8 * 5e-6 / 2
+
+
+_GATHER = """
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+from praxis_lite.core import MeshConfig, make_mesh
+from praxis_lite.tools.plan.topology import topology_of
+mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 64, 1)), topology_of("v5p:4x4x4").devices)
+split = NamedSharding(mesh, P("data"))
+gather = jax.jit(lambda x: x * 2, in_shardings=split, out_shardings=NamedSharding(mesh, P()))
+print(gather.lower(jax.ShapeDtypeStruct((65536, 1024), jnp.bfloat16)).compile().as_text())
+"""
+
+
+def test_a_whole_slice_gathers_over_the_links_that_join_its_ends():
+    """Of a mesh, whose ends are not joined, it makes an all-reduce of zeros: twice the bytes."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    done = subprocess.run(
+        [sys.executable, "-c", _GATHER], capture_output=True, text=True, timeout=500,
+        env={**environment, "PYTHONPATH": str(CHECKOUT)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert " all-gather(" in done.stdout and " all-reduce(" not in done.stdout
+    assert '"emitter":"3DAllGather' in done.stdout
