@@ -10,6 +10,9 @@ from praxis_lite.core.errors import ConfigError
 
 # The config of a large model takes 0.1 MiB.
 MAX_BYTES = 16 * 2**20
+# Of brackets within each other: deeper ones would end whatever walks through them. How many
+# Python's own parser takes changes with its version.
+MOST_NESTED = 200
 _MOST_LINES_BYTES = 2**30  # Of a file with a line per step, or per save.
 
 

@@ -15,7 +15,7 @@ from typing import IO, Any
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, format_bytes, shown
-from praxis_lite.files.json_text import is_nested
+from praxis_lite.files.json_text import MOST_NESTED, is_nested
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.inputs.sources.base import Example, FileSource
 from praxis_lite.inputs.sources.faults import BadExample
@@ -33,8 +33,6 @@ from praxis_lite.inputs.sources.record_files import (
 COMPRESSED = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
 # What reading raises where a compressed file is cut off or damaged; zstd's is an OSError.
 DAMAGED = (EOFError, OSError, zlib.error)
-# Lists and objects in each other: deeper ones would end whatever walks through them.
-MOST_NESTED = 200
 
 # Bytes of a line: a small file may unpack to one that fills all memory.
 _LONGEST = 1 << 26
