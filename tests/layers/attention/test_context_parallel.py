@@ -65,7 +65,11 @@ def loss(kernel, how, mask, options, split, cotangent, args):
 
 
 def near(case, how, kernel="auto", devices=(1, 2, 4)):
-    N, G, mask, options, has_sinks, num_keys, split = CASES[case]
+    agrees(CASES[case], how, kernel, devices, T)
+
+
+def agrees(case, how, kernel, devices, T, tolerance=1e-5):
+    N, G, mask, options, has_sinks, num_keys, split = case
     draws = np.random.default_rng(1)
     args = [
         draws.normal(size=(B, length, heads, K)).astype(np.float32)
@@ -82,7 +86,7 @@ def near(case, how, kernel="auto", devices=(1, 2, 4)):
     with jax.set_mesh(make_mesh(MeshConfig(ici_mesh_shape=devices))):
         actual = results(kernel, how)
     for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
 
 
 ALL = [(case, how) for how in CONTEXT_PARALLEL for case in CASES]
@@ -95,6 +99,40 @@ QUICK = {
 @pytest.mark.parametrize("case", slow_but(QUICK, ALL), ids="-".join)
 def test_outputs_and_gradients_are_those_of_one_device(case):
     near(*case)
+
+
+# Pieces of at least 128 tokens, which is a block of splash.
+LONG = 450
+DOCUMENTS = np.sort(rng.integers(0, 3, (B, LONG)))
+HIDDEN = rng.integers(0, 2, (B, LONG)).astype(bool)
+HIDDEN[0] = False
+SPLASH = {
+    "causal": (2, 1, {"right_context": 0}, {"scale": 0.5}, False, LONG, TIME),
+    "full": (2, 2, {}, {"cap": 2.0}, False, LONG, TIME),
+    "packed_with_sinks": (
+        6, 2, {"right_context": 0, "q_segments_BT": DOCUMENTS, "kv_segments_BS": DOCUMENTS}, {},
+        True, LONG, TIME,
+    ),
+    "paddings": (2, 2, {"right_context": 0, "kv_visible_BS": HIDDEN}, {}, False, LONG, TIME),
+    "zeros_where_none_is_seen": (
+        2, 2, {"kv_visible_BS": HIDDEN}, {"zero_fully_masked": True}, False, LONG, TIME
+    ),
+    "across": (2, 1, {"kv_visible_BS": HIDDEN[:, :300]}, {}, False, 300, TIME),
+}
+RINGS = [
+    ("causal", "ring", (1, 1, 3)), ("full", "ring", (1, 1, 2)),
+    ("packed_with_sinks", "all_to_all+ring", (1, 1, 4)), ("paddings", "ring", (1, 2, 2)),
+    ("zeros_where_none_is_seen", "ring", (1, 1, 2)), ("across", "ring", (1, 1, 2)),
+]
+
+
+@pytest.mark.parametrize(
+    "of_ring", slow_but({RINGS[0]}, RINGS), ids=[f"{case}-{how}" for case, how, _ in RINGS]
+)
+def test_a_ring_of_splash_is_attention_on_one_device(of_ring):
+    """Also a canary: it calls two functions that are not in splash's interface."""
+    case, how, devices = of_ring
+    agrees(SPLASH[case], how, "splash", devices, LONG, tolerance=3e-5)
 
 
 @pytest.mark.slow
@@ -252,11 +290,13 @@ def attention(how="ring", **settings):
     )
 
 
+CALL = ("atten_mask",)
+
+
 def called(**inputs):
     with jax.set_mesh(make_mesh(MeshConfig(ici_mesh_shape=(1, 2, 4)))):
-        attention(**{name: inputs.pop(name) for name in ("how", "atten_kernel") if name in inputs})(
-            jnp.ones((1, 8, 4)), **inputs
-        )
+        settings = {name: inputs.pop(name) for name in (*inputs,) if name not in CALL}
+        attention(**settings)(jnp.ones((1, 8, 4)), **inputs)
 
 
 @pytest.mark.parametrize(("make", "message"), [
@@ -266,7 +306,8 @@ def called(**inputs):
         "'ring'.*atten_dropout_prob or relative_bias_tpl.*context_parallel=None",
     ),
     (lambda: attention(tensor_parallel="gather"), "'ring'.*tensor_parallel"),
-    (lambda: attention(atten_kernel="splash"), "'ring'.*'splash'.*'chunked'.*'all_to_all'"),
+    (lambda: attention("gather", atten_kernel="splash"), "'gather'.*'splash'.*'chunked'.*'all_to"),
+    (lambda: called(atten_kernel="splash", window=3), "'ring'.*'splash'.*a window.*'chunked'"),
     (
         lambda: called(how="all_to_all+ring", atten_kernel="blocked"),
         r"2 heads leave a ring of 2.*'blocked'.*'all_to_all'",

@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.logical_axes import axes_of
+from praxis_lite.core.sharding.mesh import compiled_platform
 from praxis_lite.core.sharding.split_dims import (
     SplitDims,
     num_shards_of,
@@ -36,7 +37,9 @@ from praxis_lite.layers.attention.kernels.chunks import attention_with_log_sums,
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.kernels.fused import without_vma
 from praxis_lite.layers.attention.kernels.head_parts import heads_in_parts
-from praxis_lite.layers.attention.kernels.ring_attention import of_queries, round_ring
+from praxis_lite.layers.attention.kernels.ring_attention import OfAStation, round_ring
+from praxis_lite.layers.attention.kernels.ring_in_chunks import InChunks, of_queries
+from praxis_lite.layers.attention.kernels.ring_splash import BySplash, multiple_of, unable
 from praxis_lite.layers.attention.kernels.stations import Ring
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.layers.base.base_layer import to_multiple
@@ -68,13 +71,38 @@ def check_context_parallel(
         _check_kernel(type(layer).__name__, setting, atten_kernel, "")
 
 
-def _check_kernel(name: str, how: str, atten_kernel: str, why: str) -> None:
-    if atten_kernel not in ("auto", "chunked"):
+def _check_kernel(name: str, how: str, atten_kernel: str, why: str, cannot: str = "") -> None:
+    able = ["chunked", "auto"] if how == "gather" else ["chunked", "splash", "auto"]
+    if atten_kernel not in able:
+        cannot = "that"
+    able = [name for name in able if name != atten_kernel]
+    if cannot:
         raise ConfigError(
-            f"{name}.context_parallel is {how!r}{why}, which attends in chunks; atten_kernel is "
-            f"{atten_kernel!r}. Set atten_kernel='chunked' or 'auto', or "
+            f"{name}.context_parallel is {how!r}{why}, and atten_kernel is {atten_kernel!r}, which "
+            f"cannot do {cannot}. Set atten_kernel to one of {able}, or "
             "context_parallel='all_to_all', which takes any kernel."
         )
+
+
+def _of_a_station(
+    how: str, atten_kernel: str, why: str, mask: AttentionMask, options: LogitOptions,
+    chunk_size: int, ring: Ring, num_queries: int, num_keys: int,
+) -> OfAStation:
+    """Returns how a device attends to a station's keys: by splash where it is set, or a TPU's.
+
+    Raises:
+      ConfigError: splash is set, and cannot.
+    """
+    in_chunks = InChunks(options, chunk_size)
+    if how == "gather" or atten_kernel == "chunked":
+        return in_chunks
+    cannot = unable(mask, num_queries, num_keys)
+    is_tpu = compiled_platform() == "tpu"
+    if atten_kernel == "splash":
+        _check_kernel("DotProductAttention", how, atten_kernel, why, cannot)
+    elif cannot or not is_tpu or min(num_queries, num_keys) < multiple_of(ring.num_stations):
+        return in_chunks
+    return BySplash(options, not is_tpu)
 
 
 def is_context_parallel(how: str | None, split: SplitDims) -> bool:
@@ -114,19 +142,23 @@ def context_parallel_attention(
     )
     (B, T, N, K), (S, G) = q_BTNK.shape, k_BSGK.shape[1:3]
     ring = _ring_of(how, axes_of(time), num, -(-N // num_shards), mask)
-    in_chunks = how == "gather" or ring.num_stations > 1
-    if in_chunks:
-        why = "" if ring.size == 1 else f" and {N} heads leave a ring of {ring.num_stations}"
+    is_by_time = how == "gather" or ring.num_stations > 1
+    multiple = 2 * num
+    if is_by_time:
+        why = "" if ring.size == 1 else f", and {N} heads leave a ring of {ring.num_stations}"
         _check_kernel("DotProductAttention", how, atten_kernel, why)
+        of_a_station = _of_a_station(how, atten_kernel, why, mask, options, chunk_size, ring, T, S)
+        if isinstance(of_a_station, BySplash):
+            multiple = math.lcm(multiple, multiple_of(ring.num_stations))
     may_see_none = options.averages and sinks_N is None and (mask.may_hide_all or T != S)
-    gives_sums = in_chunks and (may_see_none or sinks_N is not None or options.extra is not None)
+    gives_sums = is_by_time and (may_see_none or sinks_N is not None or options.extra is not None)
 
     def filled_up(x: jax.Array) -> jax.Array:
-        return to_multiple(to_multiple(x, 2 * num, dim=1), num_rows, dim=0)
+        return to_multiple(to_multiple(x, multiple, dim=1), num_rows, dim=0)
 
     q, k, v = map(filled_up, heads_in_parts(q_BTNK, k_BSGK, v_BSGK, num_shards * ring.size))
     arrays = {name: filled_up(x) for name, x in _arrays_of(mask, B, S, k.shape[1]).items()}
-    sinks = () if sinks_N is None or in_chunks else (jnp.pad(sinks_N, (0, q.shape[2] - N)),)
+    sinks = () if sinks_N is None or is_by_time else (jnp.pad(sinks_N, (0, q.shape[2] - N)),)
 
     def on_a_device(q: Any, k: Any, v: Any, *rest: jax.Array) -> tuple[jax.Array, ...]:
         seen = AttentionMask(
@@ -134,12 +166,12 @@ def context_parallel_attention(
             **dict(zip(arrays, rest[len(sinks) :], strict=True)),
         )
         q, k, v = map(ring.by_heads, (q, k, v))
-        if not in_chunks:
+        if not is_by_time:
             outputs = kernel(
                 q[:, :T], k[:, :S], v[:, :S], _without_filler(seen, T, S), options,
                 sinks_N=ring.heads_of(rest[0]) if sinks else None,
             )
-            return (ring.by_time(to_multiple(outputs, 2 * num, dim=1)),)
+            return (ring.by_time(to_multiple(outputs, multiple, dim=1)),)
         b, t, n, _ = q.shape
         q = ring.to_zigzag(q).reshape(b, t, k.shape[2], -1, K)
         if how == "gather":
@@ -148,7 +180,7 @@ def context_parallel_attention(
             encoded, log_sums = attention_with_log_sums(q, k, v, seen, options, chunk_size)
         else:
             k, v = map(ring.to_zigzag, (k, v))
-            encoded, log_sums = round_ring(q, k, v, seen, ring, options, chunk_size)
+            encoded, log_sums = round_ring(q, k, v, seen, ring, of_a_station)
         outputs = encoded.reshape(b, t, n, K), log_sums.transpose(0, 3, 1, 2).reshape(b, t, n)
         return tuple(ring.by_time(ring.from_zigzag(x)) for x in outputs[: 1 + gives_sums])
 

@@ -1,5 +1,6 @@
 """Attention by kernels of other libraries: jax.nn's, cuDNN's flash attention, TPU's splash."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -96,14 +97,12 @@ def splash_attention(
         )
 
     def on_one_device(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
-        kernel = _splash_kernel(lengths, q.shape[2], mask, options, interpret)
-        # What a kernel of Pallas computes is not in a program's text; --mode=plan reads it there.
-        share = f"{_share_of_blocks(lengths, mask):.6f}"
+        kernel = splash_kernel(lengths, q.shape[2], mask, options, interpret)
 
         def one_row(q, k, v, *segments):
             q_NTK, k_GSK, v_GSK = (x.transpose(1, 0, 2) for x in (q, k, v))
             ids = splash_attention_kernel.SegmentIds(*segments) if segments else None
-            with set_xla_metadata(**{SHARE_OF_BLOCKS: share}):
+            with computed_blocks(lengths, mask):
                 return kernel(q_NTK, k_GSK, v_GSK, ids).transpose(1, 0, 2)
 
         return jax.vmap(one_row)(q, k, v, *segments)
@@ -127,6 +126,16 @@ def _block_sizes(lengths: tuple[int, int]) -> tuple[int, int]:
     return block_q, block_kv
 
 
+def computed_blocks(
+    lengths: tuple[int, int], mask: AttentionMask
+) -> contextlib.AbstractContextManager[Any]:
+    """Notes on splash's kernels, for --mode=plan, the share of the blocks that they compute.
+
+    What a kernel of Pallas computes is not in a program's text.
+    """
+    return set_xla_metadata(**{SHARE_OF_BLOCKS: f"{_share_of_blocks(lengths, mask):.6f}"})
+
+
 def _share_of_blocks(lengths: tuple[int, int], mask: AttentionMask) -> float:
     """Returns the share of the blocks of logits that splash computes: those with any seen."""
     block_q, block_kv = _block_sizes(lengths)
@@ -142,10 +151,17 @@ def _share_of_blocks(lengths: tuple[int, int], mask: AttentionMask) -> float:
     return float(is_seen.mean())
 
 
-def _splash_kernel(
+def splash_kernel(
     lengths: tuple[int, int], num_heads: int, mask: AttentionMask, options: LogitOptions,
-    interpret: bool,
-) -> Callable[..., jax.Array]:
+    interpret: bool, *, has_log_sums: bool = False,
+) -> Callable[..., Any]:
+    """Returns splash's kernel of a row: from q [N, T, K], k and v [G, S, K] and segments or None.
+
+    Args:
+      lengths: T and S, multiples of LANES.
+      mask: whose contexts are in the kernel; its arrays are not.
+      has_log_sums: it returns also ([N, T],), float32, and has no gradient.
+    """
     # Imported here: Pallas takes a while to import, and only a TPU needs it.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -163,6 +179,7 @@ def _splash_kernel(
     return splash.make_splash_mha(
         masks.MultiHeadMask([head_mask] * num_heads), block_sizes=sizes, head_shards=1,
         q_seq_shards=1, attn_logits_soft_cap=options.cap or None, interpret=interpret,
+        save_residuals=has_log_sums,
     )
 
 

@@ -137,3 +137,9 @@ class Ring(NamedTuple):
             return [(station * length, length)]
         half = length // 2
         return [(station * half, half), ((2 * self.num_stations - 1 - station) * half, half)]
+
+    def part_of(self, x: jax.Array, station: jax.Array, length: int) -> jax.Array:
+        """Returns a station's pieces, of `length` tokens together, of a whole sequence [B, T]."""
+        pieces = self.starts(station, length)
+        parts = [jax.lax.dynamic_slice_in_dim(x, *piece, axis=1) for piece in pieces]
+        return jnp.concatenate(parts, axis=1)

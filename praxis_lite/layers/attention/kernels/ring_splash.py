@@ -1,0 +1,211 @@
+"""A ring's attention to the keys of one station, by JAX's splash attention for TPU."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.layers.attention.kernels.einsum import LogitOptions
+from praxis_lite.layers.attention.kernels.fused import LANES, computed_blocks, splash_kernel
+from praxis_lite.layers.attention.kernels.stations import Ring
+from praxis_lite.layers.attention.masks import LARGE_NEGATIVE, AttentionMask
+
+# B batch, T queries, S keys, N heads, G heads of keys and values, R heads of queries that share one
+# of these, K dims per head.
+Segments = tuple[jax.Array, jax.Array] | None  # Of queries [B, T] and of keys [B, S].
+
+
+def unable(mask: AttentionMask, num_queries: int, num_keys: int) -> str:
+    """Returns what of a mask this cannot do; "" if it can do all.
+
+    Which blocks splash computes is fixed before a program runs. Under a causal mask that is so of
+    any two stations but for their order; under a window it is not.
+    """
+    if mask.left_context is not None:
+        return "a window"
+    if mask.right_context == 0 and num_queries != num_keys:
+        return "as many queries as keys under a causal mask alone"
+    return "" if mask.right_context in (0, None) else "a right_context"
+
+
+class BySplash(NamedTuple):
+    """Attention by splash; `OfAStation` has the methods. A causal ring is a zig-zag."""
+
+    options: LogitOptions
+    interpret: bool
+
+    def attended(self, q, k, v, mask, ring, step):
+        segments = _segments(mask, ring, step, q.shape[1], k.shape[1])
+        half = k.shape[1] // 2
+
+        def later() -> tuple[jax.Array, jax.Array]:
+            encoded, log_sums = self._attended(
+                q[:, half:], k, v, _parts(segments, half, 0), is_causal=False
+            )
+            return (
+                _with_zeros_before(encoded, half, 1),
+                _with_zeros_before(log_sums, half, 3, LARGE_NEGATIVE),
+            )
+
+        def earlier() -> tuple[jax.Array, jax.Array]:
+            of_keys = k[:, :half], v[:, :half]
+            return self._attended(q, *of_keys, _parts(segments, 0, -half), is_causal=False)
+
+        def whole(is_causal: bool) -> tuple[jax.Array, jax.Array]:
+            return self._attended(q, k, v, segments, is_causal=is_causal)
+
+        return _by_order(mask, ring, step, whole, earlier, later)
+
+    def gradients(self, q, k, v, mask, ring, step, log_sums, inner, d_encoded):
+        segments = _segments(mask, ring, step, q.shape[1], k.shape[1])
+        half = k.shape[1] // 2
+        of_queries = log_sums, inner, d_encoded
+
+        def later() -> tuple[jax.Array, ...]:
+            dq, dk, dv = self._gradients(
+                q[:, half:], k, v, _parts(segments, half, 0), log_sums[..., half:],
+                inner[..., half:], d_encoded[:, half:], is_causal=False,
+            )
+            return _with_zeros_before(dq, half, 1), dk, dv
+
+        def earlier() -> tuple[jax.Array, ...]:
+            of_keys = k[:, :half], v[:, :half]
+            dq, *d_kv = self._gradients(
+                q, *of_keys, _parts(segments, 0, -half), *of_queries, is_causal=False
+            )
+            return dq, *(jnp.pad(x, [(0, 0), (0, half), (0, 0), (0, 0)]) for x in d_kv)
+
+        def whole(is_causal: bool) -> tuple[jax.Array, ...]:
+            return self._gradients(q, k, v, segments, *of_queries, is_causal=is_causal)
+
+        return _by_order(mask, ring, step, whole, earlier, later)
+
+    def _kernel(self, q: jax.Array, k: jax.Array, is_causal: bool) -> tuple[Any, Any]:
+        """Returns the kernel of all heads, and a context for its call."""
+        lengths = q.shape[1], k.shape[1]
+        mask = AttentionMask(right_context=0 if is_causal else None)
+        kernel = splash_kernel(
+            lengths, q.shape[2] * q.shape[3], mask, self.options, self.interpret, has_log_sums=True
+        )
+        return kernel, computed_blocks(lengths, mask)
+
+    def _attended(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, *, is_causal: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        kernel, noted = self._kernel(q, k, is_causal)
+        with noted:
+            encoded_BNTK, (log_sums_BNT,) = jax.vmap(kernel)(
+                _rows(q * self.options.scale), _rows(k), _rows(v), _ids(segments)
+            )
+        encoded = _of_queries(encoded_BNTK, q.shape)
+        log_sums = log_sums_BNT.reshape(q.shape[0], *q.shape[2:4], q.shape[1])
+        # Of a query that sees no key splash gives the mean of all that it looked at.
+        sees_any = log_sums > 0.5 * LARGE_NEGATIVE
+        return (
+            jnp.where(sees_any.transpose(0, 3, 1, 2)[..., None], encoded, 0.0),
+            jnp.where(sees_any, log_sums, LARGE_NEGATIVE),
+        )
+
+    def _gradients(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, log_sums: jax.Array,
+        inner: jax.Array, d_encoded: jax.Array, *, is_causal: bool,
+    ) -> tuple[jax.Array, ...]:
+        # Splash's gradient is of a softmax over the keys that it was given. These two functions
+        # below it take the sums over all keys, and are not in its interface (jax 0.10 to 0.12).
+        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+        kernel, noted = self._kernel(q, k, is_causal)
+        sizes, shape = kernel.kwargs["block_sizes"], (q.shape[0], -1, q.shape[1])
+        common = {
+            name: kernel.kwargs[name] for name in
+            ("is_mqa", "mask_value", "attn_logits_soft_cap", "mask_function", "interpret")
+        } | {name: getattr(sizes, name) for name in ("q_layout", "k_layout", "v_layout")}
+        # Of a query that sees no key, whose logits are as low as their sum, the softmax is zero.
+        sums = jnp.where(log_sums > 0.5 * LARGE_NEGATIVE, log_sums, -LARGE_NEGATIVE)
+
+        def of_a_row(q, k, v, ids, *of_queries):
+            _, dk, dv = splash_attention_kernel._splash_attention_bwd_dkv(
+                q, k, v, ids, None, *of_queries, bq=sizes.block_q_dkv, bkv=sizes.block_kv_dkv,
+                bkv_compute=sizes.block_kv_dkv_compute, mask_info=kernel.dkv_mask_info,
+                use_fused_bwd_kernel=False, **common,
+            )
+            dq = splash_attention_kernel._splash_attention_bwd_dq(
+                q, k, v, ids, None, *of_queries, bq=sizes.block_q_dq, bkv=sizes.block_kv_dq,
+                mask_info=kernel.dq_mask_info, **common,
+            )
+            return dq, dk, dv
+
+        with noted:
+            dq, dk, dv = jax.vmap(of_a_row)(
+                _rows(q * self.options.scale), _rows(k), _rows(v), _ids(segments),
+                sums.reshape(shape), _rows(d_encoded), inner.reshape(shape),
+            )
+        return (
+            _of_queries(dq, q.shape) * self.options.scale,
+            *(x.transpose(0, 2, 1, 3).astype(jnp.float32) for x in (dk, dv)),
+        )
+
+
+def _by_order(
+    mask: AttentionMask, ring: Ring, step: int | jax.Array, whole: Any, earlier: Any, later: Any
+) -> Any:
+    """Returns the result for a station's own keys, or for those of one before or after it.
+
+    Of a zig-zag's two pieces all queries see the first of an earlier station, and none its second;
+    of a later station the second queries see both, and the first none. Each is half of the whole.
+    """
+    is_causal = mask.right_context == 0
+    if not is_causal or (isinstance(step, int) and step == 0):
+        return whole(is_causal)
+    return jax.lax.cond(ring.station() >= step, earlier, later)
+
+
+def _segments(
+    mask: AttentionMask, ring: Ring, step: int | jax.Array, num_queries: int, num_keys: int
+) -> Segments:
+    """Returns the segments of this station's queries and of another's keys; hidden keys have -1."""
+    if mask.q_segments_BT is None and mask.kv_visible_BS is None:
+        return None
+    here = ring.station()
+    there = (here - step) % ring.num_stations
+    of_queries, of_keys = mask.q_segments_BT, mask.kv_segments_BS
+    if of_queries is None:
+        of_keys = jnp.zeros(mask.kv_visible_BS.shape, jnp.int32)
+        of_queries = jnp.zeros((of_keys.shape[0], num_queries), jnp.int32)
+    else:
+        of_queries = ring.part_of(of_queries, here, num_queries)
+    if mask.kv_visible_BS is not None:
+        of_keys = jnp.where(mask.kv_visible_BS, of_keys, -1)
+    return of_queries.astype(jnp.int32), ring.part_of(of_keys, there, num_keys).astype(jnp.int32)
+
+
+def _parts(segments: Segments, first_query: int, end_of_keys: int) -> Segments:
+    if segments is None:
+        return None
+    return segments[0][:, first_query:], segments[1][:, : end_of_keys or None]
+
+
+def _ids(segments: Segments) -> Any:
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+    return segments and splash_attention_kernel.SegmentIds(*segments)
+
+
+def _rows(x: jax.Array) -> jax.Array:
+    """Returns [B, N, T, K] of [B, T, N, K] or [B, T, G, R, K]."""
+    return x.reshape(*x.shape[:2], -1, x.shape[-1]).transpose(0, 2, 1, 3)
+
+
+def _of_queries(x_BNTK: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns float32 [B, T, G, R, K], where `shape` is of the queries."""
+    return x_BNTK.astype(jnp.float32).transpose(0, 2, 1, 3).reshape(*shape[:-1], -1)
+
+
+def _with_zeros_before(x: jax.Array, count: int, dim: int, value: float = 0.0) -> jax.Array:
+    widths = [(count, 0) if i == dim else (0, 0) for i in range(x.ndim)]
+    return jnp.pad(x, widths, constant_values=value)
+
+
+def multiple_of(num_stations: int) -> int:
+    """Returns the number of tokens that a sequence is padded to a multiple of."""
+    return 2 * num_stations * LANES
