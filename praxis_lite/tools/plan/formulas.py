@@ -56,7 +56,8 @@ class Layout:
 
     Attributes:
       replica, data, mdl: devices along the mesh's axes; replica holds whole copies.
-      splits_features: `mdl` splits features (tensor parallelism); else weights and batch alone.
+      mdl_splits: beside weights `mdl` splits "rows" of the batch, "features" (tensor parallelism) or
+        "time" (context parallelism).
       gathers_weights: weights are split over `data` and gathered (FSDP).
       policy: a name in POLICIES.
       micro_batches: that a batch is cut into, one after the other.
@@ -65,7 +66,7 @@ class Layout:
     replica: int
     data: int
     mdl: int
-    splits_features: bool
+    mdl_splits: str = "rows"
     gathers_weights: bool = True
     policy: str = "save_nothing"
     micro_batches: int = 1
@@ -73,6 +74,11 @@ class Layout:
     @property
     def num_devices(self) -> int:
         return self.replica * self.data * self.mdl
+
+    @property
+    def of_features(self) -> int:
+        """Devices that features are split over."""
+        return self.mdl if self.mdl_splits == "features" else 1
 
 
 def step_seconds(
@@ -86,10 +92,11 @@ def step_seconds(
     flops += (12 + 4 * again) * attended * tokens
     matmuls = flops / chip.peak() / _usual(efficiencies)
     weights = _weight_gathers(shape, layout) / _bandwidth(chip, efficiencies)
-    features = _feature_gathers(shape, layout, again) / _bandwidth(chip, efficiencies)
-    # Gathers of weights hide behind matmuls, those of features stand between them.
+    sent = _feature_gathers(shape, layout, again) + _heads_exchanged(shape, layout, again)
+    activations = sent / _bandwidth(chip, efficiencies)
+    # Gathers of weights hide behind matmuls, what is sent of activations stands between them.
     update = (2 + 2 * shape.slots + 2) * F32 * _weights_per_device(shape, layout)
-    return max(matmuls, weights) + features + update / chip.hbm_bandwidth
+    return max(matmuls, weights) + activations + update / chip.hbm_bandwidth
 
 
 def peak_bytes(shape: Shape, layout: Layout) -> float:
@@ -97,7 +104,7 @@ def peak_bytes(shape: Shape, layout: Layout) -> float:
     weights = _weights_per_device(shape, layout)
     per_model, per_hidden, _ = POLICIES[layout.policy]
     tokens = _tokens_per_device(shape, layout)
-    features = layout.mdl if layout.splits_features else 1
+    features = layout.of_features
     kept = per_model * shape.model_dims + per_hidden * shape.hidden_dims
     # `mdl` splits a device's tokens between blocks, and features within them.
     activations = shape.num_layers * tokens * BF16 * kept
@@ -122,24 +129,22 @@ def _bandwidth(chip: Chip, efficiencies: Efficiencies) -> float:
 
 def _tokens_per_device(shape: Shape, layout: Layout) -> float:
     """Returns the tokens of a micro-batch that a device computes; rows are filled up."""
-    over = layout.replica * layout.data * (1 if layout.splits_features else layout.mdl)
-    rows = math.ceil(shape.rows / layout.micro_batches / over)
-    whole = rows * shape.tokens_per_row
-    return whole / layout.mdl if layout.splits_features else whole
+    of_rows = layout.mdl if layout.mdl_splits == "rows" else 1
+    rows = math.ceil(shape.rows / layout.micro_batches / (layout.replica * layout.data * of_rows))
+    return rows * shape.tokens_per_row / (layout.mdl // of_rows)
 
 
 def _weights_per_device(shape: Shape, layout: Layout) -> float:
     over = layout.mdl * (layout.data if layout.gathers_weights else 1)
-    if not layout.gathers_weights and not layout.splits_features:
+    if not layout.gathers_weights and layout.mdl_splits != "features":
         over = 1
     return shape.parameters / over
 
 
 def _weight_gathers(shape: Shape, layout: Layout) -> float:
     """Returns the bytes that a device sends for weights and gradients."""
-    of_features = layout.mdl if layout.splits_features else 1
-    among = layout.data * (1 if layout.splits_features else layout.mdl)
-    bytes_of = BF16 * shape.parameters / of_features
+    among = layout.data * layout.mdl // layout.of_features
+    bytes_of = BF16 * shape.parameters / layout.of_features
     if not layout.gathers_weights:
         among *= layout.replica
         return 2 * bytes_of * (among - 1) / among
@@ -149,13 +154,23 @@ def _weight_gathers(shape: Shape, layout: Layout) -> float:
 
 def _feature_gathers(shape: Shape, layout: Layout, again: float) -> float:
     """Returns the bytes that a device sends for activations along `mdl`."""
-    if not layout.splits_features or layout.mdl == 1:
+    if layout.of_features == 1:
         return 0.0
     group = _tokens_per_device(shape, layout) * layout.mdl
     each = group * shape.model_dims * BF16 * (layout.mdl - 1) / layout.mdl
     # A gather and a scatter around each half of a block, forward, backward, and forward again.
     passes = 2 + again
     return 4 * passes * each * shape.num_layers * layout.micro_batches
+
+
+def _heads_exchanged(shape: Shape, layout: Layout, again: float) -> float:
+    """Returns the bytes that a device sends where time is split: for heads, and back (Ulysses)."""
+    if layout.mdl_splits != "time":
+        return 0.0
+    each = _tokens_per_device(shape, layout) * shape.model_dims * BF16
+    each *= (layout.mdl - 1) / layout.mdl
+    # Queries, keys, values and outputs, forward, backward, and forward again.
+    return 4 * (2 + again) * each * shape.num_layers * layout.micro_batches
 
 
 def bubble_share(model: Any, rows: int) -> float | None:

@@ -1,8 +1,11 @@
 """Formulas and the table of chips, against the scaling book's answers and hand counts."""
 
+import dataclasses
+
 import pytest
 
 from praxis_lite.tools.plan.chips import CHIPS
+from praxis_lite.tools.plan.costs import FITTED
 from praxis_lite.tools.plan.formulas import (
     Layout,
     Shape,
@@ -41,7 +44,7 @@ LLAMA = Shape(
 
 
 def layout(**settings):
-    return Layout(**{"replica": 1, "data": 256, "mdl": 1, "splits_features": False} | settings)
+    return Layout(**{"replica": 1, "data": 256, "mdl": 1} | settings)
 
 
 def test_the_bytes_of_fsdp_by_hand():
@@ -60,11 +63,33 @@ def test_what_makes_a_step_longer_or_larger():
     assert step_seconds(LLAMA, kept, CHIPS["v5e"]) < step_seconds(LLAMA, base, CHIPS["v5e"])
     assert peak_bytes(LLAMA, kept) > 2 * peak_bytes(LLAMA, base)
     # Features split over 16 devices of a group of 16 rows send more than gathers of weights.
-    split = layout(data=16, mdl=16, splits_features=True)
+    split = layout(data=16, mdl=16, mdl_splits="features")
     assert step_seconds(LLAMA, split, CHIPS["v5e"]) > step_seconds(LLAMA, base, CHIPS["v5e"])
     # 512 devices have no row each: half of them compute filler.
     more = layout(data=512)
     assert step_seconds(LLAMA, more, CHIPS["v5e"]) > 0.9 * step_seconds(LLAMA, base, CHIPS["v5e"])
+
+
+def test_long_rows_are_for_a_split_of_time():
+    """Of 16 rows of 32,768 tokens 256 devices have no row each."""
+    few = dataclasses.replace(LLAMA, rows=16, tokens_per_row=32_768)
+    settings = {"data": 16, "mdl": 16}
+    time, features = (layout(**settings, mdl_splits=how) for how in ("time", "features"))
+    v5e = CHIPS["v5e"]
+    assert peak_bytes(few, layout()) > 4 * peak_bytes(few, time)
+    assert step_seconds(few, time, v5e) < step_seconds(few, features, v5e)
+    # All devices have the whole of a matmul's features, and part of each weight.
+    assert peak_bytes(few, time) > peak_bytes(few, features)
+
+
+def test_what_a_split_of_time_sends_by_hand():
+    """Beside weights, which move as under fsdp: queries, keys, values and outputs change places."""
+    sent = 4 * 3 * 2048 * 4096 * 2 * 15 / 16 * 32  # Forward, backward, and forward again.
+    v5e = CHIPS["v5e"]
+    more = step_seconds(LLAMA, layout(data=16, mdl=16, mdl_splits="time"), v5e) - step_seconds(
+        LLAMA, layout(), v5e
+    )
+    assert more == pytest.approx(sent / (2 * v5e.link_bandwidth * FITTED.link))
 
 
 @pytest.mark.parametrize("name", CHIPS)

@@ -38,10 +38,12 @@ def test_every_candidate_fills_the_devices_and_goes_together(found):
     for item in all_found:
         layout = item.layout
         assert layout.num_devices == 8
-        assert (layout.mdl > 1) == layout.splits_features or layout.mdl == 1
+        assert (layout.mdl == 1) == (layout.mdl_splits == "rows")
         assert 16 % layout.micro_batches == 0
         assert math.isfinite(item.seconds) and item.bytes > 0
-    assert {one.preset for one in all_found} >= {"fsdp", "fsdp+tensor", "fsdp+ring", "megatron"}
+    assert {one.preset for one in all_found} >= {
+        "fsdp", "fsdp+tensor", "fsdp+ring", "megatron", "fsdp+context"
+    }
 
 
 def test_one_of_each_kind_comes_before_a_second(found):

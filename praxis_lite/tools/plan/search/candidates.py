@@ -13,10 +13,10 @@ from praxis_lite.tools.plan.formulas import POLICIES, Layout, Shape, peak_bytes,
 from praxis_lite.tools.plan.topology import Topology
 
 AXES = ("replica", "data", "mdl")
-# Presets of one word that are candidates, and whether `mdl` splits features in them.
+# Presets of one word that are candidates, and what `mdl` splits in them.
 _PRESETS = {
-    "fsdp": False, "replicated": False, "megatron": True, "fsdp+tensor": True, "fsdp+ring": True,
-    "fsdp+mlp_ring": True,
+    "fsdp": "rows", "replicated": "rows", "megatron": "features", "fsdp+tensor": "features",
+    "fsdp+ring": "features", "fsdp+mlp_ring": "features", "fsdp+context": "time",
 }
 _MOST_TENSOR = 32
 
@@ -51,7 +51,7 @@ def candidates(config: "fdl.Config", shape: Shape, topology: Topology) -> Iterat
     for (replica, data, mdl), (preset, splits), policy in itertools.product(
         _meshes(per_slice), _PRESETS.items(), policies
     ):
-        if (mdl > 1) != splits and not (mdl == 1 and preset == "fsdp"):
+        if (mdl == 1) != (splits == "rows"):
             continue
         if preset == "replicated" and (data > 1 or mdl > 1):
             continue
@@ -59,7 +59,7 @@ def candidates(config: "fdl.Config", shape: Shape, topology: Topology) -> Iterat
             continue
         for micro in _micro_batches(shape, replica * data * mdl) if has_micro else (1,):
             layout = Layout(
-                replica=replica * dcn, data=data, mdl=mdl, splits_features=splits,
+                replica=replica * dcn, data=data, mdl=mdl, mdl_splits=splits,
                 gathers_weights=preset.startswith("fsdp"), policy=policy, micro_batches=micro,
             )
             settings = [
@@ -87,8 +87,8 @@ def _pipelines(
     sizes = dict(zip(config.mesh.axis_names, config.mesh.ici_mesh_shape, strict=True))
     of_stages, mdl = sizes.pop("stage", stages), sizes.pop("mdl", 1)
     layout = Layout(
-        replica=math.prod(sizes.values()), data=of_stages, mdl=mdl, splits_features=mdl > 1,
-        gathers_weights=False,
+        replica=math.prod(sizes.values()), data=of_stages, mdl=mdl,
+        mdl_splits="features" if mdl > 1 else "rows", gathers_weights=False,
     )
     repeats = [element for element in (1, 2, 4) if layers % (element * stages) == 0]
     numbers = [one for one in (1, 2, 4, 8, 16, 32) if shape.rows % one == 0]

@@ -2,6 +2,7 @@
 
 from tests.tools.testing.defects import (
     by_collective,
+    by_context,
     by_expert,
     by_gradient,
     by_learner,
@@ -24,6 +25,7 @@ FAMILIES = {
     "padding and filler": by_padding.DEFECTS,
     "the update": by_learner.DEFECTS,
     "parts of a batch": by_part.DEFECTS,
+    "time split over devices": by_context.DEFECTS,
     "experts": by_expert.DEFECTS,
     "saving and data": by_saving.DEFECTS,
     "precision and programs": by_precision.DEFECTS,
