@@ -56,8 +56,8 @@ class Layout:
 
     Attributes:
       replica, data, mdl: devices along the mesh's axes; replica holds whole copies.
-      mdl_splits: beside weights `mdl` splits "rows" of the batch, "features" (tensor parallelism) or
-        "time" (context parallelism).
+      mdl_splits: of activations `mdl` splits "rows", "features" (tensor parallelism) or "time"
+        (context parallelism).
       gathers_weights: weights are split over `data` and gathered (FSDP).
       policy: a name in POLICIES.
       micro_batches: that a batch is cut into, one after the other.

@@ -205,7 +205,8 @@ def _formula_terms(
     mdl = along(of_weights - of_rows)
     layout = Layout(
         replica=along(of_rows - of_weights), data=along(of_rows & of_weights), mdl=mdl,
-        mdl_splits="features" if mdl > 1 else "rows", gathers_weights=along(of_rows & of_weights) > 1,
+        mdl_splits="features" if mdl > 1 else "rows",
+        gathers_weights=along(of_rows & of_weights) > 1,
         micro_batches=task.learner.gradient_accumulation_steps,
     )
     return Shape(
