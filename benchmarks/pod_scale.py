@@ -203,8 +203,8 @@ def measured(options: argparse.Namespace, row: str) -> None:
     print(f"  {hlo.flops(compiled):.4g} flops, compiled in {seconds:.0f} s")
     if result.kernel_flops:
         kernels = result.kernel_flops / (0.5 * CHIPS[chip].peak())
-        print(f"  kernels of attention and experts: {result.kernel_flops:.4g} flops, {kernels:.4f} s at half "
-              "of the peak, which are not in the seconds above")
+        print(f"  kernels of Pallas: {result.kernel_flops:.4g} flops, {kernels:.4f} s at half of "
+              "the peak, which are not in the seconds above")
     for peer, of_peer in PEERS.get(row, {}).items():
         if not options.layers:
             ratios = [ours / theirs for ours, theirs in zip(figures, of_peer, strict=True)]

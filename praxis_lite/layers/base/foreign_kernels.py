@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import PartitionSpec
 
-from praxis_lite.collectives.varying import varying_axes, varying_over
+from praxis_lite.collectives.varying import varying_alike, varying_axes, varying_over
 from praxis_lite.core.sharding.logical_axes import axes_of
 
 PyTree = Any
@@ -78,4 +78,5 @@ def without_vma(
 
     attended_inside.defvjp(lambda *args: (attended_inside(*args), args), backward)
     is_inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
-    return attended_inside if is_inside else attended
+    # A weight that is the same on all devices has another gradient on each: the cast sums them.
+    return (lambda *args: attended_inside(*varying_alike(args))) if is_inside else attended

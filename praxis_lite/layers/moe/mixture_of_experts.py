@@ -174,15 +174,15 @@ class TransformerFeedForwardMoe(ResidualBranch):
         self.weight_split_dims_mapping = (E.split, D.split, F.split)
 
         init = functools.partial(expert_initializer, internal_gshard_variance_scaling_fan_in_init)
-        self.gate = self.weight(
-            self.dims(input_dims, num_experts, of="gate"), init=init(False, input_dims), rngs=rngs
-        )
+        gate = self.dims(input_dims, num_experts, of="gate")
+        self.gate = self.weight(gate, init=init(False, input_dims), rngs=rngs)
         self.gate_correction = (
             self.weight((num_experts,), init=zeros, rngs=rngs)
             if self.gating.score_func == "sigmoid" else None
         )
+        # Of the model dims of all layers, which may split over the experts' axis, too.
         self.shared_experts = SharedExperts(
-            D, sized(F, num_shared_experts * hidden_dims), activation, use_gated_activation, rngs
+            gate[0] if gate[0].is_said else D, sized(F, num_shared_experts * hidden_dims), activation, use_gated_activation, rngs
         ) if num_shared_experts else None
 
         self.has_bias, self.swiglu_limit = has_bias, swiglu_limit
