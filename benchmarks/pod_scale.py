@@ -2,6 +2,7 @@
 
     pip install libtpu                      # 0.0.51 with jax 0.10.2 for the figures of the peers
     python benchmarks/pod_scale.py --row S  # or A, B64, B16, F, even, uneven; or several
+    python benchmarks/pod_scale.py --row M8 --preset fsdp+expert
     python benchmarks/pod_scale.py --row L32 L128 --preset fsdp+context --attention auto
 
 A row is a model on a mesh, as a user builds it. It prints peak memory, the cycles that the compiler
@@ -33,6 +34,7 @@ from praxis_lite.layers import (
     FullSoftmax,
     Repeat,
     TransformerFeedForward,
+    TransformerFeedForwardMoe,
     rotary_lm,
     set_sharding_params,
 )
@@ -50,9 +52,14 @@ from praxis_lite.tools.plan.topology import topology_of
 MODELS = {
     "tiny": (2048, 4, 16, 128, 7168, 32_000),
     "llama2-7b": (4096, 32, 32, 128, 11_008, 32_000),
+    "mixtral-8x7b": (4096, 32, 32, 128, 14_336, 32_000),
     "even": (2048, 4, 16, 128, 8192, 32_004),
     "uneven": (2048, 4, 16, 128, 8190, 32_003),
 }
+# Heads of keys, experts, and experts of a token, of a model that has some.
+WITH_EXPERTS = {"mixtral-8x7b": (8, 8, 2)}
+# Mesh (data, expert, mdl) of a row, for presets with an axis of experts.
+EXPERT_MESHES = {"M8": (8, 8, 1)}
 # Model, topology, mesh (replica, data, mdl), tokens per row, rows if not one per device.
 ROWS = {
     "S": ("tiny", "v5e:4x4", (1, 16, 1), 1024),
@@ -62,6 +69,7 @@ ROWS = {
     "F": ("llama2-7b", "v5p:4x4x4", (1, 16, 4), 2048),
     "L32": ("llama2-7b", "v5e:16x16", (1, 16, 16), 32_768, 16),
     "L128": ("llama2-7b", "v5e:16x16", (1, 4, 64), 131_072, 4),
+    "M8": ("mixtral-8x7b", "v5p:4x4x4", (1, 64, 1), 4096),
     "even": ("even", "v5e:2x4", (1, 2, 4), 1024),
     "uneven": ("uneven", "v5e:2x4", (1, 2, 4), 1024),
 }
@@ -76,12 +84,22 @@ PEERS = {
     # Its best ways, all-to-all and a ring, without the time in kernels of Pallas.
     "L32": {"MaxText": (3871.4, 1.7772, 1.4581)},
     "L128": {"MaxText": (1939.7, 9.238, 10.166)},
+    # No token dropped, 8 devices for experts; 64 devices for weights; and a capacity of 1.25.
+    "M8": {
+        "MaxText": (19_865.6, 2.4088, 1.8952), "its fsdp": (19_666.7, 2.018, 2.5251),
+        "dropping": (19_809.5, 4.2718, 3.8176),
+    },
 }
 # The peers' seconds are of the compiler's own cycles, whole links and no latency; kernels of
 # Pallas, of which it says none, take no time.
 AS_THE_PEERS = Efficiencies(cycles=1.0, link=1.0, hop_seconds=0.0, kernel=float("inf"))
 # On v5p an embedding's gather goes to the SparseCore, whose text XLA cannot read back.
 UNREADABLE = {"xla_tpu_offload_gather_to_sparsecore": "false"}
+# Nor the sorts and scatters of tokens by expert.
+UNREADABLE_OF_EXPERTS = {
+    "xla_tpu_enable_offloading_sort_to_sparsecore": "false",
+    "xla_tpu_enable_offloading_scatter_to_sparsecore": "false",
+}
 
 
 def model_config(name: str, options: argparse.Namespace) -> fdl.Config:
@@ -91,13 +109,23 @@ def model_config(name: str, options: argparse.Namespace) -> fdl.Config:
         "float32_logits": options.attention not in ("einsum", "blocked"),  # Others have no choice.
     }
     model_dims, num_layers, num_heads, dim_per_head, hidden_dims, vocab_size = MODELS[name]
+    activation = {"activation": "silu", "use_gated_activation": True}
+    feed_forward = fdl.Partial(TransformerFeedForward, has_bias=False, **activation)
+    if name in WITH_EXPERTS:
+        attention["num_kv_heads"], num_experts, per_token = WITH_EXPERTS[name]
+        capacity = {"dropless": True} if options.capacity is None else {
+            # Pax's factor is of the tokens, MaxText's of their choices.
+            "unadjusted_expert_capacity_factor": options.capacity * per_token,
+        }
+        feed_forward = fdl.Partial(
+            TransformerFeedForwardMoe, num_experts=num_experts, num_experts_per_token=per_token,
+            gating_func="top_k", **activation, **capacity,
+        )
     return rotary_lm(
         vocab_size=vocab_size, model_dims=model_dims, hidden_dims=hidden_dims,
         num_heads=num_heads, dim_per_head=dim_per_head, num_layers=num_layers,
         fprop_dtype=jnp.bfloat16, attention=attention,
-        tr_fflayer_tpl=fdl.Partial(
-            TransformerFeedForward, activation="silu", use_gated_activation=True, has_bias=False
-        ),
+        tr_fflayer_tpl=feed_forward,
         softmax_tpl=fdl.Partial(FullSoftmax, has_bias=False),
         separate_embedding_tpl=fdl.Partial(Embedding),
         stacked_transformer_tpl=fdl.Partial(Repeat, checkpoint_policy=options.remat),
@@ -110,8 +138,13 @@ def partitioner_of(options: argparse.Namespace, row: str) -> Partitioner:
     devices = topology_of(topology).devices if options.wrap else topologies.get_topology_desc(
         platform="tpu", topology_name=topology, num_slices=1
     ).devices
+    axes = ("replica", "data", "mdl")
+    if "expert" in options.preset:
+        axes, shape = ("data", "expert", "mdl"), EXPERT_MESHES[row]
     shape = tuple(map(int, options.mesh.split(","))) if options.mesh else shape
-    mesh = make_mesh(MeshConfig(ici_mesh_shape=shape, allow_split_physical_axes=True), devices)
+    mesh = make_mesh(
+        MeshConfig(ici_mesh_shape=shape, axis_names=axes, allow_split_physical_axes=True), devices
+    )
     preset = SHARDING_PRESETS[options.preset]
     config = set_sharding_params(model_config(model, options), preset)
     if options.layers:
@@ -130,6 +163,7 @@ def partitioner_of(options: argparse.Namespace, row: str) -> Partitioner:
     compiler_options = dict(COMPILER_OPTIONS.get(options.preset, {}).get("tpu", {}))
     if topology.startswith("v5p"):
         compiler_options |= UNREADABLE
+        compiler_options |= UNREADABLE_OF_EXPERTS if model in WITH_EXPERTS else {}
     compiler_options |= dict(item.split("=", 1) for item in options.compiler_option)
     settings = {"compiler_options": {"tpu": compiler_options}}
     if options.by_hand:
@@ -169,8 +203,8 @@ def measured(options: argparse.Namespace, row: str) -> None:
     print(f"  {hlo.flops(compiled):.4g} flops, compiled in {seconds:.0f} s")
     if result.kernel_flops:
         kernels = result.kernel_flops / (0.5 * CHIPS[chip].peak())
-        print(f"  kernels of attention: {result.kernel_flops:.4g} flops, {kernels:.4f} s at half "
-              "of the peak, which are not in the seconds above")
+        print(f"  kernels of Pallas: {result.kernel_flops:.4g} flops, {kernels:.4f} s at half of "
+              "the peak, which are not in the seconds above")
     for peer, of_peer in PEERS.get(row, {}).items():
         if not options.layers:
             ratios = [ours / theirs for ours, theirs in zip(figures, of_peer, strict=True)]
@@ -197,10 +231,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--row", nargs="+", choices=ROWS, default=["S"])
     parser.add_argument("--preset", choices=SHARDING_PRESETS, default="fsdp+tensor")
-    parser.add_argument("--mesh", help="replica,data,mdl, of as many devices as the row has")
+    parser.add_argument("--mesh", help="replica,data,mdl, or data,expert,mdl of a preset with "
+                        "experts, of as many devices as the row has")
     parser.add_argument("--layers", type=int, help="fewer; there are no ratios then")
     parser.add_argument("--attention", default="blocked", help="atten_kernel")
     parser.add_argument("--chunk-size", type=int, default=512, help="atten_chunk_size")
+    parser.add_argument("--capacity", type=float, help="of an expert, beyond which it drops; by "
+                        "default none is dropped")
     parser.add_argument("--remat", default="save_nothing", help="checkpoint_policy")
     parser.add_argument("--wrap", action="store_true", help="link the torus's ends, as pods do; "
                         "the peers of v5p were compiled without, and v5e's programs are the same")

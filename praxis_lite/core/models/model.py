@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -66,6 +66,14 @@ class Model(abc.ABC):
     @abc.abstractmethod
     def non_trainable(self, module: Any) -> dict[str, Any]:
         """Returns the "non_trainable" variables as the pass through `module` left them."""
+
+    def tallies(self, module: Any) -> dict[str, jax.Array]:
+        """Returns the counts of the pass through `module`, by path: see `Tally`."""
+        return {}
+
+    def moved(self, params: Any, sums: Mapping[str, jax.Array]) -> Any:
+        """Returns `params` with the weights set that follow tallies, given their sums by path."""
+        return params
 
     def abstract_module(self) -> Any:
         """Returns the NNX module with shapes for arrays; None of a model of another kind."""

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from praxis_lite.core.models.nnx_variables import (
     stored_at,
     value_of,
 )
+from praxis_lite.core.models.tallies import Tally
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +123,22 @@ class NnxModel(Model):
                 )
         kept = [item for item in before.items() if collection(item[1]) == "non_trainable"]
         return nested(kept, lambda path, leaf: _as_before(path, leaf, after[path]))["non_trainable"]
+
+    def tallies(self, module: nnx.Module) -> dict[str, jax.Array]:
+        return {
+            path_text(path): value_of(leaf)
+            for path, leaf in leaves_of(module) if isinstance(leaf, Tally)
+        }
+
+    def moved(self, params: dict[str, Any], sums: Mapping[str, jax.Array]) -> dict[str, Any]:
+        if not sums:
+            return params
+        flat = traverse_util.flatten_dict(params)
+        for path, leaf in self._split.leaves:
+            if isinstance(leaf, Tally):
+                weight = tuple(path_text((part,)) for part in (*path[:-1], leaf.moves))
+                flat[weight] = leaf.rule(flat[weight], sums[path_text(path)])
+        return traverse_util.unflatten_dict(flat)
 
     def abstract_module(self) -> nnx.Module:
         """Returns the module with shapes for arrays, for questions that need no weights."""

@@ -92,12 +92,13 @@ def value_and_grad(
 
 
 def _weighted_mean(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the mean of [N] values, and its weight; if all weights are 0, their plain mean."""
+    """Returns the mean of [N, ...] values, and its weight; if all weights are 0, the plain mean."""
     weights = weights.astype(jnp.float32)
     total = jnp.sum(weights)
-    weighted_sum = jnp.sum(jnp.where(weights != 0, values * weights, 0.0))
+    of_values = weights.reshape(-1, *[1] * (values.ndim - 1))
+    weighted_sum = jnp.sum(jnp.where(of_values != 0, values * of_values, 0.0), axis=0)
     mean = weighted_sum / jnp.where(total == 0, 1.0, total)
-    return jnp.where(total == 0, jnp.mean(values), mean), total
+    return jnp.where(total == 0, jnp.mean(values, axis=0), mean), total
 
 
 def _cut(inputs: Batch, num_micro_batches: int) -> Batch:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from praxis_lite.core.learner.bound_learner import BoundLearner
 from praxis_lite.core.learner.weight_groups import merged
+from praxis_lite.core.models import tallies
 from praxis_lite.core.partitioner import accumulation
 from praxis_lite.core.partitioner.accumulation import Batch
 from praxis_lite.core.partitioner.train_state import TrainState
@@ -65,6 +66,7 @@ def train_step(
         metrics, _ = task.outputs(task.compute_loss, module, task.cast_inputs(inputs), key)
         loss = metrics["loss"][0]
         scaled_loss = loss.astype(jnp.float32) * fixed["loss_scale"] if is_scaled else loss
+        metrics = {**metrics, **tallies.counted(task.model.tallies(module))}
         return scaled_loss, (metrics, task.model.non_trainable(module))
 
     metrics, new_non_trainable, grads = value_and_grad(
@@ -73,10 +75,17 @@ def train_step(
         inputs_split_mapping=task.inputs_split_mapping,
         lay_out=groups.lay_out,
     )
+    metrics, sums = tallies.taken(metrics)
     if is_scaled:
         grads = jax.tree.map(lambda g: g / scale, grads)
     new_params, opt_states, learner_scalars, is_skipped = bound.update(
         grads, state.opt_states, params, metrics["loss"][0]
+    )
+    # Whatever the learner did to them, which has no gradient of them.
+    moved = task.model.moved(params, sums)
+    new_params = jax.tree.map(
+        lambda new, old, m: new if m is old else jnp.where(is_skipped, old, m),
+        new_params, params, moved,
     )
     # A step that is skipped leaves no trace: NaN in a running mean would stay for ever.
     new_non_trainable = jax.tree.map(

@@ -22,8 +22,18 @@ def seats_of(
 ) -> jax.Array:
     """Returns the seat [G, S, K] of each choice, expert x C + place; N for a choice without a seat.
 
-    An expert takes first choices before second ones, and among equals the earlier token; what is
-    beyond its capacity is dropped.
+    What is beyond an expert's capacity is dropped.
+    """
+    place = places_of(experts_GSK, is_routed_GSK, num_experts)
+    return jnp.where(
+        is_routed_GSK & (place < capacity), experts_GSK * capacity + place, num_experts * capacity
+    )
+
+
+def places_of(experts_GSK: jax.Array, is_routed_GSK: jax.Array, num_experts: int) -> jax.Array:
+    """Returns the place [G, S, K] of each choice among those of its expert, from 0.
+
+    An expert takes first choices before second ones, and among equals the earlier token.
     """
     num_groups, group_size, num_chosen = experts_GSK.shape
     # One row per choice, all first choices before the second ones.
@@ -32,10 +42,7 @@ def seats_of(
     is_routed = is_routed_GSK.swapaxes(1, 2).reshape(rows)
     goes_to = jax.nn.one_hot(expert, num_experts, dtype=jnp.int32) * is_routed[..., None]
     place = jnp.sum((jnp.cumsum(goes_to, axis=1) - goes_to) * goes_to, axis=-1)
-    seat = jnp.where(
-        is_routed & (place < capacity), expert * capacity + place, num_experts * capacity
-    )
-    return seat.reshape(num_groups, num_chosen, group_size).swapaxes(1, 2)
+    return place.reshape(num_groups, num_chosen, group_size).swapaxes(1, 2)
 
 
 def dispatch(x_GSD: jax.Array, seats_GSK: jax.Array, num_seats: int) -> jax.Array:

@@ -1,18 +1,14 @@
 """Experts without a capacity: each token reaches all its experts, however uneven their load.
 
-Rows are sorted by expert and multiplied group by group (`jax.lax.ragged_dot`; MegaBlocks,
-arXiv:2211.15841). Experts split over mesh axes get their tokens by one all-to-all and return the
-sums by another.
+Rows are sorted by expert and multiplied group by group (`grouped_matmul`; MegaBlocks,
+arXiv:2211.15841). Experts split over mesh axes get their tokens by all-to-alls (`exchange`).
 
-A program does not know the loads before it runs, and not every backend has a ragged all-to-all, so
-the arrays are as large as the worst load needs. Of n tokens on a device, with the experts split
-over X devices, a device sends n rows to each of the X and gets X n back; each may go to
-min(K, E / X) of its experts. So it holds X n (D + 4 K) values of tokens exchanged, as many of sums,
-and X n min(K, E / X) rows of D and of F. `ragged_dot` computes K n of them on average; on CPU,
-where it is a masked matmul, all of them for each expert.
+Where experts are whole, n tokens on a device are n min(K, E) rows of D and of F.
 """
 
+import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +16,11 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite.core.sharding.split_dims import SplitDims
 from praxis_lite.layers.base.base_layer import to_multiple
+from praxis_lite.layers.base.foreign_kernels import without_vma
 from praxis_lite.layers.moe.dispatch import combine, dispatch
+from praxis_lite.layers.moe.exchange import Exchange, in_turns
 from praxis_lite.layers.moe.experts import Glu, Weights, first_axes, through_experts
+from praxis_lite.layers.moe.grouped_matmul import grouped_matmul
 
 # B batch, T time, D model dims, F hidden dims, E experts, L experts on one device, K experts of a
 # token, n tokens, X devices that the experts are split over, R rows for experts.
@@ -36,90 +35,115 @@ def dropless(
     *,
     tokens_split: SplitDims,
     weights_split: SplitDims,
+    kernel: str = "auto",
 ) -> jax.Array:
     """Returns for each token the gated sum of its experts' outputs, [B, T, D].
 
     Args:
       experts_BTK, gates_BTK: int32 and float32; a choice with a gate of 0 goes nowhere.
       weights: of `through_experts`.
-      tokens_split, weights_split: whose first entries are the mesh axes that split B, and E.
+      tokens_split, weights_split: whose first entries are the mesh axes that split B, and E, and
+        whose last of three the axes that split F.
+      kernel: of the products, a name in `grouped_matmul.EXPERT_KERNELS`.
     """
-    expert_axes = first_axes(weights_split)
-    # Tokens must be split where experts are, else each device there would send the same ones.
-    token_axes = first_axes(tokens_split)
-    token_axes += tuple(axis for axis in expert_axes if axis not in token_axes)
     mesh = jax.sharding.get_abstract_mesh()
-    num_token_shards = math.prod(mesh.shape[axis] for axis in token_axes)
-    num_expert_shards = math.prod(mesh.shape[axis] for axis in expert_axes)
+    free = tuple(axis for axis in mesh.axis_names if axis not in mesh.manual_axes)
+    ways = _Ways.of(free, tokens_split, weights_split, is_long=x_BTD.shape[1] > 1)
+    num = {name: math.prod(mesh.shape[axis] for axis in axes)
+           for name, axes in ways._asdict().items()}
+    names, arrays = tuple(weights), tuple(weights.values())
 
-    def on_device(x_BTD: jax.Array, experts_BTK: jax.Array, gates_BTK: jax.Array, weights):
-        arrays = [x.reshape(-1, x.shape[-1]) for x in (x_BTD, experts_BTK, gates_BTK)]
-        if num_expert_shards == 1:
-            return _gated_sums(*arrays, weights, activation).reshape(x_BTD.shape)
-        sent = _sent(*arrays, _num_experts(weights), num_expert_shards)
-        received = jax.lax.all_to_all(sent, expert_axes, 0, 0).reshape(-1, sent.shape[-1])
-        received = _unpacked(received, experts_BTK.shape[-1])
-        sums = _gated_sums(*received, weights, activation)
-        sums_XnD = sums.reshape(num_expert_shards, -1, sums.shape[-1])
-        outputs = jnp.sum(jax.lax.all_to_all(sums_XnD, expert_axes, 0, 0), axis=0)
-        return outputs.reshape(x_BTD.shape)
+    def on_device(x: jax.Array, gates: jax.Array, *rest: jax.Array) -> jax.Array:
+        weights, experts = dict(zip(names, rest[:-1], strict=True)), rest[-1]
+        if num["hidden"] > 1 and "bo_0" in weights:  # Once, not for each part of F.
+            is_first = jax.lax.axis_index(ways.hidden) == 0
+            weights["bo_0"] = jnp.where(is_first, weights["bo_0"], 0)
+        x_nD, gates_nK, experts_nK = (a.reshape(-1, a.shape[-1]) for a in (x, gates, experts))
+        # As many of a device's rows are someone's, if loads are even, wherever experts are.
+        at_own = functools.partial(
+            _gated_sums, activation=activation, kernel=kernel, expected_rows=experts_nK.size
+        )
+        if num["expert"] == 1:
+            outputs = at_own(x_nD, experts_nK, gates_nK, weights)
+        else:
+            over = Exchange(ways.expert, num["expert"], free)
+            outputs = in_turns(at_own, over, x_nD, gates_nK, weights, experts_nK)
+        return outputs.reshape(1, *x.shape)
 
-    # XLA has no sum over one device where others remain to the compiler: docs/upstream.md.
-    if num_token_shards == 1:
-        return on_device(x_BTD, experts_BTK, gates_BTK, weights)
-    batch_split, expert_split = PartitionSpec(token_axes), PartitionSpec(expert_axes or None)
-    # shard_map takes what divides: rows without tokens, and experts without rows, fill up.
-    arrays = [to_multiple(x, num_token_shards) for x in (x_BTD, experts_BTK, gates_BTK)]
-    weights = {name: to_multiple(w, num_expert_shards) for name, w in weights.items()}
-    if mesh.manual_axes:
-        # JAX (0.10 to 0.12) cannot lower the gradient of a shard_map inside another if it keeps
-        # values of the forward pass: they are computed again.
-        on_device = jax.checkpoint(on_device)
-    outputs = jax.shard_map(
-        on_device, in_specs=(batch_split,) * 3 + (expert_split,), out_specs=batch_split,
-        axis_names=set(token_axes),
-    )(*arrays, weights)
-    return outputs[: x_BTD.shape[0]]
+    if not free or math.prod(num.values()) == 1:
+        return on_device(x_BTD, gates_BTK, *arrays, experts_BTK)[0]
+
+    def filled(x: jax.Array, *parts: str) -> jax.Array:
+        """Returns an array filled up to what divides, for `shard_map` takes nothing else.
+
+        Those are rows without tokens, experts without rows, hidden dims whose weights are zeros.
+        """
+        for dim, part in enumerate(parts):
+            x = to_multiple(x, num[part], dim) if part else x
+        return x
+
+    of_tokens = PartitionSpec(ways.rows or None, ways.time or None)
+    tokens = [filled(x, "rows", "time") for x in (x_BTD, gates_BTK, experts_BTK)]
+    dims = [_DIMS[name] for name in names]
+    arrays = [filled(w, *parts) for w, parts in zip(arrays, dims, strict=True)]
+    specs = (of_tokens, of_tokens, *(
+        PartitionSpec(*(getattr(ways, part) or None if part else None for part in parts))
+        for parts in dims
+    ))
+    sums_PBTD = without_vma(
+        on_device, specs, (of_tokens,),
+        PartitionSpec(ways.hidden or None, *of_tokens), set(free),
+    )(*tokens[:2], *arrays, tokens[2])
+    # The sum over parts of F is the compiler's, which may scatter it.
+    return jnp.sum(sums_PBTD, axis=0)[: x_BTD.shape[0], : x_BTD.shape[1]]
+
+
+# By weight: the parts of `_Ways` that split its dims.
+_DIMS = {
+    "wi_0": ("expert", "", "hidden"), "wi_gate_0": ("expert", "", "hidden"),
+    "wo_0": ("expert", "hidden", ""),
+    "bi_0": ("expert", "hidden"), "bi_gate_0": ("expert", "hidden"), "bo_0": ("expert", ""),
+}
+
+
+class _Ways(NamedTuple):
+    """Mesh axes that split rows of the batch, time, hidden dims, and experts."""
+
+    rows: tuple[str, ...]
+    time: tuple[str, ...]
+    hidden: tuple[str, ...]
+    expert: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, free: tuple[str, ...], tokens_split: SplitDims, weights_split: SplitDims, *,
+        is_long: bool,
+    ) -> "_Ways":
+        """Returns how the axes that are `free`, all of them, are used."""
+        expert = first_axes(weights_split)
+        # Tokens must be split where experts are, else each device there would send the same ones.
+        rows = first_axes(tokens_split)
+        rows += tuple(axis for axis in expert if axis not in rows)
+        hidden = () if weights_split is None else first_axes(tuple(weights_split)[2:])
+        hidden = tuple(axis for axis in hidden if axis not in rows)
+        # No two devices compute the same. A single token, as in decoding, is cheaper than moved.
+        time = tuple(axis for axis in free if axis not in (*rows, *hidden)) if is_long else ()
+        return cls(rows, time, hidden, expert)
 
 
 def _num_experts(weights: Weights) -> int:
     return next(iter(weights.values())).shape[0]
 
 
-def _sent(
-    x_nD: jax.Array, experts_nK: jax.Array, gates_nK: jax.Array, num_local: int, num_shards: int
-) -> jax.Array:
-    """Returns a device's messages to each of X, [X, n, D + 4 K]: its tokens for experts there."""
-    shard_X11 = jnp.arange(num_shards)[:, None, None]
-    is_there_XnK = (experts_nK[None] // num_local == shard_X11) & (gates_nK != 0.0)[None]
-    experts_XnK = jnp.where(is_there_XnK, experts_nK[None] % num_local, num_local)
-    gates_XnK = jnp.where(is_there_XnK, gates_nK[None], 0.0)
-    goes_Xn1 = jnp.any(is_there_XnK, axis=-1, keepdims=True)
-    return _packed(jnp.where(goes_Xn1, x_nD[None], 0), experts_XnK, gates_XnK)
-
-
-def _packed(x: jax.Array, experts: jax.Array, gates: jax.Array) -> jax.Array:
-    """Returns tokens, experts and gates in an array of the tokens' dtype: a single exchange.
-
-    Gates keep 16 bits of mantissa in bfloat16, as a value and what it leaves; experts are two
-    digits of base 256, which bfloat16 has exactly.
-    """
-    high = gates.astype(x.dtype)
-    low = (gates - high.astype(gates.dtype)).astype(x.dtype)
-    digits = [(experts // 256).astype(x.dtype), (experts % 256).astype(x.dtype)]
-    return jnp.concatenate([x, high, low, *digits], axis=-1)
-
-
-def _unpacked(packed: jax.Array, num_chosen: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    x, rest = packed[..., : -4 * num_chosen], packed[..., -4 * num_chosen :]
-    high, low, digit_1, digit_0 = jnp.split(rest.astype(jnp.float32), 4, axis=-1)
-    return x, digit_1.astype(jnp.int32) * 256 + digit_0.astype(jnp.int32), high + low
-
-
 def _gated_sums(
-    x_nD: jax.Array, experts_nK: jax.Array, gates_nK: jax.Array, weights: Weights, activation: Glu,
+    x_nD: jax.Array, experts_nK: jax.Array, gates_nK: jax.Array, weights: Weights, *,
+    activation: Glu, kernel: str, expected_rows: int,
 ) -> jax.Array:
-    """Returns the gated sums [n, D] over a device's own experts; others are L, or their gate 0."""
+    """Returns the gated sums [n, D] over a device's own experts; others are L, or their gate 0.
+
+    Args:
+      expected_rows: of choices here, if loads are even.
+    """
     num_local, (num_tokens, num_chosen) = _num_experts(weights), experts_nK.shape
     expert = jnp.where(gates_nK != 0.0, experts_nK, num_local).reshape(-1)
     # A token goes to an expert once: of its choices at most L are of experts here.
@@ -129,7 +153,7 @@ def _gated_sums(
     rows_of_expert_L = jnp.bincount(expert, length=num_local + 1)[:num_local].astype(jnp.int32)
 
     def product(x: jax.Array, w: jax.Array) -> jax.Array:
-        return jax.lax.ragged_dot(x, w, rows_of_expert_L)
+        return grouped_matmul(kernel, x, w, rows_of_expert_L, expected_rows)
 
     x_RD = dispatch(x_nD[None], row_nK[None], num_rows)[0]
 

@@ -202,12 +202,14 @@ class Gating:
             probs_GSE, experts_GSK[..., 0], is_token_GS, is_in_row_GS
         )
         z_loss = routing.router_z_loss(logits_GSE, is_token_GS)
-        load_E = routing.expert_load(experts_GSK, is_routed_GSK, self.num_experts)
+        choices_E = routing.expert_choices(experts_GSK, is_routed_GSK, self.num_experts)
+        load_E = routing.expert_load(choices_E)
         report = {
             "aux_moe_load_balance_loss": self.moe_load_balance_loss_weight * balance,
             "aux_moe_router_z_loss": self.moe_router_z_loss_weight * z_loss,
             "max_expert_load": jnp.max(load_E),
             "min_expert_load": jnp.min(load_E),
+            "expert_choices": choices_E,
         }
         if self.dropless:
             gates_GSK = jnp.where(is_routed_GSK, gates_GSK, 0.0)

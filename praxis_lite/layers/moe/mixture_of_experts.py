@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import require, require_choice
+from praxis_lite.core.models.tallies import Tally
 from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.activations import ActivationFn, activation_fn
 from praxis_lite.layers.base.base_layer import zeros
@@ -18,7 +19,8 @@ from praxis_lite.layers.base.variables import AuxLoss, Summary
 from praxis_lite.layers.moe.dropless import dropless
 from praxis_lite.layers.moe.experts import at_experts, expert_initializer, first_dim, glu
 from praxis_lite.layers.moe.gating import Gating, Tokens
-from praxis_lite.layers.moe.routing import sentence_means
+from praxis_lite.layers.moe.grouped_matmul import EXPERT_KERNELS
+from praxis_lite.layers.moe.routing import BiasUpdate, sentence_means
 from praxis_lite.layers.moe.shared_experts import SharedExperts
 from praxis_lite.layers.stacking.residual_branches import ResidualBranch, split_keys
 from praxis_lite.layers.stochastics import Dropout
@@ -66,12 +68,15 @@ class TransformerFeedForwardMoe(ResidualBranch):
       expert_capacity_dim, unadjusted_expert_capacity_factor: see `routing.expert_capacity`.
       dropless: no capacity: each token reaches all its experts; `dropless` says what memory it
         takes.
+      expert_kernel: of dropless products, a name in `grouped_matmul.EXPERT_KERNELS`.
       normalize_gates: the gates of a token add up to 1; False: they are the router's probabilities
         (of gating_func "top2" and "top_k").
       score_func: of gating_func "top_k": "softmax"; "softmax_of_chosen", of the logits of a token's
         experts alone, as in GPT-OSS; "sigmoid", DeepSeek-V3's router, which has a correction [E] of
         the scores that experts are chosen by. The loss does not teach it: leave it out of training
-        (".*/gate_correction").
+        (".*/gate_correction"), or let `bias_update_rate` move it.
+      bias_update_rate: of "sigmoid": moves the correction after each step, so that loads become
+        even without a loss (`routing.BiasUpdate`); set moe_load_balance_loss_weight=0. 0: off.
       num_expert_groups, num_expert_groups_per_token, gates_scale: of "sigmoid", see
         `routing.experts_by_group`.
       has_bias: biases of experts and of the router.
@@ -105,8 +110,8 @@ class TransformerFeedForwardMoe(ResidualBranch):
     """
 
     splits = splits(
-        weight=("expert", "embed", "mlp"), gate=("embed", None), activation=RESIDUAL, dispatch=(),
-        hidden=(),
+        weight=("expert", "expert_embed", "mlp"), gate=("embed", None), activation=RESIDUAL,
+        dispatch=(), hidden=(),
     )
     couples_rows = "experts' balance"
 
@@ -125,6 +130,8 @@ class TransformerFeedForwardMoe(ResidualBranch):
         swiglu_limit: float | None = None,
         swiglu_alpha: float = 1.702,
         num_shared_experts: int = 0,
+        bias_update_rate: float = 0.0,
+        expert_kernel: str = "auto",
         moe_gating_embedding_level: str = "token",
         activation: str | ActivationFn = "relu",
         use_gated_activation: bool = False,
@@ -150,6 +157,15 @@ class TransformerFeedForwardMoe(ResidualBranch):
             "Set residual_dropout_prob.",
         )
         activation_fn(activation, self)
+        require_choice(f"{name}.expert_kernel", expert_kernel, EXPERT_KERNELS)
+        self.expert_kernel = expert_kernel
+        is_right = bias_update_rate >= 0 and (
+            not bias_update_rate or self.gating.score_func == "sigmoid"
+        )
+        require(
+            is_right, f"{name}.bias_update_rate", bias_update_rate,
+            "0, or more with score_func 'sigmoid', whose correction it moves",
+        )
         self.is_by_sentence = moe_gating_embedding_level == "sentence"
         self.activation, self.apply_padding_first = activation, apply_padding_first
         self.relu_dropout = Dropout(relu_dropout_prob)
@@ -158,15 +174,15 @@ class TransformerFeedForwardMoe(ResidualBranch):
         self.weight_split_dims_mapping = (E.split, D.split, F.split)
 
         init = functools.partial(expert_initializer, internal_gshard_variance_scaling_fan_in_init)
-        self.gate = self.weight(
-            self.dims(input_dims, num_experts, of="gate"), init=init(False, input_dims), rngs=rngs
-        )
+        gate = self.dims(input_dims, num_experts, of="gate")
+        self.gate = self.weight(gate, init=init(False, input_dims), rngs=rngs)
         self.gate_correction = (
             self.weight((num_experts,), init=zeros, rngs=rngs)
             if self.gating.score_func == "sigmoid" else None
         )
+        # Of the model dims of all layers, which may split over the experts' axis, too.
         self.shared_experts = SharedExperts(
-            D, sized(F, num_shared_experts * hidden_dims), activation, use_gated_activation, rngs
+            gate[0] if gate[0].is_said else D, sized(F, num_shared_experts * hidden_dims), activation, use_gated_activation, rngs
         ) if num_shared_experts else None
 
         self.has_bias, self.swiglu_limit = has_bias, swiglu_limit
@@ -191,6 +207,9 @@ class TransformerFeedForwardMoe(ResidualBranch):
         self.aux_moe_load_balance_loss = AuxLoss(jnp.zeros(()))
         has_z_loss = self.gating.moe_router_z_loss_weight > 0.0
         self.aux_moe_router_z_loss = AuxLoss(jnp.zeros(())) if has_z_loss else None
+        self.expert_choices = Tally(
+            jnp.zeros(num_experts), moves="gate_correction", rule=BiasUpdate(bias_update_rate)
+        ) if bias_update_rate else None
         self.over_capacity_ratio = Summary(jnp.zeros(()))
         self.max_expert_load = Summary(jnp.zeros(()))
         self.min_expert_load = Summary(jnp.zeros(()))
@@ -265,7 +284,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
             outputs, report = gating.top_k(
                 tokens,
                 routing_key,
-                functools.partial(dropless, **shared),
+                functools.partial(dropless, **shared, kernel=self.expert_kernel),
                 in_seats,
                 # With one token per row, as in decoding, no row may take another's seat.
                 is_capped=x_BTD.shape[1] > 1,

@@ -4,6 +4,8 @@ Tokens are routed in groups, each by itself. GShard, arXiv:2006.16668; Switch, a
 ST-MoE, arXiv:2202.08906; expert choice, arXiv:2202.09368. Numerics are Pax's.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -197,11 +199,34 @@ def router_z_loss(logits_GSE: jax.Array, is_token_GS: jax.Array) -> jax.Array:
     return jnp.sum(z_GS * is_token) / jnp.maximum(jnp.sum(is_token), 1.0)
 
 
-def expert_load(experts_GSK: jax.Array, is_routed_GSK: jax.Array, num_experts: int) -> jax.Array:
-    """Returns each expert's number of choices relative to the mean, [E]."""
+def expert_choices(
+    experts_GSK: jax.Array, is_routed_GSK: jax.Array, num_experts: int
+) -> jax.Array:
+    """Returns each expert's number of choices, float32 [E], before any is dropped."""
     one_hot = jax.nn.one_hot(experts_GSK, num_experts) * is_routed_GSK[..., None]
-    choices_E = jnp.sum(one_hot, axis=(0, 1, 2))
-    return choices_E * num_experts / jnp.maximum(jnp.sum(choices_E), 1.0)
+    return jnp.sum(one_hot, axis=(0, 1, 2))
+
+
+def expert_load(choices_E: jax.Array) -> jax.Array:
+    """Returns each expert's number of choices relative to the mean, [E]."""
+    return choices_E * choices_E.size / jnp.maximum(jnp.sum(choices_E), 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class BiasUpdate:
+    """The balance of experts without a loss (arXiv:2408.15664; DeepSeek-V3 has a rate of 0.001).
+
+    A step moves the correction of the scores that an expert is chosen by, by `rate`: up if the
+    expert had fewer choices than the mean of the step's batch, down if more.
+    """
+
+    rate: float
+
+    def __call__(self, correction_E: jax.Array, choices_E: jax.Array) -> jax.Array:
+        """Returns the correction after a step; both arguments are [..., E]."""
+        # In whole numbers: a mean would be rounded, and equal loads move by its error's sign.
+        more = jnp.sum(choices_E, -1, keepdims=True) - choices_E * choices_E.shape[-1]
+        return correction_E + self.rate * jnp.sign(more).astype(correction_E.dtype)
 
 
 def sentence_means(inputs_BTD: jax.Array, segment_ids_BT: jax.Array | None) -> jax.Array:

@@ -10,6 +10,7 @@ from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.models.layers_apart import layers_of
+from praxis_lite.core.models.tallies import Tally
 from praxis_lite.core.sharding.split_dims import DimSplit, constrain
 from praxis_lite.layers.base.base_layer import BaseLayer
 from praxis_lite.layers.base.calls import require_positive, scope_of
@@ -178,6 +179,9 @@ class Pipeline(BaseLayer):
             )
         else:
             outputs_M, cache, values = self._in_a_row(*given)
+        for path, node in nnx.iter_graph(self.blocks):
+            if isinstance(node, Tally) and path in values:  # A sum, not the mean of microbatches.
+                values[path] = jnp.round(values[path] * num_microbatches)
         assign(self.blocks, values)
         outputs = to_rows(outputs_M, num_streams)
         if num_streams == 1:  # Else the rows are split over the stages, too.

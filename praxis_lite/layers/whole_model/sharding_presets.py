@@ -90,6 +90,12 @@ SHARDING_PRESETS: dict[str, Mapping[str, DimSplit]] = {
     "expert": {
         "batch": ("data", "expert"), "expert": "expert", "embed": "data", **_TENSOR_PARALLEL,
     },
+    # For large mixtures of experts, on a mesh of the same axes: experts split over `expert`, whose
+    # devices exchange tokens, and their model dims over the rest; all other weights as in fsdp.
+    "fsdp+expert": {
+        "batch": ("data", "expert", "mdl"), "embed": ("data", "expert", "mdl"),
+        "expert": "expert", "expert_embed": ("data", "mdl"),
+    },
 }
 
 # Options of the compiler by preset and platform (`MeshConfig.compiler_options`), where a step is
@@ -107,7 +113,8 @@ COMPILER_OPTIONS: dict[str, CompilerOptions] = {
 }
 
 # The names of weights' dims in this library's layers: model dims, hidden dims, and so on.
-OF_WEIGHTS = ("embed", "mlp", "heads", "head_dim", "vocab", "expert")
+# Model dims of experts split as all model dims do in a preset without expert_embed.
+OF_WEIGHTS = ("embed", "mlp", "heads", "head_dim", "vocab", "expert", "expert_embed")
 # Of activations' dims. `residual_` are rows and time of the residual stream between the parts of
 # blocks; its rows split as the batch does in a preset without residual_batch.
 OF_ACTIVATIONS = (

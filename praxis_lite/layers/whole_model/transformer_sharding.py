@@ -83,7 +83,10 @@ def _checked(preset: str | Preset) -> Preset:
             continue
         is_right = isinstance(axes, str | int | list | tuple | None)
         require(is_right, f"{setting}[{name!r}]", axes, "a mesh axis, a tuple of them, or None")
-    return {"residual_batch": preset.get("batch"), **preset}
+    defaults = {
+        "residual_batch": preset.get("batch"), "expert_embed": preset.get("embed"),
+    }
+    return {**defaults, **preset}
 
 
 def _names(row: Mapping[str, Any]) -> Iterator[str]:

@@ -1,14 +1,15 @@
-"""The matmul flops in kernels of attention, whose insides the text of a program does not show."""
+"""The matmul flops in kernels, whose insides the text of a program does not show."""
 
 import math
 import re
 from collections.abc import Mapping
 
-from praxis_lite.layers.attention.kernels.fused import SHARE_OF_BLOCKS
+from praxis_lite.layers.base.foreign_kernels import SHARE_OF_BLOCKS
 from praxis_lite.tools.explain.hlo_text import Instruction, arrays_of
 
 _SPLASH = {"_dq": (3, 2), "_dkv": (4, 2), "_fwd": (2, 2)}  # Matmuls, and those of the model.
 _CUDNN = "__cudnn$fmha"
+_MEGABLOX = re.compile(r"\bt?gmm\b")
 
 
 def is_kernel(one: Instruction) -> bool:
@@ -19,11 +20,12 @@ def is_kernel(one: Instruction) -> bool:
 def kernel_flops(
     one: Instruction, around: Mapping[str, Instruction], *, of_model: bool = False
 ) -> int:
-    """Returns the matmul flops of JAX's splash attention or cuDNN's, or 0 of another kernel.
+    """Returns the matmul flops of splash, cuDNN's attention or megablox, or 0 of another kernel.
 
     Of q [B, N, T, K] against [B, G, S, K]. Splash: two matmuls forward, three for dq, four for dk
     and dv, of the blocks that are computed, whose share the layer writes into the text. cuDNN: two
-    forward and five backward, of the pairs that are in a causal mask or its window.
+    forward and five backward, of the pairs that are in a causal mask or its window. Megablox: the
+    rows that are someone's if loads are even, whose share the layer writes into the text.
 
     Args:
       of_model: True: without what the backward pass makes again: the logits, in all kernels, and
@@ -31,21 +33,26 @@ def kernel_flops(
     """
     if _CUDNN in one.attributes:
         return _cudnn_flops(one, around, of_model)
+    text = one.name + one.attributes[-20_000:]
     matmuls = next(
-        (number[of_model] for name, number in _SPLASH.items()
-         if f"splash_mha{name}" in one.name + one.attributes[-20_000:]), 0,
+        (number[of_model] for name, number in _SPLASH.items() if f"splash_mha{name}" in text), 0
     )
     operands = [arrays_of(around[name].shape) for name in one.operands if name in around]
-    # Integers say which blocks are computed, and of which segments tokens are.
-    wide = [
+    # Integers say which blocks are computed, and of which segments or experts tokens are.
+    floats = [
         operand[0].dims for operand in operands
-        if operand and operand[0].dtype in ("bf16", "f16", "f32") and len(operand[0].dims) in (3, 4)
+        if operand and operand[0].dtype in ("bf16", "f16", "f32")
     ]
-    if not matmuls or len(wide) < 2:
+    wide = [dims for dims in floats if len(dims) in (3, 4)]
+    if matmuls and len(wide) >= 2:
+        q, k = wide[0], wide[1]
+        flops = 2 * matmuls * math.prod(q) * k[-2]
+    elif _MEGABLOX.search(text) and floats:
+        # Rows [R, K] by [L, K, N] to [R, N], or by [R, N] to [L, K, N].
+        flops = 2 * math.prod(floats[0]) * arrays_of(one.shape)[0].dims[-1]
+    else:
         return 0
-    q, k = wide[0], wide[1]
     share = re.search(rf'{SHARE_OF_BLOCKS}="([\d.]+)"', one.attributes)
-    flops = 2 * matmuls * math.prod(q) * k[-2]
     return int(flops * float(share.group(1) if share else 1.0))
 
 

@@ -162,15 +162,26 @@ def collectives_of(name: str) -> list[hlo.Collective]:
         return hlo.collectives(program.lower(drawn(model), x).compile())
 
 
-@pytest.mark.parametrize("name", ["capacity", "dropless"])
-def test_one_all_to_all_takes_tokens_to_experts_and_one_takes_them_back(name):
-    """And as much again in the backward pass; over the experts' axis alone."""
+@pytest.mark.parametrize(
+    ("name", "num_large", "num_small"),
+    [
+        # As much again in the backward pass.
+        ("capacity", 4, 0),
+        # Backward tokens go again, and gradients of outputs; gradients of tokens come back. With
+        # tokens go their experts, and backward gates, whose gradients come back.
+        ("dropless", 5, 4),
+    ],
+)
+def test_one_all_to_all_takes_tokens_to_experts_and_one_takes_them_back(name, num_large, num_small):
+    """Over the experts' axis alone."""
     kinds = collections.Counter()
     for item in collectives_of(name):
         kinds[item.kind] += item.count
         if item.kind == "all-to-all":
             assert item.group_size == 2
-    assert kinds["all-to-all"] == 4
+            kinds["large"] += item.count * (item.dims[0][-1] == SIZES["even"].model)
+    assert kinds.pop("large") == num_large
+    assert kinds["all-to-all"] == num_large + num_small
     # Weights are gathered over data, sums over the hidden dims reduced over mdl, scalars and
     # gradients over all; nothing of the tokens moves but by the all-to-alls.
     assert set(kinds) <= {"all-to-all", "all-gather", "all-reduce", "reduce-scatter"}
@@ -183,3 +194,11 @@ def test_an_all_to_all_moves_as_many_bytes_as_the_seats_hold():
     for item in collectives_of("capacity"):
         if item.kind == "all-to-all":
             assert item.bytes == on_a_device
+
+
+def test_a_turn_of_dropless_experts_has_a_quarter_more_seats_than_even_loads_need():
+    sizes, num_chosen = SIZES["even"], LAYERS["dropless"]["num_experts_per_token"]
+    choices = sizes.batch * sizes.length * num_chosen // 4  # Of a device.
+    seats = -(-int(choices / 2 * 1.25) // 8) * 8  # On each of two devices, in tiles of 8.
+    actual = {item.bytes for item in collectives_of("dropless") if item.kind == "all-to-all"}
+    assert actual == {4 * 2 * seats * sizes.model, 4 * 2 * seats}

@@ -54,7 +54,7 @@ def both_ends() -> fdl.Partial:
 
 def mesh_of(word: str, shape: tuple[int, ...]) -> Mesh:
     """Returns a mesh with the axes that a preset names."""
-    names = ("data", "expert", "mdl") if word == "expert" else AXES
+    names = ("data", "expert", "mdl") if "expert" in word else AXES
     return make_mesh(MeshConfig(ici_mesh_shape=shape, axis_names=names))
 
 

@@ -69,6 +69,10 @@ WANTED = {
         ("data", "mdl", None), ("data", "mdl"), ("data", "mdl"),
         (("data", "expert"), None, None),
     ),
+    "fsdp+expert": (
+        (("data", "expert", "mdl"), None, None), (("data", "expert", "mdl"), None),
+        (("data", "expert", "mdl"), None), (("data", "expert", "mdl"), None, None),
+    ),
     **dict.fromkeys(CONTEXT, (
         (("data", "mdl"), None, None), (("data", "mdl"), None), (("data", "mdl"), None),
         (DATA, "mdl", None),
@@ -112,6 +116,8 @@ def test_experts_go_with_every_preset_that_says_where():
         return moe_tpl.weight_split_dims_mapping, moe_tpl.gate_split_dims_mapping
 
     assert split("expert") == (("expert", "data", "mdl"), ("data", None))
+    whole = ("data", "expert", "mdl")
+    assert split("fsdp+expert") == (("expert", ("data", "mdl"), None), (whole, None))
     assert split("fsdp") == ((None, ("data", "mdl"), None), (("data", "mdl"), None))
     assert split("megatron") == ((None, None, "mdl"), (None, None))
     assert split("fsdp+tensor") == (None, None)

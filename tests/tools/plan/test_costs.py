@@ -48,6 +48,15 @@ custom_call_target="tpu_custom_call", \
 frontend_attributes={kernel_metadata={
 "xprof_metadata":"{\\"block_q\\": 512}"
 },share_of_blocks="0.250000"}, metadata={op_name="a/splash_mha_dkv/pallas_call"}
+  %rows = bf16[640,128] broadcast(%i)
+  %experts = bf16[4,128,256] broadcast(%i)
+  %offsets = s32[5] broadcast(%i)
+  %gmm.3 = bf16[640,256] custom-call(%i, %offsets, %rows, %experts), \
+custom_call_target="tpu_custom_call", \
+frontend_attributes={kernel_metadata={},share_of_blocks="0.800000"}
+  %tgmm.1 = bf16[4,128,256] custom-call(%i, %offsets, %rows, %gmm.3), \
+custom_call_target="tpu_custom_call", \
+frontend_attributes={kernel_metadata={},share_of_blocks="0.800000"}
   %begun = ((f32[4,512,256], s32[]), f32[512,256], u32[]) fusion-start(%s, %i), kind=kLoop, \
 calls=%fused
   %done = f32[512,256] fusion-done(%begun)
@@ -162,6 +171,13 @@ def test_a_kernels_flops_are_those_of_the_blocks_it_computes():
     assert seconds("dkv", V5E) == pytest.approx(by_hand / V5E.peak())
     assert kernel_flops(MAIN["dkv"], MAIN, of_model=True) == pytest.approx(by_hand / 2)
     assert kernel_flops(MAIN["d"], MAIN) == 0
+
+
+def test_a_grouped_matmuls_flops_are_those_of_the_rows_that_are_someones():
+    # 512 of the 640 rows, whatever the experts are, forward and for the experts' gradients.
+    for name in ("gmm.3", "tgmm.1"):
+        assert kernel_flops(MAIN[name], MAIN) == 2 * 512 * 128 * 256
+        assert kernel_flops(MAIN[name], MAIN, of_model=True) == 2 * 512 * 128 * 256
 
 
 def test_cudnns_flops_are_those_of_the_pairs_in_its_mask():

@@ -127,6 +127,18 @@ class Experts(Lm):
         return task
 
 
+class BalancedExperts(Experts):
+    """Experts of DeepSeek-V3's router, without a capacity, balanced without a loss."""
+
+    def task(self):
+        task = super().task()
+        experts = task.model.transformer_layer_tpl[1].tr_fflayer_tpl
+        experts.gating_func, experts.num_experts_per_token = "top_k", 2
+        experts.dropless, experts.score_func = True, "sigmoid"
+        experts.bias_update_rate, experts.moe_load_balance_loss_weight = 0.01, 0.0
+        return task
+
+
 class PointsTask(Task):
     """Classifies points; all that a user writes by hand, as it should be."""
 

@@ -35,7 +35,6 @@ from praxis_lite.core.sharding.split_dims import (
 )
 from praxis_lite.layers.attention.kernels.chunks import attention_with_log_sums, finished
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
-from praxis_lite.layers.attention.kernels.fused import without_vma
 from praxis_lite.layers.attention.kernels.head_parts import heads_in_parts
 from praxis_lite.layers.attention.kernels.ring_attention import OfAStation, round_ring
 from praxis_lite.layers.attention.kernels.ring_in_chunks import InChunks, of_queries
@@ -44,6 +43,7 @@ from praxis_lite.layers.attention.kernels.stations import Ring
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.layers.base.base_layer import to_multiple
 from praxis_lite.layers.base.calls import check_way
+from praxis_lite.layers.base.foreign_kernels import without_vma
 
 # B batch, T queries, S keys, N heads, G heads of keys and values, R heads of queries that share one
 # of these, K dims per head.

@@ -8,20 +8,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import PartitionSpec
 
-from praxis_lite.collectives.varying import varying_axes, varying_over
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.split_dims import SplitDims, to_partition_spec, without_axes
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.kernels.head_parts import heads_in_parts
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.layers.base.base_layer import to_multiple
+from praxis_lite.layers.base.foreign_kernels import share_of_blocks, without_vma
 
-PyTree = Any
 # B batch, T queries, S keys, N heads, G heads of keys and values, K dims per head.
-SHARE_OF_BLOCKS = "share_of_blocks"  # An attribute of a kernel in a program's text.
 LANES = 128  # Of a TPU's vector registers; splash works on blocks of so many.
 
 
@@ -129,11 +126,8 @@ def _block_sizes(lengths: tuple[int, int]) -> tuple[int, int]:
 def computed_blocks(
     lengths: tuple[int, int], mask: AttentionMask
 ) -> contextlib.AbstractContextManager[Any]:
-    """Notes on splash's kernels, for --mode=plan, the share of the blocks that they compute.
-
-    What a kernel of Pallas computes is not in a program's text.
-    """
-    return set_xla_metadata(**{SHARE_OF_BLOCKS: f"{_share_of_blocks(lengths, mask):.6f}"})
+    """Returns a context that notes on splash's kernels the share of blocks that they compute."""
+    return share_of_blocks(_share_of_blocks(lengths, mask))
 
 
 def _share_of_blocks(lengths: tuple[int, int], mask: AttentionMask) -> float:
@@ -211,57 +205,3 @@ def per_device(
     of_rest = tuple(PartitionSpec(rows) for _ in rest)
     outputs = without_vma(attend, (of_heads,) * 3, of_rest, of_heads, auto_axes)(q, k, v, *rest)
     return outputs[:B, :, :N]
-
-
-def without_vma(
-    attend: Callable[..., PyTree], specs: tuple[PartitionSpec, ...],
-    of_rest: tuple[PartitionSpec, ...], outs: PyTree, axes: set[str],
-) -> Callable[..., PyTree]:
-    """Returns `attend` mapped over `axes`, unchecked for what varies there.
-
-    `check_vma` is False because Pallas does not say over which axes its results vary. Inside a
-    `shard_map` that checks, JAX refuses the types of a gradient through the unchecked one. There
-    the gradient is a mapped program of its own, which runs the forward pass again.
-
-    Args:
-      attend: called with arrays that have gradients, and others.
-      specs: of the arrays with gradients.
-      of_rest: of the others.
-      outs: of the results; all are split over the same axes.
-      axes: mesh axes.
-    """
-    split_over = {axis for entry in jax.tree.leaves(outs)[0] for axis in axes_of(entry)}
-
-    def mapped(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        def untyped(*args: Any) -> Any:
-            # What enters has the types of the program around; what is computed in here has none.
-            return function(*jax.tree.map(lambda x: jnp.expand_dims(x, 0).squeeze(0), args))
-
-        return jax.shard_map(
-            untyped, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
-        )
-
-    def attended(*args: jax.Array) -> PyTree:
-        return mapped(attend, (*specs, *of_rest), outs)(*args)
-
-    @jax.custom_vjp
-    def attended_inside(*args: jax.Array) -> PyTree:
-        return varying_over(attended(*args), varying_axes(args))
-
-    def summed(grad: jax.Array, spec: PartitionSpec) -> jax.Array:
-        whole = split_over - {axis for entry in spec for axis in axes_of(entry)}
-        return jax.lax.psum(grad, tuple(sorted(whole))) if whole else grad
-
-    def backward(args: tuple[jax.Array, ...], grad: PyTree) -> tuple:
-        num = len(specs)
-
-        def grads(grad: PyTree, *args: jax.Array) -> tuple[jax.Array, ...]:
-            _, pulled_back = jax.vjp(lambda *inputs: attend(*inputs, *args[num:]), *args[:num])
-            return tuple(map(summed, pulled_back(grad), specs))
-
-        result = mapped(grads, (outs, *specs, *of_rest), specs)(grad, *args)
-        return (*varying_over(result, varying_axes((args, grad))), *[None] * len(of_rest))
-
-    attended_inside.defvjp(lambda *args: (attended_inside(*args), args), backward)
-    is_inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
-    return attended_inside if is_inside else attended

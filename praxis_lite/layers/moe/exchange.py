@@ -1,0 +1,147 @@
+"""Tokens sent to the devices of their experts and back, in as many turns as the loads need.
+
+A program does not know the loads before it runs, and arrays have one size. Arrays for the worst
+load, all tokens to one device, would be X times larger than even loads need. So each device has C
+seats for choices of experts on each other one, a little more than even loads take, and tokens go
+there in turns. Even loads take one turn; the worst takes X / SLACK. No choice is ever dropped.
+
+A turn sends X C rows of D and returns as many, and an integer for each; backward it sends them and
+the gradients of their outputs, and returns the gradients of the rows. Nothing of a turn is kept for
+the backward pass, which computes the experts' products again.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.layers.moe.dispatch import combine, dispatch, places_of
+from praxis_lite.layers.moe.experts import Weights
+
+# n tokens of a device, K experts of a token, X devices that experts are split over, C seats on a
+# device for choices of experts on another, N = X x C, D model dims, L experts of a device.
+PyTree = Any
+SLACK = 1.25  # Seats over choices, where loads are even.
+# From rows [N, D], experts [N, 1] and gates [N, 1] to the gated outputs of the experts here.
+AtOwn = Callable[[jax.Array, jax.Array, jax.Array, Weights], jax.Array]
+
+
+class Exchange(NamedTuple):
+    """Where tokens are exchanged.
+
+    Attributes:
+      axes: mesh axes that experts are split over.
+      num_shards: X.
+      all_axes: of the `jax.shard_map` around, whose devices take as many turns.
+    """
+
+    axes: tuple[str, ...]
+    num_shards: int
+    all_axes: tuple[str, ...]
+
+    def swap(self, x_NM: jax.Array) -> jax.Array:
+        """Returns what the other devices have in the seats for this one."""
+        x_XCM = x_NM.reshape(self.num_shards, -1, *x_NM.shape[1:])
+        return jax.lax.all_to_all(x_XCM, self.axes, 0, 0).reshape(x_NM.shape)
+
+    def num_seats(self, num_choices: int, most: int) -> int:
+        """Returns C, of all a device's choices and the most that could go to one other device."""
+        even = -(-num_choices // self.num_shards)
+        return max(1, min(most, -(-int(even * SLACK) // 8) * 8))
+
+
+def in_turns(
+    at_own: AtOwn, over: Exchange, x_nD: jax.Array, gates_nK: jax.Array, weights: Weights,
+    experts_nK: jax.Array,
+) -> jax.Array:
+    """Returns for each token the gated sum of its experts' outputs, [n, D].
+
+    Called inside a `jax.shard_map` that does not check types.
+
+    Args:
+      at_own: what the experts of a device make of rows; of no expert's rows, whose gate is 0, 0.
+      experts_nK: of all devices; a choice with a gate of 0 goes nowhere.
+      weights: of this device's experts.
+    """
+    num_local = next(iter(weights.values())).shape[0]
+    num_tokens, num_chosen = experts_nK.shape
+    num_seats = over.num_seats(experts_nK.size, num_tokens * min(num_chosen, num_local))
+    num_rows = over.num_shards * num_seats
+
+    def turns_of(gates_nK: jax.Array, experts_nK: jax.Array) -> tuple[Callable, jax.Array]:
+        """Returns the seat of each choice by turn, N for another turn's, and the turns needed."""
+        shard_nK, goes_nK = experts_nK // num_local, gates_nK != 0.0
+        place_nK = places_of(shard_nK[None], goes_nK[None], over.num_shards)[0]
+        last = jax.lax.pmax(jnp.max(jnp.where(goes_nK, place_nK, -1)), over.all_axes)
+
+        def seats_of_turn(turn: jax.Array) -> jax.Array:
+            is_now_nK = goes_nK & (place_nK // num_seats == turn)
+            return jnp.where(is_now_nK, shard_nK * num_seats + place_nK % num_seats, num_rows)
+
+        return seats_of_turn, last // num_seats + 1
+
+    def seated(x_nKM: jax.Array, seats_nK: jax.Array) -> jax.Array:
+        """Returns for each seat the value of the choice in it, [N, 1]; 0 in an empty seat."""
+        return dispatch(x_nKM.reshape(1, -1, 1), seats_nK.reshape(1, -1, 1), num_rows)[0]
+
+    def sent(x_nD: jax.Array, experts_nK: jax.Array, seats_nK: jax.Array) -> tuple:
+        rows_ND = over.swap(dispatch(x_nD[None], seats_nK[None], num_rows)[0])
+        # From 1: an empty seat has 0.
+        expert_N1 = over.swap(seated(experts_nK % num_local + 1, seats_nK))
+        is_taken_N1 = (expert_N1 > 0).astype(jnp.float32)
+        return rows_ND, jnp.where(expert_N1 > 0, expert_N1 - 1, num_local), is_taken_N1
+
+    def loop(num_turns: jax.Array, turn: Callable[[jax.Array, PyTree], PyTree], start: PyTree):
+        _, result = jax.lax.while_loop(
+            lambda carry: carry[0] < num_turns,
+            lambda carry: (carry[0] + 1, turn(*carry)),
+            (jnp.zeros((), jnp.int32), start),
+        )
+        return result
+
+    @jax.custom_vjp
+    def run(x_nD, gates_nK, weights, experts_nK):
+        seats_of_turn, num_turns = turns_of(gates_nK, experts_nK)
+
+        def turn(index: jax.Array, sums_nD: jax.Array) -> jax.Array:
+            seats_nK = seats_of_turn(index)
+            y_ND = over.swap(at_own(*sent(x_nD, experts_nK, seats_nK), weights))
+            return sums_nD + combine(y_ND[None], seats_nK[None], gates_nK[None])[0]
+
+        return loop(num_turns, turn, jnp.zeros_like(x_nD))
+
+    def forward(*args):
+        return run(*args), args
+
+    def backward(args, grad_nD):
+        x_nD, gates_nK, weights, experts_nK = args
+        seats_of_turn, num_turns = turns_of(gates_nK, experts_nK)
+
+        def turn(index: jax.Array, grads: tuple) -> tuple:
+            seats_nK = seats_of_turn(index)
+            rows_ND, experts_N1, is_taken_N1 = sent(x_nD, experts_nK, seats_nK)
+            gate_N1 = over.swap(seated(gates_nK, seats_nK))
+            grad_ND = over.swap(dispatch(grad_nD[None], seats_nK[None], num_rows)[0])
+            y_ND, pulled_back = jax.vjp(
+                lambda rows, weights: at_own(rows, experts_N1, is_taken_N1, weights),
+                rows_ND, weights,
+            )
+            of_rows_ND, of_weights = pulled_back((grad_ND * gate_N1).astype(y_ND.dtype))
+            of_gate_N1 = jnp.sum(
+                y_ND.astype(jnp.float32) * grad_ND.astype(jnp.float32), axis=1, keepdims=True
+            )
+            of_rows_ND, of_gate_N1 = over.swap(of_rows_ND), over.swap(of_gate_N1)
+            ones_nK = jnp.ones_like(gates_nK)
+            of_gates_nK = jnp.take(of_gate_N1[:, 0], seats_nK, mode="fill", fill_value=0)
+            new = (
+                combine(of_rows_ND[None], seats_nK[None], ones_nK[None])[0],
+                of_gates_nK.astype(gates_nK.dtype), of_weights,
+            )
+            return jax.tree.map(jnp.add, grads, new)
+
+        start = jax.tree.map(jnp.zeros_like, (x_nD, gates_nK, weights))
+        return *loop(num_turns, turn, start), None
+
+    run.defvjp(forward, backward)
+    return run(x_nD, gates_nK, weights, experts_nK)
