@@ -17,6 +17,7 @@ from praxis_lite.tasks.language_model import LanguageModelTask
 
 NUM_LAYERS, ROWS, LENGTH, VOCAB = 3, 11, 7, 37
 DIMS = dict(vocab_size=VOCAB, model_dims=13, hidden_dims=29, num_heads=3, dim_per_head=6)
+EVEN = dict(vocab_size=40, model_dims=24, hidden_dims=48, num_heads=8, dim_per_head=2)
 LARGE = dict(vocab_size=512, model_dims=512, hidden_dims=2048, num_heads=8, dim_per_head=64)
 INPUTS = ("iteration_input", "query_proj", "ffn1")
 
@@ -79,5 +80,6 @@ def memory_on_tpu(policy: Any, **settings: Any) -> dict[str, int]:
 
 if __name__ == "__main__":
     print(json.dumps({
-        "device": memory_on_tpu(placed("device")), "offload": memory_on_tpu(placed("offload")),
+        "device": memory_on_tpu(placed("device")),
+        "offload": memory_on_tpu(placed("offload"), host_slots=".*"),
     }))

@@ -1,13 +1,6 @@
 """Activations by their names: kept on the device, in the host's memory, or computed again."""
 
 import functools
-import importlib.util
-import json
-import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +108,7 @@ def test_the_input_of_what_is_computed_again_has_a_name_in_each_kind_of_stack(ma
     ids=["Repeat", "ticks", "row", "stacked"],
 )
 def test_a_name_that_no_layer_has_is_refused_with_those_that_exist(make):
-    with pytest.raises(ConfigError, match=r"_policy.*'quer_proj'.*context.*Did you mean query_proj"):
+    with pytest.raises(ConfigError, match=r"_policy.*'quer_proj'.*context.*mean query_proj"):
         gradient_of(make, {"quer_proj": "offload", "context": "device"})
 
 
@@ -144,24 +137,3 @@ def test_on_a_mesh_losses_gradients_and_weights_are_the_same_bit_for_bit(place):
 @functools.cache
 def kept():
     return offload_runs.partitioner(offload_runs.placed("device"))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu, the compiler for TPUs, is missing"
-)
-def test_on_a_tpu_the_bytes_go_from_the_device_to_its_host():
-    env = os.environ | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    env.pop("XLA_FLAGS", None)  # Of the CPU.
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.support.offload_runs"], capture_output=True, text=True,
-        check=False, env=env, cwd=Path(__file__).parents[3],
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    device, offload = json.loads(run.stdout.splitlines()[-1]).values()
-    # 64 x 512 tokens over 4 devices, float32: inputs of 512, queries of 512 and a hidden layer of
-    # 2048, these two split in 2.
-    moved = 4 * offload_runs.NUM_LAYERS * 64 * 512 // 4 * (512 + 512 // 2 + 2048 // 2)
-    assert device["host_temp"] == 0
-    assert math.isclose(offload["host_temp"], moved, rel_tol=0.02)
-    assert device["temp"] - offload["temp"] > 0.5 * moved
