@@ -34,7 +34,6 @@ from praxis_lite.layers import (
     set_sharding_params,
 )
 from praxis_lite.layers.attention.relative_bias import RelativeBias
-from praxis_lite.layers.stacking.repeats import CHECKPOINT_POLICIES
 from praxis_lite.layers.whole_model.sharding_presets import COMPILER_OPTIONS, SHARDING_PRESETS
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tools.plan.planned_job import PLANNING_OPTIONS
@@ -48,9 +47,14 @@ _POLICIES = {
     "default of AXLearn's transformer stack": "save_dot_for_mlperf_200b",
     "dots_saveable under flash attention, else the default names": "save_dot_only",
 }
-CHECKPOINT_POLICIES["save_qkv_context"] = jax.checkpoint_policies.save_only_these_names(
-    "query_proj", "key_proj", "value_proj", "combined_qkv_proj", "context"
-)
+# MaxText's names of activations, and ours where they differ; AXLearn's words.
+_NAMES = {
+    "decoder_layer_input": ("iteration_input",), "layer input": ("iteration_input",),
+    "mlpwi": ("ffn1", "ffn1_gate"), "mlpwi_0": ("ffn1_gate",), "mlpwi_1": ("ffn1",),
+    "mlpwo": ("ffn2",), "qkv_proj": (), "q, k, v and output projections, attention context": (
+        "query_proj", "key_proj", "value_proj", "out_proj", "context"
+    ),
+}
 
 
 def why_not(run: Run) -> str:
@@ -61,8 +65,6 @@ def why_not(run: Run) -> str:
         return "no TPU: its compiler is not here"
     if not run["completeness"]["simulable"] or not run["derived"].get("step_seconds"):
         return "incomplete: " + "; ".join(run["completeness"]["missing"])
-    if run["remat"]["offloaded_to_host"]:
-        return "keeps activations on the host, which is not modelled"
     if run["quantization"]:
         return f"computed in {run['quantization'].split(' ')[0]}; the matmuls of the plan are bf16"
     if "dropless" in (run["model"].get("moe_dispatch") or ""):
@@ -159,10 +161,6 @@ def _model(run: Run, **sizes: int) -> fdl.Partial:
     tied = bool(model["tied_embeddings"])
     learned = int(model["positions"].split(", ")[1].split(" ")[0].replace(",", "")) if (
         model["positions"].startswith("learned, ")) else None
-    policy = _POLICIES.get(run["remat"]["policy"])
-    if policy is None:
-        kept = set(run["remat"]["saved_on_device"])
-        policy = "save_qkv_context" if "query_proj" in kept else "save_nothing"
     is_causal = run["attention"]["causal"]
     return fdl.Partial(
         TransformerLm, vocab_size=model["vocab"], model_dims=model["model_dims"],
@@ -175,8 +173,21 @@ def _model(run: Run, **sizes: int) -> fdl.Partial:
         if tied else fdl.Partial(FullSoftmax, **softmax),
         separate_embedding_tpl=None if tied else fdl.Partial(Embedding, lookup_style=style),
         transformer_layer_tpl=block,
-        stacked_transformer_tpl=fdl.Partial(Repeat, checkpoint_policy=policy),
+        stacked_transformer_tpl=fdl.Partial(Repeat, checkpoint_policy=_policy(run)),
     )
+
+
+def _policy(run: Run) -> str | dict[str, str]:
+    """Returns what the backward pass kept, and where."""
+    remat = run["remat"]
+    if remat["policy"] in _POLICIES:
+        return _POLICIES[remat["policy"]]
+    places = {"device": remat["saved_on_device"], "offload": remat["offloaded_to_host"]}
+    experts = "expert_" if run["model"].get("experts") else ""
+    return {
+        f"{experts}{ours}" if ours.startswith("ffn") else ours: place
+        for place, names in places.items() for name in names for ours in _NAMES.get(name, (name,))
+    } or "save_nothing"
 
 
 def _learner(run: Run) -> Learner:

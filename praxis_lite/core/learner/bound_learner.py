@@ -31,10 +31,14 @@ class BoundLearner:
     Attributes:
       learner: the Learner, for its settings.
       groups: the optimizer of each weight.
+      weights_with_host_slots: paths of the weights whose slots lie in the host's memory.
+      layout_on_host: the StateLayout of opt_states, if some lie there; set by the partitioner.
     """
 
     learner: Any
     groups: WeightGroups
+    weights_with_host_slots: frozenset[str] = frozenset()
+    layout_on_host: Any = None
 
     def init(self, params: PyTree) -> dict[str, PyTree]:
         """Returns opt_states: counts of updates and skipped steps, and "slots" by group.
@@ -98,17 +102,20 @@ class BoundLearner:
             rates[f"learning_rate/{aux.name}"] = rate_at(aux.learning_rate, num_updates)
         is_kept = is_finite & is_small & jnp.isfinite(jnp.stack(list(rates.values()))).all()
 
-        def made(weights: PyTree, old: dict[str, PyTree]) -> tuple[PyTree, dict[str, PyTree]]:
+        def made(weights: PyTree, kept: dict[str, PyTree]) -> tuple[PyTree, dict[str, PyTree]]:
+            old = self._fetched(kept)
             updates, slots = self._updates(grads, norms, old["slots"], weights, loss)
             new = {"slots": slots}
             if learner.ema_decay:
                 new["ema"] = _moving_average(old["ema"], weights, learner.ema_decay, num_updates)
             new = optax.apply_updates(weights, updates), new
             # Some optimizers return slots of another dtype than their init made.
-            return jax.tree.map(lambda n, o: n.astype(o.dtype), new, (weights, old))
+            weights, new = jax.tree.map(lambda n, o: n.astype(o.dtype), new, (weights, old))
+            return weights, self._stored(new)
 
         old = {name: opt_states[name] for name in ("slots", "ema") if name in opt_states}
-        trainable, new = _kept_if(is_kept, made, trainable, old)
+        in_branch = compiled_platform() == "cpu" or self.layout_on_host is not None
+        trainable, new = _kept_if(is_kept, made, trainable, old, in_branch=in_branch)
         trainable = groups.lay_out(trainable)
         new |= {
             "num_updates": num_updates + jnp.where(is_kept, 1, 0),
@@ -126,6 +133,20 @@ class BoundLearner:
             new["loss_scale"] = learner.loss_scale.update(opt_states["loss_scale"], is_finite)
             scalars["loss_scale"] = opt_states["loss_scale"]["scale"]
         return merged(trainable, frozen), new, scalars, ~is_kept
+
+    def _fetched(self, opt_states: dict[str, PyTree]) -> dict[str, PyTree]:
+        """Returns opt_states on the device, without padding."""
+        if self.layout_on_host is None:
+            return opt_states
+        layouts = {name: self.layout_on_host.select(name) for name in opt_states}
+        return {name: layouts[name].unpad(x) for name, x in opt_states.items()}
+
+    def _stored(self, opt_states: dict[str, PyTree]) -> dict[str, PyTree]:
+        """Returns opt_states where `_fetched` had them from, those on the host padded again."""
+        if self.layout_on_host is None:
+            return opt_states
+        layouts = {name: self.layout_on_host.select(name) for name in opt_states}
+        return {name: layouts[name].pad(x, only_on_host=True) for name, x in opt_states.items()}
 
     def _updates(
         self, grads: PyTree, norms: dict[str, jax.Array], slots: dict[str, PyTree], weights: PyTree,
@@ -165,14 +186,19 @@ class BoundLearner:
         return frozen
 
 
-def _kept_if(is_kept: jax.Array, made: Callable[..., PyTree], *old: PyTree) -> PyTree:
+def _kept_if(
+    is_kept: jax.Array, made: Callable[..., PyTree], *old: PyTree, in_branch: bool
+) -> PyTree:
     """Returns `made(*old)`, or `old` unless `is_kept`.
 
-    On a CPU by a condition: a choice for each element has XLA:CPU write both out. Elsewhere by the
-    choice, which fuses with the update; a condition keeps its arguments apart from what made them,
-    padding from what is padded.
+    Args:
+      in_branch: by a condition. On a CPU, for a choice for each element has XLA:CPU write both out;
+        and where slots are fetched from the host, for else XLA fetches them as the step begins
+        (libtpu 0.0.51), and they take the memory of activations. Elsewhere by the choice, which
+        fuses with the update; a condition keeps its arguments apart from what made them, padding
+        from what is padded.
     """
-    if compiled_platform() == "cpu":
+    if in_branch:
         return jax.lax.cond(is_kept, made, lambda *old: old, *old)
     return jax.tree.map(lambda new, old: jnp.where(is_kept, new, old), made(*old), old)
 

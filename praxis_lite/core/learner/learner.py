@@ -19,8 +19,10 @@ from praxis_lite.core.learner.optimizer_factories import (
 from praxis_lite.core.learner.optimizer_groups import (
     AuxiliaryOptimizer,
     check_choices,
+    matched_paths,
     optimizer_names,
 )
+from praxis_lite.core.learner.path_masks import compiled_patterns
 from praxis_lite.core.learner.schedule_free import has_averages
 from praxis_lite.core.learner.slots import extended_specs
 from praxis_lite.core.learner.weight_groups import WeightGroups, grouped
@@ -76,6 +78,8 @@ class Learner:
       variational_noise: added to weights while gradients are taken, a VariationalNoise; None:
         nothing.
       slot_mesh_axes: mesh axes that slots are split over besides those of their weights (ZeRO-1).
+      host_slots: a pattern of whole paths, or several, of weights whose slots and averages lie in
+        the host's memory, and on the device in an update only; ".*": of all.
 
     Raises:
       ConfigError: a setting is out of range, or two of them exclude each other.
@@ -100,6 +104,7 @@ class Learner:
         loss_scale: LossScale | None = None,
         variational_noise: WeightNoise | None = None,
         slot_mesh_axes: Sequence[str] = (),
+        host_slots: Patterns = (),
     ):
         self.limits = GradientLimits(
             clip_gradient_norm_to_value, clip_gradient_single_norm_to_value, clip_gradient_to_value,
@@ -117,6 +122,8 @@ class Learner:
             "inclusion": _patterns(bprop_variable_inclusion),
         }
         check_choices(**choices)
+        self.host_slots = _patterns(host_slots)
+        compiled_patterns("Learner.host_slots", self.host_slots)
         self._optimizer_names = functools.partial(optimizer_names, **choices)
         require(0 <= ema_decay < 1, "Learner.ema_decay", ema_decay, "a number of [0, 1), 0 for off")
         steps, axes = gradient_accumulation_steps, slot_mesh_axes
@@ -146,7 +153,8 @@ class Learner:
           axis_sizes: devices along each mesh axis, in the mesh's order; None: there is no mesh.
 
         Raises:
-          ConfigError: as `optimizer_names`, or `slot_mesh_axes` does not fit the mesh.
+          ConfigError: as `optimizer_names`, `host_slots` match no weight, or `slot_mesh_axes` do
+            not fit the mesh.
         """
         items = {"/".join(path): (path, spec) for path, spec in spec_items(weight_specs)}
         names = self._optimizer_names(list(items))
@@ -168,7 +176,9 @@ class Learner:
         specs = None
         if self.slot_mesh_axes and axis_sizes is not None:
             specs = extended_specs(weight_specs, self.slot_mesh_axes, axis_sizes)
-        return BoundLearner(self, WeightGroups(weight_specs, by_name, specs))
+        on_host = matched_paths(list(items), self.host_slots, "Learner.host_slots", whole=True)
+        on_host = frozenset(on_host & names.keys())
+        return BoundLearner(self, WeightGroups(weight_specs, by_name, specs), on_host)
 
     def eval_opt_states(self, opt_states: dict[str, PyTree], use_ema: bool) -> dict[str, PyTree]:
         """Returns the part of `opt_states` that `BoundLearner.eval_params` reads; {}: none.

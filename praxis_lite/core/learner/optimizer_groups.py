@@ -85,10 +85,10 @@ def optimizer_names(
       ConfigError: a pattern matches no weight, nothing is left to train, an auxiliary optimizer
         has frozen weights only, or two have the same weight; names the weights.
     """
-    frozen = _matched(paths, exclusion, "Learner.bprop_variable_exclusion", whole=True)
+    frozen = matched_paths(paths, exclusion, "Learner.bprop_variable_exclusion", whole=True)
     if inclusion:
         setting = "Learner.bprop_variable_inclusion"
-        frozen |= set(paths) - _matched(paths, inclusion, setting, whole=True)
+        frozen |= set(paths) - matched_paths(paths, inclusion, setting, whole=True)
     if paths and len(frozen) == len(paths):
         raise ConfigError(
             f"Learner.bprop_variable_exclusion is {list(exclusion)}, which freezes all "
@@ -98,7 +98,7 @@ def optimizer_names(
     names = {path: "" for path in paths if path not in frozen}
     for aux in auxiliary:
         setting = f"The regex of the auxiliary optimizer '{aux.name}'"
-        result = _matched(paths, (aux.regex,), setting)
+        result = matched_paths(paths, (aux.regex,), setting)
         if result <= frozen:
             raise ConfigError(
                 f"{setting}, {aux.regex!r}, matches frozen weights only: "
@@ -117,10 +117,10 @@ def optimizer_names(
 
 def check_mask_patterns(paths: Collection[str], patterns: Iterable[str]) -> None:
     """Raises a ConfigError if a pattern of an optimizer's mask matches no weight of the model."""
-    _matched(paths, sorted(patterns), "A mask of an optimizer of the Learner")
+    matched_paths(paths, sorted(patterns), "A mask of an optimizer of the Learner")
 
 
-def _matched(
+def matched_paths(
     paths: Collection[str], patterns: Iterable[str], setting: str, *, whole: bool = False
 ) -> set[str]:
     """Returns the paths that any of the patterns matches from their start, or as a whole."""

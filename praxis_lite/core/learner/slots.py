@@ -4,11 +4,12 @@ No table of optimizers: the optimizer itself is asked. `init` is traced on weigh
 have different sizes, and a slot's dims are recognised by their sizes. A slot of the weight's own
 shape splits as the weight; a factored one drops the reduced dim's axis; scalars are replicated.
 
-With `slot_mesh_axes` slots split as their weights would over more axes (`extended_specs`).
+With `slot_mesh_axes` slots split as their weights would over more axes (`extended_specs`). Those of
+`host_slots` lie in the host's memory (`slot_memory`).
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite.core.learner.weight_groups import Group
 from praxis_lite.core.sharding.logical_axes import axes_of, entry_of
+from praxis_lite.core.sharding.memory_spaces import DEVICE, HOST
 from praxis_lite.core.sharding.padding import padded_shape
 from praxis_lite.core.sharding.split_dims import to_partition_spec
 from praxis_lite.core.sharding.weight_spec import WeightSpec, spec_items
@@ -97,6 +99,24 @@ def slot_specs(
     }
 
 
+def slot_memory(opt_shapes: Mapping[str, PyTree], on_host: Collection[str]) -> dict[str, PyTree]:
+    """Returns the memory kind of each slot, and of each average of a weight.
+
+    Args:
+      opt_shapes: of `BoundLearner.init`.
+      on_host: paths of the weights whose slots lie in the host's memory.
+    """
+    paths = {tuple(path.split("/")) for path in on_host}
+
+    def kind(keys: tuple, slot: jax.ShapeDtypeStruct) -> str:
+        path = _names(keys)
+        is_of_weight = any(path[start:] in paths for start in range(len(path)))
+        return HOST if is_of_weight else DEVICE
+
+    kept = {name: opt_shapes[name] for name in ("slots", "ema") if name in opt_shapes}
+    return jax.tree.map_with_path(kind, kept)
+
+
 def _group_slot_specs(group: Group, weight_specs: PyTree, partition_specs: PyTree) -> PyTree:
     stack_rank = len(group.stack_shape)
     split = dict(_leaves(partition_specs))
@@ -170,10 +190,11 @@ def _distinct_below(shape: Shape) -> Shape:
 
 def _leaves(tree: PyTree) -> list[tuple[Path, Any]]:
     """Returns the leaves with the names that dicts give on the way to them."""
-    return [
-        (tuple(str(part.key) for part in path if isinstance(part, jax.tree_util.DictKey)), leaf)
-        for path, leaf in jax.tree.leaves_with_path(tree)
-    ]
+    return [(_names(keys), leaf) for keys, leaf in jax.tree.leaves_with_path(tree)]
+
+
+def _names(keys: tuple) -> Path:
+    return tuple(str(part.key) for part in keys if isinstance(part, jax.tree_util.DictKey))
 
 
 def _is_weight_spec(x: Any) -> bool:

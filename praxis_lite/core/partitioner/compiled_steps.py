@@ -122,7 +122,9 @@ class Step:
     def _computed(self, arrays: PyTree, batch: GlobalBatch, key: Any) -> Any:
         if self.required_inputs:
             self.where.task.check_inputs(batch.inputs, self.required_inputs, self.name)
-        return self._pure(self.layout.unpad(arrays), self.where.inputs(batch), key)
+        # An update fetches by itself what it needs of the host, as late as that.
+        arrays = self.layout.unpad(arrays, but_on_host=self.trains)
+        return self._pure(arrays, self.where.inputs(batch), key)
 
 
 class TrainStep(Step):

@@ -9,10 +9,11 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.core.learner.bound_learner import BoundLearner
-from praxis_lite.core.learner.slots import slot_specs
+from praxis_lite.core.learner.slots import slot_memory, slot_specs
 from praxis_lite.core.models.model import spec_leaves
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of
 from praxis_lite.core.sharding.logical_axes import axes_of
+from praxis_lite.core.sharding.memory_spaces import DEVICE, HOST, is_on_host, to_device, to_host
 from praxis_lite.core.sharding.padding import pad_tree, padded_shape, unpad_tree
 from praxis_lite.core.sharding.weight_sharding import decide_shardings
 from praxis_lite.core.task import Task
@@ -47,9 +48,19 @@ class LeafLayout:
     spec: PartitionSpec
     num_shards: int
     declared_by: str = ""
+    memory_kind: str = DEVICE
+
+    def sharding(self, mesh: Mesh) -> NamedSharding:
+        """Returns how and in which memory the array lies on a mesh."""
+        return sharding_of(self.spec, self.memory_kind, mesh)
+
+    @property
+    def is_on_host(self) -> bool:
+        return self.memory_kind == HOST
 
     @property
     def bytes_per_device(self) -> int:
+        """The bytes of a device's part, in its own memory or in the host's."""
         return math.prod(self.padded_shape) * self.dtype.itemsize // self.num_shards
 
     @property
@@ -69,6 +80,7 @@ class StateLayout:
       axis_sizes: devices along each mesh axis, in the mesh's order.
       declared_by: what decided the split of a weight, by its path in the tree.
       notes: what was left whole or dropped on the way, in sentences.
+      memory_kinds: the same tree of "device" or "pinned_host"; None: all are on the devices.
     """
 
     shapes: PyTree
@@ -76,6 +88,17 @@ class StateLayout:
     axis_sizes: Mapping[str, int]
     declared_by: Mapping[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    memory_kinds: PyTree = None
+
+    @property
+    def has_host_memory(self) -> bool:
+        return HOST in self._kinds
+
+    @property
+    def _kinds(self) -> list[str]:
+        num_leaves = jax.tree.structure(self.shapes).num_leaves
+        kinds = self.memory_kinds
+        return [DEVICE] * num_leaves if kinds is None else jax.tree.leaves(kinds)
 
     @property
     def padded_shapes(self) -> PyTree:
@@ -87,7 +110,9 @@ class StateLayout:
         return jax.tree.map(padded, self.shapes, self.specs)
 
     def shardings(self, mesh: Mesh) -> PyTree:
-        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.specs)
+        specs, structure = jax.tree.flatten(self.specs)
+        kinds = zip(specs, self._kinds, strict=True)
+        return jax.tree.unflatten(structure, [sharding_of(*item, mesh) for item in kinds])
 
     def abstract(self, mesh: Mesh) -> PyTree:
         """Returns padded ShapeDtypeStructs with their shardings: what to lower or restore for."""
@@ -96,11 +121,30 @@ class StateLayout:
             self.padded_shapes, self.shardings(mesh),
         )
 
-    def pad(self, tree: PyTree) -> PyTree:
-        return pad_tree(tree, self.specs, self.axis_sizes)
+    def pad(self, tree: PyTree, *, only_on_host: bool = False) -> PyTree:
+        """Returns `tree` padded, each leaf in its memory; a leaf that is already stays as it is.
 
-    def unpad(self, tree: PyTree) -> PyTree:
-        return unpad_tree(tree, self.shapes, self.specs)
+        Args:
+          only_on_host: only leaves whose place is the host's memory.
+        """
+        leaves, structure = jax.tree.flatten(tree)
+        specs, kinds = jax.tree.leaves(self.specs), self._kinds
+        chosen = [kind == HOST or not only_on_host for kind in kinds]
+        specs = [spec if x else PartitionSpec() for spec, x in zip(specs, chosen, strict=True)]
+        padded = zip(pad_tree(leaves, specs, self.axis_sizes), kinds, strict=True)
+        return jax.tree.unflatten(structure, [to_host(x) if k == HOST else x for x, k in padded])
+
+    def unpad(self, tree: PyTree, *, but_on_host: bool = False) -> PyTree:
+        """Returns `tree` without padding, on the device.
+
+        Args:
+          but_on_host: leaves in the host's memory stay there, padded, until they are fetched by
+            another call.
+        """
+        shapes = self.shapes
+        if but_on_host:
+            shapes = jax.tree.map(lambda x, shape: x if is_on_host(x) else shape, tree, shapes)
+        return unpad_tree(tree if but_on_host else to_device(tree), shapes, self.specs)
 
     def is_of(self, tree: PyTree) -> bool:
         """Returns True if a tree has this structure, and leaves of these dtypes."""
@@ -116,12 +160,13 @@ class StateLayout:
         def one(tree: PyTree) -> PyTree:
             return tree[name] if isinstance(tree, Mapping) else getattr(tree, name)
 
-        return StateLayout(one(self.shapes), one(self.specs), self.axis_sizes)
+        kinds = None if self.memory_kinds is None else one(self.memory_kinds)
+        return StateLayout(one(self.shapes), one(self.specs), self.axis_sizes, memory_kinds=kinds)
 
     def leaves(self) -> Iterator[LeafLayout]:
         """Yields each leaf's layout in the tree's order."""
-        leaves = leaves_with_path(self.shapes)
-        for (path, x), spec in zip(leaves, jax.tree.leaves(self.specs), strict=True):
+        leaves, specs = leaves_with_path(self.shapes), jax.tree.leaves(self.specs)
+        for (path, x), spec, kind in zip(leaves, specs, self._kinds, strict=True):
             axes = [axis for entry in spec for axis in axes_of(entry)]
             yield LeafLayout(
                 path=path,
@@ -131,7 +176,14 @@ class StateLayout:
                 spec=spec,
                 num_shards=math.prod(self.axis_sizes[axis] for axis in axes),
                 declared_by=self.declared_by.get(path, ""),
+                memory_kind=kind,
             )
+
+
+def sharding_of(spec: PartitionSpec, memory_kind: str, mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of an array in a memory of a mesh's devices."""
+    # That of a device is its default, and not said: some backends have a single one.
+    return NamedSharding(mesh, spec, **({"memory_kind": HOST} if memory_kind == HOST else {}))
 
 
 def state_layout(task: Task, axis_sizes: Mapping[str, int]) -> StateLayout:
@@ -169,12 +221,17 @@ def layout_and_learner(
     opt_specs["slots"] = slot_specs(groups.by_name, groups.weight_specs, update_specs)
     if "ema" in opt_specs:
         opt_specs["ema"] = groups.split(update_specs)[0]
-    step = jax.ShapeDtypeStruct((), "int32")
+    shapes = TrainState(jax.ShapeDtypeStruct((), "int32"), mdl_shapes, opt_shapes)
+    kinds = jax.tree.map(lambda _: DEVICE, shapes)
+    kinds.opt_states.update(slot_memory(opt_shapes, learner.weights_with_host_slots))
     layout = StateLayout(
-        shapes=TrainState(step, mdl_shapes, opt_shapes),
+        shapes=shapes,
         specs=TrainState(PartitionSpec(), mdl_specs, opt_specs),
         axis_sizes=dict(axis_sizes),
         declared_by={f"mdl_vars/{p}": spec.declared_by for p, spec in spec_leaves(weight_specs)},
         notes=decisions.notes,
+        memory_kinds=kinds,
     )
+    if layout.has_host_memory:
+        learner.layout_on_host = layout.select("opt_states")
     return layout, learner

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.split_dims import (
@@ -58,6 +59,8 @@ def through_experts(
 ) -> jax.Array:
     """Returns each expert's feed-forward of its own tokens, of the shape of `x`.
 
+    Its products are named "expert_ffn1", "expert_ffn1_gate" and "expert_ffn2".
+
     Args:
       product: multiplies tokens by the weight, [E, in, out], of the expert that they are with.
       x: tokens by expert, [..., D].
@@ -68,12 +71,13 @@ def through_experts(
       at_rows: a bias [E, dims] as it is added to what `product` returns.
     """
 
-    def affine(x: jax.Array, name: str) -> jax.Array:
-        y = product(x, weights[f"w{name}"])
+    def affine(x: jax.Array, name: str, activation_name: str) -> jax.Array:
+        y = checkpoint_name(product(x, weights[f"w{name}"]), activation_name)
         return y + at_rows(weights[f"b{name}"]) if f"b{name}" in weights else y
 
-    gate = affine(x, "i_gate_0") if "wi_gate_0" in weights else None
-    return affine(on_hidden(activation(affine(x, "i_0"), gate)), "o_0")
+    gate = affine(x, "i_gate_0", "expert_ffn1_gate") if "wi_gate_0" in weights else None
+    hidden = on_hidden(activation(affine(x, "i_0", "expert_ffn1"), gate))
+    return affine(hidden, "o_0", "expert_ffn2")
 
 
 def at_experts(

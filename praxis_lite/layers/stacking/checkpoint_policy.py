@@ -1,11 +1,17 @@
-"""The values of a forward pass that a block keeps for its backward pass, by Pax's policy names."""
+"""The values of a forward pass that a block keeps for its backward pass, and in which memory.
 
-from collections.abc import Callable
+A policy is one of Pax's names, or says for activations by their names where each goes.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
-from praxis_lite.core.errors import require_choice
+from praxis_lite.core.errors import ConfigError, did_you_mean, require_choice
+from praxis_lite.core.jaxprs import opened, with_inner
 
 _POLICIES = jax.checkpoint_policies
 
@@ -39,22 +45,98 @@ CHECKPOINT_POLICIES: dict[str, Callable[..., Any]] = {
 }
 
 
+# Where an activation goes: kept on the device; kept in the host's memory, to and from which it is
+# copied while the device computes; or computed again, as all that a policy does not name. MaxText
+# says the same by the same words.
+KEPT, OFFLOADED, _ = PLACES = ("device", "offload", "remat")
+
+# A name in CHECKPOINT_POLICIES; or a place for each of some activations, by their names.
+CheckpointPolicy = str | Mapping[str, str]
+# The same as a layer keeps it: a module's settings are hashed.
+CheckedPolicy = str | tuple[tuple[str, str], ...]
+
+# The input of what is computed again as a whole: of a layer of a Repeat, of a stage's tick.
+ITERATION_INPUT = "iteration_input"
+
+
+@contextlib.contextmanager
 def remat(
-    step: Callable[..., Any], checkpoint_policy: str, *, is_scanned: bool
-) -> Callable[..., Any]:
-    """Returns `step`, which the backward pass computes again but for the values the policy keeps.
+    step: Callable[..., Any], checkpoint_policy: CheckedPolicy, layer: object, *,
+    is_scanned: bool,
+) -> Iterator[Callable[..., Any]]:
+    """Yields `step`, which the backward pass computes again but for the values the policy keeps.
 
     Args:
+      step: a function of x and more; x gets the name "iteration_input".
+      layer: whose policy it is, for messages.
       is_scanned: it is the body of a scan of several turns. There XLA cannot merge the two
         computations into one, which else must be prevented at the cost of fusions.
+
+    Raises:
+      ConfigError: the policy names an activation that no call of the step had; on exit.
     """
     if checkpoint_policy == "save_everything":
-        return step
-    policy = CHECKPOINT_POLICIES[checkpoint_policy]
-    return jax.checkpoint(step, policy=policy, prevent_cse=not is_scanned)
+        yield step
+        return
+    names: set[str] = set()
+
+    def named(x: Any, *more: Any) -> Any:
+        return step(jax.tree.map(lambda a: checkpoint_name(a, ITERATION_INPUT), x), *more)
+
+    again = jax.checkpoint(
+        named, policy=_policy(checkpoint_policy), prevent_cse=not is_scanned
+    )
+    if isinstance(checkpoint_policy, str):
+        yield again
+        return
+
+    def noted(*args: Any) -> Any:
+        names.update(_names(named, args))
+        return again(*args)
+
+    yield noted
+    for name, _ in checkpoint_policy:
+        if names and name not in names:
+            raise ConfigError(
+                f"{_setting(layer)} names the activation {name!r}, which its layers do not have; "
+                f"wanted are some of {', '.join(sorted(names))}.{did_you_mean(name, names)}"
+            )
 
 
-def check_policy(checkpoint_policy: str, layer: object) -> None:
-    """Raises ConfigError if there is no policy of that name; names the layer's class."""
-    name = f"{type(layer).__name__}.checkpoint_policy"
-    require_choice(name, checkpoint_policy, CHECKPOINT_POLICIES)
+def checked_policy(checkpoint_policy: CheckpointPolicy, layer: object) -> CheckedPolicy:
+    """Returns a policy as `remat` takes it.
+
+    Raises:
+      ConfigError: there is no policy of that name, or no such place; names the layer's class.
+    """
+    setting = _setting(layer)
+    if not isinstance(checkpoint_policy, Mapping):
+        require_choice(setting, checkpoint_policy, CHECKPOINT_POLICIES)
+        return checkpoint_policy
+    for name, place in checkpoint_policy.items():
+        require_choice(f"{setting}[{name!r}]", place, PLACES)
+    return tuple(sorted(checkpoint_policy.items()))
+
+
+def _setting(layer: object) -> str:
+    return f"{type(layer).__name__}.checkpoint_policy"
+
+
+def _policy(checkpoint_policy: CheckedPolicy) -> Callable[..., Any]:
+    if isinstance(checkpoint_policy, str):
+        return CHECKPOINT_POLICIES[checkpoint_policy]
+    names = {
+        place: [name for name, value in checkpoint_policy if value == place]
+        for place in PLACES
+    }
+    return _POLICIES.save_and_offload_only_these_names(
+        names_which_can_be_saved=names[KEPT], names_which_can_be_offloaded=names[OFFLOADED],
+        offload_src="device", offload_dst="pinned_host",
+    )
+
+
+def _names(step: Callable[..., Any], args: tuple) -> Iterator[str]:
+    """Yields the names of activations in a step."""
+    for eqn in with_inner(opened(jax.make_jaxpr(step)(*args)).eqns):
+        if eqn.primitive.name == "name":
+            yield eqn.params["name"]

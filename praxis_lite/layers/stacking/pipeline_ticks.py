@@ -5,7 +5,10 @@ XLA makes of them one program per device and a collective-permute.
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -21,7 +24,6 @@ from praxis_lite.core.sharding.split_dims import (
     without_axes,
 )
 from praxis_lite.layers.base.variables import assigned_values
-from praxis_lite.layers.stacking.checkpoint_policy import remat
 from praxis_lite.layers.stacking.pipeline_buffers import Buffer, StreamBuffer, shift
 from praxis_lite.layers.stacking.pipeline_schedules import Schedule
 
@@ -92,8 +94,8 @@ def apply_layer(
 
 def run_ticks(
     blocks: Any, x_M: jax.Array, inputs_M: PyTree, others: dict[str, Any], key: jax.Array | None,
-    cache: PyTree, *, schedule: Schedule, stream_io: bool, checkpoint_policy: str,
-    layout: StageLayout,
+    cache: PyTree, *, schedule: Schedule, stream_io: bool,
+    rematerialized: Callable[..., AbstractContextManager[Any]], layout: StageLayout,
 ) -> tuple[jax.Array, PyTree, Values]:
     """Returns x_M after all blocks, the cache, and the assigned variables' new values.
 
@@ -103,12 +105,13 @@ def run_ticks(
       inputs_M: the blocks' inputs, [M, rows, ...], or [1, 1, ...] of one for all rows.
       others: the inputs that are not arrays.
       cache: [R, S, P, ...], of one microbatch; or None.
+      rematerialized: `remat` of a function of x and more, with its other arguments.
     """
     num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
     stages = jnp.arange(num_stages)
 
     def work(
-        blocks_RP: Any, cache_RP: PyTree, inputs_M: PyTree, x: jax.Array,
+        x: jax.Array, blocks_RP: Any, cache_RP: PyTree, inputs_M: PyTree,
         stage: jax.Array, microbatch: jax.Array, repeat: jax.Array, is_valid: jax.Array,
     ) -> tuple[jax.Array, PyTree, Values]:
         """Returns a stage's results in a tick."""
@@ -143,13 +146,6 @@ def run_ticks(
         )
         return x, cache_RP, values_P
 
-    # No spmd_axis_name: under it a block's shard_map over other axes fails (jax 0.10), and XLA
-    # finds the stages' layout from what is stated before and after.
-    work_S = jax.vmap(
-        remat(work, checkpoint_policy, is_scanned=True),  # There is more than one tick.
-        in_axes=(1, 1, 0, 0, 0, 0, 0, 0),
-        out_axes=(0, 1, 0),
-    )
     # A copy per stage, so that the gradients of the stages add up once, after the last tick.
     inputs_SM = jax.tree.map(
         lambda a: layout.constrain(
@@ -162,13 +158,13 @@ def run_ticks(
     is_first_stage = (stages == 0).reshape(num_stages, *[1] * (x_M.ndim - 1))
     old_values = assigned_values(blocks)
 
-    def tick(carry: tuple, t: jax.Array) -> tuple[tuple, None]:
+    def tick(work_S: Callable[..., Any], carry: tuple, t: jax.Array) -> tuple[tuple, None]:
         x_S, stored, cache, values = carry
         microbatch, repeat, is_valid = schedule.work(t, stages)
         entering, stored = buffer.take(stored, x_S, t)
         x_S = layout.constrain(jnp.where(is_first_stage, entering, x_S), row_dim=1)
         x_S, cache, new_values = work_S(
-            blocks, cache, inputs_SM, x_S, stages, microbatch, repeat, is_valid
+            x_S, blocks, cache, inputs_SM, stages, microbatch, repeat, is_valid
         )
         x_S = layout.constrain(x_S, row_dim=1)
         repeats = jnp.arange(schedule.circular_repeat)[:, None]
@@ -186,7 +182,13 @@ def run_ticks(
     x_S = layout.constrain(jnp.broadcast_to(x_M[:1], (num_stages, *x_M.shape[1:])), row_dim=1)
     carry = varying_alike((x_S, buffer.start(x_M), cache, old_values), blocks)
     ticks = jnp.arange(schedule.num_ticks)
-    (_, stored, cache, values), _ = jax.lax.scan(tick, carry, ticks)
+    with rematerialized(work) as work:
+        # No spmd_axis_name: under it a block's shard_map over other axes fails (jax 0.10), and XLA
+        # finds the stages' layout from what is stated before and after.
+        work_S = jax.vmap(work, in_axes=(0, 1, 1, 0, 0, 0, 0, 0), out_axes=(0, 1, 0))
+        (_, stored, cache, values), _ = jax.lax.scan(
+            functools.partial(tick, work_S), carry, ticks
+        )
     return buffer.outputs(stored), cache, values
 
 

@@ -16,7 +16,7 @@ from praxis_lite.layers.base.base_layer import BaseLayer
 from praxis_lite.layers.base.calls import require_positive, scope_of
 from praxis_lite.layers.base.dims import RESIDUAL, splits
 from praxis_lite.layers.base.variables import assign, assigned_values, stacked
-from praxis_lite.layers.stacking.checkpoint_policy import check_policy, remat
+from praxis_lite.layers.stacking.checkpoint_policy import CheckpointPolicy, checked_policy, remat
 from praxis_lite.layers.stacking.pipeline_forms import (
     arrays_of,
     from_repeated,
@@ -77,8 +77,9 @@ class Pipeline(BaseLayer):
       stream_io: the microbatches too are split over the stages, and rotate towards stage 0 and
         from the last one by a second collective-permute per tick; else each stage has room for
         all. M must be a multiple of S; stage s holds consecutive rows.
-      checkpoint_policy: a name in CHECKPOINT_POLICIES: what the backward pass keeps of a stage's
-        tick. A stage's input is always kept, its weights of a repeat only by save_everything.
+      checkpoint_policy: as of Repeat: what the backward pass keeps of a stage's tick. A stage's
+        input is always kept, on the device or the host, its weights of a repeat only by
+        save_everything.
       activation_split_dims_mapping: of x [rows, ...]; must not name stage_axis. None: XLA's choice.
 
     Raises:
@@ -99,13 +100,13 @@ class Pipeline(BaseLayer):
         stage_axis: DimSplit = "stage",
         pipelined: bool | None = None,
         stream_io: bool = False,
-        checkpoint_policy: str = "save_iteration_input",
+        checkpoint_policy: CheckpointPolicy = "save_iteration_input",
         rngs: nnx.Rngs,
     ):
         require_positive(
             self, num_layers=num_layers, num_stages=num_stages, circular_repeat=circular_repeat
         )
-        check_policy(checkpoint_policy, self)
+        policy = checked_policy(checkpoint_policy, self)
         if (num_microbatches is None) == (microbatch_size is None):
             raise ConfigError(
                 f"Pipeline.num_microbatches is {num_microbatches} and microbatch_size is "
@@ -128,7 +129,7 @@ class Pipeline(BaseLayer):
         else:
             require_positive(self, microbatch_size=microbatch_size)
         self.stage_axis, self.pipelined = stage_axis, pipelined
-        self.checkpoint_policy = checkpoint_policy
+        self.checkpoint_policy = policy
         # As Repeat, so that the same key draws the same layers.
         keys = jax.random.split(rngs.params(), num_layers)
         blocks = jax.vmap(lambda key: block(rngs=nnx.Rngs(key)))(keys)
@@ -169,12 +170,16 @@ class Pipeline(BaseLayer):
         given = to_M(x), inputs_M, others, key, cache
         in_ticks = layout.num_devices > 1 if self.pipelined is None else self.pipelined
         if in_ticks:
+            # There is more than one tick.
+            rematerialized = functools.partial(
+                remat, checkpoint_policy=self.checkpoint_policy, layer=self, is_scanned=True
+            )
             outputs_M, cache, values = run_ticks(
                 self.blocks,
                 *given,
                 schedule=Schedule(self.num_stages, num_microbatches, self.circular_repeat),
                 stream_io=stream_io,
-                checkpoint_policy=self.checkpoint_policy,
+                rematerialized=rematerialized,
                 layout=layout,
             )
         else:
@@ -222,9 +227,9 @@ class Pipeline(BaseLayer):
             return x_M, None if cache is None else caches, {}
         blocks, cache = to_repeated((self.blocks, cache))
         layers = blocks, jnp.arange(self.num_layers), cache
-        x_M, stacked_outputs = jax.lax.scan(
-            remat(step, self.checkpoint_policy, is_scanned=self.num_layers > 1), x_M, layers
-        )
+        is_scanned = self.num_layers > 1
+        with remat(step, self.checkpoint_policy, self, is_scanned=is_scanned) as step:
+            x_M, stacked_outputs = jax.lax.scan(step, x_M, layers)
         cache, values = in_stages_form(stacked_outputs, self._stack_shape)
         return x_M, cache, values
 

@@ -17,7 +17,8 @@ from praxis_lite.layers.base.calls import require_positive, scope_of
 from praxis_lite.layers.base.variables import assign, assigned_values, stacked
 from praxis_lite.layers.stacking.checkpoint_policy import (
     CHECKPOINT_POLICIES,
-    check_policy,
+    CheckpointPolicy,
+    checked_policy,
     remat,
 )
 from praxis_lite.layers.stacking.residual_branches import split_keys
@@ -38,11 +39,14 @@ class Repeat(BaseLayer):
         is a StackedTransformer, what repeats is several layers, which may differ.
       num_layers: how many blocks.
       unroll: compile every block apart rather than scan one; the weights are then unstacked.
-      checkpoint_policy: a name in CHECKPOINT_POLICIES.
+      checkpoint_policy: a name in CHECKPOINT_POLICIES; or where activations go, by their names,
+        as {"context": "device", "query_proj": "offload"}: kept on the device, or in the host's
+        memory. All others are computed again.
       stack_split: how the stacked dim of the weights splits.
 
     Raises:
-      ConfigError: num_layers is not positive, or no policy has that name.
+      ConfigError: num_layers is not positive, or there is no such policy or place; in a call, the
+        layers have no activation of a name.
     """
 
     def __init__(
@@ -51,12 +55,12 @@ class Repeat(BaseLayer):
         num_layers: int,
         *,
         unroll: bool = False,
-        checkpoint_policy: str = "save_nothing",
+        checkpoint_policy: CheckpointPolicy = "save_nothing",
         stack_split: DimSplit = None,
         rngs: nnx.Rngs,
     ):
         require_positive(self, num_layers=num_layers)
-        check_policy(checkpoint_policy, self)
+        policy = checked_policy(checkpoint_policy, self)
         keys = jax.random.split(rngs.params(), num_layers)
         if unroll:
             self.blocks = nnx.List(block(rngs=nnx.Rngs(key)) for key in keys)
@@ -64,7 +68,7 @@ class Repeat(BaseLayer):
             blocks = jax.vmap(lambda key: block(rngs=nnx.Rngs(key)))(keys)
             self.blocks = stacked(blocks, stack_split, num_dims_apart=1)
         self.num_layers, self.unroll = num_layers, unroll
-        self.checkpoint_policy = checkpoint_policy
+        self.checkpoint_policy = policy
 
     def init_cache(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the blocks' caches, stacked on a leading dim; a list if their weights are not."""
@@ -88,16 +92,18 @@ class Repeat(BaseLayer):
         keys = None if key is None else jax.random.split(key, self.num_layers)
         blocks = self._blocks_apart()
         is_scanned = blocks is None and self.num_layers > 1
-        step = remat(_step(inputs, is_scanned), self.checkpoint_policy, is_scanned=is_scanned)
-        if blocks is None:
-            x, (cache, values) = jax.lax.scan(step, x, (self.blocks, keys, cache))
-            assign(self.blocks, values)
-            return x, cache
-        caches = []
-        for i, block in enumerate(blocks):
-            layer = (block, None if keys is None else keys[i], None if cache is None else cache[i])
-            x, layer_cache = _applied(self, step, x, layer)
-            caches.append(layer_cache)
+        step = _step(inputs, is_scanned)
+        with remat(step, self.checkpoint_policy, self, is_scanned=is_scanned) as step:
+            if blocks is None:
+                x, (cache, values) = jax.lax.scan(step, x, (self.blocks, keys, cache))
+                assign(self.blocks, values)
+                return x, cache
+            caches = []
+            for i, block in enumerate(blocks):
+                key = None if keys is None else keys[i]
+                layer = block, key, None if cache is None else cache[i]
+                x, layer_cache = _applied(self, step, x, layer)
+                caches.append(layer_cache)
         return x, None if cache is None else caches
 
 
@@ -114,7 +120,7 @@ class StackedTransformer(BaseLayer):
         probability p i / num_layers.
       input_dropout_prob: dropout of x before the first block.
       remat: compute each block again in the backward pass, but for what `checkpoint_policy` keeps.
-      checkpoint_policy: a name in CHECKPOINT_POLICIES.
+      checkpoint_policy: as of Repeat.
 
     Raises:
       ConfigError: the pattern does not divide num_layers, or a setting is out of range.
@@ -128,11 +134,11 @@ class StackedTransformer(BaseLayer):
         residual_droppath_prob: float = 0.0,
         input_dropout_prob: float = 0.0,
         remat: bool = False,
-        checkpoint_policy: str = "save_dot_except_logits_ffn1",
+        checkpoint_policy: CheckpointPolicy = "save_dot_except_logits_ffn1",
         rngs: nnx.Rngs,
     ):
         require_positive(self, num_layers=num_layers)
-        check_policy(checkpoint_policy, self)
+        policy = checked_policy(checkpoint_policy, self)
         pattern = list(block) if isinstance(block, Sequence) else [block]
         num_repeats(self, pattern, num_layers)
         name = "StackedTransformer.residual_droppath_prob"
@@ -144,7 +150,7 @@ class StackedTransformer(BaseLayer):
             settings = {"residual_droppath_prob": droppath} if droppath else {}
             setattr(self, name, pattern[i % len(pattern)](**settings, rngs=rngs))
         self.input_dropout = Dropout(input_dropout_prob)
-        self.checkpoint_policy = checkpoint_policy if remat else "save_everything"
+        self.checkpoint_policy = policy if remat else "save_everything"
 
     def init_cache(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the blocks' caches by their names."""
@@ -155,15 +161,15 @@ class StackedTransformer(BaseLayer):
     def __call__(
         self, x: jax.Array, *, key: jax.Array | None = None, cache: Any = None, **inputs: Any
     ) -> tuple[jax.Array, Any]:
-        step = remat(_step(inputs), self.checkpoint_policy, is_scanned=False)
         input_key, *keys = split_keys(key, 1 + len(self.layer_names))
         x, caches = self.input_dropout(x, input_key), {}
-        for name, layer_key in zip(self.layer_names, keys, strict=True):
-            layer_cache = None if cache is None else cache[name]
-            layer = (getattr(self, name), layer_key, layer_cache)
-            x, caches[name] = _applied(self, step, x, layer)
-            # Named here too, outside of what is computed again, for a Repeat around this.
-            x = checkpoint_name(x, "transformer_layer_out")
+        with remat(_step(inputs), self.checkpoint_policy, self, is_scanned=False) as step:
+            for name, layer_key in zip(self.layer_names, keys, strict=True):
+                layer_cache = None if cache is None else cache[name]
+                layer = (getattr(self, name), layer_key, layer_cache)
+                x, caches[name] = _applied(self, step, x, layer)
+                # Named here too, outside of what is computed again, for a Repeat around this.
+                x = checkpoint_name(x, "transformer_layer_out")
         return x, None if cache is None else caches
 
 

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from praxis_lite.core.errors import ConfigError, few
 from praxis_lite.core.partitioner.train_state import StateLayout, TrainState
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
+from praxis_lite.core.sharding.memory_spaces import to_device
 from praxis_lite.run.checkpoints.files.zarr_checks import check_leaf
 from praxis_lite.run.checkpoints.steps.manifest import manifest_leaves
 
@@ -100,5 +101,5 @@ def _checker(sharding: jax.sharding.Sharding) -> Any:
 def _are_bad(leaves: Sequence[jax.Array], is_weight: Sequence[bool]) -> jax.Array:
     return jnp.stack([
         (~jnp.isfinite(x)).any() if weight else jnp.isnan(x).any()
-        for x, weight in zip(leaves, is_weight, strict=True)
+        for x, weight in zip(to_device(leaves), is_weight, strict=True)
     ])

@@ -105,5 +105,6 @@ def _read(array: ReadableArray, leaf: LeafLayout, mesh: Mesh) -> jax.Array:
             blocks[ends] = np.pad(read, pads) if any(pad for _, pad in pads) else read
         return blocks[ends]
 
-    sharding = NamedSharding(mesh, leaf.spec)
-    return jax.make_array_from_callback(leaf.padded_shape, sharding, block, dtype=leaf.dtype)
+    return jax.make_array_from_callback(
+        leaf.padded_shape, leaf.sharding(mesh), block, dtype=leaf.dtype
+    )

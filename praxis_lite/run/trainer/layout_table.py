@@ -18,6 +18,7 @@ from praxis_lite.run.text_table import table_lines
 LARGE_BYTES = 1 << 20
 WASTEFUL_PADDING = 0.10
 LONG_DECISION = 30
+_ON_HOST = " on the host"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +27,8 @@ class LayoutArray:
 
     Attributes:
       shape, padded_shape: its true and its stored shape, such as "[4, 148, 436]".
-      spec: such as "(-, data, mdl)".
-      num_bytes: on each device.
+      spec: such as "(-, data, mdl)", or "(-, data, mdl) on the host".
+      num_bytes: of each device's part, in its own memory or in the host's.
     """
 
     path: str
@@ -42,7 +43,7 @@ class LayoutArray:
         """Returns the array of a leaf."""
         return cls(
             leaf.path, shape_text(leaf.shape), shape_text(leaf.padded_shape), str(leaf.dtype),
-            split_text(leaf.spec), leaf.bytes_per_device,
+            split_text(leaf.spec) + _ON_HOST * leaf.is_on_host, leaf.bytes_per_device,
         )
 
 
@@ -165,12 +166,24 @@ def _others(leaves: Sequence[LeafLayout]) -> str:
 def bytes_per_device(layout: StateLayout) -> dict[str, int]:
     """Returns the bytes of a device's "weights", "optimizer slots" and "averaged weights (EMA)".
 
-    Weights include variables that are not trained, slots the counts of steps. Padding is included.
+    Weights include variables that are not trained, slots the counts of steps. Padding is included,
+    and left out is what lies in the host's memory.
     """
     totals: dict[str, int] = collections.defaultdict(int)
     for leaf in layout.leaves():
-        totals[kind_of(leaf)] += leaf.bytes_per_device
+        totals[kind_of(leaf)] += leaf.bytes_per_device * (not leaf.is_on_host)
     return {kind: totals[kind] for kind in ("weights", "optimizer slots", _EMA) if kind in totals}
+
+
+def host_bytes_per_device(layout: StateLayout) -> int:
+    """Returns the bytes of a device's part of the state that lie in its host's memory."""
+    return sum(leaf.bytes_per_device for leaf in layout.leaves() if leaf.is_on_host)
+
+
+def host_note(layout: StateLayout) -> str:
+    """Returns a sentence on what of the state lies in the host's memory, or ""."""
+    on_host = host_bytes_per_device(layout)
+    return f"Its host keeps {format_bytes(on_host)} more of the state for it." if on_host else ""
 
 
 _EMA = "averaged weights (EMA)"
@@ -190,11 +203,12 @@ def _totals(layout: StateLayout) -> str:
     whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     held = bytes_per_device(layout)
     parts = " + ".join(f"{format_bytes(size)} of {kind}" for kind, size in held.items())
-    return (
+    text = (
         f"{len(weights):,} weights with {num_parameters:,} parameters; the state of training takes "
         f"{format_bytes(whole)}. Each device of the {mesh_text(layout.axis_sizes)} holds {parts} = "
         f"{format_bytes(sum(held.values()))}."
     )
+    return f"{text} {host_note(layout)}".rstrip()
 
 
 def mesh_text(axis_sizes: Mapping[str, int]) -> str:

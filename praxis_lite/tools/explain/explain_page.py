@@ -16,7 +16,7 @@ import jax
 from jax.sharding import Mesh
 
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
-from praxis_lite.run.trainer.layout_table import bytes_per_device, kind_of
+from praxis_lite.run.trainer.layout_table import bytes_per_device, host_note, kind_of
 from praxis_lite.tools.explain import hlo
 
 # Of more devices groups are drawn: a page of 4,096 squares is slow, and shows none.
@@ -61,7 +61,7 @@ def page(
         "mesh": list(layout.axis_sizes.items()),
         **_drawn_mesh(layout.axis_sizes, [device.id for device in mesh.devices.flat]),
         "totals": bytes_per_device(layout),
-        "notes": list(layout.notes),
+        "notes": [*layout.notes, *filter(None, [host_note(layout)])],
         "warnings": list(warnings),
         "leaves": [_leaf(leaf, kind_of(leaf)) for leaf in layout.leaves()],
         "steps": [_step(step) for step in steps],

@@ -84,7 +84,8 @@ class MemoryPerDevice:
     """Bytes on a device, as XLA plans them.
 
     `aliased` outputs lie in donated arguments; `peak` is all that a run allocates: arguments +
-    outputs - aliased + temp.
+    outputs - aliased + temp. `host` is the same of the host's memory, which the CPU's compiler
+    counts as the device's.
     """
 
     arguments: int
@@ -92,6 +93,7 @@ class MemoryPerDevice:
     temp: int
     aliased: int
     peak: int
+    host: int = 0
 
 
 def collectives(
@@ -223,11 +225,16 @@ def memory_per_device(compiled: "jax.stages.Compiled") -> MemoryPerDevice | None
     stats = compiled.memory_analysis()
     if stats is None:
         return None
-    names = ("argument", "output", "temp", "alias")
-    arguments, outputs, temp, aliased = (getattr(stats, f"{n}_size_in_bytes") for n in names)
+
+    def sizes(where: str) -> list[int]:
+        names = ("argument", "output", "temp", "alias")
+        return [getattr(stats, f"{where}{name}_size_in_bytes") for name in names]
+
+    arguments, outputs, temp, aliased = sizes("")
     # Not XLA's peak_memory_in_bytes: on CPU it leaves out temp (jax 0.10 and 0.12).
     peak = arguments + outputs - aliased + temp
-    return MemoryPerDevice(arguments, outputs, temp, aliased, peak)
+    *held, shared = sizes("host_")
+    return MemoryPerDevice(arguments, outputs, temp, aliased, peak, sum(held) - shared)
 
 
 def flops(compiled: "jax.stages.Compiled | str") -> int:

@@ -68,6 +68,7 @@ class Chip:
         a node with torus_dims 0: all that a device can send within it.
       wraps_at: a torus dim of a multiple of this many chips can close into a ring; see `wraps`.
       network_bandwidth: bytes per second that a device can send to another slice or node (DCN).
+      host_bandwidth: bytes per second, each way, between a device and its host (PCIe).
       sources: where the figures are from.
       cuda: of a GPU: what its compiler asks.
     """
@@ -78,6 +79,7 @@ class Chip:
     hbm_bandwidth: float
     link_bandwidth: float
     network_bandwidth: float
+    host_bandwidth: float
     sources: tuple[str, ...]
     clock: float | None = None
     torus_dims: int = 0
@@ -107,7 +109,7 @@ def _hopper(memory: int, description: str) -> CudaTarget:
 
 
 _CLOUD = "https://docs.cloud.google.com/tpu/docs/"
-_BOOK = "https://jax-ml.github.io/scaling-book/tpus/ (links, and to other slices)"
+_BOOK = "https://jax-ml.github.io/scaling-book/tpus/ (links, to other slices, and to the host)"
 # Of a link: 0.9 of what the maker says of a chip's interconnect, over its links and both ways. The
 # memory for programs is what libtpu 0.0.51 says is there when a program does not fit. Clocks follow
 # from peak / (matmul units x 2 x their size), and reproduce the compiler's cycles.
@@ -117,33 +119,35 @@ CHIPS: dict[str, Chip] = {
         Chip(
             name="v4", flops={"bf16": 275e12, "s8": 275e12}, hbm_bytes=int(30.75 * _GIB),
             hbm_bandwidth=1228e9, clock=1.05e9, torus_dims=3, link_bandwidth=45e9, wraps_at=4,
-            network_bandwidth=6.25e9, sources=(_CLOUD + "v4", _BOOK),
+            network_bandwidth=6.25e9, host_bandwidth=16e9, sources=(_CLOUD + "v4", _BOOK),
         ),
         Chip(
             name="v5e", flops={"bf16": 197e12, "s8": 394e12}, hbm_bytes=int(15.75 * _GIB),
             hbm_bandwidth=819e9, clock=1.5e9, torus_dims=2, link_bandwidth=45e9, wraps_at=16,
-            network_bandwidth=3.125e9, sources=(_CLOUD + "v5e", _BOOK),
+            network_bandwidth=3.125e9, host_bandwidth=16e9, sources=(_CLOUD + "v5e", _BOOK),
         ),
         Chip(
             name="v5p", flops={"bf16": 459e12, "s8": 918e12}, hbm_bytes=int(95.74 * _GIB),
             hbm_bandwidth=2765e9, clock=1.75e9, torus_dims=3, link_bandwidth=90e9, wraps_at=4,
-            network_bandwidth=6.25e9, sources=(_CLOUD + "v5p", _BOOK),
+            network_bandwidth=6.25e9, host_bandwidth=16e9, sources=(_CLOUD + "v5p", _BOOK),
         ),
         Chip(
             name="v6e", flops={"bf16": 918e12, "s8": 1836e12}, hbm_bytes=int(31.25 * _GIB),
             hbm_bandwidth=1640e9, clock=1.75e9, torus_dims=2, link_bandwidth=90e9, wraps_at=16,
-            network_bandwidth=12.5e9, sources=(_CLOUD + "v6e", _BOOK),
+            network_bandwidth=12.5e9, host_bandwidth=32e9, sources=(_CLOUD + "v6e", _BOOK),
         ),
         Chip(
             name="tpu7x", flops={"bf16": 2307e12 / 2, "f8e4m3fn": 4614e12 / 2},
             hbm_bytes=int(94.74 * _GIB), hbm_bandwidth=7380e9 / 2, clock=2.2e9, torus_dims=3,
-            link_bandwidth=45e9, wraps_at=4, network_bandwidth=6.25e9,
-            sources=(_CLOUD + "tpu7x (per chip; halved)", _BOOK),
+            link_bandwidth=45e9, wraps_at=4, network_bandwidth=6.25e9, host_bandwidth=32e9 / 2,
+            sources=(_CLOUD + "tpu7x (per chip; halved)", _BOOK, "to the host: v6e's, halved"),
         ),
         Chip(
             name="a100", flops={"bf16": 312e12, "s8": 624e12}, hbm_bytes=int(79 * _GIB),
-            hbm_bandwidth=2039e9, link_bandwidth=300e9, network_bandwidth=25e9,
-            sources=("https://www.nvidia.com/en-us/data-center/a100/ (SXM 80GB; HDR 200 Gb/s)",),
+            hbm_bandwidth=2039e9, link_bandwidth=300e9, network_bandwidth=25e9, host_bandwidth=32e9,
+            sources=(
+                "https://www.nvidia.com/en-us/data-center/a100/ (SXM 80GB; HDR 200 Gb/s; PCIe 4)",
+            ),
             cuda=CudaTarget(
                 capability=(8, 0), cores=108, fpus=64, shared=167_936, shared_of_block=166_912,
                 l2=41_943_040, clock=1.41, memory=85 * 10**9, description="NVIDIA A100-SXM4-80GB",
@@ -151,19 +155,23 @@ CHIPS: dict[str, Chip] = {
         ),
         Chip(
             name="h100", flops={"bf16": 989e12, "f8e4m3fn": 1979e12}, hbm_bytes=int(79 * _GIB),
-            hbm_bandwidth=3350e9, link_bandwidth=450e9, network_bandwidth=50e9,
-            sources=("https://www.nvidia.com/en-us/data-center/h100/ (SXM; NDR 400 Gb/s)",),
+            hbm_bandwidth=3350e9, link_bandwidth=450e9, network_bandwidth=50e9, host_bandwidth=64e9,
+            sources=(
+                "https://www.nvidia.com/en-us/data-center/h100/ (SXM; NDR 400 Gb/s; PCIe 5)",
+            ),
             cuda=_hopper(85 * 10**9, "NVIDIA H100 80GB HBM3"),
         ),
         Chip(
             name="h200", flops={"bf16": 989e12, "f8e4m3fn": 1979e12}, hbm_bytes=int(139 * _GIB),
-            hbm_bandwidth=4800e9, link_bandwidth=450e9, network_bandwidth=50e9,
-            sources=("https://www.nvidia.com/en-us/data-center/h200/ (SXM; NDR 400 Gb/s)",),
+            hbm_bandwidth=4800e9, link_bandwidth=450e9, network_bandwidth=50e9, host_bandwidth=64e9,
+            sources=(
+                "https://www.nvidia.com/en-us/data-center/h200/ (SXM; NDR 400 Gb/s; PCIe 5)",
+            ),
             cuda=_hopper(150 * 10**9, "NVIDIA H200"),
         ),
         Chip(
             name="b200", flops={"bf16": 2250e12, "f8e4m3fn": 4500e12}, hbm_bytes=int(178 * _GIB),
-            hbm_bandwidth=8000e9, link_bandwidth=900e9, network_bandwidth=50e9,
+            hbm_bandwidth=8000e9, link_bandwidth=900e9, network_bandwidth=50e9, host_bandwidth=64e9,
             sources=("https://www.nvidia.com/en-us/data-center/dgx-b200/",),
             cuda=CudaTarget(
                 capability=(10, 0), cores=148, fpus=128, shared=233_472, shared_of_block=232_448,
@@ -173,7 +181,7 @@ CHIPS: dict[str, Chip] = {
         # No figures of a maker's: what one core of a server or laptop does, to an order.
         Chip(
             name="cpu", flops={"bf16": 30e9}, hbm_bytes=2 * _GIB, hbm_bandwidth=5e9,
-            link_bandwidth=2e9, network_bandwidth=1e9,
+            link_bandwidth=2e9, network_bandwidth=1e9, host_bandwidth=5e9,
             sources=("nominal: one core of a machine; its memory is its part of the machine's",),
         ),
     )

@@ -36,6 +36,7 @@ class Efficiencies:
       matmul: of the peak, that a matmul reaches where the compiler tells no cycles.
       link: of a link's bandwidth, which the table of chips has at 0.9 of the maker's.
       network: of the bandwidth of a TPU to other slices.
+      host: of the bandwidth to the host; not fitted.
       nodes: of the bandwidth of a GPU to other nodes.
       hop_seconds: for a message to reach the next device of a ring.
       network_seconds: for a message to another slice or node.
@@ -49,6 +50,7 @@ class Efficiencies:
     matmul: float = 0.6
     link: float = 1.0
     network: float = 1.0
+    host: float = 1.0
     nodes: float = 0.8
     hop_seconds: float = 1e-6
     network_seconds: float = 1e-4
@@ -247,3 +249,17 @@ def wire_seconds(wire: Wire, chip: Chip, efficiencies: Efficiencies) -> float:
     hops = 1 if wire.kind == "collective-permute" else wire.group / 2
     bandwidth = links * chip.link_bandwidth * efficiencies.link
     return wire.sent / bandwidth + hops * efficiencies.hop_seconds
+
+
+def torus_dims(attributes: str) -> int:
+    """Returns how many torus dims libtpu spreads a collective over, by its algorithm's name.
+
+    That says it as `"emitter":"3DAllGatherOnMajorDim"`, or as `num_dims` of a strategy, of which
+    `active_dims` (three flags) says which are used.
+    """
+    if emitter := re.search(r'"emitter":"(\d)DAll', attributes):
+        return int(emitter.group(1))
+    if active := re.search(r"active_dims:(\d+)", attributes):
+        return active.group(1).count("1")
+    dims = re.search(r"num_dims:(\d+)", attributes)
+    return int(dims.group(1)) if dims else 1

@@ -31,6 +31,7 @@ class Memory:
         forward pass's keeps for it. Of other layers they are among the temporaries.
       temporaries: all else.
       padding: the part of weights and slots that is padding.
+      host: in the host's memory, of the state and what is offloaded to it; no part of `peak`.
     """
 
     peak: int
@@ -41,6 +42,7 @@ class Memory:
     activations: int
     temporaries: int
     padding: int
+    host: int = 0
 
     def table(self) -> str:
         """Returns a line per part, the largest first, and the padding."""
@@ -57,6 +59,9 @@ class Memory:
         if self.padding:
             lines.append(f"  {'(padding, within weights and slots)':<36}"
                          f"{format_bytes(self.padding):>12}")
+        if self.host:
+            name = "(besides, in the host's memory)"
+            lines.append(f"  {name:<36}{format_bytes(self.host):>12}")
         return "\n".join(lines)
 
 
@@ -69,6 +74,7 @@ def memory_of(layout: StateLayout, planned: hlo.MemoryPerDevice, text: str, step
     """
     held = list(layout.leaves() if step.trains else step.layout.leaves())
     weights, slots = 0, 0
+    held = [leaf for leaf in held if not (leaf.is_on_host and planned.host)]
     for leaf in held:
         if step.trains and kind_of(leaf) != "weights":
             slots += leaf.bytes_per_device
@@ -84,7 +90,7 @@ def memory_of(layout: StateLayout, planned: hlo.MemoryPerDevice, text: str, step
     return Memory(
         peak=planned.peak, weights=weights, slots=slots, batch=batch, gradients=gradients,
         activations=activations, temporaries=max(0, rest - gradients - activations),
-        padding=int(padding),
+        padding=int(padding), host=planned.host,
     )
 
 
@@ -146,12 +152,13 @@ def what_to_change(memory: Memory | None, layout: StateLayout, available: int) -
         )
         if slots > state / 2:
             changes.append(
-                "slots split over the axes that hold copies (Learner.slot_mesh_axes, ZeRO-1), or "
-                "smaller ones (adafactor, low_precision_slots)"
+                "slots split over the axes that hold copies (Learner.slot_mesh_axes, ZeRO-1), "
+                "slots on the host (Learner.host_slots), or smaller ones (adafactor, "
+                "low_precision_slots)"
             )
     activations = memory.activations + memory.temporaries if memory else 0
     words = [
-        "checkpoint_policy='save_nothing' of the stack",
+        "checkpoint_policy='save_nothing' of the stack, or {'iteration_input': 'offload'}",
         "micro-batches (Learner.gradient_accumulation_steps)", "fewer rows per device",
         "a softmax in chunks (softmax chunk_size)",
     ]

@@ -41,6 +41,8 @@ class StepPlan:
         the loop over tokens: a token for each row.
       compute_seconds, memory_seconds: in matmuls and kernels; in all else.
       network_seconds, exposed_seconds: of collectives, alone; and what is waited for.
+      host_bytes, host_seconds, host_exposed_seconds: of copies to and from the host's memory:
+        alone, and what is waited for.
       flops_per_device, recomputed_flops: of matmuls; what of these remat adds.
       mfu, hfu: the share of the device's peak, without and with what remat adds.
       tokens_per_second: of one device; of a task that counts no tokens, rows.
@@ -72,6 +74,9 @@ class StepPlan:
     memory_seconds: float | None = None
     network_seconds: float | None = None
     exposed_seconds: float | None = None
+    host_bytes: int | None = None
+    host_seconds: float | None = None
+    host_exposed_seconds: float | None = None
     flops_per_device: int | None = None
     recomputed_flops: int | None = None
     mfu: float | None = None
@@ -94,11 +99,18 @@ class StepPlan:
                 "step_seconds_low", "step_seconds_high", "flops_per_device", "mfu", "parameters",
                 "compile_seconds", "topology", "num_devices", "step", "hfu", "recomputed_flops",
                 "compute_seconds", "memory_seconds", "network_seconds", "exposed_seconds",
-                "tokens_per_second", "unit", "bubble_share", "why_not",
+                "tokens_per_second", "unit", "bubble_share", "why_not", "host_bytes",
+                "host_seconds", "host_exposed_seconds",
             )
         }
         result = self.timeline.collectives.values() if self.timeline else ()
+        copies = self.timeline.host_copies.values() if self.timeline else ()
         return fields | {
+            "host_copies": [
+                {name: getattr(item, name) for name in (
+                    "kind", "layer", "count", "bytes", "seconds", "exposed_seconds"
+                )} for item in sorted(copies, key=lambda element: -element.seconds)
+            ],
             "memory": self.memory and dataclasses.asdict(self.memory),
             "decoding": self.decoding and dataclasses.asdict(self.decoding),
             "notes": list(self.notes),
@@ -237,7 +249,9 @@ def timed(
         "step_seconds": middle, "step_seconds_low": low / (1 + spread),
         "step_seconds_high": high * (1 + spread), "compute_seconds": result.compute,
         "memory_seconds": result.memory, "network_seconds": result.wire,
-        "exposed_seconds": result.exposed, "flops_per_device": result.flops,
+        "exposed_seconds": result.exposed, "host_seconds": result.host_link,
+        "host_bytes": sum(copy.bytes for copy in result.host_copies.values()),
+        "host_exposed_seconds": result.host_exposed, "flops_per_device": result.flops,
         "recomputed_flops": result.recomputed_flops, "mfu": useful / (middle * peak),
         "hfu": result.flops / (middle * peak), "timeline": result, "notes": tuple(notes),
         "tokens_per_second": num_units / num_devices / middle,

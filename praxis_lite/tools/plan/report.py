@@ -46,6 +46,12 @@ def figures(plan: StepPlan) -> list[tuple[str, str]]:
             ("matmuls", f"{plan.flops_per_device:.4g} flops per device, "
              f"{plan.recomputed_flops / flops:.0%} of it computed again by remat"),
         ]
+        if plan.host_bytes:
+            result.append(
+                ("host", f"{format_bytes(plan.host_bytes)} to and from its memory per device, "
+                 f"{seconds_text(plan.host_seconds)} over the link, of which "
+                 f"{seconds_text(plan.host_exposed_seconds)} is waited for")
+            )
     result += _of_decoding(plan)
     if plan.bubble_share is not None:
         result.append(
@@ -110,8 +116,11 @@ def plan_text(plan: StepPlan) -> str:
 
 
 def collectives_text(plan: StepPlan) -> str:
-    """Returns bytes and seconds of collectives, by kind and axes, and of the costliest layers."""
-    result = list(plan.timeline.collectives.values())
+    """Returns bytes and seconds of collectives, by kind and axes, and of the costliest layers.
+
+    Copies to and from the host are among them.
+    """
+    result = [*plan.timeline.collectives.values(), *plan.timeline.host_copies.values()]
     if not result:
         return "no collectives"
     rows: list[Sequence[str]] = [("collective", "axes", "count", "sent", "on the wire", "exposed")]

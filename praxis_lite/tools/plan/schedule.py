@@ -3,7 +3,8 @@
 Instructions run one after the other, in the order of the compiled program. One collective is on the
 wires inside a slice at a time, and one on the network between slices; what is scheduled between a
 collective's start and its end goes on beside it, and only what is left of it then is waited for.
-What a kernel, a matmul or a collective costs is `costs`'.
+Copies to the host and from it go by the same rule, each way over a wire of its own. What a kernel,
+a matmul or a collective costs is `costs`'.
 """
 
 import re
@@ -42,9 +43,19 @@ from praxis_lite.tools.plan.costs import (
     bytes_of,
     compute_seconds,
     is_matmul,
+    torus_dims,
     wire_seconds,
 )
-from praxis_lite.tools.plan.hbm import DONES, STARTS, Traffic, bytes_in_hbm
+from praxis_lite.tools.plan.hbm import (
+    DONES,
+    FROM_HOST,
+    STARTS,
+    TO_HOST,
+    HostCopy,
+    Traffic,
+    bytes_in_hbm,
+    host_copy,
+)
 from praxis_lite.tools.plan.timeline import Mesh, OnWire, Timeline
 
 
@@ -83,7 +94,8 @@ class _Walk:
         ends_in = {
             chain: one.name for one in computation.values() for chain, *_ in self.fused(one)
         }
-        now, is_free = 0.0, {False: 0.0, True: 0.0}  # The wires, the network.
+        # The wires, the network, the link to the host.
+        now, is_free = 0.0, dict.fromkeys((False, True, TO_HOST, FROM_HOST), 0.0)
         pending: dict[str, tuple[float, OnWire]] = {}
 
         def sent(one: Instruction, around: Mapping, outside: str = "") -> tuple[float, OnWire]:
@@ -92,6 +104,11 @@ class _Walk:
             entry.instructions.add(item.name)
             is_free[crosses] = max(now, is_free[crosses]) + seconds
             return is_free[crosses], entry
+
+        def copied(copy: HostCopy) -> tuple[float, OnWire]:
+            seconds, entry = self.on_host_link(item, computation, copy, count)
+            is_free[copy.kind] = max(now, is_free[copy.kind]) + seconds
+            return is_free[copy.kind], entry
 
         def waited(until: float, entry: OnWire) -> float:
             entry.exposed_seconds += max(0.0, until - now) * count
@@ -118,12 +135,17 @@ class _Walk:
                     pending[item.name] = end, entry
                 else:
                     now = waited(end, entry)
+            elif copy := host_copy(item, computation):
+                if item.opcode.endswith("-start"):
+                    pending[item.name] = copied(copy)
+                else:
+                    now = waited(*copied(copy))
             elif item.opcode in STARTS:
                 self.traffic.begin(item)
-            elif item.opcode in DONES:
-                now += self.spent(item, self.traffic.wait(item.operands[0]), count)
             elif item.opcode.endswith("-done") and item.operands and item.operands[0] in pending:
                 now = waited(*pending.pop(item.operands[0]))
+            elif item.opcode in DONES:
+                now += self.spent(item, self.traffic.wait(item.operands[0]), count)
             else:
                 started = {chain for chain, *_ in self.fused(item)} - pending.keys()
                 for chain, instruction, around in self.fused(item):
@@ -244,6 +266,21 @@ class _Walk:
         entry.bytes += int(results.get(kind, operands)) * count
         return seconds, crosses, entry
 
+    def on_host_link(
+        self, one: Instruction, around: Mapping, copy: HostCopy, count: int
+    ) -> tuple[float, OnWire]:
+        """Returns the seconds of a copy to or from the host, and the entry it is counted in."""
+        seconds = copy.bytes / (self.chip.host_bandwidth * self.efficiencies.host)
+        layer, source = self._place(one, around, one, around)
+        entry = self.made.host_copies.setdefault(
+            (copy.kind, (), layer), OnWire(copy.kind, (), layer, source)
+        )
+        entry.count, entry.seconds = entry.count + count, entry.seconds + seconds * count
+        entry.bytes, entry.wire_bytes = (
+            size + copy.bytes * count for size in (entry.bytes, entry.wire_bytes)
+        )
+        return seconds, entry
+
     def _entry(
         self, instruction: Instruction, around: Mapping, kind: str, groups: np.ndarray | None,
         fusion: Instruction | None, outside: Mapping,
@@ -251,16 +288,22 @@ class _Walk:
         axes = axes_of_groups(groups, self.mesh.axis_sizes) if groups is not None else ()
         if instruction.opcode == "send":
             axes = self.mesh.axes_between_slices()
-        site = Site(instruction, around, 1, False, False, (), False)
-        layer = together(layers_of(self.program, site))
-        if not layer:
-            whole = fusion._replace(opcode=kind) if fusion else instruction
-            near = site._replace(instruction=whole, computation=outside if fusion else around)
-            layer = nearest_layer(self.program, near) or "unknown"
-        source = source_line(source_frames(self.program, instruction))
+        whole = fusion._replace(opcode=kind) if fusion else instruction
+        layer, source = self._place(instruction, around, whole, outside if fusion else around)
         return self.made.collectives.setdefault(
             (kind, axes, layer), OnWire(kind, axes, layer, source)
         )
+
+    def _place(
+        self, one: Instruction, around: Mapping, whole: Instruction, outside: Mapping
+    ) -> tuple[str, str]:
+        """Returns the layer and the line that an instruction is of, or the fusion around it."""
+        site = Site(one, around, 1, False, False, (), False)
+        layer = together(layers_of(self.program, site))
+        if not layer:
+            near = site._replace(instruction=whole, computation=outside)
+            layer = nearest_layer(self.program, near) or "unknown"
+        return layer, source_line(source_frames(self.program, one))
 
     def _links(
         self, instruction: Instruction, kind: str, groups: np.ndarray | None
@@ -272,7 +315,7 @@ class _Walk:
             return (2 if self.both_links else 1), True
         if colors := re.search(r"UniDirection\w*\{colors:(\d+)", instruction.attributes):
             return int(colors.group(1)), True
-        dims = _torus_dims(instruction.attributes)
+        dims = torus_dims(instruction.attributes)
         return 2 * dims, dims > 1 or self.mesh.is_ring(groups)
 
     def costliest(self, one: Instruction) -> str:
@@ -287,17 +330,3 @@ class _Walk:
             for inner in self.program.computations[name].values()
         )
         return max(branches, key=cost)
-
-
-def _torus_dims(attributes: str) -> int:
-    """Returns how many torus dims libtpu spreads a collective over, by its algorithm's name.
-
-    That says it as `"emitter":"3DAllGatherOnMajorDim"`, or as `num_dims` of a strategy, of which
-    `active_dims` (three flags) says which are used.
-    """
-    if emitter := re.search(r'"emitter":"(\d)DAll', attributes):
-        return int(emitter.group(1))
-    if active := re.search(r"active_dims:(\d+)", attributes):
-        return active.group(1).count("1")
-    dims = re.search(r"num_dims:(\d+)", attributes)
-    return int(dims.group(1)) if dims else 1

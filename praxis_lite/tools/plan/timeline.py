@@ -59,10 +59,10 @@ class Mesh:
 
 @dataclasses.dataclass
 class OnWire:
-    """A collective of a step, all its executions together.
+    """A collective of a step, or a copy to or from the host, all its executions together.
 
     Attributes:
-      kind: of `hlo.KINDS`.
+      kind: of `hlo.KINDS`, or of `hbm.HostCopy`.
       axes: of the mesh, that it runs along; none for a transfer that does not say.
       layer: "encoder/ffn", or "gradient of encoder/ffn".
       source: the line it comes from, "model.py:13", or "".
@@ -101,6 +101,7 @@ class Timeline:
       flops: matmul flops, those of kernels included.
       unknown_kernels: kernels that cost nothing here, by name.
       collectives: by kind, axes and layer.
+      host_copies: over the link to the host, by the same.
       of: by an instruction that is no collective, its seconds.
     """
 
@@ -112,6 +113,7 @@ class Timeline:
     recomputed_flops: int = 0
     unknown_kernels: set[str] = dataclasses.field(default_factory=set)
     collectives: dict[tuple, OnWire] = dataclasses.field(default_factory=dict)
+    host_copies: dict[tuple, OnWire] = dataclasses.field(default_factory=dict)
     of: collections.Counter = dataclasses.field(default_factory=collections.Counter)
 
     @property
@@ -123,3 +125,13 @@ class Timeline:
     def exposed(self) -> float:
         """Seconds in which the device waits for a collective."""
         return sum(collective.exposed_seconds for collective in self.collectives.values())
+
+    @property
+    def host_link(self) -> float:
+        """Seconds of all copies to and from the host, overlapped or not."""
+        return sum(copy.seconds for copy in self.host_copies.values())
+
+    @property
+    def host_exposed(self) -> float:
+        """Seconds in which the device waits for a copy to or from the host."""
+        return sum(copy.exposed_seconds for copy in self.host_copies.values())

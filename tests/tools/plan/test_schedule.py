@@ -244,3 +244,66 @@ def test_devices_along_a_dim_are_a_ring_where_it_wraps(dims, devices, expected):
         {"data": count}, np.zeros(count, int), np.array(devices), dims, CHIPS["v5p"].wraps(dims)
     )
     assert mesh.is_ring(np.arange(count)[None]) is expected
+
+
+# A loop of 3 turns that writes a layer of 4096 bytes to the host beside 1,500 cycles, of which a
+# matmul's worth is left to wait for; then a slice from there, and all of it, that none hides.
+ON_HOST = """HloModule step, num_partitions=8
+
+%body (s: (s32[], f32[1024], f32[3,1024])) -> (s32[], f32[1024], f32[3,1024]) {
+  %s = (s32[], f32[1024], HOST) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %x = f32[1024]{0} get-tuple-element(%s), index=1
+  %kept = HOST get-tuple-element(%s), index=2
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %row = f32[1,1024]{1,0} bitcast(%x)
+  %send = ((HOST, f32[1,1024]{1,0}, s32[], s32[]), HOST, u32[]{:S(2)}) dynamic-update-slice-start(%kept, %row, %i, %i)
+  %y = f32[1024]{0} negate(%x), backend_config={"estimated_cycles":"1500"}
+  %sent = HOST dynamic-update-slice-done(%send)
+  ROOT %out = (s32[], f32[1024], HOST) tuple(%next, %y, %sent)
+}
+
+%cond (s: (s32[], f32[1024], f32[3,1024])) -> pred[] {
+  %s = (s32[], f32[1024], HOST) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %three = s32[] constant(3)
+  ROOT %less = pred[] compare(%i, %three), direction=LT
+}
+
+ENTRY %main (x: f32[1024], h: f32[3,1024]) -> f32[1024] {
+  %x = f32[1024]{0} parameter(0)
+  %h = HOST parameter(1)
+  %zero = s32[] constant(0)
+  %init = (s32[], f32[1024], HOST) tuple(%zero, %x, %h)
+  %loop = (s32[], f32[1024], HOST) while(%init), condition=%cond, body=%body
+  %kept = HOST get-tuple-element(%loop), index=2
+  %fetch = ((HOST, s32[], s32[]), f32[1,1024]{1,0:T(8,128)}, u32[]{:S(2)}) dynamic-slice-start(%kept, %zero, %zero)
+  %fetched = f32[1,1024]{1,0:T(8,128)} dynamic-slice-done(%fetch)
+  %near = (f32[1024]{0:S(1)}, f32[1024]{0}, u32[]{:S(2)}) copy-start(%x)
+  %in_vmem = f32[1024]{0:S(1)} copy-done(%near)
+  %start = (f32[3,1024]{1,0:T(8,128)}, HOST, u32[]{:S(2)}) copy-start(%kept)
+  ROOT %done = f32[3,1024]{1,0:T(8,128)} copy-done(%start)
+}
+""".replace("HOST", "f32[3,1024]{1,0:T(8,128)S(5)}")
+
+
+def test_copies_to_and_from_the_host_take_the_link_and_are_hidden_or_not():
+    chip = dataclasses.replace(CHIP, host_bandwidth=1e9)
+    actual = schedule(ON_HOST, chip, MESH)
+    computed, layer = 1500 / CHIP.clock / FITTED.cycles, 4096 / 1e9
+    assert layer > computed
+    by_kind = {entry.kind: entry for entry in actual.host_copies.values()}
+    sent, fetched = by_kind["copy to the host"], by_kind["copy from the host"]
+    assert (sent.count, sent.bytes) == (3, 3 * 4096)
+    assert (fetched.count, fetched.bytes) == (2, 4 * 4096)  # A layer, and all three.
+    assert sent.exposed_seconds == pytest.approx(3 * (layer - computed))
+    assert fetched.seconds == fetched.exposed_seconds == pytest.approx(4 * layer)
+    assert actual.host_link == pytest.approx(7 * layer)
+    assert actual.host_exposed == pytest.approx(7 * layer - 3 * computed)
+    # A copy within the device is none of these.
+    near = 2 * 4096 / CHIP.hbm_bandwidth
+    assert actual.seconds == pytest.approx(7 * layer, abs=2 * near)
+    assert schedule(ON_HOST, dataclasses.replace(chip, host_bandwidth=1e12), MESH).host_exposed < (
+        actual.host_exposed / 100
+    )

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout, TrainState
@@ -99,7 +99,7 @@ def _made(
     """Returns the leaves that `make` makes and there are not yet; XLA leaves the rest out."""
     mesh, layout = partitioner.mesh, partitioner.layout.select(item)
     shardings = {
-        f"{item}/{leaf.path}": NamedSharding(mesh, leaf.spec)
+        f"{item}/{leaf.path}": leaf.sharding(mesh)
         for leaf in layout.leaves() if f"{item}/{leaf.path}" not in arrays
     }
 

@@ -19,8 +19,9 @@ from praxis_lite.run.trainer.layout_table import shape_text
 _NUM_NAMED = 3
 _SMALLER_STATE = (
     "Split it over more devices (mesh.ici_mesh_shape, with a sharding preset such as fsdp, or "
-    "Learner.slot_mesh_axes for slots alone), take an optimizer with smaller slots (adafactor, "
-    "lion, low_precision_slots in bfloat16), or make the model smaller"
+    "Learner.slot_mesh_axes for slots alone), keep slots on the host (Learner.host_slots), take an "
+    "optimizer with smaller slots (adafactor, lion, low_precision_slots in "
+    "bfloat16), or make the model smaller"
 )
 _SMALLER_STEP = (
     "set Learner.gradient_accumulation_steps, fprop_dtype=bfloat16 or a checkpoint_policy of the "
@@ -54,7 +55,8 @@ def check_fits(layout: StateLayout, mesh: Mesh, mode: str) -> None:
             "not split, so take fewer of them, or devices that exist."
         )
     else:
-        available = bytes_of_a_device(devices)
+        leaves = [leaf for leaf in leaves if not leaf.is_on_host]
+        each, available = sum(leaf.bytes_per_device for leaf in leaves), bytes_of_a_device(devices)
         if each <= available:
             return
         message = (

@@ -224,7 +224,8 @@ def large_program(number, monkeypatch):
         temp = 1 << 52 if next(looks) == number else 0
         return types.SimpleNamespace(
             argument_size_in_bytes=0, output_size_in_bytes=0, alias_size_in_bytes=0,
-            temp_size_in_bytes=temp,
+            temp_size_in_bytes=temp, host_argument_size_in_bytes=0, host_output_size_in_bytes=0,
+            host_alias_size_in_bytes=0, host_temp_size_in_bytes=0,
         )
 
     monkeypatch.setattr(jax.stages.Compiled, "memory_analysis", memory_analysis)

@@ -1,0 +1,85 @@
+"""A small language model that keeps some of its numbers in the host's memory.
+
+Run as a module it is compiled for an absent TPU, and its bytes are printed.
+"""
+
+import json
+from typing import Any
+
+import fiddle as fdl
+import jax
+import numpy as np
+import optax
+
+from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
+from praxis_lite.layers import Repeat, rotary_lm, set_sharding_params
+from praxis_lite.tasks.language_model import LanguageModelTask
+
+NUM_LAYERS, ROWS, LENGTH, VOCAB = 3, 11, 7, 37
+DIMS = dict(vocab_size=VOCAB, model_dims=13, hidden_dims=29, num_heads=3, dim_per_head=6)
+EVEN = dict(vocab_size=40, model_dims=24, hidden_dims=48, num_heads=8, dim_per_head=2)
+LARGE = dict(vocab_size=512, model_dims=512, hidden_dims=2048, num_heads=8, dim_per_head=64)
+INPUTS = ("iteration_input", "query_proj", "ffn1")
+
+
+def placed(place: str) -> dict[str, str]:
+    """Returns a policy that has three activations in a place: on the device, or offloaded."""
+    return dict.fromkeys(INPUTS, place)
+
+
+def partitioner(
+    policy: Any, *, dims: Any = DIMS, mesh: Any = None, stack: Any = Repeat, **learner: Any
+) -> Partitioner:
+    """Returns the model on a mesh of 8 devices, with settings of the stack and the learner."""
+    lm = rotary_lm(
+        num_layers=NUM_LAYERS, stacked_transformer_tpl=fdl.Partial(stack, checkpoint_policy=policy),
+        **dims,
+    )
+    task = LanguageModelTask(
+        fdl.build(set_sharding_params(lm)),
+        Learner(optax.adamw, 1e-2, clip_gradient_norm_to_value=0.5, **learner),
+        inputs_split_mapping={"map_1d": ("data",), "map_2d": ("data", None)},
+    )
+    mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 4, 2))) if mesh is None else mesh
+    return Partitioner(task, mesh)
+
+
+def batch(rows: int = ROWS, length: int = LENGTH) -> dict[str, np.ndarray]:
+    ids = np.random.default_rng(3).integers(0, VOCAB, (rows, length + 1)).astype(np.int32)
+    weights = np.ones((rows, length), np.float32)
+    return {"ids": ids[:, :-1], "labels": ids[:, 1:], "weights": weights}
+
+
+def spec(rows: int = ROWS, length: int = LENGTH) -> dict[str, jax.ShapeDtypeStruct]:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch(rows, length))
+
+
+def trained(made: Partitioner, num_steps: int = 2) -> tuple[list[Any], Any, Any]:
+    """Returns the losses of some steps, the state after them in NumPy, and that state."""
+    key, inputs = made.key(7), made.global_batch(batch())
+    state, losses = made.init(made.key(0)), []
+    for _ in range(num_steps):
+        state, outputs = made.train_step(state, inputs, key)
+        losses.append(np.asarray(outputs["metrics"]["loss"][0]))
+    return losses, jax.tree.map(np.asarray, state), state
+
+
+def memory_on_tpu(policy: Any, **settings: Any) -> dict[str, int]:
+    """Returns the bytes that a v5e's compiler plans for a step, of the device and of its host."""
+    from praxis_lite.tools.plan.topology import topology_of
+
+    devices = topology_of("v5e:2x4", 1).devices
+    mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 4, 2)), devices)
+    made = partitioner(policy, dims=LARGE, mesh=mesh, **settings)
+    planned = made.train_step.lower(spec(64, 512)).compile().memory_analysis()
+    return {
+        name: int(getattr(planned, f"{name}_size_in_bytes"))
+        for name in ("argument", "temp", "host_argument", "host_output", "host_alias", "host_temp")
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps({
+        "device": memory_on_tpu(placed("device")),
+        "offload": memory_on_tpu(placed("offload"), host_slots=".*"),
+    }))
