@@ -5,7 +5,8 @@
         rules=(fdl.Config(QuantizationRule, "transformer", qtype="int8"),))
 
 Weights, slots and checkpoints are those of the model without it. A weight is rounded each time that
-it is used, with a scale per output channel; activations are rounded with a scale per token. The
+it is used, with a scale per output channel; activations are rounded with a scale per token; or each
+with a single scale (`scales="tensor"`). Recipes by a word are in quantization_recipes.py. The
 product is summed in int32 (float8: in float32) and scaled back. Gradients pass the rounding as if
 it were not there; without a `bwd_qtype` the two products of the backward pass are of the unrounded
 factors, in the model's dtype.
@@ -38,11 +39,13 @@ from flax import nnx
 from praxis_lite.core.errors import ConfigError, did_you_mean, is_whole, require, require_choice
 from praxis_lite.core.sharding.leaf_paths import path_pattern
 from praxis_lite.host.optional_packages import optional_module
-from praxis_lite.layers.base.dense import Product, is_dense
+from praxis_lite.layers.base.dense import Dense, Product, is_dense
+from praxis_lite.layers.base.dims import CLASSES
 from praxis_lite.layers.base.variables import num_stacked_dims
 from praxis_lite.layers.whole_model.rounded_products import (
     BLOCK_SIZE,
     QTYPES,
+    SCALES,
     WEIGHT_QTYPES,
     RoundedProduct,
     RoundedWeight,
@@ -62,6 +65,9 @@ class QuantizationRule:
         is rounded to `qtype`; None: the backward pass is not rounded. Not in 4 bits.
       block_size: of a weight in 4 bits: the inputs of a channel that share a scale, counted in the
         last dim of inputs; None: 64.
+      scales: of what is rounded to 8 bits: "channel": one for each output channel of a weight and
+        each token; "tensor": one for all of a factor, over all devices that hold parts of it.
+      but_logits: leave layers that make logits as they are.
 
     Raises:
       ConfigError: no type has that name, one is of integers and the other of floats, `regex` is no
@@ -72,12 +78,15 @@ class QuantizationRule:
     qtype: str | None = "int8"
     bwd_qtype: str | None = None
     block_size: int | None = None
+    scales: str = "channel"
+    but_logits: bool = False
 
     def __post_init__(self):
         for name, qtypes in (("qtype", (*QTYPES, *WEIGHT_QTYPES)), ("bwd_qtype", QTYPES)):
             value = getattr(self, name)
             if value is not None:
                 require_choice(f"QuantizationRule.{name}", value, qtypes)
+        require_choice("QuantizationRule.scales", self.scales, SCALES)
         has_blocks = self.qtype in WEIGHT_QTYPES
         if self.block_size is not None:
             require(
@@ -98,11 +107,9 @@ class QuantizationRule:
 
     def put(self, product: Product) -> Product:
         """Returns a product whose product with `w` is rounded; adapters around it stay exact."""
-        if self.qtype is None:
-            return product
         if self.qtype in WEIGHT_QTYPES:
             return product.over(RoundedWeight(self.qtype, self.block_size or BLOCK_SIZE))
-        return product.over(RoundedProduct(self.qtype, self.bwd_qtype))
+        return product.over(RoundedProduct(self.qtype, self.bwd_qtype, self.scales))
 
 
 def quantized(
@@ -129,8 +136,10 @@ def quantized(
         for i, rule in enumerate(rules):
             if re.match(rule.regex, path):
                 used.add(i)
-                node.product = rule.put(node.product)
-                names.setdefault(rule.qtype, []).append(path)
+                is_left = rule.qtype is None or (rule.but_logits and makes_logits(node))
+                if not is_left:
+                    node.product = rule.put(node.product)
+                names.setdefault(None if is_left else rule.qtype, []).append(path)
                 break
     for i, rule in enumerate(rules):
         if i not in used:
@@ -143,6 +152,11 @@ def quantized(
     ]
     log_rounding(tuple((str(q), tuple(paths)) for q, paths in names.items()), tuple(left))
     return layer
+
+
+def makes_logits(layer: Dense) -> bool:
+    """Returns True for a dense layer whose outputs are classes, or tokens."""
+    return CLASSES in layer.w.get_metadata().get("dim_names", ())
 
 
 def is_matrix(node: Any) -> bool:
