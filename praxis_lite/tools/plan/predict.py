@@ -228,6 +228,7 @@ def timed(
             "all collectives overlapped to none. With JAX's plugin for CUDA installed it is "
             "compiled: pip install jax-cuda12-plugin jax-cuda12-pjrt, of jax's version"
         )
+    notes += chip.notes_of_types(result.flops_by_type)
     if result.unknown_kernels:
         names = ", ".join(sorted(result.unknown_kernels)[:3])
         notes.append(f"kernels that the plan knows nothing of count as no time: {names}")
