@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -66,6 +66,11 @@ class Model(abc.ABC):
     @abc.abstractmethod
     def non_trainable(self, module: Any) -> dict[str, Any]:
         """Returns the "non_trainable" variables as the pass through `module` left them."""
+
+    @property
+    def kept_forms(self) -> Mapping[str, Any]:
+        """The forms by path, "params/ffn/w", of weights that are kept as something else."""
+        return {}
 
     def abstract_module(self) -> Any:
         """Returns the NNX module with shapes for arrays; None of a model of another kind."""

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.core.learner.bound_learner import BoundLearner
 from praxis_lite.core.learner.slots import slot_specs
+from praxis_lite.core.models.kept_weights import KeptForm
 from praxis_lite.core.models.model import spec_leaves
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of
 from praxis_lite.core.sharding.logical_axes import axes_of
@@ -69,6 +70,7 @@ class StateLayout:
       axis_sizes: devices along each mesh axis, in the mesh's order.
       declared_by: what decided the split of a weight, by its path in the tree.
       notes: what was left whole or dropped on the way, in sentences.
+      forms: by path, of weights that have several leaves, the arrays that are kept of each.
     """
 
     shapes: PyTree
@@ -76,6 +78,7 @@ class StateLayout:
     axis_sizes: Mapping[str, int]
     declared_by: Mapping[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    forms: Mapping[str, KeptForm] = dataclasses.field(default_factory=dict)
 
     @property
     def padded_shapes(self) -> PyTree:
@@ -116,7 +119,11 @@ class StateLayout:
         def one(tree: PyTree) -> PyTree:
             return tree[name] if isinstance(tree, Mapping) else getattr(tree, name)
 
-        return StateLayout(one(self.shapes), one(self.specs), self.axis_sizes)
+        forms = {
+            path.removeprefix(f"{name}/"): form for path, form in self.forms.items()
+            if path.startswith(f"{name}/")
+        }
+        return StateLayout(one(self.shapes), one(self.specs), self.axis_sizes, forms=forms)
 
     def leaves(self) -> Iterator[LeafLayout]:
         """Yields each leaf's layout in the tree's order."""
@@ -176,5 +183,6 @@ def layout_and_learner(
         axis_sizes=dict(axis_sizes),
         declared_by={f"mdl_vars/{p}": spec.declared_by for p, spec in spec_leaves(weight_specs)},
         notes=decisions.notes,
+        forms={f"mdl_vars/{path}": form for path, form in task.model.kept_forms.items()},
     )
     return layout, learner

@@ -39,14 +39,12 @@ from flax import nnx
 from praxis_lite.core.errors import ConfigError, did_you_mean, is_whole, require, require_choice
 from praxis_lite.core.sharding.leaf_paths import path_pattern
 from praxis_lite.host.optional_packages import optional_module
-from praxis_lite.layers.base.dense import Dense, Product, is_dense
-from praxis_lite.layers.base.dims import CLASSES
+from praxis_lite.layers.base.dense import Product, is_dense
 from praxis_lite.layers.base.variables import num_stacked_dims
+from praxis_lite.layers.whole_model.four_bit_weights import BLOCK_SIZE, WEIGHT_QTYPES
 from praxis_lite.layers.whole_model.rounded_products import (
-    BLOCK_SIZE,
     QTYPES,
     SCALES,
-    WEIGHT_QTYPES,
     RoundedProduct,
     RoundedWeight,
 )
@@ -136,7 +134,7 @@ def quantized(
         for i, rule in enumerate(rules):
             if re.match(rule.regex, path):
                 used.add(i)
-                is_left = rule.qtype is None or (rule.but_logits and makes_logits(node))
+                is_left = rule.qtype is None or (rule.but_logits and node.makes_logits)
                 if not is_left:
                     node.product = rule.put(node.product)
                 names.setdefault(None if is_left else rule.qtype, []).append(path)
@@ -152,11 +150,6 @@ def quantized(
     ]
     log_rounding(tuple((str(q), tuple(paths)) for q, paths in names.items()), tuple(left))
     return layer
-
-
-def makes_logits(layer: Dense) -> bool:
-    """Returns True for a dense layer whose outputs are classes, or tokens."""
-    return CLASSES in layer.w.get_metadata().get("dim_names", ())
 
 
 def is_matrix(node: Any) -> bool:

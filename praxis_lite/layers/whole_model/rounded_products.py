@@ -9,20 +9,15 @@ import jax.numpy as jnp
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.host.optional_packages import optional_module
-from praxis_lite.layers.base.base_layer import to_multiple
 from praxis_lite.layers.base.dense import Dense, Product, in_order
+from praxis_lite.layers.whole_model.four_bit_weights import in_4_bits
 
 QTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
 # Of a factor: one for each row or column that a product keeps, or one for all.
 SCALES = ("channel", "tensor")
-# Of the weight alone.
-WEIGHT_QTYPES = ("int4", "nf4")
-BLOCK_SIZE = 64  # QLoRA's.
 # The largest int8 is 127. Qwix's own bound of 127.5 puts each row's largest element between two
 # integers, where the last bit of a float decides, which may differ from mesh to mesh.
-_CALIBRATION = dict.fromkeys((*QTYPES, *WEIGHT_QTYPES), "absmax") | {
-    "int8": f"absmax,{127.5 / 127}", "int4": f"absmax,{7.5 / 7}"
-}
+_CALIBRATION = dict.fromkeys(QTYPES, "absmax") | {"int8": f"absmax,{127.5 / 127}"}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 5))
@@ -129,7 +124,9 @@ class RoundedWeight(Product):
         letters = operands.split(",")[1]
         *_, last = (i for i, letter in enumerate(letters) if letter not in outputs)
         # The rounded value, with the gradient of the other.
-        rounded = jax.lax.stop_gradient(_in_blocks(w, self.qtype, self.block_size, last))
+        rounded = in_4_bits(
+            jax.lax.stop_gradient(w), self.qtype, self.block_size, last - w.ndim
+        ).astype(w.dtype)
         return rounded + (w - jax.lax.stop_gradient(w))
 
     def factors(self, layer: Dense, inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
@@ -140,16 +137,3 @@ class RoundedWeight(Product):
 
     def adds_up(self) -> bool:
         return False
-
-
-def _in_blocks(w: jax.Array, qtype: str, block_size: int, dim: int) -> jax.Array:
-    """Returns a rounded weight, with a scale for each block of `dim` and each other index."""
-    qwix = optional_module("qwix", "quantized")
-    size = min(block_size, w.shape[dim])
-    whole = to_multiple(w.astype(jnp.float32), size, dim)
-    rounded = qwix.quantize(
-        whole, qtype, channelwise_axes=[i for i in range(w.ndim) if i != dim],
-        tiled_axes={dim: size}, calibration_method=_CALIBRATION[qtype],
-    )
-    exact = qwix.dequantize(rounded).astype(w.dtype)
-    return jax.lax.slice_in_dim(exact, 0, w.shape[dim], axis=dim)

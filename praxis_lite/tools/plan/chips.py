@@ -182,13 +182,15 @@ CHIPS: dict[str, Chip] = {
             ),
         ),
         Chip(
-            name="h100", flops={"bf16": 989e12, "s8": 1979e12, "f8e4m3fn": 1979e12}, hbm_bytes=int(79 * _GIB),
+            name="h100", flops={"bf16": 989e12, "s8": 1979e12, "f8e4m3fn": 1979e12},
+            hbm_bytes=int(79 * _GIB),
             hbm_bandwidth=3350e9, link_bandwidth=450e9, network_bandwidth=50e9,
             sources=("https://www.nvidia.com/en-us/data-center/h100/ (SXM; NDR 400 Gb/s)",),
             cuda=_hopper(85 * 10**9, "NVIDIA H100 80GB HBM3"),
         ),
         Chip(
-            name="h200", flops={"bf16": 989e12, "s8": 1979e12, "f8e4m3fn": 1979e12}, hbm_bytes=int(139 * _GIB),
+            name="h200", flops={"bf16": 989e12, "s8": 1979e12, "f8e4m3fn": 1979e12},
+            hbm_bytes=int(139 * _GIB),
             hbm_bandwidth=4800e9, link_bandwidth=450e9, network_bandwidth=50e9,
             sources=("https://www.nvidia.com/en-us/data-center/h200/ (SXM; NDR 400 Gb/s)",),
             cuda=_hopper(150 * 10**9, "NVIDIA H200"),
