@@ -108,7 +108,7 @@ def in_4_bits(weight: jax.Array, qtype: str, block_size: int, dim: int) -> FourB
 def forms_in_4_bits(module: nnx.Module, qtype: str) -> Mapping[str, Keep]:
     """Returns forms by path for the weights of dense layers but the one that makes logits."""
     return {
-        f"params/{'/'.join(map(str, path))}/w": functools.partial(
+        "/".join(("params", *map(str, path), "w")): functools.partial(
             in_4_bits, qtype=qtype, block_size=BLOCK_SIZE, dim=node.summed_dims[-1]
         )
         for path, node in nnx.iter_graph(module)
