@@ -1,4 +1,4 @@
-"""Matrix products in int8 or float8, or of weights in 4 bits: a setting around a model, by Qwix.
+"""Matrix products in int8 or float8, or of weights rounded to 4 bits: a setting around a model.
 
     task.model = fdl.Partial(
         quantized, model=fdl.Partial(TransformerLm, ...),
@@ -18,11 +18,11 @@ passes the rounding.
 Never rounded are products of two activations (attention's logits), experts, convolutions,
 recurrences, embeddings and LoRA's thin products; the log names the layers that a pattern matches
 and that are not rounded. A softmax with a `chunk_size` cannot have its weight rounded. Stored
-weights stay float32, so that decoding rounds them for every token. Rounding is to nearest, in the
+weights stay float32 (in 4 bits: four_bit_weights.py), so that decoding rounds them for every token. Rounding is to nearest, in the
 backward pass too. A sum of more than 133,000 int8 products can leave int32 if nearly all are the
 largest (with a `bwd_qtype`, a weight's gradient sums over all tokens of a device).
 
-Only the arithmetic is Qwix's: `qwix.quantize` and `qwix.einsum`. Its `qwix.quantize_model`
+Of 8 bits the arithmetic is Qwix's: `qwix.quantize` and `qwix.einsum`. Its `qwix.quantize_model`
 intercepts one method of a model (an LM has two, `__call__` and `compute_loss`), finds layers by
 walking Python's stack, and asks Flax for methods that are deprecated.
 """
