@@ -6,6 +6,8 @@ the reason why a run cannot be built. What differs from what was run:
 - Parallel blocks have two norms, of the same input; MaxText's have one.
 - MaxText's norms of values are left out.
 - Kernels of attention are JAX's splash, whatever flash kernel was run.
+- Products in int8 and float8 have their scales from what is multiplied; MaxText's fp8_full took
+  fixed ones, which need no pass over it.
 """
 
 import math
@@ -40,6 +42,9 @@ from praxis_lite.tools.plan.planned_job import PLANNING_OPTIONS
 
 Run = dict[str, Any]
 
+# Their quantization, by its first word, as a recipe of ours. MaxText's int8 (AQT) has a scale for
+# each channel, its fp8_full one for each tensor; both round the backward pass too.
+_RECIPES = {"int8": "int8", "fp8_full": "float8_per_tensor"}
 # What the backward pass kept, as the policy of ours that keeps the same, or nearly.
 _POLICIES = {
     "full": "save_nothing",
@@ -65,8 +70,8 @@ def why_not(run: Run) -> str:
         return "no TPU: its compiler is not here"
     if not run["completeness"]["simulable"] or not run["derived"].get("step_seconds"):
         return "incomplete: " + "; ".join(run["completeness"]["missing"])
-    if run["quantization"]:
-        return f"computed in {run['quantization'].split(' ')[0]}; the matmuls of the plan are bf16"
+    if run["quantization"] and run["model"].get("experts"):
+        return f"multiplied experts in {run['quantization'].split(' ')[0]}, which are never rounded here"
     if "dropless" in (run["model"].get("moe_dispatch") or ""):
         return "dropless experts: grouped matmuls in a kernel that is not modelled"
     axes = run["mesh"]["ici"]
@@ -212,6 +217,7 @@ def partitioner_of(
     task = LanguageModelTask(
         fdl.build(config), _learner(run),
         inputs_split_mapping={"map_1d": (batch,), "map_2d": (batch, None)},
+        quantization=_RECIPES[run["quantization"].split(" ")[0]] if run["quantization"] else None,
     )
     return Partitioner(
         task, make_mesh(mesh_of(run), devices),

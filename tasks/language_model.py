@@ -29,7 +29,7 @@ from praxis_lite.decode import (
     stored_forms,
 )
 from praxis_lite.inputs.tokenizers import ByteTokenizer, Tokenizer, as_tokenizer
-from praxis_lite.layers import Summary, aux_loss, intermediates
+from praxis_lite.layers import Summary, aux_loss, intermediates, with_recipe
 
 __all__ = [
     "LanguageModelTask", "outputs_of_logits", "paddings_with_filler", "reports_of_batches",
@@ -58,6 +58,8 @@ class LanguageModelTask(Task):
     Args:
       model, learner, inputs_split_mapping, fprop_dtype, metrics: see Task. Metrics are given what
         the model's `compute_loss` returns, or logits if it has none.
+      quantization: a word of QUANTIZATION_RECIPES: "int8", "float8" and their like round products of
+        dense layers, "nf4" and "int4" keep frozen weights in 4 bits; None: neither.
       tokenizer: for the text of what is decoded, or the directory of one; None: bytes. Its
         `token_unit` names the metric bits_per_..., and it is the one of the datasets.
       decoder: how prompts are continued; None: greedily. Its eos_id and stop strings become tokens
@@ -75,13 +77,14 @@ class LanguageModelTask(Task):
         *,
         inputs_split_mapping: Mapping[str, Any] | None = None,
         fprop_dtype: jnp.dtype | None = None,
+        quantization: str | None = None,
         tokenizer: Tokenizer | str | None = None,
         decoder: Decoder | None = None,
         metrics: Mapping[str, Metric] | None = None,
     ):
         super().__init__(
-            model, learner, inputs_split_mapping=inputs_split_mapping, fprop_dtype=fprop_dtype,
-            metrics=metrics,
+            with_recipe(model, quantization), learner, inputs_split_mapping=inputs_split_mapping,
+            fprop_dtype=fprop_dtype, metrics=metrics,
         )
         self.tokenizer, self._is_named = as_tokenizer(tokenizer), tokenizer is not None
         self.decoder = for_tokenizer(decoder or Greedy(), self.tokenizer)

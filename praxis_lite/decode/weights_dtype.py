@@ -193,7 +193,7 @@ def _dense_layers(
     """Returns by their weight's path dense layers, and the weight's dims that they sum over."""
     result = {
         f"params/{path}/w".replace("//", "/"): (node, dims) for path, node in _nodes(task)
-        if is_dense(node) and (dims := _summed_dims(node))
+        if is_dense(node) and (dims := node.summed_dims)
     }
     if not result:
         raise ConfigError(
@@ -201,12 +201,3 @@ def _dense_layers(
             "layer of praxis_lite for it. Leave it out."
         )
     return result
-
-
-def _summed_dims(layer: Dense) -> tuple[int, ...]:
-    """Returns the dims of w that the product sums over, from the end; () if over parts of a dim."""
-    outputs, groups = layer.equation.split("->")[1], layer.letters
-    kept = [{letter in outputs for letter in group} for group in groups]
-    if any(len(item) > 1 for item in kept):
-        return ()
-    return tuple(i - len(groups) for i, item in enumerate(kept) if item == {False})

@@ -96,6 +96,10 @@ from praxis_lite.layers.whole_model.adapters import lora as lora
 from praxis_lite.layers.whole_model.adapters import merge_adapters as merge_adapters
 from praxis_lite.layers.whole_model.quantization import QuantizationRule as QuantizationRule
 from praxis_lite.layers.whole_model.quantization import quantized as quantized
+from praxis_lite.layers.whole_model.quantization_recipes import (
+    QUANTIZATION_RECIPES as QUANTIZATION_RECIPES,
+)
+from praxis_lite.layers.whole_model.quantization_recipes import with_recipe as with_recipe
 from praxis_lite.layers.whole_model.reference import reference_of as reference_of
 from praxis_lite.layers.whole_model.reference import with_reference as with_reference
 from praxis_lite.layers.whole_model.rounded_products import quantized_einsum as quantized_einsum

@@ -75,6 +75,11 @@ class Model(abc.ABC):
         """Returns `params` with the weights set that follow tallies, given their sums by path."""
         return params
 
+    @property
+    def kept_forms(self) -> Mapping[str, Any]:
+        """The forms by path, "params/ffn/w", of weights that are kept as something else."""
+        return {}
+
     def abstract_module(self) -> Any:
         """Returns the NNX module with shapes for arrays; None of a model of another kind."""
         return None

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.core.learner.bound_learner import BoundLearner
 from praxis_lite.core.learner.slots import slot_memory, slot_specs
+from praxis_lite.core.models.kept_weights import KeptForm
 from praxis_lite.core.models.model import spec_leaves
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of
 from praxis_lite.core.sharding.logical_axes import axes_of
@@ -81,6 +82,7 @@ class StateLayout:
       declared_by: what decided the split of a weight, by its path in the tree.
       notes: what was left whole or dropped on the way, in sentences.
       memory_kinds: the same tree of "device" or "pinned_host"; None: all are on the devices.
+      forms: by path, of weights that have several leaves, the arrays that are kept of each.
     """
 
     shapes: PyTree
@@ -89,6 +91,7 @@ class StateLayout:
     declared_by: Mapping[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     memory_kinds: PyTree = None
+    forms: Mapping[str, KeptForm] = dataclasses.field(default_factory=dict)
 
     @property
     def has_host_memory(self) -> bool:
@@ -161,7 +164,13 @@ class StateLayout:
             return tree[name] if isinstance(tree, Mapping) else getattr(tree, name)
 
         kinds = None if self.memory_kinds is None else one(self.memory_kinds)
-        return StateLayout(one(self.shapes), one(self.specs), self.axis_sizes, memory_kinds=kinds)
+        forms = {
+            path.removeprefix(f"{name}/"): form for path, form in self.forms.items()
+            if path.startswith(f"{name}/")
+        }
+        return StateLayout(
+            one(self.shapes), one(self.specs), self.axis_sizes, memory_kinds=kinds, forms=forms
+        )
 
     def leaves(self) -> Iterator[LeafLayout]:
         """Yields each leaf's layout in the tree's order."""
@@ -231,6 +240,7 @@ def layout_and_learner(
         declared_by={f"mdl_vars/{p}": spec.declared_by for p, spec in spec_leaves(weight_specs)},
         notes=decisions.notes,
         memory_kinds=kinds,
+        forms={f"mdl_vars/{path}": form for path, form in task.model.kept_forms.items()},
     )
     if layout.has_host_memory:
         learner.layout_on_host = layout.select("opt_states")

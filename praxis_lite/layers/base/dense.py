@@ -15,7 +15,7 @@ from flax import nnx
 
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, broadcast_as, xavier
-from praxis_lite.layers.base.dims import NONE, matrix_of, merged_dim
+from praxis_lite.layers.base.dims import CLASSES, NONE, matrix_of, merged_dim
 from praxis_lite.layers.base.variables import num_stacked_dims
 from praxis_lite.layers.initializers import TrueFans
 
@@ -75,7 +75,7 @@ def in_order(equation: str) -> str:
 
 
 class StoredWeight(abc.ABC):
-    """A weight that decoding keeps as something else than an array."""
+    """A weight that is kept as something else than an array, in decoding or in the state."""
 
     @property
     @abc.abstractmethod
@@ -156,6 +156,20 @@ class Dense(BaseLayer):
             groups.append(letters[:length])
             letters, num_merged = letters[length:], num_merged - length + 1
         return tuple(groups)
+
+    @property
+    def summed_dims(self) -> tuple[int, ...]:
+        """The dims of w that the product sums over, from the end; () if over parts of a dim."""
+        outputs, groups = self.equation.split("->")[1], self.letters
+        kept = [{letter in outputs for letter in group} for group in groups]
+        if any(len(item) > 1 for item in kept):
+            return ()
+        return tuple(i - len(groups) for i, item in enumerate(kept) if item == {False})
+
+    @property
+    def makes_logits(self) -> bool:
+        """Returns True if outputs are classes, or tokens."""
+        return CLASSES in self.w.get_metadata().get("dim_names", ())
 
     def kernel(self, dtype: Any) -> jax.Array:
         """Returns the weight in the equation's dims."""

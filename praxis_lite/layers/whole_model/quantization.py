@@ -1,11 +1,12 @@
-"""Matrix products in int8 or float8, or of weights in 4 bits: a setting around a model, by Qwix.
+"""Matrix products in int8 or float8, or of weights rounded to 4 bits: a setting around a model.
 
     task.model = fdl.Partial(
         quantized, model=fdl.Partial(TransformerLm, ...),
         rules=(fdl.Config(QuantizationRule, "transformer", qtype="int8"),))
 
 Weights, slots and checkpoints are those of the model without it. A weight is rounded each time that
-it is used, with a scale per output channel; activations are rounded with a scale per token. The
+it is used, with a scale per output channel; activations are rounded with a scale per token; or each
+with a single scale (`scales="tensor"`). Recipes by a word are in quantization_recipes.py. The
 product is summed in int32 (float8: in float32) and scaled back. Gradients pass the rounding as if
 it were not there; without a `bwd_qtype` the two products of the backward pass are of the unrounded
 factors, in the model's dtype.
@@ -17,11 +18,11 @@ passes the rounding.
 Never rounded are products of two activations (attention's logits), experts, convolutions,
 recurrences, embeddings and LoRA's thin products; the log names the layers that a pattern matches
 and that are not rounded. A softmax with a `chunk_size` cannot have its weight rounded. Stored
-weights stay float32, so that decoding rounds them for every token. Rounding is to nearest, in the
+weights stay float32 (in 4 bits: four_bit_weights.py), so that decoding rounds them for every token. Rounding is to nearest, in the
 backward pass too. A sum of more than 133,000 int8 products can leave int32 if nearly all are the
 largest (with a `bwd_qtype`, a weight's gradient sums over all tokens of a device).
 
-Only the arithmetic is Qwix's: `qwix.quantize` and `qwix.einsum`. Its `qwix.quantize_model`
+Of 8 bits the arithmetic is Qwix's: `qwix.quantize` and `qwix.einsum`. Its `qwix.quantize_model`
 intercepts one method of a model (an LM has two, `__call__` and `compute_loss`), finds layers by
 walking Python's stack, and asks Flax for methods that are deprecated.
 """
@@ -40,10 +41,10 @@ from praxis_lite.core.sharding.leaf_paths import path_pattern
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.layers.base.dense import Product, is_dense
 from praxis_lite.layers.base.variables import num_stacked_dims
+from praxis_lite.layers.whole_model.four_bit_weights import BLOCK_SIZE, WEIGHT_QTYPES
 from praxis_lite.layers.whole_model.rounded_products import (
-    BLOCK_SIZE,
     QTYPES,
-    WEIGHT_QTYPES,
+    SCALES,
     RoundedProduct,
     RoundedWeight,
 )
@@ -62,6 +63,9 @@ class QuantizationRule:
         is rounded to `qtype`; None: the backward pass is not rounded. Not in 4 bits.
       block_size: of a weight in 4 bits: the inputs of a channel that share a scale, counted in the
         last dim of inputs; None: 64.
+      scales: of what is rounded to 8 bits: "channel": one for each output channel of a weight and
+        each token; "tensor": one for all of a factor, over all devices that hold parts of it.
+      but_logits: leave layers that make logits as they are.
 
     Raises:
       ConfigError: no type has that name, one is of integers and the other of floats, `regex` is no
@@ -72,12 +76,15 @@ class QuantizationRule:
     qtype: str | None = "int8"
     bwd_qtype: str | None = None
     block_size: int | None = None
+    scales: str = "channel"
+    but_logits: bool = False
 
     def __post_init__(self):
         for name, qtypes in (("qtype", (*QTYPES, *WEIGHT_QTYPES)), ("bwd_qtype", QTYPES)):
             value = getattr(self, name)
             if value is not None:
                 require_choice(f"QuantizationRule.{name}", value, qtypes)
+        require_choice("QuantizationRule.scales", self.scales, SCALES)
         has_blocks = self.qtype in WEIGHT_QTYPES
         if self.block_size is not None:
             require(
@@ -98,11 +105,9 @@ class QuantizationRule:
 
     def put(self, product: Product) -> Product:
         """Returns a product whose product with `w` is rounded; adapters around it stay exact."""
-        if self.qtype is None:
-            return product
         if self.qtype in WEIGHT_QTYPES:
             return product.over(RoundedWeight(self.qtype, self.block_size or BLOCK_SIZE))
-        return product.over(RoundedProduct(self.qtype, self.bwd_qtype))
+        return product.over(RoundedProduct(self.qtype, self.bwd_qtype, self.scales))
 
 
 def quantized(
@@ -129,8 +134,10 @@ def quantized(
         for i, rule in enumerate(rules):
             if re.match(rule.regex, path):
                 used.add(i)
-                node.product = rule.put(node.product)
-                names.setdefault(rule.qtype, []).append(path)
+                is_left = rule.qtype is None or (rule.but_logits and node.makes_logits)
+                if not is_left:
+                    node.product = rule.put(node.product)
+                names.setdefault(None if is_left else rule.qtype, []).append(path)
                 break
     for i, rule in enumerate(rules):
         if i not in used:

@@ -9,39 +9,39 @@ import jax.numpy as jnp
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.host.optional_packages import optional_module
-from praxis_lite.layers.base.base_layer import to_multiple
 from praxis_lite.layers.base.dense import Dense, Product, in_order
+from praxis_lite.layers.whole_model.four_bit_weights import in_4_bits
 
 QTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
-# Of the weight alone.
-WEIGHT_QTYPES = ("int4", "nf4")
-BLOCK_SIZE = 64  # QLoRA's.
+# Of a factor: one for each row or column that a product keeps, or one for all.
+SCALES = ("channel", "tensor")
 # The largest int8 is 127. Qwix's own bound of 127.5 puts each row's largest element between two
 # integers, where the last bit of a float decides, which may differ from mesh to mesh.
-_CALIBRATION = dict.fromkeys((*QTYPES, *WEIGHT_QTYPES), "absmax") | {
-    "int8": f"absmax,{127.5 / 127}", "int4": f"absmax,{7.5 / 7}"
-}
+_CALIBRATION = dict.fromkeys(QTYPES, "absmax") | {"int8": f"absmax,{127.5 / 127}"}
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 5))
 def quantized_einsum(
-    equation: str, qtype: str, bwd_qtype: str | None, x: jax.Array, w: jax.Array
+    equation: str, qtype: str, bwd_qtype: str | None, x: jax.Array, w: jax.Array,
+    scales: str = "channel",
 ) -> jax.Array:
     """Returns `einsum(equation, x, w)` of rounded factors, in x's dtype.
 
     Args:
       equation: "bd,df->bf": two factors, each letter in two of the three.
-      qtype, bwd_qtype: see QuantizationRule.
+      qtype, bwd_qtype, scales: see QuantizationRule.
     """
-    return _einsum(equation, (x, qtype), (w, qtype)).astype(x.dtype)
+    return _einsum(equation, scales, (x, qtype), (w, qtype)).astype(x.dtype)
 
 
-def _forward(equation: str, qtype: str, bwd_qtype: str | None, x: jax.Array, w: jax.Array):
-    return quantized_einsum(equation, qtype, bwd_qtype, x, w), (x, w)
+def _forward(
+    equation: str, qtype: str, bwd_qtype: str | None, x: jax.Array, w: jax.Array, scales: str
+):
+    return quantized_einsum(equation, qtype, bwd_qtype, x, w, scales), (x, w)
 
 
 def _backward(
-    equation: str, qtype: str, bwd_qtype: str | None, residuals: tuple, g: jax.Array
+    equation: str, qtype: str, bwd_qtype: str | None, scales: str, residuals: tuple, g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, w = residuals
     factors, outputs = equation.split("->")
@@ -50,18 +50,18 @@ def _backward(
     if bwd_qtype is None:
         dx, dw = jnp.einsum(for_x, g, w.astype(g.dtype)), jnp.einsum(for_w, g, x)
     else:
-        dx = _einsum(for_x, (g, bwd_qtype), (w, qtype))
-        dw = _einsum(for_w, (g, bwd_qtype), (x, qtype))
+        dx = _einsum(for_x, scales, (g, bwd_qtype), (w, qtype))
+        dw = _einsum(for_w, scales, (g, bwd_qtype), (x, qtype))
     return dx.astype(x.dtype), dw.astype(w.dtype)
 
 
 quantized_einsum.defvjp(_forward, _backward)
 
 
-def _einsum(equation: str, *factors: tuple[jax.Array, str]) -> jax.Array:
+def _einsum(equation: str, scales: str, *factors: tuple[jax.Array, str]) -> jax.Array:
     """Returns the float32 product of factors, each rounded to its type.
 
-    A factor has a scale for each index that the product keeps.
+    A factor has a scale for each index that the product keeps, or a single scale.
     """
     qwix = optional_module("qwix", "quantized")
     letters, outputs = equation.split("->")
@@ -69,7 +69,9 @@ def _einsum(equation: str, *factors: tuple[jax.Array, str]) -> jax.Array:
         qwix.quantize(
             factor.astype(jnp.float32),
             jnp.dtype(qtype),
-            channelwise_axes=[i for i, letter in enumerate(local) if letter in outputs],
+            channelwise_axes=[
+                i for i, letter in enumerate(local) if letter in outputs and scales == "channel"
+            ],
             calibration_method=_CALIBRATION[qtype],
         )
         for local, (factor, qtype) in zip(letters.split(","), factors, strict=True)
@@ -83,6 +85,7 @@ class RoundedProduct(Product):
 
     qtype: str
     bwd_qtype: str | None
+    scales: str = "channel"
 
     def multiplied(self, layer: Dense, inputs: jax.Array) -> jax.Array:
         equation = layer.equation
@@ -90,7 +93,7 @@ class RoundedProduct(Product):
         num_leading = inputs.ndim - len(equation.partition(",")[0].replace("...", ""))
         return quantized_einsum(
             equation.replace("...", "".join(free[:num_leading])), self.qtype, self.bwd_qtype,
-            inputs, layer.kernel(layer.w.dtype),
+            inputs, layer.kernel(layer.w.dtype), self.scales,
         )
 
     def factors(self, layer: Dense, inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
@@ -121,7 +124,9 @@ class RoundedWeight(Product):
         letters = operands.split(",")[1]
         *_, last = (i for i, letter in enumerate(letters) if letter not in outputs)
         # The rounded value, with the gradient of the other.
-        rounded = jax.lax.stop_gradient(_in_blocks(w, self.qtype, self.block_size, last))
+        rounded = in_4_bits(
+            jax.lax.stop_gradient(w), self.qtype, self.block_size, last - w.ndim
+        ).astype(w.dtype)
         return rounded + (w - jax.lax.stop_gradient(w))
 
     def factors(self, layer: Dense, inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
@@ -132,16 +137,3 @@ class RoundedWeight(Product):
 
     def adds_up(self) -> bool:
         return False
-
-
-def _in_blocks(w: jax.Array, qtype: str, block_size: int, dim: int) -> jax.Array:
-    """Returns a rounded weight, with a scale for each block of `dim` and each other index."""
-    qwix = optional_module("qwix", "quantized")
-    size = min(block_size, w.shape[dim])
-    whole = to_multiple(w.astype(jnp.float32), size, dim)
-    rounded = qwix.quantize(
-        whole, qtype, channelwise_axes=[i for i in range(w.ndim) if i != dim],
-        tiled_axes={dim: size}, calibration_method=_CALIBRATION[qtype],
-    )
-    exact = qwix.dequantize(rounded).astype(w.dtype)
-    return jax.lax.slice_in_dim(exact, 0, w.shape[dim], axis=dim)

@@ -265,6 +265,12 @@ def matmul_flops(one: Instruction, around: Mapping[str, Instruction]) -> int:
     return 2 * math.prod(result) * math.prod(dims[0][int(dim)] for dim in over)
 
 
+def matmul_type(one: Instruction, around: Mapping[str, Instruction]) -> str:
+    """Returns the element type in which a matmul multiplies: its operands', the wider of two."""
+    arrays = [arrays_of(around[name].shape)[0] for name in one.operands[:2]]
+    return max(arrays, key=lambda array: array.bits).dtype
+
+
 def _convolution_flops(
     lhs: Sequence[int], rhs: Sequence[int], result: Sequence[int], attributes: str
 ) -> int:

@@ -17,10 +17,14 @@ class Array(NamedTuple):
     dims: tuple[int, ...]
 
     @property
-    def bytes(self) -> int:
+    def bits(self) -> int:
+        """Of an element."""
         bits = re.search(r"\d+", self.dtype)  # s4, bf16, f8e4m3fn; a token or opaque has none.
-        size = 8 if self.dtype == "pred" else int(bits.group(0)) if bits else 0
-        return -(-math.prod(self.dims) * size // 8)
+        return 8 if self.dtype == "pred" else int(bits.group(0)) if bits else 0
+
+    @property
+    def bytes(self) -> int:
+        return -(-math.prod(self.dims) * self.bits // 8)
 
 
 class Instruction(NamedTuple):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from praxis_lite.core.errors import ConfigError, few, require, require_choice
+from praxis_lite.core.partitioner.kept_arrays import whole_arrays, whole_layout
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.files.json_text import content_of
 from praxis_lite.layers.whole_model.adapters import adapted_layers
@@ -83,8 +84,8 @@ def export_job(
         "one that began with a model of Hugging Face (import, or run.init_from_huggingface)",
     )
     model = load(job_log_dir, step)
-    layout = model.partitioner.layout.select("mdl_vars")
-    leaves, mesh = list(layout.leaves()), model.partitioner.mesh
+    kept = model.partitioner.layout.select("mdl_vars")
+    layout, mesh = whole_layout(kept), model.partitioner.mesh
     layers = adapted_layers(model.partitioner.task.model.abstract_module())
     if layers and adapters is None:
         raise ConfigError(
@@ -96,12 +97,13 @@ def export_job(
         bool(layers) or adapters is None, "export: the adapters of the job's model", "none",
         f"some, for --adapters {adapters}", "Leave --adapters out.",
     )
-    paths = [leaf.path for leaf in leaves]
+    paths = [leaf.path for leaf in kept.leaves()]
     arrays = dict(zip(paths, jax.tree.leaves(model.mdl_vars), strict=True))
+    arrays = whole_arrays(kept, arrays, mesh)
     pretrained = Pretrained(job_dir.huggingface, layout)
     if adapters == "peft":
         came_from = content_of(job_dir.huggingface / CAME_FROM).decode("utf-8", "replace").strip()
         pretrained.write_adapters(directory, arrays, layers, mesh, dtype, base_model=came_from)
     else:
-        arrays = merged_weights(arrays, leaves, layers)
+        arrays = merged_weights(arrays, list(layout.leaves()), layers)
         pretrained.write(directory, arrays, mesh, dtype, note=note)

@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from praxis_lite.core.errors import require_choice
+from praxis_lite.core.partitioner.kept_arrays import in_kept_form, kept_paths, whole_layout
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.files.whole_files import new_directory
 from praxis_lite.host.optional_packages import require_package
@@ -63,7 +64,7 @@ class Pretrained:
         require_package("safetensors", f"The model {path}")
         self.config = read_config(path)
         family = family_of(self.config)
-        self.layout, self.files = layout, TensorFiles(path)
+        self.layout, self._kept, self.files = whole_layout(layout), layout, TensorFiles(path)
         self._not_followed = family.not_followed(self.config)
         shapes = {leaf.path: leaf.shape for leaf in self._leaves()}
         local = {path: x for path, x in shapes.items() if not path.startswith(_REFERENCE)}
@@ -81,17 +82,24 @@ class Pretrained:
 
     @property
     def paths(self) -> set[str]:
-        """The paths of the weights that are read."""
-        return {part.path for part in (*self.parts, *self.of_reference)}
+        """The paths of the arrays that are read, as the layout keeps them."""
+        paths = {part.path for part in (*self.parts, *self.of_reference)}
+        return kept_paths(self._kept, paths)
 
     def read(
         self, mesh: Mesh, note: Callable[[str], None] = lambda line: None
     ) -> dict[str, jax.Array]:
-        """Returns the weights by path, padded and in their shards; `note` is told how far it is."""
+        """Returns the weights by path, padded and in their shards; `note` is told how far it is.
+
+        A weight that the layout keeps in another form is brought into it before the next is read.
+        """
         for line in self._not_followed:
             note(line)
         parts = [*self.parts, *self.of_reference]
-        return read_weights(self._leaves(), mesh, parts, self.files, note)
+        return read_weights(
+            self._leaves(), mesh, parts, self.files, note,
+            lambda path, weight: in_kept_form(self._kept, path, weight, mesh),
+        )
 
     def write(
         self, directory: str | os.PathLike[str], arrays: Mapping[str, jax.Array], mesh: Mesh,

@@ -52,6 +52,14 @@ device_description_str: "{self.description}"
 """
 
 
+# By a matmul's element type: the one whose units multiply it.
+_UNITS = {
+    "s4": "s8", "u4": "s8", "u8": "s8", "f8e5m2": "f8e4m3fn", "f8e4m3": "f8e4m3fn",
+    "f8e3m4": "f8e4m3fn",
+}
+_NARROW = {"s8": "int8", "f8e4m3fn": "float8"}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
     """A JAX device: a chip, or half of a TPU7x, whose two cores are devices of their own.
@@ -87,8 +95,32 @@ class Chip:
     cuda: CudaTarget | None = None
 
     def peak(self, dtype: str = "bf16") -> float:
-        """Returns the peak of a matmul in `dtype`; of an unknown dtype that of bfloat16."""
-        return self.flops.get(dtype, self.flops["bf16"])
+        """Returns the peak of a matmul in `dtype`, as XLA writes it.
+
+        4 bits are multiplied as int8, and the types of float8 alike. What a chip has no units for is
+        multiplied in bfloat16.
+        """
+        return self.flops.get(_UNITS.get(dtype, dtype), self.flops["bf16"])
+
+    def notes_of_types(self, flops: Mapping[str, int]) -> list[str]:
+        """Returns sentences about matmuls in 8 bits and less: their share, and their peak.
+
+        Args:
+          flops: of a program's matmuls by element type.
+        """
+        total, bf16, notes = sum(flops.values()), self.peak(), []
+        for unit, name in _NARROW.items():
+            count = sum(item for dtype, item in flops.items() if _UNITS.get(dtype, dtype) == unit)
+            if count:
+                peak, share = self.peak(unit), f"{count / total:.0%} of the matmuls' flops"
+                notes.append(
+                    f"{share} are in {name}, whose peak is {peak / 1e12:,.4g} TFLOP/s; MFU and HFU "
+                    f"are shares of bfloat16's, {bf16 / 1e12:,.4g} TFLOP/s"
+                    if peak > bf16 else
+                    f"{share} are in {name}, for which {self.name} has no faster units than for "
+                    f"bfloat16 ({bf16 / 1e12:,.4g} TFLOP/s): they gain no time"
+                )
+        return notes
 
     def wraps(self, dims: Sequence[int]) -> tuple[bool, ...]:
         """Returns for each torus dim of a slice whether links join its ends, into a ring.
@@ -154,7 +186,8 @@ CHIPS: dict[str, Chip] = {
             ),
         ),
         Chip(
-            name="h100", flops={"bf16": 989e12, "f8e4m3fn": 1979e12}, hbm_bytes=int(79 * _GIB),
+            name="h100", flops={"bf16": 989e12, "s8": 1979e12, "f8e4m3fn": 1979e12},
+            hbm_bytes=int(79 * _GIB),
             hbm_bandwidth=3350e9, link_bandwidth=450e9, network_bandwidth=50e9, host_bandwidth=64e9,
             sources=(
                 "https://www.nvidia.com/en-us/data-center/h100/ (SXM; NDR 400 Gb/s; PCIe 5)",
@@ -162,7 +195,8 @@ CHIPS: dict[str, Chip] = {
             cuda=_hopper(85 * 10**9, "NVIDIA H100 80GB HBM3"),
         ),
         Chip(
-            name="h200", flops={"bf16": 989e12, "f8e4m3fn": 1979e12}, hbm_bytes=int(139 * _GIB),
+            name="h200", flops={"bf16": 989e12, "s8": 1979e12, "f8e4m3fn": 1979e12},
+            hbm_bytes=int(139 * _GIB),
             hbm_bandwidth=4800e9, link_bandwidth=450e9, network_bandwidth=50e9, host_bandwidth=64e9,
             sources=(
                 "https://www.nvidia.com/en-us/data-center/h200/ (SXM; NDR 400 Gb/s; PCIe 5)",

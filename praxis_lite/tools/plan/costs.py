@@ -103,7 +103,7 @@ def _matmul(
     """Returns the matmul flops of an instruction and its calls, and its operands' type."""
     flops, dtype = hlo.matmul_flops(instruction, around), "bf16"
     if flops:
-        return flops, arrays_of(around[instruction.operands[0]].shape)[0].dtype
+        return flops, hlo.matmul_type(instruction, around)
     if instruction.opcode in (*FUSIONS, "call"):
         for name in callees(instruction, "calls") or callees(instruction, "to_apply"):
             inside = program.computations[name]

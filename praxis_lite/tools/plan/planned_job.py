@@ -22,8 +22,9 @@ _NO_COLLECTIVES = {
     f"xla_tpu_enable_sparse_core_collective_offload_{kind}": "false"
     for kind in ("all_gather", "all_reduce", "reduce_scatter")
 }
+_NO_SCATTERS = {"xla_tpu_enable_offloading_scatter_to_sparsecore": "false"}
 PLANNING_OPTIONS: dict[str, dict[str, str]] = {
-    "v5p": _NO_GATHERS, "v6e": _NO_GATHERS, "tpu7x": _NO_GATHERS | _NO_COLLECTIVES,
+    "v5p": _NO_GATHERS, "v6e": _NO_GATHERS, "tpu7x": _NO_GATHERS | _NO_COLLECTIVES | _NO_SCATTERS,
 }
 
 # Without a GPU to try them on, XLA chooses tiles for Triton that it then cannot compile.

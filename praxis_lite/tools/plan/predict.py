@@ -12,6 +12,7 @@ import numpy as np
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.compiled_steps import Step
+from praxis_lite.core.partitioner.kept_arrays import whole_layout
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.tools.explain import hlo
@@ -240,6 +241,7 @@ def timed(
             "all collectives overlapped to none. With JAX's plugin for CUDA installed it is "
             "compiled: pip install jax-cuda12-plugin jax-cuda12-pjrt, of jax's version"
         )
+    notes += chip.notes_of_types(result.flops_by_type)
     if result.unknown_kernels:
         names = ", ".join(sorted(result.unknown_kernels)[:3])
         notes.append(f"kernels that the plan knows nothing of count as no time: {names}")
@@ -260,8 +262,9 @@ def timed(
 
 def num_parameters(layout: StateLayout) -> int:
     """Returns how many weights a model has, without padding."""
+    leaves = whole_layout(layout).leaves()
     return sum(
-        math.prod(leaf.shape) for leaf in layout.leaves() if leaf.path.startswith("mdl_vars/params")
+        math.prod(leaf.shape) for leaf in leaves if leaf.path.startswith("mdl_vars/params")
     )
 
 

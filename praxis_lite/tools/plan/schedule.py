@@ -201,10 +201,13 @@ class _Walk:
             inside = self.program.computations[callees(one, "calls")[0]]
             return sum(self.flops_of(inner, inside, count) for inner in inside.values())
         flops = hlo.matmul_flops(one, around)
+        dtype = hlo.matmul_type(one, around) if flops else "bf16"
         if not flops and is_kernel(one):
             flops = kernel_flops(one, around)
             self.made.kernel_flops += flops * count
         self.made.flops += flops * count
+        if flops:
+            self.made.flops_by_type[dtype] += flops * count
         if RECOMPUTED in op_name_of(one):
             self.made.recomputed_flops += flops * count
         return flops

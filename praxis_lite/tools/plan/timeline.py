@@ -99,6 +99,7 @@ class Timeline:
       kernel_flops, recomputed_flops: matmul flops in kernels of attention; and, of all, of what
         the backward pass computes again.
       flops: matmul flops, those of kernels included.
+      flops_by_type: the same by the element type in which they are multiplied, as XLA writes it.
       unknown_kernels: kernels that cost nothing here, by name.
       collectives: by kind, axes and layer.
       host_copies: over the link to the host, by the same.
@@ -111,6 +112,7 @@ class Timeline:
     flops: int = 0
     kernel_flops: int = 0
     recomputed_flops: int = 0
+    flops_by_type: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     unknown_kernels: set[str] = dataclasses.field(default_factory=set)
     collectives: dict[tuple, OnWire] = dataclasses.field(default_factory=dict)
     host_copies: dict[tuple, OnWire] = dataclasses.field(default_factory=dict)

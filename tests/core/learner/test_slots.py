@@ -73,6 +73,8 @@ def pax_adafactor(learning_rate):
 class DeclaredModel:
     """As much of a model as state_layout asks: what the weights declare."""
 
+    kept_forms = {}
+
     def __init__(self, weight_specs):
         self.specs = {"params": weight_specs, "non_trainable": {}}
 

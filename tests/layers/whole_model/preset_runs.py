@@ -58,12 +58,16 @@ def mesh_of(word: str, shape: tuple[int, ...]) -> Mesh:
     return make_mesh(MeshConfig(ici_mesh_shape=shape, axis_names=names))
 
 
-def partitioner_of(lm: fdl.Partial, preset: str, mesh: Mesh) -> Partitioner:
-    """Returns the steps of a model whose splits, and whose batch's, are a preset's."""
+def partitioner_of(lm: fdl.Partial, preset: str, mesh: Mesh, **settings: Any) -> Partitioner:
+    """Returns the steps of a model whose splits, and whose batch's, are a preset's.
+
+    Args:
+      settings: of the task.
+    """
     batch = SHARDING_PRESETS[preset]["batch"]
     task = LanguageModelTask(
         fdl.build(set_sharding_params(lm, preset)), Learner(optax.sgd, 0.3),
-        inputs_split_mapping={"map_1d": (batch,), "map_2d": (batch, None)},
+        inputs_split_mapping={"map_1d": (batch,), "map_2d": (batch, None)}, **settings,
     )
     return Partitioner(task, mesh)
 

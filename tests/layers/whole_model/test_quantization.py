@@ -63,38 +63,42 @@ def rounded(x, qtype, kept_axes):
     return (x / scale).astype(qtype).astype(np.float32), scale
 
 
-def rounded_product(equation, a, a_type, b, b_type):
+def rounded_product(equation, a, a_type, b, b_type, scales="channel"):
     """Returns `einsum` of rounded factors, in float64, by hand."""
     (of_a, of_b), out = equation.split("->")[0].split(","), equation.split("->")[1]
     values = []
     for letters, x, qtype in ((of_a, a, a_type), (of_b, b, b_type)):
-        q, scale = rounded(x, qtype, [i for i, c in enumerate(letters) if c in out])
+        kept = [i for i, c in enumerate(letters) if c in out and scales == "channel"]
+        q, scale = rounded(x, qtype, kept)
         values.append(q.astype(np.float64) * scale)
     return np.einsum(equation, *values)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def vjp(equation, qtype, bwd_qtype, x, w, g):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 6))
+def vjp(equation, qtype, bwd_qtype, x, w, g, scales="channel"):
     """Returns the product and the gradients of x and w, given its own."""
-    y, backward = jax.vjp(partial(quantized_einsum, equation, qtype, bwd_qtype), x, w)
+    y, backward = jax.vjp(
+        lambda x, w: quantized_einsum(equation, qtype, bwd_qtype, x, w, scales), x, w
+    )
     return y, *backward(g)
 
 
 @pytest.mark.parametrize(
     "qtypes", [QTYPES[0], pytest.param(QTYPES[1], marks=needs_float16)], ids=["int8", "float8"]
 )
-def test_products_and_gradients_are_of_rounded_factors_as_by_hand(qtypes):
+@pytest.mark.parametrize("scales", ["channel", "tensor"])
+def test_products_and_gradients_are_of_rounded_factors_as_by_hand(qtypes, scales):
     qtype, bwd_qtype = qtypes
     x, w, g = draw((7, 13, 37)), draw((37, 5, 3), 1), draw((7, 13, 5, 3), 2)
     equation = "btd,dnk->btnk"
-    y, dx, dw = vjp(equation, qtype, bwd_qtype, x, w, g)
-    expected = rounded_product(equation, x, qtype, w, qtype)
+    y, dx, dw = vjp(equation, qtype, bwd_qtype, x, w, g, scales)
+    expected = rounded_product(equation, x, qtype, w, qtype, scales)
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
     # Rounding shows, and is small.
     error = np.abs(y - np.einsum(equation, x, w)).max() / np.abs(y).max()
     assert 1e-4 < error < (0.02 if qtype == "int8" else 0.06)
-    wanted_dx = rounded_product("btnk,dnk->btd", g, bwd_qtype, w, qtype)
-    wanted_dw = rounded_product("btnk,btd->dnk", g, bwd_qtype, x, qtype)
+    wanted_dx = rounded_product("btnk,dnk->btd", g, bwd_qtype, w, qtype, scales)
+    wanted_dw = rounded_product("btnk,btd->dnk", g, bwd_qtype, x, qtype, scales)
     np.testing.assert_allclose(dx, wanted_dx, rtol=1e-5, atol=1e-4)
     np.testing.assert_allclose(dw, wanted_dw, rtol=1e-5, atol=1e-4)
 
@@ -115,13 +119,14 @@ def test_zeros_and_bfloat16_are_no_trouble():
     assert not dx.any() and not dw.any()
 
 
-def test_int8_products_have_the_same_bits_on_a_mesh_that_splits_what_is_summed(mesh_of):
+@pytest.mark.parametrize("scales", ["channel", "tensor"])
+def test_int8_products_have_the_same_bits_on_a_mesh_that_splits_what_is_summed(mesh_of, scales):
     x, w = draw((11, 7, 13)), draw((13, 29), 1)  # No axis divides these.
 
     @jax.jit
     def product(x, w):
         x, w = constrain(x, ("data", None, "mdl")), constrain(w, ("mdl", "data"))
-        return quantized_einsum("btd,df->btf", "int8", "int8", x, w)
+        return quantized_einsum("btd,df->btf", "int8", "int8", x, w, scales)
 
     actual = []
     for shape in ((1, 1, 1), (1, 4, 2)):
@@ -391,6 +396,7 @@ def test_a_rule_without_a_layer_is_an_error(rules, message):
         ({"bwd_qtype": "float8_e5m2"}, "qtype.*'int8'.*bwd_qtype.*'float8_e5m2'"),
         ({"qtype": None, "bwd_qtype": "int8"}, "qtype.*None.*bwd_qtype.*'int8'"),
         ({"regex": "("}, r"'\('"),
+        ({"scales": "tensors"}, r"scales.*'tensors'.*tensor\?"),
     ],
 )
 def test_ill_formed_rules_are_named(settings, message):

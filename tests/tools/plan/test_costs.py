@@ -1,6 +1,7 @@
 """What instructions cost, against hand counts; what splash computes, against its mask."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from praxis_lite.tools.plan.costs import (
     wire_seconds,
 )
 from praxis_lite.tools.plan.hbm import bytes_in_hbm
+from praxis_lite.tools.plan.schedule import schedule
+from praxis_lite.tools.plan.timeline import Mesh
 
 PLAIN = Efficiencies(
     cycles=1.0, kernel=1.0, matmul=1.0, link=1.0, network=1.0, hop_seconds=0.0, network_seconds=0.0
@@ -88,6 +91,46 @@ def test_cycles_over_the_clock_and_a_roofline_without():
     flops = 2 * 512 * 256 * 128 / H100.peak()
     moved = 2 * (512 * 128 + 128 * 256 + 512 * 256) / H100.hbm_bandwidth
     assert seconds("d", H100) == pytest.approx(max(flops, moved))
+
+
+OF_TYPES = """HloModule m
+
+ENTRY %main (a: s8[512,128], b: s8[128,256], c: bf16[128,256], e: f8e5m2[512,128], \
+f: f8e4m3fn[128,256]) -> f32[512,256] {
+  %a = s8[512,128] parameter(0)
+  %b = s8[128,256] parameter(1)
+  %c = bf16[128,256] parameter(2)
+  %e = f8e5m2[512,128] parameter(3)
+  %f = f8e4m3fn[128,256] parameter(4)
+  %s8 = s32[512,256] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %mixed = f32[512,256] dot(%a, %c), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %f8e5m2 = f32[512,256] dot(%e, %f), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+
+
+def test_a_matmul_is_timed_at_the_peak_of_the_wider_of_its_operands_types():
+    program = parse(OF_TYPES)
+    around = program.computations[program.entry]
+    # A memory so fast that only the matmul counts.
+    chip = dataclasses.replace(H100, hbm_bandwidth=1e18)
+    flops = 2 * 512 * 256 * 128
+    for name, peak in (("s8", 1979e12), ("mixed", 989e12), ("f8e5m2", 1979e12)):
+        actual = compute_seconds(around[name], around, program, chip, PLAIN)
+        assert actual == pytest.approx(flops / peak), name
+
+
+def test_notes_say_the_share_of_each_narrow_type_and_what_the_chip_gains_by_it():
+    text = OF_TYPES.replace("bf16[128,256] parameter", "s8[128,256] parameter")
+    flops = schedule(text, H100, Mesh({}, np.zeros(1, int)), PLAIN).flops_by_type
+    assert flops == {"s8": 4 * 512 * 256 * 128, "f8e5m2": 2 * 512 * 256 * 128}
+    int8, float8 = CHIPS["v6e"].notes_of_types(flops)
+    assert re.search("67% .* int8, whose peak is 1,836 .* bfloat16's, 918", int8)
+    assert re.search("33% .* float8, for which v6e has no faster units .*no time", float8)
+    int8, float8 = CHIPS["tpu7x"].notes_of_types(flops)
+    assert "int8, for which tpu7x has no faster" in int8
+    assert re.search(r"float8, whose peak is 2,307 .* 1,15[34]", float8)
+    assert CHIPS["v6e"].notes_of_types({"bf16": 5, "f32": 2}) == []
 
 
 def test_of_a_stack_only_the_slice_is_read():

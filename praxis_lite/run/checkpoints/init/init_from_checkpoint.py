@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 import jax
 from jax.sharding import Mesh
 
+from praxis_lite.core.partitioner.kept_arrays import in_kept_form, kept_paths, whole_layout
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
 from praxis_lite.files.whole_files import write_whole
 from praxis_lite.run.checkpoints.init.init_plan import InitPlan
@@ -26,12 +27,13 @@ class FromCheckpoints:
     def __init__(
         self, rules: Mapping[str, CheckpointLoadingRules], layout: StateLayout, forms: Forms = ()
     ):
-        self.plan, self._forms = plan_init(layout, rules, forms), forms
+        self.plan, self._forms = plan_init(whole_layout(layout), rules, forms), forms
+        self._layout = layout
 
     @property
     def paths(self) -> Collection[str]:
         """The arrays that a rule loads."""
-        return self.plan.sources.keys()
+        return kept_paths(self._layout, self.plan.sources)
 
     @property
     def step(self) -> int:
@@ -48,7 +50,11 @@ class FromCheckpoints:
         for line in self.plan.summary():
             note(line)
         note("initialising the state. See init_from_checkpoint.txt.")
-        return _loaded(self.plan, mesh, self._forms)
+        arrays = _loaded(self.plan, mesh, self._forms)
+        return {
+            kept: x for path, weight in arrays.items()
+            for kept, x in in_kept_form(self._layout, path, weight, mesh).items()
+        }
 
 
 def _loaded(plan: InitPlan, mesh: Mesh, forms: Forms) -> dict[str, jax.Array]:

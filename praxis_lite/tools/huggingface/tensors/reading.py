@@ -104,7 +104,7 @@ def _is_embedding(
 
 def read_weights(
     leaves: Sequence[LeafLayout], mesh: Mesh, parts: Sequence[Part], files: TensorFiles,
-    note: Callable[[str], None],
+    note: Callable[[str], None], kept: Callable[[str, jax.Array], Mapping[str, jax.Array]],
 ) -> dict[str, jax.Array]:
     """Returns weights by path, padded and in their shards.
 
@@ -113,6 +113,7 @@ def read_weights(
     Args:
       parts: of all weights, see `stored`.
       note: told how far it is, a line now and then.
+      kept: from a weight and its path to the arrays by path that are kept of it.
     """
     of_weight: dict[str, list[Part]] = collections.defaultdict(list)
     for part in parts:
@@ -121,7 +122,8 @@ def read_weights(
     start = last = time.monotonic()
     arrays, done = {}, 0
     for leaf in leaves:
-        arrays[leaf.path] = _placed(leaf, mesh, of_weight[leaf.path], files, note)
+        placed = _placed(leaf, mesh, of_weight[leaf.path], files, note)
+        arrays |= kept(leaf.path, placed)
         done += math.prod(leaf.shape) * leaf.dtype.itemsize
         if time.monotonic() - last > SECONDS_BETWEEN_LINES:
             last = time.monotonic()

@@ -1,0 +1,139 @@
+"""Weights in 4 bits, with a scale for each block: rounded, packed, and multiplied.
+
+Two numbers are in a byte, so that every device, file and network holds half a byte of each weight;
+of the scales, float32, comes another half bit with blocks of 64. Qwix has the same types, but its
+"nf4" flattens a weight, which gathers one that is split, and its numbers take a byte each.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from praxis_lite.core.models.kept_weights import Keep
+from praxis_lite.layers.base.base_layer import to_multiple
+from praxis_lite.layers.base.dense import Dense, StoredWeight, in_order, is_dense
+
+# Of the weight alone.
+WEIGHT_QTYPES = ("int4", "nf4")
+BLOCK_SIZE = 64  # QLoRA's.
+# QLoRA's NormalFloat: quantiles of a normal distribution (arXiv:2305.14314, appendix E).
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["codes", "scale"],
+    meta_fields=["qtype", "dim", "size", "block_size"],
+)
+@dataclasses.dataclass(frozen=True)
+class FourBitWeight(StoredWeight):
+    """A weight as 16 numbers times scales.
+
+    Attributes:
+      codes: uint8, of the weight's shape but for `dim`, which has two of its numbers in a byte.
+      scale: float32, of the weight's shape but for `dim`: one for each block.
+      qtype: "int4" or "nf4".
+      dim: that is in blocks, counted from the end.
+      size: of the weight in that dim.
+      block_size: elements that share a scale.
+    """
+
+    codes: Any
+    scale: Any
+    qtype: str
+    dim: int
+    size: int
+    block_size: int
+
+    @property
+    def dtype(self) -> Any:
+        return self.scale.dtype
+
+    def astype(self, dtype: Any) -> jax.Array:
+        codes = self.codes
+        place = codes.ndim + self.dim
+        before, after = codes.shape[:place], codes.shape[place + 1 :]
+        codes = codes.reshape(*before, -1, -(-self.block_size // 2), *after)
+        codes = jnp.stack([codes & 15, codes >> 4], axis=place + 2)
+        codes = codes.reshape(*before, codes.shape[place], -1, *after)
+        codes = jax.lax.slice_in_dim(codes, 0, self.block_size, axis=place + 1)
+        values = _values(codes, self.qtype) * jnp.expand_dims(self.scale, place + 1)
+        values = values.reshape(*before, -1, *after)
+        return jax.lax.slice_in_dim(values, 0, self.size, axis=place).astype(dtype)
+
+    def multiplied(self, layer: Dense, inputs: jax.Array) -> jax.Array:
+        # The backward pass makes the floats again: between the passes lie 4 bits.
+        @jax.checkpoint
+        def product(weight: FourBitWeight, inputs: jax.Array) -> jax.Array:
+            kernel = weight.astype(inputs.dtype).reshape(layer.kernel_shape)
+            return jnp.einsum(in_order(layer.equation), inputs, kernel)
+
+        return product(self, inputs)
+
+
+def in_4_bits(weight: jax.Array, qtype: str, block_size: int, dim: int) -> FourBitWeight:
+    """Returns a weight rounded to the nearest of 16 numbers.
+
+    "int4" has the whole numbers from -7 to 7, "nf4" those of NF4, which are bitsandbytes' to the
+    bit.
+
+    Args:
+      dim: that is cut into blocks, counted from the end; the last one is filled with zeros.
+    """
+    size, place = weight.shape[dim], weight.ndim + dim
+    block_size = min(block_size, size)
+    before, after = weight.shape[:place], weight.shape[place + 1 :]
+    whole = to_multiple(weight.astype(jnp.float32), block_size, place)
+    blocks = whole.reshape(*before, -1, block_size, *after)
+    largest = jnp.max(jnp.abs(blocks), axis=place + 1)
+    scale = jnp.where(largest > 0, largest / (7 if qtype == "int4" else 1), 1)
+    codes = _codes(blocks / jnp.expand_dims(scale, place + 1), qtype)
+    codes = to_multiple(codes, 2, place + 1)
+    low, high = (
+        jax.lax.slice_in_dim(codes, i, codes.shape[place + 1], 2, axis=place + 1) for i in (0, 1)
+    )
+    packed = (low | (high << 4)).reshape(*before, -1, *after)
+    return FourBitWeight(packed, scale, qtype, dim, size, block_size)
+
+
+def forms_in_4_bits(module: nnx.Module, qtype: str) -> Mapping[str, Keep]:
+    """Returns forms by path for the weights of dense layers but the one that makes logits."""
+    return {
+        "/".join(("params", *map(str, path), "w")): functools.partial(
+            in_4_bits, qtype=qtype, block_size=BLOCK_SIZE, dim=node.summed_dims[-1]
+        )
+        for path, node in nnx.iter_graph(module)
+        if is_dense(node) and node.summed_dims and not node.makes_logits
+    }
+
+
+def _codes(x: jax.Array, qtype: str) -> jax.Array:
+    """Returns uint8 from 0 to 15 for numbers in units of their scales."""
+    if qtype == "int4":
+        return jnp.clip(jnp.round(x), -7, 7).astype(jnp.int8).astype(jnp.uint8) & 15
+    bounds = [(a + b) / 2 for a, b in zip(NF4, NF4[1:], strict=False)]
+    return sum((x > jnp.float32(bound)).astype(jnp.uint8) for bound in bounds)
+
+
+def _values(codes: jax.Array, qtype: str) -> jax.Array:
+    """Returns the float32 that codes stand for."""
+    if qtype == "int4":
+        return (codes ^ 8).astype(jnp.float32) - 8
+    # Choices between pairs, bit by bit: a lookup in a table would be a gather for each weight.
+    values: list[Any] = [jnp.float32(value) for value in NF4]
+    for bit in range(4):
+        is_set = (codes >> bit) & 1 == 1
+        values = [
+            jnp.where(is_set, high, low)
+            for low, high in zip(values[::2], values[1::2], strict=True)
+        ]
+    return values[0]
