@@ -6,6 +6,7 @@ the reason why a run cannot be built. What differs from what was run:
 - Parallel blocks have two norms, of the same input; MaxText's have one.
 - MaxText's norms of values are left out.
 - Kernels of attention are JAX's splash, whatever flash kernel was run.
+- Sequences split over devices have their heads exchanged; MaxText gathers keys.
 - Products in int8 and float8 have their scales from what is multiplied; MaxText's fp8_full took
   fixed ones, which need no pass over it.
 """
@@ -62,6 +63,13 @@ _NAMES = {
 }
 
 
+# Of models with experts, that the one block below has not.
+_OF_OTHER_BLOCKS = (
+    "first_dense_layers", "attention_type", "moe_every_n_layers", "nope_every_n_layers",
+    "attention_pattern", "shared_experts",
+)
+
+
 def why_not(run: Run) -> str:
     """Returns why a run cannot be built again, or ''."""
     if run["kind"] != "measured":
@@ -70,13 +78,12 @@ def why_not(run: Run) -> str:
         return "no TPU: its compiler is not here"
     if not run["completeness"]["simulable"] or not run["derived"].get("step_seconds"):
         return "incomplete: " + "; ".join(run["completeness"]["missing"])
-    if run["quantization"] and run["model"].get("experts"):
-        return f"multiplied experts in {run['quantization'].split(' ')[0]}, which are never rounded here"
-    if "dropless" in (run["model"].get("moe_dispatch") or ""):
-        return "dropless experts: grouped matmuls in a kernel that is not modelled"
-    axes = run["mesh"]["ici"]
-    if axes.get("context", 1) > 1:
-        return "splits sequences over a context axis"
+    model = run["model"]
+    if run["quantization"] and model.get("experts"):
+        return f"experts in {run['quantization'].split(' ')[0]}, which are never rounded here"
+    others = [name for name in _OF_OTHER_BLOCKS if model.get(name)]
+    if model.get("experts") and others:
+        return f"layers that differ: {', '.join(others)}"
     return ""
 
 
@@ -86,7 +93,8 @@ def mesh_of(run: Run) -> MeshConfig:
         return math.prod((run["mesh"][part] or {}).get(axis) or 1 for axis in axes)
 
     parts = [
-        (along(part, "data"), along(part, "fsdp", "fsdp_transpose"), along(part, "tensor"))
+        (along(part, "data"), along(part, "fsdp", "fsdp_transpose"),
+         along(part, "tensor", "context"))
         for part in ("ici", "dcn")
     ]
     if run["model"]["name"].startswith("honeycrisp"):  # Whole copies.
@@ -100,6 +108,8 @@ def mesh_of(run: Run) -> MeshConfig:
 def _splits(run: Run) -> dict[str, Any]:
     if run["model"]["name"].startswith("honeycrisp"):
         return dict(SHARDING_PRESETS["replicated"])
+    if run["mesh"]["ici"].get("context", 1) > 1:
+        return dict(SHARDING_PRESETS["fsdp+context"])
     if run["mesh"]["ici"].get("tensor", 1) == 1:
         return dict(SHARDING_PRESETS["fsdp"])
     # MaxText's rules: features of the residual stream split over the tensor axis.
@@ -138,7 +148,8 @@ def _block(run: Run, window: int | None = None) -> fdl.Partial:
         part = fdl.Partial(
             TransformerFeedForwardMoe, num_experts=model["experts"], gating_func="top_k",
             num_experts_per_token=model["experts_per_token"],
-            unadjusted_expert_capacity_factor=1.25 * model["experts_per_token"], **feed_forward,
+            unadjusted_expert_capacity_factor=1.25 * model["experts_per_token"],
+            dropless="dropless" in model["moe_dispatch"], **feed_forward,
         )
     else:
         part = fdl.Partial(
