@@ -258,7 +258,7 @@ ON_HOST = """HloModule step, num_partitions=8
   %one = s32[] constant(1)
   %next = s32[] add(%i, %one)
   %row = f32[1,1024]{1,0} bitcast(%x)
-  %send = ((HOST, f32[1,1024]{1,0}, s32[], s32[]), HOST, u32[]{:S(2)}) dynamic-update-slice-start(%kept, %row, %i, %i)
+  %send = ((HOST, f32[1,1024]{1,0}), HOST, u32[]) dynamic-update-slice-start(%kept, %row, %i, %i)
   %y = f32[1024]{0} negate(%x), backend_config={"estimated_cycles":"1500"}
   %sent = HOST dynamic-update-slice-done(%send)
   ROOT %out = (s32[], f32[1024], HOST) tuple(%next, %y, %sent)
@@ -278,7 +278,7 @@ ENTRY %main (x: f32[1024], h: f32[3,1024]) -> f32[1024] {
   %init = (s32[], f32[1024], HOST) tuple(%zero, %x, %h)
   %loop = (s32[], f32[1024], HOST) while(%init), condition=%cond, body=%body
   %kept = HOST get-tuple-element(%loop), index=2
-  %fetch = ((HOST, s32[], s32[]), f32[1,1024]{1,0:T(8,128)}, u32[]{:S(2)}) dynamic-slice-start(%kept, %zero, %zero)
+  %fetch = ((HOST, s32[], s32[]), f32[1,1024]{1,0}, u32[]) dynamic-slice-start(%kept, %zero, %zero)
   %fetched = f32[1,1024]{1,0:T(8,128)} dynamic-slice-done(%fetch)
   %near = (f32[1024]{0:S(1)}, f32[1024]{0}, u32[]{:S(2)}) copy-start(%x)
   %in_vmem = f32[1024]{0:S(1)} copy-done(%near)
