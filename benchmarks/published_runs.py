@@ -69,7 +69,8 @@ def why_not(run: Run) -> str:
     if run["remat"]["offloaded_to_host"]:
         return "keeps activations on the host, which is not modelled"
     if run["quantization"] and run["model"].get("experts"):
-        return f"multiplied experts in {run['quantization'].split(' ')[0]}, which are never rounded here"
+        kind = run["quantization"].split(" ")[0]
+        return f"multiplied experts in {kind}, which are never rounded here"
     if "dropless" in (run["model"].get("moe_dispatch") or ""):
         return "dropless experts: grouped matmuls in a kernel that is not modelled"
     axes = run["mesh"]["ici"]

@@ -58,8 +58,8 @@ class LanguageModelTask(Task):
     Args:
       model, learner, inputs_split_mapping, fprop_dtype, metrics: see Task. Metrics are given what
         the model's `compute_loss` returns, or logits if it has none.
-      quantization: a word of QUANTIZATION_RECIPES: "int8", "float8" and their like round products of
-        dense layers, "nf4" and "int4" keep frozen weights in 4 bits; None: neither.
+      quantization: a word of QUANTIZATION_RECIPES: "int8", "float8" and their like round products
+        of dense layers, "nf4" and "int4" keep frozen weights in 4 bits; None: neither.
       tokenizer: for the text of what is decoded, or the directory of one; None: bytes. Its
         `token_unit` names the metric bits_per_..., and it is the one of the datasets.
       decoder: how prompts are continued; None: greedily. Its eos_id and stop strings become tokens

@@ -224,7 +224,7 @@ def _check_floats(trained: Mapping[str, WeightSpec]) -> None:
     others = [path for path, x in trained.items() if not jnp.issubdtype(x.dtype, jnp.floating)]
     if others:
         raise ConfigError(
-            f"Learner: {few(others)} would be trained, of {trained[others[0]].dtype}, which have no "
+            f"Learner: {few(others)} would be trained, of {trained[others[0]].dtype}, which has no "
             "gradient. Freeze them, as weights in 4 bits under adapters are: "
             "bprop_variable_inclusion names what is trained, such as '.*/lora_[abm]'; "
             "bprop_variable_exclusion what is not."
