@@ -41,6 +41,8 @@ class Model(abc.ABC):
 
     A learner may touch "params"; "non_trainable" is what a pass assigns (statistics, caches).
     """
+    # By path, "params/ffn/w": the forms of weights that are kept as something else.
+    kept_forms: Mapping[str, Any] = {}
 
     @abc.abstractmethod
     def init(self, key: jax.Array) -> MdlVars:
@@ -66,11 +68,6 @@ class Model(abc.ABC):
     @abc.abstractmethod
     def non_trainable(self, module: Any) -> dict[str, Any]:
         """Returns the "non_trainable" variables as the pass through `module` left them."""
-
-    @property
-    def kept_forms(self) -> Mapping[str, Any]:
-        """The forms by path, "params/ffn/w", of weights that are kept as something else."""
-        return {}
 
     def abstract_module(self) -> Any:
         """Returns the NNX module with shapes for arrays; None of a model of another kind."""

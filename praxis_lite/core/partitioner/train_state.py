@@ -10,7 +10,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.core.learner.bound_learner import BoundLearner
 from praxis_lite.core.learner.slots import slot_specs
-from praxis_lite.core.models.kept_weights import KeptForm
 from praxis_lite.core.models.model import spec_leaves
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of
 from praxis_lite.core.sharding.logical_axes import axes_of
@@ -78,7 +77,7 @@ class StateLayout:
     axis_sizes: Mapping[str, int]
     declared_by: Mapping[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    forms: Mapping[str, KeptForm] = dataclasses.field(default_factory=dict)
+    forms: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def padded_shapes(self) -> PyTree:
@@ -118,11 +117,8 @@ class StateLayout:
 
         def one(tree: PyTree) -> PyTree:
             return tree[name] if isinstance(tree, Mapping) else getattr(tree, name)
-
-        forms = {
-            path.removeprefix(f"{name}/"): form for path, form in self.forms.items()
-            if path.startswith(f"{name}/")
-        }
+        start = f"{name}/"
+        forms = {k.removeprefix(start): x for k, x in self.forms.items() if k.startswith(start)}
         return StateLayout(one(self.shapes), one(self.specs), self.axis_sizes, forms=forms)
 
     def leaves(self) -> Iterator[LeafLayout]:
@@ -131,11 +127,8 @@ class StateLayout:
         for (path, x), spec in zip(leaves, jax.tree.leaves(self.specs), strict=True):
             axes = [axis for entry in spec for axis in axes_of(entry)]
             yield LeafLayout(
-                path=path,
-                shape=x.shape,
+                path=path, shape=x.shape, dtype=x.dtype, spec=spec,
                 padded_shape=padded_shape(x.shape, spec, self.axis_sizes),
-                dtype=x.dtype,
-                spec=spec,
                 num_shards=math.prod(self.axis_sizes[axis] for axis in axes),
                 declared_by=self.declared_by.get(path, ""),
             )
@@ -176,13 +169,10 @@ def layout_and_learner(
     opt_specs["slots"] = slot_specs(groups.by_name, groups.weight_specs, update_specs)
     if "ema" in opt_specs:
         opt_specs["ema"] = groups.split(update_specs)[0]
-    step = jax.ShapeDtypeStruct((), "int32")
     layout = StateLayout(
-        shapes=TrainState(step, mdl_shapes, opt_shapes),
-        specs=TrainState(PartitionSpec(), mdl_specs, opt_specs),
-        axis_sizes=dict(axis_sizes),
+        TrainState(jax.ShapeDtypeStruct((), "int32"), mdl_shapes, opt_shapes),
+        TrainState(PartitionSpec(), mdl_specs, opt_specs), dict(axis_sizes), notes=decisions.notes,
         declared_by={f"mdl_vars/{p}": spec.declared_by for p, spec in spec_leaves(weight_specs)},
-        notes=decisions.notes,
         forms={f"mdl_vars/{path}": form for path, form in task.model.kept_forms.items()},
     )
     return layout, learner
