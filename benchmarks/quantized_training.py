@@ -72,9 +72,8 @@ def main() -> int:
             base = base or losses
             changes = [loss / of_base - 1 for loss, of_base in zip(losses, base, strict=True)]
             worst = max(worst, *changes)
-            shown = "".join(
-                f"{loss:>10.4f}{change:>+9.2%}" for loss, change in zip(losses, changes, strict=True)
-            )
+            pairs = zip(losses, changes, strict=True)
+            shown = "".join(f"{loss:>10.4f}{change:>+9.2%}" for loss, change in pairs)
             print(f"{recipe or 'bfloat16':<20}{shown}{seconds:>9.0f}", flush=True)
     print(f"largest change {worst:+.2%}, allowed {LIMIT:+.0%}")
     return int(worst > LIMIT)

@@ -30,6 +30,7 @@ from praxis_lite.decode import (
 )
 from praxis_lite.inputs.tokenizers import ByteTokenizer, Tokenizer, as_tokenizer
 from praxis_lite.layers import Summary, aux_loss, intermediates, with_recipe
+from praxis_lite.layers.whole_model.kept_weights import KeptModel, check_frozen
 
 __all__ = [
     "LanguageModelTask", "outputs_of_logits", "paddings_with_filler", "reports_of_batches",
@@ -58,8 +59,8 @@ class LanguageModelTask(Task):
     Args:
       model, learner, inputs_split_mapping, fprop_dtype, metrics: see Task. Metrics are given what
         the model's `compute_loss` returns, or logits if it has none.
-      quantization: a word of QUANTIZATION_RECIPES: "int8", "float8" and their like round products of
-        dense layers, "nf4" and "int4" keep frozen weights in 4 bits; None: neither.
+      quantization: a word of QUANTIZATION_RECIPES: "int8", "float8" and their like round products
+        of dense layers, "nf4" and "int4" keep frozen weights in 4 bits; None: neither.
       tokenizer: for the text of what is decoded, or the directory of one; None: bytes. Its
         `token_unit` names the metric bits_per_..., and it is the one of the datasets.
       decoder: how prompts are continued; None: greedily. Its eos_id and stop strings become tokens
@@ -86,6 +87,8 @@ class LanguageModelTask(Task):
             with_recipe(model, quantization), learner, inputs_split_mapping=inputs_split_mapping,
             fprop_dtype=fprop_dtype, metrics=metrics,
         )
+        if isinstance(self.model, KeptModel):
+            check_frozen(self.model, learner)
         self.tokenizer, self._is_named = as_tokenizer(tokenizer), tokenizer is not None
         self.decoder = for_tokenizer(decoder or Greedy(), self.tokenizer)
 

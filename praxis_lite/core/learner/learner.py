@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 
-from praxis_lite.core.errors import ConfigError, few, is_whole, require
+from praxis_lite.core.errors import ConfigError, is_whole, require
 from praxis_lite.core.learner.bound_learner import BoundLearner
 from praxis_lite.core.learner.gradients import GradientLimits, limits_by_optimizer
 from praxis_lite.core.learner.optimizer_factories import (
@@ -28,7 +27,7 @@ from praxis_lite.core.learner.schedule_free import has_averages
 from praxis_lite.core.learner.slots import extended_specs
 from praxis_lite.core.learner.weight_groups import WeightGroups, grouped
 from praxis_lite.core.learner.whole_trees import looks_beyond
-from praxis_lite.core.sharding.weight_spec import WeightSpec, knows_weights, spec_items
+from praxis_lite.core.sharding.weight_spec import knows_weights, spec_items
 
 PyTree = Any
 Patterns = str | Sequence[str]
@@ -159,7 +158,6 @@ class Learner:
         """
         items = {"/".join(path): (path, spec) for path, spec in spec_items(weight_specs)}
         names = self._optimizer_names(list(items))
-        _check_floats({path: spec for path, (_, spec) in items.items() if path in names})
         together = []
         declared = {path: spec for path, (_, spec) in items.items()}
         optimizers = {
@@ -228,14 +226,3 @@ class Learner:
 
 def _patterns(patterns: Patterns) -> tuple[str, ...]:
     return (patterns,) if isinstance(patterns, str) else tuple(patterns)
-
-
-def _check_floats(trained: Mapping[str, WeightSpec]) -> None:
-    others = [path for path, x in trained.items() if not jnp.issubdtype(x.dtype, jnp.floating)]
-    if others:
-        raise ConfigError(
-            f"Learner: {few(others)} would be trained, of {trained[others[0]].dtype}, which have no "
-            "gradient. Freeze them, as weights in 4 bits under adapters are: "
-            "bprop_variable_inclusion names what is trained, such as '.*/lora_[abm]'; "
-            "bprop_variable_exclusion what is not."
-        )

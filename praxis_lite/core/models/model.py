@@ -41,6 +41,8 @@ class Model(abc.ABC):
 
     A learner may touch "params"; "non_trainable" is what a pass assigns (statistics, caches).
     """
+    # By path, "params/ffn/w": the forms of weights that are kept as something else.
+    kept_forms: Mapping[str, Any] = {}
 
     @abc.abstractmethod
     def init(self, key: jax.Array) -> MdlVars:
@@ -74,11 +76,6 @@ class Model(abc.ABC):
     def moved(self, params: Any, sums: Mapping[str, jax.Array]) -> Any:
         """Returns `params` with the weights set that follow tallies, given their sums by path."""
         return params
-
-    @property
-    def kept_forms(self) -> Mapping[str, Any]:
-        """The forms by path, "params/ffn/w", of weights that are kept as something else."""
-        return {}
 
     def abstract_module(self) -> Any:
         """Returns the NNX module with shapes for arrays; None of a model of another kind."""

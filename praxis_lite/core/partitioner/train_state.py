@@ -10,7 +10,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.core.learner.bound_learner import BoundLearner
 from praxis_lite.core.learner.slots import slot_memory, slot_specs
-from praxis_lite.core.models.kept_weights import KeptForm
 from praxis_lite.core.models.model import spec_leaves
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of
 from praxis_lite.core.sharding.logical_axes import axes_of
@@ -91,7 +90,7 @@ class StateLayout:
     declared_by: Mapping[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     memory_kinds: PyTree = None
-    forms: Mapping[str, KeptForm] = dataclasses.field(default_factory=dict)
+    forms: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def has_host_memory(self) -> bool:
@@ -162,12 +161,9 @@ class StateLayout:
 
         def one(tree: PyTree) -> PyTree:
             return tree[name] if isinstance(tree, Mapping) else getattr(tree, name)
-
+        start = f"{name}/"
+        forms = {k.removeprefix(start): x for k, x in self.forms.items() if k.startswith(start)}
         kinds = None if self.memory_kinds is None else one(self.memory_kinds)
-        forms = {
-            path.removeprefix(f"{name}/"): form for path, form in self.forms.items()
-            if path.startswith(f"{name}/")
-        }
         return StateLayout(
             one(self.shapes), one(self.specs), self.axis_sizes, memory_kinds=kinds, forms=forms
         )
@@ -178,11 +174,8 @@ class StateLayout:
         for (path, x), spec, kind in zip(leaves, specs, self._kinds, strict=True):
             axes = [axis for entry in spec for axis in axes_of(entry)]
             yield LeafLayout(
-                path=path,
-                shape=x.shape,
+                path=path, shape=x.shape, dtype=x.dtype, spec=spec,
                 padded_shape=padded_shape(x.shape, spec, self.axis_sizes),
-                dtype=x.dtype,
-                spec=spec,
                 num_shards=math.prod(self.axis_sizes[axis] for axis in axes),
                 declared_by=self.declared_by.get(path, ""),
                 memory_kind=kind,
@@ -230,16 +223,7 @@ def layout_and_learner(
     opt_specs["slots"] = slot_specs(groups.by_name, groups.weight_specs, update_specs)
     if "ema" in opt_specs:
         opt_specs["ema"] = groups.split(update_specs)[0]
-    shapes = TrainState(jax.ShapeDtypeStruct((), "int32"), mdl_shapes, opt_shapes)
-    kinds = jax.tree.map(lambda _: DEVICE, shapes)
-    kinds.opt_states.update(slot_memory(opt_shapes, learner.weights_with_host_slots))
-    layout = StateLayout(
-        shapes=shapes,
-        specs=TrainState(PartitionSpec(), mdl_specs, opt_specs),
-        axis_sizes=dict(axis_sizes),
-        declared_by={f"mdl_vars/{p}": spec.declared_by for p, spec in spec_leaves(weight_specs)},
-        notes=decisions.notes,
-        memory_kinds=kinds,
+from praxis_lite.core.learner.slots import slot_memory, slot_specs
         forms={f"mdl_vars/{path}": form for path, form in task.model.kept_forms.items()},
     )
     if layout.has_host_memory:

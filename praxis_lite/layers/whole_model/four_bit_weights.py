@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.core.models.kept_weights import Keep
 from praxis_lite.layers.base.base_layer import to_multiple
 from praxis_lite.layers.base.dense import Dense, StoredWeight, in_order, is_dense
+from praxis_lite.layers.whole_model.kept_weights import Keep
 
 # Of the weight alone.
 WEIGHT_QTYPES = ("int4", "nf4")

@@ -18,9 +18,10 @@ passes the rounding.
 Never rounded are products of two activations (attention's logits), experts, convolutions,
 recurrences, embeddings and LoRA's thin products; the log names the layers that a pattern matches
 and that are not rounded. A softmax with a `chunk_size` cannot have its weight rounded. Stored
-weights stay float32 (in 4 bits: four_bit_weights.py), so that decoding rounds them for every token. Rounding is to nearest, in the
-backward pass too. A sum of more than 133,000 int8 products can leave int32 if nearly all are the
-largest (with a `bwd_qtype`, a weight's gradient sums over all tokens of a device).
+weights stay float32 (in 4 bits: four_bit_weights.py), so that decoding rounds them for every
+token. Rounding is to nearest, in the backward pass too. A sum of more than 133,000 int8 products
+can leave int32 if nearly all are the largest (with a `bwd_qtype`, a weight's gradient sums over all
+tokens of a device).
 
 Of 8 bits the arithmetic is Qwix's: `qwix.quantize` and `qwix.einsum`. Its `qwix.quantize_model`
 intercepts one method of a model (an LM has two, `__call__` and `compute_loss`), finds layers by

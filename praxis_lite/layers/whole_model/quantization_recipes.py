@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, require_choice
-from praxis_lite.core.models.kept_weights import KeptModel
 from praxis_lite.core.models.model import Model
 from praxis_lite.layers.whole_model.four_bit_weights import forms_in_4_bits
+from praxis_lite.layers.whole_model.kept_weights import KeptModel
 from praxis_lite.layers.whole_model.quantization import QuantizationRule, quantized
 
 _rule = functools.partial(QuantizationRule, "", but_logits=True)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 import jax
 
 from praxis_lite.core.errors import ConfigError, few, require, require_choice
-from praxis_lite.core.partitioner.kept_arrays import whole_arrays, whole_layout
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.files.json_text import content_of
 from praxis_lite.layers.whole_model.adapters import adapted_layers
+from praxis_lite.run.checkpoints.init.kept_arrays import whole_arrays, whole_layout
 from praxis_lite.run.experiment.experiment import Job
 from praxis_lite.run.job.job_dir import JobDir, open_for_reading
 from praxis_lite.run.job.local_directory import local_directory

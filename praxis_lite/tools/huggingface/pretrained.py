@@ -13,7 +13,6 @@ import jax
 from jax.sharding import Mesh
 
 from praxis_lite.core.errors import require_choice
-from praxis_lite.core.partitioner.kept_arrays import in_kept_form, kept_paths, whole_layout
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.files.whole_files import new_directory
 from praxis_lite.host.optional_packages import require_package
@@ -26,6 +25,7 @@ from praxis_lite.inputs.tokenizers.files import (
 from praxis_lite.inputs.tokenizers.loading import load_tokenizer
 from praxis_lite.layers.whole_model.adapters import ADAPTER_WEIGHTS
 from praxis_lite.layers.whole_model.reference import REFERENCE
+from praxis_lite.run.checkpoints.init.kept_arrays import in_kept_form, kept_paths, whole_layout
 from praxis_lite.run.job.local_directory import local_directory
 from praxis_lite.tools.huggingface.adapters import Layers, write_peft
 from praxis_lite.tools.huggingface.family import family_of, read_config

@@ -97,8 +97,8 @@ class Chip:
     def peak(self, dtype: str = "bf16") -> float:
         """Returns the peak of a matmul in `dtype`, as XLA writes it.
 
-        4 bits are multiplied as int8, and the types of float8 alike. What a chip has no units for is
-        multiplied in bfloat16.
+        4 bits are multiplied as int8, and the types of float8 alike. What a chip has no units for
+        is multiplied in bfloat16.
         """
         return self.flops.get(_UNITS.get(dtype, dtype), self.flops["bf16"])
 

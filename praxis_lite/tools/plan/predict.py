@@ -12,9 +12,9 @@ import numpy as np
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.compiled_steps import Step
-from praxis_lite.core.partitioner.kept_arrays import whole_layout
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout
+from praxis_lite.run.checkpoints.init.kept_arrays import whole_layout
 from praxis_lite.tools.explain import hlo
 from praxis_lite.tools.explain.hlo_text import parse
 from praxis_lite.tools.plan.costs import FITTED, Efficiencies

@@ -11,9 +11,9 @@ from flax import nnx
 
 from praxis_lite import ConfigError, layers
 from praxis_lite.core import Learner
-from praxis_lite.core.models.kept_weights import KeptModel
 from praxis_lite.core.models.nnx_model import NnxModel
 from praxis_lite.layers.whole_model.four_bit_weights import NF4, forms_in_4_bits, in_4_bits
+from praxis_lite.layers.whole_model.kept_weights import KeptModel, check_frozen
 
 
 def draw(shape, seed=0):
@@ -101,8 +101,8 @@ def test_what_makes_logits_stays_and_codes_cannot_be_trained():
     build = functools.partial(layers.FullSoftmax, 37, 13)
     assert KeptModel(build, functools.partial(forms_in_4_bits, qtype="nf4")).kept_forms == {}
     model = KeptModel(LAYERS["linear"][0], functools.partial(forms_in_4_bits, qtype="nf4"))
-    with pytest.raises(ConfigError, match="w/codes would be trained, of uint8.*inclusion"):
-        Learner(optax.sgd, 0.1).bind(model.weight_specs()["params"])
+    with pytest.raises(ConfigError, match="w/codes, w/scale would be trained.*uint8.*inclusion"):
+        check_frozen(model, Learner(optax.sgd, 0.1))
 
 
 def test_a_kept_model_is_a_module_with_stored_weights():

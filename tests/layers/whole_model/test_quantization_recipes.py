@@ -17,8 +17,8 @@ from praxis_lite.layers.whole_model.rounded_products import RoundedProduct
 from praxis_lite.models import FunctionModel
 from praxis_lite.tasks.language_model import LanguageModelTask
 from tests.layers.whole_model import preset_runs
-from tests.support.lm_runs import structs
 from tests.support.float16 import needs_float16
+from tests.support.lm_runs import structs
 
 pytest.importorskip("qwix", reason="Qwix is not installed: pip install qwix")
 

@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping
 import jax
 from jax.sharding import Mesh
 
-from praxis_lite.core.partitioner.kept_arrays import in_kept_form, kept_paths, whole_layout
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
 from praxis_lite.files.whole_files import write_whole
 from praxis_lite.run.checkpoints.init.init_plan import InitPlan
 from praxis_lite.run.checkpoints.init.initial_state import Note
+from praxis_lite.run.checkpoints.init.kept_arrays import in_kept_form, kept_paths, whole_layout
 from praxis_lite.run.checkpoints.init.loading_rules import CheckpointLoadingRules
 from praxis_lite.run.checkpoints.init.planning import plan_init
 from praxis_lite.run.checkpoints.init.sources import Forms, opened

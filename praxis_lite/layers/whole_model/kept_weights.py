@@ -8,10 +8,12 @@ from typing import Any
 import jax
 from flax import nnx, traverse_util
 
+from praxis_lite.core.errors import ConfigError, few
+from praxis_lite.core.learner.learner import Learner
 from praxis_lite.core.models.model import MdlVars, spec_leaves, whole
 from praxis_lite.core.models.nnx_model import NnxModel
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
-from praxis_lite.core.sharding.weight_spec import WeightSpec
+from praxis_lite.core.sharding.weight_spec import WeightSpec, spec_items
 
 # From a weight to the tree of arrays that is kept of it, each of the weight's rank. Stacked dims go
 # in front.
@@ -101,3 +103,27 @@ class KeptModel(NnxModel):
             for name, part in parts_of(form, flat.pop(keys)).items():
                 flat[(*keys, name)] = part
         return {"params": {}, "non_trainable": {}} | traverse_util.unflatten_dict(flat)
+
+
+def check_frozen(model: KeptModel, learner: Learner) -> None:
+    """Checks that a learner trains no weight that is kept in another form.
+
+    Raises:
+      ConfigError: it would; names the weights and the settings that freeze them.
+    """
+    specs = {"/".join(path): spec for path, spec in spec_items(model.weight_specs()["params"])}
+    kept = {
+        f"{path.removeprefix('params/')}/{name}" for path, form in model.kept_forms.items()
+        for name in form.parts
+    }
+    trained = [
+        path for group in learner.bind(model.weight_specs()["params"]).groups.by_name.values()
+        for path in map("/".join, group.paths) if path in kept
+    ]
+    if trained:
+        raise ConfigError(
+            f"Learner: {few(sorted(trained))} would be trained, kept as "
+            f"{specs[sorted(trained)[0]].dtype}, which has no gradient. Freeze what is kept in 4 "
+            "bits: bprop_variable_inclusion names what is trained, such as '.*/lora_[abm]', "
+            "bprop_variable_exclusion what is not."
+        )

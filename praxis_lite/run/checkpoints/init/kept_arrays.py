@@ -8,9 +8,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from praxis_lite.core.models.kept_weights import KeptForm
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
 from praxis_lite.core.sharding.memory_spaces import DEVICE
+from praxis_lite.layers.whole_model.kept_weights import KeptForm
 
 
 def whole_layout(layout: StateLayout) -> StateLayout:
