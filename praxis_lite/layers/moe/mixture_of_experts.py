@@ -110,8 +110,8 @@ class TransformerFeedForwardMoe(ResidualBranch):
     """
 
     splits = splits(
-        weight=("expert", "expert_embed", "mlp"), gate=("embed", None), activation=RESIDUAL,
-        dispatch=(), hidden=(),
+        weight=("expert", "embed", "mlp"), gate=("embed", None), activation=RESIDUAL, dispatch=(),
+        hidden=(),
     )
     couples_rows = "experts' balance"
 
