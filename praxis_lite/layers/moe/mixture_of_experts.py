@@ -110,8 +110,8 @@ class TransformerFeedForwardMoe(ResidualBranch):
     """
 
     splits = splits(
-        weight=("expert", "expert_embed", "mlp"), gate=("embed", None), activation=RESIDUAL,
-        dispatch=(), hidden=(),
+        weight=("expert", "embed", "mlp"), gate=("embed", None), activation=RESIDUAL, dispatch=(),
+        hidden=(),
     )
     couples_rows = "experts' balance"
 
@@ -180,9 +180,10 @@ class TransformerFeedForwardMoe(ResidualBranch):
             self.weight((num_experts,), init=zeros, rngs=rngs)
             if self.gating.score_func == "sigmoid" else None
         )
-        # Of the model dims of all layers, which may split over the experts' axis, too.
+        # As the router's, model dims of all layers: they may split over the experts' axis, too.
         self.shared_experts = SharedExperts(
-            gate[0] if gate[0].is_said else D, sized(F, num_shared_experts * hidden_dims), activation, use_gated_activation, rngs
+            gate[0] if gate[0].is_said else D, sized(F, num_shared_experts * hidden_dims),
+            activation, use_gated_activation, rngs,
         ) if num_shared_experts else None
 
         self.has_bias, self.swiglu_limit = has_bias, swiglu_limit

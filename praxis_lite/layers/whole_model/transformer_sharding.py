@@ -3,7 +3,7 @@
 import functools
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import fiddle as fdl
@@ -83,10 +83,7 @@ def _checked(preset: str | Preset) -> Preset:
             continue
         is_right = isinstance(axes, str | int | list | tuple | None)
         require(is_right, f"{setting}[{name!r}]", axes, "a mesh axis, a tuple of them, or None")
-    defaults = {
-        "residual_batch": preset.get("batch"), "expert_embed": preset.get("embed"),
-    }
-    return {**defaults, **preset}
+    return {"residual_batch": preset.get("batch"), **preset}
 
 
 def _names(row: Mapping[str, Any]) -> Iterator[str]:
@@ -198,6 +195,12 @@ def _name(layer: Any) -> str:
     return getattr(layer, "__name__", repr(layer))
 
 
+def _in_preset(name: str | None, dims: Sequence[str | None], preset: Preset) -> str | None:
+    """Returns the preset's name of an array's dim: model dims of experts may have their own."""
+    is_of_experts = name == "embed" and "expert" in dims and "expert_embed" in preset
+    return "expert_embed" if is_of_experts else name
+
+
 def _set_row(config: fdl.Buildable, row: Mapping[str, Any], preset: Preset) -> None:
     for field, dims in row.items():
         if isinstance(dims, Mapping):
@@ -206,7 +209,7 @@ def _set_row(config: fdl.Buildable, row: Mapping[str, Any], preset: Preset) -> N
             if preset.get(dims) is not None or getattr(config, field, None) is not None:
                 setattr(config, field, preset.get(dims))
             continue
-        split = tuple(preset.get(name) for name in dims)
+        split = tuple(preset.get(_in_preset(name, dims, preset)) for name in dims)
         name_of: dict[Any, str] = {}
         for name, entry in zip(dims, split, strict=True):
             for axis in entry if isinstance(entry, list | tuple) else (entry,):

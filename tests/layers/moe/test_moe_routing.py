@@ -170,7 +170,7 @@ def test_a_random_second_expert_is_used_in_proportion_to_its_gate():
 
 def test_expert_load_is_relative_to_the_mean():
     experts, gates, _ = routed(K, S)
-    load = moe_routing.expert_load(experts, gates > 0, E)
+    load = moe_routing.expert_load(moe_routing.expert_choices(experts, gates > 0, E))
     count = np.bincount(np.asarray(experts)[IS_TOKEN].reshape(-1), minlength=E)
     np.testing.assert_allclose(load, count / count.mean(), rtol=1e-6)
 

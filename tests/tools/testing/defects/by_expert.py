@@ -73,10 +73,6 @@ BALANCED = {
         old + _n() * (x - old))),
     "loads of a device": (f"{ROUTING}:expert_choices", _if_split(lambda x, e, r, n: jnp.sum(
         (jax.nn.one_hot(e, n) * r[..., None])[: e.shape[0] // _n()], (0, 1, 2)))),
-    "loads of padding too": (f"{ROUTING}:expert_choices", _if_split(lambda x, e, r, n: jnp.sum(
-        jax.nn.one_hot(e, n), (0, 1, 2)))),
-    "turns after the first are lost": ("praxis_lite.layers.moe.exchange:places_of", _if_split(
-        lambda x, *_: jnp.where(x < 8, x, -1 - x))),
 }
 DEFECTS += [
     Defect(f"experts: {what}", tiny.BalancedExperts, after(target, change), (2, 2, 1))
