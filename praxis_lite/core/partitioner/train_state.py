@@ -161,6 +161,7 @@ class StateLayout:
 
         def one(tree: PyTree) -> PyTree:
             return tree[name] if isinstance(tree, Mapping) else getattr(tree, name)
+
         start = f"{name}/"
         forms = {k.removeprefix(start): x for k, x in self.forms.items() if k.startswith(start)}
         kinds = None if self.memory_kinds is None else one(self.memory_kinds)
@@ -223,7 +224,13 @@ def layout_and_learner(
     opt_specs["slots"] = slot_specs(groups.by_name, groups.weight_specs, update_specs)
     if "ema" in opt_specs:
         opt_specs["ema"] = groups.split(update_specs)[0]
-from praxis_lite.core.learner.slots import slot_memory, slot_specs
+    shapes = TrainState(jax.ShapeDtypeStruct((), "int32"), mdl_shapes, opt_shapes)
+    kinds = jax.tree.map(lambda _: DEVICE, shapes)
+    kinds.opt_states.update(slot_memory(opt_shapes, learner.weights_with_host_slots))
+    layout = StateLayout(
+        shapes, TrainState(PartitionSpec(), mdl_specs, opt_specs), dict(axis_sizes),
+        declared_by={f"mdl_vars/{p}": spec.declared_by for p, spec in spec_leaves(weight_specs)},
+        notes=decisions.notes, memory_kinds=kinds,
         forms={f"mdl_vars/{path}": form for path, form in task.model.kept_forms.items()},
     )
     if layout.has_host_memory:
