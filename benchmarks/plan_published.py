@@ -101,7 +101,9 @@ class Row:
             from praxis_lite.core import make_mesh
 
             mesh = make_mesh(mesh_of(self.run), self.devices.devices)
-            self._made = mesh_of_devices(mesh, self.devices)
+            self._made = mesh_of_devices(
+                dict(mesh.shape), list(mesh.devices.flat), self.devices
+            )
         return self._made
 
 

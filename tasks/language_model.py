@@ -30,7 +30,6 @@ from praxis_lite.decode import (
 )
 from praxis_lite.inputs.tokenizers import ByteTokenizer, Tokenizer, as_tokenizer
 from praxis_lite.layers import Summary, aux_loss, intermediates, with_recipe
-from praxis_lite.layers.whole_model.kept_weights import KeptModel, check_frozen
 
 __all__ = [
     "LanguageModelTask", "outputs_of_logits", "paddings_with_filler", "reports_of_batches",
@@ -84,11 +83,9 @@ class LanguageModelTask(Task):
         metrics: Mapping[str, Metric] | None = None,
     ):
         super().__init__(
-            with_recipe(model, quantization), learner, inputs_split_mapping=inputs_split_mapping,
-            fprop_dtype=fprop_dtype, metrics=metrics,
+            with_recipe(model, quantization, learner), learner,
+            inputs_split_mapping=inputs_split_mapping, fprop_dtype=fprop_dtype, metrics=metrics,
         )
-        if isinstance(self.model, KeptModel):
-            check_frozen(self.model, learner)
         self.tokenizer, self._is_named = as_tokenizer(tokenizer), tokenizer is not None
         self.decoder = for_tokenizer(decoder or Greedy(), self.tokenizer)
 

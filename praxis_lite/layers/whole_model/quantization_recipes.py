@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, require_choice
+from praxis_lite.core.learner.learner import Learner
 from praxis_lite.core.models.model import Model
 from praxis_lite.layers.whole_model.four_bit_weights import forms_in_4_bits
-from praxis_lite.layers.whole_model.kept_weights import KeptModel
+from praxis_lite.layers.whole_model.kept_weights import KeptModel, check_frozen
 from praxis_lite.layers.whole_model.quantization import QuantizationRule, quantized
 
 _rule = functools.partial(QuantizationRule, "", but_logits=True)
@@ -36,12 +37,16 @@ QUANTIZATION_RECIPES: Mapping[str, QuantizationRule | str] = {
 
 
 def with_recipe(
-    model: Model | Callable[..., nnx.Module], recipe: str | None
+    model: Model | Callable[..., nnx.Module], recipe: str | None, learner: Learner
 ) -> Model | Callable[..., nnx.Module]:
     """Returns a task's model with its products rounded by a recipe; None: as it is.
 
+    Args:
+      learner: of the task; it may not train weights that are kept in 4 bits.
+
     Raises:
-      ConfigError: no recipe has that name, or the model is not made of this library's layers.
+      ConfigError: no recipe has that name, the model is not made of this library's layers, or the
+        learner trains what is kept in 4 bits.
     """
     if recipe is None:
         return model
@@ -54,4 +59,6 @@ def with_recipe(
     rule = QUANTIZATION_RECIPES[recipe]
     if isinstance(rule, QuantizationRule):
         return functools.partial(quantized, model=model, rules=(rule,))
-    return KeptModel(model, functools.partial(forms_in_4_bits, qtype=rule))
+    kept = KeptModel(model, functools.partial(forms_in_4_bits, qtype=rule))
+    check_frozen(kept, learner)
+    return kept

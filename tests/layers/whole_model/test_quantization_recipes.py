@@ -11,7 +11,12 @@ from flax import nnx
 
 from praxis_lite import ConfigError, layers
 from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
-from praxis_lite.layers import QUANTIZATION_RECIPES, QuantizationRule, rotary_lm
+from praxis_lite.layers import (
+    QUANTIZATION_RECIPES,
+    QuantizationRule,
+    rotary_lm,
+    with_recipe,
+)
 from praxis_lite.layers.base.dense import Product, is_dense
 from praxis_lite.layers.whole_model.rounded_products import RoundedProduct
 from praxis_lite.models import FunctionModel
@@ -114,5 +119,7 @@ def test_unknown_words_and_models_of_other_layers_are_refused():
     with pytest.raises(ConfigError, match="task.quantization is 'flaot8'.*mean float8"):
         task_of("flaot8")
     model = FunctionModel(lambda key: {"w": jax.numpy.zeros(3)})
+    learner = Learner(optax.sgd, 0.3)
     with pytest.raises(ConfigError, match="'int8'.*FunctionModel.*Leave it out"):
-        LanguageModelTask(model, Learner(optax.sgd, 0.3), quantization="int8")
+        LanguageModelTask(model, learner, quantization="int8")
+    assert with_recipe(model, None, learner) is model

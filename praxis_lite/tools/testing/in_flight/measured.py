@@ -26,7 +26,7 @@ NUM_PROJECTIONS = 4
 class _Measuring(BoundLearner):
     """A learner that measures gradients, and changes no weight."""
 
-    salt: Any
+    salt: Any = dataclasses.field(kw_only=True)
 
     def update(self, grads: PyTree, opt_states: Any, params: PyTree, loss: jax.Array) -> tuple:
         measured, digests = {}, {}
@@ -91,7 +91,7 @@ class MeasuredStep:
             )
             _, outputs = steps.train_step(
                 partitioner.task, state, partitioner.where.inputs(batch), key,
-                learner=_Measuring(bound.learner, bound.groups, salt[0]),
+                learner=_Measuring(bound.learner, bound.groups, salt=salt[0]),
                 value_and_grad=partitioner.gradients.value_and_grad,
             )
         loss = jnp.stack([jnp.asarray(x, jnp.float32) for x in outputs["metrics"]["loss"]])
