@@ -34,5 +34,5 @@ def test_activations_and_slots_go_from_the_device_to_its_host():
     assert device["temp"] - offload["temp"] >= (offload_runs.NUM_LAYERS - 2) * a_layer
     slots = device["argument"] - offload["argument"]
     assert offload["host_argument"] == offload["host_output"] == offload["host_alias"] == slots
-    # Two moments in float32, of all but the batch and the weights.
-    assert 2 / 3 < slots / device["argument"] * (1 + 1e-3) < 0.7
+    # Two moments of each weight, all float32; what is left of the arguments is a batch of int32.
+    assert 0 <= device["argument"] - 3 * slots // 2 < 2 * 4 * 64 * 512 // 4
