@@ -194,7 +194,7 @@ def _model(run: Run, **sizes: int) -> fdl.Partial:
 
 
 def _policy(run: Run) -> str | dict[str, str]:
-    """Returns what the backward pass kept, and where."""
+    """Returns the remat policy: a word, or the place of each activation by name."""
     remat = run["remat"]
     if remat["policy"] in _POLICIES:
         return _POLICIES[remat["policy"]]

@@ -41,7 +41,7 @@ class Exchange(NamedTuple):
     all_axes: tuple[str, ...]
 
     def swap(self, x_NM: jax.Array) -> jax.Array:
-        """Returns what the other devices have in the seats for this one."""
+        """Returns the rows [N, M] that the other devices have in their seats for this one."""
         x_XCM = x_NM.reshape(self.num_shards, -1, *x_NM.shape[1:])
         return jax.lax.all_to_all(x_XCM, self.axes, 0, 0).reshape(x_NM.shape)
 

@@ -16,7 +16,7 @@ Segments = tuple[jax.Array, jax.Array] | None  # Of queries [B, T] and of keys [
 
 
 def unable(mask: AttentionMask, num_queries: int, num_keys: int) -> str:
-    """Returns what of a mask this cannot do; "" if it can do all.
+    """Returns the part of a mask, in words, that splash cannot do in a ring; "" if it can do all.
 
     Which blocks splash computes is fixed before a program runs. Under a causal mask that is so of
     any two stations but for their order; under a window it is not.
