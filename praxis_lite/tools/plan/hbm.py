@@ -27,7 +27,7 @@ class HostCopy(NamedTuple):
 
 
 def host_copy(one: Instruction, around: Mapping[str, Instruction]) -> HostCopy | None:
-    """Returns the copy to or from the host that an instruction makes or begins; None if it does not.
+    """Returns the copy to or from the host that an instruction makes or begins, or None.
 
     That is of an array whole, of a slice of an array there, or into such a slice, as of the layers
     of a stack.
