@@ -154,6 +154,7 @@ def partitioner_of(options: argparse.Namespace, row: str) -> Partitioner:
             optax.adamw, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1
         )),
         learning_rate=optax.linear_schedule(0.0, 3e-5, 100), clip_gradient_norm_to_value=1.0,
+        gradient_accumulation_steps=options.micro_batches,
     )
     batch = preset["batch"]
     task = LanguageModelTask(
@@ -176,7 +177,7 @@ def measured(options: argparse.Namespace, row: str) -> None:
     """Compiles a row and prints its figures."""
     _, topology, _, length, *rows = ROWS[row]
     partitioner = partitioner_of(options, row)
-    num_rows = rows[0] if rows else partitioner.mesh.size
+    num_rows = (rows[0] if rows else partitioner.mesh.size) * options.micro_batches
     ids = jax.ShapeDtypeStruct((num_rows, length), jnp.int32)
     weights = jax.ShapeDtypeStruct(ids.shape, jnp.float32)
     batch = {"ids": ids, "labels": ids, "weights": weights, "segment_ids": ids, "segment_pos": ids}
@@ -206,7 +207,7 @@ def measured(options: argparse.Namespace, row: str) -> None:
         print(f"  kernels of Pallas: {result.kernel_flops:.4g} flops, {kernels:.4f} s at half of "
               "the peak, which are not in the seconds above")
     for peer, of_peer in PEERS.get(row, {}).items():
-        if not options.layers:
+        if not options.layers and options.micro_batches == 1:
             ratios = [ours / theirs for ours, theirs in zip(figures, of_peer, strict=True)]
             print("  / {:8} {:.2f} peak  {:.2f} cycles  {:.2f} s".format(peer, *ratios))
     for name, seconds in _by_operation(text, result).most_common(options.top):
@@ -239,6 +240,8 @@ def main() -> None:
     parser.add_argument("--capacity", type=float, help="of an expert, beyond which it drops; by "
                         "default none is dropped")
     parser.add_argument("--remat", default="save_nothing", help="checkpoint_policy")
+    parser.add_argument("--micro-batches", type=int, default=1, help="of a row per device each; "
+                        "there are no ratios then")
     parser.add_argument("--wrap", action="store_true", help="link the torus's ends, as pods do; "
                         "the peers of v5p were compiled without, and v5e's programs are the same")
     parser.add_argument("--by-hand", default="", help="data_axes of ExplicitCollectives")

@@ -11,7 +11,12 @@ from jax.sharding import Mesh
 from praxis_lite.core.errors import require_choice
 from praxis_lite.core.partitioner import arguments, steps
 from praxis_lite.core.partitioner.compiled_steps import Step, StepOfWeights, TrainStep
-from praxis_lite.core.partitioner.compiler_options import decode_options, init_options, step_options
+from praxis_lite.core.partitioner.compiler_options import (
+    decode_options,
+    init_options,
+    step_options,
+    train_options,
+)
 from praxis_lite.core.partitioner.decoding_weights import DecodingWeights
 from praxis_lite.core.partitioner.gradient_strategy import Gradients, GradientStrategy
 from praxis_lite.core.partitioner.task_on_mesh import TaskOnMesh
@@ -50,6 +55,7 @@ class Partitioner:
       gradients: the functions that make gradients and metrics, of the strategy that was given.
       init: (key) -> TrainState, each array made in its shards.
       compiler_options: that the steps are compiled with on this mesh; None: there are none.
+      train_options: those of the train step, with what micro-batches need.
 
     Raises:
       ConfigError: a weight's split does not fit, or XLA does not know a compiler option; before
@@ -80,6 +86,9 @@ class Partitioner:
         self.gradients = (gradients or Gradients()).on(task, mesh, self._mdl_layout, self.learner)
         self.replicated = where.replicated
         self.compiler_options = step_options(compiler_options, mesh)
+        self.train_options = train_options(
+            self.compiler_options, mesh, task.learner.gradient_accumulation_steps
+        )
         placed = {"out_shardings": self.layout.shardings(mesh)}
         self.init = jax.jit(self._init, compiler_options=init_options(mesh), **placed)
         self._eval_params = jax.jit(
@@ -101,7 +110,7 @@ class Partitioner:
                 self.gradients.check_rows,
                 num_micro_batches=self.task.learner.gradient_accumulation_steps,
             ),
-            compiler_options=self.compiler_options,
+            compiler_options=self.train_options,
         )
 
     @functools.cached_property

@@ -162,8 +162,8 @@ def partitioner_on(
 
 
 def print_compiler_options(partitioner: Partitioner) -> None:
-    """Prints a line of the options that the steps are compiled with, if there are any."""
-    if options := partitioner.compiler_options:
+    """Prints a line of the options that a train step is compiled with, if there are any."""
+    if options := partitioner.train_options:
         words = ", ".join(f"{name}={value}" for name, value in options.items())
         print(f"compiler options: {words}", flush=True)
 
