@@ -4,6 +4,7 @@ A program does not know the loads before it runs, and arrays have one size. Arra
 load, all tokens to one device, would be X times larger than even loads need. So each device has C
 seats for choices of experts on each other one, a little more than even loads take, and tokens go
 there in turns. Even loads take one turn; the worst takes X / SLACK. No choice is ever dropped.
+The first turn lies outside of the loop over turns: other work can go on while its tokens travel.
 
 A turn sends X C rows of D and returns as many, and an integer for each; backward it sends them and
 the gradients of their outputs, and returns the gradients of the rows. Nothing of a turn is kept for
@@ -92,11 +93,12 @@ def in_turns(
         is_taken_N1 = (expert_N1 > 0).astype(jnp.float32)
         return rows_ND, jnp.where(expert_N1 > 0, expert_N1 - 1, num_local), is_taken_N1
 
-    def loop(num_turns: jax.Array, turn: Callable[[jax.Array, PyTree], PyTree], start: PyTree):
+    def summed(num_turns: jax.Array, turn: Callable[[jax.Array], PyTree]) -> PyTree:
+        first = jnp.zeros((), jnp.int32)
         _, result = jax.lax.while_loop(
             lambda carry: carry[0] < num_turns,
-            lambda carry: (carry[0] + 1, turn(*carry)),
-            (jnp.zeros((), jnp.int32), start),
+            lambda carry: (carry[0] + 1, jax.tree.map(jnp.add, carry[1], turn(carry[0]))),
+            (first + 1, turn(first)),
         )
         return result
 
@@ -104,12 +106,12 @@ def in_turns(
     def run(x_nD, gates_nK, weights, experts_nK):
         seats_of_turn, num_turns = turns_of(gates_nK, experts_nK)
 
-        def turn(index: jax.Array, sums_nD: jax.Array) -> jax.Array:
+        def turn(index: jax.Array) -> jax.Array:
             seats_nK = seats_of_turn(index)
             y_ND = over.swap(at_own(*sent(x_nD, experts_nK, seats_nK), weights))
-            return sums_nD + combine(y_ND[None], seats_nK[None], gates_nK[None])[0]
+            return combine(y_ND[None], seats_nK[None], gates_nK[None])[0]
 
-        return loop(num_turns, turn, jnp.zeros_like(x_nD))
+        return summed(num_turns, turn)
 
     def forward(*args):
         return run(*args), args
@@ -118,7 +120,7 @@ def in_turns(
         x_nD, gates_nK, weights, experts_nK = args
         seats_of_turn, num_turns = turns_of(gates_nK, experts_nK)
 
-        def turn(index: jax.Array, grads: tuple) -> tuple:
+        def turn(index: jax.Array) -> tuple:
             seats_nK = seats_of_turn(index)
             rows_ND, experts_N1, is_taken_N1 = sent(x_nD, experts_nK, seats_nK)
             gate_N1 = over.swap(seated(gates_nK, seats_nK))
@@ -134,14 +136,12 @@ def in_turns(
             of_rows_ND, of_gate_N1 = over.swap(of_rows_ND), over.swap(of_gate_N1)
             ones_nK = jnp.ones_like(gates_nK)
             of_gates_nK = jnp.take(of_gate_N1[:, 0], seats_nK, mode="fill", fill_value=0)
-            new = (
+            return (
                 combine(of_rows_ND[None], seats_nK[None], ones_nK[None])[0],
                 of_gates_nK.astype(gates_nK.dtype), of_weights,
             )
-            return jax.tree.map(jnp.add, grads, new)
 
-        start = jax.tree.map(jnp.zeros_like, (x_nD, gates_nK, weights))
-        return *loop(num_turns, turn, start), None
+        return *summed(num_turns, turn), None
 
     run.defvjp(forward, backward)
     return run(x_nD, gates_nK, weights, experts_nK)
