@@ -1,9 +1,11 @@
-"""Train steps of Llamas on pods, compiled for real TPU topologies on a machine without one.
+"""Train steps of language models on pods, compiled for real TPU topologies without one at hand.
 
     pip install libtpu                      # 0.0.51 with jax 0.10.2 for the figures of the peers
     python benchmarks/pod_scale.py --row S  # or A, B64, B16, F, even, uneven; or several
     python benchmarks/pod_scale.py --row M8 --preset fsdp+expert
     python benchmarks/pod_scale.py --row L32 L128 --preset fsdp+context --attention auto
+    python benchmarks/pod_scale.py --row O70 --preset fsdp --attention splash
+    python benchmarks/pod_scale.py --row G9 --preset fsdp --chunk-size 1024
 
 A row is a model on a mesh, as a user builds it. It prints peak memory, the cycles that the compiler
 expects, the seconds that its schedule takes (praxis_lite/tools/plan/schedule.py), and their ratios
@@ -26,18 +28,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import topologies
+from pod_rows import EXPERT_MESHES, PEERS, ROWS, WITH_EXPERTS, model_of
 
 from praxis_lite.collectives import ExplicitCollectives
 from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
-from praxis_lite.layers import (
-    Embedding,
-    FullSoftmax,
-    Repeat,
-    TransformerFeedForward,
-    TransformerFeedForwardMoe,
-    rotary_lm,
-    set_sharding_params,
-)
+from praxis_lite.layers import set_sharding_params
 from praxis_lite.layers.whole_model.sharding_presets import COMPILER_OPTIONS, SHARDING_PRESETS
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tools.explain import hlo
@@ -48,88 +43,16 @@ from praxis_lite.tools.plan.schedule import schedule
 from praxis_lite.tools.plan.timeline import Mesh, Timeline
 from praxis_lite.tools.plan.topology import topology_of
 
-# Model dims, layers, heads, dims of a head, hidden dims, vocabulary.
-MODELS = {
-    "tiny": (2048, 4, 16, 128, 7168, 32_000),
-    "llama2-7b": (4096, 32, 32, 128, 11_008, 32_000),
-    "mixtral-8x7b": (4096, 32, 32, 128, 14_336, 32_000),
-    "even": (2048, 4, 16, 128, 8192, 32_004),
-    "uneven": (2048, 4, 16, 128, 8190, 32_003),
-}
-# Heads of keys, experts, and experts of a token, of a model that has some.
-WITH_EXPERTS = {"mixtral-8x7b": (8, 8, 2)}
-# Mesh (data, expert, mdl) of a row, for presets with an axis of experts.
-EXPERT_MESHES = {"M8": (8, 8, 1)}
-# Model, topology, mesh (replica, data, mdl), tokens per row, rows if not one per device.
-ROWS = {
-    "S": ("tiny", "v5e:4x4", (1, 16, 1), 1024),
-    "A": ("llama2-7b", "v5e:16x16", (1, 256, 1), 2048),
-    "B64": ("llama2-7b", "v5e:16x16", (1, 64, 4), 2048),
-    "B16": ("llama2-7b", "v5e:16x16", (1, 16, 16), 2048),
-    "F": ("llama2-7b", "v5p:4x4x4", (1, 16, 4), 2048),
-    "L32": ("llama2-7b", "v5e:16x16", (1, 16, 16), 32_768, 16),
-    "L128": ("llama2-7b", "v5e:16x16", (1, 4, 64), 131_072, 4),
-    "M8": ("mixtral-8x7b", "v5p:4x4x4", (1, 64, 1), 4096),
-    "even": ("even", "v5e:2x4", (1, 2, 4), 1024),
-    "uneven": ("uneven", "v5e:2x4", (1, 2, 4), 1024),
-}
-# Peak MB, Gcycles, seconds. MaxText e591f30c, and plain JAX with all collectives by hand; jax
-# 0.10.2, libtpu 0.0.51, remat of whole layers, bfloat16, float32 weights and Adam.
-PEERS = {
-    "S": {"MaxText": (572.7, 0.0521, 0.0425), "by hand": (646, 0.0305, 0.0316)},
-    "A": {"MaxText": (2416.7, 1.584, 1.238), "by hand": (1835, 1.2314, 1.0466)},
-    "B64": {"MaxText": (2103.4, 1.715, 1.402), "by hand": (1895.5, 1.2429, 1.0157)},
-    "B16": {"MaxText": (2614.8, 2.437, 3.133), "by hand": (1834.8, 1.2314, 1.0466)},
-    "F": {"MaxText": (3494.3, 0.831, 0.610), "by hand": (2962.4, 0.6587, 0.4571)},
-    # Its best ways, all-to-all and a ring, without the time in kernels of Pallas.
-    "L32": {"MaxText": (3871.4, 1.7772, 1.4581)},
-    "L128": {"MaxText": (1939.7, 9.238, 10.166)},
-    # No token dropped, 8 devices for experts; 64 devices for weights; and a capacity of 1.25.
-    "M8": {
-        "MaxText": (19_865.6, 2.4088, 1.8952), "its fsdp": (19_666.7, 2.018, 2.5251),
-        "dropping": (19_809.5, 4.2718, 3.8176),
-    },
-}
 # The peers' seconds are of the compiler's own cycles, whole links and no latency; kernels of
 # Pallas, of which it says none, take no time.
 AS_THE_PEERS = Efficiencies(cycles=1.0, link=1.0, hop_seconds=0.0, kernel=float("inf"))
-# On v5p an embedding's gather goes to the SparseCore, whose text XLA cannot read back.
+# On v5p and v6e an embedding's gather goes to the SparseCore, whose text XLA cannot read back.
 UNREADABLE = {"xla_tpu_offload_gather_to_sparsecore": "false"}
 # Nor the sorts and scatters of tokens by expert.
 UNREADABLE_OF_EXPERTS = {
     "xla_tpu_enable_offloading_sort_to_sparsecore": "false",
     "xla_tpu_enable_offloading_scatter_to_sparsecore": "false",
 }
-
-
-def model_config(name: str, options: argparse.Namespace) -> fdl.Config:
-    """Returns the config of a Llama of MODELS, computed in bfloat16."""
-    attention = {
-        "atten_kernel": options.attention, "atten_chunk_size": options.chunk_size,
-        "float32_logits": options.attention not in ("einsum", "blocked"),  # Others have no choice.
-    }
-    model_dims, num_layers, num_heads, dim_per_head, hidden_dims, vocab_size = MODELS[name]
-    activation = {"activation": "silu", "use_gated_activation": True}
-    feed_forward = fdl.Partial(TransformerFeedForward, has_bias=False, **activation)
-    if name in WITH_EXPERTS:
-        attention["num_kv_heads"], num_experts, per_token = WITH_EXPERTS[name]
-        capacity = {"dropless": True} if options.capacity is None else {
-            # Pax's factor is of the tokens, MaxText's of their choices.
-            "unadjusted_expert_capacity_factor": options.capacity * per_token,
-        }
-        feed_forward = fdl.Partial(
-            TransformerFeedForwardMoe, num_experts=num_experts, num_experts_per_token=per_token,
-            gating_func="top_k", **activation, **capacity,
-        )
-    return rotary_lm(
-        vocab_size=vocab_size, model_dims=model_dims, hidden_dims=hidden_dims,
-        num_heads=num_heads, dim_per_head=dim_per_head, num_layers=num_layers,
-        fprop_dtype=jnp.bfloat16, attention=attention,
-        tr_fflayer_tpl=feed_forward,
-        softmax_tpl=fdl.Partial(FullSoftmax, has_bias=False),
-        separate_embedding_tpl=fdl.Partial(Embedding),
-        stacked_transformer_tpl=fdl.Partial(Repeat, checkpoint_policy=options.remat),
-    )
 
 
 def partitioner_of(options: argparse.Namespace, row: str) -> Partitioner:
@@ -146,7 +69,7 @@ def partitioner_of(options: argparse.Namespace, row: str) -> Partitioner:
         MeshConfig(ici_mesh_shape=shape, axis_names=axes, allow_split_physical_axes=True), devices
     )
     preset = SHARDING_PRESETS[options.preset]
-    config = set_sharding_params(model_config(model, options), preset)
+    config = set_sharding_params(model_of(ROWS[row], options), preset)
     if options.layers:
         config.num_layers = options.layers
     learner = Learner(
@@ -162,7 +85,7 @@ def partitioner_of(options: argparse.Namespace, row: str) -> Partitioner:
         inputs_split_mapping={"map_1d": (batch,), "map_2d": (batch, None)},
     )
     compiler_options = dict(COMPILER_OPTIONS.get(options.preset, {}).get("tpu", {}))
-    if topology.startswith("v5p"):
+    if topology.startswith(("v5p", "v6e")):
         compiler_options |= UNREADABLE
         compiler_options |= UNREADABLE_OF_EXPERTS if model in WITH_EXPERTS else {}
     compiler_options |= dict(item.split("=", 1) for item in options.compiler_option)
@@ -175,9 +98,9 @@ def partitioner_of(options: argparse.Namespace, row: str) -> Partitioner:
 
 def measured(options: argparse.Namespace, row: str) -> None:
     """Compiles a row and prints its figures."""
-    _, topology, _, length, *rows = ROWS[row]
+    _, topology, _, length, num_rows, _ = ROWS[row]
     partitioner = partitioner_of(options, row)
-    num_rows = (rows[0] if rows else partitioner.mesh.size) * options.micro_batches
+    num_rows = (num_rows or partitioner.mesh.size) * options.micro_batches
     ids = jax.ShapeDtypeStruct((num_rows, length), jnp.int32)
     weights = jax.ShapeDtypeStruct(ids.shape, jnp.float32)
     batch = {"ids": ids, "labels": ids, "weights": weights, "segment_ids": ids, "segment_pos": ids}
@@ -239,7 +162,7 @@ def main() -> None:
     parser.add_argument("--chunk-size", type=int, default=512, help="atten_chunk_size")
     parser.add_argument("--capacity", type=float, help="of an expert, beyond which it drops; by "
                         "default none is dropped")
-    parser.add_argument("--remat", default="save_nothing", help="checkpoint_policy")
+    parser.add_argument("--remat", help="checkpoint_policy, or JSON of one; else the row's")
     parser.add_argument("--micro-batches", type=int, default=1, help="of a row per device each; "
                         "there are no ratios then")
     parser.add_argument("--wrap", action="store_true", help="link the torus's ends, as pods do; "
