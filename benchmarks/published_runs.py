@@ -62,6 +62,20 @@ _NAMES = {
     ),
 }
 
+# MaxText's HOST_OFFLOAD_FLAGS (benchmarks/xla_flags_library.py).
+_HOST_OFFLOAD = {
+    "xla_tpu_enable_all_experimental_scheduler_features": "true",
+    "xla_tpu_enable_scheduler_memory_pressure_tracking": "true",
+    "xla_tpu_host_transfer_overlap_limit": "24",
+    "xla_tpu_aggressive_opt_barrier_removal": "ENABLED",
+    "xla_lhs_prioritize_async_depth_over_stall": "ENABLED",
+    "xla_tpu_enable_ag_backward_pipelining": "true",
+    "xla_should_allow_loop_variant_parameter_in_chain": "ENABLED",
+    "xla_should_add_loop_invariant_op_in_chain": "ENABLED",
+    "xla_max_concurrent_host_send_recv": "100",
+    "xla_tpu_scheduler_percent_shared_memory_limit": "100",
+    "xla_latency_hiding_scheduler_rerun": "2",
+}
 
 # Of models with experts, that the one block below has not.
 _OF_OTHER_BLOCKS = (
@@ -241,8 +255,10 @@ def _compiler_options(run: Run) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for flag in (run.get("software") or {}).get("xla_flags") or ():
         name, _, value = flag.partition("=")
-        if name.startswith("xla_") and re.fullmatch(r"\w+", value):
-            options[name] = value
+        if name.startswith("xla_") and (result := re.match(r"\w+", value)):
+            options[name] = result.group()
+        elif flag.startswith("host offload group"):
+            options |= _HOST_OFFLOAD
     if run["chip"] != "v5e":
         # libtpu 0.0.51 on other chips: "not supported/recommended".
         options = {k: v for k, v in options.items() if "async_collective_fusion" not in k}
