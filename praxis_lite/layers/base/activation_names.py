@@ -28,9 +28,9 @@ def offloaded(names: Set[str]) -> Iterator[None]:
 def named(x: PyTree, name: str) -> PyTree:
     """Returns an array, or several, under a name (`jax.ad_checkpoint.checkpoint_name`).
 
-    What a TPU sends to its host has its dims in memory in their own order. Else XLA may choose one order
-    where the forward pass writes, and another where the backward pass reads; it then takes the
-    stack of all layers to the device and back in between (libtpu 0.0.51).
+    What a TPU sends to its host has its dims in memory in their own order. Else XLA may choose one
+    order where the forward pass writes, and another where the backward pass reads; it then takes
+    the stack of all layers to the device and back in between (libtpu 0.0.51).
     """
     if name in _OFFLOADED.get() and compiled_platform() == "tpu":
         x = jax.tree.map(lambda a: with_layout_constraint(a, Layout(tuple(range(a.ndim)))), x)
