@@ -13,16 +13,19 @@ says how good they are. A run that cannot be built is listed with the reason.
 import argparse
 import dataclasses
 import gzip
+import hashlib
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
-from published_runs import Run, batch_of, mesh_of, partitioner_of, why_not
+from published_runs import Run, batch_of, compiler_options, mesh_of, partitioner_of, why_not
 from scipy.optimize import least_squares
 
 from praxis_lite.tools.explain import hlo
@@ -44,26 +47,63 @@ _FREE = {
 
 
 def compiled(run: Run, cache: Path) -> dict[str, Any]:
-    """Returns the result of compiling a run: `text` and `peak`, or `too_large` or `failed`."""
+    """Returns the result of compiling a run: `text` and `peak`, or `too_large` or `failed`.
+
+    Runs of the same program, such as a figure that another one superseded, are compiled once.
+    """
     kept, program = cache / f"{run['id']}.json", cache / f"{run['id']}.hlo.gz"
     if not kept.exists():
         start = time.monotonic()
         print(f"compiling {run['id']} for {run['slices']} x {run['topology']}", file=sys.stderr)
         record: dict[str, Any] = {}
         try:
-            partitioner = partitioner_of(run, topology(run).devices)
-            step = partitioner.train_step.lower(batch_of(run)).compile()
-            record["peak"] = hlo.memory_per_device(step).peak
-            program.write_bytes(gzip.compress(step.as_text().encode(), 3))
+            with tempfile.TemporaryDirectory() as folder:
+                partitioner = partitioner_of(run, topology(run).devices, {"xla_dump_to": folder})
+                lowered = partitioner.train_step.lower(batch_of(run))
+                of = run["topology"], run["slices"], compiler_options(run), lowered.as_text()
+                key = hashlib.sha256(repr(of).encode()).hexdigest()
+                if same := same_program(cache, key):
+                    record = json.loads(same.read_text())
+                    if (text := same.with_suffix(".hlo.gz")).exists():
+                        program.write_bytes(text.read_bytes())
+                else:
+                    record = {"program": key} | compile_into(lowered, Path(folder), program)
         except Exception as error:  # One run of many: the others go on.
-            expected = out_of_memory(error)
-            record = {"too_large": expected[1]} if expected else {"failed": str(error)[:300]}
+            record |= {"failed": str(error)[:300]}
         record["compile_seconds"] = time.monotonic() - start
         kept.write_text(json.dumps(record))
     record = json.loads(kept.read_text())
     if program.exists():
         record["text"] = gzip.decompress(program.read_bytes()).decode()
     return record
+
+
+def same_program(cache: Path, key: str) -> Path | None:
+    """Returns the record of a run that had the same program, or None."""
+    records = (path for path in sorted(cache.glob("*.json")) if key in path.read_text())
+    return next(records, None)
+
+
+def compile_into(lowered: Any, folder: Path, program: Path) -> dict[str, Any]:
+    """Returns the record of a step, and writes its text.
+
+    Args:
+      folder: that the compiler writes into (`xla_dump_to`). The text is read there where XLA cannot read what its
+        compiler made, of chips with SparseCores.
+    """
+    try:
+        step = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if (expected := out_of_memory(error)) is None:
+            raise
+        return {"too_large": expected[1]}
+    try:
+        text = step.as_text()
+    except jax.errors.JaxRuntimeError:
+        text = max(folder.glob("*.after_codegen.txt"), key=lambda path: path.stat().st_size)
+        text = text.read_text()
+    program.write_bytes(gzip.compress(text.encode(), 3))
+    return {"peak": hlo.memory_per_device(step).peak}
 
 
 def topology(run: Run) -> Any:
