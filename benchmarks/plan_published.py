@@ -88,8 +88,8 @@ def compile_into(lowered: Any, folder: Path, program: Path) -> dict[str, Any]:
     """Returns the record of a step, and writes its text.
 
     Args:
-      folder: that the compiler writes into (`xla_dump_to`). The text is read there where XLA cannot read what its
-        compiler made, of chips with SparseCores.
+      folder: that the compiler writes into (`xla_dump_to`). The text is read there where XLA cannot
+        read what its compiler made, of chips with SparseCores.
     """
     try:
         step = lowered.compile()
