@@ -20,6 +20,7 @@ from praxis_lite.tools.explain.hlo_text import parse
 from praxis_lite.tools.plan.costs import FITTED, Efficiencies
 from praxis_lite.tools.plan.decoding import Decoding, decoding_of, loop_over_tokens
 from praxis_lite.tools.plan.formulas import bubble_share
+from praxis_lite.tools.plan.measured.residuals import Correction
 from praxis_lite.tools.plan.memory import Memory, memory_of, out_of_memory, what_to_change
 from praxis_lite.tools.plan.schedule import schedule
 from praxis_lite.tools.plan.timeline import Mesh, Timeline
@@ -56,6 +57,7 @@ class StepPlan:
       compile_seconds: of this step, lowering included.
       why_not: for a step that does not fit, what to change.
       notes: what was modelled rather than compiled, and kernels that count as nothing.
+      correction: by residuals of steps that ran, where there are any.
       compiled: the step, where it was.
     """
 
@@ -89,6 +91,7 @@ class StepPlan:
     decoding: Decoding | None = None
     why_not: str = ""
     notes: tuple[str, ...] = ()
+    correction: Correction | None = None
     compiled: jax.stages.Compiled | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -114,6 +117,7 @@ class StepPlan:
             ],
             "memory": self.memory and dataclasses.asdict(self.memory),
             "decoding": self.decoding and dataclasses.asdict(self.decoding),
+            "correction": self.correction and dataclasses.asdict(self.correction),
             "notes": list(self.notes),
             "collectives": [
                 {

@@ -37,8 +37,11 @@ def figures(plan: StepPlan) -> list[tuple[str, str]]:
             f"HFU {plan.hfu:.1%}"
         )
         name = "step" if plan.decoding is None else "token"
+        result.append((name, f"{seconds_text(plan.step_seconds)}{speed}"))
+        if plan.correction is not None:
+            corrected = seconds_text(plan.correction.seconds)
+            result.append(("corrected", f"{corrected}: {plan.correction}"))
         result += [
-            (name, f"{seconds_text(plan.step_seconds)}{speed}"),
             ("of it", f"{seconds_text(plan.compute_seconds)} in matmuls, "
              f"{seconds_text(plan.memory_seconds)} in other work, "
              f"{seconds_text(plan.exposed_seconds)} waiting for collectives, which take "
