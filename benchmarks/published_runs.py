@@ -145,7 +145,8 @@ def compiler_options(run: Run) -> dict[str, Any]:
         options = {k: v for k, v in options.items() if "async_collective_fusion" not in k}
     if run["mesh"]["ici"].get("tensor", 1) > 1:
         options |= COMPILER_OPTIONS["fsdp+tensor"]["tpu"]
-    options |= PLANNING_OPTIONS.get(run["chip"], {})
+    if run["chip"] != "tpu7x":  # What its SparseCores do is read from the compiler's own files.
+        options |= PLANNING_OPTIONS.get(run["chip"], {})
     return options
 
 

@@ -97,6 +97,7 @@ class _Walk:
         # The wires, the network, the link to the host.
         now, is_free = 0.0, dict.fromkeys((False, True, TO_HOST, FROM_HOST), 0.0)
         pending: dict[str, tuple[float, OnWire]] = {}
+        started_cores: dict[str, tuple[Instruction, Mapping]] = {}
 
         def sent(one: Instruction, around: Mapping, outside: str = "") -> tuple[float, OnWire]:
             in_fusion = computation[outside] if outside else None
@@ -128,7 +129,12 @@ class _Walk:
             elif item.opcode == "call":
                 now += self.run(callees(item, "to_apply")[0], count)
             elif item.opcode == "async-start" and (held := self.wrapped(item)):
-                pending[item.name] = sent(*held)
+                if item.operands:
+                    pending[item.name] = sent(*held)
+                else:  # A SparseCore is started; it gets what it sends by the update that follows.
+                    started_cores[item.name] = held
+            elif item.opcode == "async-update" and item.operands[0] in started_cores:
+                pending[item.name] = sent(*started_cores.pop(item.operands[0]))
             elif kind in hlo.KINDS or self.is_transfer(item):
                 end, entry = sent(item, computation)
                 if item.opcode.endswith("-start") or item.opcode in ("send", "recv"):
@@ -159,14 +165,18 @@ class _Walk:
         return now
 
     def wrapped(self, one: Instruction) -> tuple[Instruction, Mapping] | None:
-        """Returns the collective that a GPU's asynchronous call holds, or None."""
-        return next(
-            (
-                (inner, self.program.computations[name])
-                for name in callees(one, "calls")
-                for inner in self.program.computations[name].values() if inner.opcode in hlo.KINDS
-            ), None,
-        )
+        """Returns the collective that an asynchronous call holds, of a GPU or SparseCore, or None.
+
+        A SparseCore's is in a custom call within.
+        """
+        for name in callees(one, "calls") or callees(one, "called_computations"):
+            computation = self.program.computations[name]
+            for inner in computation.values():
+                if inner.opcode in hlo.KINDS:
+                    return inner, computation
+                if inner.opcode == "custom-call" and (held := self.wrapped(inner)):
+                    return held
+        return None
 
     def is_transfer(self, one: Instruction) -> bool:
         """Returns True for a TPU's message to another slice, which the text has in two halves."""
@@ -319,6 +329,8 @@ class _Walk:
         if colors := re.search(r"UniDirection\w*\{colors:(\d+)", instruction.attributes):
             return int(colors.group(1)), True
         dims = torus_dims(instruction.attributes)
+        if "_offload_config" in instruction.attributes:  # By SparseCores; it does not say how.
+            dims = self.mesh.num_dims(groups)
         return 2 * dims, dims > 1 or self.mesh.is_ring(groups)
 
     def costliest(self, one: Instruction) -> str:
