@@ -23,6 +23,8 @@ from praxis_lite.layers.moe.experts import Weights
 # device for choices of experts on another, N = X x C, D model dims, L experts of a device.
 PyTree = Any
 SLACK = 1.25  # Seats over choices, where loads are even.
+# The scope of the loops over turns, by which `--mode=plan` finds them in a program's text.
+TURNS = "turns_of_experts"
 # From rows [N, D], experts [N, 1] and gates [N, 1] to the gated outputs of the experts here.
 AtOwn = Callable[[jax.Array, jax.Array, jax.Array, Weights], jax.Array]
 
@@ -93,11 +95,12 @@ def in_turns(
         return rows_ND, jnp.where(expert_N1 > 0, expert_N1 - 1, num_local), is_taken_N1
 
     def loop(num_turns: jax.Array, turn: Callable[[jax.Array, PyTree], PyTree], start: PyTree):
-        _, result = jax.lax.while_loop(
-            lambda carry: carry[0] < num_turns,
-            lambda carry: (carry[0] + 1, turn(*carry)),
-            (jnp.zeros((), jnp.int32), start),
-        )
+        with jax.named_scope(TURNS):
+            _, result = jax.lax.while_loop(
+                lambda carry: carry[0] < num_turns,
+                lambda carry: (carry[0] + 1, turn(*carry)),
+                (jnp.zeros((), jnp.int32), start),
+            )
         return result
 
     @jax.custom_vjp

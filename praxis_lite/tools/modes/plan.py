@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 STEPS = ("train", "eval", "decode")
 _MINUTES = 10.0
+_EXPERT_LOAD = 2.0
 
 
 class Plan(Mode):
@@ -56,6 +57,12 @@ class Plan(Mode):
             help="run ten steps on the attached devices, and compare",
         )
         options.add_argument(
+            "--expert_load", metavar="X", type=_load, default=_EXPERT_LOAD,
+            help="of experts split over devices: tell a step's seconds at this load as well, the "
+            "most tokens from a device to another one's experts over those of even loads; "
+            f"default: {_EXPERT_LOAD:g}",
+        )
+        options.add_argument(
             "--residuals", metavar="FILE", type=file_to_write("residuals.jsonl"),
             help="the file of measured over predicted seconds, to which --measure adds a line and "
             "by which a plan is corrected; default: JOB/residuals.jsonl, with --job_log_dir",
@@ -72,7 +79,8 @@ class Plan(Mode):
     def run(
         self, command: CommandLine, *, topology: str | None, num_slices: int,
         steps: Sequence[str], batch_sizes: Sequence[int], search: bool, search_minutes: float,
-        measure: bool, residuals: Path | None, html: Path | None, json: Path | None,
+        measure: bool, expert_load: float, residuals: Path | None, html: Path | None,
+        json: Path | None,
     ) -> None:
         """Plans; raises ConfigError, after all steps, if any does not fit."""
         if measure and (topology is not None or search):
@@ -112,7 +120,8 @@ class Plan(Mode):
         else:
             _ask_for_no_device()
             plan = planned(
-                command, _print_now, topology, num_slices, steps, batch_sizes, residuals
+                command, _print_now, topology, num_slices, steps, batch_sizes, residuals,
+                expert_load,
             )
             if html is not None:
                 html.write_text(plan.page(), "utf-8")
@@ -125,12 +134,14 @@ class Plan(Mode):
 def planned(
     command: CommandLine, print_text: Callable[[str], None], topology: str, num_slices: int,
     steps: Sequence[str], batch_sizes: Sequence[int] = (), residuals: Path | None = None,
+    expert_load: float = _EXPERT_LOAD,
 ) -> "Plan":
     """Returns the plan of the experiment of a command line, whether it fits or not.
 
     Args:
       print_text: told each part of its text as soon as it is known.
-      topology, num_slices, steps, batch_sizes, residuals: as the options of these names.
+      topology, num_slices, steps, batch_sizes, residuals, expert_load: as the options of these
+        names.
 
     Raises:
       ConfigError: there is no such topology, the mesh does not fill it, or as training does.
@@ -144,7 +155,7 @@ def planned(
     job = build(launched.config)
     return plan_job(
         job, chosen, steps, print_text, experiment=launched.experiment, batch_sizes=batch_sizes,
-        residuals=residuals,
+        residuals=residuals, expert_load=expert_load,
     )
 
 
@@ -175,3 +186,12 @@ def _batch_sizes(words: str) -> list[int]:
             f"{words!r} with --mode=plan; wanted is numbers of prompts, 1 or more: 1,8,32"
         )
     return list(map(int, given))
+
+
+def _load(word: str) -> float:
+    load = float(word)
+    if not 1.0 <= load < float("inf"):
+        raise argparse.ArgumentTypeError(
+            f"{word} with --mode=plan; wanted is 1 (even loads) or more, such as 1.5"
+        )
+    return load

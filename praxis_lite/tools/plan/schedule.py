@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from praxis_lite.core.jaxprs import RECOMPUTED
+from praxis_lite.layers.moe.exchange import TURNS
 from praxis_lite.tools.explain import hlo
 from praxis_lite.tools.explain.hlo_groups import axes_of_groups, device_groups
 from praxis_lite.tools.explain.hlo_layers import (
@@ -122,8 +123,11 @@ class _Walk:
             if item.opcode == "while":
                 if callees(item, "body")[0] == self.without:
                     continue
-                trips = trip_count(self.program, computation, item) or 1
-                now += trips * self.run(callees(item, "body")[0], count * trips)
+                trips = trip_count(self.program, computation, item)
+                seconds = self.run(callees(item, "body")[0], count * (trips or 1))
+                if trips is None and self.is_over_turns(item):
+                    self.made.expert_turn_seconds += seconds * count
+                now += (trips or 1) * seconds
             elif item.opcode == "conditional":
                 now += self.run(self.costliest(item), count)
             elif item.opcode == "call":
@@ -177,6 +181,11 @@ class _Walk:
                 if inner.opcode == "custom-call" and (held := self.wrapped(inner)):
                     return held
         return None
+
+    def is_over_turns(self, loop: Instruction) -> bool:
+        """Returns True if a loop is over turns of an exchange of tokens between experts."""
+        body = self.program.computations[callees(loop, "body")[0]].values()
+        return any(TURNS in op_name_of(item) for item in (loop, *body))
 
     def is_transfer(self, one: Instruction) -> bool:
         """Returns True for a TPU's message to another slice, which the text has in two halves."""

@@ -112,6 +112,8 @@ class Timeline:
       unknown_kernels: kernels that cost nothing here, by name.
       collectives: by kind, axes and layer.
       host_copies: over the link to the host, by the same.
+      expert_turn_seconds: of a turn of all exchanges of tokens between experts' devices
+        (`layers/moe/exchange.py`), which is in `seconds` once; 0: there are none.
       of: by an instruction that is no collective, its seconds.
     """
 
@@ -125,6 +127,7 @@ class Timeline:
     unknown_kernels: set[str] = dataclasses.field(default_factory=set)
     collectives: dict[tuple, OnWire] = dataclasses.field(default_factory=dict)
     host_copies: dict[tuple, OnWire] = dataclasses.field(default_factory=dict)
+    expert_turn_seconds: float = 0.0
     of: collections.Counter = dataclasses.field(default_factory=collections.Counter)
 
     @property
