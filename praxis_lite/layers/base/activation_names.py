@@ -32,6 +32,11 @@ def named(x: PyTree, name: str) -> PyTree:
     order where the forward pass writes, and another where the backward pass reads; it then takes
     the stack of all layers to the device and back in between (libtpu 0.0.51).
     """
-    if name in _OFFLOADED.get() and compiled_platform() == "tpu":
-        x = jax.tree.map(lambda a: with_layout_constraint(a, Layout(tuple(range(a.ndim)))), x)
-    return checkpoint_name(x, name)
+    if name not in _OFFLOADED.get() or compiled_platform() != "tpu":
+        return checkpoint_name(x, name)
+    # Once for what is written, and once for what is read.
+    return _in_order(checkpoint_name(_in_order(x), name))
+
+
+def _in_order(x: PyTree) -> PyTree:
+    return jax.tree.map(lambda a: with_layout_constraint(a, Layout(tuple(range(a.ndim)))), x)
