@@ -13,6 +13,7 @@ from praxis_lite.layers import (
     DotProductAttention,
     Embedding,
     FullSoftmax,
+    IdentityNorm,
     LayerNorm,
     MultiHeadLatentAttention,
     Repeat,
@@ -95,6 +96,22 @@ class GlobalAttention(DotProductAttention):
     @value.setter
     def value(self, projection: Any) -> None:
         del projection
+
+
+class ParallelBlock(Transformer):
+    """A block whose attention and feed-forward part read one norm, as MaxText's of 2023."""
+
+    def __init__(self, *args: Any, rngs: nnx.Rngs, **settings: Any):
+        super().__init__(*args, is_parallel=True, rngs=rngs, **settings)
+        self.ff_layer.layer_norm = IdentityNorm()
+
+    def __call__(
+        self, inputs: jax.Array, *, key: jax.Array | None = None, cache: Any = None, **rows: Any
+    ) -> tuple[jax.Array, Any]:
+        normed = self.layer_norm(inputs)
+        rows = {name: value for name, value in rows.items() if value is not None}
+        attended, cache = self.self_attention(normed, key=key, cache=cache, **rows)
+        return inputs + (attended + self.ff_layer(normed, key=key)), cache
 
 
 class DenseFirst(BaseLayer):
@@ -195,11 +212,10 @@ def _block(run: Run, kind: _Kind, *sizes: int, **settings: Any) -> fdl.Partial:
     model = run["model"]
     has_four = "before and after" in model["norm"]
     return fdl.Partial(
-        Transformer, *sizes,
+        ParallelBlock if model["block"].startswith("parallel") else Transformer, *sizes,
         ln_tpl=LayerNorm if model["norm"].startswith("layernorm") else RmsNorm,
         tr_atten_tpl=_attention(run, kind),
         tr_fflayer_tpl=_feed_forward(run, bool(model.get("experts")) and kind.has_experts),
-        is_parallel=model["block"].startswith("parallel"),
         norm_policy="primer_hybrid" if has_four else "pre", **settings,
     )
 

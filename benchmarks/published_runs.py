@@ -3,7 +3,6 @@
 `partitioner_of(run)` is the run's model on its mesh, to be compiled for its TPUs; `why_not(run)` is
 the reason why a run cannot be built. What differs from what was run:
 
-- Parallel blocks have two norms, of the same input; MaxText's have one.
 - MaxText's norms of values are left out.
 - Of Llama 4: experts are gated by a softmax, and their outputs, not their inputs, are weighted; the
   queries of layers without positions have no temperature. Of GPT-OSS: attention has no sinks (a
