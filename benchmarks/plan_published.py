@@ -41,8 +41,7 @@ FITTED_FAMILIES = (
 )
 # What is fitted, with where it starts, and between which bounds it stays.
 _FREE = {
-    "cycles": (1.0, 0.8, 1.1), "cycles_v6e": (1.0, 0.7, 1.1), "cycles_tpu7x": (1.0, 0.7, 1.1),
-    "kernel": (0.5, 0.2, 0.75), "grouped": (0.5, 0.2, 0.85), "link": (0.9, 0.5, 1.11),
+    "cycles": (1.0, 0.8, 1.1), "kernel": (0.5, 0.2, 0.75), "link": (0.9, 0.5, 1.11),
     "network": (0.8, 0.1, 3.0), "waiting": (0.02, 0.001, 0.1),
 }
 

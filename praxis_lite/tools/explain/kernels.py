@@ -17,11 +17,6 @@ def is_kernel(one: Instruction) -> bool:
     return "tpu_custom_call" in one.attributes or _CUDNN in one.attributes
 
 
-def is_grouped(one: Instruction) -> bool:
-    """Returns True for a kernel of grouped matmuls, megablox's."""
-    return is_kernel(one) and bool(_MEGABLOX.search(one.name + one.attributes[-20_000:]))
-
-
 def kernel_flops(
     one: Instruction, around: Mapping[str, Instruction], *, of_model: bool = False
 ) -> int:

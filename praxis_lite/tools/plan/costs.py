@@ -17,7 +17,7 @@ from praxis_lite.tools.explain.hlo_text import (
     callees,
     root_of,
 )
-from praxis_lite.tools.explain.kernels import is_grouped, is_kernel, kernel_flops
+from praxis_lite.tools.explain.kernels import is_kernel, kernel_flops
 from praxis_lite.tools.plan.chips import Chip
 
 # By the compiler, of the smallest of its own instructions.
@@ -31,11 +31,8 @@ class Efficiencies:
     """Shares of a chip's abilities that programs get; fitted on published runs (docs/plan.md).
 
     Attributes:
-      cycles: the compiler's cycles over those that pass; above 1 where it expects too many. Of v4,
-        v5e and v5p; the next ones of chips of which other versions of the compiler expect fewer.
-      cycles_v6e, cycles_tpu7x: as `cycles`.
+      cycles: the compiler's cycles over those that pass; above 1 where it expects too many.
       kernel: of the peak, that a kernel of attention reaches, Pallas's or cuDNN's.
-      grouped: of the peak, that a kernel of grouped matmuls reaches, of experts.
       matmul: of the peak, that a matmul reaches where the compiler tells no cycles.
       link: of a link's bandwidth, which the table of chips has at 0.9 of the maker's.
       network: of the bandwidth of a TPU to other slices.
@@ -49,10 +46,7 @@ class Efficiencies:
     """
 
     cycles: float = 1.0
-    cycles_v6e: float = 1.0
-    cycles_tpu7x: float = 1.0
     kernel: float = 0.5
-    grouped: float = 0.5
     matmul: float = 0.6
     link: float = 1.0
     network: float = 1.0
@@ -64,15 +58,11 @@ class Efficiencies:
     step_seconds: float = 0.0
     spread: float = 0.15
 
-    def cycles_on(self, chip: str) -> float:
-        """Returns the compiler's cycles over those that pass on a chip, by its name."""
-        return {"v6e": self.cycles_v6e, "tpu7x": self.cycles_tpu7x}.get(chip, self.cycles)
-
 
 # By `benchmarks/plan_published.py --fit`. `matmul` and `nodes` are guesses: of GPUs a single step
 # was measured, on an H200, which took 97 ms rather than 105 (docs/profiles.md).
 FITTED = Efficiencies(
-    cycles=1.061, cycles_v6e=1.061, cycles_tpu7x=1.061, kernel=0.57, grouped=0.57, matmul=0.6, link=1.098, network=0.791, hop_seconds=1e-6,
+    cycles=1.061, kernel=0.57, matmul=0.6, link=1.098, network=0.791, hop_seconds=1e-6,
     network_seconds=1e-4, waiting=0.0258, step_seconds=0.0, spread=0.16,
 )
 
@@ -82,17 +72,15 @@ def compute_seconds(
     efficiencies: Efficiencies,
 ) -> float:
     """Returns the seconds of an instruction that is no collective, loop, branch or call."""
-    cycles = efficiencies.cycles_on(chip.name)
     if result := _CYCLES.search(one.attributes):
-        return int(result.group(1)) / (chip.clock or 1e9) / cycles
+        return int(result.group(1)) / (chip.clock or 1e9) / efficiencies.cycles
     if one.opcode.endswith("-done"):
         return 0.0
     if is_kernel(one):
-        share = efficiencies.grouped if is_grouped(one) else efficiencies.kernel
-        return kernel_flops(one, around) / (chip.peak() * share)
+        return kernel_flops(one, around) / (chip.peak() * efficiencies.kernel)
     if chip.clock is not None:
         # What has no cycles is free, or hidden behind what has: copies in flight. Not a scatter.
-        least = LEAST_CYCLES / chip.clock / cycles
+        least = LEAST_CYCLES / chip.clock / efficiencies.cycles
         return least if is_update(one, program) and one.opcode == "fusion" else 0.0
     flops, dtype = _matmul(one, around, program)
     matmul = flops / (chip.peak(dtype) * efficiencies.matmul)
