@@ -31,6 +31,7 @@ from praxis_lite.tools.explain.hlo_text import (
     callees,
     op_name_of,
     parse,
+    root_of,
     trip_count,
 )
 from praxis_lite.tools.explain.kernels import is_kernel, kernel_flops
@@ -137,6 +138,8 @@ class _Walk:
                     pending[item.name] = sent(*held)
                 else:  # A SparseCore is started; it gets what it sends by the update that follows.
                     started_cores[item.name] = held
+            elif item.opcode == "async-start" and (copy := self.copy_within(item)):
+                pending[item.name] = copied(copy)
             elif item.opcode == "async-update" and item.operands[0] in started_cores:
                 pending[item.name] = sent(*started_cores.pop(item.operands[0]))
             elif kind in hlo.KINDS or self.is_transfer(item):
@@ -181,6 +184,11 @@ class _Walk:
                 if inner.opcode == "custom-call" and (held := self.wrapped(inner)):
                     return held
         return None
+
+    def copy_within(self, one: Instruction) -> HostCopy | None:
+        """Returns the copy to or from the host that an asynchronous call holds, or None."""
+        insides = [self.program.computations[name] for name in callees(one, "calls")]
+        return next(filter(None, (host_copy(root_of(inside), inside) for inside in insides)), None)
 
     def is_over_turns(self, loop: Instruction) -> bool:
         """Returns True if a loop is over turns of an exchange of tokens between experts."""

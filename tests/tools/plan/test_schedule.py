@@ -309,6 +309,27 @@ def test_copies_to_and_from_the_host_take_the_link_and_are_hidden_or_not():
     )
 
 
+def test_a_copy_to_the_host_in_an_asynchronous_call_counts_as_one_by_itself():
+    taken = """
+%taken (h: f32[3,1024], i: s32[], j: s32[]) -> f32[1,1024] {
+  %h = f32[3,1024]{1,0:T(8,128)S(5)} parameter(0)
+  %i = s32[] parameter(1)
+  %j = s32[] parameter(2)
+  ROOT %row = f32[1,1024]{1,0} dynamic-slice(%h, %i, %j), dynamic_slice_sizes={1,1024}
+}
+
+ENTRY"""
+    called = ON_HOST.replace("\nENTRY", taken).replace(
+        "dynamic-slice-start(%kept, %zero, %zero)",
+        "async-start(%kept, %zero, %zero), calls=%taken",
+    ).replace("dynamic-slice-done(%fetch)", "async-done(%fetch)")
+    chip = dataclasses.replace(CHIP, host_bandwidth=1e9)
+    actual, expected = schedule(called, chip, MESH), schedule(ON_HOST, chip, MESH)
+    assert "calls=%taken" in called and actual.host_link == expected.host_link
+    assert actual.seconds == expected.seconds
+
+
+
 # On a SparseCore of a TPU7x, as its compiler writes it: the core is started, told what to send, and
 # waited for. Beside it an instruction runs for 1,100 cycles.
 ON_SPARSECORE = """HloModule step, num_partitions=8
