@@ -63,8 +63,8 @@ class Efficiencies:
 # By `benchmarks/plan_published.py --fit`. `matmul` and `nodes` are guesses: of GPUs a single step
 # was measured, on an H200, which took 97 ms rather than 105 (docs/profiles.md).
 FITTED = Efficiencies(
-    cycles=1.061, kernel=0.57, matmul=0.6, link=1.098, network=0.791, hop_seconds=1e-6,
-    network_seconds=1e-4, waiting=0.0258, step_seconds=0.0, spread=0.16,
+    cycles=1.055, kernel=0.604, matmul=0.6, link=1.11, network=0.791, hop_seconds=1e-6,
+    network_seconds=1e-4, waiting=0.0261, step_seconds=0.0, spread=0.15,
 )
 
 
