@@ -3,8 +3,10 @@
 `partitioner_of(run)` is the run's model on its mesh, to be compiled for its TPUs; `why_not(run)` is
 the reason why a run cannot be built. What differs from what was run:
 
-- Parallel blocks have two norms, of the same input; MaxText's have one.
 - MaxText's norms of values are left out.
+- Of Llama 4: experts are gated by a softmax, and their outputs, not their inputs, are weighted; the
+  queries of layers without positions have no temperature. Of GPT-OSS: attention has no sinks (a
+  number for each head). Of Gemma 4: the dense branch has no norms of its own, nor layers a scale.
 - Kernels of attention are JAX's splash, whatever flash kernel was run.
 - Sequences split over devices have their heads exchanged; MaxText gathers keys.
 - Products in int8 and float8 have their scales from what is multiplied; MaxText's fp8_full took
@@ -20,54 +22,35 @@ import fiddle as fdl
 import jax
 import jax.numpy as jnp
 import optax
+from published_models import Run, model_of
 
 from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
-from praxis_lite.layers import (
-    DotProductAttention,
-    Embedding,
-    FullSoftmax,
-    LayerNorm,
-    Repeat,
-    RmsNorm,
-    SharedEmbeddingSoftmax,
-    Transformer,
-    TransformerFeedForward,
-    TransformerFeedForwardMoe,
-    TransformerLm,
-    set_sharding_params,
-)
-from praxis_lite.layers.attention.relative_bias import RelativeBias
+from praxis_lite.layers import set_sharding_params
 from praxis_lite.layers.whole_model.sharding_presets import COMPILER_OPTIONS, SHARDING_PRESETS
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tools.plan.planned_job import PLANNING_OPTIONS
 
-Run = dict[str, Any]
-
 # Their quantization, by its first word, as a recipe of ours. MaxText's int8 (AQT) has a scale for
 # each channel, its fp8_full one for each tensor; both round the backward pass too.
 _RECIPES = {"int8": "int8", "fp8_full": "float8_per_tensor"}
-# What the backward pass kept, as the policy of ours that keeps the same, or nearly.
-_POLICIES = {
-    "full": "save_nothing",
-    "minimal": "save_dot_with_no_batch_dims",
-    "default of AXLearn's transformer stack": "save_dot_for_mlperf_200b",
-    "dots_saveable under flash attention, else the default names": "save_dot_only",
+# Of a v6e's fast memory of 128 MiB runs gave 96 to an instruction. With more than 64 the compiler
+# looks three times as long for the best windows: 48 s rather than 18 for a matmul and its gradient,
+# whose cycles are 9% fewer with 64 than with 48.
+_FAST_MEMORY, _MOST_FAST_MEMORY = "xla_tpu_scoped_vmem_limit_kib", 65536
+# MaxText's HOST_OFFLOAD_FLAGS (benchmarks/xla_flags_library.py).
+_HOST_OFFLOAD = {
+    "xla_tpu_enable_all_experimental_scheduler_features": "true",
+    "xla_tpu_enable_scheduler_memory_pressure_tracking": "true",
+    "xla_tpu_host_transfer_overlap_limit": "24",
+    "xla_tpu_aggressive_opt_barrier_removal": "ENABLED",
+    "xla_lhs_prioritize_async_depth_over_stall": "ENABLED",
+    "xla_tpu_enable_ag_backward_pipelining": "true",
+    "xla_should_allow_loop_variant_parameter_in_chain": "ENABLED",
+    "xla_should_add_loop_invariant_op_in_chain": "ENABLED",
+    "xla_max_concurrent_host_send_recv": "100",
+    "xla_tpu_scheduler_percent_shared_memory_limit": "100",
+    "xla_latency_hiding_scheduler_rerun": "2",
 }
-# MaxText's names of activations, and ours where they differ; AXLearn's words.
-_NAMES = {
-    "decoder_layer_input": ("iteration_input",), "layer input": ("iteration_input",),
-    "mlpwi": ("ffn1", "ffn1_gate"), "mlpwi_0": ("ffn1_gate",), "mlpwi_1": ("ffn1",),
-    "mlpwo": ("ffn2",), "qkv_proj": (), "q, k, v and output projections, attention context": (
-        "query_proj", "key_proj", "value_proj", "out_proj", "context"
-    ),
-}
-
-
-# Of models with experts, that the one block below has not.
-_OF_OTHER_BLOCKS = (
-    "first_dense_layers", "attention_type", "moe_every_n_layers", "nope_every_n_layers",
-    "attention_pattern", "shared_experts",
-)
 
 
 def why_not(run: Run) -> str:
@@ -81,9 +64,6 @@ def why_not(run: Run) -> str:
     model = run["model"]
     if run["quantization"] and model.get("experts"):
         return f"experts in {run['quantization'].split(' ')[0]}, which are never rounded here"
-    others = [name for name in _OF_OTHER_BLOCKS if model.get(name)]
-    if model.get("experts") and others:
-        return f"layers that differ: {', '.join(others)}"
     return ""
 
 
@@ -113,97 +93,9 @@ def _splits(run: Run) -> dict[str, Any]:
     if run["mesh"]["ici"].get("tensor", 1) == 1:
         return dict(SHARDING_PRESETS["fsdp"])
     # MaxText's rules: features of the residual stream split over the tensor axis.
-    preset = dict(SHARDING_PRESETS["fsdp+tensor"]) | {"activation_embed": "mdl"}
+    preset = dict(SHARDING_PRESETS["fsdp+tensor"]) | {"activation_embed": "mdl", "expert": None}
     preset.pop("residual_length")
     return preset
-
-
-def _attention(run: Run, window: int | None) -> fdl.Partial:
-    model = run["model"]
-    kernel = "splash" if "flash" in run["attention"]["kernel"] else "einsum"
-    positions = model["positions"]
-    settings: dict[str, Any] = {
-        "atten_kernel": kernel, "float32_logits": kernel == "splash",
-        "use_bias": bool(model["bias"]), "internal_enable_per_dim_scale": False,
-        "use_rotary_position_emb": positions == "rope", "window": window,
-    }
-    if model["num_kv_heads"] != model["num_heads"]:
-        settings["num_kv_heads"] = model["num_kv_heads"]
-    if "relative position bias (32 buckets), added" in positions:
-        settings["relative_bias_tpl"] = fdl.Partial(RelativeBias)
-    norm = model["norm"]
-    if "norm on q and k" in norm and "no norm on q" not in norm or "q and k norm" in norm:
-        settings["ln_tpl"] = RmsNorm
-    if model.get("fused_qkv"):
-        settings["combine_qkv"] = True
-    return fdl.Partial(DotProductAttention, **settings)
-
-
-def _block(run: Run, window: int | None = None) -> fdl.Partial:
-    model = run["model"]
-    feed_forward = {
-        "activation": model["activation"], "use_gated_activation": bool(model["gated_activation"]),
-    }
-    if model.get("experts"):
-        part = fdl.Partial(
-            TransformerFeedForwardMoe, num_experts=model["experts"], gating_func="top_k",
-            num_experts_per_token=model["experts_per_token"],
-            unadjusted_expert_capacity_factor=1.25 * model["experts_per_token"],
-            dropless="dropless" in model["moe_dispatch"], **feed_forward,
-        )
-    else:
-        part = fdl.Partial(
-            TransformerFeedForward, has_bias=bool(model["bias"]), **feed_forward
-        )
-    has_four = "before and after" in model["norm"]
-    return fdl.Partial(
-        Transformer, ln_tpl=LayerNorm if model["norm"].startswith("layernorm") else RmsNorm,
-        tr_atten_tpl=_attention(run, window), tr_fflayer_tpl=part,
-        is_parallel=model["block"].startswith("parallel"),
-        norm_policy="primer_hybrid" if has_four else "pre",
-    )
-
-
-def _model(run: Run, **sizes: int) -> fdl.Partial:
-    model = run["model"]
-    block: Any = _block(run)
-    if pattern := model.get("sliding_window"):
-        block = [_block(run, pattern)] * 5 + [block]
-    tiles = (run.get("settings") or {}).get("loss_vocab_tiles")
-    softmax: dict[str, Any] = {"has_bias": False}
-    if tiles:
-        softmax["chunk_size"] = model["vocab"] // tiles
-    style = "matmul" if run["embedding_lookup"].startswith("one-hot") else "index"
-    tied = bool(model["tied_embeddings"])
-    learned = int(model["positions"].split(", ")[1].split(" ")[0].replace(",", "")) if (
-        model["positions"].startswith("learned, ")) else None
-    is_causal = run["attention"]["causal"]
-    return fdl.Partial(
-        TransformerLm, vocab_size=model["vocab"], model_dims=model["model_dims"],
-        hidden_dims=model["hidden_dims"], num_heads=model["num_heads"],
-        dim_per_head=model["head_dim"], fprop_dtype=jnp.bfloat16,
-        model_type="causal" if is_causal else "bidirectional",
-        num_layers=model["num_layers"], max_seq_length=learned, position_emb_tpl=None,
-        final_ln_tpl=LayerNorm if model["norm"].startswith("layernorm") else RmsNorm,
-        softmax_tpl=fdl.Partial(SharedEmbeddingSoftmax, lookup_style=style, **softmax)
-        if tied else fdl.Partial(FullSoftmax, **softmax),
-        separate_embedding_tpl=None if tied else fdl.Partial(Embedding, lookup_style=style),
-        transformer_layer_tpl=block,
-        stacked_transformer_tpl=fdl.Partial(Repeat, checkpoint_policy=_policy(run)),
-    )
-
-
-def _policy(run: Run) -> str | dict[str, str]:
-    """Returns the remat policy: a word, or the place of each activation by name."""
-    remat = run["remat"]
-    if remat["policy"] in _POLICIES:
-        return _POLICIES[remat["policy"]]
-    places = {"device": remat["saved_on_device"], "offload": remat["offloaded_to_host"]}
-    experts = "expert_" if run["model"].get("experts") else ""
-    return {
-        f"{experts}{ours}" if ours.startswith("ffn") else ours: place
-        for place, names in places.items() for name in names for ours in _NAMES.get(name, (name,))
-    } or "save_nothing"
 
 
 def _learner(run: Run) -> Learner:
@@ -223,7 +115,7 @@ def partitioner_of(
 ) -> Partitioner:
     """Returns the run's model on its mesh over `devices`, of its topology."""
     splits = _splits(run)
-    config = set_sharding_params(_model(run), splits)
+    config = set_sharding_params(model_of(run), splits)
     batch = splits["batch"]
     task = LanguageModelTask(
         fdl.build(config), _learner(run),
@@ -232,23 +124,28 @@ def partitioner_of(
     )
     return Partitioner(
         task, make_mesh(mesh_of(run), devices),
-        compiler_options={"tpu": _compiler_options(run) | dict(more_options)},
+        compiler_options={"tpu": compiler_options(run) | dict(more_options)},
     )
 
 
-def _compiler_options(run: Run) -> dict[str, Any]:
+def compiler_options(run: Run) -> dict[str, Any]:
     """Returns the options that the run set, those that today's compiler knows and takes."""
     options: dict[str, Any] = {}
     for flag in (run.get("software") or {}).get("xla_flags") or ():
         name, _, value = flag.partition("=")
-        if name.startswith("xla_") and re.fullmatch(r"\w+", value):
-            options[name] = value
+        if name.startswith("xla_") and (result := re.match(r"\w+", value)):
+            options[name] = result.group()
+        elif flag.startswith("host offload group"):
+            options |= _HOST_OFFLOAD
+    if int(options.get(_FAST_MEMORY, 0)) > _MOST_FAST_MEMORY:
+        options[_FAST_MEMORY] = str(_MOST_FAST_MEMORY)
     if run["chip"] != "v5e":
         # libtpu 0.0.51 on other chips: "not supported/recommended".
         options = {k: v for k, v in options.items() if "async_collective_fusion" not in k}
     if run["mesh"]["ici"].get("tensor", 1) > 1:
         options |= COMPILER_OPTIONS["fsdp+tensor"]["tpu"]
-    options |= PLANNING_OPTIONS.get(run["chip"], {})
+    if run["chip"] != "tpu7x":  # What its SparseCores do is read from the compiler's own files.
+        options |= PLANNING_OPTIONS.get(run["chip"], {})
     return options
 
 

@@ -13,6 +13,8 @@ from jax.extend import core
 # The scope, in names of operations, of what is computed again: by jax.checkpoint, and by our own
 # backward passes.
 RECOMPUTED = "rematted_computation"
+# Of a loop of unknown length whose turns even loads lack: of an exchange of tokens between experts.
+FURTHER_TURNS = "further_turns_of_experts"
 
 
 def opened(jaxpr: Any) -> core.Jaxpr:

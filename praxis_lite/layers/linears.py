@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.activations import ActivationFn, activation_fn
+from praxis_lite.layers.base.activation_names import named
 from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, broadcast_as, xavier, zeros
 from praxis_lite.layers.base.calls import require_positive
 from praxis_lite.layers.base.dense import Dense
@@ -116,7 +116,7 @@ class FeedForward(BaseLayer):
     def __call__(self, inputs: jax.Array) -> jax.Array:
         outputs = self.linear(inputs)
         if self.checkpoint_str is not None:
-            outputs = checkpoint_name(outputs, self.checkpoint_str)
+            outputs = named(outputs, self.checkpoint_str)
         if self.bias is not None:
             outputs = self.bias(outputs)
         return activation_fn(self.activation, self)(outputs)

@@ -26,7 +26,7 @@ def test_the_pages_blocks_run(tmp_path, monkeypatch):
     experiment, _, mesh_for, budgets = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     Path("my_pods.py").write_text(experiment, "utf-8")
     commands = re.findall(r"^python main.py (?!.*--steps=decode).*", PAGE, re.MULTILINE)
-    plan, of_7b, search, again = (
+    plan, of_7b, search, again, measured, corrected = (
         re.sub(r"v5e:\w+", "cpu:8", command).replace("minutes=8", "minutes=0.02")
         for command in commands
     )
@@ -42,6 +42,11 @@ def test_the_pages_blocks_run(tmp_path, monkeypatch):
     assert "The fastest that fits" in done.out and "--packages=plan_search,my_pods" in done.out
     done = launch(*shlex.split(again)[2:])
     assert done.code == 0, done.err
+    done = launch(*shlex.split(measured)[2:], *SMALL, "mesh.ici_mesh_shape=(1,8,1)")
+    assert done.code == 0, done.err
+    done = launch(*shlex.split(corrected)[2:], *SMALL)
+    assert done.code == 0, done.err
+    assert "of the plan (median of 1 in residuals.jsonl)" in done.out
     names = {"Llama7BOnOneSlice": object, "fdl": fdl, "MeshConfig": MeshConfig}
     exec(mesh_for, names)
     assert names["Llama7B"]().mesh_for(7) is None

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.core.errors import require
 from praxis_lite.core.sharding.split_dims import constrain
@@ -22,6 +21,7 @@ from praxis_lite.layers.attention.masks import (
     mask_of_keys,
     not_padding,
 )
+from praxis_lite.layers.base.activation_names import named
 from praxis_lite.layers.base.base_layer import zeros
 from praxis_lite.layers.base.calls import require_positive, takes_settings_of
 from praxis_lite.layers.stacking.half_blocks import HalfBlock
@@ -242,7 +242,7 @@ class DotProductAttention(AttentionHeads):
                 reads_sequences=True, output="post", prepared=self._heads_for,
             )
             outputs = by_hand(half, axis, inputs, rows)
-        return checkpoint_name(outputs, "out_proj"), cache
+        return named(outputs, "out_proj"), cache
 
     def _attend(
         self, inputs: jax.Array, rows: Mapping[str, jax.Array | None], key: jax.Array | None = None,
@@ -303,7 +303,7 @@ class DotProductAttention(AttentionHeads):
         if is_cross:
             encoded_BTNK = mask.zeros_where_none_is_seen(encoded_BTNK, kv["key"].shape[1])
         # Rotary positions may give float32.
-        encoded_BTNK = checkpoint_name(self._laid_out(encoded_BTNK.astype(inputs.dtype)), "context")
+        encoded_BTNK = named(self._laid_out(encoded_BTNK.astype(inputs.dtype)), "context")
         return constrain(self.post(encoded_BTNK), self.output_split_dims_mapping), cache
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.core.errors import require
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain, num_shards_of
@@ -20,6 +19,7 @@ from praxis_lite.layers.attention.projections import (
     OneHeadedAttentionProjection,
     PerDimScale,
 )
+from praxis_lite.layers.base.activation_names import named
 from praxis_lite.layers.base.base_layer import BaseLayer, filled_up
 from praxis_lite.layers.base.dims import OF_HEADS, RESIDUAL, sized, splits
 from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalEmbedding
@@ -138,12 +138,12 @@ class AttentionHeads(BaseLayer):
             return heads if self.ln_before_rotary else normed(heads, norm)
 
         if self.combined_qkv is not None:
-            q_BTNK, k_BSGK, v_BSGK = checkpoint_name(self.combined_qkv(inputs), "combined_qkv_proj")
+            q_BTNK, k_BSGK, v_BSGK = named(self.combined_qkv(inputs), "combined_qkv_proj")
         else:
             q_BTNK = self.query(inputs)
         # The layout of what the projections give, too: where time is split outside, it is then
         # gathered before them, rather than their weights.
-        q_BTNK = checkpoint_name(self._laid_out(q_BTNK), "query_proj")
+        q_BTNK = named(self._laid_out(q_BTNK), "query_proj")
         q_BTNK = rotated(q_BTNK, positions, self.layer_norm_q)
         if self.per_dim_scale is not None:
             q_BTNK = self.per_dim_scale(q_BTNK)
@@ -153,8 +153,8 @@ class AttentionHeads(BaseLayer):
         if self.combined_qkv is None:
             k_BSGK, v_BSGK = self.key(encoded), self.value(encoded)
         kv = self._kv_laid_out({"key": k_BSGK, "value": v_BSGK})
-        k_BSGK = rotated(checkpoint_name(kv["key"], "key_proj"), kv_positions, self.layer_norm_k)
-        v_BSGK = checkpoint_name(kv["value"], "value_proj")
+        k_BSGK = rotated(named(kv["key"], "key_proj"), kv_positions, self.layer_norm_k)
+        v_BSGK = named(kv["value"], "value_proj")
         return q_BTNK, self._kv_laid_out({"key": k_BSGK, "value": v_BSGK})
 
     def _laid_out(self, x_BTNK: jax.Array) -> jax.Array:

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain, num_shards_of
@@ -17,6 +16,7 @@ from praxis_lite.layers.attention.kernels.context_parallel import check_context_
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.masks import AttentionMask, not_padding
 from praxis_lite.layers.attention.projections import AttentionProjection
+from praxis_lite.layers.base.activation_names import named
 from praxis_lite.layers.base.base_layer import BaseLayer, filled_up
 from praxis_lite.layers.base.calls import require_positive
 from praxis_lite.layers.base.dense import Product
@@ -178,9 +178,9 @@ class MultiHeadLatentAttention(BaseLayer):
             cache = laid_out(append(cache, new, positions, split), split)
             mask = AttentionMask(None, 0, q_index_BT=positions)
             encoded_BTNV = self._over_latents(q_BTNK, q_BTNR, cache, mask, key)
-        encoded_BTNV = checkpoint_name(self._laid_out(encoded_BTNV.astype(inputs.dtype)), "context")
+        encoded_BTNV = named(self._laid_out(encoded_BTNV.astype(inputs.dtype)), "context")
         outputs = constrain(self.post(encoded_BTNV), self.output_split_dims_mapping)
-        return checkpoint_name(outputs, "out_proj"), cache
+        return named(outputs, "out_proj"), cache
 
     def _queries(
         self, inputs: jax.Array, positions: jax.Array
@@ -192,7 +192,7 @@ class MultiHeadLatentAttention(BaseLayer):
             latent = _plus(self.query_latent(inputs), self.query_latent_bias)
             q = self.query_up(self.query_latent_norm(latent))
         _, K, *_ = self.sizes
-        q = checkpoint_name(self._laid_out(q), "query_proj") * self.query_scale
+        q = named(self._laid_out(q), "query_proj") * self.query_scale
         return q[..., :K], self._rotated(q[..., K:], positions)
 
     def _over_heads(
@@ -201,7 +201,7 @@ class MultiHeadLatentAttention(BaseLayer):
     ) -> jax.Array:
         """Returns the heads' outputs [B, T, N, V], each by keys and values of its own."""
         N, K, R, V, _ = self.sizes
-        kv = checkpoint_name(self._laid_out(self.key_value(new["latent"])), "key_proj")
+        kv = named(self._laid_out(self.key_value(new["latent"])), "key_proj")
         k_BSNK, v_BSNV = kv[..., :K], kv[..., K:]
         k_BSNR = jnp.broadcast_to(new["key"][:, :, None], (*k_BSNK.shape[:3], R))
         # Kernels have values of the size of keys.

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.split_dims import (
@@ -15,6 +14,7 @@ from praxis_lite.core.sharding.split_dims import (
     to_partition_spec,
     without_axes,
 )
+from praxis_lite.layers.base.activation_names import named
 from praxis_lite.layers.base.base_layer import Initializer, xavier
 from praxis_lite.layers.initializers import TrueFans
 
@@ -72,7 +72,7 @@ def through_experts(
     """
 
     def affine(x: jax.Array, name: str, activation_name: str) -> jax.Array:
-        y = checkpoint_name(product(x, weights[f"w{name}"]), activation_name)
+        y = named(product(x, weights[f"w{name}"]), activation_name)
         return y + at_rows(weights[f"b{name}"]) if f"b{name}" in weights else y
 
     gate = affine(x, "i_gate_0", "expert_ffn1_gate") if "wi_gate_0" in weights else None

@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, require_choice
 from praxis_lite.core.jaxprs import opened, with_inner
+from praxis_lite.layers.base.activation_names import named, offloaded
 
 _POLICIES = jax.checkpoint_policies
 
-# Activations are named where they are computed, by `jax.ad_checkpoint.checkpoint_name`.
+# Activations are named where they are computed, by `activation_names.named`.
 _QKV = ("combined_qkv_proj", "query_proj", "value_proj", "key_proj")
 SAVED_NAMES: dict[str, tuple[str, ...]] = {
     "save_qkv_out_proj": ("combined_qkv_proj", "out_proj"),
@@ -79,23 +79,26 @@ def remat(
         yield step
         return
     names: set[str] = set()
+    places = {} if isinstance(checkpoint_policy, str) else dict(checkpoint_policy)
+    to_host = {name for name, place in places.items() if place == OFFLOADED}
 
-    def named(x: Any, *more: Any) -> Any:
-        return step(jax.tree.map(lambda a: checkpoint_name(a, ITERATION_INPUT), x), *more)
+    def computed(x: Any, *more: Any) -> Any:
+        with offloaded(to_host):
+            return step(named(x, ITERATION_INPUT), *more)
 
     again = jax.checkpoint(
-        named, policy=_policy(checkpoint_policy), prevent_cse=not is_scanned
+        computed, policy=_policy(checkpoint_policy), prevent_cse=not is_scanned
     )
     if isinstance(checkpoint_policy, str):
         yield again
         return
 
     def noted(*args: Any) -> Any:
-        names.update(_names(named, args))
+        names.update(_names(computed, args))
         return again(*args)
 
     yield noted
-    for name, _ in checkpoint_policy:
+    for name in places:
         if names and name not in names:
             raise ConfigError(
                 f"{_setting(layer)} names the activation {name!r}, which its layers do not have; "

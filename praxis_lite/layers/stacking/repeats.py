@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.models.layers_apart import layers_of
 from praxis_lite.core.sharding.mesh import compiled_platform
 from praxis_lite.core.sharding.split_dims import DimSplit
+from praxis_lite.layers.base.activation_names import named
 from praxis_lite.layers.base.base_layer import BaseLayer
 from praxis_lite.layers.base.calls import require_positive, scope_of
 from praxis_lite.layers.base.variables import assign, assigned_values, stacked
@@ -169,7 +169,7 @@ class StackedTransformer(BaseLayer):
                 layer = (getattr(self, name), layer_key, layer_cache)
                 x, caches[name] = _applied(self, step, x, layer)
                 # Named here too, outside of what is computed again, for a Repeat around this.
-                x = checkpoint_name(x, "transformer_layer_out")
+                x = named(x, "transformer_layer_out")
         return x, None if cache is None else caches
 
 
@@ -198,7 +198,7 @@ def _step(inputs: dict[str, Any], is_scanned: bool = False) -> Step:
         if in_turns:
             block = _of_this_turn(block)
         x, cache = block(x, key=key, cache=cache, **inputs)
-        return checkpoint_name(x, "transformer_layer_out"), (cache, assigned_values(block))
+        return named(x, "transformer_layer_out"), (cache, assigned_values(block))
 
     return step
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from praxis_lite.core.errors import require
 from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.activations import ActivationFn
+from praxis_lite.layers.base.activation_names import named
 from praxis_lite.layers.base.calls import require_positive, takes_settings_of
 from praxis_lite.layers.base.dims import RESIDUAL, sized, splits
 from praxis_lite.layers.linears import FeedForward
@@ -119,7 +119,7 @@ class TransformerFeedForward(ResidualBranch):
 
         inputs = _without_padding(inputs, paddings if self.apply_padding_first else None)
         outputs = self._with_branch(
-            inputs, lambda x: checkpoint_name(self._fed(x, paddings, relu_key), "ffn2"),
+            inputs, lambda x: named(self._fed(x, paddings, relu_key), "ffn2"),
             residual_key, droppath_key, key,
         )
         return constrain(outputs, self.activation_split_dims_mapping)

@@ -41,6 +41,7 @@ class JobDir:
       loss_curve_png: the losses as a picture.
       non_finite_txt: where NaN and infinities came from, of each step that run.debug_nans ran
         again.
+      residuals_jsonl: a line per profile and --mode=plan --measure: measured and predicted seconds.
       elastic_jsonl: a line for each time that processes of an elastic job died, left or came.
       elastic: the folder in which the supervisors of an elastic job meet.
       stacks_txt: what every thread was doing, each time that no step ended for long.
@@ -70,6 +71,7 @@ class JobDir:
     examples = _below("examples")
     loss_curve_png = _below("loss_curve.png")
     non_finite_txt = _below("non_finite.txt")
+    residuals_jsonl = _below("residuals.jsonl")
     elastic_jsonl = _below("elastic.jsonl")
     elastic = _below("elastic")
     stacks_txt = _below("stacks.txt")

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from praxis_lite.core.jaxprs import FURTHER_TURNS
+
 if TYPE_CHECKING:
     import jax
 
@@ -181,8 +183,9 @@ def _calls(program: Program, site: Site) -> list[tuple[str, dict]]:
     if opcode == "while":
         trips = trip_count(program, site.computation, site.instruction)
         at_least = site.at_least or trips is None
+        at_all = 0 if is_of_uneven_loads(program, site.instruction) else 1
         # The condition is asked once more, to be told no.
-        turns = {"condition": (trips or 0) + 1, "body": 1 if trips is None else trips}
+        turns = {"condition": (trips or 0) + 1, "body": at_all if trips is None else trips}
         return [
             (key, {"count": site.count * number, "at_least": at_least})
             for key, number in turns.items()
@@ -243,6 +246,12 @@ def trip_count(program: Program, computation: _Computation, loop: Instruction) -
     distance += {"LE": 1, "GE": -1}.get(direction, 0)
     stops = {"LT": by > 0, "LE": by > 0, "GT": by < 0, "GE": by < 0, "NE": distance % by == 0}
     return max(0, -(-distance // by)) if stops.get(direction) else None
+
+
+def is_of_uneven_loads(program: Program, loop: Instruction) -> bool:
+    """Returns True if a loop takes the turns that only uneven loads of experts need."""
+    body = program.computations[callees(loop, "body")[0]].values()
+    return any(FURTHER_TURNS in op_name_of(item) for item in (loop, *body))
 
 
 def root_of(computation: _Computation) -> Instruction:

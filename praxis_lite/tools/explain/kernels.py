@@ -17,6 +17,27 @@ def is_kernel(one: Instruction) -> bool:
     return "tpu_custom_call" in one.attributes or _CUDNN in one.attributes
 
 
+def dims_per_head(one: Instruction, around: Mapping[str, Instruction]) -> int | None:
+    """Returns the dims of a head of splash's queries, or None of another kernel."""
+    text = one.name + one.attributes[-20_000:]
+    if not any(f"splash_mha{name}" in text for name in _SPLASH):
+        return None
+    wide = [dims for dims in _floats(one, around) if len(dims) in (3, 4)]
+    return wide[0][-1] if wide else None
+
+
+def _floats(one: Instruction, around: Mapping[str, Instruction]) -> list[tuple[int, ...]]:
+    """Returns the dims of a kernel's operands that are no integers.
+
+    Integers say which blocks are computed, and of which segments or experts tokens are.
+    """
+    operands = [arrays_of(around[name].shape) for name in one.operands if name in around]
+    return [
+        operand[0].dims for operand in operands
+        if operand and operand[0].dtype in ("bf16", "f16", "f32")
+    ]
+
+
 def kernel_flops(
     one: Instruction, around: Mapping[str, Instruction], *, of_model: bool = False
 ) -> int:
@@ -37,12 +58,7 @@ def kernel_flops(
     matmuls = next(
         (number[of_model] for name, number in _SPLASH.items() if f"splash_mha{name}" in text), 0
     )
-    operands = [arrays_of(around[name].shape) for name in one.operands if name in around]
-    # Integers say which blocks are computed, and of which segments or experts tokens are.
-    floats = [
-        operand[0].dims for operand in operands
-        if operand and operand[0].dtype in ("bf16", "f16", "f32")
-    ]
+    floats = _floats(one, around)
     wide = [dims for dims in floats if len(dims) in (3, 4)]
     if matmuls and len(wide) >= 2:
         q, k = wide[0], wide[1]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.run.job.job_dir import open_for_reading
 from praxis_lite.run.modes.launched import experiment_of
 from praxis_lite.run.modes.mode import CommandLine, Mode
 from praxis_lite.run.modes.options import file_to_write, names
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 STEPS = ("train", "eval", "decode")
 _MINUTES = 10.0
+_EXPERT_LOAD = 2.0
 
 
 class Plan(Mode):
@@ -55,6 +57,17 @@ class Plan(Mode):
             help="run ten steps on the attached devices, and compare",
         )
         options.add_argument(
+            "--expert_load", metavar="X", type=_load, default=_EXPERT_LOAD,
+            help="of experts split over devices: tell a step's seconds at this load as well, the "
+            "most tokens from a device to another one's experts over those of even loads; "
+            f"default: {_EXPERT_LOAD:g}",
+        )
+        options.add_argument(
+            "--residuals", metavar="FILE", type=file_to_write("residuals.jsonl"),
+            help="the file of measured over predicted seconds, to which --measure adds a line and "
+            "by which a plan is corrected; default: JOB/residuals.jsonl, with --job_log_dir",
+        )
+        options.add_argument(
             "--html", metavar="FILE", type=file_to_write("plan.html"),
             help="where to write it as a page as well",
         )
@@ -66,7 +79,8 @@ class Plan(Mode):
     def run(
         self, command: CommandLine, *, topology: str | None, num_slices: int,
         steps: Sequence[str], batch_sizes: Sequence[int], search: bool, search_minutes: float,
-        measure: bool, html: Path | None, json: Path | None,
+        measure: bool, expert_load: float, residuals: Path | None, html: Path | None,
+        json: Path | None,
     ) -> None:
         """Plans; raises ConfigError, after all steps, if any does not fit."""
         if measure and (topology is not None or search):
@@ -84,13 +98,15 @@ class Plan(Mode):
                 "--mode=plan needs --topology=CHIP:SHAPE, the devices to plan for, such as "
                 "--topology=v5e:16x16."
             )
+        if residuals is None and command.job_log_dir is not None:
+            residuals = open_for_reading(command.job_log_dir, writes=measure).residuals_jsonl
         if measure:
             launched = experiment_of(command)
 
             from praxis_lite.run.config.build import build
-            from praxis_lite.tools.plan.attached import measure as measured
+            from praxis_lite.tools.plan.measured.attached import measure as measured
 
-            measured(build(launched.config), file=json)
+            measured(build(launched.config), file=json, residuals=residuals)
         elif search:
             launched = experiment_of(command)
 
@@ -103,7 +119,10 @@ class Plan(Mode):
                 searched(launched, command.packages, chosen, minutes=search_minutes, file=json)
         else:
             _ask_for_no_device()
-            plan = planned(command, _print_now, topology, num_slices, steps, batch_sizes)
+            plan = planned(
+                command, _print_now, topology, num_slices, steps, batch_sizes, residuals,
+                expert_load,
+            )
             if html is not None:
                 html.write_text(plan.page(), "utf-8")
                 print(f"\nThe page to look at in a browser: {html.absolute()}")
@@ -114,13 +133,15 @@ class Plan(Mode):
 
 def planned(
     command: CommandLine, print_text: Callable[[str], None], topology: str, num_slices: int,
-    steps: Sequence[str], batch_sizes: Sequence[int] = (),
+    steps: Sequence[str], batch_sizes: Sequence[int] = (), residuals: Path | None = None,
+    expert_load: float = _EXPERT_LOAD,
 ) -> "Plan":
     """Returns the plan of the experiment of a command line, whether it fits or not.
 
     Args:
       print_text: told each part of its text as soon as it is known.
-      topology, num_slices, steps, batch_sizes: as the options of these names.
+      topology, num_slices, steps, batch_sizes, residuals, expert_load: as the options of these
+        names.
 
     Raises:
       ConfigError: there is no such topology, the mesh does not fill it, or as training does.
@@ -133,7 +154,8 @@ def planned(
     chosen = chosen_topology(topology, num_slices)
     job = build(launched.config)
     return plan_job(
-        job, chosen, steps, print_text, experiment=launched.experiment, batch_sizes=batch_sizes
+        job, chosen, steps, print_text, experiment=launched.experiment, batch_sizes=batch_sizes,
+        residuals=residuals, expert_load=expert_load,
     )
 
 
@@ -164,3 +186,12 @@ def _batch_sizes(words: str) -> list[int]:
             f"{words!r} with --mode=plan; wanted is numbers of prompts, 1 or more: 1,8,32"
         )
     return list(map(int, given))
+
+
+def _load(word: str) -> float:
+    load = float(word)
+    if not 1.0 <= load < float("inf"):
+        raise argparse.ArgumentTypeError(
+            f"{word} with --mode=plan; wanted is 1 (even loads) or more, such as 1.5"
+        )
+    return load

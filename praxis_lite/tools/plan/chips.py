@@ -1,6 +1,7 @@
 """The abilities of a chip: a table of public figures, each with its source. Bytes, not bits."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 from praxis_lite.core.errors import require_choice
@@ -70,6 +71,7 @@ class Chip:
       hbm_bytes: memory for programs; less than what is sold, for the runtime keeps some.
       hbm_bandwidth: bytes per second.
       clock: of the matmul units in Hz, which the compiler's cycles count; None: it tells none.
+      mxu: rows, and columns, of a matmul unit, a systolic array; None: not told.
       torus_dims: of the interconnect within a slice (ICI); 0: every device reaches each other one
         of its node alike (NVLink).
       link_bandwidth: bytes per second of one link one way. Two links lie along each torus dim. Of
@@ -90,9 +92,14 @@ class Chip:
     host_bandwidth: float
     sources: tuple[str, ...]
     clock: float | None = None
+    mxu: int | None = None
     torus_dims: int = 0
     wraps_at: int = 1
     cuda: CudaTarget | None = None
+
+    def filled(self, dims: int) -> float:
+        """Returns the share of a matmul unit that a product fills whose one dim has `dims`."""
+        return 1.0 if self.mxu is None else dims / (math.ceil(dims / self.mxu) * self.mxu)
 
     def peak(self, dtype: str = "bf16") -> float:
         """Returns the peak of a matmul in `dtype`, as XLA writes it.
@@ -142,6 +149,7 @@ def _hopper(memory: int, description: str) -> CudaTarget:
 
 _CLOUD = "https://docs.cloud.google.com/tpu/docs/"
 _BOOK = "https://jax-ml.github.io/scaling-book/tpus/ (links, to other slices, and to the host)"
+# Matmul units: docs/system-architecture-tpu-vm ("256 x 256 (TPU v6e and TPU7x) or 128 x 128").
 # Of a link: 0.9 of what the maker says of a chip's interconnect, over its links and both ways. The
 # memory for programs is what libtpu 0.0.51 says is there when a program does not fit. Clocks follow
 # from peak / (matmul units x 2 x their size), and reproduce the compiler's cycles.
@@ -150,28 +158,33 @@ CHIPS: dict[str, Chip] = {
     for item in (
         Chip(
             name="v4", flops={"bf16": 275e12, "s8": 275e12}, hbm_bytes=int(30.75 * _GIB),
-            hbm_bandwidth=1228e9, clock=1.05e9, torus_dims=3, link_bandwidth=45e9, wraps_at=4,
+            hbm_bandwidth=1228e9, clock=1.05e9, mxu=128, torus_dims=3,
+            link_bandwidth=45e9, wraps_at=4,
             network_bandwidth=6.25e9, host_bandwidth=16e9, sources=(_CLOUD + "v4", _BOOK),
         ),
         Chip(
             name="v5e", flops={"bf16": 197e12, "s8": 394e12}, hbm_bytes=int(15.75 * _GIB),
-            hbm_bandwidth=819e9, clock=1.5e9, torus_dims=2, link_bandwidth=45e9, wraps_at=16,
+            hbm_bandwidth=819e9, clock=1.5e9, mxu=128, torus_dims=2,
+            link_bandwidth=45e9, wraps_at=16,
             network_bandwidth=3.125e9, host_bandwidth=16e9, sources=(_CLOUD + "v5e", _BOOK),
         ),
         Chip(
             name="v5p", flops={"bf16": 459e12, "s8": 918e12}, hbm_bytes=int(95.74 * _GIB),
-            hbm_bandwidth=2765e9, clock=1.75e9, torus_dims=3, link_bandwidth=90e9, wraps_at=4,
+            hbm_bandwidth=2765e9, clock=1.75e9, mxu=128, torus_dims=3,
+            link_bandwidth=90e9, wraps_at=4,
             network_bandwidth=6.25e9, host_bandwidth=16e9, sources=(_CLOUD + "v5p", _BOOK),
         ),
         Chip(
             name="v6e", flops={"bf16": 918e12, "s8": 1836e12}, hbm_bytes=int(31.25 * _GIB),
-            hbm_bandwidth=1640e9, clock=1.75e9, torus_dims=2, link_bandwidth=90e9, wraps_at=16,
+            hbm_bandwidth=1640e9, clock=1.75e9, mxu=256, torus_dims=2,
+            link_bandwidth=90e9, wraps_at=16,
             network_bandwidth=12.5e9, host_bandwidth=32e9, sources=(_CLOUD + "v6e", _BOOK),
         ),
         Chip(
             name="tpu7x", flops={"bf16": 2307e12 / 2, "f8e4m3fn": 4614e12 / 2},
-            hbm_bytes=int(94.74 * _GIB), hbm_bandwidth=7380e9 / 2, clock=2.2e9, torus_dims=3,
-            link_bandwidth=45e9, wraps_at=4, network_bandwidth=6.25e9, host_bandwidth=32e9 / 2,
+            hbm_bytes=int(94.74 * _GIB), hbm_bandwidth=7380e9 / 2, clock=2.2e9, mxu=256,
+            torus_dims=3, link_bandwidth=45e9, wraps_at=4, network_bandwidth=6.25e9,
+            host_bandwidth=32e9 / 2,
             sources=(_CLOUD + "tpu7x (per chip; halved)", _BOOK, "to the host: v6e's, halved"),
         ),
         Chip(

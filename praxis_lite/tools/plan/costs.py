@@ -17,7 +17,7 @@ from praxis_lite.tools.explain.hlo_text import (
     callees,
     root_of,
 )
-from praxis_lite.tools.explain.kernels import is_kernel, kernel_flops
+from praxis_lite.tools.explain.kernels import dims_per_head, is_kernel, kernel_flops
 from praxis_lite.tools.plan.chips import Chip
 
 # By the compiler, of the smallest of its own instructions.
@@ -32,8 +32,10 @@ class Efficiencies:
 
     Attributes:
       cycles: the compiler's cycles over those that pass; above 1 where it expects too many.
-      kernel: of the peak, that a kernel of attention reaches, Pallas's or cuDNN's.
+      kernel: of the peak, that a kernel reaches, Pallas's or cuDNN's, of heads that fill the
+        chip's matmul units (`Chip.filled`).
       matmul: of the peak, that a matmul reaches where the compiler tells no cycles.
+      hbm: of the memory's bandwidth, which no instruction exceeds; infinity: it is not asked.
       link: of a link's bandwidth, which the table of chips has at 0.9 of the maker's.
       network: of the bandwidth of a TPU to other slices.
       host: of the bandwidth to the host; not fitted.
@@ -48,6 +50,7 @@ class Efficiencies:
     cycles: float = 1.0
     kernel: float = 0.5
     matmul: float = 0.6
+    hbm: float = 1.0
     link: float = 1.0
     network: float = 1.0
     host: float = 1.0
@@ -62,8 +65,8 @@ class Efficiencies:
 # By `benchmarks/plan_published.py --fit`. `matmul` and `nodes` are guesses: of GPUs a single step
 # was measured, on an H200, which took 97 ms rather than 105 (docs/profiles.md).
 FITTED = Efficiencies(
-    cycles=1.061, kernel=0.57, matmul=0.6, link=1.098, network=0.791, hop_seconds=1e-6,
-    network_seconds=1e-4, waiting=0.0258, step_seconds=0.0, spread=0.16,
+    cycles=1.055, kernel=0.604, matmul=0.6, link=1.11, network=0.791, hop_seconds=1e-6,
+    network_seconds=1e-4, waiting=0.0261, step_seconds=0.0, spread=0.15,
 )
 
 
@@ -77,7 +80,10 @@ def compute_seconds(
     if one.opcode.endswith("-done"):
         return 0.0
     if is_kernel(one):
-        return kernel_flops(one, around) / (chip.peak() * efficiencies.kernel)
+        # Heads of fewer dims than a matmul unit has rows leave the rest of it idle.
+        dims = dims_per_head(one, around)
+        share = efficiencies.kernel * (1.0 if dims is None else chip.filled(dims))
+        return kernel_flops(one, around) / (chip.peak() * share)
     if chip.clock is not None:
         # What has no cycles is free, or hidden behind what has: copies in flight. Not a scatter.
         least = LEAST_CYCLES / chip.clock / efficiencies.cycles

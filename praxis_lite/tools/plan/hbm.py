@@ -69,7 +69,7 @@ class Traffic:
     """
 
     def __init__(self, bandwidth: float):
-        self._bandwidth, self._begun, self._moved = bandwidth, 0.0, 0.0
+        self.bandwidth, self._begun, self._moved = bandwidth, 0.0, 0.0
         self._ends: dict[str, float] = {}
 
     def begin(self, copy: Instruction) -> None:
@@ -81,11 +81,11 @@ class Traffic:
 
     def passed(self, seconds: float, taken: int = 0) -> None:
         """Lets time pass, in which an instruction moves `taken` bytes of its own."""
-        free = max(0.0, seconds * self._bandwidth - taken)
+        free = max(0.0, seconds * self.bandwidth - taken)
         self._moved = min(self._begun, self._moved + free)
 
     def wait(self, start: str) -> float:
         """Returns the seconds until the copy that began there has ended, and lets them pass."""
         left = max(0.0, self._ends.pop(start, 0.0) - self._moved)
         self._moved += left
-        return left / self._bandwidth
+        return left / self.bandwidth

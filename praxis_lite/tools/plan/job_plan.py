@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
@@ -18,8 +19,9 @@ from praxis_lite.run.trainer.layout_table import layout_warnings, mesh_text
 from praxis_lite.tools.explain.compiler_warnings import explained_warnings
 from praxis_lite.tools.explain.explain import explained_step
 from praxis_lite.tools.explain.explain_page import ExplainedStep, in_notebook, page
+from praxis_lite.tools.plan.measured.residuals import corrected, read_residuals
 from praxis_lite.tools.plan.planned_job import planned_partitioner, step_specs
-from praxis_lite.tools.plan.predict import StepPlan, plan_step
+from praxis_lite.tools.plan.predict import EXPERT_LOAD, StepPlan, plan_step
 from praxis_lite.tools.plan.report import decoding_table, figures, plan_text
 from praxis_lite.tools.plan.topology import Topology, topology_of
 
@@ -112,7 +114,8 @@ def compiling_for(topology: Topology) -> Iterator[None]:
 def plan_job(
     job: Job, topology: Topology, steps: Sequence[str],
     print_text: Callable[[str], None] = lambda text: None, *, experiment: str = "",
-    batch_sizes: Sequence[int] = (),
+    batch_sizes: Sequence[int] = (), residuals: Path | None = None,
+    expert_load: float = EXPERT_LOAD,
 ) -> Plan:
     """Returns the plan of a job's steps, whether they fit or not.
 
@@ -121,10 +124,14 @@ def plan_job(
       batch_sizes: of prompts, each a plan of "decode"; empty: that of the job's first dataset.
       print_text: told each part of the text as soon as it is known, without its last line break.
       experiment: its full name.
+      expert_load: see StepPlan.
+      residuals: the file of steps that ran, which correct the seconds; None: there is none.
 
     Raises:
-      ConfigError: the mesh does not fill the topology, or there is no dataset for a step.
+      ConfigError: the mesh does not fill the topology, there is no dataset for a step, or the file
+        of residuals is damaged.
     """
+    earlier = read_residuals(residuals) if residuals is not None else []
     texts: list[str] = []
 
     def say(text: str) -> None:
@@ -145,6 +152,8 @@ def plan_job(
         say(f"\n{step.name}, batches of {name}, {num_rows_of(spec)} rows")
         with compiling_for(topology), explained_warnings(say):
             item = plan_step(partitioner, step, spec, topology)
+        item = dataclasses.replace(item, expert_load=expert_load)
+        item = corrected(item, topology.chip.name, mesh.shape, residuals, earlier)
         say(plan_text(item))
         if item.compiled is not None:
             shown = explained_step(partitioner, step, name, spec, item.compiled)

@@ -14,18 +14,21 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout
+from praxis_lite.layers.moe.exchange import SLACK
 from praxis_lite.run.checkpoints.init.kept_arrays import whole_layout
 from praxis_lite.tools.explain import hlo
 from praxis_lite.tools.explain.hlo_text import parse
 from praxis_lite.tools.plan.costs import FITTED, Efficiencies
 from praxis_lite.tools.plan.decoding import Decoding, decoding_of, loop_over_tokens
 from praxis_lite.tools.plan.formulas import bubble_share
+from praxis_lite.tools.plan.measured.residuals import Correction
 from praxis_lite.tools.plan.memory import Memory, memory_of, out_of_memory, what_to_change
 from praxis_lite.tools.plan.schedule import schedule
 from praxis_lite.tools.plan.timeline import Mesh, Timeline
 from praxis_lite.tools.plan.topology import Topology
 
 PyTree = Any
+EXPERT_LOAD = 2.0  # A load that is uneven, of which plans tell the seconds unless told another.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,11 @@ class StepPlan:
       compile_seconds: of this step, lowering included.
       why_not: for a step that does not fit, what to change.
       notes: what was modelled rather than compiled, and kernels that count as nothing.
+      expert_turn_seconds: of a turn of the exchanges of tokens between experts' devices, of which
+        even loads take one, as `step_seconds` has it; None: there are none.
+      expert_load: the uneven load that the text tells the seconds of: the most tokens that a device
+        sends to another one's experts, over those where loads are even.
+      correction: by residuals of steps that ran, where there are any.
       compiled: the step, where it was.
     """
 
@@ -89,7 +97,22 @@ class StepPlan:
     decoding: Decoding | None = None
     why_not: str = ""
     notes: tuple[str, ...] = ()
+    expert_turn_seconds: float | None = None
+    expert_load: float = EXPERT_LOAD
+    correction: Correction | None = None
     compiled: jax.stages.Compiled | None = None
+
+    @property
+    def expert_turns(self) -> int:
+        """Turns that the exchanges take at `expert_load`."""
+        return max(1, math.ceil(self.expert_load / SLACK))
+
+    @property
+    def uneven_seconds(self) -> float | None:
+        """Seconds of a step at `expert_load`, at most; None: there are no exchanges."""
+        if self.expert_turn_seconds is None:
+            return None
+        return self.step_seconds + (self.expert_turns - 1) * self.expert_turn_seconds
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields of --json, a contract that only grows."""
@@ -101,7 +124,8 @@ class StepPlan:
                 "compile_seconds", "topology", "num_devices", "step", "hfu", "recomputed_flops",
                 "compute_seconds", "memory_seconds", "network_seconds", "exposed_seconds",
                 "tokens_per_second", "unit", "bubble_share", "why_not", "host_bytes",
-                "host_seconds", "host_exposed_seconds",
+                "host_seconds", "host_exposed_seconds", "expert_turn_seconds", "expert_load",
+                "uneven_seconds",
             )
         }
         result = self.timeline.collectives.values() if self.timeline else ()
@@ -114,6 +138,7 @@ class StepPlan:
             ],
             "memory": self.memory and dataclasses.asdict(self.memory),
             "decoding": self.decoding and dataclasses.asdict(self.decoding),
+            "correction": self.correction and dataclasses.asdict(self.correction),
             "notes": list(self.notes),
             "collectives": [
                 {
@@ -257,6 +282,7 @@ def timed(
         "recomputed_flops": result.recomputed_flops, "mfu": useful / (middle * peak),
         "hfu": result.flops / (middle * peak), "timeline": result, "notes": tuple(notes),
         "tokens_per_second": num_units / num_devices / middle,
+        "expert_turn_seconds": result.expert_turn_seconds or None,
     }
 
 

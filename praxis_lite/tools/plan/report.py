@@ -37,8 +37,11 @@ def figures(plan: StepPlan) -> list[tuple[str, str]]:
             f"HFU {plan.hfu:.1%}"
         )
         name = "step" if plan.decoding is None else "token"
+        result.append((name, f"{seconds_text(plan.step_seconds)}{speed}"))
+        if plan.correction is not None:
+            corrected = seconds_text(plan.correction.seconds)
+            result.append(("corrected", f"{corrected}: {plan.correction}"))
         result += [
-            (name, f"{seconds_text(plan.step_seconds)}{speed}"),
             ("of it", f"{seconds_text(plan.compute_seconds)} in matmuls, "
              f"{seconds_text(plan.memory_seconds)} in other work, "
              f"{seconds_text(plan.exposed_seconds)} waiting for collectives, which take "
@@ -46,6 +49,13 @@ def figures(plan: StepPlan) -> list[tuple[str, str]]:
             ("matmuls", f"{plan.flops_per_device:.4g} flops per device, "
              f"{plan.recomputed_flops / flops:.0%} of it computed again by remat"),
         ]
+        if plan.expert_turn_seconds is not None:
+            turns = f"{plan.expert_turns} turn{'s' if plan.expert_turns > 1 else ''}"
+            result.append(
+                ("experts", f"{seconds_text(plan.step_seconds)} is with even loads, in one turn of "
+                 f"{seconds_text(plan.expert_turn_seconds)}; with a load of {plan.expert_load:g} "
+                 f"times the even one {turns}, {seconds_text(plan.uneven_seconds)} at most")
+            )
         if plan.host_bytes:
             result.append(
                 ("host", f"{format_bytes(plan.host_bytes)} to and from its memory per device, "

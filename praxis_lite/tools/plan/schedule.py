@@ -28,8 +28,10 @@ from praxis_lite.tools.explain.hlo_text import (
     Site,
     arrays_of,
     callees,
+    is_of_uneven_loads,
     op_name_of,
     parse,
+    root_of,
     trip_count,
 )
 from praxis_lite.tools.explain.kernels import is_kernel, kernel_flops
@@ -86,7 +88,13 @@ class _Walk:
         self.efficiencies, self.both_links, self.made = efficiencies, both, Timeline()
         self.fusions: dict[str, list] = {}
         self.without = without
-        self.traffic = Traffic(chip.hbm_bandwidth)
+        self.traffic = Traffic(chip.hbm_bandwidth * efficiencies.hbm)
+
+    def apart(self, name: str) -> float:
+        """Returns the seconds of a computation that runs once, which are no part of the step's."""
+        return _Walk(
+            self.program, self.chip, self.mesh, self.efficiencies, self.both_links, self.without
+        ).run(name, 1)
 
     def run(self, name: str, count: int) -> float:
         """Returns the seconds of a computation that runs `count` times; adds up the rest."""
@@ -97,6 +105,7 @@ class _Walk:
         # The wires, the network, the link to the host.
         now, is_free = 0.0, dict.fromkeys((False, True, TO_HOST, FROM_HOST), 0.0)
         pending: dict[str, tuple[float, OnWire]] = {}
+        started_cores: dict[str, tuple[Instruction, Mapping]] = {}
 
         def sent(one: Instruction, around: Mapping, outside: str = "") -> tuple[float, OnWire]:
             in_fusion = computation[outside] if outside else None
@@ -121,14 +130,25 @@ class _Walk:
             if item.opcode == "while":
                 if callees(item, "body")[0] == self.without:
                     continue
-                trips = trip_count(self.program, computation, item) or 1
-                now += trips * self.run(callees(item, "body")[0], count * trips)
+                (body,) = callees(item, "body")
+                trips = trip_count(self.program, computation, item)
+                if trips is None and is_of_uneven_loads(self.program, item):
+                    self.made.expert_turn_seconds += self.apart(body) * count
+                else:
+                    now += (trips or 1) * self.run(body, count * (trips or 1))
             elif item.opcode == "conditional":
                 now += self.run(self.costliest(item), count)
             elif item.opcode == "call":
                 now += self.run(callees(item, "to_apply")[0], count)
             elif item.opcode == "async-start" and (held := self.wrapped(item)):
-                pending[item.name] = sent(*held)
+                if item.operands:
+                    pending[item.name] = sent(*held)
+                else:  # A SparseCore is started; it gets what it sends by the update that follows.
+                    started_cores[item.name] = held
+            elif item.opcode == "async-start" and (copy := self.copy_within(item)):
+                pending[item.name] = copied(copy)
+            elif item.opcode == "async-update" and item.operands[0] in started_cores:
+                pending[item.name] = sent(*started_cores.pop(item.operands[0]))
             elif kind in hlo.KINDS or self.is_transfer(item):
                 end, entry = sent(item, computation)
                 if item.opcode.endswith("-start") or item.opcode in ("send", "recv"):
@@ -159,14 +179,23 @@ class _Walk:
         return now
 
     def wrapped(self, one: Instruction) -> tuple[Instruction, Mapping] | None:
-        """Returns the collective that a GPU's asynchronous call holds, or None."""
-        return next(
-            (
-                (inner, self.program.computations[name])
-                for name in callees(one, "calls")
-                for inner in self.program.computations[name].values() if inner.opcode in hlo.KINDS
-            ), None,
-        )
+        """Returns the collective that an asynchronous call holds, of a GPU or SparseCore, or None.
+
+        A SparseCore's is in a custom call within.
+        """
+        for name in callees(one, "calls") or callees(one, "called_computations"):
+            computation = self.program.computations[name]
+            for inner in computation.values():
+                if inner.opcode in hlo.KINDS:
+                    return inner, computation
+                if inner.opcode == "custom-call" and (held := self.wrapped(inner)):
+                    return held
+        return None
+
+    def copy_within(self, one: Instruction) -> HostCopy | None:
+        """Returns the copy to or from the host that an asynchronous call holds, or None."""
+        insides = [self.program.computations[name] for name in callees(one, "calls")]
+        return next(filter(None, (host_copy(root_of(inside), inside) for inside in insides)), None)
 
     def is_transfer(self, one: Instruction) -> bool:
         """Returns True for a TPU's message to another slice, which the text has in two halves."""
@@ -179,7 +208,7 @@ class _Walk:
             self.made.unknown_kernels.add(one.name)
         if self.chip.clock is not None and seconds:
             taken = bytes_moved(one, around, self.program, bytes_in_hbm)
-            seconds = max(seconds, taken / self.chip.hbm_bandwidth)
+            seconds = max(seconds, taken / self.traffic.bandwidth)
             self.traffic.passed(seconds, taken)
         return self.spent(one, seconds, count, bool(flops) or is_matmul(one, self.program))
 
@@ -319,6 +348,8 @@ class _Walk:
         if colors := re.search(r"UniDirection\w*\{colors:(\d+)", instruction.attributes):
             return int(colors.group(1)), True
         dims = torus_dims(instruction.attributes)
+        if "_offload_config" in instruction.attributes:  # By SparseCores; it does not say how.
+            dims = self.mesh.num_dims(groups)
         return 2 * dims, dims > 1 or self.mesh.is_ring(groups)
 
     def costliest(self, one: Instruction) -> str:

@@ -49,6 +49,15 @@ class Mesh:
         (dim,) = along
         return len(set(coords[:, dim])) == self.dims[dim] and self.wraps[dim]
 
+    def num_dims(self, groups: np.ndarray | None) -> int:
+        """Returns along how many dims of the torus the devices of a group lie, at least 1."""
+        if groups is None or self.coords is None or not len(groups):
+            return 1
+        if groups.max(initial=0) >= len(self.coords):
+            return 1
+        coords = self.coords[groups[0]]
+        return max(1, sum(len(set(coords[:, dim])) > 1 for dim in range(coords.shape[1])))
+
     def axes_between_slices(self) -> tuple[str, ...]:
         """Returns the axes along which devices are in different slices."""
         places = self.slices.reshape(tuple(self.axis_sizes.values()))
@@ -103,6 +112,8 @@ class Timeline:
       unknown_kernels: kernels that cost nothing here, by name.
       collectives: by kind, axes and layer.
       host_copies: over the link to the host, by the same.
+      expert_turn_seconds: of a turn of all exchanges of tokens between experts' devices
+        (`layers/moe/exchange.py`), which is in `seconds` once; 0: there are none.
       of: by an instruction that is no collective, its seconds.
     """
 
@@ -116,6 +127,7 @@ class Timeline:
     unknown_kernels: set[str] = dataclasses.field(default_factory=set)
     collectives: dict[tuple, OnWire] = dataclasses.field(default_factory=dict)
     host_copies: dict[tuple, OnWire] = dataclasses.field(default_factory=dict)
+    expert_turn_seconds: float = 0.0
     of: collections.Counter = dataclasses.field(default_factory=collections.Counter)
 
     @property

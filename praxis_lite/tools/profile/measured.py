@@ -17,10 +17,11 @@ from praxis_lite.tools.explain.hlo_layers import layers_of, together
 from praxis_lite.tools.explain.hlo_text import Instruction, Program, Site, parse
 from praxis_lite.tools.plan.chips import CHIPS
 from praxis_lite.tools.plan.costs import is_matmul
+from praxis_lite.tools.plan.measured.residuals import Residual
 from praxis_lite.tools.plan.predict import mesh_of, timed
 from praxis_lite.tools.plan.schedule import schedule
 from praxis_lite.tools.plan.timeline import Mesh, Timeline
-from praxis_lite.tools.plan.topology import attached_topology
+from praxis_lite.tools.plan.topology import Topology, attached_topology
 from praxis_lite.tools.profile.graphs import Schedule
 from praxis_lite.tools.profile.trace import Trace, read_trace
 
@@ -60,7 +61,8 @@ class Measured:
       layers: "encoder/ffn" or "gradient of encoder/ffn" -> its time, without collectives.
       collectives: (kind, axes, layer) -> its time, with what it waits for the other devices.
       predicted_seconds: of the step, by the plan; None: it has no figures of the devices.
-      topology: that was predicted for, "v5e:4x4"; None as before.
+      topology: that was predicted for; None as before.
+      flops_per_device: of a step's matmuls.
     """
 
     facts: ProfileFacts
@@ -71,7 +73,19 @@ class Measured:
     layers: Mapping[str, Row]
     collectives: Mapping[tuple[str, tuple[str, ...], str], Row]
     predicted_seconds: float | None
-    topology: str | None
+    topology: Topology | None
+    flops_per_device: int
+
+    @property
+    def residual(self) -> Residual | None:
+        """The residual of the step's plan, or None where there is no plan."""
+        if self.topology is None:
+            return None
+        return Residual(
+            chip=self.topology.chip.name, step="train", axis_sizes=self.facts.axis_sizes,
+            flops_per_device=self.flops_per_device, predicted_seconds=self.predicted_seconds,
+            measured_seconds=self.step_seconds, source="profile",
+        )
 
 
 def measure(folder: Path) -> Measured:
@@ -100,7 +114,7 @@ def measure(folder: Path) -> Measured:
         facts, len(trace.devices), step_seconds,
         max(0.0, step_seconds - trace.busy_seconds / steps),
         {name: seconds / steps for name, seconds in trace.other_seconds.items()},
-        layers, collectives, predicted_seconds, topology,
+        layers, collectives, predicted_seconds, topology, timeline.flops,
     )
 
 
@@ -119,7 +133,7 @@ def _module(program: Program) -> str:
     return re.match(r"HloModule ([\w.\-]+)", program.header)[1]
 
 
-def _predicted(facts: ProfileFacts, text: str) -> tuple[Timeline, float | None, str | None]:
+def _predicted(facts: ProfileFacts, text: str) -> tuple[Timeline, float | None, Topology | None]:
     """Returns the plan of the step; its seconds and topology are None where it has no figures."""
     topology = attached_topology(facts.devices)
     if topology is None:
@@ -127,7 +141,7 @@ def _predicted(facts: ProfileFacts, text: str) -> tuple[Timeline, float | None, 
         mesh = Mesh(facts.axis_sizes, np.zeros(len(facts.devices), int))
         return schedule(text, CHIPS["cpu"], mesh), None, None
     plan = timed(text, topology, mesh_of(facts.axis_sizes, facts.devices, topology), 1)
-    return plan["timeline"], plan["step_seconds"], topology.name
+    return plan["timeline"], plan["step_seconds"], topology
 
 
 def _rows(

@@ -7,6 +7,7 @@ from praxis_lite.files.whole_files import write_whole
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.trainer.hooks.hook import Hook
 from praxis_lite.run.trainer.hooks.loop import Loop
+from praxis_lite.tools.plan.measured.residuals import append_residual
 from praxis_lite.tools.profile.measured import Measured, measure
 from praxis_lite.tools.profile.memory import PeakMemory, peak_memory
 from praxis_lite.tools.profile.report import profile_text
@@ -56,7 +57,10 @@ def folder_of(files: JobDir, step: int | None) -> Path:
 
 
 class ProfileTables(Hook):
-    """Prints the tables of each profile once it is written, and keeps them beside it."""
+    """Prints the tables of each profile once it is written, and keeps them beside it.
+
+    The step's measured and predicted seconds are added to the job's residuals, for later plans.
+    """
 
     every, waits = None, False
 
@@ -68,6 +72,9 @@ class ProfileTables(Hook):
             measured, memory = _read(folder)
             text = profile_text(measured, memory, _PRINTED_ROWS)
             write_whole(folder / PROFILE_TXT, f"{profile_text(measured, memory)}\n".encode())
+            if measured.residual is not None:
+                # The folder is JOB/profiles/STEP.
+                append_residual(JobDir(folder.parents[1]).residuals_jsonl, measured.residual)
         except Exception as error:  # The run has nothing of it.
             self._note(f"the profile has no tables, and training goes on: {error}")
             return

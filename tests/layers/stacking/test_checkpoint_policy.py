@@ -18,6 +18,7 @@ from praxis_lite.layers import (
     TransformerFeedForward,
     TransformerFeedForwardMoe,
 )
+from praxis_lite.layers.base import activation_names
 from tests.support import offload_runs
 from tests.support.marks import slow_but
 
@@ -72,6 +73,22 @@ def test_just_the_activations_that_are_offloaded_go_to_the_host(names):
     others = {name: ("device", "remat")[i % 2] for i, name in enumerate(SHAPES)}
     assert sent_to_host(gradient_of(make, others | policy)) == actual
     assert sent_to_host(gradient_of(make, others)) == []
+
+
+def test_what_goes_to_the_host_has_its_dims_in_order_in_memory(monkeypatch):
+    """Else XLA for TPUs may write one order and read another (`activation_names.named`)."""
+    monkeypatch.setattr(activation_names, "compiled_platform", lambda: "tpu")
+    policy = dict.fromkeys(SHAPES, "offload") | {"context": "device"}
+    jaxpr = gradient_of(functools.partial(Repeat, GATED, 2), policy)
+    orders = [
+        (eqn.invars[0].aval.shape, eqn.params["layout"].major_to_minor)
+        for eqn in with_inner(opened(jaxpr).eqns) if eqn.primitive.name == "layout_constraint"
+    ]
+    offloaded = {SHAPES[name] for name, place in policy.items() if place == "offload"}
+    assert {shape for shape, _ in orders} == offloaded
+    assert all(order == tuple(range(len(shape))) for shape, order in orders)
+    kept = gradient_of(functools.partial(Repeat, GATED, 2), dict.fromkeys(SHAPES, "device"))
+    assert "layout_constraint" not in str(kept)
 
 
 @pytest.mark.parametrize("name", ["expert_ffn1", "expert_ffn2"])

@@ -431,3 +431,21 @@ def test_without_qwix_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "qwix", None)
     with pytest.raises(ConfigError, match=r"'praxis_lite\[quantization\]'"):
         quantized(model=DENSE_LAYERS["linear"][0], rules=[QuantizationRule("")], rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("bwd_qtype", [None, "int8"])
+def test_gradients_of_weights_have_the_precision_of_activations(bwd_qtype):
+    """So that devices sum half as many bytes, as of a product that is not rounded."""
+    rng = np.random.default_rng(5)
+    x = jnp.asarray(rng.normal(size=(7, 13)), jnp.bfloat16)
+    w = jnp.asarray(rng.normal(size=(13, 37)), jnp.float32)
+
+    def loss(w, x):
+        product = quantized_einsum("bd,df->bf", "int8", bwd_qtype, x, w)
+        return jnp.sum(jnp.sin(product.astype(jnp.float32)))
+
+    grad = jax.grad(loss)(w, x)
+    assert grad.dtype == jnp.float32
+    np.testing.assert_array_equal(grad, grad.astype(jnp.bfloat16).astype(jnp.float32))
+    full = jax.grad(loss)(w, x.astype(jnp.float32))
+    assert not np.array_equal(full, full.astype(jnp.bfloat16).astype(jnp.float32))

@@ -20,6 +20,8 @@ from praxis_lite.run.job.processes.stopping import StopRequest
 from praxis_lite.run.trainer.hooks.profile_facts import read_facts
 from praxis_lite.run.trainer.hooks.profile_requests import ProfileRequests
 from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
+from praxis_lite.tools.plan.measured.residuals import read_residuals
+from praxis_lite.tools.profile.measured import measure
 from tests.run.job.test_disk_full import files_of_at_most
 from tests.support import process_pairs
 from tests.support.job_runs import launch, start_process, succeed, trained
@@ -171,6 +173,8 @@ def test_a_job_traces_the_steps_of_its_ranges_and_trains_as_without(tmp_path):
         events = json.load(file)["traceEvents"]
     # What Perfetto shows: events of XLA's threads, with a begin and a duration.
     assert sum(item.get("name", "").startswith("all-reduce") for item in events) > 8
+    expected = [measure(job.profiles / name).residual for name in ("1", "3")]
+    assert read_residuals(job.residuals_jsonl) == expected
     facts = read_facts(job.profiles / "3")
     assert (facts.first_step, facts.last_step, len(facts.devices)) == (3, 4, 8)
     losses = [line["loss"] for line in read_json_lines(trained()[0].metrics_jsonl)]

@@ -93,6 +93,23 @@ def test_cycles_over_the_clock_and_a_roofline_without():
     assert seconds("d", H100) == pytest.approx(max(flops, moved))
 
 
+@pytest.mark.parametrize(
+    ("chip", "dims", "share"),
+    [("v5e", 128, 1.0), ("v6e", 128, 0.5), ("tpu7x", 128, 0.5), ("v6e", 256, 1.0),
+     ("v5p", 192, 0.75), ("v6e", 192, 0.75), ("v4", 64, 0.5)],
+)
+def test_heads_that_do_not_fill_a_matmul_unit_leave_the_rest_of_it_idle(chip, dims, share):
+    program = parse(TEXT.replace(",128] broadcast", f",{dims}] broadcast"))
+    main, of = program.computations[program.entry], CHIPS[chip]
+    actual = compute_seconds(main["dkv"], main, program, of, PLAIN)
+    # Four matmuls of a quarter of the blocks.
+    flops = 4 * 2 * (2 * 4 * 1024 * dims) * 2048 / 4
+    assert actual == pytest.approx(flops / (of.peak() * share))
+    # Experts' matmuls are wide.
+    gmm = compute_seconds(main["gmm.3"], main, program, of, PLAIN)
+    assert gmm == pytest.approx(2 * 640 * dims * 256 * 0.8 / of.peak())
+
+
 OF_TYPES = """HloModule m
 
 ENTRY %main (a: s8[512,128], b: s8[128,256], c: bf16[128,256], e: f8e5m2[512,128], \

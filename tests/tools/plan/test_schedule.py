@@ -307,3 +307,62 @@ def test_copies_to_and_from_the_host_take_the_link_and_are_hidden_or_not():
     assert schedule(ON_HOST, dataclasses.replace(chip, host_bandwidth=1e12), MESH).host_exposed < (
         actual.host_exposed / 100
     )
+
+
+def test_a_copy_to_the_host_in_an_asynchronous_call_counts_as_one_by_itself():
+    taken = """
+%taken (h: f32[3,1024], i: s32[], j: s32[]) -> f32[1,1024] {
+  %h = f32[3,1024]{1,0:T(8,128)S(5)} parameter(0)
+  %i = s32[] parameter(1)
+  %j = s32[] parameter(2)
+  ROOT %row = f32[1,1024]{1,0} dynamic-slice(%h, %i, %j), dynamic_slice_sizes={1,1024}
+}
+
+ENTRY"""
+    called = ON_HOST.replace("\nENTRY", taken).replace(
+        "dynamic-slice-start(%kept, %zero, %zero)",
+        "async-start(%kept, %zero, %zero), calls=%taken",
+    ).replace("dynamic-slice-done(%fetch)", "async-done(%fetch)")
+    chip = dataclasses.replace(CHIP, host_bandwidth=1e9)
+    actual, expected = schedule(called, chip, MESH), schedule(ON_HOST, chip, MESH)
+    assert "calls=%taken" in called and actual.host_link == expected.host_link
+    assert actual.seconds == expected.seconds
+
+
+
+# On a SparseCore of a TPU7x, as its compiler writes it: the core is started, told what to send, and
+# waited for. Beside it an instruction runs for 1,100 cycles.
+ON_SPARSECORE = """HloModule step, num_partitions=8
+
+%on_core (p: f32[1024]) -> f32[128] {
+  %p = f32[1024]{0} parameter(0)
+  ROOT %sum = f32[128]{0} reduce-scatter(%p), replica_groups=[1,8]<=[8], x_offload_config={}
+}
+
+%begun (p: f32[1024]) -> f32[128] {
+  %p = f32[1024]{0} parameter(0)
+  ROOT %call = f32[128]{0} custom-call(%p), custom_call_target="x", called_computations={%on_core}
+}
+
+ENTRY %main (x: f32[1024], y: f32[8]) -> f32[128] {
+  %x = f32[1024]{0} parameter(0)
+  %y = f32[8]{0} parameter(1)
+  %start = ((), (), (s32[3]{0})) async-start(), async_execution_thread="sparsecore", calls=%begun
+  %told = ((f32[1024]{0}), f32[128]{0}, (s32[3]{0})) async-update(%start, %x)
+  %z = f32[8]{0} negate(%y), backend_config={"estimated_cycles":"1100"}
+  ROOT %done = f32[128]{0} async-done(%told)
+}
+"""
+
+
+@pytest.mark.parametrize(("shape", "dims"), [((8, 1, 1), 1), ((2, 4, 1), 2), ((2, 2, 2), 3)])
+def test_a_collective_on_a_sparsecore_runs_beside_instructions_over_all_its_dims(shape, dims):
+    chip, fitted = CHIPS["tpu7x"], dataclasses.replace(FITTED, hop_seconds=1e-3)
+    coords = np.stack(np.unravel_index(np.arange(8), shape), axis=1)
+    mesh = Mesh({"data": 8}, np.zeros(8, int), coords, shape, (True,) * 3)
+    actual = schedule(ON_SPARSECORE, chip, mesh, fitted)
+    on_wire = 7 * 512 / (2 * dims * chip.link_bandwidth * fitted.link) + 4 * fitted.hop_seconds
+    (item,) = actual.collectives.values()
+    assert (item.kind, item.count) == ("reduce-scatter", 1)
+    assert item.seconds == pytest.approx(on_wire)
+    assert item.exposed_seconds == pytest.approx(on_wire - 1100 / chip.clock / fitted.cycles)

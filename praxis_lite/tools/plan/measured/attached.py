@@ -16,6 +16,12 @@ from praxis_lite.inputs.base import TRAIN
 from praxis_lite.run.experiment.experiment import Job
 from praxis_lite.run.trainer.checks.memory import compile_step
 from praxis_lite.run.trainer.job_on_mesh import partitioner_of
+from praxis_lite.tools.plan.measured.residuals import (
+    append_residual,
+    corrected,
+    read_residuals,
+    residual_of,
+)
 from praxis_lite.tools.plan.predict import StepPlan, plan_of_compiled
 from praxis_lite.tools.plan.report import figures, plan_text, seconds_text
 from praxis_lite.tools.plan.topology import attached_topology
@@ -41,17 +47,21 @@ def figures_of_attached(
     return found
 
 
-def measure(job: Job, *, file: Path | None = None) -> tuple[StepPlan, list[float]]:
+def measure(
+    job: Job, *, file: Path | None = None, residuals: Path | None = None
+) -> tuple[StepPlan, list[float]]:
     """Trains ten steps on the attached devices; prints what was predicted and what was measured.
 
     Args:
       file: to write the plan and the measured seconds into, as JSON.
+      residuals: the file that gets a line with both, for later plans.
 
     Returns:
       The plan, and the seconds of each step.
 
     Raises:
-      ConfigError: the devices are not in the table, or the job is refused as in training.
+      ConfigError: the devices are not in the table, the file of residuals is damaged, or the job
+        is refused as in training.
     """
     partitioner = partitioner_of(job, "train")
     topology = attached_topology(list(partitioner.mesh.devices.flat))
@@ -60,6 +70,7 @@ def measure(job: Job, *, file: Path | None = None) -> tuple[StepPlan, list[float
         raise ConfigError(
             f"--measure: there are no figures of {kind} (praxis_lite/tools/plan/chips.py)."
         )
+    earlier = read_residuals(residuals) if residuals is not None else []
     pipeline = job.datasets[TRAIN]
     spec = pipeline.element_spec()
     start = time.monotonic()
@@ -67,7 +78,8 @@ def measure(job: Job, *, file: Path | None = None) -> tuple[StepPlan, list[float
     plan = plan_of_compiled(
         partitioner, partitioner.train_step, spec, topology, compiled, time.monotonic() - start
     )
-    print(plan_text(plan), flush=True)
+    of = topology.chip.name, partitioner.mesh.shape
+    print(plan_text(corrected(plan, *of, residuals, earlier)), flush=True)
     key, batches = partitioner.key(job.run.seed), pipeline.batches()
     state = partitioner.init(key)
     seconds = []
@@ -86,7 +98,14 @@ def measure(job: Job, *, file: Path | None = None) -> tuple[StepPlan, list[float
         f"{useful / taken / topology.chip.peak():.1%}\n"
         f"predicted {seconds_text(plan.step_seconds)}: {plan.step_seconds / taken:.2f} of measured"
     )
+    residual = residual_of(plan, *of, source="--measure", measured_seconds=taken)
+    if residuals is None:
+        print("residual  not kept: name --residuals=FILE or --job_log_dir=DIR for later plans")
+    elif jax.process_index() == 0:
+        append_residual(residuals, residual)
+        print(f"residual  {residual.ratio:.3g}, kept in {residuals} for later plans")
     if file is not None:
         record = plan.to_json() | {"measured_seconds": seconds}
         file.write_text(json.dumps(record, indent=1), "utf-8")
     return plan, seconds
+

@@ -1,0 +1,1 @@
+"""Plans beside steps that ran: on devices that are attached, and residuals that correct them."""

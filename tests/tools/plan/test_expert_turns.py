@@ -1,0 +1,81 @@
+"""Seconds of a step whose experts' loads are uneven: turns of the exchange, in plans."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from praxis_lite.core import MeshConfig, constrain, make_mesh
+from praxis_lite.tools.plan.chips import CHIPS
+from praxis_lite.tools.plan.report import plan_text
+from praxis_lite.tools.plan.schedule import schedule
+from praxis_lite.tools.plan.timeline import Mesh
+from tests.layers.moe.test_sharded_experts import drawn, placed
+from tests.layers.moe.test_uneven_loads import AXES, model_of
+from tests.support.job_runs import launch
+from tests.tools.plan.test_residuals import PLAN
+
+
+@functools.cache
+def text_of(expert_split):
+    """Returns the program of the gradients of a layer on eight devices."""
+    model = model_of((expert_split, None, None), ("expert",), {})
+    mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 8, 1), axis_names=AXES))
+
+    def loss(params, x):
+        module = model.module({"params": placed(model, params, mesh), "non_trainable": {}})
+        return jnp.sum(jnp.sin(module(constrain(x, ("expert",)))))
+
+    with jax.set_mesh(mesh):
+        params = drawn(model_of(None, None, {}))
+        return jax.jit(jax.grad(loss)).lower(params, jnp.ones((8, 6, 7))).compile().as_text()
+
+
+def planned(text):
+    sizes = dict(zip(AXES, (1, 8, 1), strict=True))
+    return schedule(text, CHIPS["cpu"], Mesh(sizes, np.zeros(8, int)))
+
+
+@pytest.mark.slow
+def test_each_turn_beyond_the_first_takes_as_long_as_the_plan_says():
+    text = text_of("expert")
+    even, counted, loops = planned(text), [], 0
+    for line in text.splitlines():
+        if " while(" in line and "known_trip_count" not in line:
+            line, loops = line + ', backend_config={"known_trip_count":{"n":"2"}}', loops + 1
+        counted.append(line)
+    assert loops == 2  # Of the forward pass and of the backward pass.
+    assert 0 < even.expert_turn_seconds < even.seconds
+    three = planned("\n".join(counted))
+    assert three.expert_turn_seconds == 0
+    assert three.seconds == pytest.approx(even.seconds + 2 * even.expert_turn_seconds)
+
+
+@pytest.mark.slow
+def test_experts_that_are_whole_on_each_device_take_no_turns():
+    assert planned(text_of(None)).expert_turn_seconds == 0
+
+
+@pytest.mark.parametrize(("load", "turns"), [(1.0, 1), (1.25, 1), (1.3, 2), (2.5, 2), (8.0, 7)])
+def test_a_load_takes_as_many_turns_as_its_seats(load, turns):
+    plan = dataclasses.replace(PLAN, expert_turn_seconds=0.5, expert_load=load)
+    assert plan.expert_turns == turns == max(1, math.ceil(load / 1.25))
+    assert plan.uneven_seconds == pytest.approx(3.0 + 0.5 * (turns - 1))
+    text = plan_text(plan)
+    assert "experts   3.00 s is with even loads, in one turn of 500 ms" in text
+    assert f"a load of {load:g} times the even one {turns} turn" in text
+    assert plan.to_json()["uneven_seconds"] == plan.uneven_seconds
+
+
+def test_without_an_exchange_nothing_is_said_of_loads():
+    assert PLAN.uneven_seconds is None and "even loads" not in plan_text(PLAN)
+
+
+@pytest.mark.parametrize("word", ["0.9", "nan", "inf"])
+def test_a_load_below_the_even_one_is_refused(word):
+    done = launch("--mode=plan", "--exp=lm.Synthetic", "--topology=cpu:8", f"--expert_load={word}")
+    assert done.code == 2 and "1 (even loads) or more" in " ".join(done.err.split()), done
