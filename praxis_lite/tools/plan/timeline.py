@@ -112,8 +112,8 @@ class Timeline:
       unknown_kernels: kernels that cost nothing here, by name.
       collectives: by kind, axes and layer.
       host_copies: over the link to the host, by the same.
-      expert_turn_seconds: of a turn of all exchanges of tokens between experts' devices
-        (`layers/moe/exchange.py`), which is in `seconds` once; 0: there are none.
+      expert_turn_seconds: of each further turn that uneven loads add to all exchanges of tokens
+        between experts' devices (`layers/moe/exchange.py`), not in `seconds`; 0: there are none.
       of: by an instruction that is no collective, its seconds.
     """
 
