@@ -43,6 +43,31 @@ class Schedule:
         """
         return 1.0 - self.circular_repeat * self.num_microbatches / self.num_ticks
 
+    @property
+    def num_weight_ticks(self) -> int:
+        """Backward ticks of the zero-bubble schedule in which gradients of weights are made too.
+
+        Those before, S - 1, have none. R M where M >= S or R = 1: no stage is idle in them.
+        """
+        return self.num_ticks - (self.num_stages - 1)
+
+    def zero_bubble_share(
+        self, forward: float = 1.0, by_inputs: float = 1.0, by_weights: float = 1.0
+    ) -> float:
+        """The share of a step's time in which a stage of the zero-bubble schedule is idle.
+
+        (S - 1) (F + I) / ((R M + S - 1) (F + I) + R M W) where M >= S or R = 1; as `bubble_share`
+        with W = 0.
+
+        Args:
+          forward: F, the time of a stage's forward tick, what is computed again included.
+          by_inputs: I, that of the gradient of its inputs.
+          by_weights: W, that of the gradients of its weights.
+        """
+        num_busy, with_bubbles = self.circular_repeat * self.num_microbatches, forward + by_inputs
+        time = self.num_ticks * with_bubbles + self.num_weight_ticks * by_weights
+        return 1.0 - num_busy * (with_bubbles + by_weights) / time
+
     def work(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
         """Returns (microbatch, repeat, is_valid) of `stage` at `tick`, ints or arrays of them.
 

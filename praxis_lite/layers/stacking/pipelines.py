@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.errors import ConfigError, require, require_choice
 from praxis_lite.core.models.layers_apart import layers_of
 from praxis_lite.core.models.tallies import Tally
 from praxis_lite.core.sharding.split_dims import DimSplit, constrain
@@ -21,9 +21,12 @@ from praxis_lite.layers.stacking.pipeline_forms import (
     arrays_of,
     from_repeated,
     in_stages_form,
+    stack_shape,
     to_microbatches,
     to_repeated,
     to_rows,
+    with_free_places,
+    without_free_places,
 )
 from praxis_lite.layers.stacking.pipeline_schedules import Schedule
 from praxis_lite.layers.stacking.pipeline_ticks import (
@@ -34,6 +37,7 @@ from praxis_lite.layers.stacking.pipeline_ticks import (
     pick,
     run_ticks,
 )
+from praxis_lite.layers.stacking.zero_bubble import run_zero_bubble
 
 __all__ = ["Pipeline", "from_repeated", "to_repeated"]
 
@@ -41,6 +45,8 @@ __all__ = ["Pipeline", "from_repeated", "to_repeated"]
 # leading dims of their arrays: x_M is [M, rows, ...].
 
 PyTree = Any
+
+SCHEDULES = ("gpipe", "zero_bubble")
 
 
 class Pipeline(BaseLayer):
@@ -100,6 +106,7 @@ class Pipeline(BaseLayer):
         stage_axis: DimSplit = "stage",
         pipelined: bool | None = None,
         stream_io: bool = False,
+        schedule: str = "gpipe",
         checkpoint_policy: CheckpointPolicy = "save_iteration_input",
         rngs: nnx.Rngs,
     ):
@@ -112,35 +119,41 @@ class Pipeline(BaseLayer):
                 f"Pipeline.num_microbatches is {num_microbatches} and microbatch_size is "
                 f"{microbatch_size}; wanted is one of the two. Set num_microbatches."
             )
-        num_chunks = circular_repeat * num_stages
         require(
-            num_layers % num_chunks == 0,
-            "Pipeline.num_layers",
-            num_layers,
-            f"a multiple of {num_chunks}, of num_stages {num_stages} x circular_repeat "
-            f"{circular_repeat}",
+            num_layers % circular_repeat == 0 and num_layers >= num_stages * circular_repeat,
+            "Pipeline.num_layers", num_layers,
+            f"a multiple of circular_repeat {circular_repeat}, with a layer or more for each of "
+            f"num_stages {num_stages} in each repeat",
+        )
+        require_choice("Pipeline.schedule", schedule, SCHEDULES)
+        require(
+            schedule == "gpipe" or policy == "save_iteration_input",
+            "Pipeline.checkpoint_policy", policy,
+            f"'save_iteration_input' for schedule {schedule!r}, which computes each tick again "
+            "from its inputs",
         )
         self.num_layers, self.num_stages = num_layers, num_stages
         self.circular_repeat, self.stream_io = circular_repeat, stream_io
         self.num_microbatches, self.microbatch_size = num_microbatches, microbatch_size
         if microbatch_size is None:
             require_positive(self, num_microbatches=num_microbatches)
-            self._check_schedule(num_microbatches)
         else:
             require_positive(self, microbatch_size=microbatch_size)
+        self.schedule = schedule
         self.stage_axis, self.pipelined = stage_axis, pipelined
         self.checkpoint_policy = policy
         # As Repeat, so that the same key draws the same layers.
         keys = jax.random.split(rngs.params(), num_layers)
         blocks = jax.vmap(lambda key: block(rngs=nnx.Rngs(key)))(keys)
         blocks = in_stages_form(blocks, self._stack_shape)
-        for split in (None, stage_axis, None):
-            blocks = stacked(blocks, split, num_dims_apart=0 if pipelined else 3)
+        num_stacked = len(self._stack_shape)
+        for split in (None, stage_axis, None)[-num_stacked:]:
+            blocks = stacked(blocks, split, num_dims_apart=0 if pipelined else num_stacked)
         self.blocks = blocks
 
     def init_cache(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the blocks' caches, stacked on [R, S, P]; a list if their weights are not."""
-        if (layers := layers_of(self.blocks, self.num_layers, 3)) is not None:
+        if (layers := self._layers_apart()) is not None:
             return [layer.init_cache(*args, **kwargs) for layer in layers]
         # A block's cache depends on its settings, not its weights: the stack serves as one block.
         cache = self.blocks.init_cache(*args, **kwargs)
@@ -161,37 +174,55 @@ class Pipeline(BaseLayer):
         # In decoding the batch is one microbatch: else its cache would have to be cut as well.
         num_microbatches = 1 if cache is not None else self._num_microbatches_of(x.shape[0])
         stream_io, layout = self.stream_io and cache is None, self._layout
-        num_streams = self.num_stages if stream_io else 1
-        arrays, others = arrays_of(inputs, x.shape[0])
+        num_rows = x.shape[0]
+        has_streams = stream_io and num_microbatches % self.num_stages == 0
+        num_streams = self.num_stages if has_streams else 1
+        arrays, others = arrays_of(inputs, num_rows)
         to_M = functools.partial(
             to_microbatches, num_microbatches=num_microbatches, num_streams=num_streams
         )
         inputs_M = jax.tree.map(lambda a: a[None] if a.shape[0] == 1 else to_M(a), arrays)
-        given = to_M(x), inputs_M, others, key, cache
         in_ticks = layout.num_devices > 1 if self.pipelined is None else self.pipelined
-        if in_ticks:
-            # There is more than one tick.
-            rematerialized = functools.partial(
-                remat, checkpoint_policy=self.checkpoint_policy, layer=self, is_scanned=True
-            )
-            outputs_M, cache, values = run_ticks(
-                self.blocks,
-                *given,
-                schedule=Schedule(self.num_stages, num_microbatches, self.circular_repeat),
-                stream_io=stream_io,
-                rematerialized=rematerialized,
-                layout=layout,
-            )
-        else:
-            outputs_M, cache, values = self._in_a_row(*given)
+        run = self._in_ticks if in_ticks else self._in_a_row
+        outputs_M, cache, values = run(to_M(x), inputs_M, others, key, cache)
         for path, node in nnx.iter_graph(self.blocks):
             if isinstance(node, Tally) and path in values:  # A sum, not the mean of microbatches.
                 values[path] = jnp.round(values[path] * num_microbatches)
         assign(self.blocks, values)
-        outputs = to_rows(outputs_M, num_streams)
+        outputs = to_rows(outputs_M, num_streams)[:num_rows]
         if num_streams == 1:  # Else the rows are split over the stages, too.
             outputs = constrain(outputs, self.activation_split_dims_mapping)
         return outputs, cache
+
+    def _in_ticks(
+        self, x_M: jax.Array, inputs_M: PyTree, others: dict, key: Any, cache: PyTree
+    ) -> tuple[jax.Array, PyTree, Values]:
+        """Returns (x_M after all blocks, the cache, the assigned variables' new values)."""
+        given = self.blocks, cache
+        are_unequal = len(self._stack_shape) == 2
+        if are_unequal:
+            given = jax.tree.map(
+                lambda a: self._layout.constrain(a, dim=1), with_free_places(given, self.num_stages)
+            )
+        blocks, cache = given
+        num_layers = self.num_layers // self.circular_repeat
+        settings = dict(
+            schedule=Schedule(self.num_stages, x_M.shape[0], self.circular_repeat),
+            num_layers=num_layers, stream_io=self.stream_io and cache is None, layout=self._layout,
+        )
+        if self.schedule == "zero_bubble" and cache is None:
+            outputs_M, values = run_zero_bubble(blocks, x_M, inputs_M, others, key, **settings)
+        else:
+            rematerialized = functools.partial(
+                # There is more than one tick.
+                remat, checkpoint_policy=self.checkpoint_policy, layer=self, is_scanned=True
+            )
+            outputs_M, cache, values = run_ticks(
+                blocks, x_M, inputs_M, others, key, cache, rematerialized=rematerialized, **settings
+            )
+        if are_unequal:
+            cache, values = without_free_places((cache, values), num_layers)
+        return outputs_M, cache, values
 
     def _in_a_row(
         self, x_M: jax.Array, inputs_M: PyTree, others: dict, key: Any, cache: PyTree
@@ -219,13 +250,13 @@ class Pipeline(BaseLayer):
             )
             return x_M, (None, jax.tree.map(mean_update, assigned_values(block), values_M))
 
-        if (layers := layers_of(self.blocks, self.num_layers, 3)) is not None:
+        if (layers := self._layers_apart()) is not None:
             caches = [None] * self.num_layers if cache is None else list(cache)
             for i, block in enumerate(layers):
                 with scope_of(self, block):
                     x_M, (caches[i], _) = step(x_M, (block, i, caches[i]))
             return x_M, None if cache is None else caches, {}
-        blocks, cache = to_repeated((self.blocks, cache))
+        blocks, cache = to_repeated((self.blocks, cache), num_stacked=len(self._stack_shape))
         layers = blocks, jnp.arange(self.num_layers), cache
         is_scanned = self.num_layers > 1
         with remat(step, self.checkpoint_policy, self, is_scanned=is_scanned) as step:
@@ -237,31 +268,23 @@ class Pipeline(BaseLayer):
     def _layout(self) -> StageLayout:
         return StageLayout(self.stage_axis, self.activation_split_dims_mapping)
 
-    @property
-    def _stack_shape(self) -> tuple[int, int, int]:
-        num_chunks = self.circular_repeat * self.num_stages
-        return self.circular_repeat, self.num_stages, self.num_layers // num_chunks
-
     def _num_microbatches_of(self, num_rows: int) -> int:
         """Returns M for a batch, checked."""
         name = "num_microbatches" if self.microbatch_size is None else "microbatch_size"
         actual = getattr(self, name)
-        expected = f"a divisor of {num_rows}, the rows of the batch"
-        require(num_rows % actual == 0, f"Pipeline.{name}", actual, expected)
-        num_microbatches = actual if self.microbatch_size is None else num_rows // actual
-        self._check_schedule(num_microbatches)
-        return num_microbatches
+        if num_rows % actual and assigned_values(self.blocks):
+            raise ConfigError(
+                f"Pipeline.{name} is {actual}; wanted is a divisor of {num_rows}, the rows of the "
+                "batch: its blocks assign variables, which would count the rows that fill up the "
+                f"last microbatches. Change {name} or the batch size."
+            )
+        if self.microbatch_size is None:
+            return actual
+        return -(-num_rows // actual)
 
-    def _check_schedule(self, num_microbatches: int) -> None:
-        sizes = f"for {num_microbatches} microbatches and num_stages {self.num_stages}"
-        require(
-            self.circular_repeat == 1 or num_microbatches >= self.num_stages,
-            "Pipeline.circular_repeat", self.circular_repeat,
-            f"1 {sizes}, or stage 0 would wait for the first to come round",
-            "Or have at least as many microbatches as stages.",
-        )
-        require(
-            not self.stream_io or num_microbatches % self.num_stages == 0, "Pipeline.stream_io",
-            True, f"False {sizes}, which does not divide them",
-            "Or make the microbatches a multiple of the stages.",
-        )
+    @property
+    def _stack_shape(self) -> tuple[int, ...]:
+        return stack_shape(self.num_layers, self.num_stages, self.circular_repeat)
+
+    def _layers_apart(self) -> list[Any] | None:
+        return layers_of(self.blocks, self.num_layers, len(self._stack_shape))
