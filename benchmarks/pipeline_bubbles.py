@@ -36,7 +36,7 @@ from praxis_lite.layers import (  # noqa: E402
     TransformerLm,
     set_sharding_params,
 )
-from praxis_lite.layers.stacking.pipeline_schedules import Schedule  # noqa: E402
+from praxis_lite.layers.stacking.pipelining.schedules import Schedule  # noqa: E402
 from praxis_lite.tasks.language_model import LanguageModelTask  # noqa: E402
 from praxis_lite.tools.explain import hlo, hlo_text  # noqa: E402
 

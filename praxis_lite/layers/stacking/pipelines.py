@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.core.errors import ConfigError, require, require_choice
+from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.models.layers_apart import layers_of
 from praxis_lite.core.models.tallies import Tally
 from praxis_lite.core.sharding.split_dims import DimSplit, constrain
@@ -17,7 +17,7 @@ from praxis_lite.layers.base.calls import require_positive, scope_of
 from praxis_lite.layers.base.dims import RESIDUAL, splits
 from praxis_lite.layers.base.variables import assign, assigned_values, stacked
 from praxis_lite.layers.stacking.checkpoint_policy import CheckpointPolicy, checked_policy, remat
-from praxis_lite.layers.stacking.pipeline_forms import (
+from praxis_lite.layers.stacking.pipelining.forms import (
     arrays_of,
     from_repeated,
     in_stages_form,
@@ -28,8 +28,8 @@ from praxis_lite.layers.stacking.pipeline_forms import (
     with_free_places,
     without_free_places,
 )
-from praxis_lite.layers.stacking.pipeline_schedules import Schedule
-from praxis_lite.layers.stacking.pipeline_ticks import (
+from praxis_lite.layers.stacking.pipelining.schedules import Schedule
+from praxis_lite.layers.stacking.pipelining.ticks import (
     StageLayout,
     Values,
     apply_layer,
@@ -37,7 +37,7 @@ from praxis_lite.layers.stacking.pipeline_ticks import (
     pick,
     run_ticks,
 )
-from praxis_lite.layers.stacking.zero_bubble import run_zero_bubble
+from praxis_lite.layers.stacking.pipelining.split_ticks import run_split_ticks
 
 __all__ = ["Pipeline", "from_repeated", "to_repeated"]
 
@@ -45,8 +45,6 @@ __all__ = ["Pipeline", "from_repeated", "to_repeated"]
 # leading dims of their arrays: x_M is [M, rows, ...].
 
 PyTree = Any
-
-SCHEDULES = ("gpipe", "zero_bubble")
 
 
 class Pipeline(BaseLayer):
@@ -106,7 +104,7 @@ class Pipeline(BaseLayer):
         stage_axis: DimSplit = "stage",
         pipelined: bool | None = None,
         stream_io: bool = False,
-        schedule: str = "gpipe",
+        split_backward: bool = False,
         checkpoint_policy: CheckpointPolicy = "save_iteration_input",
         rngs: nnx.Rngs,
     ):
@@ -125,12 +123,11 @@ class Pipeline(BaseLayer):
             f"a multiple of circular_repeat {circular_repeat}, with a layer or more for each of "
             f"num_stages {num_stages} in each repeat",
         )
-        require_choice("Pipeline.schedule", schedule, SCHEDULES)
         require(
-            schedule == "gpipe" or policy == "save_iteration_input",
+            not split_backward or policy == "save_iteration_input",
             "Pipeline.checkpoint_policy", policy,
-            f"'save_iteration_input' for schedule {schedule!r}, which computes each tick again "
-            "from its inputs",
+            "'save_iteration_input' with split_backward, which computes each tick again from its "
+            "inputs",
         )
         self.num_layers, self.num_stages = num_layers, num_stages
         self.circular_repeat, self.stream_io = circular_repeat, stream_io
@@ -139,7 +136,7 @@ class Pipeline(BaseLayer):
             require_positive(self, num_microbatches=num_microbatches)
         else:
             require_positive(self, microbatch_size=microbatch_size)
-        self.schedule = schedule
+        self.split_backward = split_backward
         self.stage_axis, self.pipelined = stage_axis, pipelined
         self.checkpoint_policy = policy
         # As Repeat, so that the same key draws the same layers.
@@ -210,8 +207,8 @@ class Pipeline(BaseLayer):
             schedule=Schedule(self.num_stages, x_M.shape[0], self.circular_repeat),
             num_layers=num_layers, stream_io=self.stream_io and cache is None, layout=self._layout,
         )
-        if self.schedule == "zero_bubble" and cache is None:
-            outputs_M, values = run_zero_bubble(blocks, x_M, inputs_M, others, key, **settings)
+        if self.split_backward and cache is None:
+            outputs_M, values = run_split_ticks(blocks, x_M, inputs_M, others, key, **settings)
         else:
             rematerialized = functools.partial(
                 # There is more than one tick.

@@ -12,7 +12,7 @@ from typing import Any
 
 from flax import nnx
 
-from praxis_lite.layers.stacking.pipeline_schedules import Schedule
+from praxis_lite.layers.stacking.pipelining.schedules import Schedule
 from praxis_lite.layers.stacking.pipelines import Pipeline
 from praxis_lite.tools.plan.chips import Chip
 from praxis_lite.tools.plan.costs import FITTED, Efficiencies

@@ -28,7 +28,7 @@ from praxis_lite.layers import (
     intermediates,
 )
 from praxis_lite.layers.base.base_layer import zeros
-from praxis_lite.layers.stacking.pipeline_schedules import Schedule
+from praxis_lite.layers.stacking.pipelining.schedules import Schedule
 from praxis_lite.layers.stacking.pipelines import from_repeated, to_repeated
 from praxis_lite.tools.explain import hlo, hlo_text
 from tests.support.marks import slow_but

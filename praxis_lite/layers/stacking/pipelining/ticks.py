@@ -24,8 +24,8 @@ from praxis_lite.core.sharding.split_dims import (
     without_axes,
 )
 from praxis_lite.layers.base.variables import assigned_values
-from praxis_lite.layers.stacking.pipeline_buffers import Handover
-from praxis_lite.layers.stacking.pipeline_schedules import Schedule
+from praxis_lite.layers.stacking.pipelining.buffers import Handover
+from praxis_lite.layers.stacking.pipelining.schedules import Schedule
 
 # R repeats, S stages, P layers of one stage in one repeat, M microbatches. Names end with the
 # leading dims of their arrays: x_M is [M, rows, ...].

@@ -45,16 +45,16 @@ class Schedule:
 
     @property
     def num_weight_ticks(self) -> int:
-        """Backward ticks of the zero-bubble schedule in which gradients of weights are made too.
+        """Backward ticks of a split backward pass in which gradients of weights are made too.
 
         Those before, S - 1, have none. R M where M >= S or R = 1: no stage is idle in them.
         """
         return self.num_ticks - (self.num_stages - 1)
 
-    def zero_bubble_share(
+    def split_bubble_share(
         self, forward: float = 1.0, by_inputs: float = 1.0, by_weights: float = 1.0
     ) -> float:
-        """The share of a step's time in which a stage of the zero-bubble schedule is idle.
+        """The share of a step's time in which a stage is idle if the backward pass is split.
 
         (S - 1) (F + I) / ((R M + S - 1) (F + I) + R M W) where M >= S or R = 1; as `bubble_share`
         with W = 0.

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 
 from praxis_lite.collectives.varying import varying_alike
 from praxis_lite.layers.base.variables import assigned_values
-from praxis_lite.layers.stacking.pipeline_buffers import Handover
-from praxis_lite.layers.stacking.pipeline_schedules import Schedule
-from praxis_lite.layers.stacking.pipeline_ticks import (
+from praxis_lite.layers.stacking.pipelining.buffers import Handover
+from praxis_lite.layers.stacking.pipelining.schedules import Schedule
+from praxis_lite.layers.stacking.pipelining.ticks import (
     StageLayout,
     Values,
     apply_layer_at,
@@ -26,7 +26,7 @@ from praxis_lite.layers.stacking.pipeline_ticks import (
     of_each_stage,
     pick,
 )
-from praxis_lite.layers.stacking.split_backward import SplitProgram, split_program
+from praxis_lite.layers.stacking.pipelining.split_backward import SplitProgram, split_program
 
 # R repeats, S stages, P places of layers of one stage in one repeat, M microbatches, T ticks. Names
 # end with the leading dims of their arrays: x_M is [M, rows, ...]. X is R or M, of weights or of
@@ -35,7 +35,7 @@ from praxis_lite.layers.stacking.split_backward import SplitProgram, split_progr
 PyTree = Any
 
 
-def run_zero_bubble(
+def run_split_ticks(
     blocks: Any, x_M: jax.Array, inputs_M: PyTree, others: dict[str, Any], key: jax.Array | None,
     *, schedule: Schedule, num_layers: int, stream_io: bool, layout: StageLayout,
 ) -> tuple[jax.Array, Values]:
