@@ -29,6 +29,7 @@ from praxis_lite.layers.stacking.pipelining.forms import (
     without_free_places,
 )
 from praxis_lite.layers.stacking.pipelining.schedules import Schedule
+from praxis_lite.layers.stacking.pipelining.split_ticks import run_split_ticks
 from praxis_lite.layers.stacking.pipelining.ticks import (
     StageLayout,
     Values,
@@ -37,7 +38,6 @@ from praxis_lite.layers.stacking.pipelining.ticks import (
     pick,
     run_ticks,
 )
-from praxis_lite.layers.stacking.pipelining.split_ticks import run_split_ticks
 
 __all__ = ["Pipeline", "from_repeated", "to_repeated"]
 

@@ -168,3 +168,43 @@ class Handover:
     def outputs(self, stored: Any) -> jax.Array:
         """Returns x_M after the last tick."""
         return self._buffer.outputs(stored)
+
+
+class HandoverGradient:
+    """The gradient of a Handover, which is linear: its methods take and return gradients.
+
+    Args:
+      of_outputs: the gradient of all ticks' result, [M, rows, ...].
+    """
+
+    def __init__(self, handover: Handover, of_outputs: jax.Array):
+        self._handover, self._of_outputs = handover, of_outputs
+
+    def _pulled(self, function: Any, of_results: Any) -> Any:
+        # The values at which the gradient is taken play no part.
+        started = jax.eval_shape(self._handover.start, self._of_outputs)
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), started)
+        return jax.vjp(function, *zeros)[1](of_results)
+
+    def start(self) -> tuple[jax.Array, Any]:
+        """Returns the gradients of (x_S, stored) after the last tick."""
+        return self._pulled(
+            lambda x_S, stored: self._handover.outputs(stored), self._of_outputs
+        )
+
+    def leave(self, of_arrived_S: jax.Array, of_stored: Any, t: jax.Array) -> tuple:
+        """Returns the gradients of the stages' results, [S, rows, ...], and of what is stored."""
+        return self._pulled(
+            lambda x_S, stored: self._handover.leave(x_S, stored, t), (of_arrived_S, of_stored)
+        )
+
+    def enter(self, of_x_S: jax.Array, of_stored: Any, t: jax.Array) -> tuple:
+        """Returns the gradients of what arrived at the stages, and of what is stored."""
+        return self._pulled(
+            lambda x_S, stored: self._handover.enter(x_S, stored, t), (of_x_S, of_stored)
+        )
+
+    def inputs(self, of_x_S: jax.Array, of_stored: Any) -> jax.Array:
+        """Returns the gradient of x_M before the first tick."""
+        _, pull = jax.vjp(self._handover.start, jnp.zeros_like(self._of_outputs))
+        return pull((of_x_S, of_stored))[0]

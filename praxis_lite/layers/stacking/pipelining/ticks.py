@@ -108,7 +108,7 @@ def run_ticks(
       num_layers: of a repeat; the first of its S P places.
       rematerialized: `remat` of a function of x and more, with its other arguments.
     """
-    num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
+    num_stages = schedule.num_stages
     stages = jnp.arange(num_stages)
 
     def work(
@@ -211,7 +211,8 @@ def of_each_stage(
     """
 
     def copied(a: jax.Array) -> jax.Array:
-        copies = jnp.broadcast_to(jnp.expand_dims(a, dim), (*a.shape[:dim], num_stages, *a.shape[dim:]))
+        shape = *a.shape[:dim], num_stages, *a.shape[dim:]
+        copies = jnp.broadcast_to(jnp.expand_dims(a, dim), shape)
         has_rows = a.ndim > 1 and a.shape[1] > 1
         return layout.constrain(copies, dim=dim, row_dim=2 if has_rows else None, rank=1)
 
