@@ -17,6 +17,7 @@ from praxis_lite.layers.base.calls import require_positive, scope_of
 from praxis_lite.layers.base.dims import RESIDUAL, splits
 from praxis_lite.layers.base.variables import assign, assigned_values, stacked
 from praxis_lite.layers.stacking.checkpoint_policy import CheckpointPolicy, checked_policy, remat
+from praxis_lite.layers.stacking.pipelining.cut_models import cut_in_force
 from praxis_lite.layers.stacking.pipelining.forms import (
     arrays_of,
     from_repeated,
@@ -154,7 +155,7 @@ class Pipeline(BaseLayer):
             return [layer.init_cache(*args, **kwargs) for layer in layers]
         # A block's cache depends on its settings, not its weights: the stack serves as one block.
         cache = self.blocks.init_cache(*args, **kwargs)
-        layout = self._layout
+        layout = self.layout
         return jax.tree.map(
             lambda x: layout.constrain(jnp.broadcast_to(x, (*self._stack_shape, *x.shape)), dim=1),
             cache,
@@ -168,10 +169,17 @@ class Pipeline(BaseLayer):
         Raises:
           ConfigError: the microbatches do not divide the rows, or an input has other rows.
         """
+        if cache is None and (cut := cut_in_force()) is not None:
+            return cut(self, x, key, inputs), None
         # In decoding the batch is one microbatch: else its cache would have to be cut as well.
-        num_microbatches = 1 if cache is not None else self._num_microbatches_of(x.shape[0])
-        stream_io, layout = self.stream_io and cache is None, self._layout
-        num_rows = x.shape[0]
+        num_microbatches = 1 if cache is not None else self.num_microbatches_of(x.shape[0])
+        return self.applied(x, num_microbatches, key=key, cache=cache, **inputs)
+
+    def applied(
+        self, x: jax.Array, num_microbatches: int, *, key: Any, cache: Any, **inputs: Any
+    ) -> tuple[jax.Array, Any]:
+        """Returns (x, cache) for so many microbatches."""
+        stream_io, num_rows = self.stream_io and cache is None, x.shape[0]
         has_streams = stream_io and num_microbatches % self.num_stages == 0
         num_streams = self.num_stages if has_streams else 1
         arrays, others = arrays_of(inputs, num_rows)
@@ -179,8 +187,7 @@ class Pipeline(BaseLayer):
             to_microbatches, num_microbatches=num_microbatches, num_streams=num_streams
         )
         inputs_M = jax.tree.map(lambda a: a[None] if a.shape[0] == 1 else to_M(a), arrays)
-        in_ticks = layout.num_devices > 1 if self.pipelined is None else self.pipelined
-        run = self._in_ticks if in_ticks else self._in_a_row
+        run = self._in_ticks if self.is_in_ticks else self._in_a_row
         outputs_M, cache, values = run(to_M(x), inputs_M, others, key, cache)
         for path, node in nnx.iter_graph(self.blocks):
             if isinstance(node, Tally) and path in values:  # A sum, not the mean of microbatches.
@@ -195,17 +202,11 @@ class Pipeline(BaseLayer):
         self, x_M: jax.Array, inputs_M: PyTree, others: dict, key: Any, cache: PyTree
     ) -> tuple[jax.Array, PyTree, Values]:
         """Returns (x_M after all blocks, the cache, the assigned variables' new values)."""
-        given = self.blocks, cache
-        are_unequal = len(self._stack_shape) == 2
-        if are_unequal:
-            given = jax.tree.map(
-                lambda a: self._layout.constrain(a, dim=1), with_free_places(given, self.num_stages)
-            )
-        blocks, cache = given
+        blocks, cache = self.on_stages((self.blocks, cache))
         num_layers = self.num_layers // self.circular_repeat
         settings = dict(
             schedule=Schedule(self.num_stages, x_M.shape[0], self.circular_repeat),
-            num_layers=num_layers, stream_io=self.stream_io and cache is None, layout=self._layout,
+            num_layers=num_layers, stream_io=self.stream_io and cache is None, layout=self.layout,
         )
         if self.split_backward and cache is None:
             outputs_M, values = run_split_ticks(blocks, x_M, inputs_M, others, key, **settings)
@@ -217,7 +218,7 @@ class Pipeline(BaseLayer):
             outputs_M, cache, values = run_ticks(
                 blocks, x_M, inputs_M, others, key, cache, rematerialized=rematerialized, **settings
             )
-        if are_unequal:
+        if len(self._stack_shape) == 2:
             cache, values = without_free_places((cache, values), num_layers)
         return outputs_M, cache, values
 
@@ -262,10 +263,11 @@ class Pipeline(BaseLayer):
         return x_M, cache, values
 
     @property
-    def _layout(self) -> StageLayout:
+    def layout(self) -> StageLayout:
+        """How the stages lie on the mesh that is set."""
         return StageLayout(self.stage_axis, self.activation_split_dims_mapping)
 
-    def _num_microbatches_of(self, num_rows: int) -> int:
+    def num_microbatches_of(self, num_rows: int) -> int:
         """Returns M for a batch, checked."""
         name = "num_microbatches" if self.microbatch_size is None else "microbatch_size"
         actual = getattr(self, name)
@@ -278,6 +280,19 @@ class Pipeline(BaseLayer):
         if self.microbatch_size is None:
             return actual
         return -(-num_rows // actual)
+
+    @property
+    def is_in_ticks(self) -> bool:
+        """True on a mesh with several devices along the stages, if `pipelined` does not say it."""
+        return self.layout.num_devices > 1 if self.pipelined is None else self.pipelined
+
+    def on_stages(self, tree: PyTree) -> PyTree:
+        """Returns the blocks, or a cache, as [R, S, P, ...]."""
+        if len(self._stack_shape) == 3:
+            return tree
+        return jax.tree.map(
+            lambda a: self.layout.constrain(a, dim=1), with_free_places(tree, self.num_stages)
+        )
 
     @property
     def _stack_shape(self) -> tuple[int, ...]:

@@ -73,6 +73,17 @@ def split_program(
     return SplitProgram(first, second)
 
 
+def used_arguments(program: Callable[..., PyTree], args: Sequence[PyTree]) -> list[bool]:
+    """Returns for each leaf of `args` whether the results of `program` depend on it."""
+    closed = jax.make_jaxpr(program)(*args)
+    eqns: list[core.JaxprEqn] = []
+    outvars = _inlined(closed, opened(closed).invars, eqns, {})
+    used = {atom for atom in outvars if not isinstance(atom, core.Literal)}
+    for eqn in _needed(eqns, outvars):
+        used |= {atom for atom in eqn.invars if not isinstance(atom, core.Literal)}
+    return [var in used for var in opened(closed).invars]
+
+
 def _inlined(
     program: Any, arguments: Sequence[Any], eqns: list[core.JaxprEqn], constants: dict
 ) -> list[Any]:

@@ -1,0 +1,282 @@
+"""Gradients of a model with a pipeline by 1F1B: its loss is computed within the ticks."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.learner.bound_learner import BoundLearner
+from praxis_lite.core.partitioner import accumulation
+from praxis_lite.core.partitioner.gradient_strategy import Gradients
+from praxis_lite.core.partitioner.train_state import StateLayout
+from praxis_lite.core.sharding.inputs import num_rows_of
+from praxis_lite.core.task import Task
+from praxis_lite.layers.base.variables import assigned_values
+from praxis_lite.layers.stacking.pipelines import Pipeline
+from praxis_lite.layers.stacking.pipelining.cut_models import cutting
+from praxis_lite.layers.stacking.pipelining.forms import arrays_of
+from praxis_lite.layers.stacking.pipelining.interleaved_ticks import InterleavedTicks
+from praxis_lite.layers.stacking.pipelining.schedules import InterleavedSchedule
+from praxis_lite.layers.stacking.pipelining.split_backward import used_arguments
+from praxis_lite.layers.stacking.pipelining.stage_work import StageWork
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class OneForwardOneBackward:
+    """Gradients of a model with one Pipeline by 1F1B (arXiv:2104.04473).
+
+    A microbatch goes backward as soon as it has left the last stage: a stage keeps the inputs of
+    2 R S - 1 microbatches, however many there are. What is before the Pipeline and behind it, the
+    embedding and the loss, is computed for a microbatch within the ticks. With
+    `Pipeline.split_backward` gradients of weights have no bubbles (ZB-H1, arXiv:2401.10241).
+
+    The numbers are those of gradient accumulation over the Pipeline's microbatches, and on a mesh
+    without its stage axis made so. Where the loss is a weighted mean over rows, they are those of
+    the whole batch.
+    """
+
+    def on(
+        self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner
+    ) -> Gradients:
+        """Returns the functions of a task on a mesh.
+
+        Raises:
+          ConfigError: the model has not one Pipeline, or one whose blocks assign variables.
+        """
+        pipeline = _pipeline_of(task)
+        return Gradients(
+            value_and_grad=functools.partial(_value_and_grad, pipeline),
+            check_rows=functools.partial(_num_missing_rows, pipeline),
+        )
+
+
+def _pipeline_of(task: Task) -> Pipeline:
+    module = task.model.abstract_module()
+    modules = [] if module is None else [item for _, item in nnx.iter_modules(module)]
+    pipelines = [item for item in modules if isinstance(item, Pipeline)]
+    if len(pipelines) != 1:
+        raise ConfigError(
+            f"OneForwardOneBackward found {len(pipelines)} Pipelines in the model; wanted is one. "
+            "Leave the Partitioner's gradients out, or make the model's stack a Pipeline."
+        )
+    if names := sorted({str(path[-1]) for path in assigned_values(module)}):
+        raise ConfigError(
+            f"OneForwardOneBackward found variables that a pass assigns: {', '.join(names)}; wanted "
+            "is a model without batch statistics and losses of layers. Leave the Partitioner's "
+            "gradients out, for the Pipeline by itself computes these."
+        )
+    return pipelines[0]
+
+
+def _num_microbatches(pipeline: Pipeline, inputs: PyTree, num_micro_batches: int) -> int:
+    num_rows = -(-num_rows_of(inputs) // num_micro_batches)
+    if pipeline.microbatch_size is None:
+        return pipeline.num_microbatches * num_micro_batches
+    return -(-num_rows // pipeline.microbatch_size) * num_micro_batches
+
+
+def _num_missing_rows(pipeline: Pipeline, inputs: PyTree, num_micro_batches: int) -> int:
+    """Returns the rows that a batch lacks to divide over the microbatches."""
+    num_rows = num_rows_of(inputs)
+    num_microbatches = _num_microbatches(pipeline, inputs, num_micro_batches)
+    num_missing = -num_rows % num_microbatches
+    if num_missing and "weights" not in inputs:
+        raise ConfigError(
+            f"A batch has {num_rows} rows, which {num_microbatches} microbatches do not divide, and "
+            f"no leaf 'weights' to mark rows that fill it up: it has {sorted(inputs)}. Make the "
+            f"batch size a multiple of {num_microbatches}, or give each row a weight (1.0) that the "
+            "task's loss is weighted by."
+        )
+    return num_missing
+
+
+def _filled(inputs: Mapping[str, jax.Array], num_missing: int) -> dict[str, jax.Array]:
+    """Returns a batch with copies of its first row behind it, which have no weight."""
+    def filled(name: str, x: jax.Array) -> jax.Array:
+        if x.ndim == 0 or not num_missing:
+            return x
+        rows = jnp.broadcast_to(x[:1], (num_missing, *x.shape[1:]))
+        return jnp.concatenate([x, jnp.zeros_like(rows) if name == "weights" else rows])
+
+    return {name: filled(name, x) for name, x in inputs.items()}
+
+
+def _value_and_grad(
+    pipeline: Pipeline, loss_fn: accumulation.LossFn, fixed: PyTree, params: PyTree,
+    non_trainable: PyTree, inputs: accumulation.Batch, key: jax.Array, *,
+    num_micro_batches: int = 1, inputs_split_mapping: Any = None,
+    lay_out: Callable[[PyTree], PyTree] = lambda grads: grads,
+) -> tuple[accumulation.WeightedScalars, PyTree, PyTree]:
+    """Returns the result of `accumulation.value_and_grad` over all microbatches."""
+    num_microbatches = _num_microbatches(pipeline, inputs, num_micro_batches)
+    inputs = _filled(inputs, _num_missing_rows(pipeline, inputs, num_micro_batches))
+    if not pipeline.is_in_ticks:
+        whole = lambda pipeline, x, key, inputs: pipeline.applied(  # noqa: E731
+            x, 1, key=key, cache=None, **inputs
+        )[0]
+        with cutting(whole):
+            return accumulation.value_and_grad(
+                loss_fn, fixed, params, non_trainable, inputs, key,
+                num_micro_batches=num_microbatches, inputs_split_mapping=inputs_split_mapping,
+                lay_out=lay_out,
+            )
+    cut = accumulation.cut(inputs, num_microbatches)
+
+    def batch_loss(params: PyTree, microbatch: Any) -> tuple:
+        """Returns the loss of a microbatch, and metrics."""
+        batch = jax.tree.map(lambda a: a[microbatch], cut)
+        batch = accumulation.spread(batch, inputs_split_mapping)
+        of_batch = key if num_microbatches == 1 else jax.random.fold_in(key, microbatch)
+        loss, (metrics, _) = loss_fn(fixed, params, non_trainable, batch, of_batch)
+        return loss, metrics
+
+    model = _CutModel(batch_loss, params, num_microbatches)
+    schedule = InterleavedSchedule(
+        pipeline.num_stages, num_microbatches, pipeline.circular_repeat, pipeline.split_backward
+    )
+    ticks = InterleavedTicks(schedule, *model.parts())
+    of_floats, of_ends, metrics_M, weight_M = ticks.run()
+    total = jnp.sum(weight_M)
+    divisor = jnp.where(total == 0, 1.0, total)
+    of_floats, of_ends = jax.tree.map(lambda g: g / divisor, (of_floats, of_ends))
+    grads = model.of_params(dict(zip(ticks.floats, of_floats, strict=True)), of_ends)
+    metrics = {
+        name: jax.tree.map(lambda a: a[0], pairs) if num_microbatches == 1
+        else accumulation.weighted_mean(*pairs)
+        for name, pairs in metrics_M.items()
+    }
+    return metrics, non_trainable, lay_out(grads)
+
+
+class _CutModel:
+    """A model's loss of a microbatch, as functions of what is before its pipeline and behind it.
+
+    It is the `Ends` of the ticks, by the weights that are used there.
+    """
+
+    def __init__(self, loss: Callable[..., tuple], params: PyTree, num_microbatches: int):
+        self._loss, self._num_microbatches = loss, num_microbatches
+        self._params, self._form = jax.tree.flatten(params)
+        self._call: dict[str, Any] = {}  # What is no array of the pipeline's call.
+        x, inputs, _ = jax.eval_shape(self._called, self._params, jnp.array(0))
+        if any(self._used(lambda params: self._called(params, 0)[1])):
+            raise ConfigError(
+                "OneForwardOneBackward: inputs of the Pipeline beside x are computed by weights, "
+                "such as an encoder's; wanted are those of data alone. Leave the Partitioner's "
+                "gradients out."
+            )
+        before = self._used(lambda params: self._called(params, 0)[0])
+        behind = self._used(lambda params: self._left(params, 0, jnp.zeros(x.shape, x.dtype)))
+        self._ends = [i for i, is_used in enumerate(zip(before, behind)) if any(is_used)]
+
+    def parts(self) -> tuple[StageWork, "_CutModel", list[jax.Array], jax.Array | None]:
+        """Returns the stages' work, itself, the work's arrays, and the microbatches' keys."""
+        leaves = self._leaves(self._params)
+        _, inputs_M, keys_M = jax.lax.map(
+            lambda microbatch: (0, *self._called(self._params, microbatch)[1:]),
+            jnp.arange(self._num_microbatches),
+        )
+        pipeline, inputs, inputs_form = self._call["pipeline"], *jax.tree.flatten(inputs_M)
+        work = StageWork(
+            self._call["form"], len(leaves), inputs_form, self._call["others"],
+            pipeline.num_stages, pipeline.num_layers // pipeline.circular_repeat, pipeline.layout,
+        )
+        return work, self, work.arrays(leaves, inputs), keys_M
+
+    def of_params(self, of_leaves: dict[int, jax.Array], of_ends: list[jax.Array]) -> PyTree:
+        """Returns the float32 gradients of the model's weights, of those of its parts."""
+        numbers = list(of_leaves)
+
+        def floats(params: list) -> list[jax.Array]:
+            leaves = self._leaves(params)
+            return [leaves[i] for i in numbers]
+
+        leaves, pull = jax.vjp(floats, self._params)
+        grads = [jnp.zeros(w.shape, jnp.float32) for w in self._params]
+        rests = list(of_leaves.values())
+        # A gradient goes through a cast to 16 bits in three parts, which lose nothing.
+        num_parts = 3 if any(leaf.dtype != jnp.float32 for leaf in leaves) else 1
+        for _ in range(num_parts):
+            parts = [rest.astype(leaf.dtype) for rest, leaf in zip(rests, leaves, strict=True)]
+            rests = [rest - part.astype(rest.dtype) for rest, part in zip(rests, parts, strict=True)]
+            grads = [a + g.astype(jnp.float32) for a, g in zip(grads, *pull(parts), strict=True)]
+        for i, g in zip(self._ends, of_ends, strict=True):
+            grads[i] += g
+        return jax.tree.unflatten(self._form, grads)
+
+    def enter(self, microbatch: jax.Array) -> jax.Array:
+        return self._called(self._params, microbatch)[0]
+
+    def enter_gradient(self, microbatch: jax.Array, of_x: jax.Array) -> list[jax.Array]:
+        ends = [self._params[i] for i in self._ends]
+        _, pull = jax.vjp(lambda ends: self._called(self._with(ends), microbatch)[0], ends)
+        return pull(of_x)[0]
+
+    def leave(self, microbatch: jax.Array, x: jax.Array) -> tuple:
+        ends = [self._params[i] for i in self._ends]
+        loss, pull, metrics = jax.vjp(
+            lambda ends, x: self._left(self._with(ends), microbatch, x), ends, x, has_aux=True
+        )
+        of_ends, of_x = pull(jnp.ones_like(loss))
+        return metrics, of_x, of_ends
+
+    def weight(self, reported: accumulation.WeightedScalars) -> jax.Array:
+        weight = reported["loss"][1].astype(jnp.float32)
+        return jnp.ones_like(weight) if self._num_microbatches == 1 else weight
+
+    def _with(self, ends: list[jax.Array]) -> list[jax.Array]:
+        params = list(self._params)
+        for i, weight in zip(self._ends, ends, strict=True):
+            params[i] = weight
+        return params
+
+    def _used(self, function: Callable[[list], PyTree]) -> list[bool]:
+        return used_arguments(function, [self._params])
+
+    def _cut(self, params: list, microbatch: Any, cut: Callable[..., jax.Array]) -> tuple:
+        calls = []
+
+        def noted(pipeline: Pipeline, x: jax.Array, key: Any, inputs: dict) -> jax.Array:
+            calls.append((pipeline, x, key, inputs))
+            return cut(x)
+
+        with cutting(noted):
+            result = self._loss(jax.tree.unflatten(self._form, params), microbatch)
+        if len(calls) != 1:
+            raise ConfigError(
+                f"OneForwardOneBackward: a pass calls the Pipeline {len(calls)} times; wanted is "
+                "once. Leave the Partitioner's gradients out."
+            )
+        return result, calls[0]
+
+    def _left(self, params: list, microbatch: Any, x: jax.Array) -> tuple:
+        """Returns the loss and metrics, given the pipeline's result."""
+        return self._cut(params, microbatch, lambda _: x)[0]
+
+    def _called(self, params: list, microbatch: Any) -> tuple[jax.Array, PyTree, Any]:
+        """Returns the pipeline's x, inputs and key."""
+        _, (pipeline, x, key, inputs) = self._cut(params, microbatch, lambda x: x)
+        arrays, others = arrays_of(inputs, x.shape[0])
+        scalars = {
+            name: value for name, value in others.items() if isinstance(value, jax.Array)
+        }
+        self._call |= dict(
+            pipeline=pipeline,
+            others={name: value for name, value in others.items() if name not in scalars},
+        )
+        return x, {**arrays, **scalars}, key
+
+    def _leaves(self, params: list) -> list[jax.Array]:
+        """Returns the blocks' arrays, [R, S, P, ...]."""
+        _, (pipeline, *_) = self._cut(params, 0, lambda x: x)
+        leaves, form = jax.tree.flatten(pipeline.on_stages(pipeline.blocks))
+        self._call |= dict(form=form)
+        return leaves
