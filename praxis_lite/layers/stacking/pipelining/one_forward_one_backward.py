@@ -55,6 +55,7 @@ class OneForwardOneBackward:
         return Gradients(
             value_and_grad=functools.partial(_value_and_grad, pipeline),
             check_rows=functools.partial(_num_missing_rows, pipeline),
+            num_micro_batches=pipeline.num_microbatches,
         )
 
 
@@ -175,7 +176,7 @@ class _CutModel:
             )
         before = self._used(lambda params: self._called(params, 0)[0])
         behind = self._used(lambda params: self._left(params, 0, jnp.zeros(x.shape, x.dtype)))
-        self._ends = [i for i, is_used in enumerate(zip(before, behind)) if any(is_used)]
+        self._ends = [i for i, is_used in enumerate(zip(before, behind, strict=True)) if any(is_used)]
 
     def parts(self) -> tuple[StageWork, "_CutModel", list[jax.Array], jax.Array | None]:
         """Returns the stages' work, itself, the work's arrays, and the microbatches' keys."""
