@@ -12,8 +12,8 @@ from typing import Any
 
 from flax import nnx
 
-from praxis_lite.layers.stacking.pipelining.schedules import Schedule
 from praxis_lite.layers.stacking.pipelines import Pipeline
+from praxis_lite.layers.stacking.pipelining.schedules import Schedule
 from praxis_lite.tools.plan.chips import Chip
 from praxis_lite.tools.plan.costs import FITTED, Efficiencies
 

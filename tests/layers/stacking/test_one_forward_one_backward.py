@@ -41,7 +41,7 @@ EVEN = dict(num_stages=2, num_microbatches=4)
 UNEVEN = dict(num_stages=3, num_microbatches=5, circular_repeat=2)
 
 
-def config(ends, pipeline, num_layers=4, fprop_dtype=None, dropout=0.0, **learner):
+def config(ends, pipeline, num_layers=4, dropout=0.0, **learner):
     lm = fdl.Partial(
         TransformerLm, **SIZES, num_layers=num_layers, max_seq_length=8, **ends,
         residual_dropout_prob=dropout, stacked_transformer_tpl=fdl.Partial(Pipeline, **pipeline),
@@ -49,7 +49,7 @@ def config(ends, pipeline, num_layers=4, fprop_dtype=None, dropout=0.0, **learne
     return fdl.Config(
         LanguageModelTask, model=set_sharding_params(lm, {"batch": ("data",)}),
         learner=fdl.Config(Learner, fdl.Partial(optax.sgd), 1.0, **learner),
-        inputs_split_mapping={"map_2d": (("stage", "data"), None)}, fprop_dtype=fprop_dtype,
+        inputs_split_mapping={"map_2d": (("stage", "data"), None)},
     )
 
 
@@ -62,7 +62,7 @@ def batch(num_rows):
 
 
 def after_a_step(task, inputs, strategy=None):
-    """Returns metrics, and by how much each weight moved: its gradient."""
+    """Returns metrics (value, weight), and by how much each weight moved: its gradient."""
     gradients = strategy and strategy.on(task, None, None, None)
     settings = {} if gradients is None else {"value_and_grad": gradients.value_and_grad}
 
@@ -72,7 +72,7 @@ def after_a_step(task, inputs, strategy=None):
         new, outputs = train_step(task, state, inputs, key, **settings)
         params = new.mdl_vars["params"]
         moved = jax.tree.map(lambda a, b: a - b, state.mdl_vars["params"], params)
-        return outputs["metrics"]["loss"], outputs["metrics"]["bits_per_token"], moved
+        return outputs["metrics"], moved
 
     return run(jax.random.key(3))
 
@@ -94,29 +94,26 @@ CASES = {
 )
 def test_a_step_is_that_of_one_device_on_the_whole_batch(name):
     ends, pipeline, others = CASES[name]
-    inputs, (loss, bits, moved) = batch(12), (None,) * 3
+    inputs = batch(12)
     whole = dict(others) | dict(gradient_accumulation_steps=1)
     one = fdl.build(config(ends, pipeline | dict(pipelined=False), **whole))
     expected = after_a_step(one, inputs)
-    assert min(float(jnp.abs(g).max()) for g in jax.tree.leaves(expected[2])) > 1e-5
     task = fdl.build(config(ends, pipeline | dict(pipelined=True), **others))
-    loss, bits, moved = after_a_step(task, inputs, OneForwardOneBackward())
-    assert_trees_close((loss, bits), expected[:2], rtol=1e-5)
-    assert_trees_close(moved, expected[2], rtol=1e-4, atol=1e-6)
+    metrics, moved = after_a_step(task, inputs, OneForwardOneBackward())
+    assert_trees_close(metrics, expected[0], rtol=1e-5)
+    assert_trees_close(moved, expected[1], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [None, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
-def test_dropout_and_16_bits_are_those_of_accumulation(dtype):
+def test_dropout_is_that_of_accumulation():
     """Where the blocks follow one another, without ticks, the strategy accumulates."""
     row, ticks = (
         after_a_step(
-            fdl.build(config(TIED, EVEN | dict(pipelined=is_in_ticks), 4, dtype, dropout=0.5)),
+            fdl.build(config(TIED, EVEN | dict(pipelined=is_in_ticks), dropout=0.5)),
             batch(8), OneForwardOneBackward(),
         )
         for is_in_ticks in (False, True)
     )
-    tolerances = dict(rtol=1e-4, atol=1e-6) if dtype is None else dict(rtol=0.1, atol=3e-3)
-    assert_trees_close(ticks, row, **tolerances)
+    assert_trees_close(ticks, row, rtol=1e-4, atol=1e-6)
 
 
 def test_a_microbatch_of_weight_zero_counts_for_nothing_even_if_it_is_nan():
@@ -131,18 +128,18 @@ def test_a_microbatch_of_weight_zero_counts_for_nothing_even_if_it_is_nan():
     settings = {name: getattr(task, name) for name in ("model", "learner")}
     expected = after_a_step(task, batch(8), OneForwardOneBackward())
     actual = after_a_step(Poisoned(**settings), batch(8), OneForwardOneBackward())
-    assert_trees_close(actual[2], expected[2], rtol=1e-6)
+    assert_trees_close(actual[1], expected[1], rtol=1e-6)
 
 
 @functools.cache
-def on_mesh(num_microbatches, split_backward=False):
-    """Returns a step's metrics and weights on a (2, 2, 2) mesh, and its compiled program."""
+def on_mesh(num_microbatches, split_backward=False, mesh_shape=(2, 2, 2)):
+    """Returns a step's metrics and weights on a mesh, and its compiled program."""
     pipeline = dict(
         num_stages=2, num_microbatches=num_microbatches, split_backward=split_backward,
     )
     task_config = config(TIED, pipeline)
     task_config.model.softmax_tpl.activation_split_dims_mapping = (("stage", "data"), None, "mdl")
-    mesh = make_mesh(MeshConfig(ici_mesh_shape=(2, 2, 2), axis_names=MESH_AXES))
+    mesh = make_mesh(MeshConfig(ici_mesh_shape=mesh_shape, axis_names=MESH_AXES))
     partitioner = Partitioner(fdl.build(task_config), mesh, gradients=OneForwardOneBackward())
     key = partitioner.key(0)
     inputs = batch(4 * num_microbatches)
@@ -166,8 +163,11 @@ def test_on_a_mesh_a_step_is_that_of_one_device(split_backward):
         actual, jax.device_get((outputs["metrics"], state.mdl_vars["params"])),
         rtol=1e-4, atol=2e-6,
     )
-    # In a tick that goes forward and backward x and its gradient shift once each.
-    schedule = InterleavedSchedule(2, 6, 1, split_backward)
+
+
+def test_the_loops_are_the_phases_and_x_and_its_gradient_shift_once_a_tick():
+    compiled = on_mesh(6, True, (2, 1, 1))[1]
+    schedule = InterleavedSchedule(2, 6, 1, split_backward=True)
     parsed = hlo_text.parse(compiled)
     trips = [
         hlo_text.trip_count(parsed, site.computation, site.instruction)

@@ -20,7 +20,6 @@ from tests.layers.stacking.pipeline_cases import (
     Block,
     assert_trees_close,
     drawn,
-    from_case,
     on_mesh,
     pipelined,
     program,

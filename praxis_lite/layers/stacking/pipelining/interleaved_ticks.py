@@ -58,7 +58,6 @@ class InterleavedTicks:
 
     Attributes:
       arrays: of `work`, [X, S, ...].
-      num_weights: so many of them are the blocks', of which gradients are made.
       keys_M: the microbatches' keys, or None.
     """
 
@@ -74,8 +73,10 @@ class InterleavedTicks:
         return [i for i in floats_of(self.arrays) if i < self.work.num_leaves]
 
     def run(self) -> tuple[list[jax.Array], PyTree, PyTree, jax.Array]:
-        """Returns (sums of the blocks' gradients by `floats`, of the ends', reports [M, ...],
-        weights [M]); the sums are of each microbatch's gradients times its weight."""
+        """Returns (gradients by `floats`, those of the ends' weights, reports [M, ...], weights).
+
+        The gradients are sums of each microbatch's times its weight.
+        """
         carry = self.start()
         for ticks, *parts in self.schedule.phases:
             carry, _ = jax.lax.scan(

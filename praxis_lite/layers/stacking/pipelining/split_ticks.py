@@ -159,13 +159,13 @@ class _Ticks:
                 arrays, self.work.stages, carry[-1], t, microbatch, repeat
             )
             of_floats = [
-                added(of_array, jnp.where(is_valid, part, 0), self.work.index(i, microbatch, repeat))
-                for i, of_array, part in zip(floats, of_floats, new, strict=True)
+                added(total, jnp.where(is_valid, part, 0), self.work.index(i, microbatch, repeat))
+                for i, total, part in zip(floats, of_floats, new, strict=True)
             ]
             return (carry, of_floats), None
 
         _, residuals = jax.eval_shape(
-            first_S, arrays, self.work.stages, self.work.stages, self.work.stages, x_TS[0], x_TS[0], of_values
+            first_S, arrays, *[self.work.stages] * 3, x_TS[0], x_TS[0], of_values
         )
         room = [jnp.zeros((num_stages, num_stages, *a.shape[1:]), a.dtype) for a in residuals]
         carry, of_floats = varying_alike(
