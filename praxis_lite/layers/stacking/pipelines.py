@@ -54,10 +54,11 @@ class Pipeline(BaseLayer):
     The batch is cut into microbatches, which follow one another through the stages (GPipe,
     arXiv:1811.06965), or several times round them (circular_repeat; arXiv:2104.04473, Pax). One
     scan over the ticks of `Schedule`; the stages are a dim of every array, split over
-    `stage_axis`, and shift by one collective-permute per tick.
+    `stage_axis`, and shift by one collective-permute per tick. By 1F1B with OneForwardOneBackward.
 
-    Weights are stacked as [R, S, P]: layer (r S + s) P + p lies on stage s. They are Repeat's,
-    reshaped (`to_repeated`), and the same key draws the same.
+    Weights are stacked as [R, S, P]: layer (r S + s) P + p lies on stage s. If S does not divide
+    the layers of a repeat, as [R, L / R], split over the stages in that order, the last of which
+    has fewer. They are Repeat's, reshaped (`to_repeated`), and the same key draws the same.
 
     Without a stage axis the blocks run one after the other. With a cache the whole batch goes
     through the stages as one microbatch. The numbers are the same on every mesh:
@@ -70,21 +71,25 @@ class Pipeline(BaseLayer):
 
     Args:
       block: as of Repeat; the outputs' dtype must be the inputs'.
-      num_layers: in all stages; a multiple of num_stages x circular_repeat.
+      num_layers: in all stages; a multiple of circular_repeat.
       num_stages: S; best the size of the stage axis, or a multiple.
-      num_microbatches: M, a divisor of the batch. Microbatch m has the rows m, m + M, ..., so that
-        rows split over other axes stay where they are.
-      microbatch_size: rows of a microbatch, instead.
-      circular_repeat: R, how often a microbatch goes round; from 2 on M must be S or more.
+      num_microbatches: M. Microbatch m has the rows m, m + M, ..., so that rows split over other
+        axes stay where they are; the last are filled up with copies of a row, whose results are
+        dropped. Blocks that assign variables would count these: then a divisor of the batch.
+      microbatch_size: the most rows of a microbatch, instead.
+      circular_repeat: R, how often a microbatch goes round; best with S microbatches or more.
       stage_axis: how the dim of stages splits: a mesh axis, or None.
       pipelined: True: in ticks, also without a mesh; False: one block after the other on any mesh;
         None: in ticks if the mesh has several devices along stage_axis.
       stream_io: the microbatches too are split over the stages, and rotate towards stage 0 and
         from the last one by a second collective-permute per tick; else each stage has room for
-        all. M must be a multiple of S; stage s holds consecutive rows.
+        all. If S divides M, stage s holds consecutive rows.
+      split_backward: gradients of weights are made in ticks of their own part, which have no
+        bubbles (zero bubble, arXiv:2401.10241); see `pipelining/split_ticks.py`. Not forward-mode
+        differentiation, nor a second derivative.
       checkpoint_policy: as of Repeat: what the backward pass keeps of a stage's tick. A stage's
         input is always kept, on the device or the host, its weights of a repeat only by
-        save_everything.
+        save_everything. With split_backward only the input is.
       activation_split_dims_mapping: of x [rows, ...]; must not name stage_axis. None: XLA's choice.
 
     Raises:
@@ -167,7 +172,8 @@ class Pipeline(BaseLayer):
         """Returns (x, cache). Each array in `inputs` has x's rows, or 1, as its first dim.
 
         Raises:
-          ConfigError: the microbatches do not divide the rows, or an input has other rows.
+          ConfigError: an input has other rows, or blocks that assign variables would see rows that
+            fill up a microbatch.
         """
         if cache is None and (cut := cut_in_force()) is not None:
             return cut(self, x, key, inputs), None
