@@ -90,7 +90,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "name", slow_but({"tied", "tied, uneven, split"}, CASES)
+    "name", slow_but({"tied, uneven, split"}, CASES)
 )
 def test_a_step_is_that_of_one_device_on_the_whole_batch(name):
     ends, pipeline, others = CASES[name]
@@ -104,6 +104,7 @@ def test_a_step_is_that_of_one_device_on_the_whole_batch(name):
     assert_trees_close(moved, expected[1], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_dropout_is_that_of_accumulation():
     """Where the blocks follow one another, without ticks, the strategy accumulates."""
     row, ticks = (
@@ -116,6 +117,7 @@ def test_dropout_is_that_of_accumulation():
     assert_trees_close(ticks, row, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_microbatch_of_weight_zero_counts_for_nothing_even_if_it_is_nan():
     task = fdl.build(config(TIED, EVEN | dict(pipelined=True, split_backward=True)))
 
@@ -151,7 +153,8 @@ def on_mesh(num_microbatches, split_backward=False, mesh_shape=(2, 2, 2)):
     return jax.device_get((outputs["metrics"], state.mdl_vars["params"])), compiled
 
 
-@pytest.mark.parametrize("split_backward", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("split_backward", [False, True])
 def test_on_a_mesh_a_step_is_that_of_one_device(split_backward):
     actual, compiled = on_mesh(6, split_backward)
     task = fdl.build(config(TIED, dict(num_stages=2, num_microbatches=6)))
@@ -189,6 +192,7 @@ def test_the_loops_are_the_phases_and_x_and_its_gradient_shift_once_a_tick():
     assert sum(permutes) == expected, (permutes, schedule.phases)
 
 
+@pytest.mark.slow
 def test_more_microbatches_keep_no_more_inputs_of_stages():
     """GPipe keeps the input of every tick: the reason for 1F1B."""
     few, many = (on_mesh(number, True)[1].memory_analysis() for number in (6, 24))
