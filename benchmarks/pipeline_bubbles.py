@@ -1,10 +1,11 @@
 """What a pipeline's bubbles and hand-overs cost: the formula, the compiled program, the clock.
 
-`python benchmarks/pipeline_bubbles.py` prints per schedule, in one run: ticks and the share of
-bubbles by formula, the same from the loops of the compiled train step, the collectives of a tick,
-and the median step time over that of a Repeat on the same mesh, whose batch is split over the stage
-axis as well. Simulated devices share the cores, so that idle stages take time from the others:
-1 / (1 - share) is what the bubbles alone would make of the last.
+`python benchmarks/pipeline_bubbles.py` prints per schedule, in one run: the ticks of its loops by
+formula and of those of the compiled train step, the share of bubbles of both, the
+collective-permutes in the loops, the memory of a device besides the state, and the median step time
+over that of a Repeat on the same mesh, whose batch is split over the stage axis as well. Simulated
+devices share the cores, so that idle stages take time from the others: 1 / (1 - share) is what the
+bubbles alone would make of the last.
 """
 
 import argparse
@@ -31,16 +32,20 @@ from praxis_lite.core import (  # noqa: E402
 )
 from praxis_lite.layers import (  # noqa: E402
     SHARDING_PRESETS,
+    OneForwardOneBackward,
     Pipeline,
     Repeat,
     TransformerLm,
     set_sharding_params,
 )
-from praxis_lite.layers.stacking.pipeline_schedules import Schedule  # noqa: E402
+from praxis_lite.layers.stacking.pipelining.schedules import (  # noqa: E402
+    InterleavedSchedule,
+    Schedule,
+)
 from praxis_lite.tasks.language_model import LanguageModelTask  # noqa: E402
 from praxis_lite.tools.explain import hlo, hlo_text  # noqa: E402
 
-NUM_STAGES, BATCH, TIME = 4, 32, 32
+NUM_STAGES, BATCH, TIME = 4, 256, 32
 SIZES = dict(vocab_size=64, model_dims=64, hidden_dims=256, num_heads=4, num_layers=8)
 MESH = MeshConfig(ici_mesh_shape=(NUM_STAGES, 2, 1), axis_names=("stage", "data", "mdl"))
 SCHEDULES = {
@@ -48,10 +53,29 @@ SCHEDULES = {
     "GPipe, 8 microbatches": dict(num_microbatches=8),
     "circular, 2 repeats, 4 microbatches": dict(num_microbatches=4, circular_repeat=2),
     "GPipe, 8 microbatches streamed": dict(num_microbatches=8, stream_io=True),
+    "GPipe, 8 microbatches, split": dict(num_microbatches=8, split_backward=True),
+    "circular, 2 repeats, 8 microbatches, split": dict(
+        num_microbatches=8, circular_repeat=2, split_backward=True
+    ),
+    "1F1B, 8 microbatches": dict(num_microbatches=8, one_forward=True),
+    "1F1B, 8 microbatches, split": dict(
+        num_microbatches=8, one_forward=True, split_backward=True
+    ),
+    "1F1B, 2 repeats, 8 microbatches, split": dict(
+        num_microbatches=8, circular_repeat=2, one_forward=True, split_backward=True
+    ),
+    "GPipe, 32 microbatches": dict(num_microbatches=32),
+    "1F1B, 32 microbatches, split": dict(
+        num_microbatches=32, one_forward=True, split_backward=True
+    ),
 }
+# Of a stage's tick: forward; forward again and the gradient of its input; those of its weights.
+TIMES = 1.0, 2.0, 1.0
 
 
-def partitioner(stack: fdl.Partial, batch_axes: tuple[str, ...]) -> Partitioner:
+def partitioner(
+    stack: fdl.Partial, batch_axes: tuple[str, ...], gradients: OneForwardOneBackward | None = None
+) -> Partitioner:
     """Returns a language model's steps; outside the stack all have the same layout."""
     lm = fdl.Partial(TransformerLm, **SIZES, stacked_transformer_tpl=stack)
     set_sharding_params(lm, {**SHARDING_PRESETS["megatron"], "batch": batch_axes})
@@ -64,7 +88,7 @@ def partitioner(stack: fdl.Partial, batch_axes: tuple[str, ...]) -> Partitioner:
         learner=fdl.Config(Learner, optimizer=fdl.Partial(optax.sgd), learning_rate=1e-2),
         inputs_split_mapping={"map_2d": (batch, None)},
     )
-    return Partitioner(fdl.build(task), make_mesh(MESH))
+    return Partitioner(fdl.build(task), make_mesh(MESH), gradients=gradients)
 
 
 class Step:
@@ -90,26 +114,49 @@ class Step:
         return float(outputs["metrics"]["loss"][0])
 
 
-def pipelined(settings: dict[str, Any]) -> fdl.Partial:
-    """Returns the config of a stack on stages."""
-    return fdl.Partial(Pipeline, num_stages=NUM_STAGES, **settings)
+def pipelined(one_forward: bool = False, **settings: Any) -> Partitioner:
+    """Returns the steps of a model whose stack lies on stages."""
+    stack = fdl.Partial(Pipeline, num_stages=NUM_STAGES, **settings)
+    return partitioner(stack, ("data",), OneForwardOneBackward() if one_forward else None)
 
 
-def loop_ticks(compiled: jax.stages.Compiled) -> int:
-    """Returns how often the longest of the program's outermost loops runs."""
+def phases(
+    num_microbatches: int, circular_repeat: int = 1, one_forward: bool = False,
+    split_backward: bool = False, **_: Any,
+) -> list[tuple[int, float]]:
+    """Returns a schedule's loops by formula: ticks, and the time of a tick."""
+    sizes = NUM_STAGES, num_microbatches, circular_repeat
+    forward, by_inputs, by_weights = TIMES
+    if one_forward:
+        return [
+            (len(ticks), sum(time for time, is_done in zip(TIMES, parts, strict=True) if is_done))
+            for ticks, *parts in InterleavedSchedule(*sizes, split_backward).phases
+        ]
+    schedule = Schedule(*sizes)
+    if not split_backward:
+        return [(schedule.num_ticks, forward), (schedule.num_ticks, by_inputs + by_weights)]
+    return [
+        (schedule.num_ticks, forward), (NUM_STAGES - 1, by_inputs),
+        (schedule.num_weight_ticks, by_inputs + by_weights),
+    ]
+
+
+def loops(compiled: jax.stages.Compiled) -> list[int]:
+    """Returns how often each of the program's outermost loops runs, in order of size."""
     program = hlo_text.parse(compiled)
-    return max(
+    return sorted(
         hlo_text.trip_count(program, site.computation, site.instruction) or 0
         for site in hlo_text.executed(program)
         if site.instruction.opcode == "while" and not site.scope
     )
 
 
-def per_tick(compiled: jax.stages.Compiled, num_ticks: int) -> str:
-    """Returns the collectives in the loops over ticks, forward and backward, per tick."""
-    in_loops = [c for c in hlo.collectives(compiled) if c.count and c.count % num_ticks == 0]
-    totals = hlo.summarise(in_loops)
-    return ", ".join(f"{n / num_ticks:g} {kind}" for kind, (n, _) in totals.items())
+def num_permutes(compiled: jax.stages.Compiled) -> int:
+    """Returns the collective-permutes that a step runs within its loops."""
+    return sum(
+        item.count for item in hlo.collectives(compiled)
+        if item.kind == "collective-permute" and (item.count or 0) > 1
+    )
 
 
 def main() -> None:
@@ -118,7 +165,7 @@ def main() -> None:
     parser.add_argument("--num_steps", type=int, default=20)
     args = parser.parse_args()
     repeat = Step(partitioner(fdl.Partial(Repeat), ("stage", "data")))
-    steps = {name: Step(partitioner(pipelined(s), ("data",))) for name, s in SCHEDULES.items()}
+    steps = {name: Step(pipelined(**s)) for name, s in SCHEDULES.items()}
     losses = {}
     for index in range(args.num_steps):
         # In turns, so that a busy machine slows all.
@@ -129,18 +176,18 @@ def main() -> None:
           f"{min(losses.values()):.5f} to {max(losses.values()):.5f}\n")
     repeat_time = statistics.median(repeat.times[2:])
     for name, settings in SCHEDULES.items():
-        sizes = {key: value for key, value in settings.items() if key != "stream_io"}
-        schedule, step = Schedule(NUM_STAGES, **sizes), steps[name]
-        num_ticks = loop_ticks(step.compiled)
-        busy = schedule.num_microbatches * schedule.circular_repeat
+        step, by_formula = steps[name], phases(**settings)
+        busy = settings["num_microbatches"] * settings.get("circular_repeat", 1) * sum(TIMES)
+        share = 1 - busy / sum(number * time for number, time in by_formula)
+        ticks = sorted(number for number, _ in by_formula if number > 1)
         ratio = statistics.median(step.times[2:]) / repeat_time
+        memory = step.compiled.memory_analysis().temp_size_in_bytes / 2**20
         print(f"{name}\n"
-              f"  ticks                  formula {schedule.num_ticks}, compiled {num_ticks}\n"
-              f"  share of bubbles       formula {schedule.bubble_share:.4f}, "
-              f"compiled {1 - busy / num_ticks:.4f}\n"
-              f"  forward + backward     {per_tick(step.compiled, num_ticks)} a tick\n"
-              f"  step time / Repeat's   {ratio:.2f} (bubbles alone "
-              f"{1 / (1 - schedule.bubble_share):.2f})")
+              f"  ticks of loops         formula {ticks}, compiled {loops(step.compiled)}\n"
+              f"  share of bubbles       {share:.4f}\n"
+              f"  permutes in loops      {num_permutes(step.compiled)}\n"
+              f"  temporary memory       {memory:.1f} MiB\n"
+              f"  step time / Repeat's   {ratio:.2f} (bubbles alone {1 / (1 - share):.2f})")
 
 
 if __name__ == "__main__":

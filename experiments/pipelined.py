@@ -3,10 +3,16 @@
 import fiddle as fdl
 
 from praxis_lite import EvaluationSettings, MeshConfig, RunConfig, SaveSettings, register
+from praxis_lite.core import Partitioner
 from praxis_lite.experiments import lm
-from praxis_lite.layers import SHARDING_PRESETS, Pipeline, set_sharding_params
+from praxis_lite.layers import (
+    SHARDING_PRESETS,
+    OneForwardOneBackward,
+    Pipeline,
+    set_sharding_params,
+)
 
-__all__ = ["PyDocs", "Synthetic"]
+__all__ = ["PyDocs", "SplitBackward", "Synthetic", "ZeroBubble"]
 
 # Embedding and softmax are outside the pipeline: there the stages share the batch.
 BATCH, BATCH_OF_STAGE = ("stage", "data"), ("data",)
@@ -68,3 +74,33 @@ class Synthetic(lm.Synthetic):
 
     def task(self):
         return pipelined(super().task(), num_microbatches=4)
+
+
+@register
+class SplitBackward(Synthetic):
+    """Synthetic, whose gradients of weights have no bubbles."""
+
+    def task(self):
+        task = super().task()
+        task.model.stacked_transformer_tpl.split_backward = True
+        return task
+
+
+@register
+class ZeroBubble(Synthetic):
+    """Synthetic by interleaved 1F1B with a split backward pass, of sizes that do not divide.
+
+    16 rows in three microbatches go twice round two stages, one of two layers and one of one.
+    """
+
+    def task(self):
+        task = super().task()
+        task.model.num_layers = 6
+        task.model.stacked_transformer_tpl = fdl.copy_with(
+            task.model.stacked_transformer_tpl, num_microbatches=3, circular_repeat=2,
+            split_backward=True,
+        )
+        return task
+
+    def partitioner(self):
+        return fdl.Partial(Partitioner, gradients=fdl.Config(OneForwardOneBackward))

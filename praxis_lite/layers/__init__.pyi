@@ -61,6 +61,9 @@ from praxis_lite.layers.normalizations import WeightNormL2 as WeightNormL2
 from praxis_lite.layers.recurrent.recurrents import RgLruBlock as RgLruBlock
 from praxis_lite.layers.recurrent.rg_lru import RgLru as RgLru
 from praxis_lite.layers.stacking.pipelines import Pipeline as Pipeline
+from praxis_lite.layers.stacking.pipelining.one_forward_one_backward import (
+    OneForwardOneBackward as OneForwardOneBackward,
+)
 from praxis_lite.layers.stacking.repeats import Repeat as Repeat
 from praxis_lite.layers.stacking.repeats import StackedTransformer as StackedTransformer
 from praxis_lite.layers.stochastics import Dropout as Dropout

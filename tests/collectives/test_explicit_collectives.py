@@ -26,7 +26,7 @@ from praxis_lite.layers import Repeat
 from praxis_lite.layers.attention.kernels import fused as attention_fused
 from praxis_lite.layers.embedding import chunked_cross_entropy
 from praxis_lite.layers.moe import experts as moe_experts
-from praxis_lite.layers.stacking import pipeline_ticks
+from praxis_lite.layers.stacking.pipelining import ticks as pipeline_ticks
 from praxis_lite.models import FunctionModel
 from praxis_lite.optimizers import DynamicLossScale
 from praxis_lite.tasks.language_model import LanguageModelTask

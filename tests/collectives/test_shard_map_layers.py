@@ -21,7 +21,7 @@ from praxis_lite.layers.embedding.chunked_cross_entropy import token_stats
 from praxis_lite.layers.moe.dropless import dropless
 from praxis_lite.layers.moe.experts import glu
 from tests.decode.toy_models import Recurrent, row_keys
-from tests.layers.stacking.test_pipelines import drawn, pipeline_model
+from tests.layers.stacking.pipeline_cases import drawn, pipeline_model
 from tests.support.marks import slow_but
 
 ROWS, LENGTH, DIMS, NUM_CLASSES = 16, 11, 6, 13

@@ -68,7 +68,7 @@ def value_and_grad(
         grad_sums, non_trainable = carry
         micro_batch, index = x
         (_, (metrics, new)), grads = grad_fn(
-            fixed, params, non_trainable, _spread(micro_batch, inputs_split_mapping),
+            fixed, params, non_trainable, spread(micro_batch, inputs_split_mapping),
             jax.random.fold_in(key, index),
         )
         weight = metrics["loss"][1]
@@ -81,17 +81,17 @@ def value_and_grad(
         return (grad_sums, new), metrics
 
     zeros = lay_out(jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), params))
-    micro_batches = _cut(inputs, num_micro_batches)
+    micro_batches = cut(inputs, num_micro_batches)
     (grad_sums, non_trainable), metrics = jax.lax.scan(
         add, (zeros, non_trainable), (micro_batches, jnp.arange(num_micro_batches))
     )
-    metrics = {name: _weighted_mean(*pairs) for name, pairs in metrics.items()}
+    metrics = {name: weighted_mean(*pairs) for name, pairs in metrics.items()}
     total = metrics["loss"][1]
     divisor = jnp.where(total == 0, 1.0, total)
     return metrics, non_trainable, jax.tree.map(lambda g: g / divisor, grad_sums)
 
 
-def _weighted_mean(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+def weighted_mean(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the mean of [N, ...] values, and its weight; if all weights are 0, the plain mean."""
     weights = weights.astype(jnp.float32)
     total = jnp.sum(weights)
@@ -101,7 +101,7 @@ def _weighted_mean(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, ja
     return jnp.where(total == 0, jnp.mean(values, axis=0), mean), total
 
 
-def _cut(inputs: Batch, num_micro_batches: int) -> Batch:
+def cut(inputs: Batch, num_micro_batches: int) -> Batch:
     """Returns the inputs by micro-batch: [B, ...] -> [N, B / N, ...], scalars -> [N].
 
     Rows lie on the devices in blocks. Row r goes to micro-batch r % N, so that each device has as
@@ -117,15 +117,15 @@ def _cut(inputs: Batch, num_micro_batches: int) -> Batch:
         )
     shape = (num_rows // num_micro_batches, num_micro_batches)
 
-    def cut(x: jax.Array) -> jax.Array:
+    def cut_leaf(x: jax.Array) -> jax.Array:
         if x.ndim == 0:
             return jnp.broadcast_to(x, (num_micro_batches,))
         return jnp.swapaxes(x.reshape(shape + x.shape[1:]), 0, 1)
 
-    return jax.tree.map(cut, inputs)
+    return jax.tree.map(cut_leaf, inputs)
 
 
-def _spread(micro_batch: Batch, inputs_split_mapping: InputsSplitMapping) -> Batch:
+def spread(micro_batch: Batch, inputs_split_mapping: InputsSplitMapping) -> Batch:
     """Returns a micro-batch with its layout stated: rows split as those of a whole batch.
 
     Without it XLA would keep uneven rows on every device, and compute everything there.
@@ -133,10 +133,10 @@ def _spread(micro_batch: Batch, inputs_split_mapping: InputsSplitMapping) -> Bat
     axis_names = jax.sharding.get_abstract_mesh().axis_names
     mapping = inputs_split_mapping or {}
 
-    def spread(x: jax.Array) -> jax.Array:
+    def spread_leaf(x: jax.Array) -> jax.Array:
         if x.ndim == 0:
             return x
         split = mapping.get(f"map_{x.ndim}d")
         return constrain(x, (axis_names,) if split is None else split)
 
-    return jax.tree.map(spread, micro_batch)
+    return jax.tree.map(spread_leaf, micro_batch)

@@ -26,12 +26,15 @@ class Gradients:
       check_rows: called with the shapes of a batch and the number of micro-batches; raises
         ConfigError if the rows cannot be divided.
       num_parts: how many devices work on rows and with a key of their own; None: the batch is one.
+      num_micro_batches: into how many it cuts each micro-batch of accumulation, row r into r % N;
+        None: into none.
     """
 
     value_and_grad: accumulation.ValueAndGrad = accumulation.value_and_grad
     evaluate: Callable[..., Any] = steps.eval_step
     check_rows: Callable[[PyTree, int], None] = lambda element_spec, num_micro_batches: None
     num_parts: int | None = None
+    num_micro_batches: int | None = None
 
     def on(self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner) -> "Gradients":
         """Returns itself."""

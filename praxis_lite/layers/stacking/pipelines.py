@@ -17,16 +17,21 @@ from praxis_lite.layers.base.calls import require_positive, scope_of
 from praxis_lite.layers.base.dims import RESIDUAL, splits
 from praxis_lite.layers.base.variables import assign, assigned_values, stacked
 from praxis_lite.layers.stacking.checkpoint_policy import CheckpointPolicy, checked_policy, remat
-from praxis_lite.layers.stacking.pipeline_forms import (
+from praxis_lite.layers.stacking.pipelining.cut_models import cut_in_force
+from praxis_lite.layers.stacking.pipelining.forms import (
     arrays_of,
     from_repeated,
     in_stages_form,
+    stack_shape,
     to_microbatches,
     to_repeated,
     to_rows,
+    with_free_places,
+    without_free_places,
 )
-from praxis_lite.layers.stacking.pipeline_schedules import Schedule
-from praxis_lite.layers.stacking.pipeline_ticks import (
+from praxis_lite.layers.stacking.pipelining.schedules import Schedule
+from praxis_lite.layers.stacking.pipelining.split_ticks import run_split_ticks
+from praxis_lite.layers.stacking.pipelining.ticks import (
     StageLayout,
     Values,
     apply_layer,
@@ -49,10 +54,11 @@ class Pipeline(BaseLayer):
     The batch is cut into microbatches, which follow one another through the stages (GPipe,
     arXiv:1811.06965), or several times round them (circular_repeat; arXiv:2104.04473, Pax). One
     scan over the ticks of `Schedule`; the stages are a dim of every array, split over
-    `stage_axis`, and shift by one collective-permute per tick.
+    `stage_axis`, and shift by one collective-permute per tick. By 1F1B with OneForwardOneBackward.
 
-    Weights are stacked as [R, S, P]: layer (r S + s) P + p lies on stage s. They are Repeat's,
-    reshaped (`to_repeated`), and the same key draws the same.
+    Weights are stacked as [R, S, P]: layer (r S + s) P + p lies on stage s. If S does not divide
+    the layers of a repeat, as [R, L / R], split over the stages in that order, the last of which
+    has fewer. They are Repeat's, reshaped (`to_repeated`), and the same key draws the same.
 
     Without a stage axis the blocks run one after the other. With a cache the whole batch goes
     through the stages as one microbatch. The numbers are the same on every mesh:
@@ -65,21 +71,25 @@ class Pipeline(BaseLayer):
 
     Args:
       block: as of Repeat; the outputs' dtype must be the inputs'.
-      num_layers: in all stages; a multiple of num_stages x circular_repeat.
+      num_layers: in all stages; a multiple of circular_repeat.
       num_stages: S; best the size of the stage axis, or a multiple.
-      num_microbatches: M, a divisor of the batch. Microbatch m has the rows m, m + M, ..., so that
-        rows split over other axes stay where they are.
-      microbatch_size: rows of a microbatch, instead.
-      circular_repeat: R, how often a microbatch goes round; from 2 on M must be S or more.
+      num_microbatches: M. Microbatch m has the rows m, m + M, ..., so that rows split over other
+        axes stay where they are; the last are filled up with copies of a row, whose results are
+        dropped. Blocks that assign variables would count these: then a divisor of the batch.
+      microbatch_size: the most rows of a microbatch, instead.
+      circular_repeat: R, how often a microbatch goes round; best with S microbatches or more.
       stage_axis: how the dim of stages splits: a mesh axis, or None.
       pipelined: True: in ticks, also without a mesh; False: one block after the other on any mesh;
         None: in ticks if the mesh has several devices along stage_axis.
       stream_io: the microbatches too are split over the stages, and rotate towards stage 0 and
         from the last one by a second collective-permute per tick; else each stage has room for
-        all. M must be a multiple of S; stage s holds consecutive rows.
+        all. If S divides M, stage s holds consecutive rows.
+      split_backward: gradients of weights are made in ticks of their own part, which have no
+        bubbles (zero bubble, arXiv:2401.10241); see `pipelining/split_ticks.py`. Not forward-mode
+        differentiation, nor a second derivative.
       checkpoint_policy: as of Repeat: what the backward pass keeps of a stage's tick. A stage's
         input is always kept, on the device or the host, its weights of a repeat only by
-        save_everything.
+        save_everything. With split_backward only the input is.
       activation_split_dims_mapping: of x [rows, ...]; must not name stage_axis. None: XLA's choice.
 
     Raises:
@@ -100,6 +110,7 @@ class Pipeline(BaseLayer):
         stage_axis: DimSplit = "stage",
         pipelined: bool | None = None,
         stream_io: bool = False,
+        split_backward: bool = False,
         checkpoint_policy: CheckpointPolicy = "save_iteration_input",
         rngs: nnx.Rngs,
     ):
@@ -112,39 +123,44 @@ class Pipeline(BaseLayer):
                 f"Pipeline.num_microbatches is {num_microbatches} and microbatch_size is "
                 f"{microbatch_size}; wanted is one of the two. Set num_microbatches."
             )
-        num_chunks = circular_repeat * num_stages
         require(
-            num_layers % num_chunks == 0,
-            "Pipeline.num_layers",
-            num_layers,
-            f"a multiple of {num_chunks}, of num_stages {num_stages} x circular_repeat "
-            f"{circular_repeat}",
+            num_layers % circular_repeat == 0 and num_layers >= num_stages * circular_repeat,
+            "Pipeline.num_layers", num_layers,
+            f"a multiple of circular_repeat {circular_repeat}, with a layer or more for each of "
+            f"num_stages {num_stages} in each repeat",
+        )
+        require(
+            not split_backward or policy == "save_iteration_input",
+            "Pipeline.checkpoint_policy", policy,
+            "'save_iteration_input' with split_backward, which computes each tick again from its "
+            "inputs",
         )
         self.num_layers, self.num_stages = num_layers, num_stages
         self.circular_repeat, self.stream_io = circular_repeat, stream_io
         self.num_microbatches, self.microbatch_size = num_microbatches, microbatch_size
         if microbatch_size is None:
             require_positive(self, num_microbatches=num_microbatches)
-            self._check_schedule(num_microbatches)
         else:
             require_positive(self, microbatch_size=microbatch_size)
+        self.split_backward = split_backward
         self.stage_axis, self.pipelined = stage_axis, pipelined
         self.checkpoint_policy = policy
         # As Repeat, so that the same key draws the same layers.
         keys = jax.random.split(rngs.params(), num_layers)
         blocks = jax.vmap(lambda key: block(rngs=nnx.Rngs(key)))(keys)
         blocks = in_stages_form(blocks, self._stack_shape)
-        for split in (None, stage_axis, None):
-            blocks = stacked(blocks, split, num_dims_apart=0 if pipelined else 3)
+        num_stacked = len(self._stack_shape)
+        for split in (None, stage_axis, None)[-num_stacked:]:
+            blocks = stacked(blocks, split, num_dims_apart=0 if pipelined else num_stacked)
         self.blocks = blocks
 
     def init_cache(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the blocks' caches, stacked on [R, S, P]; a list if their weights are not."""
-        if (layers := layers_of(self.blocks, self.num_layers, 3)) is not None:
+        if (layers := self._layers_apart()) is not None:
             return [layer.init_cache(*args, **kwargs) for layer in layers]
         # A block's cache depends on its settings, not its weights: the stack serves as one block.
         cache = self.blocks.init_cache(*args, **kwargs)
-        layout = self._layout
+        layout = self.layout
         return jax.tree.map(
             lambda x: layout.constrain(jnp.broadcast_to(x, (*self._stack_shape, *x.shape)), dim=1),
             cache,
@@ -156,42 +172,61 @@ class Pipeline(BaseLayer):
         """Returns (x, cache). Each array in `inputs` has x's rows, or 1, as its first dim.
 
         Raises:
-          ConfigError: the microbatches do not divide the rows, or an input has other rows.
+          ConfigError: an input has other rows, or blocks that assign variables would see rows that
+            fill up a microbatch.
         """
+        if cache is None and (cut := cut_in_force()) is not None:
+            return cut(self, x, key, inputs), None
         # In decoding the batch is one microbatch: else its cache would have to be cut as well.
-        num_microbatches = 1 if cache is not None else self._num_microbatches_of(x.shape[0])
-        stream_io, layout = self.stream_io and cache is None, self._layout
-        num_streams = self.num_stages if stream_io else 1
-        arrays, others = arrays_of(inputs, x.shape[0])
+        num_microbatches = 1 if cache is not None else self.num_microbatches_of(x.shape[0])
+        return self.applied(x, num_microbatches, key=key, cache=cache, **inputs)
+
+    def applied(
+        self, x: jax.Array, num_microbatches: int, *, key: Any, cache: Any, **inputs: Any
+    ) -> tuple[jax.Array, Any]:
+        """Returns (x, cache) for so many microbatches."""
+        stream_io, num_rows = self.stream_io and cache is None, x.shape[0]
+        has_streams = stream_io and num_microbatches % self.num_stages == 0
+        num_streams = self.num_stages if has_streams else 1
+        arrays, others = arrays_of(inputs, num_rows)
         to_M = functools.partial(
             to_microbatches, num_microbatches=num_microbatches, num_streams=num_streams
         )
         inputs_M = jax.tree.map(lambda a: a[None] if a.shape[0] == 1 else to_M(a), arrays)
-        given = to_M(x), inputs_M, others, key, cache
-        in_ticks = layout.num_devices > 1 if self.pipelined is None else self.pipelined
-        if in_ticks:
-            # There is more than one tick.
-            rematerialized = functools.partial(
-                remat, checkpoint_policy=self.checkpoint_policy, layer=self, is_scanned=True
-            )
-            outputs_M, cache, values = run_ticks(
-                self.blocks,
-                *given,
-                schedule=Schedule(self.num_stages, num_microbatches, self.circular_repeat),
-                stream_io=stream_io,
-                rematerialized=rematerialized,
-                layout=layout,
-            )
-        else:
-            outputs_M, cache, values = self._in_a_row(*given)
+        run = self._in_ticks if self.is_in_ticks else self._in_a_row
+        outputs_M, cache, values = run(to_M(x), inputs_M, others, key, cache)
         for path, node in nnx.iter_graph(self.blocks):
             if isinstance(node, Tally) and path in values:  # A sum, not the mean of microbatches.
                 values[path] = jnp.round(values[path] * num_microbatches)
         assign(self.blocks, values)
-        outputs = to_rows(outputs_M, num_streams)
+        outputs = to_rows(outputs_M, num_streams)[:num_rows]
         if num_streams == 1:  # Else the rows are split over the stages, too.
             outputs = constrain(outputs, self.activation_split_dims_mapping)
         return outputs, cache
+
+    def _in_ticks(
+        self, x_M: jax.Array, inputs_M: PyTree, others: dict, key: Any, cache: PyTree
+    ) -> tuple[jax.Array, PyTree, Values]:
+        """Returns (x_M after all blocks, the cache, the assigned variables' new values)."""
+        blocks, cache = self.on_stages((self.blocks, cache))
+        num_layers = self.num_layers // self.circular_repeat
+        settings = dict(
+            schedule=Schedule(self.num_stages, x_M.shape[0], self.circular_repeat),
+            num_layers=num_layers, stream_io=self.stream_io and cache is None, layout=self.layout,
+        )
+        if self.split_backward and cache is None:
+            outputs_M, values = run_split_ticks(blocks, x_M, inputs_M, others, key, **settings)
+        else:
+            rematerialized = functools.partial(
+                # There is more than one tick.
+                remat, checkpoint_policy=self.checkpoint_policy, layer=self, is_scanned=True
+            )
+            outputs_M, cache, values = run_ticks(
+                blocks, x_M, inputs_M, others, key, cache, rematerialized=rematerialized, **settings
+            )
+        if len(self._stack_shape) == 2:
+            cache, values = without_free_places((cache, values), num_layers)
+        return outputs_M, cache, values
 
     def _in_a_row(
         self, x_M: jax.Array, inputs_M: PyTree, others: dict, key: Any, cache: PyTree
@@ -219,13 +254,13 @@ class Pipeline(BaseLayer):
             )
             return x_M, (None, jax.tree.map(mean_update, assigned_values(block), values_M))
 
-        if (layers := layers_of(self.blocks, self.num_layers, 3)) is not None:
+        if (layers := self._layers_apart()) is not None:
             caches = [None] * self.num_layers if cache is None else list(cache)
             for i, block in enumerate(layers):
                 with scope_of(self, block):
                     x_M, (caches[i], _) = step(x_M, (block, i, caches[i]))
             return x_M, None if cache is None else caches, {}
-        blocks, cache = to_repeated((self.blocks, cache))
+        blocks, cache = to_repeated((self.blocks, cache), num_stacked=len(self._stack_shape))
         layers = blocks, jnp.arange(self.num_layers), cache
         is_scanned = self.num_layers > 1
         with remat(step, self.checkpoint_policy, self, is_scanned=is_scanned) as step:
@@ -234,34 +269,40 @@ class Pipeline(BaseLayer):
         return x_M, cache, values
 
     @property
-    def _layout(self) -> StageLayout:
+    def layout(self) -> StageLayout:
+        """How the stages lie on the mesh that is set."""
         return StageLayout(self.stage_axis, self.activation_split_dims_mapping)
 
-    @property
-    def _stack_shape(self) -> tuple[int, int, int]:
-        num_chunks = self.circular_repeat * self.num_stages
-        return self.circular_repeat, self.num_stages, self.num_layers // num_chunks
-
-    def _num_microbatches_of(self, num_rows: int) -> int:
+    def num_microbatches_of(self, num_rows: int) -> int:
         """Returns M for a batch, checked."""
         name = "num_microbatches" if self.microbatch_size is None else "microbatch_size"
         actual = getattr(self, name)
-        expected = f"a divisor of {num_rows}, the rows of the batch"
-        require(num_rows % actual == 0, f"Pipeline.{name}", actual, expected)
-        num_microbatches = actual if self.microbatch_size is None else num_rows // actual
-        self._check_schedule(num_microbatches)
-        return num_microbatches
+        if num_rows % actual and assigned_values(self.blocks):
+            raise ConfigError(
+                f"Pipeline.{name} is {actual}; wanted is a divisor of {num_rows}, the rows of the "
+                "batch: its blocks assign variables, which would count the rows that fill up the "
+                f"last microbatches. Change {name} or the batch size."
+            )
+        if self.microbatch_size is None:
+            return actual
+        return -(-num_rows // actual)
 
-    def _check_schedule(self, num_microbatches: int) -> None:
-        sizes = f"for {num_microbatches} microbatches and num_stages {self.num_stages}"
-        require(
-            self.circular_repeat == 1 or num_microbatches >= self.num_stages,
-            "Pipeline.circular_repeat", self.circular_repeat,
-            f"1 {sizes}, or stage 0 would wait for the first to come round",
-            "Or have at least as many microbatches as stages.",
+    @property
+    def is_in_ticks(self) -> bool:
+        """True on a mesh with several devices along the stages, if `pipelined` does not say it."""
+        return self.layout.num_devices > 1 if self.pipelined is None else self.pipelined
+
+    def on_stages(self, tree: PyTree) -> PyTree:
+        """Returns the blocks, or a cache, as [R, S, P, ...]."""
+        if len(self._stack_shape) == 3:
+            return tree
+        return jax.tree.map(
+            lambda a: self.layout.constrain(a, dim=1), with_free_places(tree, self.num_stages)
         )
-        require(
-            not self.stream_io or num_microbatches % self.num_stages == 0, "Pipeline.stream_io",
-            True, f"False {sizes}, which does not divide them",
-            "Or make the microbatches a multiple of the stages.",
-        )
+
+    @property
+    def _stack_shape(self) -> tuple[int, ...]:
+        return stack_shape(self.num_layers, self.num_stages, self.circular_repeat)
+
+    def _layers_apart(self) -> list[Any] | None:
+        return layers_of(self.blocks, self.num_layers, len(self._stack_shape))

@@ -18,7 +18,7 @@ from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.core.sharding.leaf_paths import path_of
 from praxis_lite.files.json_text import opened_to_append
-from praxis_lite.layers.stacking import pipeline_ticks
+from praxis_lite.layers.stacking.pipelining import ticks as pipeline_ticks
 from praxis_lite.tools.explain.hlo_layers import (
     GRADIENT_OF,
     PACKAGE_FOLDER,

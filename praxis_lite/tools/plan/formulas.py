@@ -7,13 +7,14 @@ scattered once per step (FSDP), activations gathered and scattered around each h
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
 from flax import nnx
 
-from praxis_lite.layers.stacking.pipeline_schedules import Schedule
 from praxis_lite.layers.stacking.pipelines import Pipeline
+from praxis_lite.layers.stacking.pipelining.schedules import Schedule
 from praxis_lite.tools.plan.chips import Chip
 from praxis_lite.tools.plan.costs import FITTED, Efficiencies
 
@@ -186,11 +187,13 @@ def bubble_share(model: Any, rows: int) -> float | None:
     module = model.abstract_module()
     if module is None:
         return None
-    shares = [
-        Schedule(
-            item.num_stages, item.num_microbatches or rows // item.microbatch_size,
-            item.circular_repeat,
-        ).bubble_share
-        for _, item in nnx.iter_modules(module) if isinstance(item, Pipeline)
-    ]
-    return max(shares, default=None)
+    pipelines = [item for _, item in nnx.iter_modules(module) if isinstance(item, Pipeline)]
+    return max(map(functools.partial(_bubbles, rows=rows), pipelines), default=None)
+
+
+def _bubbles(pipeline: Pipeline, rows: int) -> float:
+    number = pipeline.num_microbatches or -(-rows // pipeline.microbatch_size)
+    schedule = Schedule(pipeline.num_stages, number, pipeline.circular_repeat)
+    if pipeline.split_backward:  # Forward twice, then both gradients, take as long each.
+        return schedule.split_bubble_share(forward=2.0)
+    return schedule.bubble_share

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.partitioner.gradient_strategy import Gradients
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.sharding.inputs import num_rows_of
 from praxis_lite.core.task import Task
@@ -29,7 +30,7 @@ from praxis_lite.tools.testing.runs.on_mesh import (
     on_mesh,
     reporting,
 )
-from praxis_lite.tools.testing.runs.parts import devices_in_turn
+from praxis_lite.tools.testing.runs.parts import devices_in_turn, micro_batches_in_turn
 from praxis_lite.tools.testing.runs.states import first_state, nudged
 
 T = TypeVar("T")
@@ -146,18 +147,27 @@ class Check:
     def reference_of(self, one: OnMesh) -> OnMesh:
         """Returns the single device that a mesh is held against.
 
-        Of ExplicitCollectives it works on the rows of each device in turn.
+        Of ExplicitCollectives it works on the rows of each device in turn, of 1F1B on those of each
+        micro-batch.
         """
-        return self._reference(one.partitioner.gradients.num_parts)
+        gradients = one.partitioner.gradients
+        if gradients.num_micro_batches is not None:
+            number = gradients.num_micro_batches * self.task.learner.gradient_accumulation_steps
+            return self._reference(number, micro_batches_in_turn)
+        if gradients.num_parts is not None:
+            return self._reference(gradients.num_parts, devices_in_turn)
+        return self.plain_one
 
-    def _reference(self, num_parts: int | None) -> OnMesh:
-        if num_parts not in self._references:
+    def _reference(
+        self, num_parts: int | None, in_turn: Callable[[int], Gradients] | None = None
+    ) -> OnMesh:
+        if (num_parts, in_turn) not in self._references:
             build_one = Partitioner
-            if num_parts is not None:
-                build_one = functools.partial(Partitioner, gradients=devices_in_turn(num_parts))
+            if in_turn is not None:
+                build_one = functools.partial(Partitioner, gradients=in_turn(num_parts))
             shape = (1,) * len(self._axis_names)
-            self._references[num_parts] = self.on_mesh(shape, build_one)
-        return self._references[num_parts]
+            self._references[num_parts, in_turn] = self.on_mesh(shape, build_one)
+        return self._references[num_parts, in_turn]
 
     def on_mesh(self, shape: Shape, build_one: Any = None, task: Task | None = None) -> OnMesh:
         """Returns the task, or another task, on a mesh; `build_one` as in `on_mesh`.

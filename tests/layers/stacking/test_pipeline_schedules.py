@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from praxis_lite.layers.stacking.pipeline_schedules import Schedule
+from praxis_lite.layers.stacking.pipelining.schedules import InterleavedSchedule, Schedule
 
 # (stages, microbatches, repeats); circular with fewer microbatches than stages included.
 SIZES = [(1, 1, 1), (2, 5, 1), (3, 2, 1), (5, 7, 1), (3, 3, 2), (3, 7, 2), (2, 5, 3), (4, 1, 3)]
@@ -79,3 +79,67 @@ def test_an_idle_stage_is_given_work_that_there_is():
     microbatch, repeat, _ = schedule.work(ticks, stages)
     assert microbatch.min() == 0 and microbatch.max() == 4
     assert repeat.min() == 0 and repeat.max() == 1
+
+
+# (stages, microbatches, repeats) of 1F1B: also with groups that are not full.
+INTERLEAVED = [(1, 3, 1), (4, 2, 1), (2, 5, 1), (3, 6, 2), (3, 7, 2), (4, 3, 3)]
+
+
+def interleaved_tables(schedule):
+    """Returns by (microbatch, repeat, stage) the tick forward, and that backward."""
+    tables = []
+    for work in (schedule.forward, schedule.backward):
+        ticks, stages = np.ogrid[
+            : schedule.first_backward + schedule.num_ticks, : schedule.num_stages
+        ]
+        microbatch, repeat, is_valid = np.broadcast_arrays(*work(ticks, stages))
+        where = np.argwhere(is_valid)
+        keys = [(int(microbatch[t, s]), int(repeat[t, s]), int(s)) for t, s in where]
+        assert len(set(keys)) == len(keys)
+        tables.append(dict(zip(keys, where[:, 0].tolist(), strict=True)))
+    return tables
+
+
+@pytest.mark.parametrize("sizes", INTERLEAVED, ids=str)
+def test_each_microbatch_goes_tick_by_tick_through_all_stages_and_back(sizes):
+    num_stages, num_microbatches, num_repeats = sizes
+    forward, backward = interleaved_tables(InterleavedSchedule(*sizes))
+    for microbatch in range(num_microbatches):
+        way = [(microbatch, r, s) for r in range(num_repeats) for s in range(num_stages)]
+        there, back = [forward[key] for key in way], [backward[key] for key in way[::-1]]
+        # The gradient sets out in the tick in which the loss is known.
+        ticks = [*there, *back[1:]]
+        assert back[0] == there[-1]
+        assert ticks == list(range(ticks[0], ticks[0] + len(ticks)))
+    assert len(forward) == len(backward) == num_stages * num_microbatches * num_repeats
+
+
+@pytest.mark.parametrize("sizes", INTERLEAVED, ids=str)
+def test_inputs_that_are_kept_are_not_overwritten_before_they_go_backward(sizes):
+    schedule = InterleavedSchedule(*sizes)
+    forward, backward = interleaved_tables(schedule)
+    for key, tick in backward.items():
+        assert schedule.tick_forward(np.int64(tick), key[2]) == forward[key]
+        assert tick - forward[key] < schedule.num_kept
+    assert schedule.num_kept <= 2 * sizes[0] * sizes[2] - 1
+    assert InterleavedSchedule(sizes[0], 100, sizes[2]).num_kept == 2 * sizes[0] * sizes[2] - 1
+
+
+@pytest.mark.parametrize("split_backward", [False, True])
+@pytest.mark.parametrize("sizes", INTERLEAVED, ids=str)
+def test_the_phases_of_1f1b_hold_all_work_and_their_bubbles_are_counted(sizes, split_backward):
+    schedule = InterleavedSchedule(*sizes, split_backward)
+    forward, backward = interleaved_tables(schedule)
+    phases = {t: parts for ticks, *parts in schedule.phases for t in ticks}
+    assert sorted(phases) == list(range(schedule.first_backward + schedule.num_ticks))
+    delay = {s: s if split_backward else 0 for s in range(sizes[0])}
+    weights = {key: tick + delay[key[2]] for key, tick in backward.items()}
+    times, busy, time = (1.0, 2.5, 0.75), 0.0, 0.0
+    for part, table in enumerate((forward, backward, weights)):
+        assert all(phases[tick][part] for tick in table.values())
+        busy += times[part] * len(table)
+        time += times[part] * sum(parts[part] for parts in phases.values()) * sizes[0]
+    assert schedule.bubble_share(*times) == pytest.approx(1 - busy / time)
+    if split_backward and (sizes[2] == 1 or sizes[1] % sizes[0] == 0):
+        # In ticks with weights' gradients no stage is idle.
+        assert sum(parts[2] for parts in phases.values()) == sizes[1] * sizes[2]

@@ -1,4 +1,4 @@
-"""Where the microbatches of a pipeline wait that no stage works on, before, between and after."""
+"""Where the microbatches of a pipeline wait that no stage works on, and how stages hand them on."""
 
 import functools
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.layers.stacking.pipeline_schedules import Schedule
+from praxis_lite.layers.stacking.pipelining.schedules import Schedule
 
 # S stages, M microbatches. Names end with the leading dims of their arrays.
 
@@ -75,20 +75,23 @@ class Buffer:
 
 
 class StreamBuffer:
-    """Room for the microbatches split over the stages: M / S columns on each.
+    """Room for the microbatches split over the stages: C = M / S columns on each, rounded up.
 
-    At tick t stage 0 takes its part of column t % (M / S). The column then moves one stage towards
+    At tick t stage 0 takes its part of column t % C. The column then moves one stage towards
     stage 0, and what comes out of the last stage takes the place that is free there. Between two
     repeats microbatches wait on stage 0, which has room for M - S of them.
     """
 
     def __init__(self, schedule: Schedule, layout: Any):
         self._schedule, self._layout = schedule, layout
-        self._num_columns = schedule.num_microbatches // schedule.num_stages
-        self._num_waiting = schedule.num_microbatches - schedule.num_stages
+        self._num_columns = -(-schedule.num_microbatches // schedule.num_stages)
+        self._num_waiting = max(schedule.num_microbatches - schedule.num_stages, 0)
 
     def start(self, x_M: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         num_stages = self._schedule.num_stages
+        if num_free := num_stages * self._num_columns - len(x_M):
+            # Copies of rows, as on the stages that wait for their first.
+            x_M = jnp.concatenate([x_M, jnp.broadcast_to(x_M[:1], (num_free, *x_M.shape[1:]))])
         stream = x_M.reshape(num_stages, self._num_columns, *x_M.shape[1:])
         waiting = None
         if self._schedule.circular_repeat > 1 and self._num_waiting:
@@ -121,10 +124,87 @@ class StreamBuffer:
         return self._layout.constrain(stream, row_dim=2), waiting
 
     def outputs(self, stored: tuple) -> jax.Array:
-        # Microbatch m came out S - 1 ticks after it went in, and so in a later column.
-        stream = jnp.roll(stored[0], -((self._schedule.num_stages - 1) % self._num_columns), axis=1)
-        return stream.reshape(self._schedule.num_microbatches, *stream.shape[2:])
+        # The last came out at the last tick, the others in the columns before.
+        stream = jnp.roll(stored[0], -(self._schedule.num_ticks % self._num_columns), axis=1)
+        x_M = stream.reshape(-1, *stream.shape[2:])
+        return x_M[len(x_M) - self._schedule.num_microbatches :]
 
     def _column(self, stream: jax.Array, t: jax.Array) -> jax.Array:
         place = t % self._num_columns
         return jax.lax.dynamic_index_in_dim(stream, place, axis=1, keepdims=False)
+
+
+class Handover:
+    """What a tick does around the stages' work: their inputs, and where their results go.
+
+    Linear in all arrays, so that the gradient of a tick's is a function of gradients alone.
+
+    Args:
+      layout: a StageLayout.
+      stream_io: as of Pipeline.
+    """
+
+    def __init__(self, schedule: Schedule, layout: Any, stream_io: bool):
+        self._num_stages, self._layout = schedule.num_stages, layout
+        self._buffer = (StreamBuffer if stream_io else Buffer)(schedule, layout)
+
+    def start(self, x_M: jax.Array) -> tuple[jax.Array, Any]:
+        """Returns (x_S, stored) before the first tick."""
+        # Rows of the batch, too, for the stages that wait for their first.
+        x_S = jnp.broadcast_to(x_M[:1], (self._num_stages, *x_M.shape[1:]))
+        return self._layout.constrain(x_S, row_dim=1), self._buffer.start(x_M)
+
+    def enter(self, x_S: jax.Array, stored: Any, t: jax.Array) -> tuple[jax.Array, Any]:
+        """Returns the stages' inputs at tick t, [S, rows, ...], and what is stored then."""
+        is_first = (jnp.arange(self._num_stages) == 0).reshape(-1, *[1] * (x_S.ndim - 1))
+        entering, stored = self._buffer.take(stored, x_S, t)
+        return self._layout.constrain(jnp.where(is_first, entering, x_S), row_dim=1), stored
+
+    def leave(self, x_S: jax.Array, stored: Any, t: jax.Array) -> tuple[jax.Array, Any]:
+        """Returns the stages' results, each at the next stage, and what is stored after tick t."""
+        arrived_S = self._layout.constrain(shift(x_S, 1), row_dim=1)
+        return arrived_S, self._buffer.put(stored, x_S, arrived_S, t)
+
+    def outputs(self, stored: Any) -> jax.Array:
+        """Returns x_M after the last tick."""
+        return self._buffer.outputs(stored)
+
+
+class HandoverGradient:
+    """The gradient of a Handover, which is linear: its methods take and return gradients.
+
+    Args:
+      of_outputs: the gradient of all ticks' result, [M, rows, ...].
+    """
+
+    def __init__(self, handover: Handover, of_outputs: jax.Array):
+        self._handover, self._of_outputs = handover, of_outputs
+
+    def _pulled(self, function: Any, of_results: Any) -> Any:
+        # The values at which the gradient is taken play no part.
+        started = jax.eval_shape(self._handover.start, self._of_outputs)
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), started)
+        return jax.vjp(function, *zeros)[1](of_results)
+
+    def start(self) -> tuple[jax.Array, Any]:
+        """Returns the gradients of (x_S, stored) after the last tick."""
+        return self._pulled(
+            lambda x_S, stored: self._handover.outputs(stored), self._of_outputs
+        )
+
+    def leave(self, of_arrived_S: jax.Array, of_stored: Any, t: jax.Array) -> tuple:
+        """Returns the gradients of the stages' results, [S, rows, ...], and of what is stored."""
+        return self._pulled(
+            lambda x_S, stored: self._handover.leave(x_S, stored, t), (of_arrived_S, of_stored)
+        )
+
+    def enter(self, of_x_S: jax.Array, of_stored: Any, t: jax.Array) -> tuple:
+        """Returns the gradients of what arrived at the stages, and of what is stored."""
+        return self._pulled(
+            lambda x_S, stored: self._handover.enter(x_S, stored, t), (of_x_S, of_stored)
+        )
+
+    def inputs(self, of_x_S: jax.Array, of_stored: Any) -> jax.Array:
+        """Returns the gradient of x_M before the first tick."""
+        _, pull = jax.vjp(self._handover.start, jnp.zeros_like(self._of_outputs))
+        return pull((of_x_S, of_stored))[0]

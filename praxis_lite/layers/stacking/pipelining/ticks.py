@@ -24,8 +24,8 @@ from praxis_lite.core.sharding.split_dims import (
     without_axes,
 )
 from praxis_lite.layers.base.variables import assigned_values
-from praxis_lite.layers.stacking.pipeline_buffers import Buffer, StreamBuffer, shift
-from praxis_lite.layers.stacking.pipeline_schedules import Schedule
+from praxis_lite.layers.stacking.pipelining.buffers import Handover
+from praxis_lite.layers.stacking.pipelining.schedules import Schedule
 
 # R repeats, S stages, P layers of one stage in one repeat, M microbatches. Names end with the
 # leading dims of their arrays: x_M is [M, rows, ...].
@@ -94,7 +94,7 @@ def apply_layer(
 
 def run_ticks(
     blocks: Any, x_M: jax.Array, inputs_M: PyTree, others: dict[str, Any], key: jax.Array | None,
-    cache: PyTree, *, schedule: Schedule, stream_io: bool,
+    cache: PyTree, *, schedule: Schedule, num_layers: int, stream_io: bool,
     rematerialized: Callable[..., AbstractContextManager[Any]], layout: StageLayout,
 ) -> tuple[jax.Array, PyTree, Values]:
     """Returns x_M after all blocks, the cache, and the assigned variables' new values.
@@ -105,9 +105,10 @@ def run_ticks(
       inputs_M: the blocks' inputs, [M, rows, ...], or [1, 1, ...] of one for all rows.
       others: the inputs that are not arrays.
       cache: [R, S, P, ...], of one microbatch; or None.
+      num_layers: of a repeat; the first of its S P places.
       rematerialized: `remat` of a function of x and more, with its other arguments.
     """
-    num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
+    num_stages = schedule.num_stages
     stages = jnp.arange(num_stages)
 
     def work(
@@ -117,26 +118,21 @@ def run_ticks(
         """Returns a stage's results in a tick."""
         inputs = jax.tree.map(lambda a: pick(a, microbatch), inputs_M)
         block_P, cache_P = jax.tree.map(lambda a: pick(a, repeat), (blocks_RP, cache_RP))
-
-        def without_gradient_if_idle(a: jax.Array) -> jax.Array:
-            # Idle stages work on rows of the batch, but with another layer: that may give NaN,
-            # and in the backward pass zero times NaN, NaN again. This select cuts the gradient.
-            if not jnp.issubdtype(a.dtype, jnp.inexact):
-                return a
-            return jnp.where(is_valid, a, jax.lax.stop_gradient(a))
-
-        block_P, x, inputs = jax.tree.map(without_gradient_if_idle, (block_P, x, inputs))
-        num_layers = jax.tree.leaves(block_P)[0].shape[0]
-        first = (repeat * num_stages + stage) * num_layers
+        # Idle stages work on rows of the batch, but with another layer.
+        block_P, x, inputs = without_gradient_unless(is_valid, (block_P, x, inputs))
+        num_places = jax.tree.leaves(block_P)[0].shape[0]
+        first = stage * num_places
 
         def step(x: jax.Array, layer: tuple) -> tuple[jax.Array, tuple]:
-            block, index, cache = layer
-            x, cache, values = apply_layer(
-                block, x, index, microbatch, key=key, cache=cache, **inputs, **others
+            block, place, cache = layer
+            x, cache, values = apply_layer_at(
+                block, x, place, repeat, microbatch, num_layers=num_layers,
+                has_free_places=num_places * num_stages > num_layers,
+                key=key, cache=cache, **inputs, **others,
             )
             return x, (cache, values)
 
-        layers = block_P, first + jnp.arange(num_layers), cache_P
+        layers = block_P, first + jnp.arange(num_places), cache_P
         x, (new_cache_P, values_P) = jax.lax.scan(step, x, layers)
         cache_RP = jax.tree.map(
             lambda all_R, old, new: jax.lax.dynamic_update_index_in_dim(
@@ -146,41 +142,23 @@ def run_ticks(
         )
         return x, cache_RP, values_P
 
-    # A copy per stage, so that the gradients of the stages add up once, after the last tick.
-    inputs_SM = jax.tree.map(
-        lambda a: layout.constrain(
-            jnp.broadcast_to(a, (num_stages, *a.shape)), row_dim=None if a.shape[1] == 1 else 2,
-            rank=1,
-        ),
-        inputs_M,
-    )
-    buffer = (StreamBuffer if stream_io else Buffer)(schedule, layout)
-    is_first_stage = (stages == 0).reshape(num_stages, *[1] * (x_M.ndim - 1))
+    inputs_SM = of_each_stage(inputs_M, num_stages, layout)
+    handover = Handover(schedule, layout, stream_io)
     old_values = assigned_values(blocks)
 
     def tick(work_S: Callable[..., Any], carry: tuple, t: jax.Array) -> tuple[tuple, None]:
         x_S, stored, cache, values = carry
         microbatch, repeat, is_valid = schedule.work(t, stages)
-        entering, stored = buffer.take(stored, x_S, t)
-        x_S = layout.constrain(jnp.where(is_first_stage, entering, x_S), row_dim=1)
+        x_S, stored = handover.enter(x_S, stored, t)
         x_S, cache, new_values = work_S(
             x_S, blocks, cache, inputs_SM, stages, microbatch, repeat, is_valid
         )
         x_S = layout.constrain(x_S, row_dim=1)
-        repeats = jnp.arange(schedule.circular_repeat)[:, None]
-        is_worked_RS = (repeats == repeat[None]) & is_valid[None]
-        for path, new in new_values.items():
-            value = _gathered(
-                values[path], old_values[path], new, is_worked_RS, num_microbatches
-            )
-            values = {**values, path: layout.constrain(value, dim=1)}
-        arrived_S = layout.constrain(shift(x_S, 1), row_dim=1)
-        stored = buffer.put(stored, x_S, arrived_S, t)
+        values = gathered(values, old_values, new_values, repeat, is_valid, schedule, layout)
+        arrived_S, stored = handover.leave(x_S, stored, t)
         return (arrived_S, stored, cache, values), None
 
-    # Rows of the batch, too, for the stages that wait for their first.
-    x_S = layout.constrain(jnp.broadcast_to(x_M[:1], (num_stages, *x_M.shape[1:])), row_dim=1)
-    carry = varying_alike((x_S, buffer.start(x_M), cache, old_values), blocks)
+    carry = varying_alike((*handover.start(x_M), cache, old_values), blocks)
     ticks = jnp.arange(schedule.num_ticks)
     with rematerialized(work) as work:
         # No spmd_axis_name: under it a block's shard_map over other axes fails (jax 0.10), and XLA
@@ -189,7 +167,76 @@ def run_ticks(
         (_, stored, cache, values), _ = jax.lax.scan(
             functools.partial(tick, work_S), carry, ticks
         )
-    return buffer.outputs(stored), cache, values
+    return handover.outputs(stored), cache, values
+
+
+def apply_layer_at(
+    block: Any, x: jax.Array, place: jax.Array, repeat: jax.Array, microbatch: jax.Array, *,
+    num_layers: int, has_free_places: bool, cache: PyTree, **inputs: Any,
+) -> tuple[jax.Array, PyTree, Values]:
+    """Returns the result of `apply_layer` with the layer at a place of a repeat.
+
+    A place behind the last layer hands x on.
+    """
+    layer = repeat * num_layers + place
+    if not has_free_places:
+        return apply_layer(block, x, layer, microbatch, cache=cache, **inputs)
+    exists = place < num_layers
+    block, given = without_gradient_unless(exists, (block, x))
+    new_x, cache, values = apply_layer(block, given, layer, microbatch, cache=cache, **inputs)
+    return jnp.where(exists, new_x, x), cache, values
+
+
+def without_gradient_unless(is_valid: jax.Array, tree: PyTree) -> PyTree:
+    """Returns `tree`, through which a gradient goes only if a condition holds.
+
+    Work without a use may give NaN, and in the backward pass zero times NaN, NaN again. This select
+    cuts the gradient.
+    """
+
+    def cut(a: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(a.dtype, jnp.inexact):
+            return a
+        return jnp.where(is_valid, a, jax.lax.stop_gradient(a))
+
+    return jax.tree.map(cut, tree)
+
+
+def of_each_stage(
+    inputs_M: PyTree, num_stages: int, layout: StageLayout, *, dim: int = 0
+) -> PyTree:
+    """Returns a copy of the blocks' inputs per stage: [S, M, rows, ...], or with dim 1 [M, S, ...].
+
+    So the gradients of the stages add up once, after the last tick.
+    """
+
+    def copied(a: jax.Array) -> jax.Array:
+        shape = *a.shape[:dim], num_stages, *a.shape[dim:]
+        copies = jnp.broadcast_to(jnp.expand_dims(a, dim), shape)
+        has_rows = a.ndim > 1 and a.shape[1] > 1
+        return layout.constrain(copies, dim=dim, row_dim=2 if has_rows else None, rank=1)
+
+    return jax.tree.map(copied, inputs_M)
+
+
+def gathered(
+    values: Values, old_values: Values, new_values: Values, repeat: jax.Array,
+    is_valid: jax.Array, schedule: Schedule, layout: StageLayout,
+) -> Values:
+    """Returns `mean_update` of assigned variables, [R, S, P, ...], after one more tick.
+
+    Args:
+      new_values: of a tick, [S, P, ...].
+      repeat, is_valid: of the stages' work, [S].
+    """
+    repeats = jnp.arange(schedule.circular_repeat)[:, None]
+    is_worked_RS = (repeats == repeat[None]) & is_valid[None]
+    for path, new in new_values.items():
+        value = _gathered(
+            values[path], old_values[path], new, is_worked_RS, schedule.num_microbatches
+        )
+        values = {**values, path: layout.constrain(value, dim=1)}
+    return values
 
 
 def mean_update(old: jax.Array, new_M: jax.Array) -> jax.Array:

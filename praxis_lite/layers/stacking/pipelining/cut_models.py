@@ -1,0 +1,184 @@
+"""A model cut at its pipeline: what is before it, and what follows, each a function of its own.
+
+While a cut is in force, a Pipeline that is called without a cache hands it its arguments, and
+returns what the cut returns. So no layer or task says where the model is to be cut: it is traced
+whole, and of that what no result needs is dead code.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.task import WeightedScalars
+from praxis_lite.layers.stacking.pipelining.forms import arrays_of
+from praxis_lite.layers.stacking.pipelining.split_backward import used_arguments
+from praxis_lite.layers.stacking.pipelining.stage_work import StageWork
+
+# R repeats, S stages, P places of layers of one stage in one repeat, M microbatches.
+
+PyTree = Any
+
+# (pipeline, x, key, inputs) -> x.
+Cut = Callable[[Any, Any, Any, dict[str, Any]], Any]
+
+_CUT: contextvars.ContextVar[Cut | None] = contextvars.ContextVar("cut", default=None)
+
+
+def cut_in_force() -> Cut | None:
+    """Returns the function that stands for a pipeline's call, or None."""
+    return _CUT.get()
+
+
+@contextlib.contextmanager
+def cutting(cut: Cut) -> Iterator[None]:
+    """Puts a cut in force."""
+    token = _CUT.set(cut)
+    try:
+        yield
+    finally:
+        _CUT.reset(token)
+
+
+class CutModel:
+    """A model's loss of a microbatch, as functions of what is before its pipeline and behind it.
+
+    It is the `Ends` of InterleavedTicks. Weights that are used at both ends, as a tied embedding
+    is, get the sum of both gradients.
+
+    Args:
+      loss: (params, microbatch) -> (loss, metrics).
+
+    Raises:
+      ConfigError: the pipeline is not called once, or its inputs beside x are computed by weights.
+    """
+
+    def __init__(self, loss: Callable[..., tuple], params: PyTree, num_microbatches: int):
+        self._loss, self._num_microbatches = loss, num_microbatches
+        self._params, self._form = jax.tree.flatten(params)
+        self._call: dict[str, Any] = {}  # What is no array of the pipeline's call.
+        x, *_ = jax.eval_shape(self._called, self._params, jnp.array(0))
+        if any(self._used(lambda params: self._called(params, 0)[1])):
+            raise ConfigError(
+                "OneForwardOneBackward: inputs of the Pipeline beside x are computed by weights, "
+                "such as an encoder's; wanted are those of data alone. Leave the Partitioner's "
+                "gradients out."
+            )
+        before = self._used(lambda params: self._called(params, 0)[0])
+        behind = self._used(lambda params: self._left(params, 0, jnp.zeros(x.shape, x.dtype)))
+        at_ends = [any(are_used) for are_used in zip(before, behind, strict=True)]
+        self._ends = [i for i, is_used in enumerate(at_ends) if is_used]
+
+    def parts(self) -> tuple[StageWork, "CutModel", list[jax.Array], jax.Array | None]:
+        """Returns the stages' work, itself, the work's arrays, and the microbatches' keys."""
+        leaves = self._leaves(self._params)
+        _, inputs_M, keys_M = jax.lax.map(
+            lambda microbatch: (0, *self._called(self._params, microbatch)[1:]),
+            jnp.arange(self._num_microbatches),
+        )
+        pipeline, inputs, inputs_form = self._call["pipeline"], *jax.tree.flatten(inputs_M)
+        work = StageWork(
+            self._call["form"], len(leaves), inputs_form, self._call["others"],
+            pipeline.num_stages, pipeline.num_layers // pipeline.circular_repeat, pipeline.layout,
+        )
+        return work, self, work.arrays(leaves, inputs), keys_M
+
+    def of_params(self, of_leaves: dict[int, jax.Array], of_ends: list[jax.Array]) -> PyTree:
+        """Returns the float32 gradients of the model's weights, of those of its parts."""
+        numbers = list(of_leaves)
+
+        def floats(params: list) -> list[jax.Array]:
+            leaves = self._leaves(params)
+            return [leaves[i] for i in numbers]
+
+        leaves, pull = jax.vjp(floats, self._params)
+        grads = [jnp.zeros(w.shape, jnp.float32) for w in self._params]
+        rests = list(of_leaves.values())
+        # A gradient goes through a cast to 16 bits in three parts, which lose nothing.
+        num_parts = 3 if any(leaf.dtype != jnp.float32 for leaf in leaves) else 1
+        for _ in range(num_parts):
+            parts = [rest.astype(leaf.dtype) for rest, leaf in zip(rests, leaves, strict=True)]
+            rests = [a - part.astype(a.dtype) for a, part in zip(rests, parts, strict=True)]
+            grads = [a + g.astype(jnp.float32) for a, g in zip(grads, *pull(parts), strict=True)]
+        for i, g in zip(self._ends, of_ends, strict=True):
+            grads[i] += g
+        return jax.tree.unflatten(self._form, grads)
+
+    # The ends.
+
+    def enter(self, microbatch: jax.Array) -> jax.Array:
+        """Returns the pipeline's x."""
+        return self._called(self._params, microbatch)[0]
+
+    def enter_gradient(self, microbatch: jax.Array, of_x: jax.Array) -> list[jax.Array]:
+        """Returns the gradients of the ends' weights by way of x."""
+        ends = [self._params[i] for i in self._ends]
+        _, pull = jax.vjp(lambda ends: self._called(self._with(ends), microbatch)[0], ends)
+        return pull(of_x)[0]
+
+    def leave(self, microbatch: jax.Array, x: jax.Array) -> tuple:
+        """Returns (metrics, the gradients of x and of the ends' weights by the loss)."""
+        ends = [self._params[i] for i in self._ends]
+        loss, pull, metrics = jax.vjp(
+            lambda ends, x: self._left(self._with(ends), microbatch, x), ends, x, has_aux=True
+        )
+        of_ends, of_x = pull(jnp.ones_like(loss))
+        return metrics, of_x, of_ends
+
+    def weight(self, reported: WeightedScalars) -> jax.Array:
+        """Returns the weight of the loss; a batch that is one microbatch is not weighted."""
+        weight = reported["loss"][1].astype(jnp.float32)
+        return jnp.ones_like(weight) if self._num_microbatches == 1 else weight
+
+    def _with(self, ends: list[jax.Array]) -> list[jax.Array]:
+        params = list(self._params)
+        for i, weight in zip(self._ends, ends, strict=True):
+            params[i] = weight
+        return params
+
+    def _used(self, function: Callable[[list], PyTree]) -> list[bool]:
+        return used_arguments(function, [self._params])
+
+    def _cut(self, params: list, microbatch: Any, cut: Callable[..., jax.Array]) -> tuple:
+        calls = []
+
+        def noted(pipeline: Any, x: jax.Array, key: Any, inputs: dict) -> jax.Array:
+            calls.append((pipeline, x, key, inputs))
+            return cut(x)
+
+        with cutting(noted):
+            result = self._loss(jax.tree.unflatten(self._form, params), microbatch)
+        if len(calls) != 1:
+            raise ConfigError(
+                f"OneForwardOneBackward: a pass calls the Pipeline {len(calls)} times; wanted is "
+                "once. Leave the Partitioner's gradients out."
+            )
+        return result, calls[0]
+
+    def _left(self, params: list, microbatch: Any, x: jax.Array) -> tuple:
+        """Returns the loss and metrics, given the pipeline's result."""
+        return self._cut(params, microbatch, lambda _: x)[0]
+
+    def _called(self, params: list, microbatch: Any) -> tuple[jax.Array, PyTree, Any]:
+        """Returns the pipeline's x, inputs and key."""
+        _, (pipeline, x, key, inputs) = self._cut(params, microbatch, lambda x: x)
+        arrays, others = arrays_of(inputs, x.shape[0])
+        scalars = {
+            name: value for name, value in others.items() if isinstance(value, jax.Array)
+        }
+        self._call |= dict(
+            pipeline=pipeline,
+            others={name: value for name, value in others.items() if name not in scalars},
+        )
+        return x, {**arrays, **scalars}, key
+
+    def _leaves(self, params: list) -> list[jax.Array]:
+        """Returns the blocks' arrays, [R, S, P, ...]."""
+        _, (pipeline, *_) = self._cut(params, 0, lambda x: x)
+        leaves, form = jax.tree.flatten(pipeline.on_stages(pipeline.blocks))
+        self._call |= dict(form=form)
+        return leaves

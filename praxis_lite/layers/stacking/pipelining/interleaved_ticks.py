@@ -1,0 +1,261 @@
+"""The ticks of 1F1B: each takes a microbatch forward, and another backward.
+
+The loss of a microbatch is computed in the tick in which it leaves the last stage, and its gradient
+sets out backward in the same tick. So a stage keeps the inputs of 2 R S - 1 microbatches at most,
+however many there are.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.layers.stacking.pipelining.buffers import shift
+from praxis_lite.layers.stacking.pipelining.schedules import InterleavedSchedule
+from praxis_lite.layers.stacking.pipelining.stage_work import StageWork, added, floats_of
+from praxis_lite.layers.stacking.pipelining.ticks import pick
+
+# R repeats, S stages, P places of layers of one stage in one repeat, M microbatches, K inputs kept.
+# Names end with the leading dims of their arrays.
+
+PyTree = Any
+
+
+class Ends(Protocol):
+    """What a model computes of a microbatch before its pipeline, and behind it."""
+
+    def enter(self, microbatch: jax.Array) -> jax.Array:
+        """Returns x [rows, ...], the pipeline's input."""
+
+    def enter_gradient(self, microbatch: jax.Array, of_x: jax.Array) -> PyTree:
+        """Returns the gradient of the ends' weights, given that of x."""
+
+    def leave(self, microbatch: jax.Array, x: jax.Array) -> tuple[PyTree, jax.Array, PyTree]:
+        """Returns (what is reported, the gradients of x and of the ends' weights)."""
+
+    def weight(self, reported: PyTree) -> jax.Array:
+        """Returns the weight of a microbatch's gradients in their sum, a float32 scalar."""
+
+
+class Carry(NamedTuple):
+    """What goes from tick to tick; gradients are called after what they are of."""
+
+    x_S: jax.Array
+    of_x_S: jax.Array
+    kept_SK: jax.Array  # Inputs of the stages that are still to go backward.
+    residuals: list[jax.Array]  # [S, S, ...], of the last S ticks.
+    of_floats: list[jax.Array]  # [X, S, ...], float32.
+    of_ends: PyTree
+    reported_M: PyTree
+    weight_M: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class InterleavedTicks:
+    """1F1B over all microbatches.
+
+    Attributes:
+      arrays: of `work`, [X, S, ...].
+      keys_M: the microbatches' keys, or None.
+    """
+
+    schedule: InterleavedSchedule
+    work: StageWork
+    ends: Ends
+    arrays: list[jax.Array]
+    keys_M: jax.Array | None
+
+    @property
+    def floats(self) -> list[int]:
+        """The numbers of the arrays of which gradients are made: the blocks'."""
+        return [i for i in floats_of(self.arrays) if i < self.work.num_leaves]
+
+    def run(self) -> tuple[list[jax.Array], PyTree, PyTree, jax.Array]:
+        """Returns (gradients by `floats`, those of the ends' weights, reports [M, ...], weights).
+
+        The gradients are sums of each microbatch's times its weight.
+        """
+        carry = self.start()
+        for ticks, *parts in self.schedule.phases:
+            carry, _ = jax.lax.scan(
+                functools.partial(self.tick, *parts), carry,
+                jnp.arange(ticks.start, ticks.stop),
+            )
+        return carry.of_floats, carry.of_ends, carry.reported_M, carry.weight_M
+
+    def start(self) -> Carry:
+        """Returns what goes into the first tick."""
+        num_stages, num_microbatches = self.schedule.num_stages, self.schedule.num_microbatches
+        # Rows of the batch, too, for the stages that wait for their first.
+        x = self.ends.enter(jnp.array(0))
+        x_S = self.stated(jnp.broadcast_to(x, (num_stages, *x.shape)))
+        zeros = lambda a, *dims: jnp.zeros((*dims, *a.shape), a.dtype)  # noqa: E731
+        reported, _, of_ends = jax.eval_shape(self.ends.leave, jnp.array(0), x)
+        stages, _ = self.work.stages, self.split  # Traced here, not within a loop.
+        _, residuals = jax.eval_shape(self.by_inputs, stages, stages, x_S, x_S)
+        kept_SK = jnp.broadcast_to(x_S[:, None], (num_stages, self.schedule.num_kept, *x.shape))
+        return Carry(
+            x_S, jnp.zeros_like(x_S), self.work.layout.constrain(kept_SK, row_dim=2),
+            [jnp.zeros((num_stages, num_stages, *a.shape[1:]), a.dtype) for a in residuals],
+            [jnp.zeros(self.arrays[i].shape, jnp.float32) for i in self.floats],
+            jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), of_ends),
+            jax.tree.map(lambda a: zeros(a, num_microbatches), reported),
+            jnp.zeros(num_microbatches, jnp.float32),
+        )
+
+    def tick(
+        self, does_forward: bool, does_inputs: bool, does_weights: bool, carry: Carry, t: jax.Array
+    ) -> tuple[Carry, None]:
+        """Returns what goes into the next tick."""
+        if does_forward:
+            carry, y_S = self.forward(carry, t)
+            if does_inputs:
+                carry = self.leave(carry, y_S, t)
+            carry = carry._replace(x_S=self.stated(shift(y_S, 1)))
+        if does_inputs:
+            carry = self.backward(carry, t)
+        if does_weights:
+            carry = self.weights(carry, t)
+        return carry, None
+
+    def forward(self, carry: Carry, t: jax.Array) -> tuple[Carry, jax.Array]:
+        """Returns the carry with the stages' inputs, and the stages' results [S, rows, ...]."""
+        microbatch, repeat, is_valid = self.schedule.forward(t, self.work.stages)
+        is_entering = is_valid[0] & (repeat[0] == 0)
+        x = self.if_any(is_entering, self.ends.enter, microbatch[0])
+        x_S = jnp.where(self.at_stage(0, is_entering, carry.x_S), x, carry.x_S)
+        x_S = self.stated(x_S)
+        kept_SK = jax.lax.dynamic_update_index_in_dim(
+            carry.kept_SK, x_S, t % self.schedule.num_kept, axis=1
+        )
+        kept_SK = self.work.layout.constrain(kept_SK, row_dim=2)
+
+        def work(arrays: list, stage: Any, microbatch: Any, repeat: Any, x: Any) -> jax.Array:
+            return self.work.work(*self.picked(arrays, stage, microbatch, repeat), x)[0]
+
+        y_S = jax.vmap(work, in_axes=(1, 0, 0, 0, 0))(
+            self.arrays, self.work.stages, microbatch, repeat, x_S
+        )
+        return carry._replace(kept_SK=kept_SK), self.stated(y_S)
+
+    def leave(self, carry: Carry, y_S: jax.Array, t: jax.Array) -> Carry:
+        """Returns the carry with a report, and the gradient of what leaves the last stage."""
+        last = self.schedule.num_stages - 1
+        microbatch, repeat, is_valid = self.schedule.forward(t, last)
+        is_leaving = is_valid & (repeat == self.schedule.circular_repeat - 1)
+        reported, of_y, of_ends = self.if_any(is_leaving, self.ends.leave, microbatch, y_S[last])
+        weight = jnp.where(is_leaving, self.ends.weight(reported), 0.0)
+
+        def noted(all_M: jax.Array, new: jax.Array) -> jax.Array:
+            new = jnp.where(is_leaving, new, all_M[microbatch])
+            return jax.lax.dynamic_update_index_in_dim(all_M, new, microbatch, axis=0)
+
+        return carry._replace(
+            of_x_S=jnp.where(self.at_stage(last, is_leaving, y_S), of_y, carry.of_x_S),
+            of_ends=_weighted_sum(carry.of_ends, of_ends, weight),
+            reported_M=jax.tree.map(noted, carry.reported_M, reported),
+            weight_M=noted(carry.weight_M, weight),
+        )
+
+    def backward(self, carry: Carry, t: jax.Array) -> Carry:
+        """Returns the carry with the gradients of the stages' inputs."""
+        stages, layout = self.work.stages, self.work.layout
+        microbatch, repeat, is_valid = self.schedule.backward(t, stages)
+        weight = jnp.where(is_valid, carry.weight_M[microbatch], 0.0)
+        place = self.schedule.tick_forward(t, stages) % self.schedule.num_kept
+        x_S = self.stated(jax.vmap(pick)(carry.kept_SK, place))
+        of_x_S, residuals = self.by_inputs(microbatch, repeat, x_S, self.stated(carry.of_x_S))
+        # What an idle stage computes may be NaN, as what a microbatch of weight 0 does.
+        counts = (weight != 0).reshape(-1, *[1] * (x_S.ndim - 1))
+        of_x_S = self.stated(jnp.where(counts, of_x_S, 0))
+        is_first = is_valid[0] & (repeat[0] == 0)
+        of_ends = self.if_any(is_first, self.ends.enter_gradient, microbatch[0], of_x_S[0])
+        of_ends = _weighted_sum(carry.of_ends, of_ends, jnp.where(is_first, weight[0], 0.0))
+        residuals = [
+            layout.constrain(
+                jax.lax.dynamic_update_index_in_dim(kept, new, t % self.schedule.num_stages, 1)
+            )
+            for kept, new in zip(carry.residuals, residuals, strict=True)
+        ]
+        return carry._replace(
+            of_x_S=self.stated(shift(of_x_S, -1)), residuals=residuals, of_ends=of_ends
+        )
+
+    def by_inputs(
+        self, microbatch: jax.Array, repeat: jax.Array, x_S: jax.Array, of_y_S: jax.Array
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """Returns the gradients of all stages' inputs, and residuals."""
+
+        def first(arrays: list, stage: Any, m: Any, r: Any, x: Any, of_y: Any) -> tuple:
+            return self.split.first(*self.picked(arrays, stage, m, r), x, of_y, {})
+
+        return jax.vmap(first, in_axes=(1, 0, 0, 0, 0, 0))(
+            self.arrays, self.work.stages, microbatch, repeat, x_S, of_y_S
+        )
+
+    def weights(self, carry: Carry, t: jax.Array) -> Carry:
+        """Returns the carry with gradients of weights."""
+        stages = self.work.stages
+        since = stages if self.schedule.split_backward else 0 * stages
+        microbatch, repeat, is_valid = self.schedule.backward(t - since, stages)
+        weight = jnp.where(is_valid, carry.weight_M[microbatch], 0.0)
+
+        def second(
+            arrays: list, totals: list, residuals: list, stage: Any, since: Any, m: Any, r: Any,
+            weight: Any,
+        ) -> list:
+            residuals = [pick(kept, (t - since) % self.schedule.num_stages) for kept in residuals]
+            parts = self.split.second(residuals, *self.picked(arrays, stage, m, r))
+            return [
+                added(total, _times(part, weight), r)
+                for total, part in zip(totals, parts, strict=True)
+            ]
+
+        of_floats = jax.vmap(second, in_axes=(1, 1, 0, 0, 0, 0, 0, 0), out_axes=1)(
+            self.arrays, carry.of_floats, carry.residuals, stages, since, microbatch, repeat, weight
+        )
+        return carry._replace(
+            of_floats=[self.work.layout.constrain(total, dim=1) for total in of_floats]
+        )
+
+    @functools.cached_property
+    def split(self) -> Any:
+        """A stage's backward pass, in two parts."""
+        x = jax.eval_shape(self.ends.enter, jnp.array(0))
+        x_S = jax.ShapeDtypeStruct((self.schedule.num_stages, *x.shape), x.dtype)
+        key = None if self.keys_M is None else self.keys_M[0]
+        return self.work.split(self.arrays, self.floats, key, x_S, {})
+
+    def picked(self, arrays: list, stage: Any, microbatch: Any, repeat: Any) -> tuple:
+        """Returns the arguments of a stage's work but x."""
+        key = None if self.keys_M is None else pick(self.keys_M, microbatch)
+        # The key is the microbatch's already.
+        return self.work.picked(arrays, microbatch, repeat), key, stage, 0 * microbatch, repeat
+
+    def if_any(self, is_any: jax.Array, function: Any, *args: Any) -> Any:
+        """Returns function(*args), or zeros where it is in vain."""
+        if self.schedule.circular_repeat == 1:  # It hardly ever is.
+            return function(*args)
+        zeros = lambda *args: jax.tree.map(  # noqa: E731
+            lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(function, *args)
+        )
+        return jax.lax.cond(is_any, function, zeros, *args)
+
+    def at_stage(self, number: int, condition: jax.Array, x_S: jax.Array) -> jax.Array:
+        """Returns bools [S, 1, ...]: the condition at one stage, False at the others."""
+        is_there = (self.work.stages == number) & condition
+        return is_there.reshape(-1, *[1] * (x_S.ndim - 1))
+
+    def stated(self, x_S: jax.Array) -> jax.Array:
+        """Returns activations with their layout stated."""
+        return self.work.layout.constrain(x_S, row_dim=1)
+
+
+def _times(gradient: jax.Array, weight: jax.Array) -> jax.Array:
+    return jnp.where(weight != 0, gradient.astype(jnp.float32) * weight, 0.0)
+
+
+def _weighted_sum(total: PyTree, gradients: PyTree, weight: jax.Array) -> PyTree:
+    return jax.tree.map(lambda a, g: a + _times(g, weight), total, gradients)

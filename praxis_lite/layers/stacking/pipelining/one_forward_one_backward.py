@@ -1,0 +1,155 @@
+"""Gradients of a model with a pipeline by 1F1B: its loss is computed within the ticks."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.learner.bound_learner import BoundLearner
+from praxis_lite.core.partitioner import accumulation
+from praxis_lite.core.partitioner.gradient_strategy import Gradients
+from praxis_lite.core.partitioner.train_state import StateLayout
+from praxis_lite.core.sharding.inputs import num_rows_of
+from praxis_lite.core.task import Task
+from praxis_lite.layers.base.variables import assigned_values
+from praxis_lite.layers.stacking.pipelines import Pipeline
+from praxis_lite.layers.stacking.pipelining.cut_models import CutModel, cutting
+from praxis_lite.layers.stacking.pipelining.interleaved_ticks import InterleavedTicks
+from praxis_lite.layers.stacking.pipelining.schedules import InterleavedSchedule
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class OneForwardOneBackward:
+    """Gradients of a model with one Pipeline by 1F1B (arXiv:2104.04473).
+
+    A microbatch goes backward as soon as it has left the last stage: a stage keeps the inputs of
+    2 R S - 1 microbatches, however many there are. What is before the Pipeline and behind it, the
+    embedding and the loss, is computed for a microbatch within the ticks. With
+    `Pipeline.split_backward` gradients of weights have no bubbles (ZB-H1, arXiv:2401.10241).
+
+    The numbers are those of gradient accumulation over the Pipeline's microbatches, and on a mesh
+    without its stage axis made so. Where the loss is a weighted mean over rows, they are those of
+    the whole batch.
+    """
+
+    def on(
+        self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner
+    ) -> Gradients:
+        """Returns the functions of a task on a mesh.
+
+        Raises:
+          ConfigError: the model has not one Pipeline, or one whose blocks assign variables.
+        """
+        pipeline = _pipeline_of(task)
+        return Gradients(
+            value_and_grad=functools.partial(_value_and_grad, pipeline),
+            check_rows=functools.partial(_num_missing_rows, pipeline),
+            num_micro_batches=pipeline.num_microbatches,
+        )
+
+
+def _pipeline_of(task: Task) -> Pipeline:
+    module = task.model.abstract_module()
+    modules = [] if module is None else [item for _, item in nnx.iter_modules(module)]
+    pipelines = [item for item in modules if isinstance(item, Pipeline)]
+    if len(pipelines) != 1:
+        raise ConfigError(
+            f"OneForwardOneBackward found {len(pipelines)} Pipelines in the model; wanted is one. "
+            "Leave the Partitioner's gradients out, or make the model's stack a Pipeline."
+        )
+    if names := sorted({str(path[-1]) for path in assigned_values(module)}):
+        raise ConfigError(
+            f"OneForwardOneBackward found variables that a pass assigns: {', '.join(names)}; "
+            "wanted is a model without batch statistics and losses of layers. Leave the "
+            "Partitioner's gradients out, for the Pipeline by itself computes these."
+        )
+    return pipelines[0]
+
+
+def _num_microbatches(pipeline: Pipeline, inputs: PyTree, num_micro_batches: int) -> int:
+    """Returns the microbatches of a batch, in all of its micro-batches of accumulation."""
+    num_rows = -(-num_rows_of(inputs) // num_micro_batches)
+    if pipeline.microbatch_size is None:
+        return pipeline.num_microbatches * num_micro_batches
+    return -(-num_rows // pipeline.microbatch_size) * num_micro_batches
+
+
+def _num_missing_rows(pipeline: Pipeline, inputs: PyTree, num_micro_batches: int) -> int:
+    """Returns the rows that a batch lacks to divide over the microbatches."""
+    num_rows = num_rows_of(inputs)
+    num_microbatches = _num_microbatches(pipeline, inputs, num_micro_batches)
+    num_missing = -num_rows % num_microbatches
+    if num_missing and "weights" not in inputs:
+        raise ConfigError(
+            f"A batch has {num_rows} rows, which {num_microbatches} microbatches do not divide, "
+            f"and no leaf 'weights' to mark rows that fill it up: it has {sorted(inputs)}. Make "
+            f"the batch size a multiple of {num_microbatches}, or give each row a weight (1.0) "
+            "that the task's loss is weighted by."
+        )
+    return num_missing
+
+
+def _filled(inputs: Mapping[str, jax.Array], num_missing: int) -> dict[str, jax.Array]:
+    """Returns a batch with copies of its first row behind it, which have no weight."""
+    def filled(name: str, x: jax.Array) -> jax.Array:
+        if x.ndim == 0 or not num_missing:
+            return x
+        rows = jnp.broadcast_to(x[:1], (num_missing, *x.shape[1:]))
+        return jnp.concatenate([x, jnp.zeros_like(rows) if name == "weights" else rows])
+
+    return {name: filled(name, x) for name, x in inputs.items()}
+
+
+def _value_and_grad(
+    pipeline: Pipeline, loss_fn: accumulation.LossFn, fixed: PyTree, params: PyTree,
+    non_trainable: PyTree, inputs: accumulation.Batch, key: jax.Array, *,
+    num_micro_batches: int = 1, inputs_split_mapping: Any = None,
+    lay_out: Callable[[PyTree], PyTree] = lambda grads: grads,
+) -> tuple[accumulation.WeightedScalars, PyTree, PyTree]:
+    """Returns the result of `accumulation.value_and_grad` over all microbatches."""
+    num_microbatches = _num_microbatches(pipeline, inputs, num_micro_batches)
+    inputs = _filled(inputs, _num_missing_rows(pipeline, inputs, num_micro_batches))
+    if not pipeline.is_in_ticks:
+        whole = lambda pipeline, x, key, inputs: pipeline.applied(  # noqa: E731
+            x, 1, key=key, cache=None, **inputs
+        )[0]
+        with cutting(whole):
+            return accumulation.value_and_grad(
+                loss_fn, fixed, params, non_trainable, inputs, key,
+                num_micro_batches=num_microbatches, inputs_split_mapping=inputs_split_mapping,
+                lay_out=lay_out,
+            )
+    cut = accumulation.cut(inputs, num_microbatches)
+
+    def batch_loss(params: PyTree, microbatch: Any) -> tuple:
+        """Returns the loss of a microbatch, and metrics."""
+        batch = jax.tree.map(lambda a: a[microbatch], cut)
+        batch = accumulation.spread(batch, inputs_split_mapping)
+        of_batch = key if num_microbatches == 1 else jax.random.fold_in(key, microbatch)
+        loss, (metrics, _) = loss_fn(fixed, params, non_trainable, batch, of_batch)
+        return loss, metrics
+
+    model = CutModel(batch_loss, params, num_microbatches)
+    schedule = InterleavedSchedule(
+        pipeline.num_stages, num_microbatches, pipeline.circular_repeat, pipeline.split_backward
+    )
+    ticks = InterleavedTicks(schedule, *model.parts())
+    of_floats, of_ends, metrics_M, weight_M = ticks.run()
+    total = jnp.sum(weight_M)
+    divisor = jnp.where(total == 0, 1.0, total)
+    of_floats, of_ends = jax.tree.map(lambda g: g / divisor, (of_floats, of_ends))
+    grads = model.of_params(dict(zip(ticks.floats, of_floats, strict=True)), of_ends)
+    metrics = {
+        name: jax.tree.map(lambda a: a[0], pairs) if num_microbatches == 1
+        else accumulation.weighted_mean(*pairs)
+        for name, pairs in metrics_M.items()
+    }
+    return metrics, non_trainable, lay_out(grads)

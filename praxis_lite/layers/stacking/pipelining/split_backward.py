@@ -1,0 +1,136 @@
+"""A program cut in two: the operations that some of its results need, and the others after them.
+
+A backward pass so cut gives the gradient of its inputs first, for which the stage before waits, and
+the gradients of weights later (zero bubble, arXiv:2401.10241). No operation is in both parts.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from praxis_lite.core.jaxprs import opened
+
+PyTree = Any
+
+# Operations that only call a program. What they call is cut as well; a loop stays whole.
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitProgram:
+    """A program of two parts.
+
+    Attributes:
+      first: (*args) -> (the results needed first, residuals: the arrays that `second` needs).
+      second: (residuals, *again) -> the other results.
+    """
+
+    first: Callable[..., tuple[PyTree, list[jax.Array]]]
+    second: Callable[..., PyTree]
+
+
+def split_program(
+    program: Callable[..., tuple[PyTree, PyTree]], args: Sequence[PyTree], num_again: int
+) -> SplitProgram:
+    """Returns `program`, which gives (results needed first, other results), as two parts.
+
+    Args:
+      args: arrays or their shapes and dtypes, with which it is traced.
+      num_again: so many of the first arguments are given to `second` again: no residuals of them.
+    """
+    closed, results = jax.make_jaxpr(program, return_shape=True)(*args)
+    jaxpr = opened(closed)
+    constants = dict(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True))
+    eqns: list[core.JaxprEqn] = []
+    outvars = _inlined(closed, jaxpr.invars, eqns, constants)
+    num_first = len(jax.tree.leaves(results[0]))
+    first_outvars, second_outvars = outvars[:num_first], outvars[num_first:]
+    first_eqns = _needed(eqns, first_outvars)
+    are_first = set(map(id, first_eqns))
+    second_eqns = _needed([eqn for eqn in eqns if id(eqn) not in are_first], second_outvars)
+    again = jaxpr.invars[: len(jax.tree.leaves(list(args[:num_again])))]
+    known = {*again, *constants, *(var for eqn in second_eqns for var in eqn.outvars)}
+    used = [*(atom for eqn in second_eqns for atom in eqn.invars), *second_outvars]
+    residuals = list(dict.fromkeys(
+        atom for atom in used if not isinstance(atom, core.Literal) and atom not in known
+    ))
+    first_tree, second_tree = map(jax.tree.structure, results)
+
+    def first(*args: PyTree) -> tuple[PyTree, list[jax.Array]]:
+        values = constants | dict(zip(jaxpr.invars, jax.tree.leaves(args), strict=True))
+        actual = _evaluated(first_eqns, values, [*first_outvars, *residuals])
+        return jax.tree.unflatten(first_tree, actual[:num_first]), actual[num_first:]
+
+    def second(arrays: list[jax.Array], *args: PyTree) -> PyTree:
+        values = constants | dict(zip(again, jax.tree.leaves(args), strict=True))
+        values |= zip(residuals, arrays, strict=True)
+        actual = _evaluated(second_eqns, values, second_outvars)
+        return jax.tree.unflatten(second_tree, actual)
+
+    return SplitProgram(first, second)
+
+
+def used_arguments(program: Callable[..., PyTree], args: Sequence[PyTree]) -> list[bool]:
+    """Returns for each leaf of `args` whether the results of `program` depend on it."""
+    closed = jax.make_jaxpr(program)(*args)
+    eqns: list[core.JaxprEqn] = []
+    outvars = _inlined(closed, opened(closed).invars, eqns, {})
+    used = {atom for atom in outvars if not isinstance(atom, core.Literal)}
+    for eqn in _needed(eqns, outvars):
+        used |= {atom for atom in eqn.invars if not isinstance(atom, core.Literal)}
+    return [var in used for var in opened(closed).invars]
+
+
+def _inlined(
+    program: Any, arguments: Sequence[Any], eqns: list[core.JaxprEqn], constants: dict
+) -> list[Any]:
+    """Returns a program's results; its operations, calls replaced by what they call, go to eqns."""
+    jaxpr = opened(program)
+    names = dict(zip(jaxpr.invars, arguments, strict=True))
+    for var, value in zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True):
+        constants[var] = value
+
+    def renamed(atoms: Iterable[Any]) -> list[Any]:
+        return [atom if isinstance(atom, core.Literal) else names.get(atom, atom) for atom in atoms]
+
+    for eqn in jaxpr.eqns:
+        invars = renamed(eqn.invars)
+        if eqn.primitive.name in _CALLS and "jaxpr" in eqn.params:
+            outvars = _inlined(eqn.params["jaxpr"], invars, eqns, constants)
+        else:
+            # New names: a program may be called twice.
+            outvars = [core.Var(var.aval) for var in eqn.outvars]
+            eqns.append(eqn.replace(invars=invars, outvars=outvars))
+        names |= zip(eqn.outvars, outvars, strict=True)
+    return renamed(jaxpr.outvars)
+
+
+def _needed(eqns: Sequence[core.JaxprEqn], atoms: Iterable[Any]) -> list[core.JaxprEqn]:
+    """Returns the operations by which `atoms` are made, in order."""
+    needed = {atom for atom in atoms if not isinstance(atom, core.Literal)}
+    kept = []
+    for eqn in reversed(eqns):
+        if needed.intersection(eqn.outvars):
+            needed |= {atom for atom in eqn.invars if not isinstance(atom, core.Literal)}
+            kept.append(eqn)
+    return kept[::-1]
+
+
+def _evaluated(eqns: Sequence[core.JaxprEqn], values: dict, atoms: Sequence[Any]) -> list[Any]:
+    """Returns the values of `atoms` after some operations."""
+    values = dict(values)
+
+    def read(atoms: Sequence[Any]) -> list[Any]:
+        return [atom.val if isinstance(atom, core.Literal) else values[atom] for atom in atoms]
+
+    for eqn in eqns:
+        scope = str(eqn.source_info.name_stack)
+        with eqn.ctx.manager, jax.named_scope(scope):
+            params = eqn.primitive.get_bind_params(eqn.params)
+            results = eqn.primitive.bind(*read(eqn.invars), **params)
+        results = results if eqn.primitive.multiple_results else [results]
+        values |= zip(eqn.outvars, results, strict=True)
+    return read(atoms)

@@ -1,0 +1,186 @@
+"""The ticks of a pipeline whose backward pass is cut in two: gradients of inputs, then of weights.
+
+In the backward ticks a stage computes the gradient of its inputs, for which the stage before waits.
+Stage s computes the gradients of weights s ticks later, so that all stages do that for the same
+microbatch in the same tick, and none is idle: only the forward ticks and the gradients of inputs
+have bubbles (zero bubble, arXiv:2401.10241). One scan forward and two backward: S - 1 ticks without
+weights, the others with them.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.collectives.varying import varying_alike
+from praxis_lite.layers.base.variables import assigned_values
+from praxis_lite.layers.stacking.pipelining.buffers import Handover, HandoverGradient
+from praxis_lite.layers.stacking.pipelining.schedules import Schedule
+from praxis_lite.layers.stacking.pipelining.stage_work import StageWork, added, floats_of
+from praxis_lite.layers.stacking.pipelining.ticks import StageLayout, Values, gathered, pick
+
+# R repeats, S stages, P places of layers of one stage in one repeat, M microbatches, T ticks. Names
+# end with the leading dims of their arrays: x_M is [M, rows, ...]. X is R or M, of weights or of
+# inputs.
+
+PyTree = Any
+
+
+def run_split_ticks(
+    blocks: Any, x_M: jax.Array, inputs_M: PyTree, others: dict[str, Any], key: jax.Array | None,
+    *, schedule: Schedule, num_layers: int, stream_io: bool, layout: StageLayout,
+) -> tuple[jax.Array, Values]:
+    """Returns x_M after all blocks, and the assigned variables' new values.
+
+    Each tick's inputs are kept, and the tick computed again from them. Besides, of S microbatches
+    the arrays are kept of which the gradients of weights are made.
+
+    Args: as of `run_ticks`.
+    """
+    # A custom_vjp takes its arrays as arguments; those without rows go with those that have some.
+    scalars = {
+        name: jax.tree.map(lambda a: a[None], value) for name, value in others.items()
+        if jax.tree.leaves(value)
+        and all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
+    }
+    leaves, form = jax.tree.flatten(blocks)
+    inputs, inputs_form = jax.tree.flatten({**inputs_M, **scalars})
+    others = {name: value for name, value in others.items() if name not in scalars}
+    work = StageWork(
+        form, len(leaves), inputs_form, others, schedule.num_stages, num_layers, layout
+    )
+    ticks = _Ticks(work, schedule, Handover(schedule, layout, stream_io))
+
+    @jax.custom_vjp
+    def run(leaves: list, inputs: list, x_M: jax.Array, key: Any) -> tuple:
+        return ticks.forward(leaves, inputs, x_M, key)[0]
+
+    def run_fwd(leaves: list, inputs: list, x_M: jax.Array, key: Any) -> tuple:
+        results, x_TS = ticks.forward(leaves, inputs, x_M, key)
+        return results, (leaves, inputs, key, x_TS)
+
+    run.defvjp(run_fwd, ticks.backward)
+    return run(leaves, inputs, x_M, key)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ticks:
+    """The ticks forward and backward."""
+
+    work: StageWork
+    schedule: Schedule
+    handover: Handover
+
+    def forward(self, leaves: list, inputs: list, x_M: jax.Array, key: Any) -> tuple:
+        """Returns ((x_M, assigned values), the stages' inputs in each tick)."""
+        old_values = assigned_values(jax.tree.unflatten(self.work.form, leaves))
+        arrays = self.work.arrays(leaves, inputs)
+
+        def work(arrays: list, stage: Any, microbatch: Any, repeat: Any, x: Any) -> tuple:
+            picked = self.work.picked(arrays, microbatch, repeat)
+            return self.work.work(picked, key, stage, microbatch, repeat, x)
+
+        def tick(carry: tuple, t: jax.Array) -> tuple[tuple, jax.Array]:
+            x_S, stored, values = carry
+            microbatch, repeat, is_valid = self.schedule.work(t, self.work.stages)
+            x_S, stored = self.handover.enter(x_S, stored, t)
+            y_S, new_values = jax.vmap(work, in_axes=(1, 0, 0, 0, 0))(
+                arrays, self.work.stages, microbatch, repeat, x_S
+            )
+            y_S = self.work.layout.constrain(y_S, row_dim=1)
+            values = gathered(
+                values, old_values, new_values, repeat, is_valid, self.schedule, self.work.layout
+            )
+            arrived_S, stored = self.handover.leave(y_S, stored, t)
+            return (arrived_S, stored, values), x_S
+
+        carry = varying_alike((*self.handover.start(x_M), old_values), leaves)
+        (_, stored, values), x_TS = jax.lax.scan(tick, carry, jnp.arange(self.schedule.num_ticks))
+        return (self.handover.outputs(stored), values), x_TS
+
+    def backward(self, saved: tuple, gradients: tuple) -> tuple:
+        """Returns the gradients of `forward`'s arguments, None of what has none.
+
+        The ticks are those of `forward` from the last to the first.
+        """
+        leaves, inputs, key, x_TS = saved
+        arrays = self.work.arrays(leaves, inputs)
+        floats = floats_of(arrays)
+        of_outputs, of_values = gradients
+        of_values = {
+            path: of_value / self.schedule.num_microbatches
+            for path, of_value in of_values.items() if of_value.dtype != jax.dtypes.float0
+        }
+        split = self.work.split(arrays, floats, key, x_TS[0], of_values)
+        handed = HandoverGradient(self.handover, of_outputs)
+        num_stages, num_ticks = self.schedule.num_stages, self.schedule.num_ticks
+
+        def first(
+            arrays: list, stage: Any, microbatch: Any, repeat: Any, x: Any, of_y: Any,
+            of_values: Any,
+        ) -> tuple:
+            of_values = {path: pick(of_value, repeat) for path, of_value in of_values.items()}
+            picked = self.work.picked(arrays, microbatch, repeat)
+            return split.first(picked, key, stage, microbatch, repeat, x, of_y, of_values)
+
+        first_S = jax.vmap(first, in_axes=(1, 0, 0, 0, 0, 0, 1))
+
+        def by_inputs(carry: tuple, tick: tuple) -> tuple[tuple, None]:
+            of_arrived_S, of_stored, residuals = carry
+            t, x_S = tick
+            microbatch, repeat, is_valid = self.schedule.work(t, self.work.stages)
+            of_y_S, of_stored = handed.leave(of_arrived_S, of_stored, t)
+            of_x_S, new_residuals = first_S(
+                arrays, self.work.stages, microbatch, repeat, x_S, of_y_S, of_values
+            )
+            # What an idle stage computes may be NaN.
+            is_valid = is_valid.reshape(-1, *[1] * (of_x_S.ndim - 1))
+            of_x_S = self.work.layout.constrain(jnp.where(is_valid, of_x_S, 0), row_dim=1)
+            residuals = [
+                self.work.layout.constrain(
+                    jax.lax.dynamic_update_index_in_dim(kept, new, t % num_stages, axis=1)
+                )
+                for kept, new in zip(residuals, new_residuals, strict=True)
+            ]
+            return (*handed.enter(of_x_S, of_stored, t), residuals), None
+
+        def second(arrays: list, stage: Any, residuals: list, t: Any, m: Any, r: Any) -> list:
+            # In tick t + s stage s had the microbatch that stage 0 has in tick t.
+            residuals = [pick(kept, (t + stage) % num_stages) for kept in residuals]
+            return split.second(residuals, self.work.picked(arrays, m, r), key, stage, m, r)
+
+        def with_weights(carry: tuple, tick: tuple) -> tuple[tuple, None]:
+            carry, of_floats = carry
+            carry, _ = by_inputs(carry, tick)
+            t, _ = tick
+            microbatch, repeat, is_valid = self.schedule.work(t, 0)
+            new = jax.vmap(second, in_axes=(1, 0, 0, None, None, None))(
+                arrays, self.work.stages, carry[-1], t, microbatch, repeat
+            )
+            of_floats = [
+                added(total, jnp.where(is_valid, part, 0), self.work.index(i, microbatch, repeat))
+                for i, total, part in zip(floats, of_floats, new, strict=True)
+            ]
+            return (carry, of_floats), None
+
+        _, residuals = jax.eval_shape(
+            first_S, arrays, *[self.work.stages] * 3, x_TS[0], x_TS[0], of_values
+        )
+        room = [jnp.zeros((num_stages, num_stages, *a.shape[1:]), a.dtype) for a in residuals]
+        carry, of_floats = varying_alike(
+            ((*handed.start(), room), [jnp.zeros_like(arrays[i]) for i in floats]),
+            (leaves, of_outputs),
+        )
+        ticks = jnp.arange(num_ticks)[::-1], x_TS[::-1]
+        before, after = (jax.tree.map(lambda a, part=part: a[part], ticks) for part in (
+            slice(num_stages - 1), slice(num_stages - 1, None)
+        ))
+        if num_stages > 1:
+            carry, _ = jax.lax.scan(by_inputs, carry, before)
+        (carry, of_floats), _ = jax.lax.scan(with_weights, (carry, of_floats), after)
+        of_arrays = dict(zip(floats, of_floats, strict=True))
+        of_leaves = [of_arrays.get(i) for i in range(self.work.num_leaves)]
+        of_inputs = [of_arrays.get(i) for i in range(self.work.num_leaves, len(arrays))]
+        of_inputs = [None if a is None else jnp.sum(a, axis=1) for a in of_inputs]
+        return of_leaves, of_inputs, handed.inputs(*carry[:2]), None

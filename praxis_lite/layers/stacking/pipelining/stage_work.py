@@ -1,0 +1,124 @@
+"""The work of a pipeline's stage on one microbatch, forward, and backward in two parts."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.layers.stacking.pipelining.split_backward import SplitProgram, split_program
+from praxis_lite.layers.stacking.pipelining.ticks import (
+    StageLayout,
+    Values,
+    apply_layer_at,
+    of_each_stage,
+    pick,
+)
+
+# R repeats, S stages, P places of layers of one stage in one repeat, M microbatches. Names end with
+# the leading dims of their arrays.
+
+
+def floats_of(arrays: Sequence[jax.Array]) -> list[int]:
+    """Returns the numbers of the arrays that have a gradient."""
+    return [i for i, a in enumerate(arrays) if jnp.issubdtype(a.dtype, jnp.inexact)]
+
+
+@dataclasses.dataclass(frozen=True)
+class StageWork:
+    """The stages' work. Its `arrays` are the blocks' [R, S, P, ...], then the inputs' [M, S, ...].
+
+    Attributes:
+      form, num_leaves: of the blocks.
+      others: the inputs that are no arrays.
+      num_layers: of a repeat; the first of its S P places.
+    """
+
+    form: Any
+    num_leaves: int
+    inputs_form: Any
+    others: dict[str, Any]
+    num_stages: int
+    num_layers: int
+    layout: StageLayout
+
+    @property
+    def stages(self) -> jax.Array:
+        """0 to S - 1."""
+        return jnp.arange(self.num_stages)
+
+    def arrays(self, leaves: Sequence[jax.Array], inputs: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns the arrays, [X, S, ...]; of the inputs a copy per stage."""
+        return [*leaves, *of_each_stage(list(inputs), self.num_stages, self.layout, dim=1)]
+
+    def picked(self, arrays: Sequence[jax.Array], microbatch: Any, repeat: Any) -> list[jax.Array]:
+        """Returns the arrays of a microbatch and a repeat."""
+        return [pick(a, self.index(i, microbatch, repeat)) for i, a in enumerate(arrays)]
+
+    def index(self, number: int, microbatch: Any, repeat: Any) -> Any:
+        """Returns the index of an array's part."""
+        return repeat if number < self.num_leaves else microbatch
+
+    def work(
+        self, arrays: Sequence[jax.Array], key: Any, stage: jax.Array, microbatch: jax.Array,
+        repeat: jax.Array, x: jax.Array,
+    ) -> tuple[jax.Array, Values]:
+        """Returns a stage's (x, assigned values [P, ...]) in a tick, of its picked arrays.
+
+        Its layers follow one another without a loop, which could not be cut in two.
+        """
+        leaves_P = arrays[: self.num_leaves]
+        inputs = jax.tree.unflatten(self.inputs_form, arrays[self.num_leaves :])
+        num_places, values_P = leaves_P[0].shape[0], []
+        for place in range(num_places):
+            block = jax.tree.unflatten(self.form, [leaf[place] for leaf in leaves_P])
+            x, _, values = apply_layer_at(
+                block, x, stage * num_places + place, repeat, microbatch,
+                num_layers=self.num_layers,
+                has_free_places=num_places * self.num_stages > self.num_layers,
+                key=key, cache=None, **inputs, **self.others,
+            )
+            values_P.append(values)
+        return x, jax.tree.map(lambda *values: jnp.stack(values), *values_P)
+
+    def split(
+        self, arrays: list, floats: Sequence[int], key: Any, x_S: Any, of_values: Values
+    ) -> SplitProgram:
+        """Returns a stage's backward pass: its input's gradient first, the floats' second.
+
+        Its arguments are those of `work`, then the gradients of x and of assigned values.
+
+        Args:
+          floats: the arrays, by number, of which a gradient is taken.
+          x_S: as `of_values` an array, or its shape and dtype.
+        """
+        num_again = 5
+
+        def program(*args: Any) -> tuple[jax.Array, list[jax.Array]]:
+            arrays, *places = args[:num_again]
+            x, of_y, of_values = args[num_again:]
+
+            def work(values: list, x: jax.Array) -> tuple[jax.Array, Values]:
+                given = dict(enumerate(arrays)) | dict(zip(floats, values, strict=True))
+                y, assigned = self.work(list(given.values()), *places, x)
+                return y, {path: assigned[path] for path in of_values}
+
+            _, pull = jax.vjp(work, [arrays[i] for i in floats], x)
+            of_floats, of_x = pull((of_y, of_values))
+            return of_x, of_floats
+
+        index = jax.ShapeDtypeStruct((), self.stages.dtype)
+        arrays, of_values = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape[2:], a.dtype), (arrays, of_values)
+        )
+        x = jax.ShapeDtypeStruct(x_S.shape[1:], x_S.dtype)
+        args = arrays, key, index, index, index, x, x, of_values
+        return split_program(program, args, num_again)
+
+
+def added(total: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
+    """Returns `total` with `part` added to total[index], or to the only part there is."""
+    index = 0 if total.shape[0] == 1 else index
+    part += jax.lax.dynamic_index_in_dim(total, index, axis=0, keepdims=False)
+    return jax.lax.dynamic_update_index_in_dim(total, part, index, axis=0)

@@ -1,0 +1,233 @@
+"""1F1B trains as one device does on the whole batch: loss, metrics, gradients of every weight."""
+
+import functools
+
+import fiddle as fdl
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from praxis_lite import ConfigError
+from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
+from praxis_lite.core.partitioner import accumulation
+from praxis_lite.core.partitioner.steps import init_state, train_step
+from praxis_lite.layers import (
+    Embedding,
+    FullSoftmax,
+    OneForwardOneBackward,
+    Pipeline,
+    SharedEmbeddingSoftmax,
+    Transformer,
+    TransformerFeedForwardMoe,
+    TransformerLm,
+    set_sharding_params,
+)
+from praxis_lite.layers.stacking.pipelining.schedules import InterleavedSchedule
+from praxis_lite.tasks.language_model import LanguageModelTask
+from praxis_lite.tools.explain import hlo, hlo_text
+from tests.layers.stacking.pipeline_cases import MESH_AXES, assert_trees_close
+from tests.support.marks import slow_but
+
+SIZES = dict(vocab_size=37, model_dims=12, hidden_dims=20, num_heads=2)
+TIED = dict(softmax_tpl=fdl.Partial(SharedEmbeddingSoftmax))
+UNTIED = dict(
+    softmax_tpl=fdl.Partial(FullSoftmax), separate_embedding_tpl=fdl.Partial(Embedding)
+)
+EVEN = dict(num_stages=2, num_microbatches=4)
+# Six layers twice round four stages, of 1, 1, 1, 0 layers; microbatches that divide neither the
+# rows nor the stages.
+UNEVEN = dict(num_stages=3, num_microbatches=5, circular_repeat=2)
+
+
+def config(ends, pipeline, num_layers=4, dropout=0.0, **learner):
+    lm = fdl.Partial(
+        TransformerLm, **SIZES, num_layers=num_layers, max_seq_length=8, **ends,
+        residual_dropout_prob=dropout, stacked_transformer_tpl=fdl.Partial(Pipeline, **pipeline),
+    )
+    return fdl.Config(
+        LanguageModelTask, model=set_sharding_params(lm, {"batch": ("data",)}),
+        learner=fdl.Config(Learner, fdl.Partial(optax.sgd), 1.0, **learner),
+        inputs_split_mapping={"map_2d": (("stage", "data"), None)},
+    )
+
+
+def batch(num_rows):
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(37, size=(num_rows, 9), dtype=np.int32)
+    weights = rng.integers(0, 2, size=(num_rows, 8)).astype(np.float32)
+    weights[1::4] = 0.0  # Of four microbatches one has no weight at all.
+    return {"ids": tokens[:, :-1], "labels": tokens[:, 1:], "weights": weights}
+
+
+def after_a_step(task, inputs, strategy=None):
+    """Returns metrics (value, weight), and by how much each weight moved: its gradient."""
+    gradients = strategy and strategy.on(task, None, None, None)
+    settings = {} if gradients is None else {"value_and_grad": gradients.value_and_grad}
+
+    @jax.jit
+    def run(key):
+        state = init_state(task, key)
+        new, outputs = train_step(task, state, inputs, key, **settings)
+        params = new.mdl_vars["params"]
+        moved = jax.tree.map(lambda a, b: a - b, state.mdl_vars["params"], params)
+        return outputs["metrics"], moved
+
+    return run(jax.random.key(3))
+
+
+CASES = {
+    "tied": (TIED, EVEN, {}),
+    "untied, split": (UNTIED, EVEN | dict(split_backward=True), {}),
+    "tied, uneven, split": (TIED, UNEVEN | dict(split_backward=True), dict(num_layers=8)),
+    "untied, uneven": (UNTIED, UNEVEN, dict(num_layers=8)),
+    "tied, one microbatch": (TIED, dict(num_stages=2, num_microbatches=1), {}),
+    "untied, accumulated": (
+        UNTIED, dict(num_stages=2, microbatch_size=3), dict(gradient_accumulation_steps=2)
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", slow_but({"tied, uneven, split"}, CASES)
+)
+def test_a_step_is_that_of_one_device_on_the_whole_batch(name):
+    ends, pipeline, others = CASES[name]
+    inputs = batch(12)
+    whole = dict(others) | dict(gradient_accumulation_steps=1)
+    one = fdl.build(config(ends, pipeline | dict(pipelined=False), **whole))
+    expected = after_a_step(one, inputs)
+    task = fdl.build(config(ends, pipeline | dict(pipelined=True), **others))
+    metrics, moved = after_a_step(task, inputs, OneForwardOneBackward())
+    assert_trees_close(metrics, expected[0], rtol=1e-5)
+    assert_trees_close(moved, expected[1], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_dropout_is_that_of_accumulation():
+    """Where the blocks follow one another, without ticks, the strategy accumulates."""
+    row, ticks = (
+        after_a_step(
+            fdl.build(config(TIED, EVEN | dict(pipelined=is_in_ticks), dropout=0.5)),
+            batch(8), OneForwardOneBackward(),
+        )
+        for is_in_ticks in (False, True)
+    )
+    assert_trees_close(ticks, row, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_microbatch_of_weight_zero_counts_for_nothing_even_if_it_is_nan():
+    task = fdl.build(config(TIED, EVEN | dict(pipelined=True, split_backward=True)))
+
+    class Poisoned(type(task)):
+        def compute_loss(self, model, inputs, key):
+            metrics = super().compute_loss(model, inputs, key)
+            value, weight = metrics["loss"]
+            return metrics | {"loss": (jnp.where(weight == 0, jnp.nan, 1.0) * value, weight)}
+
+    settings = {name: getattr(task, name) for name in ("model", "learner")}
+    expected = after_a_step(task, batch(8), OneForwardOneBackward())
+    actual = after_a_step(Poisoned(**settings), batch(8), OneForwardOneBackward())
+    assert_trees_close(actual[1], expected[1], rtol=1e-6)
+
+
+@functools.cache
+def on_mesh(num_microbatches, split_backward=False, mesh_shape=(2, 2, 2)):
+    """Returns a step's metrics and weights on a mesh, and its compiled program."""
+    pipeline = dict(
+        num_stages=2, num_microbatches=num_microbatches, split_backward=split_backward,
+    )
+    task_config = config(TIED, pipeline)
+    task_config.model.softmax_tpl.activation_split_dims_mapping = (("stage", "data"), None, "mdl")
+    mesh = make_mesh(MeshConfig(ici_mesh_shape=mesh_shape, axis_names=MESH_AXES))
+    partitioner = Partitioner(fdl.build(task_config), mesh, gradients=OneForwardOneBackward())
+    key = partitioner.key(0)
+    inputs = batch(4 * num_microbatches)
+    spec = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
+    compiled = partitioner.train_step.lower(spec).compile()
+    state, outputs = partitioner.train_step(
+        partitioner.init(key), partitioner.global_batch(inputs), key
+    )
+    return jax.device_get((outputs["metrics"], state.mdl_vars["params"])), compiled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split_backward", [False, True])
+def test_on_a_mesh_a_step_is_that_of_one_device(split_backward):
+    actual, compiled = on_mesh(6, split_backward)
+    task = fdl.build(config(TIED, dict(num_stages=2, num_microbatches=6)))
+    mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1), axis_names=MESH_AXES))
+    one = Partitioner(task, mesh)
+    key = one.key(0)
+    state, outputs = one.train_step(one.init(key), one.global_batch(batch(24)), key)
+    assert_trees_close(
+        actual, jax.device_get((outputs["metrics"], state.mdl_vars["params"])),
+        rtol=1e-4, atol=2e-6,
+    )
+
+
+def test_the_loops_are_the_phases_and_x_and_its_gradient_shift_once_a_tick():
+    compiled = on_mesh(6, True, (2, 1, 1))[1]
+    schedule = InterleavedSchedule(2, 6, 1, split_backward=True)
+    parsed = hlo_text.parse(compiled)
+    trips = [
+        hlo_text.trip_count(parsed, site.computation, site.instruction)
+        for site in hlo_text.executed(parsed)
+        if site.instruction.opcode == "while" and not site.scope
+    ]
+    # Phases of one tick are no loops.
+    assert sorted(trips) == sorted(
+        len(ticks) for ticks, *_ in schedule.phases if len(ticks) > 1
+    ), (trips, schedule.phases)
+    permutes = [
+        item.count for item in hlo.collectives(compiled)
+        if item.kind == "collective-permute" and item.count > 1
+    ]
+    expected = sum(
+        len(ticks) * (forward + backward)
+        for ticks, forward, backward, _ in schedule.phases if len(ticks) > 1
+    )
+    assert sum(permutes) == expected, (permutes, schedule.phases)
+
+
+@pytest.mark.slow
+def test_more_microbatches_keep_no_more_inputs_of_stages():
+    """GPipe keeps the input of every tick: the reason for 1F1B."""
+    few, many = (on_mesh(number, True)[1].memory_analysis() for number in (6, 24))
+    # Besides, each microbatch has its ids, positions and metrics: a few bytes a token.
+    x_bytes = 4 * 8 * SIZES["model_dims"] * 4
+    assert many.temp_size_in_bytes - few.temp_size_in_bytes < (24 - 6) * x_bytes
+
+
+def experts():
+    feed_forward = fdl.Partial(TransformerFeedForwardMoe, num_experts=2)
+    return dict(transformer_layer_tpl=fdl.Partial(Transformer, tr_fflayer_tpl=feed_forward))
+
+
+WRONG = {
+    "found 0 Pipelines": dict(stacked_transformer_tpl=None),
+    "variables that a pass assigns": experts(),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_models_that_it_cannot_cut_are_errors(message):
+    task_config = config(TIED, EVEN)
+    for name, value in WRONG[message].items():
+        if value is None:
+            delattr(task_config.model, name)
+        else:
+            setattr(task_config.model, name, value)
+    with pytest.raises(ConfigError, match=message):
+        OneForwardOneBackward().on(fdl.build(task_config), None, None, None)
+
+
+def test_rows_that_cannot_be_filled_up_are_an_error():
+    task = fdl.build(config(TIED, EVEN))
+    gradients = OneForwardOneBackward().on(task, None, None, None)
+    spec = {"ids": jax.ShapeDtypeStruct((10, 8), jnp.int32)}
+    with pytest.raises(ConfigError, match="10 rows.*4 microbatches.*weights.*'ids'"):
+        gradients.check_rows(spec, 1)
+    assert accumulation.num_rows_of(spec) == 10
