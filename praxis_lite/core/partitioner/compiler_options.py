@@ -10,10 +10,10 @@ from praxis_lite.core.sharding.mesh_config import CompilerOptions
 
 _PLATFORM_OF = {"cuda": "gpu", "rocm": "gpu"}
 # On TPU: no sums in place of products with one row, which read its memory at a third of its speed.
-_DECODING = {"xla_tpu_enable_dot_strength_reduction": False}
+DECODING = {"xla_tpu_enable_dot_strength_reduction": False}
 # On TPU: gradients of weights that lie whole are summed over devices once, after the loops over
 # layers and micro-batches, and not in their every turn. The bytes may be as many as they are.
-_ACCUMULATING = {"xla_while_loop_all_reduce_dus_code_motion_max_size_bytes": 2**40}
+ACCUMULATING = {"xla_while_loop_all_reduce_dus_code_motion_max_size_bytes": 2**40}
 
 
 def init_options(mesh: Mesh) -> dict[str, Any] | None:
@@ -49,23 +49,11 @@ def step_options(options: CompilerOptions | None, mesh: Mesh) -> dict[str, Any] 
     return chosen
 
 
-def train_options(
-    options: dict[str, Any] | None, mesh: Mesh, num_micro_batches: int
+def more_options(
+    more: dict[str, Any], options: dict[str, Any] | None, mesh: Mesh
 ) -> dict[str, Any] | None:
-    """Returns the options of a train step, those of steps among them."""
-    return options if num_micro_batches == 1 else _with_ours(_ACCUMULATING, options, mesh)
-
-
-def decode_options(options: dict[str, Any] | None, mesh: Mesh) -> dict[str, Any] | None:
-    """Returns the options of programs that decode, those of steps among them."""
-    return _with_ours(_DECODING, options, mesh)
-
-
-def _with_ours(
-    ours: dict[str, Any], options: dict[str, Any] | None, mesh: Mesh
-) -> dict[str, Any] | None:
-    """Returns options with more of ours for a TPU, if its version of XLA has them."""
+    """Returns options of steps, and more of ours for a TPU if its version of XLA has them."""
     try:
-        return step_options({"tpu": {**ours, **(options or {})}}, mesh) or options
+        return step_options({"tpu": {**more, **(options or {})}}, mesh) or options
     except ConfigError:
         return options

@@ -12,10 +12,11 @@ from praxis_lite.core.errors import require_choice
 from praxis_lite.core.partitioner import arguments, steps
 from praxis_lite.core.partitioner.compiled_steps import Step, StepOfWeights, TrainStep
 from praxis_lite.core.partitioner.compiler_options import (
-    decode_options,
+    ACCUMULATING,
+    DECODING,
     init_options,
+    more_options,
     step_options,
-    train_options,
 )
 from praxis_lite.core.partitioner.decoding_weights import DecodingWeights
 from praxis_lite.core.partitioner.gradient_strategy import Gradients, GradientStrategy
@@ -86,9 +87,8 @@ class Partitioner:
         self.gradients = (gradients or Gradients()).on(task, mesh, self._mdl_layout, self.learner)
         self.replicated = where.replicated
         self.compiler_options = step_options(compiler_options, mesh)
-        self.train_options = train_options(
-            self.compiler_options, mesh, task.learner.gradient_accumulation_steps
-        )
+        more = ACCUMULATING if task.learner.gradient_accumulation_steps > 1 else {}
+        self.train_options = more_options(more, self.compiler_options, mesh)
         placed = {"out_shardings": self.layout.shardings(mesh)}
         self.init = jax.jit(self._init, compiler_options=init_options(mesh), **placed)
         self._eval_params = jax.jit(
@@ -146,7 +146,7 @@ class Partitioner:
 
     @functools.cached_property
     def decode_options(self) -> dict[str, Any] | None:  # For programs that decode.
-        return decode_options(self.compiler_options, self.mesh)
+        return more_options(DECODING, self.compiler_options, self.mesh)
 
     @functools.cached_property
     def decoding_weights(self) -> DecodingWeights:  # Training has no use for it.

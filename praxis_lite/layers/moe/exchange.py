@@ -121,6 +121,8 @@ def in_turns(
 
     def backward(args, grad_nD):
         x_nD, gates_nK, weights, experts_nK = args
+        # Else XLA might keep what the forward pass got in its first turn.
+        x_nD, experts_nK = jax.lax.optimization_barrier((x_nD, experts_nK))
         seats_of_turn, num_turns = turns_of(gates_nK, experts_nK)
 
         def turn(index: jax.Array) -> tuple:

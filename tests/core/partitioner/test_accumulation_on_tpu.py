@@ -36,11 +36,11 @@ def test_gradients_are_summed_over_devices_once_a_step():
 
 
 def test_an_option_of_the_users_own_is_kept_and_other_platforms_have_none(monkeypatch):
-    mesh = Mesh(jax.devices(), "data")
-    assert compiler_options.train_options(None, mesh, 4) is None
+    mesh, ours = Mesh(jax.devices(), "data"), compiler_options.ACCUMULATING
+    assert compiler_options.more_options(ours, None, mesh) is None
     monkeypatch.setattr(
         compiler_options, "step_options", lambda options, mesh: options.get("tpu")
     )
-    (name, value), = compiler_options.train_options(None, mesh, 4).items()
-    assert compiler_options.train_options({name: 0}, mesh, 4) == {name: 0} != {name: value}
-    assert compiler_options.train_options({"other": 1}, mesh, 1) == {"other": 1}
+    ((name, value),) = compiler_options.more_options(ours, None, mesh).items()
+    assert compiler_options.more_options(ours, {name: 0}, mesh) == {name: 0} != {name: value}
+    assert compiler_options.more_options({}, {"other": 1}, mesh) == {"other": 1}

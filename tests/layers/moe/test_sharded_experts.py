@@ -166,10 +166,11 @@ def collectives_of(name: str) -> list[hlo.Collective]:
     ("name", "num_large", "num_small"),
     [
         # As much again in the backward pass.
-        ("capacity", 4, 0),
+        ("capacity", 4, {0}),
         # Backward tokens go again, and gradients of outputs; gradients of tokens come back. With
-        # tokens go their experts, and backward gates, whose gradients come back.
-        ("dropless", 5, 4),
+        # tokens go their experts, which jaxlib 0.10 keeps for the backward pass, and 0.12 sends
+        # again; and backward gates, whose gradients come back.
+        ("dropless", 5, {3, 4}),
     ],
 )
 def test_one_all_to_all_takes_tokens_to_experts_and_one_takes_them_back(name, num_large, num_small):
@@ -181,7 +182,7 @@ def test_one_all_to_all_takes_tokens_to_experts_and_one_takes_them_back(name, nu
             assert item.group_size == 2
             kinds["large"] += item.count * (item.dims[0][-1] == SIZES["even"].model)
     assert kinds.pop("large") == num_large
-    assert kinds["all-to-all"] == num_large + num_small
+    assert kinds["all-to-all"] - num_large in num_small
     # Weights are gathered over data, sums over the hidden dims reduced over mdl, scalars and
     # gradients over all; nothing of the tokens moves but by the all-to-alls.
     assert set(kinds) <= {"all-to-all", "all-gather", "all-reduce", "reduce-scatter"}
