@@ -127,9 +127,7 @@ class InterleavedSchedule:
 
     @property
     def phases(self) -> list[tuple[range, bool, bool, bool]]:
-        """Runs of ticks, each with whether it works forward, makes inputs' and weights' gradients.
-
-        """
+        """Runs of ticks, each with three bools: forward, gradients of inputs, and of weights."""
         begins, end = self.first_backward, self.first_backward + self.num_ticks
         bounds = sorted({0, begins, min(self.first_weights, end), self.num_ticks, end})
         return [
