@@ -9,6 +9,7 @@ import pytest
 from praxis_lite import ConfigError
 from praxis_lite.core import Partitioner
 from praxis_lite.core.partitioner import compiler_options
+from praxis_lite.core.partitioner.compiler_options import DECODING, more_options
 from praxis_lite.main import main
 from tests.support.explicit_partitioner import explicit_partitioner
 from tests.support.lm_runs import batches, partitioner_of, structs
@@ -64,14 +65,14 @@ def test_decoding_has_options_of_its_own_on_tpu_if_xla_knows_them(knows, monkeyp
 
     given = {"xla_tpu_scoped_vmem_limit_kib": 16_384}
     monkeypatch.setattr(compiler_options, "step_options", checked)
-    actual = compiler_options.decode_options(given, Tpu())
+    actual = more_options(DECODING, given, Tpu())
     assert given.items() <= actual.items()
     assert ("xla_tpu_enable_dot_strength_reduction" in actual) == knows
     given = {"xla_tpu_enable_dot_strength_reduction": True}  # The user's own count first.
-    assert compiler_options.decode_options(given, Tpu()) == given
+    assert more_options(DECODING, given, Tpu()) == given
 
 
 def test_decoding_on_other_platforms_has_the_options_of_steps(mesh_of):
     options = {"xla_cpu_enable_fast_min_max": False}
-    assert compiler_options.decode_options(options, mesh_of(1, 4, 2)) == options
-    assert compiler_options.decode_options(None, mesh_of(1, 4, 2)) is None
+    assert more_options(DECODING, options, mesh_of(1, 4, 2)) == options
+    assert more_options(DECODING, None, mesh_of(1, 4, 2)) is None
