@@ -1,12 +1,6 @@
 """ZeRO-1: where slots go besides their weights' axes, and what the compiled step then sends."""
 
-import importlib.util
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +13,7 @@ from praxis_lite.core.learner.slots import extended_specs
 from praxis_lite.tools.explain import hlo
 from tests.core.learner import zero1_runs
 from tests.support.goldens import trimmed
+from tests.support.on_tpu import needs_libtpu, printed_by
 
 SIZES = {"replica": 1, "data": 4, "mdl": 2}
 
@@ -104,19 +99,9 @@ def test_with_zero_1_a_device_updates_its_part_and_gathers_the_weights(mesh_of):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu, the compiler for TPUs, is missing"
-)
+@needs_libtpu
 def test_a_tpu_reduce_scatters_the_gradients_and_gathers_the_weights():
-    env = os.environ | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    env.pop("XLA_FLAGS", None)  # Of the CPU.
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.core.learner.zero1_runs"],
-        capture_output=True, text=True, check=False,
-        env=env, cwd=Path(__file__).parents[3],
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    whole, split = json.loads(run.stdout.splitlines()[-1])
+    whole, split = printed_by("tests.core.learner.zero1_runs")
     num_bytes = 4 * zero1_runs.NUM_WEIGHTS
     assert whole.keys() == {"all-reduce"} and 0 <= whole["all-reduce"] - num_bytes <= 64
     assert split.pop("reduce-scatter") == num_bytes // zero1_runs.NUM_DEVICES

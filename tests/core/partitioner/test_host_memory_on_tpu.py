@@ -1,30 +1,16 @@
 """The bytes that a TPU's compiler plans for what lies in the host's memory."""
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.support import offload_runs
+from tests.support.on_tpu import needs_libtpu, printed_by
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu, the compiler for TPUs, is missing"
-)
+@needs_libtpu
 def test_activations_and_slots_go_from_the_device_to_its_host():
-    env = os.environ | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    env.pop("XLA_FLAGS", None)  # Of the CPU.
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.support.offload_runs"], capture_output=True, text=True,
-        check=False, env=env, cwd=Path(__file__).parents[3],
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    device, offload = json.loads(run.stdout.splitlines()[-1]).values()
+    device, offload = printed_by("tests.support.offload_runs").values()
     assert not any(size for name, size in device.items() if name.startswith("host"))
     # Of 64 x 512 tokens over 4 devices, float32: inputs of 512, queries of 512 and a hidden layer
     # of 2048, these two split in 2.

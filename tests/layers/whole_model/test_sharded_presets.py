@@ -3,13 +3,7 @@
 import collections
 import contextlib
 import functools
-import importlib.util
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import fiddle as fdl
 import jax
@@ -24,6 +18,7 @@ from praxis_lite.tools.explain import hlo
 from praxis_lite.tools.testing.asserts.layers import assert_near, drawn
 from tests.layers.whole_model import preset_runs
 from tests.layers.whole_model.preset_runs import EVEN, NUM_LAYERS, both_ends, mesh_of
+from tests.support.on_tpu import needs_libtpu, printed_by
 
 UNEVEN_BATCH = preset_runs.batch_of(11, 7, 37)
 
@@ -187,18 +182,9 @@ def test_expert_exchanges_tokens_and_splits_experts():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu, the compiler for TPUs, is missing"
-)
+@needs_libtpu
 def test_a_tpu_scatters_and_gathers_where_megatron_sums():
-    env = os.environ | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    env.pop("XLA_FLAGS", None)  # Of the CPU.
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.layers.whole_model.preset_runs"],
-        capture_output=True, text=True, check=False, env=env, cwd=Path(__file__).parents[3],
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    actual = json.loads(run.stdout.splitlines()[-1])
+    actual = printed_by("tests.layers.whole_model.preset_runs")
     rows, time, dims, hidden, heads, per_head, vocab = preset_runs.OF_TPU
     activations, in_bfloat16 = 4 * rows * time * dims, 2 * rows * time * dims
 

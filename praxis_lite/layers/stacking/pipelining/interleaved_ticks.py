@@ -86,7 +86,7 @@ class InterleavedTicks:
         return carry.of_floats, carry.of_ends, carry.reported_M, carry.weight_M
 
     def start(self) -> Carry:
-        """Returns what goes into the first tick."""
+        """Returns the carry of the first tick."""
         num_stages, num_microbatches = self.schedule.num_stages, self.schedule.num_microbatches
         # Rows of the batch, too, for the stages that wait for their first.
         x = self.ends.enter(jnp.array(0))
@@ -108,7 +108,7 @@ class InterleavedTicks:
     def tick(
         self, does_forward: bool, does_inputs: bool, does_weights: bool, carry: Carry, t: jax.Array
     ) -> tuple[Carry, None]:
-        """Returns what goes into the next tick."""
+        """Returns the carry of the next tick."""
         if does_forward:
             carry, y_S = self.forward(carry, t)
             if does_inputs:
