@@ -87,8 +87,9 @@ class Partitioner:
         self.gradients = (gradients or Gradients()).on(task, mesh, self._mdl_layout, self.learner)
         self.replicated = where.replicated
         self.compiler_options = step_options(compiler_options, mesh)
-        more = ACCUMULATING if task.learner.gradient_accumulation_steps > 1 else {}
-        self.train_options = more_options(more, self.compiler_options, mesh)
+        self.train_options = self.compiler_options
+        if task.learner.gradient_accumulation_steps > 1:
+            self.train_options = more_options(ACCUMULATING, self.compiler_options, mesh)
         placed = {"out_shardings": self.layout.shardings(mesh)}
         self.init = jax.jit(self._init, compiler_options=init_options(mesh), **placed)
         self._eval_params = jax.jit(

@@ -29,4 +29,4 @@ def test_an_option_of_the_users_own_is_kept_and_other_platforms_have_none(monkey
     )
     ((name, value),) = compiler_options.more_options(ours, None, mesh).items()
     assert compiler_options.more_options(ours, {name: 0}, mesh) == {name: 0} != {name: value}
-    assert compiler_options.more_options({}, {"other": 1}, mesh) == {"other": 1}
+    assert compiler_options.more_options(ours, {"other": 1}, mesh) == {name: value, "other": 1}
