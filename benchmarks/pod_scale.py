@@ -34,6 +34,7 @@ from praxis_lite.collectives import ExplicitCollectives
 from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
 from praxis_lite.layers import set_sharding_params
 from praxis_lite.layers.whole_model.sharding_presets import COMPILER_OPTIONS, SHARDING_PRESETS
+from praxis_lite.run.experiment.compiler_options import merged_options
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tools.explain import hlo
 from praxis_lite.tools.explain.hlo_text import op_name_of, parse
@@ -86,12 +87,13 @@ def partitioner_of(options: argparse.Namespace, row: str) -> Partitioner:
         fdl.build(config), learner,
         inputs_split_mapping={"map_1d": (batch,), "map_2d": (batch, None)},
     )
-    compiler_options = dict(COMPILER_OPTIONS.get(options.preset, {}).get("tpu", {}))
+    compiler_options = {}
     if topology.startswith(("v5p", "v6e")):
         compiler_options |= UNREADABLE
         compiler_options |= UNREADABLE_OF_EXPERTS if model in WITH_EXPERTS else {}
     compiler_options |= dict(item.split("=", 1) for item in options.compiler_option)
-    settings = {"compiler_options": {"tpu": compiler_options}}
+    of_preset = COMPILER_OPTIONS.get(options.preset)
+    settings = {"compiler_options": merged_options({"tpu": compiler_options}, of_preset)}
     if options.by_hand:
         axes = tuple(options.by_hand.split(","))
         return Partitioner(task, mesh, gradients=ExplicitCollectives(axes), **settings)

@@ -6,7 +6,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.core.errors import ConfigError, require_choice
-from praxis_lite.core.sharding.mesh_config import CompilerOptions
+from praxis_lite.core.sharding.mesh_config import TPUS, CompilerOptions
 
 _PLATFORM_OF = {"cuda": "gpu", "rocm": "gpu"}
 # On TPU: no sums in place of products with one row, which read its memory at a third of its speed.
@@ -25,16 +25,19 @@ def init_options(mesh: Mesh) -> dict[str, Any] | None:
 
 
 def step_options(options: CompilerOptions | None, mesh: Mesh) -> dict[str, Any] | None:
-    """Returns those of the mesh's platform, for `jax.jit`, or None if there are none.
+    """Returns those of the mesh's devices, for `jax.jit`, or None if there are none.
 
     Raises:
       ConfigError: a platform has another name, or XLA does not know an option or takes another
         value; nothing large was compiled.
     """
-    for platform in options or {}:
-        require_choice("mesh.compiler_options: a platform", platform, ("cpu", "gpu", "tpu"))
-    platform = mesh.devices.flat[0].platform
-    chosen = dict((options or {}).get(_PLATFORM_OF.get(platform, platform), {}))
+    options = options or {}
+    for name in options:
+        choices = ("cpu", "gpu", "tpu", *dict.fromkeys(TPUS.values()))
+        require_choice("mesh.compiler_options: a platform or kind of TPU", name, choices)
+    device = mesh.devices.flat[0]
+    platform, kind = device.platform, TPUS.get(device.device_kind.lower(), "")
+    chosen = {**options.get(_PLATFORM_OF.get(platform, platform), {}), **options.get(kind, {})}
     if not chosen:
         return None
     whole = NamedSharding(mesh, PartitionSpec())
@@ -43,8 +46,8 @@ def step_options(options: CompilerOptions | None, mesh: Mesh) -> dict[str, Any] 
     except jax.errors.JaxRuntimeError as error:
         text = str(error).partition(": ")[2] or str(error)
         raise ConfigError(
-            f"mesh.compiler_options of {platform}: {text.strip().rstrip('.')}. Wanted are options "
-            "that XLA has in this version of jaxlib or libtpu, by their names without dashes."
+            f"mesh.compiler_options of {kind or platform}: {text.strip().rstrip('.')}. Wanted are "
+            "options that XLA has in this version of jaxlib or libtpu, by names without dashes."
         ) from None
     return chosen
 

@@ -7,6 +7,11 @@ from collections.abc import Mapping, Sequence
 from praxis_lite.core.errors import ConfigError, require
 
 CompilerOptions = Mapping[str, Mapping[str, bool | int | float | str]]
+# Names of TPUs, as topologies and compiler_options have them, by `jax.Device.device_kind`.
+TPUS = {
+    "tpu v4": "v4", "tpu v5 lite": "v5e", "tpu v5e": "v5e", "tpu v5": "v5p", "tpu v5p": "v5p",
+    "tpu v6 lite": "v6e", "tpu v6e": "v6e", "tpu7x": "tpu7x",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,8 +26,9 @@ class MeshConfig:
       allow_unused_devices: accept a mesh smaller than the accelerators there are.
       allow_split_physical_axes: let an axis take a part of a TPU torus's dim, where the sizes do
         not match the torus otherwise; collectives along it then share links with another axis.
-      compiler_options: by platform ("cpu", "gpu", "tpu"), options of XLA by name for the train,
-        eval and decode steps; those of other platforms wait until a job runs there.
+      compiler_options: by platform ("cpu", "gpu", "tpu") or kind of TPU ("v4", "v5e", "v5p",
+        "v6e", "tpu7x"), options of XLA by name for the train, eval and decode steps; those of a
+        kind count before those of "tpu". Those of other devices wait until a job runs there.
     """
 
     ici_mesh_shape: Sequence[int]

@@ -11,6 +11,7 @@ import fiddle as fdl
 from praxis_lite.core.callables import callable_name
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.run.config.former_settings import move_former_settings
+from praxis_lite.run.experiment.compiler_options import merged_options
 from praxis_lite.run.experiment.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -221,11 +222,9 @@ def _set_preset(config: fdl.Config, preset: str) -> None:
             rank: (batch, *dims[1:]) for rank, dims in mapping.items()
         }
     if preset in COMPILER_OPTIONS:
-        of_mesh = getattr(config.mesh, "compiler_options", None) or {}
-        config.mesh.compiler_options = dict(of_mesh) | {
-            platform: dict(options) | dict(of_mesh.get(platform, {}))
-            for platform, options in COMPILER_OPTIONS[preset].items()
-        }
+        config.mesh.compiler_options = merged_options(
+            getattr(config.mesh, "compiler_options", None), COMPILER_OPTIONS[preset]
+        )
 
 
 def check_dataset_name(name: Any, where: str) -> None:

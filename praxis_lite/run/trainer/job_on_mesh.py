@@ -17,6 +17,7 @@ from praxis_lite.core.sharding.mesh_config import CompilerOptions
 from praxis_lite.host.host_memory import check_room_for_devices
 from praxis_lite.inputs.base import TRAIN, InputPipeline
 from praxis_lite.inputs.tokenizers.base import Tokenizer
+from praxis_lite.run.experiment.compiler_options import merged_options
 from praxis_lite.run.experiment.experiment import Job
 from praxis_lite.run.experiment.run_config import RunConfig
 from praxis_lite.run.job import processes
@@ -151,11 +152,8 @@ def partitioner_on(
     Args:
       more_options: of the compiler, besides those of `job.mesh`, which count first.
     """
-    options = {
-        platform: {**(more_options or {}).get(platform, {}), **given}
-        for platform, given in ((more_options or {}) | (job.mesh.compiler_options or {})).items()
-    }
-    options = {platform: given for platform, given in options.items() if given}
+    options = merged_options(job.mesh.compiler_options, more_options)
+    options = {name: given for name, given in options.items() if given}
     # A partitioner of the user's own may take none.
     settings = {"compiler_options": options} if options else {}
     return (job.partitioner or Partitioner)(job.task, mesh, **settings)

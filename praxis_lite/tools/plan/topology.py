@@ -13,6 +13,7 @@ import jax
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.devices.libtpu import WITHOUT_TPU
 from praxis_lite.core.sharding.mesh import simulated_devices
+from praxis_lite.core.sharding.mesh_config import TPUS
 from praxis_lite.host.optional_packages import require_package
 from praxis_lite.tools.plan.chips import CHIPS, Chip, chip_named
 
@@ -110,12 +111,8 @@ def _share_of_this_machine(chip: Chip, count: int) -> Chip:
 def attached_topology(devices: Sequence[jax.Device]) -> Topology | None:
     """Returns the topology of devices that are there; None of a kind that the table lacks."""
     kind, platform = devices[0].device_kind.lower(), devices[0].platform
-    names = {
-        "tpu v4": "v4", "tpu v5 lite": "v5e", "tpu v5e": "v5e", "tpu v5": "v5p", "tpu v5p": "v5p",
-        "tpu v6 lite": "v6e", "tpu v6e": "v6e", "tpu7x": "tpu7x",
-    }
     words = set(re.split(r"[ -]", kind))
-    name = "cpu" if platform == "cpu" else names.get(kind) or next(
+    name = "cpu" if platform == "cpu" else TPUS.get(kind) or next(
         (item for item in _GPUS if item in words), None
     )
     if name is None or words & _LESSER_GPUS:

@@ -11,6 +11,7 @@ from praxis_lite.core import Partitioner
 from praxis_lite.core.partitioner import compiler_options
 from praxis_lite.core.partitioner.compiler_options import DECODING, more_options
 from praxis_lite.main import main
+from praxis_lite.run.experiment.compiler_options import merged_options
 from tests.support.explicit_partitioner import explicit_partitioner
 from tests.support.lm_runs import batches, partitioner_of, structs
 from tests.support.marks import slow_but
@@ -34,6 +35,7 @@ def test_options_of_the_platform_reach_its_steps(kind, tmp_path, mesh_of):
     ({"cpu": {"xla_bogus": 1}}, "cpu.*'xla_bogus'"),
     ({"cpu": {"xla_cpu_enable_fast_math": "maybe"}}, "xla_cpu_enable_fast_math.*'maybe'"),
     ({"cuda": {}}, "'cuda'.*cpu, gpu, tpu"),
+    ({"v6": {}}, "'v6'.*v5p, v6e, tpu7x.*Did you mean v6e"),
 ])
 def test_wrong_options_are_refused_before_a_step(options, said, mesh_of):
     with pytest.raises(ConfigError, match=said):
@@ -52,8 +54,30 @@ def test_a_job_says_its_options(capsys, tmp_path):
 class Tpu:
     """A mesh of a device that is not there: what XLA knows is asked by the test."""
 
-    def __init__(self):
-        self.devices = np.array([types.SimpleNamespace(platform="tpu")])
+    def __init__(self, kind="TPU v5 lite"):
+        self.devices = np.array([types.SimpleNamespace(platform="tpu", device_kind=kind)])
+
+
+@pytest.mark.parametrize("kind, expected", [
+    ("TPU v5 lite", {"a": 1, "b": 3, "c": 4}), ("TPU v6 lite", {"a": 1, "b": 2}),
+    ("TPU of next year", {"a": 1, "b": 2}),
+])
+def test_options_of_a_kind_of_tpu_count_before_those_of_all(kind, expected, monkeypatch):
+    compiled = types.SimpleNamespace(lower=lambda: types.SimpleNamespace(compile=lambda: None))
+    monkeypatch.setattr(compiler_options, "NamedSharding", lambda *args: None)
+    monkeypatch.setattr(jax, "jit", lambda function, **settings: compiled)
+    options = {"tpu": {"a": 1, "b": 2}, "v5e": {"b": 3, "c": 4}, "cpu": {"d": 5}}
+    assert compiler_options.step_options(options, Tpu(kind)) == expected
+
+
+def test_options_of_an_experiment_count_before_those_of_its_preset():
+    of_preset = {"tpu": {"a": 1, "b": 1}, "v5e": {"c": 1, "d": 1, "e": 1}, "cpu": {"c": 1}}
+    own = {"tpu": {"b": 2, "c": 2}, "v5e": {"d": 2}}
+    assert merged_options(own, of_preset) == {
+        "tpu": {"a": 1, "b": 2, "c": 2}, "v5e": {"d": 2, "e": 1}, "cpu": {"c": 1},
+    }
+    assert merged_options(None, of_preset) == of_preset
+    assert merged_options(own, None) == own
 
 
 @pytest.mark.parametrize("knows", [True, False])
