@@ -22,6 +22,7 @@ from praxis_lite.layers.base.variables import assigned_values
 from praxis_lite.layers.stacking.pipelines import Pipeline
 from praxis_lite.layers.stacking.pipelining.cut_models import CutModel, cutting
 from praxis_lite.layers.stacking.pipelining.interleaved_ticks import InterleavedTicks
+from praxis_lite.layers.stacking.pipelining.microbatches import num_microbatches_of
 from praxis_lite.layers.stacking.pipelining.schedules import InterleavedSchedule
 
 PyTree = Any
@@ -78,9 +79,10 @@ def _pipeline_of(task: Task) -> Pipeline:
 def _num_microbatches(pipeline: Pipeline, inputs: PyTree, num_micro_batches: int) -> int:
     """Returns the microbatches of a batch, in all of its micro-batches of accumulation."""
     num_rows = -(-num_rows_of(inputs) // num_micro_batches)
-    if pipeline.microbatch_size is None:
-        return pipeline.num_microbatches * num_micro_batches
-    return -(-num_rows // pipeline.microbatch_size) * num_micro_batches
+    num_microbatches = num_microbatches_of(
+        num_rows, pipeline.num_microbatches, pipeline.microbatch_size
+    )
+    return num_microbatches * num_micro_batches
 
 
 def _num_missing_rows(pipeline: Pipeline, inputs: PyTree, num_micro_batches: int) -> int:
