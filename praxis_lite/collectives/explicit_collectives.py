@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from praxis_lite.collectives.filler_rows import num_missing_rows, with_filler
 from praxis_lite.collectives.mapped_weights import MappedWeight, mapped_weight, sharded
 from praxis_lite.collectives.per_device import on_each_device
 from praxis_lite.collectives.sums_over_devices import (
@@ -19,7 +20,7 @@ from praxis_lite.collectives.sums_over_devices import (
     weighted_means,
 )
 from praxis_lite.collectives.varying import varying_over
-from praxis_lite.core.errors import ConfigError, did_you_mean, require
+from praxis_lite.core.errors import did_you_mean, require
 from praxis_lite.core.learner.bound_learner import BoundLearner
 from praxis_lite.core.partitioner import accumulation, steps
 from praxis_lite.core.partitioner.gradient_strategy import Gradients
@@ -114,32 +115,14 @@ class _OnMesh:
 
     def num_padding_rows(self, inputs: PyTree, num_micro_batches: int) -> int:
         """Returns the rows that a batch lacks to divide over devices and micro-batches."""
-        num_rows, multiple = num_rows_of(inputs), self.num_parts * num_micro_batches
-        num_missing = -num_rows % multiple
-        if num_missing and "weights" not in inputs:
-            raise ConfigError(
-                f"A batch has {num_rows} rows, but {self.num_parts} devices along "
-                f"{self.data_axes} with {num_micro_batches} micro-batches share a multiple of "
-                f"{multiple}, and it has no leaf 'weights' to mark rows of padding: it has "
-                f"{sorted(inputs)}. Make the batch size a multiple of {multiple}, or give each row "
-                "a weight (1.0) that the task's loss is weighted by."
-            )
-        return num_missing
+        return num_missing_rows(
+            inputs, self.num_parts * num_micro_batches,
+            f"{self.num_parts} devices along {self.data_axes} with {num_micro_batches} "
+            "micro-batches",
+        )
 
     def _padded(self, inputs: Mapping[str, jax.Array], num_micro_batches: int) -> PyTree:
-        num_missing = self.num_padding_rows(inputs, num_micro_batches)
-        if not num_missing:
-            return inputs
-
-        def filled_up(x: jax.Array) -> jax.Array:
-            # With a true row: of zeros a loss may be NaN, and so is 0 times that in a gradient.
-            if x.ndim == 0:
-                return x
-            return jnp.concatenate([x, jnp.broadcast_to(x[:1], (num_missing, *x.shape[1:]))])
-
-        weights = inputs["weights"]
-        no_weights = [(0, num_missing)] + [(0, 0)] * (weights.ndim - 1)
-        return jax.tree.map(filled_up, dict(inputs)) | {"weights": jnp.pad(weights, no_weights)}
+        return with_filler(inputs, self.num_padding_rows(inputs, num_micro_batches))
 
     def value_and_grad(
         self,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.errors import require
 from praxis_lite.core.models.layers_apart import layers_of
 from praxis_lite.core.models.tallies import Tally
 from praxis_lite.core.sharding.split_dims import DimSplit, constrain
@@ -19,15 +19,19 @@ from praxis_lite.layers.base.variables import assign, assigned_values, stacked
 from praxis_lite.layers.stacking.checkpoint_policy import CheckpointPolicy, checked_policy, remat
 from praxis_lite.layers.stacking.pipelining.cut_models import cut_in_force
 from praxis_lite.layers.stacking.pipelining.forms import (
-    arrays_of,
     from_repeated,
     in_stages_form,
     stack_shape,
-    to_microbatches,
     to_repeated,
-    to_rows,
     with_free_places,
     without_free_places,
+)
+from praxis_lite.layers.stacking.pipelining.microbatches import (
+    arrays_of,
+    check_microbatches,
+    num_microbatches_of,
+    to_microbatches,
+    to_rows,
 )
 from praxis_lite.layers.stacking.pipelining.schedules import Schedule
 from praxis_lite.layers.stacking.pipelining.split_ticks import run_split_ticks
@@ -118,11 +122,7 @@ class Pipeline(BaseLayer):
             self, num_layers=num_layers, num_stages=num_stages, circular_repeat=circular_repeat
         )
         policy = checked_policy(checkpoint_policy, self)
-        if (num_microbatches is None) == (microbatch_size is None):
-            raise ConfigError(
-                f"Pipeline.num_microbatches is {num_microbatches} and microbatch_size is "
-                f"{microbatch_size}; wanted is one of the two. Set num_microbatches."
-            )
+        check_microbatches(self, num_microbatches, microbatch_size)
         require(
             num_layers % circular_repeat == 0 and num_layers >= num_stages * circular_repeat,
             "Pipeline.num_layers", num_layers,
@@ -138,10 +138,6 @@ class Pipeline(BaseLayer):
         self.num_layers, self.num_stages = num_layers, num_stages
         self.circular_repeat, self.stream_io = circular_repeat, stream_io
         self.num_microbatches, self.microbatch_size = num_microbatches, microbatch_size
-        if microbatch_size is None:
-            require_positive(self, num_microbatches=num_microbatches)
-        else:
-            require_positive(self, microbatch_size=microbatch_size)
         self.split_backward = split_backward
         self.stage_axis, self.pipelined = stage_axis, pipelined
         self.checkpoint_policy = policy
@@ -275,17 +271,10 @@ class Pipeline(BaseLayer):
 
     def num_microbatches_of(self, num_rows: int) -> int:
         """Returns M for a batch, checked."""
-        name = "num_microbatches" if self.microbatch_size is None else "microbatch_size"
-        actual = getattr(self, name)
-        if num_rows % actual and assigned_values(self.blocks):
-            raise ConfigError(
-                f"Pipeline.{name} is {actual}; wanted is a divisor of {num_rows}, the rows of the "
-                "batch: its blocks assign variables, which would count the rows that fill up the "
-                f"last microbatches. Change {name} or the batch size."
-            )
-        if self.microbatch_size is None:
-            return actual
-        return -(-num_rows // actual)
+        return num_microbatches_of(
+            num_rows, self.num_microbatches, self.microbatch_size,
+            must_divide=bool(assigned_values(self.blocks)),
+        )
 
     @property
     def is_in_ticks(self) -> bool:

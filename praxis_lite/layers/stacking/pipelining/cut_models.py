@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.task import WeightedScalars
-from praxis_lite.layers.stacking.pipelining.forms import arrays_of
+from praxis_lite.layers.stacking.pipelining.microbatches import arrays_of
 from praxis_lite.layers.stacking.pipelining.split_backward import used_arguments
 from praxis_lite.layers.stacking.pipelining.stage_work import StageWork
 

@@ -1,6 +1,5 @@
-"""The forms that a pipeline gives arrays: weights by stage, batches by microbatch, and back."""
+"""The forms of a pipeline's weights: by layer, as a Repeat's, and by stage."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 
 from praxis_lite.core.errors import ConfigError
 
-# R repeats, S stages, P layers of one stage in one repeat, L layers, M microbatches.
+# R repeats, S stages, P layers of one stage in one repeat, L layers.
 
 PyTree = Any
 
@@ -67,44 +66,3 @@ def without_free_places(tree: PyTree, num_layers: int) -> PyTree:
     return jax.tree.map(
         lambda a: a.reshape(a.shape[0], -1, *a.shape[3:])[:, :num_layers], tree
     )
-
-
-def arrays_of(inputs: Mapping[str, Any], num_rows: int) -> tuple[dict, dict]:
-    """Returns the inputs that have rows, and the others (None, flags).
-
-    Raises:
-      ConfigError: an array has neither `num_rows` rows nor one; names it.
-    """
-    arrays, others = {}, {}
-    for name, value in inputs.items():
-        leaves = jax.tree.leaves(value)
-        has_rows = leaves and all(jnp.ndim(leaf) > 0 for leaf in leaves)
-        (arrays if has_rows else others)[name] = value
-        for leaf in leaves if has_rows else ():
-            if leaf.shape[0] not in (1, num_rows):
-                raise ConfigError(
-                    f"Pipeline's input {name!r} has the shape {leaf.shape}; wanted is x's "
-                    f"{num_rows} rows, or 1, as its first dim, so that microbatches can be cut."
-                )
-    return arrays, others
-
-
-def to_microbatches(x: jax.Array, num_microbatches: int, num_streams: int) -> jax.Array:
-    """Returns [rows, ...] as [M, rows / M, ...], filled up with copies of row 0 if M divides not.
-
-    The rows of one microbatch are far apart: rows that are split over a mesh axis then give each
-    microbatch its share from every device.
-    """
-    if num_free := -x.shape[0] % num_microbatches:
-        x = jnp.concatenate([x, jnp.broadcast_to(x[:1], (num_free, *x.shape[1:]))])
-    shape = num_streams, x.shape[0] // num_microbatches, num_microbatches // num_streams
-    x = jnp.swapaxes(x.reshape(*shape, *x.shape[1:]), 1, 2)
-    return x.reshape(num_microbatches, shape[1], *x.shape[3:])
-
-
-def to_rows(x_M: jax.Array, num_streams: int) -> jax.Array:
-    """Returns the inverse of `to_microbatches`."""
-    num_microbatches, microbatch_size = x_M.shape[:2]
-    shape = num_streams, num_microbatches // num_streams, microbatch_size
-    x = jnp.swapaxes(x_M.reshape(*shape, *x_M.shape[2:]), 1, 2)
-    return x.reshape(num_microbatches * microbatch_size, *x_M.shape[2:])

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from praxis_lite.collectives.filler_rows import num_missing_rows, with_filler
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.learner.bound_learner import BoundLearner
 from praxis_lite.core.partitioner import accumulation
@@ -21,6 +22,7 @@ from praxis_lite.layers.base.variables import assigned_values
 from praxis_lite.layers.stacking.pipelines import Pipeline
 from praxis_lite.layers.stacking.pipelining.cut_models import CutModel, cutting
 from praxis_lite.layers.stacking.pipelining.interleaved_ticks import InterleavedTicks
+from praxis_lite.layers.stacking.pipelining.microbatches import num_microbatches_of
 from praxis_lite.layers.stacking.pipelining.schedules import InterleavedSchedule
 
 PyTree = Any
@@ -77,35 +79,16 @@ def _pipeline_of(task: Task) -> Pipeline:
 def _num_microbatches(pipeline: Pipeline, inputs: PyTree, num_micro_batches: int) -> int:
     """Returns the microbatches of a batch, in all of its micro-batches of accumulation."""
     num_rows = -(-num_rows_of(inputs) // num_micro_batches)
-    if pipeline.microbatch_size is None:
-        return pipeline.num_microbatches * num_micro_batches
-    return -(-num_rows // pipeline.microbatch_size) * num_micro_batches
+    num_microbatches = num_microbatches_of(
+        num_rows, pipeline.num_microbatches, pipeline.microbatch_size
+    )
+    return num_microbatches * num_micro_batches
 
 
 def _num_missing_rows(pipeline: Pipeline, inputs: PyTree, num_micro_batches: int) -> int:
     """Returns the rows that a batch lacks to divide over the microbatches."""
-    num_rows = num_rows_of(inputs)
     num_microbatches = _num_microbatches(pipeline, inputs, num_micro_batches)
-    num_missing = -num_rows % num_microbatches
-    if num_missing and "weights" not in inputs:
-        raise ConfigError(
-            f"A batch has {num_rows} rows, which {num_microbatches} microbatches do not divide, "
-            f"and no leaf 'weights' to mark rows that fill it up: it has {sorted(inputs)}. Make "
-            f"the batch size a multiple of {num_microbatches}, or give each row a weight (1.0) "
-            "that the task's loss is weighted by."
-        )
-    return num_missing
-
-
-def _filled(inputs: Mapping[str, jax.Array], num_missing: int) -> dict[str, jax.Array]:
-    """Returns a batch with copies of its first row behind it, which have no weight."""
-    def filled(name: str, x: jax.Array) -> jax.Array:
-        if x.ndim == 0 or not num_missing:
-            return x
-        rows = jnp.broadcast_to(x[:1], (num_missing, *x.shape[1:]))
-        return jnp.concatenate([x, jnp.zeros_like(rows) if name == "weights" else rows])
-
-    return {name: filled(name, x) for name, x in inputs.items()}
+    return num_missing_rows(inputs, num_microbatches, f"{num_microbatches} microbatches")
 
 
 def _value_and_grad(
@@ -116,7 +99,7 @@ def _value_and_grad(
 ) -> tuple[accumulation.WeightedScalars, PyTree, PyTree]:
     """Returns the result of `accumulation.value_and_grad` over all microbatches."""
     num_microbatches = _num_microbatches(pipeline, inputs, num_micro_batches)
-    inputs = _filled(inputs, _num_missing_rows(pipeline, inputs, num_micro_batches))
+    inputs = with_filler(inputs, _num_missing_rows(pipeline, inputs, num_micro_batches))
     if not pipeline.is_in_ticks:
         whole = lambda pipeline, x, key, inputs: pipeline.applied(  # noqa: E731
             x, 1, key=key, cache=None, **inputs

@@ -1,0 +1,93 @@
+"""A batch's microbatches: how many there are, and how its rows are cut into them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.layers.base.calls import require_positive
+
+# M microbatches.
+
+
+def check_microbatches(
+    layer: Any, num_microbatches: int | None, microbatch_size: int | None
+) -> None:
+    """Raises a ConfigError unless just one of a Pipeline's two settings is there, and positive."""
+    if (num_microbatches is None) == (microbatch_size is None):
+        raise ConfigError(
+            f"Pipeline.num_microbatches is {num_microbatches} and microbatch_size is "
+            f"{microbatch_size}; wanted is one of the two. Set num_microbatches."
+        )
+    if microbatch_size is None:
+        require_positive(layer, num_microbatches=num_microbatches)
+    else:
+        require_positive(layer, microbatch_size=microbatch_size)
+
+
+def num_microbatches_of(
+    num_rows: int, num_microbatches: int | None, microbatch_size: int | None, *,
+    must_divide: bool = False,
+) -> int:
+    """Returns M for a batch of so many rows.
+
+    Args:
+      num_microbatches, microbatch_size: as of Pipeline: one of the two is None.
+      must_divide: blocks assign variables, which would count rows that fill up a microbatch.
+
+    Raises:
+      ConfigError: they do not divide the rows, but must.
+    """
+    by_size = num_microbatches is None
+    name = "microbatch_size" if by_size else "num_microbatches"
+    actual = microbatch_size if by_size else num_microbatches
+    if must_divide and num_rows % actual:
+        raise ConfigError(
+            f"Pipeline.{name} is {actual}; wanted is a divisor of {num_rows}, the rows of the "
+            "batch: its blocks assign variables, which would count the rows that fill up the "
+            f"last microbatches. Change {name} or the batch size."
+        )
+    return -(-num_rows // actual) if by_size else actual
+
+
+def arrays_of(inputs: Mapping[str, Any], num_rows: int) -> tuple[dict, dict]:
+    """Returns the inputs that have rows, and the others (None, flags).
+
+    Raises:
+      ConfigError: an array has neither `num_rows` rows nor one; names it.
+    """
+    arrays, others = {}, {}
+    for name, value in inputs.items():
+        leaves = jax.tree.leaves(value)
+        has_rows = leaves and all(jnp.ndim(leaf) > 0 for leaf in leaves)
+        (arrays if has_rows else others)[name] = value
+        for leaf in leaves if has_rows else ():
+            if leaf.shape[0] not in (1, num_rows):
+                raise ConfigError(
+                    f"Pipeline's input {name!r} has the shape {leaf.shape}; wanted is x's "
+                    f"{num_rows} rows, or 1, as its first dim, so that microbatches can be cut."
+                )
+    return arrays, others
+
+
+def to_microbatches(x: jax.Array, num_microbatches: int, num_streams: int) -> jax.Array:
+    """Returns [rows, ...] as [M, rows / M, ...], filled up with copies of row 0 if M divides not.
+
+    The rows of one microbatch are far apart: rows that are split over a mesh axis then give each
+    microbatch its share from every device.
+    """
+    if num_free := -x.shape[0] % num_microbatches:
+        x = jnp.concatenate([x, jnp.broadcast_to(x[:1], (num_free, *x.shape[1:]))])
+    shape = num_streams, x.shape[0] // num_microbatches, num_microbatches // num_streams
+    x = jnp.swapaxes(x.reshape(*shape, *x.shape[1:]), 1, 2)
+    return x.reshape(num_microbatches, shape[1], *x.shape[3:])
+
+
+def to_rows(x_M: jax.Array, num_streams: int) -> jax.Array:
+    """Returns the inverse of `to_microbatches`."""
+    num_microbatches, microbatch_size = x_M.shape[:2]
+    shape = num_streams, num_microbatches // num_streams, microbatch_size
+    x = jnp.swapaxes(x_M.reshape(*shape, *x_M.shape[2:]), 1, 2)
+    return x.reshape(num_microbatches * microbatch_size, *x_M.shape[2:])
