@@ -20,7 +20,7 @@ from praxis_lite.collectives.sums_over_devices import (
     weighted_means,
 )
 from praxis_lite.collectives.varying import varying_over
-from praxis_lite.core.errors import did_you_mean, require
+from praxis_lite.core.errors import ConfigError, did_you_mean, require
 from praxis_lite.core.learner.bound_learner import BoundLearner
 from praxis_lite.core.partitioner import accumulation, steps
 from praxis_lite.core.partitioner.gradient_strategy import Gradients
@@ -74,8 +74,13 @@ class ExplicitCollectives:
         Raises:
           ConfigError: an axis is not in the mesh, or all of them have one device while others have
             more; a weight's dim is split over a data axis and another one; a stack's layers are
-            split over a data axis.
+            split over a data axis; weights are in the host's memory.
         """
+        if layout.has_host_memory:
+            raise ConfigError(
+                "ExplicitCollectives gathers weights by itself, from device to device, and some "
+                "are in the host's memory (Repeat.offload_weights). Leave one of the two out."
+            )
         on_mesh = _OnMesh(_checked_axes(self.data_axes, mesh), task, mesh, layout, learner)
         return Gradients(
             on_mesh.value_and_grad, on_mesh.evaluate, on_mesh.num_padding_rows, on_mesh.num_parts

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -32,13 +32,14 @@ class BoundLearner:
       learner: the Learner, for its settings.
       groups: the optimizer of each weight.
       weights_with_host_slots: paths of the weights whose slots lie in the host's memory.
-      layout_on_host: the StateLayout of opt_states, if some lie there; set by the partitioner.
+      layouts: if anything lies there, the StateLayouts of the trained "params" and, by name, of
+        opt_states; set by the partitioner.
     """
 
     learner: Any
     groups: WeightGroups
     weights_with_host_slots: frozenset[str] = frozenset()
-    layout_on_host: Any = None
+    layouts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def init(self, params: PyTree) -> dict[str, PyTree]:
         """Returns opt_states: counts of updates and skipped steps, and "slots" by group.
@@ -89,12 +90,17 @@ class BoundLearner:
         """
         learner, groups = self.learner, self.groups
         trainable, frozen = groups.split(params)
-        grads = groups.lay_out(grads)
-        grad_norm = global_norm(grads)
+
+        def on_device() -> PyTree:
+            return groups.lay_out(self._fetched({"params": grads})["params"])
+
+        for_norms = on_device()
+        grad_norm = global_norm(for_norms)
         is_finite = jnp.isfinite(grad_norm) & jnp.isfinite(loss)
         norms = dict.fromkeys(learner.limits_by_optimizer, grad_norm)
         if learner.apply_separate_scaling:
-            norms = {name: global_norm(local) for name, local in groups.by_optimizer(grads).items()}
+            by_optimizer = groups.by_optimizer(for_norms)
+            norms = {name: global_norm(local) for name, local in by_optimizer.items()}
         is_small = jnp.stack([learner.limits.keeps(norm) for norm in norms.values()]).all()
         num_updates = opt_states["num_updates"]
         rates = {"learning_rate": rate_at(learner.learning_rate, num_updates)}
@@ -102,21 +108,22 @@ class BoundLearner:
             rates[f"learning_rate/{aux.name}"] = rate_at(aux.learning_rate, num_updates)
         is_kept = is_finite & is_small & jnp.isfinite(jnp.stack(list(rates.values()))).all()
 
-        def made(weights: PyTree, kept: dict[str, PyTree]) -> tuple[PyTree, dict[str, PyTree]]:
+        def made(kept: dict[str, PyTree]) -> dict[str, PyTree]:
             old = self._fetched(kept)
-            updates, slots = self._updates(grads, norms, old["slots"], weights, loss)
-            new = {"slots": slots}
+            weights = old["params"]
+            # Those on the host are not kept on the device from the norm to here.
+            local = on_device() if self.layouts else for_norms
+            updates, slots = self._updates(local, norms, old["slots"], weights, loss)
+            new = {"slots": slots, "params": optax.apply_updates(weights, updates)}
             if learner.ema_decay:
                 new["ema"] = _moving_average(old["ema"], weights, learner.ema_decay, num_updates)
-            new = optax.apply_updates(weights, updates), new
             # Some optimizers return slots of another dtype than their init made.
-            weights, new = jax.tree.map(lambda n, o: n.astype(o.dtype), new, (weights, old))
-            return weights, self._stored(new)
+            return self._stored(jax.tree.map(lambda n, o: n.astype(o.dtype), new, old))
 
         old = {name: opt_states[name] for name in ("slots", "ema") if name in opt_states}
-        in_branch = compiled_platform() == "cpu" or self.layout_on_host is not None
-        trainable, new = _kept_if(is_kept, made, trainable, old, in_branch=in_branch)
-        trainable = groups.lay_out(trainable)
+        in_branch = compiled_platform() == "cpu" or bool(self.layouts)
+        new = _kept_if(is_kept, made, old | {"params": trainable}, in_branch=in_branch)
+        trainable = groups.lay_out(new.pop("params"))
         new |= {
             "num_updates": num_updates + jnp.where(is_kept, 1, 0),
             "num_skipped_steps": opt_states["num_skipped_steps"] + jnp.where(is_kept, 0, 1),
@@ -134,19 +141,17 @@ class BoundLearner:
             scalars["loss_scale"] = opt_states["loss_scale"]["scale"]
         return merged(trainable, frozen), new, scalars, ~is_kept
 
-    def _fetched(self, opt_states: dict[str, PyTree]) -> dict[str, PyTree]:
-        """Returns opt_states on the device, without padding."""
-        if self.layout_on_host is None:
-            return opt_states
-        layouts = {name: self.layout_on_host.select(name) for name in opt_states}
-        return {name: layouts[name].unpad(x) for name, x in opt_states.items()}
+    def _fetched(self, trees: dict[str, PyTree]) -> dict[str, PyTree]:
+        """Returns weights and opt_states on the device; those of the host without padding."""
+        layouts = self.layouts
+        return {k: layouts[k].unpad(x) if layouts else x for k, x in trees.items()}
 
-    def _stored(self, opt_states: dict[str, PyTree]) -> dict[str, PyTree]:
-        """Returns opt_states where `_fetched` had them from, those on the host padded again."""
-        if self.layout_on_host is None:
-            return opt_states
-        layouts = {name: self.layout_on_host.select(name) for name in opt_states}
-        return {name: layouts[name].pad(x, only_on_host=True) for name, x in opt_states.items()}
+    def _stored(self, trees: dict[str, PyTree]) -> dict[str, PyTree]:
+        """Returns them where `_fetched` had them from, those on the host padded again."""
+        layouts = self.layouts
+        return {
+            k: layouts[k].pad(x, only_on_host=True) if layouts else x for k, x in trees.items()
+        }
 
     def _updates(
         self, grads: PyTree, norms: dict[str, jax.Array], slots: dict[str, PyTree], weights: PyTree,
@@ -187,9 +192,9 @@ class BoundLearner:
 
 
 def _kept_if(
-    is_kept: jax.Array, made: Callable[..., PyTree], *old: PyTree, in_branch: bool
+    is_kept: jax.Array, made: Callable[[PyTree], PyTree], old: PyTree, *, in_branch: bool
 ) -> PyTree:
-    """Returns `made(*old)`, or `old` unless `is_kept`.
+    """Returns `made(old)`, or `old` unless `is_kept`.
 
     Args:
       in_branch: by a condition. On a CPU, for a choice for each element has XLA:CPU write both out;
@@ -199,8 +204,8 @@ def _kept_if(
         from what is padded.
     """
     if in_branch:
-        return jax.lax.cond(is_kept, made, lambda *old: old, *old)
-    return jax.tree.map(lambda new, old: jnp.where(is_kept, new, old), made(*old), old)
+        return jax.lax.cond(is_kept, made, lambda old: old, old)
+    return jax.tree.map(lambda new, old: jnp.where(is_kept, new, old), made(old), old)
 
 
 def _moving_average(

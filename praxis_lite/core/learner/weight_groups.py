@@ -12,6 +12,7 @@ import jax
 import optax
 
 from praxis_lite.core.learner.whole_trees import over_whole_tree
+from praxis_lite.core.sharding.memory_spaces import is_on_host
 from praxis_lite.core.sharding.weight_spec import spec_items
 
 PyTree = Any
@@ -105,7 +106,8 @@ class WeightGroups:
         def constrain(node: Any, spec: Any) -> Any:
             if isinstance(node, Mapping):
                 return {name: constrain(child, spec[name]) for name, child in node.items()}
-            return jax.lax.with_sharding_constraint(node, spec)
+            # What lies on the host is laid out as it is stored.
+            return node if is_on_host(node) else jax.lax.with_sharding_constraint(node, spec)
 
         return tree if self.update_specs is None else constrain(tree, self.update_specs)
 

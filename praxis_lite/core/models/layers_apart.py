@@ -1,10 +1,14 @@
-"""Stacked weights as arrays of their own, a layer each: the form that decoding reads."""
+"""Stacked weights as a model takes them: layers apart, or from the host's memory."""
 
 import dataclasses
 import functools
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
+
+from praxis_lite.core.sharding.memory_spaces import to_device
+from praxis_lite.core.sharding.padding import unpad_tree
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["layers"], meta_fields=[])
@@ -34,3 +38,32 @@ def layers_of(blocks: Any, num_layers: int, num_stacked: int = 1) -> list[Any] |
         )
 
     return [layer(index) for index in range(num_layers)]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["stored"], meta_fields=["shape", "spec"]
+)
+@dataclasses.dataclass(frozen=True)
+class HostWeight:
+    """A stacked weight in the host's memory, or a layer of it.
+
+    Attributes:
+      stored: the array there, padded.
+      shape, spec: of the whole stack without padding.
+    """
+
+    stored: Any
+    shape: tuple[int, ...]
+    spec: PartitionSpec
+
+    def fetched(self) -> jax.Array:
+        """Returns it on the device, without padding."""
+        own = len(self.shape) - self.stored.ndim
+        shape = jax.ShapeDtypeStruct(self.shape[own:], self.stored.dtype)
+        return unpad_tree(to_device(self.stored), shape, PartitionSpec(*self.spec[own:]))
+
+
+def fetched(block: Any) -> Any:
+    """Returns a module whose weights are all on the device."""
+    is_weight = lambda x: isinstance(x, HostWeight)  # noqa: E731
+    return jax.tree.map(lambda x: x.fetched() if is_weight(x) else x, block, is_leaf=is_weight)

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.models.model import named_dims
 from praxis_lite.core.models.nnx_variables import Leaf, value_of
+from praxis_lite.core.sharding.memory_spaces import DEVICE
 from praxis_lite.core.sharding.weight_spec import WeightSpec
 
 
@@ -34,7 +35,7 @@ def declared_spec(path: str, leaf: Leaf) -> WeightSpec:
     spec = WeightSpec(
         shape, value_of(leaf).dtype, metadata.get("split_dims_mapping"), (*in_front, *stack),
         num_dims_apart=0 if in_front else metadata.get("num_dims_apart", 0),
-        matrix=metadata.get("matrix"),
+        matrix=metadata.get("matrix"), memory_kind=metadata.get("memory_kind", DEVICE),
     )
     # As Flax, an empty one counts as absent.
     if spec.split_dims_mapping is not None or not metadata.get("out_sharding"):

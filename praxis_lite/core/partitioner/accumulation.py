@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.inputs import InputsSplitMapping, num_rows_of
+from praxis_lite.core.sharding.memory_spaces import to_device
 from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.core.task import WeightedScalars
 
@@ -62,7 +63,7 @@ def value_and_grad(
     grad_fn = jax.value_and_grad(loss_fn, argnums=1, has_aux=True)
     if num_micro_batches == 1:
         (_, (metrics, non_trainable)), grads = grad_fn(fixed, params, non_trainable, inputs, key)
-        return metrics, non_trainable, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        return metrics, non_trainable, jax.tree.map(_as_float32, grads)
 
     def add(carry: tuple[PyTree, PyTree], x: tuple[Batch, jax.Array]) -> tuple:
         grad_sums, non_trainable = carry
@@ -75,12 +76,12 @@ def value_and_grad(
         counts = weight != 0
         grad_sums = jax.tree.map(
             lambda total, g: total + jnp.where(counts, g.astype(jnp.float32) * weight, 0.0),
-            grad_sums, lay_out(grads),
+            grad_sums, lay_out(to_device(grads)),
         )
         new = jax.tree.map(lambda n, o: jnp.where(counts, n, o), new, non_trainable)
         return (grad_sums, new), metrics
 
-    zeros = lay_out(jax.tree.map(lambda w: jnp.zeros_like(w, jnp.float32), params))
+    zeros = lay_out(jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), params))
     micro_batches = cut(inputs, num_micro_batches)
     (grad_sums, non_trainable), metrics = jax.lax.scan(
         add, (zeros, non_trainable), (micro_batches, jnp.arange(num_micro_batches))
@@ -89,6 +90,10 @@ def value_and_grad(
     total = metrics["loss"][1]
     divisor = jnp.where(total == 0, 1.0, total)
     return metrics, non_trainable, jax.tree.map(lambda g: g / divisor, grad_sums)
+
+
+def _as_float32(g: jax.Array) -> jax.Array:
+    return g if g.dtype == jnp.float32 else to_device(g).astype(jnp.float32)
 
 
 def weighted_mean(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -122,8 +122,9 @@ class Step:
     def _computed(self, arrays: PyTree, batch: GlobalBatch, key: Any) -> Any:
         if self.required_inputs:
             self.where.task.check_inputs(batch.inputs, self.required_inputs, self.name)
-        # An update fetches by itself what it needs of the host, as late as that.
-        arrays = self.layout.unpad(arrays, but_on_host=self.trains)
+        # What is on the host is fetched where it is needed, as late as that.
+        arrays = self.layout.unpad(arrays, but_on_host=True)
+        arrays = arrays if self.trains else self.layout.in_layers(arrays)
         return self._pure(arrays, self.where.inputs(batch), key)
 
 

@@ -14,6 +14,7 @@ from praxis_lite.core.partitioner.arguments import check_tree
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.sharding.leaf_paths import path_of
 from praxis_lite.core.sharding.logical_axes import axes_of
+from praxis_lite.core.sharding.memory_spaces import is_on_host, to_device
 
 PyTree = Any
 # From a layer's weight to the array, or arrays of the same rank, that are kept of it.
@@ -102,7 +103,7 @@ class DecodingWeights:
         check_tree(self._training, mdl_vars, name, self._mesh)
 
         def in_form(x: jax.Array, form: _Form, shardings: PyTree) -> PyTree:
-            if not form.num_apart and form.stored is None:
+            if not form.num_apart and form.stored is None and not is_on_host(x):
                 return x
             leaves, treedef = jax.tree.flatten(shardings)
             new = _in_form(form, treedef, *leaves)(x)
@@ -117,4 +118,5 @@ class DecodingWeights:
 @functools.cache
 def _in_form(form: _Form, treedef: Any, *shardings: NamedSharding) -> Callable[[jax.Array], PyTree]:
     """Returns a compiled function from a weight to its form, laid out as given."""
-    return jax.jit(form.of, out_shardings=jax.tree.unflatten(treedef, shardings))
+    placed = jax.tree.unflatten(treedef, shardings)
+    return jax.jit(lambda x: form.of(to_device(x)), out_shardings=placed)

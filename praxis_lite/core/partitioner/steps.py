@@ -1,5 +1,6 @@
 """Pure train, eval and decode steps, as if on a single device."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from praxis_lite.core.models import tallies
 from praxis_lite.core.partitioner import accumulation
 from praxis_lite.core.partitioner.accumulation import Batch
 from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.core.sharding.memory_spaces import to_device
 from praxis_lite.core.task import Task
 
 
@@ -37,6 +39,7 @@ def train_step(
     *,
     learner: BoundLearner | None = None,
     value_and_grad: accumulation.ValueAndGrad = accumulation.value_and_grad,
+    in_layers: Callable[[Any], Any] = lambda mdl_vars: mdl_vars,
 ) -> tuple[TrainState, dict[str, Any]]:
     """Returns the state after an update, and metrics.
 
@@ -44,6 +47,7 @@ def train_step(
       key: of the whole run; the step is folded into it.
       learner: as of `init_state`.
       value_and_grad: how gradients are made and summed.
+      in_layers: brings mdl_vars into the form that the model takes.
 
     Returns:
       The state, and `{"metrics": name -> (value, weight), "learner": name -> scalar}`.
@@ -62,7 +66,8 @@ def train_step(
         fixed: dict[str, Any], trainable: Any, non_trainable: Any, inputs: Batch, key: jax.Array
     ) -> tuple[jax.Array, tuple[dict, Any]]:
         params = merged(trainable, fixed["frozen"])
-        module = task.module({"params": params, "non_trainable": non_trainable}, key)
+        mdl_vars = in_layers({"params": params, "non_trainable": non_trainable})
+        module = task.module(mdl_vars, key)
         metrics, _ = task.outputs(task.compute_loss, module, task.cast_inputs(inputs), key)
         loss = metrics["loss"][0]
         scaled_loss = loss.astype(jnp.float32) * fixed["loss_scale"] if is_scaled else loss
@@ -77,7 +82,7 @@ def train_step(
     )
     metrics, sums = tallies.taken(metrics)
     if is_scaled:
-        grads = jax.tree.map(lambda g: g / scale, grads)
+        grads = jax.tree.map(lambda g: g / scale, to_device(grads))
     new_params, opt_states, learner_scalars, is_skipped = bound.update(
         grads, state.opt_states, params, metrics["loss"][0]
     )

@@ -2,14 +2,16 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.learner.bound_learner import BoundLearner
 from praxis_lite.core.learner.slots import slot_memory, slot_specs
+from praxis_lite.core.models.layers_apart import HostWeight
 from praxis_lite.core.models.model import spec_leaves
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of
 from praxis_lite.core.sharding.logical_axes import axes_of
@@ -148,6 +150,13 @@ class StateLayout:
             shapes = jax.tree.map(lambda x, shape: x if is_on_host(x) else shape, tree, shapes)
         return unpad_tree(tree if but_on_host else to_device(tree), shapes, self.specs)
 
+    def in_layers(self, tree: PyTree) -> PyTree:
+        """Returns `tree` as models take it: its leaves on the host as `HostWeight`s."""
+        return jax.tree.map(
+            lambda x, of, spec: HostWeight(x, of.shape, spec) if is_on_host(x) else x,
+            tree, self.shapes, self.specs,
+        )
+
     def is_of(self, tree: PyTree) -> bool:
         """Returns True if a tree has this structure, and leaves of these dtypes."""
         leaves, structure = jax.tree.flatten(tree)
@@ -159,14 +168,18 @@ class StateLayout:
     def select(self, name: str) -> "StateLayout":
         """Returns the layout of a field of a TrainState, or of an entry of a dict."""
 
-        def one(tree: PyTree) -> PyTree:
-            return tree[name] if isinstance(tree, Mapping) else getattr(tree, name)
-
         start = f"{name}/"
         forms = {k.removeprefix(start): x for k, x in self.forms.items() if k.startswith(start)}
-        kinds = None if self.memory_kinds is None else one(self.memory_kinds)
+        layout = self.mapped(
+            lambda tree: tree[name] if isinstance(tree, Mapping) else getattr(tree, name)
+        )
+        return dataclasses.replace(layout, forms=forms)
+
+    def mapped(self, function: Callable[[PyTree], PyTree]) -> "StateLayout":
+        """Returns the layout of some of the leaves, as `function` chooses them of a tree."""
+        kinds = None if self.memory_kinds is None else function(self.memory_kinds)
         return StateLayout(
-            one(self.shapes), one(self.specs), self.axis_sizes, memory_kinds=kinds, forms=forms
+            function(self.shapes), function(self.specs), self.axis_sizes, memory_kinds=kinds
         )
 
     def leaves(self) -> Iterator[LeafLayout]:
@@ -207,13 +220,13 @@ def layout_and_learner(
 
     Raises:
       ConfigError: a weight's split does not fit its shape or the axes (names its path), or the
-        learner's `slot_mesh_axes` not the mesh; a pattern of the learner's matches nothing.
+        learner's `slot_mesh_axes` not the mesh; a pattern of the learner's matches nothing; noise
+        is added to weights in the host's memory.
     """
     decisions = decide_shardings(task.model.weight_specs(), task.weight_sharding, axis_sizes)
     weight_specs, axis_names = decisions.weight_specs, tuple(axis_sizes)
-    spec_of = {
-        path: weight.partition_spec(axis_names, path) for path, weight in spec_leaves(weight_specs)
-    }
+    weights = dict(spec_leaves(weight_specs))
+    spec_of = {path: weight.partition_spec(axis_names, path) for path, weight in weights.items()}
     # The key inside: outside it would be an array, of two programs that had to be compiled.
     mdl_shapes = jax.eval_shape(lambda: task.model.init(jax.random.key(0)))
     mdl_specs = jax.tree.map_with_path(lambda path, _: spec_of[path_of(path)], mdl_shapes)
@@ -227,12 +240,24 @@ def layout_and_learner(
     shapes = TrainState(jax.ShapeDtypeStruct((), "int32"), mdl_shapes, opt_shapes)
     kinds = jax.tree.map(lambda _: DEVICE, shapes)
     kinds.opt_states.update(slot_memory(opt_shapes, learner.weights_with_host_slots))
+    kinds.mdl_vars.update(
+        jax.tree.map_with_path(lambda path, _: weights[path_of(path)].memory_kind, mdl_shapes)
+    )
     layout = StateLayout(
         shapes, TrainState(PartitionSpec(), mdl_specs, opt_specs), dict(axis_sizes),
-        declared_by={f"mdl_vars/{p}": spec.declared_by for p, spec in spec_leaves(weight_specs)},
+        declared_by={f"mdl_vars/{path}": spec.declared_by for path, spec in weights.items()},
         notes=decisions.notes, memory_kinds=kinds,
         forms={f"mdl_vars/{path}": form for path, form in task.model.kept_forms.items()},
     )
     if layout.has_host_memory:
-        learner.layout_on_host = layout.select("opt_states")
+        opt_layout = layout.select("opt_states")
+        params = layout.select("mdl_vars").select("params")
+        if params.has_host_memory and learner.learner.variational_noise is not None:
+            raise ConfigError(
+                "Learner.variational_noise adds to weights before a step, and some are in the "
+                "host's memory (Repeat.offload_weights). Leave one of the two out."
+            )
+        learner.layouts = {name: opt_layout.select(name) for name in opt_shapes} | {
+            "params": params.mapped(lambda tree: groups.split(tree)[0]),
+        }
     return layout, learner

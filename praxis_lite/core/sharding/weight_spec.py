@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from praxis_lite.core.sharding.memory_spaces import DEVICE
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, to_partition_spec
 
 
@@ -28,6 +29,7 @@ class WeightSpec:
       matrix: own dims that a product sums over, and that it gives to outputs; None: not known.
       num_dims_apart: of so many outermost stacked dims the model takes the layers as arrays of
         their own too (`LayersApart`).
+      memory_kind: "pinned_host": the host's memory, of which the model takes it (`HostWeight`).
     """
 
     shape: tuple[int, ...]
@@ -39,6 +41,7 @@ class WeightSpec:
     declared_by: str = ""
     num_dims_apart: int = 0
     matrix: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    memory_kind: str = DEVICE
 
     @property
     def stack_shape(self) -> tuple[int, ...]:

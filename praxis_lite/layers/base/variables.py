@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from praxis_lite.core.errors import require
+from praxis_lite.core.sharding.memory_spaces import HOST
 from praxis_lite.core.sharding.split_dims import DimSplit
 
 Tree = TypeVar("Tree")
@@ -75,6 +77,16 @@ def variables(module: nnx.Module) -> Iterator[nnx.Variable]:
             yield node
 
 
+def put_on_host(module: nnx.Module) -> None:
+    """Declares that the matrices of a stack of layers lie in the host's memory.
+
+    Vectors stay on the device: each would cost a transfer of its own, and they are small.
+    """
+    for variable in variables(module):
+        if isinstance(variable, nnx.Param) and variable.ndim - num_stacked_dims(variable) > 1:
+            variable.set_metadata(memory_kind=HOST)
+
+
 def num_stacked_dims(variable: nnx.Variable) -> int:
     """Returns how many leading dims of a weight count layers, those of `nnx.vmap` too."""
     metadata = variable.get_metadata()
@@ -92,8 +104,16 @@ def stacked(
       stack_split: how the dim splits.
       num_dims_apart: of so many of its stacked dims the layer that calls `module` takes
         `LayersApart` too, in decoding.
+
+    Raises:
+      ConfigError: the dim splits, and a Repeat within has its weights in the host's memory.
     """
     for variable in variables(module):
+        require(
+            stack_split is None or "memory_kind" not in variable.get_metadata(),
+            "Repeat.offload_weights", True,
+            f"False in a stack that splits over {stack_split!r}, such as a Pipeline",
+        )
         inner = variable.get_metadata().get("stack_split_dims_mapping", ())
         variable.set_metadata(
             stack_split_dims_mapping=(stack_split, *inner), num_dims_apart=num_dims_apart

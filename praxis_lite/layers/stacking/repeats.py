@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.core.models.layers_apart import layers_of
+from praxis_lite.core.models.layers_apart import fetched, layers_of
 from praxis_lite.core.sharding.mesh import compiled_platform
 from praxis_lite.core.sharding.split_dims import DimSplit
 from praxis_lite.layers.base.activation_names import named
 from praxis_lite.layers.base.base_layer import BaseLayer
 from praxis_lite.layers.base.calls import require_positive, scope_of
-from praxis_lite.layers.base.variables import assign, assigned_values, stacked
+from praxis_lite.layers.base.variables import assign, assigned_values, put_on_host, stacked
 from praxis_lite.layers.stacking.checkpoint_policy import (
     CHECKPOINT_POLICIES,
     CheckpointPolicy,
@@ -43,10 +43,15 @@ class Repeat(BaseLayer):
         as {"context": "device", "query_proj": "offload"}: kept on the device, or in the host's
         memory. All others are computed again.
       stack_split: how the stacked dim of the weights splits.
+      offload_weights: keep the blocks' matrices in the host's memory. Each is copied to the device
+        for its block's turn, and again in the backward pass, while the block before it computes.
+        Gradients are on the device; slots where `Learner.host_slots` says. Decoding has all
+        weights on the device.
 
     Raises:
-      ConfigError: num_layers is not positive, or there is no such policy or place; in a call, the
-        layers have no activation of a name.
+      ConfigError: num_layers is not positive, or there is no such policy or place; offload_weights
+        without a scan, or with what would keep all weights on the device for the backward pass; in
+        a call, the layers have no activation of a name.
     """
 
     def __init__(
@@ -57,18 +62,33 @@ class Repeat(BaseLayer):
         unroll: bool = False,
         checkpoint_policy: CheckpointPolicy = "save_nothing",
         stack_split: DimSplit = None,
+        offload_weights: bool = False,
         rngs: nnx.Rngs,
     ):
         require_positive(self, num_layers=num_layers)
         policy = checked_policy(checkpoint_policy, self)
+        if offload_weights:
+            name = type(self).__name__
+            require(not unroll, f"{name}.unroll", unroll, "False with offload_weights")
+            require(
+                stack_split is None, f"{name}.stack_split", stack_split,
+                "None with offload_weights",
+            )
+            require(
+                policy != "save_everything", f"{name}.checkpoint_policy", policy,
+                "another policy with offload_weights, such as 'save_nothing'",
+                "With this one the device keeps all weights for the backward pass.",
+            )
         keys = jax.random.split(rngs.params(), num_layers)
         if unroll:
             self.blocks = nnx.List(block(rngs=nnx.Rngs(key)) for key in keys)
         else:
             blocks = jax.vmap(lambda key: block(rngs=nnx.Rngs(key)))(keys)
             self.blocks = stacked(blocks, stack_split, num_dims_apart=1)
+            if offload_weights:
+                put_on_host(self.blocks)
         self.num_layers, self.unroll = num_layers, unroll
-        self.checkpoint_policy = policy
+        self.checkpoint_policy, self.offload_weights = policy, offload_weights
 
     def init_cache(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the blocks' caches, stacked on a leading dim; a list if their weights are not."""
@@ -92,7 +112,7 @@ class Repeat(BaseLayer):
         keys = None if key is None else jax.random.split(key, self.num_layers)
         blocks = self._blocks_apart()
         is_scanned = blocks is None and self.num_layers > 1
-        step = _step(inputs, is_scanned)
+        step = _step(inputs, is_scanned, self.offload_weights)
         with remat(step, self.checkpoint_policy, self, is_scanned=is_scanned) as step:
             if blocks is None:
                 x, (cache, values) = jax.lax.scan(step, x, (self.blocks, keys, cache))
@@ -190,11 +210,13 @@ def _of_this_turn(block: Any) -> Any:
 _of_this_turn.defvjp(lambda block: (_of_this_turn(block), None), lambda _, grads: (grads,))
 
 
-def _step(inputs: dict[str, Any], is_scanned: bool = False) -> Step:
+def _step(inputs: dict[str, Any], is_scanned: bool = False, offload_weights: bool = False) -> Step:
     in_turns = is_scanned and compiled_platform() == "tpu"
 
     def step(x: jax.Array, layer: tuple) -> tuple[jax.Array, tuple]:
         block, key, cache = layer
+        if offload_weights:
+            block = fetched(block)
         if in_turns:
             block = _of_this_turn(block)
         x, cache = block(x, key=key, cache=cache, **inputs)

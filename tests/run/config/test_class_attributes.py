@@ -78,20 +78,19 @@ def test_a_preset_is_set_by_its_word_with_the_batchs_split():
 def test_a_preset_adds_its_compiler_options_to_the_meshs_own():
     class WithOptions(Sized):
         def mesh(self):
-            local = {"cpu": {"xla_a": 1}, "tpu": {"xla_b": 2, **dict.fromkeys(of_preset, True)}}
             return fdl.Config(MeshConfig, ici_mesh_shape=(1, 1, 1), compiler_options=local)
 
-    of_preset = COMPILER_OPTIONS["fsdp+tensor"]["tpu"]
-    assert set(of_preset.values()) == {False}
+    of_preset = COMPILER_OPTIONS["fsdp+tensor"]
+    assert set(of_preset["tpu"].values()) == {False} and of_preset["v6e"]
     actual = configured(Sized, ["SHARDING_PRESET=fsdp+tensor"]).mesh.compiler_options
-    assert actual == {"tpu": of_preset}
+    assert actual == of_preset
+    local = {"cpu": {"xla_a": 1}, "tpu": {"xla_b": 2, **dict.fromkeys(of_preset["tpu"], True)}}
     actual = configured(WithOptions, ["SHARDING_PRESET=fsdp+tensor"]).mesh.compiler_options
-    expected = {"cpu": {"xla_a": 1}, "tpu": {"xla_b": 2, **dict.fromkeys(of_preset, True)}}
-    assert actual == expected
+    assert actual == local | {"v6e": of_preset["v6e"]}
     given = "mesh.compiler_options={'tpu': {}}"
     actual = configured(Sized, ["SHARDING_PRESET=fsdp+tensor", given]).mesh.compiler_options
     assert actual == {"tpu": {}}
-    assert not configured(Sized, ["SHARDING_PRESET=fsdp"]).mesh.compiler_options
+    assert not configured(Sized, []).mesh.compiler_options
 
 
 @pytest.mark.parametrize(

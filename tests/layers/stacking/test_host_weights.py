@@ -1,0 +1,135 @@
+"""Weights in the host's memory, a layer of which is on the device in its turn: the same numbers."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from praxis_lite import ConfigError
+from praxis_lite.collectives import ExplicitCollectives
+from praxis_lite.core import Partitioner
+from praxis_lite.layers import Pipeline, Repeat, TransformerFeedForward
+from praxis_lite.optimizers import VariationalNoise
+from praxis_lite.run.checkpoints.checkpoints import Checkpoints
+from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
+from tests.support import offload_runs
+from tests.support.marks import slow_but
+
+Offloading = functools.partial(Repeat, offload_weights=True)
+# The model of offload_runs has six matrices in a block.
+NUM_MATRICES = 6
+SETTINGS = {
+    "alone": {},
+    "slots too": {"host_slots": ".*", "ema_decay": 0.9},
+    "micro-batches": {"gradient_accumulation_steps": 11},
+    "feed-forward layers frozen": {"bprop_variable_exclusion": (".*/ff_layer/.*",)},
+}
+
+
+@functools.cache
+def run(stack, dims="EVEN", case="alone"):
+    """Returns the partitioner, and what `offload_runs.trained` does."""
+    made = offload_runs.partitioner(
+        "save_nothing", stack=stack, dims=getattr(offload_runs, dims), **SETTINGS[case]
+    )
+    return made, *offload_runs.trained(made)
+
+
+def assert_same(actual, expected, rtol=0.0):
+    for (path, leaf), other in zip(
+        jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True
+    ):
+        atol = rtol * np.abs(other).max(initial=0.0)
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(leaf, other, rtol=rtol, atol=atol, err_msg=name)
+
+
+@pytest.mark.parametrize("case", slow_but(["alone", "micro-batches"], SETTINGS))
+def test_on_a_mesh_all_numbers_are_the_same_bit_for_bit(case):
+    _, expected_losses, expected, _ = run(Repeat, case=case)
+    _, losses, state, _ = run(Offloading, case=case)
+    np.testing.assert_array_equal(losses, expected_losses)
+    assert_same(state, expected)
+
+
+@pytest.mark.slow
+def test_padded_weights_are_the_same_but_for_a_rounding():
+    """XLA:CPU fuses padding with what is computed of it, and rounds a sum once less."""
+    _, expected_losses, expected, _ = run(Repeat, "DIMS")
+    _, losses, state, _ = run(Offloading, "DIMS")
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-6)
+    assert_same(state, expected, rtol=1e-5)
+
+
+def test_just_the_matrices_of_the_blocks_lie_on_the_host():
+    made, _, _, state = run(Offloading)
+    leaves = list(made.layout.leaves())
+    for leaf, x in zip(leaves, jax.tree.leaves(state), strict=True):
+        # [layers, rows, columns] and more dims: biases and scales have two.
+        is_expected = leaf.path.startswith("mdl_vars/params/transformer/") and x.ndim > 2
+        assert x.sharding.memory_kind == ("pinned_host" if is_expected else "device"), leaf.path
+        assert x.sharding.spec == leaf.spec
+    assert sum(leaf.is_on_host for leaf in leaves) == NUM_MATRICES
+
+
+def test_evaluation_is_the_same_and_decoding_has_all_weights_on_the_device():
+    (made, *_, state), (other, *_, expected) = run(Offloading), run(Repeat)
+    batch = offload_runs.batch()
+    actual = made.eval_step(state.mdl_vars, made.global_batch(batch))
+    assert_same(actual, other.eval_step(expected.mdl_vars, other.global_batch(batch)))
+    actual = made.for_decoding(state.mdl_vars)
+    assert_same(actual, other.for_decoding(expected.mdl_vars))
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(actual)} == {"device"}
+
+
+def test_a_checkpoint_is_restored_with_weights_on_the_host_or_not(tmp_path):
+    for source, target in ((Offloading, Repeat), (Repeat, Offloading)):
+        made, _, expected, state = run(source)
+        folder = tmp_path / str(source is Repeat)
+        with Checkpoints(folder, saving=SaveSettings()) as checkpoints:
+            checkpoints.save(2, state, made.layout)
+        other = run(target)[0]
+        with Checkpoints(folder) as checkpoints:
+            restored = checkpoints.restore(other.layout, other.mesh).state
+        assert_same(restored, expected)
+        for leaf, x in zip(other.layout.leaves(), jax.tree.leaves(restored), strict=True):
+            assert x.sharding.memory_kind == leaf.memory_kind
+
+
+def test_a_step_that_is_skipped_leaves_the_weights_as_they_were():
+    made = run(Offloading)[0]
+    state, batch = made.init(made.key(0)), offload_runs.batch()
+    old = jax.tree.map(np.array, state.mdl_vars)
+    batch["weights"] = np.full_like(batch["weights"], np.nan)
+    state, _ = made.train_step(state, made.global_batch(batch), made.key(7))
+    assert_same(state.mdl_vars, old)
+    assert state.opt_states["num_skipped_steps"] == 1
+
+
+def repeated(rngs, stack=Offloading):
+    def block(rngs):
+        return TransformerFeedForward(input_dims=8, hidden_dims=16, rngs=rngs)
+
+    return stack(block, 2, rngs=rngs)
+
+
+@pytest.mark.parametrize("setting, value", [
+    ("unroll", True), ("stack_split", "mdl"), ("checkpoint_policy", "save_everything"),
+])
+def test_what_would_keep_all_weights_on_the_device_is_refused(setting, value):
+    stack = functools.partial(Offloading, **{setting: value})
+    with pytest.raises(ConfigError, match=f"Repeat.{setting} is .*with offload_weights"):
+        repeated(nnx.Rngs(0), stack)
+
+
+def test_what_cannot_have_weights_on_the_host_says_so():
+    noise = VariationalNoise(0.1, ".*")
+    with pytest.raises(ConfigError, match=r"variational_noise .*Repeat.offload_weights"):
+        offload_runs.partitioner("save_nothing", stack=Offloading, variational_noise=noise)
+    task, mesh = run(Offloading)[0].task, run(Offloading)[0].mesh
+    with pytest.raises(ConfigError, match=r"ExplicitCollectives .*Repeat.offload_weights"):
+        Partitioner(task, mesh, gradients=ExplicitCollectives(("data",)))
+    with pytest.raises(ConfigError, match=r"offload_weights is True.*'stage', such as a Pipeline"):
+        Pipeline(repeated, 4, num_stages=2, num_microbatches=2, rngs=nnx.Rngs(0))
