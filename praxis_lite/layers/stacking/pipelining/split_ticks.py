@@ -159,8 +159,12 @@ class _Ticks:
                 arrays, self.work.stages, carry[-1], t, microbatch, repeat
             )
             of_floats = [
-                added(total, jnp.where(is_valid, part, 0), self.work.index(i, microbatch, repeat))
-                for i, total, part in zip(floats, of_floats, new, strict=True)
+                jax.tree.map(
+                    lambda total, part, i=i: added(
+                        total, jnp.where(is_valid, part, 0), self.work.index(i, microbatch, repeat)
+                    ), totals, parts,
+                )
+                for i, totals, parts in zip(floats, of_floats, new, strict=True)
             ]
             return (carry, of_floats), None
 
@@ -168,9 +172,9 @@ class _Ticks:
             first_S, arrays, *[self.work.stages] * 3, x_TS[0], x_TS[0], of_values
         )
         room = [jnp.zeros((num_stages, num_stages, *a.shape[1:]), a.dtype) for a in residuals]
+        totals = [self.work.apart(i, jnp.zeros_like(arrays[i]), 2) for i in floats]
         carry, of_floats = varying_alike(
-            ((*handed.start(), room), [jnp.zeros_like(arrays[i]) for i in floats]),
-            (leaves, of_outputs),
+            ((*handed.start(), room), totals), (leaves, of_outputs)
         )
         ticks = jnp.arange(num_ticks)[::-1], x_TS[::-1]
         before, after = (jax.tree.map(lambda a, part=part: a[part], ticks) for part in (
@@ -179,6 +183,7 @@ class _Ticks:
         if num_stages > 1:
             carry, _ = jax.lax.scan(by_inputs, carry, before)
         (carry, of_floats), _ = jax.lax.scan(with_weights, (carry, of_floats), after)
+        of_floats = [self.work.together(i, of) for i, of in zip(floats, of_floats, strict=True)]
         of_arrays = dict(zip(floats, of_floats, strict=True))
         of_leaves = [of_arrays.get(i) for i in range(self.work.num_leaves)]
         of_inputs = [of_arrays.get(i) for i in range(self.work.num_leaves, len(arrays))]
