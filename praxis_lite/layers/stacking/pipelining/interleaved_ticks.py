@@ -143,7 +143,7 @@ class InterleavedTicks:
         def work(arrays: list, stage: Any, microbatch: Any, repeat: Any, x: Any) -> jax.Array:
             return self.work.work(*self.picked(arrays, stage, microbatch, repeat), x)[0]
 
-        y_S = jax.vmap(work, in_axes=(1, 0, 0, 0, 0))(
+        y_S = self.work.vmap(work, in_axes=(1, 0, 0, 0, 0))(
             self.arrays, self.work.stages, microbatch, repeat, x_S
         )
         return carry._replace(kept_SK=kept_SK), self.stated(y_S)
@@ -175,7 +175,7 @@ class InterleavedTicks:
         microbatch, repeat, is_valid = self.schedule.backward(t, stages)
         counts = is_valid & (carry.weight_M[microbatch] != 0)
         place = self.schedule.tick_forward(t, stages) % self.schedule.num_kept
-        x_S = self.stated(jax.vmap(pick)(carry.kept_SK, place))
+        x_S = self.stated(self.work.vmap(pick)(carry.kept_SK, place))
         of_x_S, residuals = self.by_inputs(microbatch, repeat, x_S, self.stated(carry.of_x_S))
         # What an idle stage computes may be NaN, as what a microbatch of weight 0 does.
         counts = counts.reshape(-1, *[1] * (x_S.ndim - 1))
@@ -202,7 +202,7 @@ class InterleavedTicks:
         def first(arrays: list, stage: Any, m: Any, r: Any, x: Any, of_y: Any) -> tuple:
             return self.split.first(*self.picked(arrays, stage, m, r), x, of_y, {})
 
-        return jax.vmap(first, in_axes=(1, 0, 0, 0, 0, 0))(
+        return self.work.vmap(first, self.split, in_axes=(1, 0, 0, 0, 0, 0))(
             self.arrays, self.work.stages, microbatch, repeat, x_S, of_y_S
         )
 
@@ -224,7 +224,9 @@ class InterleavedTicks:
             )
 
         of_place = 0 if microbatch.ndim else None  # Of each stage, or the same of all.
-        of_floats = jax.vmap(second, in_axes=(1, 1, 0, 0, 0, *[of_place] * 3), out_axes=1)(
+        of_floats = self.work.vmap(
+            second, self.split, in_axes=(1, 1, 0, 0, 0, *[of_place] * 3), out_axes=1
+        )(
             self.arrays, carry.of_floats, carry.residuals, stages, since, microbatch, repeat, counts
         )
         return carry._replace(of_floats=jax.tree.map(

@@ -85,7 +85,7 @@ class _Ticks:
             x_S, stored, values = carry
             microbatch, repeat, is_valid = self.schedule.work(t, self.work.stages)
             x_S, stored = self.handover.enter(x_S, stored, t)
-            y_S, new_values = jax.vmap(work, in_axes=(1, 0, 0, 0, 0))(
+            y_S, new_values = self.work.vmap(work, in_axes=(1, 0, 0, 0, 0))(
                 arrays, self.work.stages, microbatch, repeat, x_S
             )
             y_S = self.work.layout.constrain(y_S, row_dim=1)
@@ -124,7 +124,7 @@ class _Ticks:
             picked = self.work.picked(arrays, microbatch, repeat)
             return split.first(picked, key, stage, microbatch, repeat, x, of_y, of_values)
 
-        first_S = jax.vmap(first, in_axes=(1, 0, 0, 0, 0, 0, 1))
+        first_S = self.work.vmap(first, split, in_axes=(1, 0, 0, 0, 0, 0, 1))
 
         def by_inputs(carry: tuple, tick: tuple) -> tuple[tuple, None]:
             of_arrived_S, of_stored, residuals = carry
@@ -155,7 +155,7 @@ class _Ticks:
             carry, _ = by_inputs(carry, tick)
             t, _ = tick
             microbatch, repeat, is_valid = self.schedule.work(t, 0)
-            new = jax.vmap(second, in_axes=(1, 0, 0, None, None, None))(
+            new = self.work.vmap(second, split, in_axes=(1, 0, 0, None, None, None))(
                 arrays, self.work.stages, carry[-1], t, microbatch, repeat
             )
             of_floats = [

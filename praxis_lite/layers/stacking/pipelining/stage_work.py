@@ -1,12 +1,13 @@
 """The work of a pipeline's stage on one microbatch, forward, and backward in two parts."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from praxis_lite.collectives.vmapped_axes import before_vmap, vmap_over
 from praxis_lite.layers.stacking.pipelining.split_backward import SplitProgram, split_program
 from praxis_lite.layers.stacking.pipelining.ticks import (
     StageLayout,
@@ -49,6 +50,19 @@ class StageWork:
     def stages(self) -> jax.Array:
         """0 to S - 1."""
         return jnp.arange(self.num_stages)
+
+    def vmap(
+        self, function: Callable[..., Any], split: SplitProgram | None = None, **settings: Any
+    ) -> Callable[..., Any]:
+        """Returns `jax.vmap(function, **settings)` over the stages.
+
+        Args:
+          split: that the function calls.
+        """
+        axes = self.layout.vmapped_axes(self.num_stages)
+        if split is not None and split.axes_by_hand is not None:
+            axes = axes if set(axes) <= split.axes_by_hand else ()
+        return vmap_over(axes, function, **settings)
 
     def arrays(self, leaves: Sequence[jax.Array], inputs: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the arrays, [X, S, ...]; of the inputs a copy per stage."""
@@ -133,7 +147,8 @@ class StageWork:
         )
         x = jax.ShapeDtypeStruct(x_S.shape[1:], x_S.dtype)
         args = arrays, key, index, index, index, x, x, of_values
-        return split_program(program, args, num_again)
+        with before_vmap():
+            return split_program(program, args, num_again)
 
 
 def added(total: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:

@@ -81,7 +81,7 @@ def _of_weight_one(reported, weight, *gradients):
 
 def _of_other_rows(split, *_):
     def second(residuals, *again):
-        rolled = [jnp.roll(a, i % 2, axis=0) for i, a in enumerate(residuals)]
+        rolled = [jnp.roll(a, i % 2, axis=0) if a.ndim else a for i, a in enumerate(residuals)]
         return split.second(rolled, *again)
 
     return dataclasses.replace(split, second=second)
