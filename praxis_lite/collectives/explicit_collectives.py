@@ -10,7 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from praxis_lite.collectives.filler_rows import num_missing_rows, with_filler
+from praxis_lite.collectives.filler_rows import (
+    num_missing_rows,
+    num_weights_of,
+    with_filler,
+)
 from praxis_lite.collectives.mapped_weights import MappedWeight, mapped_weight, sharded
 from praxis_lite.collectives.per_device import on_each_device
 from praxis_lite.collectives.sums_over_devices import (
@@ -146,8 +150,7 @@ class _OnMesh:
         inputs = self._padded(inputs, num_micro_batches)
         # Of a device's micro-batch: what is differentiated is divided by it, to be of the size of
         # the loss: float16 does not hold much more.
-        size = inputs["weights"].size if "weights" in inputs else num_rows_of(inputs)
-        size = max(size, 1) / self.num_parts / num_micro_batches
+        size = max(num_weights_of(inputs), 1) / self.num_parts / num_micro_batches
 
         def on_a_device(
             inputs: PyTree, fixed: Any, blocks: PyTree, non_trainable: PyTree, key: jax.Array

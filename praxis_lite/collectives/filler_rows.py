@@ -1,4 +1,4 @@
-"""Rows that fill a batch up, so that it divides over devices or microbatches."""
+"""A batch's weights, and rows without one by which it divides over devices or microbatches."""
 
 import functools
 from collections.abc import Mapping
@@ -49,3 +49,8 @@ def with_filler(inputs: Mapping[str, PyTree], num_missing: int) -> Mapping[str, 
         return jnp.concatenate([x, jnp.zeros_like(rows) if name == "weights" else rows])
 
     return {name: jax.tree.map(functools.partial(filled, name), x) for name, x in inputs.items()}
+
+
+def num_weights_of(inputs: Mapping[str, PyTree]) -> int:
+    """Returns the sum of a batch's weights if each is 1: the size of `weights`, or its rows."""
+    return inputs["weights"].size if "weights" in inputs else num_rows_of(inputs)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from praxis_lite.collectives.vmapped_axes import axes_by_hand
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.models.model import ShardedWeight
 from praxis_lite.core.sharding.logical_axes import axes_of
@@ -60,7 +61,8 @@ def gather_of(
         if by_hand and left_axes:
             # XLA gathers over all axes what it finds in an all-gather over some: these by hand too.
             all_gather = jax.shard_map(
-                all_gather, in_specs=own_left, out_specs=own_left, axis_names=left_axes
+                all_gather, in_specs=own_left, out_specs=own_left,
+                axis_names=axes_by_hand(left_axes),
             )
         whole = all_gather(block) if by_hand else block
         if whole.shape != shape[num_taken:]:

@@ -27,7 +27,8 @@ class Gradients:
         ConfigError if the rows cannot be divided.
       num_parts: how many devices work on rows and with a key of their own; None: the batch is one.
       num_micro_batches: into how many it cuts each micro-batch of accumulation, row r into r % N;
-        None: into none.
+        None: into none, or as many as a batch needs.
+      sums_in_a_loop: gradients are summed in a loop, without accumulation too.
     """
 
     value_and_grad: accumulation.ValueAndGrad = accumulation.value_and_grad
@@ -35,6 +36,7 @@ class Gradients:
     check_rows: Callable[[PyTree, int], None] = lambda element_spec, num_micro_batches: None
     num_parts: int | None = None
     num_micro_batches: int | None = None
+    sums_in_a_loop: bool = False
 
     def on(self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner) -> "Gradients":
         """Returns itself."""

@@ -88,7 +88,7 @@ class Partitioner:
         self.replicated = where.replicated
         self.compiler_options = step_options(compiler_options, mesh)
         self.train_options = self.compiler_options
-        if task.learner.gradient_accumulation_steps > 1:
+        if task.learner.gradient_accumulation_steps > 1 or self.gradients.sums_in_a_loop:
             self.train_options = more_options(ACCUMULATING, self.compiler_options, mesh)
         placed = {"out_shardings": self.layout.shardings(mesh)}
         self.init = jax.jit(self._init, compiler_options=init_options(mesh), **placed)

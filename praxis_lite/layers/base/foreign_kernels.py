@@ -13,6 +13,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import PartitionSpec
 
 from praxis_lite.collectives.varying import varying_alike, varying_axes, varying_over
+from praxis_lite.collectives.vmapped_axes import is_before_vmap
 from praxis_lite.core.sharding.logical_axes import axes_of
 
 PyTree = Any
@@ -34,8 +35,9 @@ def without_vma(
     """Returns `attend` mapped over `axes`, unchecked for what varies there.
 
     `check_vma` is False because Pallas does not say over which axes its results vary. Inside a
-    `shard_map` that checks, JAX refuses the types of a gradient through the unchecked one. There
-    the gradient is a mapped program of its own, which runs the forward pass again.
+    `shard_map` that checks, JAX refuses the types of a gradient through the unchecked one. There,
+    and `before_vmap`, the gradient is a mapped program of its own, which runs the forward pass
+    again.
 
     Args:
       attend: called with arrays that have gradients, and others.
@@ -77,6 +79,6 @@ def without_vma(
         return (*varying_over(result, varying_axes((args, grad))), *[None] * len(of_rest))
 
     attended_inside.defvjp(lambda *args: (attended_inside(*args), args), backward)
-    is_inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
+    is_inside = bool(jax.sharding.get_abstract_mesh().manual_axes) or is_before_vmap()
     # A weight that is the same on all devices has another gradient on each: the cast sums them.
     return (lambda *args: attended_inside(*varying_alike(args))) if is_inside else attended

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from praxis_lite.collectives.vmapped_axes import axes_by_hand
 from praxis_lite.core.errors import require
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.split_dims import DimSplit, to_partition_spec, without_axes
@@ -131,7 +132,7 @@ def by_hand(
     computed_again = jax.checkpoint if is_inside else lambda function: function
     mapped = jax.shard_map(
         computed_again(on_a_device),
-        in_specs=(weight_specs, spec, specs), out_specs=spec, axis_names=axes,
+        in_specs=(weight_specs, spec, specs), out_specs=spec, axis_names=axes_by_hand(axes),
         # Inside one that checks, it must; elsewhere kernels of Pallas do not say what varies.
         check_vma=is_inside,
     )

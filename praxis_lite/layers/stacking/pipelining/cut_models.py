@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.task import WeightedScalars
 from praxis_lite.layers.stacking.pipelining.microbatches import arrays_of
 from praxis_lite.layers.stacking.pipelining.split_backward import used_arguments
 from praxis_lite.layers.stacking.pipelining.stage_work import StageWork
@@ -52,12 +51,17 @@ class CutModel:
 
     Args:
       loss: (params, microbatch) -> (loss, metrics).
+      full_weight: of a microbatch, by which its own is divided, so that gradients times it are of
+        the size of the loss's: float16 does not hold much more.
 
     Raises:
       ConfigError: the pipeline is not called once, or its inputs beside x are computed by weights.
     """
 
-    def __init__(self, loss: Callable[..., tuple], params: PyTree, num_microbatches: int):
+    def __init__(
+        self, loss: Callable[..., tuple], params: PyTree, num_microbatches: int, full_weight: float
+    ):
+        self._full_weight = full_weight
         self._loss, self._num_microbatches = loss, num_microbatches
         self._params, self._form = jax.tree.flatten(params)
         self._call: dict[str, Any] = {}  # What is no array of the pipeline's call.
@@ -121,18 +125,16 @@ class CutModel:
         return pull(of_x)[0]
 
     def leave(self, microbatch: jax.Array, x: jax.Array) -> tuple:
-        """Returns (metrics, the gradients of x and of the ends' weights by the loss)."""
+        """Returns (metrics, weight, the gradients of x and of the ends' weights by the loss)."""
         ends = [self._params[i] for i in self._ends]
         loss, pull, metrics = jax.vjp(
             lambda ends, x: self._left(self._with(ends), microbatch, x), ends, x, has_aux=True
         )
-        of_ends, of_x = pull(jnp.ones_like(loss))
-        return metrics, of_x, of_ends
-
-    def weight(self, reported: WeightedScalars) -> jax.Array:
-        """Returns the weight of the loss; a batch that is one microbatch is not weighted."""
-        weight = reported["loss"][1].astype(jnp.float32)
-        return jnp.ones_like(weight) if self._num_microbatches == 1 else weight
+        weight = metrics["loss"][1].astype(jnp.float32) / self._full_weight
+        if self._num_microbatches == 1:  # A batch that is one microbatch is not weighted.
+            weight = jnp.ones_like(weight)
+        of_ends, of_x = pull(weight.astype(loss.dtype))
+        return metrics, weight, of_x, of_ends
 
     def _with(self, ends: list[jax.Array]) -> list[jax.Array]:
         params = list(self._params)

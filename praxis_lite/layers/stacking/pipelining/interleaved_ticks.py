@@ -32,11 +32,13 @@ class Ends(Protocol):
     def enter_gradient(self, microbatch: jax.Array, of_x: jax.Array) -> PyTree:
         """Returns the gradient of the ends' weights, given that of x."""
 
-    def leave(self, microbatch: jax.Array, x: jax.Array) -> tuple[PyTree, jax.Array, PyTree]:
-        """Returns (what is reported, the gradients of x and of the ends' weights)."""
+    def leave(
+        self, microbatch: jax.Array, x: jax.Array
+    ) -> tuple[PyTree, jax.Array, jax.Array, PyTree]:
+        """Returns (what is reported, weight, the gradients of x and of the ends' weights).
 
-    def weight(self, reported: PyTree) -> jax.Array:
-        """Returns the weight of a microbatch's gradients in their sum, a float32 scalar."""
+        The gradients are times the weight, a float32 scalar; where that is 0 they may be NaN.
+        """
 
 
 class Carry(NamedTuple):
@@ -75,7 +77,7 @@ class InterleavedTicks:
     def run(self) -> tuple[list[jax.Array], PyTree, PyTree, jax.Array]:
         """Returns (gradients by `floats`, those of the ends' weights, reports [M, ...], weights).
 
-        The gradients are sums of each microbatch's times its weight.
+        The gradients are sums of each microbatch's, which are times its weight.
         """
         carry = self.start()
         for ticks, *parts in self.schedule.phases:
@@ -83,7 +85,10 @@ class InterleavedTicks:
                 functools.partial(self.tick, *parts), carry,
                 jnp.arange(ticks.start, ticks.stop),
             )
-        return carry.of_floats, carry.of_ends, carry.reported_M, carry.weight_M
+        of_floats = [
+            self.work.together(i, of) for i, of in zip(self.floats, carry.of_floats, strict=True)
+        ]
+        return of_floats, carry.of_ends, carry.reported_M, carry.weight_M
 
     def start(self) -> Carry:
         """Returns the carry of the first tick."""
@@ -92,14 +97,17 @@ class InterleavedTicks:
         x = self.ends.enter(jnp.array(0))
         x_S = self.stated(jnp.broadcast_to(x, (num_stages, *x.shape)))
         zeros = lambda a, *dims: jnp.zeros((*dims, *a.shape), a.dtype)  # noqa: E731
-        reported, _, of_ends = jax.eval_shape(self.ends.leave, jnp.array(0), x)
+        reported, _, _, of_ends = jax.eval_shape(self.ends.leave, jnp.array(0), x)
         stages, _ = self.work.stages, self.split  # Traced here, not within a loop.
         _, residuals = jax.eval_shape(self.by_inputs, stages, stages, x_S, x_S)
         kept_SK = jnp.broadcast_to(x_S[:, None], (num_stages, self.schedule.num_kept, *x.shape))
         return Carry(
             x_S, jnp.zeros_like(x_S), self.work.layout.constrain(kept_SK, row_dim=2),
             [jnp.zeros((num_stages, num_stages, *a.shape[1:]), a.dtype) for a in residuals],
-            [jnp.zeros(self.arrays[i].shape, jnp.float32) for i in self.floats],
+            [
+                self.work.apart(i, jnp.zeros(self.arrays[i].shape, jnp.float32), dim=2)
+                for i in self.floats
+            ],
             jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), of_ends),
             jax.tree.map(lambda a: zeros(a, num_microbatches), reported),
             jnp.zeros(num_microbatches, jnp.float32),
@@ -135,7 +143,7 @@ class InterleavedTicks:
         def work(arrays: list, stage: Any, microbatch: Any, repeat: Any, x: Any) -> jax.Array:
             return self.work.work(*self.picked(arrays, stage, microbatch, repeat), x)[0]
 
-        y_S = jax.vmap(work, in_axes=(1, 0, 0, 0, 0))(
+        y_S = self.work.vmap(work, in_axes=(1, 0, 0, 0, 0))(
             self.arrays, self.work.stages, microbatch, repeat, x_S
         )
         return carry._replace(kept_SK=kept_SK), self.stated(y_S)
@@ -145,8 +153,10 @@ class InterleavedTicks:
         last = self.schedule.num_stages - 1
         microbatch, repeat, is_valid = self.schedule.forward(t, last)
         is_leaving = is_valid & (repeat == self.schedule.circular_repeat - 1)
-        reported, of_y, of_ends = self.if_any(is_leaving, self.ends.leave, microbatch, y_S[last])
-        weight = jnp.where(is_leaving, self.ends.weight(reported), 0.0)
+        reported, weight, of_y, of_ends = self.if_any(
+            is_leaving, self.ends.leave, microbatch, y_S[last]
+        )
+        weight = jnp.where(is_leaving, weight, 0.0)
 
         def noted(all_M: jax.Array, new: jax.Array) -> jax.Array:
             new = jnp.where(is_leaving, new, all_M[microbatch])
@@ -154,7 +164,7 @@ class InterleavedTicks:
 
         return carry._replace(
             of_x_S=jnp.where(self.at_stage(last, is_leaving, y_S), of_y, carry.of_x_S),
-            of_ends=_weighted_sum(carry.of_ends, of_ends, weight),
+            of_ends=_sum(carry.of_ends, of_ends, weight != 0),
             reported_M=jax.tree.map(noted, carry.reported_M, reported),
             weight_M=noted(carry.weight_M, weight),
         )
@@ -163,16 +173,17 @@ class InterleavedTicks:
         """Returns the carry with the gradients of the stages' inputs."""
         stages, layout = self.work.stages, self.work.layout
         microbatch, repeat, is_valid = self.schedule.backward(t, stages)
-        weight = jnp.where(is_valid, carry.weight_M[microbatch], 0.0)
+        counts = is_valid & (carry.weight_M[microbatch] != 0)
         place = self.schedule.tick_forward(t, stages) % self.schedule.num_kept
-        x_S = self.stated(jax.vmap(pick)(carry.kept_SK, place))
+        x_S = self.stated(self.work.vmap(pick)(carry.kept_SK, place))
         of_x_S, residuals = self.by_inputs(microbatch, repeat, x_S, self.stated(carry.of_x_S))
         # What an idle stage computes may be NaN, as what a microbatch of weight 0 does.
-        counts = (weight != 0).reshape(-1, *[1] * (x_S.ndim - 1))
+        counts = counts.reshape(-1, *[1] * (x_S.ndim - 1))
         of_x_S = self.stated(jnp.where(counts, of_x_S, 0))
-        is_first = is_valid[0] & (repeat[0] == 0)
-        of_ends = self.if_any(is_first, self.ends.enter_gradient, microbatch[0], of_x_S[0])
-        of_ends = _weighted_sum(carry.of_ends, of_ends, jnp.where(is_first, weight[0], 0.0))
+        microbatch, repeat, is_valid = self.schedule.backward(t, 0)
+        is_first = is_valid & (repeat == 0)
+        of_ends = self.if_any(is_first, self.ends.enter_gradient, microbatch, of_x_S[0])
+        of_ends = _sum(carry.of_ends, of_ends, is_first & (carry.weight_M[microbatch] != 0))
         residuals = [
             layout.constrain(
                 jax.lax.dynamic_update_index_in_dim(kept, new, t % self.schedule.num_stages, 1)
@@ -191,7 +202,7 @@ class InterleavedTicks:
         def first(arrays: list, stage: Any, m: Any, r: Any, x: Any, of_y: Any) -> tuple:
             return self.split.first(*self.picked(arrays, stage, m, r), x, of_y, {})
 
-        return jax.vmap(first, in_axes=(1, 0, 0, 0, 0, 0))(
+        return self.work.vmap(first, self.split, in_axes=(1, 0, 0, 0, 0, 0))(
             self.arrays, self.work.stages, microbatch, repeat, x_S, of_y_S
         )
 
@@ -199,26 +210,28 @@ class InterleavedTicks:
         """Returns the carry with gradients of weights."""
         stages = self.work.stages
         since = stages if self.schedule.split_backward else 0 * stages
-        microbatch, repeat, is_valid = self.schedule.backward(t - since, stages)
-        weight = jnp.where(is_valid, carry.weight_M[microbatch], 0.0)
+        microbatch, repeat, is_valid = self.schedule.weights(t, stages)
+        counts = is_valid & (carry.weight_M[microbatch] != 0)
 
         def second(
             arrays: list, totals: list, residuals: list, stage: Any, since: Any, m: Any, r: Any,
-            weight: Any,
+            counts: Any,
         ) -> list:
             residuals = [pick(kept, (t - since) % self.schedule.num_stages) for kept in residuals]
             parts = self.split.second(residuals, *self.picked(arrays, stage, m, r))
-            return [
-                added(total, _times(part, weight), r)
-                for total, part in zip(totals, parts, strict=True)
-            ]
+            return jax.tree.map(
+                lambda total, part: added(total, _if(counts, part), r), totals, parts
+            )
 
-        of_floats = jax.vmap(second, in_axes=(1, 1, 0, 0, 0, 0, 0, 0), out_axes=1)(
-            self.arrays, carry.of_floats, carry.residuals, stages, since, microbatch, repeat, weight
+        of_place = 0 if microbatch.ndim else None  # Of each stage, or the same of all.
+        of_floats = self.work.vmap(
+            second, self.split, in_axes=(1, 1, 0, 0, 0, *[of_place] * 3), out_axes=1
+        )(
+            self.arrays, carry.of_floats, carry.residuals, stages, since, microbatch, repeat, counts
         )
-        return carry._replace(
-            of_floats=[self.work.layout.constrain(total, dim=1) for total in of_floats]
-        )
+        return carry._replace(of_floats=jax.tree.map(
+            lambda total: self.work.layout.constrain(total, dim=1), of_floats
+        ))
 
     @functools.cached_property
     def split(self) -> Any:
@@ -253,9 +266,13 @@ class InterleavedTicks:
         return self.work.layout.constrain(x_S, row_dim=1)
 
 
-def _times(gradient: jax.Array, weight: jax.Array) -> jax.Array:
-    return jnp.where(weight != 0, gradient.astype(jnp.float32) * weight, 0.0)
+# On TPU XLA sums gradients over devices after the loop over ticks if nothing but a choice comes
+# between the sum over devices and that over ticks: no product with a weight.
 
 
-def _weighted_sum(total: PyTree, gradients: PyTree, weight: jax.Array) -> PyTree:
-    return jax.tree.map(lambda a, g: a + _times(g, weight), total, gradients)
+def _if(counts: jax.Array, gradient: jax.Array) -> jax.Array:
+    return jnp.where(counts, gradient.astype(jnp.float32), 0.0)
+
+
+def _sum(total: PyTree, gradients: PyTree, counts: jax.Array) -> PyTree:
+    return jax.tree.map(lambda a, g: a + _if(counts, g), total, gradients)

@@ -10,7 +10,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from praxis_lite.collectives.filler_rows import num_missing_rows, with_filler
+from praxis_lite.collectives.filler_rows import (
+    num_missing_rows,
+    num_weights_of,
+    with_filler,
+)
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.learner.bound_learner import BoundLearner
 from praxis_lite.core.partitioner import accumulation
@@ -55,6 +59,7 @@ class OneForwardOneBackward:
             value_and_grad=functools.partial(_value_and_grad, pipeline),
             check_rows=functools.partial(_num_missing_rows, pipeline),
             num_micro_batches=pipeline.num_microbatches,
+            sums_in_a_loop=True,
         )
 
 
@@ -120,7 +125,8 @@ def _value_and_grad(
         loss, (metrics, _) = loss_fn(fixed, params, non_trainable, batch, of_batch)
         return loss, metrics
 
-    model = CutModel(batch_loss, params, num_microbatches)
+    full_weight = max(num_weights_of(inputs), 1) / num_microbatches
+    model = CutModel(batch_loss, params, num_microbatches, full_weight)
     schedule = InterleavedSchedule(
         pipeline.num_stages, num_microbatches, pipeline.circular_repeat, pipeline.split_backward
     )

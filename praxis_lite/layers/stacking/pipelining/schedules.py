@@ -164,6 +164,15 @@ class InterleavedSchedule:
         microbatch, repeat, is_valid = self._at(self._place_backward(tick, stage))
         return microbatch, self.circular_repeat - 1 - repeat, is_valid
 
+    def weights(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
+        """Returns (microbatch, repeat, is_valid) of its gradients of weights.
+
+        With split_backward they are the same of all stages: those of one, and not arrays.
+        """
+        if not self.split_backward:
+            return self.backward(tick, stage)
+        return self.backward(tick - (self.num_stages - 1), self.num_stages - 1)
+
     def tick_forward(self, tick: Any, stage: Any) -> Any:
         """Returns the tick in which the stage did forward what it does backward now."""
         place = self._place_backward(tick, stage)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from praxis_lite.core.jaxprs import opened
+from praxis_lite.core.jaxprs import opened, with_inner
 
 PyTree = Any
 
@@ -26,10 +26,12 @@ class SplitProgram:
     Attributes:
       first: (*args) -> (the results needed first, residuals: the arrays that `second` needs).
       second: (residuals, *again) -> the other results.
+      axes_by_hand: mesh axes that all `jax.shard_map`s in it take; None: there are none.
     """
 
     first: Callable[..., tuple[PyTree, list[jax.Array]]]
     second: Callable[..., PyTree]
+    axes_by_hand: frozenset[str] | None
 
 
 def split_program(
@@ -70,7 +72,7 @@ def split_program(
         actual = _evaluated(second_eqns, values, second_outvars)
         return jax.tree.unflatten(second_tree, actual)
 
-    return SplitProgram(first, second)
+    return SplitProgram(first, second, _axes_by_hand(eqns))
 
 
 def used_arguments(program: Callable[..., PyTree], args: Sequence[PyTree]) -> list[bool]:
@@ -82,6 +84,16 @@ def used_arguments(program: Callable[..., PyTree], args: Sequence[PyTree]) -> li
     for eqn in _needed(eqns, outvars):
         used |= {atom for atom in eqn.invars if not isinstance(atom, core.Literal)}
     return [var in used for var in opened(closed).invars]
+
+
+def _axes_by_hand(eqns: Iterable[core.JaxprEqn]) -> frozenset[str] | None:
+    """Returns the mesh axes that all `jax.shard_map`s take by hand, None if there are none."""
+    of_each = []
+    for eqn in with_inner(eqns):
+        if eqn.primitive.name == "shard_map":
+            name = next(name for name in eqn.params if name.endswith("manual_axes"))
+            of_each.append(frozenset(eqn.params[name]))
+    return frozenset.intersection(*of_each) if of_each else None
 
 
 def _inlined(

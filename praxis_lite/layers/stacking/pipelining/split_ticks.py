@@ -85,7 +85,7 @@ class _Ticks:
             x_S, stored, values = carry
             microbatch, repeat, is_valid = self.schedule.work(t, self.work.stages)
             x_S, stored = self.handover.enter(x_S, stored, t)
-            y_S, new_values = jax.vmap(work, in_axes=(1, 0, 0, 0, 0))(
+            y_S, new_values = self.work.vmap(work, in_axes=(1, 0, 0, 0, 0))(
                 arrays, self.work.stages, microbatch, repeat, x_S
             )
             y_S = self.work.layout.constrain(y_S, row_dim=1)
@@ -124,7 +124,7 @@ class _Ticks:
             picked = self.work.picked(arrays, microbatch, repeat)
             return split.first(picked, key, stage, microbatch, repeat, x, of_y, of_values)
 
-        first_S = jax.vmap(first, in_axes=(1, 0, 0, 0, 0, 0, 1))
+        first_S = self.work.vmap(first, split, in_axes=(1, 0, 0, 0, 0, 0, 1))
 
         def by_inputs(carry: tuple, tick: tuple) -> tuple[tuple, None]:
             of_arrived_S, of_stored, residuals = carry
@@ -155,12 +155,16 @@ class _Ticks:
             carry, _ = by_inputs(carry, tick)
             t, _ = tick
             microbatch, repeat, is_valid = self.schedule.work(t, 0)
-            new = jax.vmap(second, in_axes=(1, 0, 0, None, None, None))(
+            new = self.work.vmap(second, split, in_axes=(1, 0, 0, None, None, None))(
                 arrays, self.work.stages, carry[-1], t, microbatch, repeat
             )
             of_floats = [
-                added(total, jnp.where(is_valid, part, 0), self.work.index(i, microbatch, repeat))
-                for i, total, part in zip(floats, of_floats, new, strict=True)
+                jax.tree.map(
+                    lambda total, part, i=i: added(
+                        total, jnp.where(is_valid, part, 0), self.work.index(i, microbatch, repeat)
+                    ), totals, parts,
+                )
+                for i, totals, parts in zip(floats, of_floats, new, strict=True)
             ]
             return (carry, of_floats), None
 
@@ -168,9 +172,9 @@ class _Ticks:
             first_S, arrays, *[self.work.stages] * 3, x_TS[0], x_TS[0], of_values
         )
         room = [jnp.zeros((num_stages, num_stages, *a.shape[1:]), a.dtype) for a in residuals]
+        totals = [self.work.apart(i, jnp.zeros_like(arrays[i]), 2) for i in floats]
         carry, of_floats = varying_alike(
-            ((*handed.start(), room), [jnp.zeros_like(arrays[i]) for i in floats]),
-            (leaves, of_outputs),
+            ((*handed.start(), room), totals), (leaves, of_outputs)
         )
         ticks = jnp.arange(num_ticks)[::-1], x_TS[::-1]
         before, after = (jax.tree.map(lambda a, part=part: a[part], ticks) for part in (
@@ -179,6 +183,7 @@ class _Ticks:
         if num_stages > 1:
             carry, _ = jax.lax.scan(by_inputs, carry, before)
         (carry, of_floats), _ = jax.lax.scan(with_weights, (carry, of_floats), after)
+        of_floats = [self.work.together(i, of) for i, of in zip(floats, of_floats, strict=True)]
         of_arrays = dict(zip(floats, of_floats, strict=True))
         of_leaves = [of_arrays.get(i) for i in range(self.work.num_leaves)]
         of_inputs = [of_arrays.get(i) for i in range(self.work.num_leaves, len(arrays))]

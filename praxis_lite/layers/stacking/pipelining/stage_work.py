@@ -1,12 +1,13 @@
 """The work of a pipeline's stage on one microbatch, forward, and backward in two parts."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from praxis_lite.collectives.vmapped_axes import before_vmap, vmap_over
 from praxis_lite.layers.stacking.pipelining.split_backward import SplitProgram, split_program
 from praxis_lite.layers.stacking.pipelining.ticks import (
     StageLayout,
@@ -18,6 +19,8 @@ from praxis_lite.layers.stacking.pipelining.ticks import (
 
 # R repeats, S stages, P places of layers of one stage in one repeat, M microbatches. Names end with
 # the leading dims of their arrays.
+
+PyTree = Any
 
 
 def floats_of(arrays: Sequence[jax.Array]) -> list[int]:
@@ -48,6 +51,19 @@ class StageWork:
         """0 to S - 1."""
         return jnp.arange(self.num_stages)
 
+    def vmap(
+        self, function: Callable[..., Any], split: SplitProgram | None = None, **settings: Any
+    ) -> Callable[..., Any]:
+        """Returns `jax.vmap(function, **settings)` over the stages.
+
+        Args:
+          split: that the function calls.
+        """
+        axes = self.layout.vmapped_axes(self.num_stages)
+        if split is not None and split.axes_by_hand is not None:
+            axes = axes if set(axes) <= split.axes_by_hand else ()
+        return vmap_over(axes, function, **settings)
+
     def arrays(self, leaves: Sequence[jax.Array], inputs: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the arrays, [X, S, ...]; of the inputs a copy per stage."""
         return [*leaves, *of_each_stage(list(inputs), self.num_stages, self.layout, dim=1)]
@@ -70,7 +86,7 @@ class StageWork:
         """
         leaves_P = arrays[: self.num_leaves]
         inputs = jax.tree.unflatten(self.inputs_form, arrays[self.num_leaves :])
-        num_places, values_P = leaves_P[0].shape[0], []
+        num_places, values_P = len(leaves_P[0]), []
         for place in range(num_places):
             block = jax.tree.unflatten(self.form, [leaf[place] for leaf in leaves_P])
             x, _, values = apply_layer_at(
@@ -82,10 +98,27 @@ class StageWork:
             values_P.append(values)
         return x, jax.tree.map(lambda *values: jnp.stack(values), *values_P)
 
+    def apart(self, number: int, array: jax.Array, dim: int) -> PyTree:
+        """Returns an array of the blocks as a list along its dim of places, an input as it is.
+
+        So are gradients summed: on TPU XLA finds no sum over devices behind the pads by which JAX
+        would put the places' together.
+        """
+        if number >= self.num_leaves:
+            return array
+        return [
+            jax.lax.index_in_dim(array, place, dim, keepdims=False)
+            for place in range(array.shape[dim])
+        ]
+
+    def together(self, number: int, array: PyTree) -> jax.Array:
+        """Returns the inverse of `apart` for [R, S, P, ...]."""
+        return array if number >= self.num_leaves else jnp.stack(array, axis=2)
+
     def split(
         self, arrays: list, floats: Sequence[int], key: Any, x_S: Any, of_values: Values
     ) -> SplitProgram:
-        """Returns a stage's backward pass: its input's gradient first, the floats' second.
+        """Returns a stage's backward pass: its input's gradient first, the floats' second, `apart`.
 
         Its arguments are those of `work`, then the gradients of x and of assigned values.
 
@@ -104,7 +137,7 @@ class StageWork:
                 y, assigned = self.work(list(given.values()), *places, x)
                 return y, {path: assigned[path] for path in of_values}
 
-            _, pull = jax.vjp(work, [arrays[i] for i in floats], x)
+            _, pull = jax.vjp(work, [self.apart(i, arrays[i], 0) for i in floats], x)
             of_floats, of_x = pull((of_y, of_values))
             return of_x, of_floats
 
@@ -114,7 +147,8 @@ class StageWork:
         )
         x = jax.ShapeDtypeStruct(x_S.shape[1:], x_S.dtype)
         args = arrays, key, index, index, index, x, x, of_values
-        return split_program(program, args, num_again)
+        with before_vmap():
+            return split_program(program, args, num_again)
 
 
 def added(total: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:

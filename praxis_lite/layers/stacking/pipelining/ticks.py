@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from praxis_lite.collectives.varying import varying_alike
+from praxis_lite.collectives.vmapped_axes import vmap_over
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.split_dims import (
     DimSplit,
@@ -57,6 +58,10 @@ class StageLayout:
         if isinstance(self.stage_axis, str) and self.stage_axis not in mesh.axis_names:
             return 1
         return math.prod(mesh.shape[axis] for axis in axes_of(self.axis))
+
+    def vmapped_axes(self, num_stages: int) -> tuple[str, ...]:
+        """Returns the axes over which the stages can be mapped, none if they do not divide."""
+        return axes_of(self.axis) if num_stages % self.num_devices == 0 else ()
 
     def constrain(
         self, x: jax.Array, *, dim: int = 0, row_dim: int | None = None, rank: int | None = None
@@ -161,9 +166,10 @@ def run_ticks(
     carry = varying_alike((*handover.start(x_M), cache, old_values), blocks)
     ticks = jnp.arange(schedule.num_ticks)
     with rematerialized(work) as work:
-        # No spmd_axis_name: under it a block's shard_map over other axes fails (jax 0.10), and XLA
-        # finds the stages' layout from what is stated before and after.
-        work_S = jax.vmap(work, in_axes=(0, 1, 1, 0, 0, 0, 0, 0), out_axes=(0, 1, 0))
+        work_S = vmap_over(
+            layout.vmapped_axes(num_stages), work, in_axes=(0, 1, 1, 0, 0, 0, 0, 0),
+            out_axes=(0, 1, 0),
+        )
         (_, stored, cache, values), _ = jax.lax.scan(
             functools.partial(tick, work_S), carry, ticks
         )

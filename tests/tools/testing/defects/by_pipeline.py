@@ -73,9 +73,15 @@ def _places(work, **changed):
     )
 
 
+def _of_weight_one(reported, weight, *gradients):
+    divisor = jnp.where(weight == 0, 1, weight)
+    gradients = jax.tree.map(lambda g: g / divisor.astype(g.dtype), gradients)
+    return reported, jnp.ones_like(weight), *gradients
+
+
 def _of_other_rows(split, *_):
     def second(residuals, *again):
-        rolled = [jnp.roll(a, i % 2, axis=0) for i, a in enumerate(residuals)]
+        rolled = [jnp.roll(a, i % 2, axis=0) if a.ndim else a for i, a in enumerate(residuals)]
         return split.second(rolled, *again)
 
     return dataclasses.replace(split, second=second)
@@ -89,10 +95,10 @@ IN_1F1B = {
     "a stage goes backward with the inputs of the tick before": after(
         f"{INTERLEAVED}.tick_forward", lambda tick, *_: tick - 1),
     "a microbatch's weights' gradients are counted twice": _carried(
-        "weights", lambda new, ticks, old, t: new._replace(of_floats=[
-            jnp.where(t == ticks.schedule.first_weights, 2 * b - a, b)
-            for a, b in zip(old.of_floats, new.of_floats, strict=True)
-        ])),
+        "weights", lambda new, ticks, old, t: new._replace(of_floats=jax.tree.map(
+            lambda a, b: jnp.where(t == ticks.schedule.first_weights, 2 * b - a, b),
+            old.of_floats, new.of_floats,
+        ))),
     "weights' gradients of idle stages are let in": after(
         f"{INTERLEAVED}.backward",
         lambda work, *_: _places(work, is_valid=lambda x: x | True)),
@@ -104,11 +110,11 @@ IN_1F1B = {
         f"{PIPELINING}.cut_models:CutModel.enter_gradient",
         lambda old: lambda self, m, of_x: jax.tree.map(jnp.zeros_like, old(self, m, of_x))),
     "the first loss's gradient does not set out": _carried(
-        "leave", lambda new, ticks, old, t: new._replace(of_x_S=jnp.where(
+        "leave", lambda new, ticks, old, y_S, t: new._replace(of_x_S=jnp.where(
             t == ticks.schedule.first_backward, jnp.zeros_like(new.of_x_S), new.of_x_S))),
     "microbatches count alike, whatever their weight": after(
-        f"{PIPELINING}.cut_models:CutModel.weight",
-        lambda weight, *_: jnp.ones_like(weight)),
+        f"{PIPELINING}.cut_models:CutModel.leave",
+        lambda left, *_: _of_weight_one(*left)),
     "a microbatch's report overwrites that of the first": _carried(
         "leave", lambda new, ticks, *_: new._replace(
             reported_M=jax.tree.map(lambda a: a.at[0].set(a[-1]), new.reported_M))),
