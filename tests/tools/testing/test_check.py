@@ -132,6 +132,7 @@ SAMPLE = (
     "norms in bfloat16", "13 rows: a tenth more", "unroll of NNX: a layer twice",
     "tracker: an auxiliary loss that is read as 0",
     "gathered keys: positions begin anew on each device", "1F1B: stages hand on the wrong way",
+    "on the host: a slot left there",
 )
 
 

@@ -1,8 +1,11 @@
 """Experts: their balance per device, tokens that are lost on the way, gradients summed twice."""
 
+import fiddle as fdl
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from praxis_lite.inputs import InMemory
 from tests.tools.testing import tiny
 from tests.tools.testing.defects.defect import (
     Defect,
@@ -78,3 +81,26 @@ DEFECTS += [
     Defect(f"experts: {what}", tiny.BalancedExperts, after(target, change), (2, 2, 1))
     for what, (target, change) in BALANCED.items()
 ]
+
+
+class Padded(tiny.BalancedExperts):
+    """The same, the last three tokens of each row are padding."""
+
+    def datasets(self):
+        return {"train": fdl.Config(InMemory, padded, batch_size=tiny.ROWS, shuffle=True)}
+
+
+def padded():
+    rows = tiny.texts()
+    is_token = np.arange(tiny.LENGTH) < tiny.LENGTH - 3
+    segment_ids = np.broadcast_to(is_token, rows["ids"].shape).astype(np.int32)
+    positions = np.arange(tiny.LENGTH, dtype=np.int32) * segment_ids
+    return rows | {"segment_ids": segment_ids, "segment_pos": positions}
+
+
+DEFECTS.append(Defect(
+    "experts: loads of padding too", Padded,
+    after(f"{ROUTING}:expert_choices", _if_split(
+        lambda x, e, r, n: jnp.sum(jax.nn.one_hot(e, n), (0, 1, 2)))),
+    (2, 2, 1),
+))
