@@ -238,7 +238,7 @@ def reporting(task: Task, num_micro_batches: int | None = None) -> Task:
     """
     task, learner = copy.copy(task), copy.copy(task.learner)
     bind = task.learner.bind
-    learner.bind = lambda *weights: _Reporting(learner, bind(*weights).groups)
+    learner.bind = lambda *weights: _Reporting(**vars(bind(*weights)) | {"learner": learner})
     if num_micro_batches is not None:
         learner.gradient_accumulation_steps = num_micro_batches
     task.learner = learner
@@ -248,7 +248,8 @@ def reporting(task: Task, num_micro_batches: int | None = None) -> Task:
 class _Reporting(BoundLearner):
     def update(self, grads: PyTree, *args: Any) -> tuple:
         params, opt_states, scalars, is_skipped = super().update(grads, *args)
-        return params, opt_states, {**scalars, "gradients": grads}, is_skipped
+        gradients = self._fetched({"params": grads})["params"]
+        return params, opt_states, {**scalars, "gradients": gradients}, is_skipped
 
 
 def leaves_of(tree: PyTree, prefix: str = "") -> Leaves:

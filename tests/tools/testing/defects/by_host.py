@@ -30,13 +30,17 @@ def _if_split(change):
     return lambda x, *args: change(x, *args) if num_devices() > 1 else x
 
 
+@jax.custom_vjp
+def _rolled(stack):
+    return to_host(jnp.roll(to_device(stack), 1, 0))
+
+
+_rolled.defvjp(lambda stack: (_rolled(stack), None), lambda _, g: (g,))
+
+
 def _of_the_layer_before(tree, *_):
     is_weight = lambda x: isinstance(x, HostWeight)  # noqa: E731
-
-    def moved(x):
-        rolled = jnp.roll(to_device(x.stored), 1, 0)
-        return dataclasses.replace(x, stored=to_host(rolled))
-
+    moved = lambda x: dataclasses.replace(x, stored=_rolled(x.stored))  # noqa: E731
     return jax.tree.map(lambda x: moved(x) if is_weight(x) else x, tree, is_leaf=is_weight)
 
 
