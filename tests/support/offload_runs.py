@@ -3,6 +3,7 @@
 Run as a module it is compiled for an absent TPU, and its bytes are printed.
 """
 
+import functools
 import json
 from typing import Any
 
@@ -65,16 +66,27 @@ def trained(made: Partitioner, num_steps: int = 2) -> tuple[list[Any], Any, Any]
 
 
 def memory_on_tpu(policy: Any, **settings: Any) -> dict[str, int]:
-    """Returns the bytes that a v5e's compiler plans for a step, of the device and of its host."""
+    """Returns the bytes that a v5e's compiler plans for a step, of the device and of its host.
+
+    Beside them those that a plan counts on the link between the two.
+    """
+    from praxis_lite.tools.plan.costs import FITTED
+    from praxis_lite.tools.plan.schedule import Mesh, schedule
     from praxis_lite.tools.plan.topology import topology_of
 
-    devices = topology_of("v5e:2x4", 1).devices
-    mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 4, 2)), devices)
+    topology = topology_of("v5e:2x4", 1)
+    mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 4, 2)), topology.devices)
     made = partitioner(policy, dims=LARGE, mesh=mesh, **settings)
-    planned = made.train_step.lower(spec(64, 512)).compile().memory_analysis()
+    compiled = made.train_step.lower(spec(64, 512)).compile()
+    planned = compiled.memory_analysis()
+    in_one_slice = Mesh(dict(mesh.shape), np.zeros(mesh.size, int))
+    copies = schedule(compiled.as_text(), topology.chip, in_one_slice, FITTED).host_copies.values()
     return {
         name: int(getattr(planned, f"{name}_size_in_bytes"))
         for name in ("argument", "temp", "host_argument", "host_output", "host_alias", "host_temp")
+    } | {
+        kind: sum(copy.bytes for copy in copies if copy.kind == kind)
+        for kind in ("copy to the host", "copy from the host")
     }
 
 
@@ -82,4 +94,7 @@ if __name__ == "__main__":
     print(json.dumps({
         "device": memory_on_tpu(placed("device")),
         "offload": memory_on_tpu(placed("offload"), host_slots=".*"),
+        "weights": memory_on_tpu(
+            "save_nothing", stack=functools.partial(Repeat, offload_weights=True)
+        ),
     }))
