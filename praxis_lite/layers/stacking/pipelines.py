@@ -220,9 +220,7 @@ class Pipeline(BaseLayer):
             outputs_M, cache, values = run_ticks(
                 blocks, x_M, inputs_M, others, key, cache, rematerialized=rematerialized, **settings
             )
-        if len(self._stack_shape) == 2:
-            cache, values = without_free_places((cache, values), num_layers)
-        return outputs_M, cache, values
+        return outputs_M, *self.off_stages((cache, values))
 
     def _in_a_row(
         self, x_M: jax.Array, inputs_M: PyTree, others: dict, key: Any, cache: PyTree
@@ -288,6 +286,12 @@ class Pipeline(BaseLayer):
         return jax.tree.map(
             lambda a: self.layout.constrain(a, dim=1), with_free_places(tree, self.num_stages)
         )
+
+    def off_stages(self, tree: PyTree) -> PyTree:
+        """Returns the inverse of `on_stages`."""
+        if len(self._stack_shape) == 3:
+            return tree
+        return without_free_places(tree, self.num_layers // self.circular_repeat)
 
     @property
     def _stack_shape(self) -> tuple[int, ...]:

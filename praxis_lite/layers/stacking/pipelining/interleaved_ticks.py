@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from praxis_lite.layers.stacking.pipelining.buffers import shift
 from praxis_lite.layers.stacking.pipelining.schedules import InterleavedSchedule
 from praxis_lite.layers.stacking.pipelining.stage_work import StageWork, added, floats_of
-from praxis_lite.layers.stacking.pipelining.ticks import pick
+from praxis_lite.layers.stacking.pipelining.ticks import Values, pick
 
 # R repeats, S stages, P places of layers of one stage in one repeat, M microbatches, K inputs kept.
 # Names end with the leading dims of their arrays.
@@ -33,11 +33,14 @@ class Ends(Protocol):
         """Returns the gradient of the ends' weights, given that of x."""
 
     def leave(
-        self, microbatch: jax.Array, x: jax.Array
-    ) -> tuple[PyTree, jax.Array, jax.Array, PyTree]:
-        """Returns (what is reported, weight, the gradients of x and of the ends' weights).
+        self, microbatch: jax.Array, x: jax.Array, values: Values
+    ) -> tuple[PyTree, jax.Array, jax.Array, PyTree, Values]:
+        """Returns (what is reported, weight, gradients of x, of the ends' weights and of values).
 
         The gradients are times the weight, a float32 scalar; where that is 0 they may be NaN.
+
+        Args:
+          values: that the blocks assigned, [R, S, P, ...]; those of floats have a gradient.
         """
 
 
@@ -50,6 +53,8 @@ class Carry(NamedTuple):
     residuals: list[jax.Array]  # [S, S, ...], of the last S ticks.
     of_floats: list[jax.Array]  # [X, S, ...], float32.
     of_ends: PyTree
+    values: Values  # That the blocks assigned, [S, M, R, P, ...].
+    of_values: Values
     reported_M: PyTree
     weight_M: jax.Array
 
@@ -97,9 +102,19 @@ class InterleavedTicks:
         x = self.ends.enter(jnp.array(0))
         x_S = self.stated(jnp.broadcast_to(x, (num_stages, *x.shape)))
         zeros = lambda a, *dims: jnp.zeros((*dims, *a.shape), a.dtype)  # noqa: E731
-        reported, _, _, of_ends = jax.eval_shape(self.ends.leave, jnp.array(0), x)
+        assigned = self.work.assigned(self.arrays)
+        reported, _, _, of_ends, of_values = jax.eval_shape(
+            self.ends.leave, jnp.array(0), x, assigned
+        )
+        values, of_values = (
+            {
+                path: jnp.zeros((num_stages, num_microbatches, *a.shape[:1], *a.shape[2:]), a.dtype)
+                for path, a in given.items()
+            }
+            for given in (assigned, of_values)
+        )
         stages, _ = self.work.stages, self.split  # Traced here, not within a loop.
-        _, residuals = jax.eval_shape(self.by_inputs, stages, stages, x_S, x_S)
+        _, residuals = jax.eval_shape(self.by_inputs, stages, stages, x_S, x_S, of_values)
         kept_SK = jnp.broadcast_to(x_S[:, None], (num_stages, self.schedule.num_kept, *x.shape))
         return Carry(
             x_S, jnp.zeros_like(x_S), self.work.layout.constrain(kept_SK, row_dim=2),
@@ -109,6 +124,7 @@ class InterleavedTicks:
                 for i in self.floats
             ],
             jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), of_ends),
+            values, of_values,
             jax.tree.map(lambda a: zeros(a, num_microbatches), reported),
             jnp.zeros(num_microbatches, jnp.float32),
         )
@@ -140,22 +156,39 @@ class InterleavedTicks:
         )
         kept_SK = self.work.layout.constrain(kept_SK, row_dim=2)
 
-        def work(arrays: list, stage: Any, microbatch: Any, repeat: Any, x: Any) -> jax.Array:
-            return self.work.work(*self.picked(arrays, stage, microbatch, repeat), x)[0]
+        def work(
+            arrays: list, values: Values, stage: Any, microbatch: Any, repeat: Any, is_valid: Any,
+            x: Any,
+        ) -> tuple[jax.Array, Values]:
+            y, new = self.work.work(*self.picked(arrays, stage, microbatch, repeat), x)
+            values = {
+                path: a.at[microbatch, repeat].set(
+                    jnp.where(is_valid, new[path], a[microbatch, repeat])
+                )
+                for path, a in values.items()
+            }
+            return y, values
 
-        y_S = self.work.vmap(work, in_axes=(1, 0, 0, 0, 0))(
-            self.arrays, self.work.stages, microbatch, repeat, x_S
+        y_S, values = self.work.vmap(work, in_axes=(1, 0, 0, 0, 0, 0, 0))(
+            self.arrays, carry.values, self.work.stages, microbatch, repeat, is_valid, x_S
         )
-        return carry._replace(kept_SK=kept_SK), self.stated(y_S)
+        return carry._replace(kept_SK=kept_SK, values=values), self.stated(y_S)
 
     def leave(self, carry: Carry, y_S: jax.Array, t: jax.Array) -> Carry:
         """Returns the carry with a report, and the gradient of what leaves the last stage."""
         last = self.schedule.num_stages - 1
         microbatch, repeat, is_valid = self.schedule.forward(t, last)
         is_leaving = is_valid & (repeat == self.schedule.circular_repeat - 1)
-        reported, weight, of_y, of_ends = self.if_any(
-            is_leaving, self.ends.leave, microbatch, y_S[last]
+        values = {path: jnp.moveaxis(a[:, microbatch], 0, 1) for path, a in carry.values.items()}
+        reported, weight, of_y, of_ends, of_values = self.if_any(
+            is_leaving, self.ends.leave, microbatch, y_S[last], values
         )
+        of_values = {
+            path: carry.of_values[path].at[:, microbatch].set(jnp.where(
+                is_leaving, jnp.moveaxis(a, 1, 0), carry.of_values[path][:, microbatch]
+            ))
+            for path, a in of_values.items()
+        }
         weight = jnp.where(is_leaving, weight, 0.0)
 
         def noted(all_M: jax.Array, new: jax.Array) -> jax.Array:
@@ -164,7 +197,7 @@ class InterleavedTicks:
 
         return carry._replace(
             of_x_S=jnp.where(self.at_stage(last, is_leaving, y_S), of_y, carry.of_x_S),
-            of_ends=_sum(carry.of_ends, of_ends, weight != 0),
+            of_ends=_sum(carry.of_ends, of_ends, weight != 0), of_values=of_values,
             reported_M=jax.tree.map(noted, carry.reported_M, reported),
             weight_M=noted(carry.weight_M, weight),
         )
@@ -176,7 +209,9 @@ class InterleavedTicks:
         counts = is_valid & (carry.weight_M[microbatch] != 0)
         place = self.schedule.tick_forward(t, stages) % self.schedule.num_kept
         x_S = self.stated(self.work.vmap(pick)(carry.kept_SK, place))
-        of_x_S, residuals = self.by_inputs(microbatch, repeat, x_S, self.stated(carry.of_x_S))
+        of_x_S, residuals = self.by_inputs(
+            microbatch, repeat, x_S, self.stated(carry.of_x_S), carry.of_values
+        )
         # What an idle stage computes may be NaN, as what a microbatch of weight 0 does.
         counts = counts.reshape(-1, *[1] * (x_S.ndim - 1))
         of_x_S = self.stated(jnp.where(counts, of_x_S, 0))
@@ -195,15 +230,19 @@ class InterleavedTicks:
         )
 
     def by_inputs(
-        self, microbatch: jax.Array, repeat: jax.Array, x_S: jax.Array, of_y_S: jax.Array
+        self, microbatch: jax.Array, repeat: jax.Array, x_S: jax.Array, of_y_S: jax.Array,
+        of_values: Values,
     ) -> tuple[jax.Array, list[jax.Array]]:
         """Returns the gradients of all stages' inputs, and residuals."""
 
-        def first(arrays: list, stage: Any, m: Any, r: Any, x: Any, of_y: Any) -> tuple:
-            return self.split.first(*self.picked(arrays, stage, m, r), x, of_y, {})
+        def first(
+            arrays: list, stage: Any, m: Any, r: Any, x: Any, of_y: Any, of_values: Values
+        ) -> tuple:
+            of_values = {path: a[m, r] for path, a in of_values.items()}
+            return self.split.first(*self.picked(arrays, stage, m, r), x, of_y, of_values)
 
-        return self.work.vmap(first, self.split, in_axes=(1, 0, 0, 0, 0, 0))(
-            self.arrays, self.work.stages, microbatch, repeat, x_S, of_y_S
+        return self.work.vmap(first, self.split, in_axes=(1, 0, 0, 0, 0, 0, 0))(
+            self.arrays, self.work.stages, microbatch, repeat, x_S, of_y_S, of_values
         )
 
     def weights(self, carry: Carry, t: jax.Array) -> Carry:
@@ -239,7 +278,10 @@ class InterleavedTicks:
         x = jax.eval_shape(self.ends.enter, jnp.array(0))
         x_S = jax.ShapeDtypeStruct((self.schedule.num_stages, *x.shape), x.dtype)
         key = None if self.keys_M is None else self.keys_M[0]
-        return self.work.split(self.arrays, self.floats, key, x_S, {})
+        of_values = {
+            path: a for path, a in self.work.assigned(self.arrays).items() if floats_of([a])
+        }
+        return self.work.split(self.arrays, self.floats, key, x_S, of_values)
 
     def picked(self, arrays: list, stage: Any, microbatch: Any, repeat: Any) -> tuple:
         """Returns the arguments of a stage's work but x."""

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.collectives.vmapped_axes import before_vmap, vmap_over
+from praxis_lite.layers.base.variables import assigned_values
 from praxis_lite.layers.stacking.pipelining.split_backward import SplitProgram, split_program
 from praxis_lite.layers.stacking.pipelining.ticks import (
     StageLayout,
@@ -67,6 +68,10 @@ class StageWork:
     def arrays(self, leaves: Sequence[jax.Array], inputs: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the arrays, [X, S, ...]; of the inputs a copy per stage."""
         return [*leaves, *of_each_stage(list(inputs), self.num_stages, self.layout, dim=1)]
+
+    def assigned(self, arrays: Sequence[jax.Array]) -> Values:
+        """Returns the variables that the blocks assign, [R, S, P, ...]."""
+        return assigned_values(jax.tree.unflatten(self.form, arrays[: self.num_leaves]))
 
     def picked(self, arrays: Sequence[jax.Array], microbatch: Any, repeat: Any) -> list[jax.Array]:
         """Returns the arrays of a microbatch and a repeat."""
@@ -147,7 +152,7 @@ class StageWork:
         )
         x = jax.ShapeDtypeStruct(x_S.shape[1:], x_S.dtype)
         args = arrays, key, index, index, index, x, x, of_values
-        with before_vmap():
+        with before_vmap(self.layout.vmapped_axes(self.num_stages)):
             return split_program(program, args, num_again)
 
 
