@@ -174,7 +174,10 @@ class Pipeline(BaseLayer):
         if cache is None and (cut := cut_in_force()) is not None:
             return cut(self, x, key, inputs), None
         # In decoding the batch is one microbatch: else its cache would have to be cut as well.
-        num_microbatches = 1 if cache is not None else self.num_microbatches_of(x.shape[0])
+        num_microbatches = 1 if cache is not None else num_microbatches_of(
+            x.shape[0], self.num_microbatches, self.microbatch_size,
+            must_divide=bool(assigned_values(self.blocks)),
+        )
         return self.applied(x, num_microbatches, key=key, cache=cache, **inputs)
 
     def applied(
@@ -266,13 +269,6 @@ class Pipeline(BaseLayer):
     def layout(self) -> StageLayout:
         """How the stages lie on the mesh that is set."""
         return StageLayout(self.stage_axis, self.activation_split_dims_mapping)
-
-    def num_microbatches_of(self, num_rows: int) -> int:
-        """Returns M for a batch, checked."""
-        return num_microbatches_of(
-            num_rows, self.num_microbatches, self.microbatch_size,
-            must_divide=bool(assigned_values(self.blocks)),
-        )
 
     @property
     def is_in_ticks(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from praxis_lite.layers.stacking.pipelining import stage_values
 from praxis_lite.layers.stacking.pipelining.buffers import shift
 from praxis_lite.layers.stacking.pipelining.schedules import InterleavedSchedule
 from praxis_lite.layers.stacking.pipelining.stage_work import StageWork, added, floats_of
@@ -53,7 +54,7 @@ class Carry(NamedTuple):
     residuals: list[jax.Array]  # [S, S, ...], of the last S ticks.
     of_floats: list[jax.Array]  # [X, S, ...], float32.
     of_ends: PyTree
-    values: Values  # That the blocks assigned, [S, M, R, P, ...].
+    values: Values  # That the blocks assigned, as `stage_values` keeps them.
     of_values: Values
     reported_M: PyTree
     weight_M: jax.Array
@@ -107,11 +108,7 @@ class InterleavedTicks:
             self.ends.leave, jnp.array(0), x, assigned
         )
         values, of_values = (
-            {
-                path: jnp.zeros((num_stages, num_microbatches, *a.shape[:1], *a.shape[2:]), a.dtype)
-                for path, a in given.items()
-            }
-            for given in (assigned, of_values)
+            stage_values.room_for(a, num_microbatches) for a in (assigned, of_values)
         )
         stages, _ = self.work.stages, self.split  # Traced here, not within a loop.
         _, residuals = jax.eval_shape(self.by_inputs, stages, stages, x_S, x_S, of_values)
@@ -149,8 +146,7 @@ class InterleavedTicks:
         microbatch, repeat, is_valid = self.schedule.forward(t, self.work.stages)
         is_entering = is_valid[0] & (repeat[0] == 0)
         x = self.if_any(is_entering, self.ends.enter, microbatch[0])
-        x_S = jnp.where(self.at_stage(0, is_entering, carry.x_S), x, carry.x_S)
-        x_S = self.stated(x_S)
+        x_S = self.stated(jnp.where(self.at_stage(0, is_entering, carry.x_S), x, carry.x_S))
         kept_SK = jax.lax.dynamic_update_index_in_dim(
             carry.kept_SK, x_S, t % self.schedule.num_kept, axis=1
         )
@@ -161,13 +157,7 @@ class InterleavedTicks:
             x: Any,
         ) -> tuple[jax.Array, Values]:
             y, new = self.work.work(*self.picked(arrays, stage, microbatch, repeat), x)
-            values = {
-                path: a.at[microbatch, repeat].set(
-                    jnp.where(is_valid, new[path], a[microbatch, repeat])
-                )
-                for path, a in values.items()
-            }
-            return y, values
+            return y, stage_values.with_a_stage(values, new, microbatch, repeat, is_valid)
 
         y_S, values = self.work.vmap(work, in_axes=(1, 0, 0, 0, 0, 0, 0))(
             self.arrays, carry.values, self.work.stages, microbatch, repeat, is_valid, x_S
@@ -179,16 +169,10 @@ class InterleavedTicks:
         last = self.schedule.num_stages - 1
         microbatch, repeat, is_valid = self.schedule.forward(t, last)
         is_leaving = is_valid & (repeat == self.schedule.circular_repeat - 1)
-        values = {path: jnp.moveaxis(a[:, microbatch], 0, 1) for path, a in carry.values.items()}
+        values = stage_values.of_microbatch(carry.values, microbatch)
         reported, weight, of_y, of_ends, of_values = self.if_any(
             is_leaving, self.ends.leave, microbatch, y_S[last], values
         )
-        of_values = {
-            path: carry.of_values[path].at[:, microbatch].set(jnp.where(
-                is_leaving, jnp.moveaxis(a, 1, 0), carry.of_values[path][:, microbatch]
-            ))
-            for path, a in of_values.items()
-        }
         weight = jnp.where(is_leaving, weight, 0.0)
 
         def noted(all_M: jax.Array, new: jax.Array) -> jax.Array:
@@ -197,7 +181,10 @@ class InterleavedTicks:
 
         return carry._replace(
             of_x_S=jnp.where(self.at_stage(last, is_leaving, y_S), of_y, carry.of_x_S),
-            of_ends=_sum(carry.of_ends, of_ends, weight != 0), of_values=of_values,
+            of_ends=_sum(carry.of_ends, of_ends, weight != 0),
+            of_values=stage_values.with_microbatch(
+                carry.of_values, of_values, microbatch, is_leaving
+            ),
             reported_M=jax.tree.map(noted, carry.reported_M, reported),
             weight_M=noted(carry.weight_M, weight),
         )
@@ -278,10 +265,8 @@ class InterleavedTicks:
         x = jax.eval_shape(self.ends.enter, jnp.array(0))
         x_S = jax.ShapeDtypeStruct((self.schedule.num_stages, *x.shape), x.dtype)
         key = None if self.keys_M is None else self.keys_M[0]
-        of_values = {
-            path: a for path, a in self.work.assigned(self.arrays).items() if floats_of([a])
-        }
-        return self.work.split(self.arrays, self.floats, key, x_S, of_values)
+        assigned = self.work.assigned(self.arrays)
+        return self.work.split(self.arrays, self.floats, key, x_S, assigned)
 
     def picked(self, arrays: list, stage: Any, microbatch: Any, repeat: Any) -> tuple:
         """Returns the arguments of a stage's work but x."""

@@ -121,7 +121,7 @@ class StageWork:
         return array if number >= self.num_leaves else jnp.stack(array, axis=2)
 
     def split(
-        self, arrays: list, floats: Sequence[int], key: Any, x_S: Any, of_values: Values
+        self, arrays: list, floats: Sequence[int], key: Any, x_S: Any, values: Values
     ) -> SplitProgram:
         """Returns a stage's backward pass: its input's gradient first, the floats' second, `apart`.
 
@@ -129,7 +129,8 @@ class StageWork:
 
         Args:
           floats: the arrays, by number, of which a gradient is taken.
-          x_S: as `of_values` an array, or its shape and dtype.
+          x_S: as `values` an array, or its shape and dtype.
+          values: assigned ones, [R, S, P, ...]; those of floats have gradients.
         """
         num_again = 5
 
@@ -147,6 +148,9 @@ class StageWork:
             return of_x, of_floats
 
         index = jax.ShapeDtypeStruct((), self.stages.dtype)
+        of_values = {
+            path: a for path, a in values.items() if jnp.issubdtype(a.dtype, jnp.inexact)
+        }
         arrays, of_values = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape[2:], a.dtype), (arrays, of_values)
         )
