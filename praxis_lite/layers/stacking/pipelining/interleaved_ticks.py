@@ -102,7 +102,6 @@ class InterleavedTicks:
         # Rows of the batch, too, for the stages that wait for their first.
         x = self.ends.enter(jnp.array(0))
         x_S = self.stated(jnp.broadcast_to(x, (num_stages, *x.shape)))
-        zeros = lambda a, *dims: jnp.zeros((*dims, *a.shape), a.dtype)  # noqa: E731
         assigned = self.work.assigned(self.arrays)
         reported, _, _, of_ends, of_values = jax.eval_shape(
             self.ends.leave, jnp.array(0), x, assigned
@@ -122,7 +121,7 @@ class InterleavedTicks:
             ],
             jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), of_ends),
             values, of_values,
-            jax.tree.map(lambda a: zeros(a, num_microbatches), reported),
+            jax.tree.map(lambda a: jnp.zeros((num_microbatches, *a.shape), a.dtype), reported),
             jnp.zeros(num_microbatches, jnp.float32),
         )
 
@@ -171,7 +170,7 @@ class InterleavedTicks:
         is_leaving = is_valid & (repeat == self.schedule.circular_repeat - 1)
         values = stage_values.of_microbatch(carry.values, microbatch)
         reported, weight, of_y, of_ends, of_values = self.if_any(
-            is_leaving, self.ends.leave, microbatch, y_S[last], values
+            is_leaving, self.ends.leave, microbatch, _at(y_S, last), values
         )
         weight = jnp.where(is_leaving, weight, 0.0)
 
@@ -204,7 +203,7 @@ class InterleavedTicks:
         of_x_S = self.stated(jnp.where(counts, of_x_S, 0))
         microbatch, repeat, is_valid = self.schedule.backward(t, 0)
         is_first = is_valid & (repeat == 0)
-        of_ends = self.if_any(is_first, self.ends.enter_gradient, microbatch, of_x_S[0])
+        of_ends = self.if_any(is_first, self.ends.enter_gradient, microbatch, _at(of_x_S, 0))
         of_ends = _sum(carry.of_ends, of_ends, is_first & (carry.weight_M[microbatch] != 0))
         residuals = [
             layout.constrain(
@@ -291,6 +290,11 @@ class InterleavedTicks:
     def stated(self, x_S: jax.Array) -> jax.Array:
         """Returns activations with their layout stated."""
         return self.work.layout.constrain(x_S, row_dim=1)
+
+
+def _at(x_S: jax.Array, stage: int) -> jax.Array:
+    """Returns the array of a stage. XLA would else shift it by the layout that the ends have."""
+    return jax.lax.optimization_barrier(x_S)[stage]
 
 
 # On TPU XLA sums gradients over devices after the loop over ticks if nothing but a choice comes
