@@ -156,9 +156,8 @@ class Pipeline(BaseLayer):
             return [layer.init_cache(*args, **kwargs) for layer in layers]
         # A block's cache depends on its settings, not its weights: the stack serves as one block.
         cache = self.blocks.init_cache(*args, **kwargs)
-        layout = self.layout
         return jax.tree.map(
-            lambda x: layout.constrain(jnp.broadcast_to(x, (*self._stack_shape, *x.shape)), dim=1),
+            lambda x: self.layout.constrain(jnp.broadcast_to(x, (*self._stack_shape, *x.shape)), dim=1),
             cache,
         )
 
@@ -174,10 +173,7 @@ class Pipeline(BaseLayer):
         if cache is None and (cut := cut_in_force()) is not None:
             return cut(self, x, key, inputs), None
         # In decoding the batch is one microbatch: else its cache would have to be cut as well.
-        num_microbatches = 1 if cache is not None else num_microbatches_of(
-            x.shape[0], self.num_microbatches, self.microbatch_size,
-            must_divide=bool(assigned_values(self.blocks)),
-        )
+        num_microbatches = 1 if cache is not None else self.num_microbatches_of(x.shape[0])
         return self.applied(x, num_microbatches, key=key, cache=cache, **inputs)
 
     def applied(
@@ -259,8 +255,7 @@ class Pipeline(BaseLayer):
             return x_M, None if cache is None else caches, {}
         blocks, cache = to_repeated((self.blocks, cache), num_stacked=len(self._stack_shape))
         layers = blocks, jnp.arange(self.num_layers), cache
-        is_scanned = self.num_layers > 1
-        with remat(step, self.checkpoint_policy, self, is_scanned=is_scanned) as step:
+        with remat(step, self.checkpoint_policy, self, is_scanned=self.num_layers > 1) as step:
             x_M, stacked_outputs = jax.lax.scan(step, x_M, layers)
         cache, values = in_stages_form(stacked_outputs, self._stack_shape)
         return x_M, cache, values
@@ -269,6 +264,13 @@ class Pipeline(BaseLayer):
     def layout(self) -> StageLayout:
         """How the stages lie on the mesh that is set."""
         return StageLayout(self.stage_axis, self.activation_split_dims_mapping)
+
+    def num_microbatches_of(self, num_rows: int) -> int:
+        """Returns M for a batch, checked."""
+        must_divide = bool(assigned_values(self.blocks))
+        return num_microbatches_of(
+            num_rows, self.num_microbatches, self.microbatch_size, must_divide=must_divide
+        )
 
     @property
     def is_in_ticks(self) -> bool:
