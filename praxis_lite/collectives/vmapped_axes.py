@@ -17,9 +17,14 @@ _MAPPED: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
 _IS_BEFORE: contextvars.ContextVar[bool] = contextvars.ContextVar("is_before", default=False)
 
 
+def vmapped_axes() -> frozenset[str]:
+    """Returns the axes of the `vmap_over` that is traced, or that is to come."""
+    return _MAPPED.get()
+
+
 def axes_by_hand(axes: Iterable[str]) -> set[str]:
     """Returns the axes that a `jax.shard_map` has to take to take these: a vmap's around, too."""
-    return set(axes) | _MAPPED.get()
+    return set(axes) | (frozenset() if _IS_BEFORE.get() else _MAPPED.get())
 
 
 def vmap_over(
@@ -37,13 +42,15 @@ def vmap_over(
     return jax.vmap(within, spmd_axis_name=axes, **settings)
 
 
-def before_vmap() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def before_vmap(axes: Iterable[str]) -> Iterator[None]:
     """Returns a context in which gradients are traced that a `vmap_over` maps later.
 
     JAX's gradient of a `jax.shard_map` sums over the axes that split nothing in it, which would be
     those of the vmap: it has to have a gradient of its own.
     """
-    return _in_force(_IS_BEFORE, True)
+    with _in_force(_IS_BEFORE, True), _in_force(_MAPPED, _MAPPED.get() | set(axes)):
+        yield
 
 
 def is_before_vmap() -> bool:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from praxis_lite.collectives.vmapped_axes import vmapped_axes
 from praxis_lite.core.sharding.split_dims import SplitDims
 from praxis_lite.layers.base.base_layer import to_multiple
 from praxis_lite.layers.base.foreign_kernels import without_vma
@@ -127,7 +128,8 @@ class _Ways(NamedTuple):
         hidden = () if weights_split is None else first_axes(tuple(weights_split)[2:])
         hidden = tuple(axis for axis in hidden if axis not in rows)
         # No two devices compute the same. A single token, as in decoding, is cheaper than moved.
-        time = tuple(axis for axis in free if axis not in (*rows, *hidden)) if is_long else ()
+        taken = {*rows, *hidden, *vmapped_axes()}
+        time = tuple(axis for axis in free if axis not in taken) if is_long else ()
         return cls(rows, time, hidden, expert)
 
 

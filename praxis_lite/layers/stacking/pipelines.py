@@ -156,9 +156,8 @@ class Pipeline(BaseLayer):
             return [layer.init_cache(*args, **kwargs) for layer in layers]
         # A block's cache depends on its settings, not its weights: the stack serves as one block.
         cache = self.blocks.init_cache(*args, **kwargs)
-        layout = self.layout
         return jax.tree.map(
-            lambda x: layout.constrain(jnp.broadcast_to(x, (*self._stack_shape, *x.shape)), dim=1),
+            lambda x: self.layout.constrain(jnp.broadcast_to(x, (*self._stack_shape, *x.shape)), dim=1),
             cache,
         )
 
@@ -220,9 +219,7 @@ class Pipeline(BaseLayer):
             outputs_M, cache, values = run_ticks(
                 blocks, x_M, inputs_M, others, key, cache, rematerialized=rematerialized, **settings
             )
-        if len(self._stack_shape) == 2:
-            cache, values = without_free_places((cache, values), num_layers)
-        return outputs_M, cache, values
+        return outputs_M, *self.off_stages((cache, values))
 
     def _in_a_row(
         self, x_M: jax.Array, inputs_M: PyTree, others: dict, key: Any, cache: PyTree
@@ -258,8 +255,7 @@ class Pipeline(BaseLayer):
             return x_M, None if cache is None else caches, {}
         blocks, cache = to_repeated((self.blocks, cache), num_stacked=len(self._stack_shape))
         layers = blocks, jnp.arange(self.num_layers), cache
-        is_scanned = self.num_layers > 1
-        with remat(step, self.checkpoint_policy, self, is_scanned=is_scanned) as step:
+        with remat(step, self.checkpoint_policy, self, is_scanned=self.num_layers > 1) as step:
             x_M, stacked_outputs = jax.lax.scan(step, x_M, layers)
         cache, values = in_stages_form(stacked_outputs, self._stack_shape)
         return x_M, cache, values
@@ -271,9 +267,9 @@ class Pipeline(BaseLayer):
 
     def num_microbatches_of(self, num_rows: int) -> int:
         """Returns M for a batch, checked."""
+        must_divide = bool(assigned_values(self.blocks))
         return num_microbatches_of(
-            num_rows, self.num_microbatches, self.microbatch_size,
-            must_divide=bool(assigned_values(self.blocks)),
+            num_rows, self.num_microbatches, self.microbatch_size, must_divide=must_divide
         )
 
     @property
@@ -288,6 +284,12 @@ class Pipeline(BaseLayer):
         return jax.tree.map(
             lambda a: self.layout.constrain(a, dim=1), with_free_places(tree, self.num_stages)
         )
+
+    def off_stages(self, tree: PyTree) -> PyTree:
+        """Returns the inverse of `on_stages`."""
+        if len(self._stack_shape) == 3:
+            return tree
+        return without_free_places(tree, self.num_layers // self.circular_repeat)
 
     @property
     def _stack_shape(self) -> tuple[int, ...]:

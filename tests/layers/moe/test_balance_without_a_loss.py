@@ -40,7 +40,7 @@ def batch():
     }
 
 
-def after_steps(mesh, axis_names, preset, *, stack=None, accumulation=1, by_hand=()):
+def after_steps(mesh, axis_names, preset, *, stack=None, accumulation=1, gradients=None):
     """Returns the corrections [layers, E] and router weights after a few steps."""
     lm = rotary_lm(
         vocab_size=VOCAB, model_dims=16, hidden_dims=24, num_heads=2, dim_per_head=8,
@@ -54,10 +54,8 @@ def after_steps(mesh, axis_names, preset, *, stack=None, accumulation=1, by_hand
             optax.adamw, 0.01, gradient_accumulation_steps=accumulation,
         ), inputs_split_mapping={"map_2d": (rows or None, None)},
     )
-    gradients = {"gradients": ExplicitCollectives(by_hand)} if by_hand else {}
-    partitioner = Partitioner(
-        task, make_mesh(MeshConfig(ici_mesh_shape=mesh, axis_names=axis_names)), **gradients
-    )
+    mesh = make_mesh(MeshConfig(ici_mesh_shape=mesh, axis_names=axis_names))
+    partitioner = Partitioner(task, mesh, gradients=gradients)
     key = partitioner.key(0)
     state = partitioner.init(key)
     for _ in range(STEPS):
@@ -97,13 +95,18 @@ WAYS = {
         "mesh": (1, 4, 2), "axis_names": AXES, "preset": "fsdp", "accumulation": 2,
     },
     "by hand": {
-        "mesh": (1, 8, 1), "axis_names": AXES, "preset": None, "by_hand": ("data",),
+        "mesh": (1, 8, 1), "axis_names": AXES, "preset": None,
+        "gradients": ExplicitCollectives(("data",)),
     },
     "by hand, micro-batches": {
-        "mesh": (1, 4, 1), "axis_names": AXES, "preset": None, "by_hand": ("data",),
-        "accumulation": 3,
+        "mesh": (1, 4, 1), "axis_names": AXES, "preset": None,
+        "gradients": ExplicitCollectives(("data",)), "accumulation": 3,
     },
     "pipeline": {"mesh": (1, 2, 1), "axis_names": AXES, "preset": None, "stack": PIPELINE},
+    "1f1b": {
+        "mesh": (1, 2, 1), "axis_names": AXES, "preset": None, "stack": PIPELINE,
+        "gradients": layers.OneForwardOneBackward(),
+    },
 }
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from praxis_lite import ConfigError
 from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
@@ -20,6 +21,7 @@ from praxis_lite.layers import (
     Pipeline,
     SharedEmbeddingSoftmax,
     Transformer,
+    TransformerFeedForward,
     TransformerFeedForwardMoe,
     TransformerLm,
     set_sharding_params,
@@ -201,27 +203,62 @@ def test_more_microbatches_keep_no_more_inputs_of_stages():
     assert many.temp_size_in_bytes - few.temp_size_in_bytes < (24 - 6) * x_bytes
 
 
-def experts():
-    feed_forward = fdl.Partial(TransformerFeedForwardMoe, num_experts=2)
-    return dict(transformer_layer_tpl=fdl.Partial(Transformer, tr_fflayer_tpl=feed_forward))
+def with_layers(task_config, layer, **settings):
+    """Returns a task with other feed-forward layers."""
+    feed_forward = fdl.Partial(layer, **settings)
+    task_config.model.transformer_layer_tpl = fdl.Partial(Transformer, tr_fflayer_tpl=feed_forward)
+    return fdl.build(task_config)
 
 
-WRONG = {
-    "found 0 Pipelines": dict(stacked_transformer_tpl=None),
-    "variables that a pass assigns": experts(),
-}
+class Counting(TransformerFeedForward):
+    """A feed-forward layer that keeps a number from step to step."""
+
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        self.steps = nnx.BatchStat(jnp.zeros(()))
 
 
-@pytest.mark.parametrize("message", WRONG)
-def test_models_that_it_cannot_cut_are_errors(message):
+@pytest.mark.parametrize("name", slow_but({"split"}, {"split": True, "uneven": False}))
+def test_what_layers_assign_is_what_gpipe_makes_of_it(name):
+    """Losses and numbers of routers, and a balance bias that the counts of their tokens move."""
+    experts = dict(
+        num_experts=3, num_experts_per_token=2, gating_func="top_k", dropless=True,
+        score_func="sigmoid", bias_update_rate=0.05, moe_load_balance_loss_weight=0.5,
+    )
+    sizes = dict(num_stages=2, num_microbatches=4, pipelined=True)
+    if name == "uneven":  # The second stage has a layer and a free place.
+        sizes = dict(num_stages=2, num_microbatches=3, circular_repeat=2, pipelined=True)
+    inputs = batch(12) | {"weights": np.ones((12, 8), np.float32)}
+    actual, expected = (
+        after_a_step(
+            with_layers(
+                config(TIED, sizes | dict(split_backward=name == "split"), num_layers=6),
+                TransformerFeedForwardMoe, **experts,
+            ), inputs, strategy,
+        )
+        for strategy in (OneForwardOneBackward(), None)
+    )
+    block = expected[1]["transformer"]["blocks"]["ff_layer"]
+    assert np.abs(block["gate_correction"]).max() > 0.01
+    assert any("aux" in metric or "moe" in metric for metric in expected[0]), list(expected[0])
+    assert_trees_close(actual, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_rows_that_experts_would_count_cannot_be_filled_up():
+    task = with_layers(config(TIED, EVEN), TransformerFeedForwardMoe, num_experts=2)
+    gradients = OneForwardOneBackward().on(task, None, None, None)
+    gradients.check_rows(jax.eval_shape(lambda: batch(12)), 1)
+    with pytest.raises(ConfigError, match="10 rows.*4 microbatches.*assign variables"):
+        gradients.check_rows(jax.eval_shape(lambda: batch(10)), 1)
+
+
+def test_models_that_it_cannot_cut_are_errors():
     task_config = config(TIED, EVEN)
-    for name, value in WRONG[message].items():
-        if value is None:
-            delattr(task_config.model, name)
-        else:
-            setattr(task_config.model, name, value)
-    with pytest.raises(ConfigError, match=message):
-        OneForwardOneBackward().on(fdl.build(task_config), None, None, None)
+    kept = with_layers(task_config, Counting)
+    del task_config.model.stacked_transformer_tpl
+    for task, message in ((fdl.build(task_config), "found 0 Pipelines"), (kept, "hand on: steps")):
+        with pytest.raises(ConfigError, match=message):
+            OneForwardOneBackward().on(task, None, None, None)
 
 
 def test_rows_that_cannot_be_filled_up_are_an_error():

@@ -14,9 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.layers.base.variables import assign
 from praxis_lite.layers.stacking.pipelining.microbatches import arrays_of
 from praxis_lite.layers.stacking.pipelining.split_backward import used_arguments
-from praxis_lite.layers.stacking.pipelining.stage_work import StageWork
+from praxis_lite.layers.stacking.pipelining.stage_work import StageWork, floats_of
+from praxis_lite.layers.stacking.pipelining.ticks import Values
 
 # R repeats, S stages, P places of layers of one stage in one repeat, M microbatches.
 
@@ -73,7 +75,7 @@ class CutModel:
                 "gradients out."
             )
         before = self._used(lambda params: self._called(params, 0)[0])
-        behind = self._used(lambda params: self._left(params, 0, jnp.zeros(x.shape, x.dtype)))
+        behind = self._used(lambda params: self._left(params, 0, jnp.zeros(x.shape, x.dtype), {}))
         at_ends = [any(are_used) for are_used in zip(before, behind, strict=True)]
         self._ends = [i for i, is_used in enumerate(at_ends) if is_used]
 
@@ -124,17 +126,20 @@ class CutModel:
         _, pull = jax.vjp(lambda ends: self._called(self._with(ends), microbatch)[0], ends)
         return pull(of_x)[0]
 
-    def leave(self, microbatch: jax.Array, x: jax.Array) -> tuple:
-        """Returns (metrics, weight, the gradients of x and of the ends' weights by the loss)."""
+    def leave(self, microbatch: jax.Array, x: jax.Array, values: Values) -> tuple:
+        """Returns (metrics, weight, the gradients of x, of the ends' weights, and of values)."""
         ends = [self._params[i] for i in self._ends]
-        loss, pull, metrics = jax.vjp(
-            lambda ends, x: self._left(self._with(ends), microbatch, x), ends, x, has_aux=True
-        )
+        floats = {path: value for path, value in values.items() if floats_of([value])}
+
+        def left(ends: list[jax.Array], x: jax.Array, floats: Values) -> tuple:
+            return self._left(self._with(ends), microbatch, x, values | floats)
+
+        loss, pull, metrics = jax.vjp(left, ends, x, floats, has_aux=True)
         weight = metrics["loss"][1].astype(jnp.float32) / self._full_weight
         if self._num_microbatches == 1:  # A batch that is one microbatch is not weighted.
             weight = jnp.ones_like(weight)
-        of_ends, of_x = pull(weight.astype(loss.dtype))
-        return metrics, weight, of_x, of_ends
+        of_ends, of_x, of_values = pull(weight.astype(loss.dtype))
+        return metrics, weight, of_x, of_ends, of_values
 
     def _with(self, ends: list[jax.Array]) -> list[jax.Array]:
         params = list(self._params)
@@ -145,11 +150,14 @@ class CutModel:
     def _used(self, function: Callable[[list], PyTree]) -> list[bool]:
         return used_arguments(function, [self._params])
 
-    def _cut(self, params: list, microbatch: Any, cut: Callable[..., jax.Array]) -> tuple:
+    def _cut(
+        self, params: list, microbatch: Any, cut: Callable[..., jax.Array], values: Values
+    ) -> tuple:
         calls = []
 
         def noted(pipeline: Any, x: jax.Array, key: Any, inputs: dict) -> jax.Array:
             calls.append((pipeline, x, key, inputs))
+            assign(pipeline.blocks, pipeline.off_stages(values))
             return cut(x)
 
         with cutting(noted):
@@ -161,13 +169,13 @@ class CutModel:
             )
         return result, calls[0]
 
-    def _left(self, params: list, microbatch: Any, x: jax.Array) -> tuple:
-        """Returns the loss and metrics, given the pipeline's result."""
-        return self._cut(params, microbatch, lambda _: x)[0]
+    def _left(self, params: list, microbatch: Any, x: jax.Array, values: Values) -> tuple:
+        """Returns the loss and metrics, given the pipeline's result and what its blocks assign."""
+        return self._cut(params, microbatch, lambda _: x, values)[0]
 
     def _called(self, params: list, microbatch: Any) -> tuple[jax.Array, PyTree, Any]:
         """Returns the pipeline's x, inputs and key."""
-        _, (pipeline, x, key, inputs) = self._cut(params, microbatch, lambda x: x)
+        _, (pipeline, x, key, inputs) = self._cut(params, microbatch, lambda x: x, {})
         arrays, others = arrays_of(inputs, x.shape[0])
         scalars = {
             name: value for name, value in others.items() if isinstance(value, jax.Array)
@@ -180,7 +188,7 @@ class CutModel:
 
     def _leaves(self, params: list) -> list[jax.Array]:
         """Returns the blocks' arrays, [R, S, P, ...]."""
-        _, (pipeline, *_) = self._cut(params, 0, lambda x: x)
+        _, (pipeline, *_) = self._cut(params, 0, lambda x: x, {})
         leaves, form = jax.tree.flatten(pipeline.on_stages(pipeline.blocks))
         self._call |= dict(form=form)
         return leaves

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from praxis_lite.layers.stacking.pipelining import stage_values
 from praxis_lite.layers.stacking.pipelining.buffers import shift
 from praxis_lite.layers.stacking.pipelining.schedules import InterleavedSchedule
 from praxis_lite.layers.stacking.pipelining.stage_work import StageWork, added, floats_of
-from praxis_lite.layers.stacking.pipelining.ticks import pick
+from praxis_lite.layers.stacking.pipelining.ticks import Values, pick
 
 # R repeats, S stages, P places of layers of one stage in one repeat, M microbatches, K inputs kept.
 # Names end with the leading dims of their arrays.
@@ -33,11 +34,14 @@ class Ends(Protocol):
         """Returns the gradient of the ends' weights, given that of x."""
 
     def leave(
-        self, microbatch: jax.Array, x: jax.Array
-    ) -> tuple[PyTree, jax.Array, jax.Array, PyTree]:
-        """Returns (what is reported, weight, the gradients of x and of the ends' weights).
+        self, microbatch: jax.Array, x: jax.Array, values: Values
+    ) -> tuple[PyTree, jax.Array, jax.Array, PyTree, Values]:
+        """Returns (what is reported, weight, gradients of x, of the ends' weights and of values).
 
         The gradients are times the weight, a float32 scalar; where that is 0 they may be NaN.
+
+        Args:
+          values: that the blocks assigned, [R, S, P, ...]; those of floats have a gradient.
         """
 
 
@@ -50,6 +54,8 @@ class Carry(NamedTuple):
     residuals: list[jax.Array]  # [S, S, ...], of the last S ticks.
     of_floats: list[jax.Array]  # [X, S, ...], float32.
     of_ends: PyTree
+    values: Values  # That the blocks assigned, as `stage_values` keeps them.
+    of_values: Values
     reported_M: PyTree
     weight_M: jax.Array
 
@@ -96,10 +102,15 @@ class InterleavedTicks:
         # Rows of the batch, too, for the stages that wait for their first.
         x = self.ends.enter(jnp.array(0))
         x_S = self.stated(jnp.broadcast_to(x, (num_stages, *x.shape)))
-        zeros = lambda a, *dims: jnp.zeros((*dims, *a.shape), a.dtype)  # noqa: E731
-        reported, _, _, of_ends = jax.eval_shape(self.ends.leave, jnp.array(0), x)
+        assigned = self.work.assigned(self.arrays)
+        reported, _, _, of_ends, of_values = jax.eval_shape(
+            self.ends.leave, jnp.array(0), x, assigned
+        )
+        values, of_values = (
+            stage_values.room_for(a, num_microbatches) for a in (assigned, of_values)
+        )
         stages, _ = self.work.stages, self.split  # Traced here, not within a loop.
-        _, residuals = jax.eval_shape(self.by_inputs, stages, stages, x_S, x_S)
+        _, residuals = jax.eval_shape(self.by_inputs, stages, stages, x_S, x_S, of_values)
         kept_SK = jnp.broadcast_to(x_S[:, None], (num_stages, self.schedule.num_kept, *x.shape))
         return Carry(
             x_S, jnp.zeros_like(x_S), self.work.layout.constrain(kept_SK, row_dim=2),
@@ -109,7 +120,8 @@ class InterleavedTicks:
                 for i in self.floats
             ],
             jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), of_ends),
-            jax.tree.map(lambda a: zeros(a, num_microbatches), reported),
+            values, of_values,
+            jax.tree.map(lambda a: jnp.zeros((num_microbatches, *a.shape), a.dtype), reported),
             jnp.zeros(num_microbatches, jnp.float32),
         )
 
@@ -133,28 +145,32 @@ class InterleavedTicks:
         microbatch, repeat, is_valid = self.schedule.forward(t, self.work.stages)
         is_entering = is_valid[0] & (repeat[0] == 0)
         x = self.if_any(is_entering, self.ends.enter, microbatch[0])
-        x_S = jnp.where(self.at_stage(0, is_entering, carry.x_S), x, carry.x_S)
-        x_S = self.stated(x_S)
+        x_S = self.stated(jnp.where(self.at_stage(0, is_entering, carry.x_S), x, carry.x_S))
         kept_SK = jax.lax.dynamic_update_index_in_dim(
             carry.kept_SK, x_S, t % self.schedule.num_kept, axis=1
         )
         kept_SK = self.work.layout.constrain(kept_SK, row_dim=2)
 
-        def work(arrays: list, stage: Any, microbatch: Any, repeat: Any, x: Any) -> jax.Array:
-            return self.work.work(*self.picked(arrays, stage, microbatch, repeat), x)[0]
+        def work(
+            arrays: list, values: Values, stage: Any, microbatch: Any, repeat: Any, is_valid: Any,
+            x: Any,
+        ) -> tuple[jax.Array, Values]:
+            y, new = self.work.work(*self.picked(arrays, stage, microbatch, repeat), x)
+            return y, stage_values.with_a_stage(values, new, microbatch, repeat, is_valid)
 
-        y_S = self.work.vmap(work, in_axes=(1, 0, 0, 0, 0))(
-            self.arrays, self.work.stages, microbatch, repeat, x_S
+        y_S, values = self.work.vmap(work, in_axes=(1, 0, 0, 0, 0, 0, 0))(
+            self.arrays, carry.values, self.work.stages, microbatch, repeat, is_valid, x_S
         )
-        return carry._replace(kept_SK=kept_SK), self.stated(y_S)
+        return carry._replace(kept_SK=kept_SK, values=values), self.stated(y_S)
 
     def leave(self, carry: Carry, y_S: jax.Array, t: jax.Array) -> Carry:
         """Returns the carry with a report, and the gradient of what leaves the last stage."""
         last = self.schedule.num_stages - 1
         microbatch, repeat, is_valid = self.schedule.forward(t, last)
         is_leaving = is_valid & (repeat == self.schedule.circular_repeat - 1)
-        reported, weight, of_y, of_ends = self.if_any(
-            is_leaving, self.ends.leave, microbatch, y_S[last]
+        values = stage_values.of_microbatch(carry.values, microbatch)
+        reported, weight, of_y, of_ends, of_values = self.if_any(
+            is_leaving, self.ends.leave, microbatch, _at(y_S, last), values
         )
         weight = jnp.where(is_leaving, weight, 0.0)
 
@@ -165,6 +181,9 @@ class InterleavedTicks:
         return carry._replace(
             of_x_S=jnp.where(self.at_stage(last, is_leaving, y_S), of_y, carry.of_x_S),
             of_ends=_sum(carry.of_ends, of_ends, weight != 0),
+            of_values=stage_values.with_microbatch(
+                carry.of_values, of_values, microbatch, is_leaving
+            ),
             reported_M=jax.tree.map(noted, carry.reported_M, reported),
             weight_M=noted(carry.weight_M, weight),
         )
@@ -176,13 +195,15 @@ class InterleavedTicks:
         counts = is_valid & (carry.weight_M[microbatch] != 0)
         place = self.schedule.tick_forward(t, stages) % self.schedule.num_kept
         x_S = self.stated(self.work.vmap(pick)(carry.kept_SK, place))
-        of_x_S, residuals = self.by_inputs(microbatch, repeat, x_S, self.stated(carry.of_x_S))
+        of_x_S, residuals = self.by_inputs(
+            microbatch, repeat, x_S, self.stated(carry.of_x_S), carry.of_values
+        )
         # What an idle stage computes may be NaN, as what a microbatch of weight 0 does.
         counts = counts.reshape(-1, *[1] * (x_S.ndim - 1))
         of_x_S = self.stated(jnp.where(counts, of_x_S, 0))
         microbatch, repeat, is_valid = self.schedule.backward(t, 0)
         is_first = is_valid & (repeat == 0)
-        of_ends = self.if_any(is_first, self.ends.enter_gradient, microbatch, of_x_S[0])
+        of_ends = self.if_any(is_first, self.ends.enter_gradient, microbatch, _at(of_x_S, 0))
         of_ends = _sum(carry.of_ends, of_ends, is_first & (carry.weight_M[microbatch] != 0))
         residuals = [
             layout.constrain(
@@ -195,15 +216,19 @@ class InterleavedTicks:
         )
 
     def by_inputs(
-        self, microbatch: jax.Array, repeat: jax.Array, x_S: jax.Array, of_y_S: jax.Array
+        self, microbatch: jax.Array, repeat: jax.Array, x_S: jax.Array, of_y_S: jax.Array,
+        of_values: Values,
     ) -> tuple[jax.Array, list[jax.Array]]:
         """Returns the gradients of all stages' inputs, and residuals."""
 
-        def first(arrays: list, stage: Any, m: Any, r: Any, x: Any, of_y: Any) -> tuple:
-            return self.split.first(*self.picked(arrays, stage, m, r), x, of_y, {})
+        def first(
+            arrays: list, stage: Any, m: Any, r: Any, x: Any, of_y: Any, of_values: Values
+        ) -> tuple:
+            of_values = {path: a[m, r] for path, a in of_values.items()}
+            return self.split.first(*self.picked(arrays, stage, m, r), x, of_y, of_values)
 
-        return self.work.vmap(first, self.split, in_axes=(1, 0, 0, 0, 0, 0))(
-            self.arrays, self.work.stages, microbatch, repeat, x_S, of_y_S
+        return self.work.vmap(first, self.split, in_axes=(1, 0, 0, 0, 0, 0, 0))(
+            self.arrays, self.work.stages, microbatch, repeat, x_S, of_y_S, of_values
         )
 
     def weights(self, carry: Carry, t: jax.Array) -> Carry:
@@ -239,7 +264,8 @@ class InterleavedTicks:
         x = jax.eval_shape(self.ends.enter, jnp.array(0))
         x_S = jax.ShapeDtypeStruct((self.schedule.num_stages, *x.shape), x.dtype)
         key = None if self.keys_M is None else self.keys_M[0]
-        return self.work.split(self.arrays, self.floats, key, x_S, {})
+        assigned = self.work.assigned(self.arrays)
+        return self.work.split(self.arrays, self.floats, key, x_S, assigned)
 
     def picked(self, arrays: list, stage: Any, microbatch: Any, repeat: Any) -> tuple:
         """Returns the arguments of a stage's work but x."""
@@ -264,6 +290,11 @@ class InterleavedTicks:
     def stated(self, x_S: jax.Array) -> jax.Array:
         """Returns activations with their layout stated."""
         return self.work.layout.constrain(x_S, row_dim=1)
+
+
+def _at(x_S: jax.Array, stage: int) -> jax.Array:
+    """Returns the array of a stage. XLA would else shift it by the layout that the ends have."""
+    return jax.lax.optimization_barrier(x_S)[stage]
 
 
 # On TPU XLA sums gradients over devices after the loop over ticks if nothing but a choice comes

@@ -52,7 +52,7 @@ class OneForwardOneBackward:
         """Returns the functions of a task on a mesh.
 
         Raises:
-          ConfigError: the model has not one Pipeline, or one whose blocks assign variables.
+          ConfigError: the model has not one Pipeline, or variables that passes hand on.
         """
         pipeline = _pipeline_of(task)
         return Gradients(
@@ -72,11 +72,16 @@ def _pipeline_of(task: Task) -> Pipeline:
             f"OneForwardOneBackward found {len(pipelines)} Pipelines in the model; wanted is one. "
             "Leave the Partitioner's gradients out, or make the model's stack a Pipeline."
         )
-    if names := sorted({str(path[-1]) for path in assigned_values(module)}):
+    kept = {
+        str(path[-1]) for path, node in nnx.iter_graph(module)
+        if isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param | nnx.Intermediate)
+    }
+    if kept:
         raise ConfigError(
-            f"OneForwardOneBackward found variables that a pass assigns: {', '.join(names)}; "
-            "wanted is a model without batch statistics and losses of layers. Leave the "
-            "Partitioner's gradients out, for the Pipeline by itself computes these."
+            f"OneForwardOneBackward found variables that passes hand on: {', '.join(sorted(kept))}"
+            "; wanted is a model without batch statistics, for a stage does not know yet which "
+            "microbatches have no weight and are to change none. Leave the Partitioner's gradients "
+            "out: the Pipeline by itself computes these."
         )
     return pipelines[0]
 
@@ -93,6 +98,13 @@ def _num_microbatches(pipeline: Pipeline, inputs: PyTree, num_micro_batches: int
 def _num_missing_rows(pipeline: Pipeline, inputs: PyTree, num_micro_batches: int) -> int:
     """Returns the rows that a batch lacks to divide over the microbatches."""
     num_microbatches = _num_microbatches(pipeline, inputs, num_micro_batches)
+    num_rows = num_rows_of(inputs)
+    if num_rows % num_microbatches and assigned_values(pipeline.blocks):
+        raise ConfigError(
+            f"A batch has {num_rows} rows, which {num_microbatches} microbatches do not divide, "
+            "and the Pipeline's blocks assign variables, which would count the rows that fill it "
+            f"up. Make the batch size a multiple of {num_microbatches}."
+        )
     return num_missing_rows(inputs, num_microbatches, f"{num_microbatches} microbatches")
 
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.collectives.vmapped_axes import before_vmap, vmap_over
+from praxis_lite.layers.base.variables import assigned_values
 from praxis_lite.layers.stacking.pipelining.split_backward import SplitProgram, split_program
 from praxis_lite.layers.stacking.pipelining.ticks import (
     StageLayout,
@@ -68,6 +69,10 @@ class StageWork:
         """Returns the arrays, [X, S, ...]; of the inputs a copy per stage."""
         return [*leaves, *of_each_stage(list(inputs), self.num_stages, self.layout, dim=1)]
 
+    def assigned(self, arrays: Sequence[jax.Array]) -> Values:
+        """Returns the variables that the blocks assign, [R, S, P, ...]."""
+        return assigned_values(jax.tree.unflatten(self.form, arrays[: self.num_leaves]))
+
     def picked(self, arrays: Sequence[jax.Array], microbatch: Any, repeat: Any) -> list[jax.Array]:
         """Returns the arrays of a microbatch and a repeat."""
         return [pick(a, self.index(i, microbatch, repeat)) for i, a in enumerate(arrays)]
@@ -116,7 +121,7 @@ class StageWork:
         return array if number >= self.num_leaves else jnp.stack(array, axis=2)
 
     def split(
-        self, arrays: list, floats: Sequence[int], key: Any, x_S: Any, of_values: Values
+        self, arrays: list, floats: Sequence[int], key: Any, x_S: Any, values: Values
     ) -> SplitProgram:
         """Returns a stage's backward pass: its input's gradient first, the floats' second, `apart`.
 
@@ -124,7 +129,8 @@ class StageWork:
 
         Args:
           floats: the arrays, by number, of which a gradient is taken.
-          x_S: as `of_values` an array, or its shape and dtype.
+          x_S: as `values` an array, or its shape and dtype.
+          values: assigned ones, [R, S, P, ...]; those of floats have gradients.
         """
         num_again = 5
 
@@ -142,12 +148,15 @@ class StageWork:
             return of_x, of_floats
 
         index = jax.ShapeDtypeStruct((), self.stages.dtype)
+        of_values = {
+            path: a for path, a in values.items() if jnp.issubdtype(a.dtype, jnp.inexact)
+        }
         arrays, of_values = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape[2:], a.dtype), (arrays, of_values)
         )
         x = jax.ShapeDtypeStruct(x_S.shape[1:], x_S.dtype)
         args = arrays, key, index, index, index, x, x, of_values
-        with before_vmap():
+        with before_vmap(self.layout.vmapped_axes(self.num_stages)):
             return split_program(program, args, num_again)
 
 
