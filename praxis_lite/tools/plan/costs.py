@@ -209,6 +209,10 @@ _FREE = frozenset({
 })
 
 
+# Collectives whose results, or sums, are of all devices alike.
+_OF_ALL = ("all-gather", "all-reduce", "reduce-scatter")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wire:
     """The form of a collective, from which its cost follows.
@@ -218,6 +222,8 @@ class Wire:
       bytes: on one device, of its operands.
       group: devices of a group.
       links: that carry it at once, each one way.
+      per_chip: devices of a group on each chip, which has the links: what all devices get, or
+        add up, goes over them once for all of these.
       is_ring: its ends meet; on a line half of the links idle.
       crosses: it leaves the slice or node.
     """
@@ -226,6 +232,7 @@ class Wire:
     bytes: int
     group: int
     links: int = 2
+    per_chip: int = 1
     is_ring: bool = True
     crosses: bool = False
 
@@ -253,7 +260,8 @@ def wire_seconds(wire: Wire, chip: Chip, efficiencies: Efficiencies) -> float:
         return wire.sent / bandwidth + 2 * efficiencies.hop_seconds
     links = wire.links if wire.is_ring else max(1, wire.links // 2)
     hops = 1 if wire.kind == "collective-permute" else wire.group / 2
-    bandwidth = links * chip.link_bandwidth * efficiencies.link
+    shared = wire.per_chip if wire.kind in _OF_ALL else 1
+    bandwidth = links * shared * chip.link_bandwidth * efficiencies.link
     return wire.sent / bandwidth + hops * efficiencies.hop_seconds
 
 

@@ -288,7 +288,7 @@ class _Walk:
         group = groups.shape[1] if groups is not None else int(self.mesh.slices.max()) + 1
         links, is_ring = self._links(one, kind, groups)
         wire = Wire(kind=kind, bytes=operands, group=group, links=links, is_ring=is_ring,
-                    crosses=crosses)
+                    per_chip=self.mesh.per_chip(groups), crosses=crosses)
         seconds = wire_seconds(wire, self.chip, self.efficiencies)
         entry = self._entry(one, around, kind, groups, fusion, outside)
         entry.crosses |= crosses
@@ -347,9 +347,9 @@ class _Walk:
             return (2 if self.both_links else 1), True
         if colors := re.search(r"UniDirection\w*\{colors:(\d+)", instruction.attributes):
             return int(colors.group(1)), True
+        if rings := instruction.attributes.count('"phase_rings":'):
+            return rings, True  # Of a SparseCore, each of which goes one way.
         dims = torus_dims(instruction.attributes)
-        if "_offload_config" in instruction.attributes:  # By SparseCores; it does not say how.
-            dims = self.mesh.num_dims(groups)
         return 2 * dims, dims > 1 or self.mesh.is_ring(groups)
 
     def costliest(self, one: Instruction) -> str:

@@ -285,6 +285,17 @@ def test_what_a_ring_sends(kind, sent):
     assert wire_seconds(wire, V5E, PLAIN) == pytest.approx(sent / (2 * V5E.link_bandwidth))
 
 
+def test_devices_of_a_chip_send_once_what_all_devices_get():
+    def seconds(kind, per_chip):
+        wire = Wire(kind=kind, bytes=1024, group=8, per_chip=per_chip)
+        return wire_seconds(wire, V5E, PLAIN)
+
+    for kind in ("all-gather", "all-reduce", "reduce-scatter"):
+        assert seconds(kind, 2) == pytest.approx(seconds(kind, 1) / 2)
+    for kind in ("all-to-all", "collective-permute"):  # Each device's bytes are for one other.
+        assert seconds(kind, 2) == seconds(kind, 1)
+
+
 def test_lines_hops_slices_and_nvlink():
     ring = Wire(kind="all-gather", bytes=2**20, group=8)
     line = dataclasses.replace(ring, is_ring=False)
