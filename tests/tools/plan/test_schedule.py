@@ -355,16 +355,21 @@ ENTRY %main (x: f32[1024], y: f32[8]) -> f32[128] {
 """
 
 
-@pytest.mark.parametrize("rings", [2, 6])
+@pytest.mark.parametrize(
+    ("rings", "dim", "links"), [(2, "X_TORUS", 2), (6, "X_TORUS", 6), (4, "X_MESH", 2)]
+)
 @pytest.mark.parametrize("per_chip", [1, 2])
-def test_a_collective_on_a_sparsecore_runs_beside_instructions_over_its_rings(rings, per_chip):
+def test_a_collective_on_a_sparsecore_runs_beside_instructions_over_its_rings(
+    rings, dim, links, per_chip
+):
     """Two devices of a chip have its links together."""
     chip, fitted = CHIPS["tpu7x"], dataclasses.replace(FITTED, hop_seconds=1e-3)
-    config = 'backend_config={"color_strategies":[%s]}' % ",".join(['{"phase_rings":[]}'] * rings)
+    ring = '{"phase_rings":[{"ring_dim":"ICI_RING_DIM_%s"}]}' % dim
+    config = 'backend_config={"color_strategies":[%s]}' % ",".join([ring] * rings)
     coords = np.stack([np.arange(8) // per_chip, np.zeros(8, int), np.zeros(8, int)], axis=1)
     mesh = Mesh({"data": 8}, np.zeros(8, int), coords, (8 // per_chip, 1, 1), (True,) * 3)
     actual = schedule(ON_SPARSECORE.replace("RINGS", config), chip, mesh, fitted)
-    bandwidth = rings * per_chip * chip.link_bandwidth * fitted.link
+    bandwidth = links * per_chip * chip.link_bandwidth * fitted.link
     on_wire = 7 * 512 / bandwidth + 4 * fitted.hop_seconds
     (item,) = actual.collectives.values()
     assert (item.kind, item.count) == ("reduce-scatter", 1)
