@@ -348,7 +348,7 @@ class _Walk:
         if colors := re.search(r"UniDirection\w*\{colors:(\d+)", instruction.attributes):
             return int(colors.group(1)), True
         if rings := instruction.attributes.count('"phase_rings":'):
-            # Of a SparseCore. Each goes one way; along a dim whose ends no link joins, back and forth.
+            # Of a SparseCore, each one way; along a dim whose ends no link joins, back and forth.
             return rings, "_MESH" not in instruction.attributes
         dims = torus_dims(instruction.attributes)
         return 2 * dims, dims > 1 or self.mesh.is_ring(groups)
