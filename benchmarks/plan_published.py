@@ -31,8 +31,8 @@ from scipy.optimize import least_squares
 from praxis_lite.tools.explain import hlo
 from praxis_lite.tools.plan.costs import FITTED, Efficiencies
 from praxis_lite.tools.plan.memory import out_of_memory
-from praxis_lite.tools.plan.predict import mesh_of as mesh_of_devices
 from praxis_lite.tools.plan.predict import timed
+from praxis_lite.tools.plan.topology import mesh_of as mesh_of_devices
 from praxis_lite.tools.plan.topology import topology_of
 
 # Families whose runs the efficiencies are fitted on; all others are held out.

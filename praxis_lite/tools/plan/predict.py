@@ -4,11 +4,9 @@ import dataclasses
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.compiled_steps import Step
@@ -20,12 +18,12 @@ from praxis_lite.tools.explain import hlo
 from praxis_lite.tools.explain.hlo_text import parse
 from praxis_lite.tools.plan.costs import FITTED, Efficiencies
 from praxis_lite.tools.plan.decoding import Decoding, decoding_of, loop_over_tokens
-from praxis_lite.tools.plan.formulas import bubble_share
 from praxis_lite.tools.plan.measured.residuals import Correction
 from praxis_lite.tools.plan.memory import Memory, memory_of, out_of_memory, what_to_change
 from praxis_lite.tools.plan.schedule import schedule
+from praxis_lite.tools.plan.search.formulas import bubble_share
 from praxis_lite.tools.plan.timeline import Mesh, Timeline
-from praxis_lite.tools.plan.topology import Topology
+from praxis_lite.tools.plan.topology import Topology, mesh_of
 
 PyTree = Any
 EXPERT_LOAD = 2.0  # A load that is uneven, of which plans tell the seconds unless told another.
@@ -304,25 +302,6 @@ def num_units(element_spec: PyTree) -> int:
 
 def _weights(element_spec: PyTree) -> Any:
     return element_spec.get("weights") if isinstance(element_spec, dict) else None
-
-
-def mesh_of(
-    axis_sizes: Mapping[str, int], devices: Sequence[Any], topology: Topology
-) -> Mesh:
-    """Returns a schedule's view of a mesh over the topology's devices.
-
-    Args:
-      devices: in the mesh's order, with the attributes of a `jax.Device`.
-    """
-    per_slice = topology.devices_per_slice
-    if topology.chip.torus_dims:
-        slices = np.array([getattr(device, "slice_index", None) or 0 for device in devices])
-        coords = np.array([device.coords for device in devices])
-        # Devices have three coordinates, those of a chip with fewer torus dims too.
-        dims, wraps = (*topology.dims, 1, 1)[:3], (*topology.wraps, False, False)[:3]
-        return Mesh(axis_sizes, slices, coords, dims, wraps)
-    place = {device.id: index for index, device in enumerate(topology.devices)}
-    return Mesh(axis_sizes, np.array([place[item.id] // per_slice for item in devices]))
 
 
 def text_of(compiled: jax.stages.Compiled, topology: Topology) -> str:

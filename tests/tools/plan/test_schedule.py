@@ -364,8 +364,8 @@ def test_a_collective_on_a_sparsecore_runs_beside_instructions_over_its_rings(
 ):
     """Two devices of a chip have its links together."""
     chip, fitted = CHIPS["tpu7x"], dataclasses.replace(FITTED, hop_seconds=1e-3)
-    ring = '{"phase_rings":[{"ring_dim":"ICI_RING_DIM_%s"}]}' % dim
-    config = 'backend_config={"color_strategies":[%s]}' % ",".join([ring] * rings)
+    ring = f'{{"phase_rings":[{{"ring_dim":"ICI_RING_DIM_{dim}"}}]}}'
+    config = f'backend_config={{"color_strategies":[{",".join([ring] * rings)}]}}'
     coords = np.stack([np.arange(8) // per_chip, np.zeros(8, int), np.zeros(8, int)], axis=1)
     mesh = Mesh({"data": 8}, np.zeros(8, int), coords, (8 // per_chip, 1, 1), (True,) * 3)
     actual = schedule(ON_SPARSECORE.replace("RINGS", config), chip, mesh, fitted)
