@@ -183,7 +183,7 @@ def _parts_read(name: str, inside: Mapping[str, Instruction]) -> int | None:
     total = 0
     users = [inner for inner in inside.values() if name in inner.operands]
     for inner in users:
-        if inner.opcode in _NAMES:
+        if _is_name(inner):
             parts = _parts_read(inner.name, inside)
             if parts is None:
                 return None
@@ -196,7 +196,18 @@ def _parts_read(name: str, inside: Mapping[str, Instruction]) -> int | None:
 
 
 def _behind_names(one: Instruction, inside: Mapping[str, Instruction]) -> Instruction:
-    return _behind_names(inside[one.operands[0]], inside) if one.opcode in _NAMES else one
+    return _behind_names(inside[one.operands[0]], inside) if _is_name(one) else one
+
+
+def _is_name(one: Instruction) -> bool:
+    """Returns True for an array under another name.
+
+    A fusion within a fusion whose result has its operand's place is one too: on TPU7x it tells
+    that the rows of a tile are numbered in another way.
+    """
+    return one.opcode in _NAMES or (
+        one.opcode == "fusion" and "output_to_operand_aliasing={{}: (0, {})}" in one.attributes
+    )
 
 
 _SLICES = ("dynamic-slice", "slice", "gather")  # They read what they give.

@@ -178,6 +178,11 @@ DECODING = """HloModule m
   ROOT %out = bf16[2,4,64,128]{3,2,1,0} bitcast(%new)
 }
 
+%copied (c: bf16[2,4,64,128]) -> bf16[2,4,64,128] {
+  %c = bf16[2,4,64,128]{3,2,1,0} parameter(0)
+  ROOT %copy = bf16[2,4,64,128]{3,2,1,0} copy(%c)
+}
+
 %put (c: bf16[2,4,64,128], i: s32[2,2], n: bf16[2,4,128]) -> bf16[2,4,64,128] {
   %c = bf16[2,4,64,128]{3,2,1,0} parameter(0)
   %i = s32[2,2]{1,0} parameter(1)
@@ -217,8 +222,16 @@ ENTRY %main (t: bf16[1000,256], i: s32[2], w: bf16[256,512], c: bf16[2,4,64,128]
         ("in_vmem", 2 * 2 * 256 + 2 * 256 * 512 + 4 * 2 * 512, 2 * 2 * 256 + 4 * 2 * 512),
     ],
 )
-def test_decoding_moves_rows_of_tables_and_caches_and_whole_weights(name, moved, of_hbm):
-    program = parse(DECODING)
+@pytest.mark.parametrize(
+    "named",
+    [
+        "bitcast(%c)",
+        # On TPU7x the rows of a tile are numbered anew in place.
+        "fusion(%c), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, calls=%copied",
+    ],
+)
+def test_decoding_moves_rows_of_tables_and_caches_and_whole_weights(name, moved, of_hbm, named):
+    program = parse(DECODING.replace("bitcast(%c)", named))
     main = program.computations[program.entry]
     assert bytes_moved(main[name], main, program) == moved
     assert bytes_moved(main[name], main, program, bytes_in_hbm) == of_hbm
