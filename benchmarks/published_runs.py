@@ -15,7 +15,6 @@ the reason why a run cannot be built. What differs from what was run:
 
 import math
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import fiddle as fdl
@@ -129,9 +128,7 @@ def _learner(run: Run) -> Learner:
     )
 
 
-def partitioner_of(
-    run: Run, devices: Any, more_options: Mapping[str, Any] = {}
-) -> Partitioner:
+def partitioner_of(run: Run, devices: Any) -> Partitioner:
     """Returns the run's model on its mesh over `devices`, of its topology."""
     splits = _splits(run)
     config = set_sharding_params(model_of(run), splits)
@@ -143,7 +140,7 @@ def partitioner_of(
     )
     return Partitioner(
         task, make_mesh(mesh_of(run), devices),
-        compiler_options={"tpu": compiler_options(run) | dict(more_options)},
+        compiler_options={"tpu": compiler_options(run)},
     )
 
 
@@ -163,9 +160,7 @@ def compiler_options(run: Run) -> dict[str, Any]:
         options = {k: v for k, v in options.items() if "async_collective_fusion" not in k}
     if run["mesh"]["ici"].get("tensor", 1) > 1:
         options |= COMPILER_OPTIONS["fsdp+tensor"]["tpu"]
-    if run["chip"] != "tpu7x":  # What its SparseCores do is read from the compiler's own files.
-        options |= PLANNING_OPTIONS.get(run["chip"], {})
-    return options
+    return options | PLANNING_OPTIONS.get(run["chip"], {})
 
 
 def batch_of(run: Run) -> dict[str, jax.ShapeDtypeStruct]:

@@ -3,7 +3,9 @@
 import dataclasses
 import math
 import re
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +22,7 @@ from praxis_lite.tools.plan.costs import FITTED, Efficiencies
 from praxis_lite.tools.plan.decoding import Decoding, decoding_of, loop_over_tokens
 from praxis_lite.tools.plan.measured.residuals import Correction
 from praxis_lite.tools.plan.memory import Memory, memory_of, out_of_memory, what_to_change
+from praxis_lite.tools.plan.planned_job import PLANNING_OPTIONS
 from praxis_lite.tools.plan.schedule import schedule
 from praxis_lite.tools.plan.search.formulas import bubble_share
 from praxis_lite.tools.plan.timeline import Mesh, Timeline
@@ -165,7 +168,7 @@ def plan_step(
     chip, start = topology.chip, time.monotonic()
     lowered = step.lower(element_spec)
     try:
-        compiled = lowered.compile()
+        compiled = compiled_readably(lowered, topology)
     except jax.errors.JaxRuntimeError as error:
         expected = out_of_memory(error)
         if expected is None:
@@ -302,6 +305,37 @@ def num_units(element_spec: PyTree) -> int:
 
 def _weights(element_spec: PyTree) -> Any:
     return element_spec.get("weights") if isinstance(element_spec, dict) else None
+
+
+class _Readable:
+    """A compiled step whose text the compiler wrote into a file."""
+
+    def __init__(self, compiled: jax.stages.Compiled, text: str):
+        self._compiled, self._text = compiled, text
+
+    def as_text(self) -> str:
+        return self._text
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiled, name)
+
+
+def compiled_readably(lowered: Any, topology: Topology) -> Any:
+    """Returns the compiled step; `as_text` works also where XLA cannot read what it made.
+
+    That is where SparseCores do collectives, as on TPU7x. The compiler's own files have the text.
+    """
+    if topology.chip.name not in PLANNING_OPTIONS:
+        return lowered.compile()
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = lowered.compile({"xla_dump_to": folder})
+        try:
+            compiled.as_text()
+        except jax.errors.JaxRuntimeError:
+            texts = Path(folder).glob("*.after_codegen.txt")
+            largest = max(texts, key=lambda path: path.stat().st_size)
+            return _Readable(compiled, largest.read_text("utf-8"))
+    return compiled
 
 
 def text_of(compiled: jax.stages.Compiled, topology: Topology) -> str:
