@@ -17,7 +17,12 @@ from praxis_lite.tools.explain.hlo_text import (
     callees,
     root_of,
 )
-from praxis_lite.tools.explain.kernels import dims_per_head, is_kernel, kernel_flops
+from praxis_lite.tools.explain.kernels import (
+    dims_per_head,
+    is_kernel,
+    kernel_flops,
+    tiles_of_experts,
+)
 from praxis_lite.tools.plan.chips import Chip
 
 # By the compiler, of the smallest of its own instructions.
@@ -34,6 +39,8 @@ class Efficiencies:
       cycles: the compiler's cycles over those that pass; above 1 where it expects too many.
       kernel: of the peak, that a kernel reaches, Pallas's or cuDNN's, of heads that fill the
         chip's matmul units (`Chip.filled`).
+      grouped: of the peak, that a kernel's grouped matmul of experts reaches within its tiles; not
+        fitted: what the compiler's own large matmuls do.
       matmul: of the peak, that a matmul reaches where the compiler tells no cycles.
       hbm: of the memory's bandwidth, which no instruction exceeds; infinity: it is not asked.
       link: of a link's bandwidth, which the table of chips has at 0.9 of the maker's.
@@ -49,6 +56,7 @@ class Efficiencies:
 
     cycles: float = 1.0
     kernel: float = 0.5
+    grouped: float = 0.9
     matmul: float = 0.6
     hbm: float = 1.0
     link: float = 1.0
@@ -79,6 +87,11 @@ def compute_seconds(
         return int(result.group(1)) / (chip.clock or 1e9) / efficiencies.cycles
     if one.opcode.endswith("-done"):
         return 0.0
+    if tiles := tiles_of_experts(one, around) if is_kernel(one) else None:
+        multiplied = tiles.flops / (chip.peak() * efficiencies.grouped)
+        return tiles.count * max(
+            multiplied, tiles.bytes / (chip.hbm_bandwidth * efficiencies.hbm)
+        )
     if is_kernel(one):
         # Heads of fewer dims than a matmul unit has rows leave the rest of it idle.
         dims = dims_per_head(one, around)
