@@ -17,7 +17,6 @@ import hashlib
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,9 +30,9 @@ from scipy.optimize import least_squares
 from praxis_lite.tools.explain import hlo
 from praxis_lite.tools.plan.costs import FITTED, Efficiencies
 from praxis_lite.tools.plan.memory import out_of_memory
-from praxis_lite.tools.plan.predict import mesh_of as mesh_of_devices
-from praxis_lite.tools.plan.predict import timed
-from praxis_lite.tools.plan.topology import topology_of
+from praxis_lite.tools.plan.predict import compiled_readably, timed
+from praxis_lite.tools.plan.topology import Topology, topology_of
+from praxis_lite.tools.plan.topology import mesh_of as mesh_of_devices
 
 # Families whose runs the efficiencies are fitted on; all others are held out.
 FITTED_FAMILIES = (
@@ -57,17 +56,15 @@ def compiled(run: Run, cache: Path) -> dict[str, Any]:
         print(f"compiling {run['id']} for {run['slices']} x {run['topology']}", file=sys.stderr)
         record: dict[str, Any] = {}
         try:
-            with tempfile.TemporaryDirectory() as folder:
-                partitioner = partitioner_of(run, topology(run).devices, {"xla_dump_to": folder})
-                lowered = partitioner.train_step.lower(batch_of(run))
-                of = run["topology"], run["slices"], compiler_options(run), lowered.as_text()
-                key = hashlib.sha256(repr(of).encode()).hexdigest()
-                if same := same_program(cache, key):
-                    record = json.loads(same.read_text())
-                    if (text := same.with_suffix(".hlo.gz")).exists():
-                        program.write_bytes(text.read_bytes())
-                else:
-                    record = {"program": key} | compile_into(lowered, Path(folder), program)
+            lowered = partitioner_of(run, topology(run).devices).train_step.lower(batch_of(run))
+            of = run["topology"], run["slices"], compiler_options(run), lowered.as_text()
+            key = hashlib.sha256(repr(of).encode()).hexdigest()
+            if same := same_program(cache, key):
+                record = json.loads(same.read_text())
+                if (text := same.with_suffix(".hlo.gz")).exists():
+                    program.write_bytes(text.read_bytes())
+            else:
+                record = {"program": key} | compile_into(lowered, topology(run), program)
         except Exception as error:  # One run of many: the others go on.
             record |= {"failed": str(error)[:300]}
         record["compile_seconds"] = time.monotonic() - start
@@ -84,29 +81,19 @@ def same_program(cache: Path, key: str) -> Path | None:
     return next(records, None)
 
 
-def compile_into(lowered: Any, folder: Path, program: Path) -> dict[str, Any]:
-    """Returns the record of a step, and writes its text.
-
-    Args:
-      folder: that the compiler writes into (`xla_dump_to`). The text is read there where XLA cannot
-        read what its compiler made, of chips with SparseCores.
-    """
+def compile_into(lowered: Any, on: Topology, program: Path) -> dict[str, Any]:
+    """Returns the record of a step compiled for `on`, and writes its text."""
     try:
-        step = lowered.compile()
+        step = compiled_readably(lowered, on)
     except jax.errors.JaxRuntimeError as error:
         if (expected := out_of_memory(error)) is None:
             raise
         return {"too_large": expected[1]}
-    try:
-        text = step.as_text()
-    except jax.errors.JaxRuntimeError:
-        text = max(folder.glob("*.after_codegen.txt"), key=lambda path: path.stat().st_size)
-        text = text.read_text()
-    program.write_bytes(gzip.compress(text.encode(), 3))
+    program.write_bytes(gzip.compress(step.as_text().encode(), 3))
     return {"peak": hlo.memory_per_device(step).peak}
 
 
-def topology(run: Run) -> Any:
+def topology(run: Run) -> Topology:
     """Returns the devices that a run had."""
     return topology_of(run["topology"], run["slices"])
 
@@ -117,7 +104,7 @@ class Row:
 
     run: Run
     record: dict[str, Any]
-    devices: Any
+    devices: Topology
     plan: dict[str, Any] = dataclasses.field(default_factory=dict)
     planned_by: Efficiencies | None = None
 

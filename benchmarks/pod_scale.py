@@ -47,7 +47,8 @@ from praxis_lite.tools.plan.topology import topology_of
 # The peers' seconds are of the compiler's own cycles, whole links and no latency; kernels of
 # Pallas, of which it says none, take no time.
 AS_THE_PEERS = Efficiencies(
-    cycles=1.0, link=1.0, hop_seconds=0.0, kernel=float("inf"), hbm=float("inf")
+    cycles=1.0, link=1.0, hop_seconds=0.0, kernel=float("inf"), grouped=float("inf"),
+    hbm=float("inf"),
 )
 # On v5p and v6e an embedding's gather goes to the SparseCore, whose text XLA cannot read back.
 UNREADABLE = {"xla_tpu_offload_gather_to_sparsecore": "false"}

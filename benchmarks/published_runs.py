@@ -15,7 +15,6 @@ the reason why a run cannot be built. What differs from what was run:
 
 import math
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import fiddle as fdl
@@ -50,6 +49,25 @@ _HOST_OFFLOAD = {
     "xla_max_concurrent_host_send_recv": "100",
     "xla_tpu_scheduler_percent_shared_memory_limit": "100",
     "xla_latency_hiding_scheduler_rerun": "2",
+}
+# Flags of the recipes for TPU7x (AI-Hypercomputer/tpu-recipes, training/ironwood), whose rows say
+# "see the recipe" or a part of them: SparseCores do all collectives. Two recipes, of Llama in fp8
+# and of Qwen 3, leave most of them to the compiler's defaults of their day.
+_SPARSE_CORES = {
+    "xla_tpu_scoped_vmem_limit_kib": "65536",
+    "xla_tpu_bf16_emission_mode": "NATIVE_EMISSION",
+    "xla_tpu_enable_sparse_core_reduce_scatter_v2": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
+    "xla_tpu_use_single_sparse_core_for_all_gather_offload": "true",
+    "xla_tpu_enable_all_gather_offload_tracing": "true",
+    "xla_tpu_use_tc_device_shape_on_sc": "true",
+    "xla_tpu_prefer_async_allgather_to_allreduce": "true",
+    "xla_sc_disable_megacore_partitioning": "true",
+    "xla_enable_async_all_gather": "true",
 }
 
 
@@ -110,9 +128,7 @@ def _learner(run: Run) -> Learner:
     )
 
 
-def partitioner_of(
-    run: Run, devices: Any, more_options: Mapping[str, Any] = {}
-) -> Partitioner:
+def partitioner_of(run: Run, devices: Any) -> Partitioner:
     """Returns the run's model on its mesh over `devices`, of its topology."""
     splits = _splits(run)
     config = set_sharding_params(model_of(run), splits)
@@ -124,13 +140,13 @@ def partitioner_of(
     )
     return Partitioner(
         task, make_mesh(mesh_of(run), devices),
-        compiler_options={"tpu": compiler_options(run) | dict(more_options)},
+        compiler_options={"tpu": compiler_options(run)},
     )
 
 
 def compiler_options(run: Run) -> dict[str, Any]:
     """Returns the options that the run set, those that today's compiler knows and takes."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = dict(_SPARSE_CORES) if run["chip"] == "tpu7x" else {}
     for flag in (run.get("software") or {}).get("xla_flags") or ():
         name, _, value = flag.partition("=")
         if name.startswith("xla_") and (result := re.match(r"\w+", value)):
@@ -144,9 +160,7 @@ def compiler_options(run: Run) -> dict[str, Any]:
         options = {k: v for k, v in options.items() if "async_collective_fusion" not in k}
     if run["mesh"]["ici"].get("tensor", 1) > 1:
         options |= COMPILER_OPTIONS["fsdp+tensor"]["tpu"]
-    if run["chip"] != "tpu7x":  # What its SparseCores do is read from the compiler's own files.
-        options |= PLANNING_OPTIONS.get(run["chip"], {})
-    return options
+    return options | PLANNING_OPTIONS.get(run["chip"], {})
 
 
 def batch_of(run: Run) -> dict[str, jax.ShapeDtypeStruct]:

@@ -102,10 +102,10 @@ def _backward(share: float, interpret: bool, saved: tuple, grad_RN: jax.Array) -
     x_RK, w_LKN, rows_of_expert_L = saved
     grad_x = _rows_by_experts(grad_RN, w_LKN, rows_of_expert_L, share, interpret, transposed=True)
     x_RK, grad_RN = (_in_tiles(x) for x in (x_RK, grad_RN))
-    tiling = _tiling(x_RK.shape[0], *w_LKN.shape[1:], x_RK.dtype)
+    tile = tiling(x_RK.shape[0], *w_LKN.shape[1:], x_RK.dtype)
     with share_of_blocks(share):
         grad_w = tgmm(
-            x_RK.swapaxes(0, 1), grad_RN, rows_of_expert_L, w_LKN.dtype, tiling,
+            x_RK.swapaxes(0, 1), grad_RN, rows_of_expert_L, w_LKN.dtype, tile,
             interpret=interpret,
         )
     return grad_x, grad_w, None
@@ -126,7 +126,7 @@ def _rows_by_experts(
     with share_of_blocks(share):
         y_RN = gmm(
             tiles_RK, w_LKN, rows_of_expert_L, x_RK.dtype,
-            _tiling(tiles_RK.shape[0], *dims, x_RK.dtype),
+            tiling(tiles_RK.shape[0], *dims, x_RK.dtype),
             transpose_rhs=transposed, interpret=interpret,
         )[: x_RK.shape[0]]
     # It leaves rows that are no one's as the memory was.
@@ -144,7 +144,7 @@ def _in_tiles(x_RK: jax.Array) -> jax.Array:
     return filled_up(x_RK, -(-x_RK.shape[0] // rows) * rows)
 
 
-def _tiling(num_rows: int, K: int, N: int, dtype: Any) -> tuple[int, int, int]:
+def tiling(num_rows: int, K: int, N: int, dtype: Any) -> tuple[int, int, int]:
     """Returns the tile, of rows, inputs and outputs, that fits a TPU's vector memory of 16 MB."""
     most = 1024 if jnp.dtype(dtype).itemsize == 2 else 512
     return _rows_of_tile(num_rows), min(most, K), min(most, N)

@@ -3,12 +3,17 @@
 import math
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax.numpy as jnp
 
 from praxis_lite.layers.base.foreign_kernels import SHARE_OF_BLOCKS
+from praxis_lite.layers.moe.grouped_matmul import tiling
 from praxis_lite.tools.explain.hlo_text import Instruction, arrays_of
 
 _SPLASH = {"_dq": (3, 2), "_dkv": (4, 2), "_fwd": (2, 2)}  # Matmuls, and those of the model.
 _CUDNN = "__cudnn$fmha"
+_DTYPES = {"bf16": jnp.dtype("bfloat16"), "f32": jnp.dtype("float32")}  # That megablox takes.
 _MEGABLOX = re.compile(r"\bt?gmm\b")
 
 
@@ -68,8 +73,48 @@ def kernel_flops(
         flops = 2 * math.prod(floats[0]) * arrays_of(one.shape)[0].dims[-1]
     else:
         return 0
+    return int(flops * _share_of_blocks(one))
+
+
+def _share_of_blocks(one: Instruction) -> float:
     share = re.search(rf'{SHARE_OF_BLOCKS}="([\d.]+)"', one.attributes)
-    return int(flops * float(share.group(1) if share else 1.0))
+    return float(share.group(1) if share else 1.0)
+
+
+class Tiles(NamedTuple):
+    """The tiles of a kernel: how many it works on, and the flops and bytes of each."""
+
+    count: float
+    flops: int
+    bytes: int
+
+
+def tiles_of_experts(one: Instruction, around: Mapping[str, Instruction]) -> Tiles | None:
+    """Returns the tiles that megablox multiplies, or None of another kernel.
+
+    A tile of rows in which one expert's end and another's begin is worked on once for each. Tiles
+    that reach over the ends of inputs and outputs are multiplied whole.
+    """
+    text = one.name + one.attributes[-20_000:]
+    floats = _floats(one, around)
+    if not _MEGABLOX.search(text) or [len(dims) for dims in floats[:2]] not in ([2, 3], [2, 2]):
+        return None
+    result = arrays_of(one.shape)[0]
+    (num_rows, K), N = floats[0], result.dims[-1]
+    of_rows, of_inputs, of_outputs = tiling(num_rows, K, N, _DTYPES[result.dtype])
+    # Rows [R, K] by [L, K, N], or by [R, N] to [L, K, N]: which of these has the experts.
+    num_experts = next(dims[0] for dims in (*floats, result.dims) if len(dims) == 3)
+    count = (math.ceil(num_rows / of_rows) + num_experts - 1) * _share_of_blocks(one)
+    in_depth, in_width = math.ceil(K / of_inputs), math.ceil(N / of_outputs)
+    # What stays in the kernel's memory from one tile to the next is not read again: of weights a
+    # matrix that is not cut, of their gradients the sum.
+    other = of_outputs * (of_inputs if in_depth > 1 else 0)
+    if len(result.dims) == 3:
+        other = of_rows * of_outputs
+    return Tiles(
+        count * in_depth * in_width, 2 * of_rows * of_inputs * of_outputs,
+        (of_rows * of_inputs + other) * _DTYPES[result.dtype].itemsize,
+    )
 
 
 def _cudnn_flops(one: Instruction, around: Mapping[str, Instruction], of_model: bool) -> int:

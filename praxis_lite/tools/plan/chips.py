@@ -149,7 +149,8 @@ def _hopper(memory: int, description: str) -> CudaTarget:
 
 _CLOUD = "https://docs.cloud.google.com/tpu/docs/"
 _BOOK = "https://jax-ml.github.io/scaling-book/tpus/ (links, to other slices, and to the host)"
-# Matmul units: docs/system-architecture-tpu-vm ("256 x 256 (TPU v6e and TPU7x) or 128 x 128").
+# Matmul units: of v6e its own page ("two 256x256 matrix-multiply units"), of all others
+# docs/system-architecture-tpu-vm ("256 x 256 (TPU v6e and TPU7x) or 128 x 128").
 # Of a link: 0.9 of what the maker says of a chip's interconnect, over its links and both ways. The
 # memory for programs is what libtpu 0.0.51 says is there when a program does not fit. Clocks follow
 # from peak / (matmul units x 2 x their size), and reproduce the compiler's cycles.

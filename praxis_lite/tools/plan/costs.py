@@ -17,7 +17,12 @@ from praxis_lite.tools.explain.hlo_text import (
     callees,
     root_of,
 )
-from praxis_lite.tools.explain.kernels import dims_per_head, is_kernel, kernel_flops
+from praxis_lite.tools.explain.kernels import (
+    dims_per_head,
+    is_kernel,
+    kernel_flops,
+    tiles_of_experts,
+)
 from praxis_lite.tools.plan.chips import Chip
 
 # By the compiler, of the smallest of its own instructions.
@@ -34,6 +39,8 @@ class Efficiencies:
       cycles: the compiler's cycles over those that pass; above 1 where it expects too many.
       kernel: of the peak, that a kernel reaches, Pallas's or cuDNN's, of heads that fill the
         chip's matmul units (`Chip.filled`).
+      grouped: of the peak, that a kernel's grouped matmul of experts reaches within its tiles; not
+        fitted: what the compiler's own large matmuls do.
       matmul: of the peak, that a matmul reaches where the compiler tells no cycles.
       hbm: of the memory's bandwidth, which no instruction exceeds; infinity: it is not asked.
       link: of a link's bandwidth, which the table of chips has at 0.9 of the maker's.
@@ -49,6 +56,7 @@ class Efficiencies:
 
     cycles: float = 1.0
     kernel: float = 0.5
+    grouped: float = 0.9
     matmul: float = 0.6
     hbm: float = 1.0
     link: float = 1.0
@@ -79,6 +87,11 @@ def compute_seconds(
         return int(result.group(1)) / (chip.clock or 1e9) / efficiencies.cycles
     if one.opcode.endswith("-done"):
         return 0.0
+    if tiles := tiles_of_experts(one, around) if is_kernel(one) else None:
+        multiplied = tiles.flops / (chip.peak() * efficiencies.grouped)
+        return tiles.count * max(
+            multiplied, tiles.bytes / (chip.hbm_bandwidth * efficiencies.hbm)
+        )
     if is_kernel(one):
         # Heads of fewer dims than a matmul unit has rows leave the rest of it idle.
         dims = dims_per_head(one, around)
@@ -183,7 +196,7 @@ def _parts_read(name: str, inside: Mapping[str, Instruction]) -> int | None:
     total = 0
     users = [inner for inner in inside.values() if name in inner.operands]
     for inner in users:
-        if inner.opcode in _NAMES:
+        if _is_name(inner):
             parts = _parts_read(inner.name, inside)
             if parts is None:
                 return None
@@ -196,7 +209,18 @@ def _parts_read(name: str, inside: Mapping[str, Instruction]) -> int | None:
 
 
 def _behind_names(one: Instruction, inside: Mapping[str, Instruction]) -> Instruction:
-    return _behind_names(inside[one.operands[0]], inside) if one.opcode in _NAMES else one
+    return _behind_names(inside[one.operands[0]], inside) if _is_name(one) else one
+
+
+def _is_name(one: Instruction) -> bool:
+    """Returns True for an array under another name.
+
+    A fusion within a fusion whose result has its operand's place is one too: on TPU7x it tells
+    that the rows of a tile are numbered in another way.
+    """
+    return one.opcode in _NAMES or (
+        one.opcode == "fusion" and "output_to_operand_aliasing={{}: (0, {})}" in one.attributes
+    )
 
 
 _SLICES = ("dynamic-slice", "slice", "gather")  # They read what they give.
@@ -209,6 +233,10 @@ _FREE = frozenset({
 })
 
 
+# Collectives whose results, or sums, are of all devices alike.
+_OF_ALL = ("all-gather", "all-reduce", "reduce-scatter")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wire:
     """The form of a collective, from which its cost follows.
@@ -218,6 +246,8 @@ class Wire:
       bytes: on one device, of its operands.
       group: devices of a group.
       links: that carry it at once, each one way.
+      per_chip: devices of a group on each chip, which has the links: what all devices get, or
+        add up, goes over them once for all of these.
       is_ring: its ends meet; on a line half of the links idle.
       crosses: it leaves the slice or node.
     """
@@ -226,6 +256,7 @@ class Wire:
     bytes: int
     group: int
     links: int = 2
+    per_chip: int = 1
     is_ring: bool = True
     crosses: bool = False
 
@@ -253,7 +284,8 @@ def wire_seconds(wire: Wire, chip: Chip, efficiencies: Efficiencies) -> float:
         return wire.sent / bandwidth + 2 * efficiencies.hop_seconds
     links = wire.links if wire.is_ring else max(1, wire.links // 2)
     hops = 1 if wire.kind == "collective-permute" else wire.group / 2
-    bandwidth = links * chip.link_bandwidth * efficiencies.link
+    shared = wire.per_chip if wire.kind in _OF_ALL else 1
+    bandwidth = links * shared * chip.link_bandwidth * efficiencies.link
     return wire.sent / bandwidth + hops * efficiencies.hop_seconds
 
 

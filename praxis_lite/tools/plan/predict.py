@@ -3,12 +3,12 @@
 import dataclasses
 import math
 import re
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.compiled_steps import Step
@@ -20,12 +20,13 @@ from praxis_lite.tools.explain import hlo
 from praxis_lite.tools.explain.hlo_text import parse
 from praxis_lite.tools.plan.costs import FITTED, Efficiencies
 from praxis_lite.tools.plan.decoding import Decoding, decoding_of, loop_over_tokens
-from praxis_lite.tools.plan.formulas import bubble_share
 from praxis_lite.tools.plan.measured.residuals import Correction
 from praxis_lite.tools.plan.memory import Memory, memory_of, out_of_memory, what_to_change
+from praxis_lite.tools.plan.planned_job import PLANNING_OPTIONS
 from praxis_lite.tools.plan.schedule import schedule
+from praxis_lite.tools.plan.search.formulas import bubble_share
 from praxis_lite.tools.plan.timeline import Mesh, Timeline
-from praxis_lite.tools.plan.topology import Topology
+from praxis_lite.tools.plan.topology import Topology, mesh_of
 
 PyTree = Any
 EXPERT_LOAD = 2.0  # A load that is uneven, of which plans tell the seconds unless told another.
@@ -167,7 +168,7 @@ def plan_step(
     chip, start = topology.chip, time.monotonic()
     lowered = step.lower(element_spec)
     try:
-        compiled = lowered.compile()
+        compiled = compiled_readably(lowered, topology)
     except jax.errors.JaxRuntimeError as error:
         expected = out_of_memory(error)
         if expected is None:
@@ -306,23 +307,35 @@ def _weights(element_spec: PyTree) -> Any:
     return element_spec.get("weights") if isinstance(element_spec, dict) else None
 
 
-def mesh_of(
-    axis_sizes: Mapping[str, int], devices: Sequence[Any], topology: Topology
-) -> Mesh:
-    """Returns a schedule's view of a mesh over the topology's devices.
+class _Readable:
+    """A compiled step whose text the compiler wrote into a file."""
 
-    Args:
-      devices: in the mesh's order, with the attributes of a `jax.Device`.
+    def __init__(self, compiled: jax.stages.Compiled, text: str):
+        self._compiled, self._text = compiled, text
+
+    def as_text(self) -> str:
+        return self._text
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._compiled, name)
+
+
+def compiled_readably(lowered: Any, topology: Topology) -> Any:
+    """Returns the compiled step; `as_text` works also where XLA cannot read what it made.
+
+    That is where SparseCores do collectives, as on TPU7x. The compiler's own files have the text.
     """
-    per_slice = topology.devices_per_slice
-    if topology.chip.torus_dims:
-        slices = np.array([getattr(device, "slice_index", None) or 0 for device in devices])
-        coords = np.array([device.coords for device in devices])
-        # Devices have three coordinates, those of a chip with fewer torus dims too.
-        dims, wraps = (*topology.dims, 1, 1)[:3], (*topology.wraps, False, False)[:3]
-        return Mesh(axis_sizes, slices, coords, dims, wraps)
-    place = {device.id: index for index, device in enumerate(topology.devices)}
-    return Mesh(axis_sizes, np.array([place[item.id] // per_slice for item in devices]))
+    if topology.chip.name not in PLANNING_OPTIONS:
+        return lowered.compile()
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = lowered.compile({"xla_dump_to": folder})
+        try:
+            compiled.as_text()
+        except jax.errors.JaxRuntimeError:
+            texts = Path(folder).glob("*.after_codegen.txt")
+            largest = max(texts, key=lambda path: path.stat().st_size)
+            return _Readable(compiled, largest.read_text("utf-8"))
+    return compiled
 
 
 def text_of(compiled: jax.stages.Compiled, topology: Topology) -> str:

@@ -8,7 +8,7 @@ a matmul or a collective costs is `costs`'.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -31,7 +31,6 @@ from praxis_lite.tools.explain.hlo_text import (
     is_of_uneven_loads,
     op_name_of,
     parse,
-    root_of,
     trip_count,
 )
 from praxis_lite.tools.explain.kernels import is_kernel, kernel_flops
@@ -58,6 +57,7 @@ from praxis_lite.tools.plan.hbm import (
     bytes_in_hbm,
     host_copy,
 )
+from praxis_lite.tools.plan.held import Held
 from praxis_lite.tools.plan.timeline import Mesh, OnWire, Timeline
 
 
@@ -84,9 +84,8 @@ class _Walk:
         self, program: Program, chip: Chip, mesh: Mesh, efficiencies: Efficiencies, both: bool,
         without: str | None,
     ):
-        self.program, self.chip, self.mesh = program, chip, mesh
+        self.program, self.held, self.chip, self.mesh = program, Held(program), chip, mesh
         self.efficiencies, self.both_links, self.made = efficiencies, both, Timeline()
-        self.fusions: dict[str, list] = {}
         self.without = without
         self.traffic = Traffic(chip.hbm_bandwidth * efficiencies.hbm)
 
@@ -100,7 +99,7 @@ class _Walk:
         """Returns the seconds of a computation that runs `count` times; adds up the rest."""
         computation = self.program.computations[name]
         ends_in = {
-            chain: one.name for one in computation.values() for chain, *_ in self.fused(one)
+            chain: one.name for one in computation.values() for chain, *_ in self.held.fused(one)
         }
         # The wires, the network, the link to the host.
         now, is_free = 0.0, dict.fromkeys((False, True, TO_HOST, FROM_HOST), 0.0)
@@ -140,12 +139,12 @@ class _Walk:
                 now += self.run(self.costliest(item), count)
             elif item.opcode == "call":
                 now += self.run(callees(item, "to_apply")[0], count)
-            elif item.opcode == "async-start" and (held := self.wrapped(item)):
+            elif item.opcode == "async-start" and (held := self.held.called(item)):
                 if item.operands:
                     pending[item.name] = sent(*held)
                 else:  # A SparseCore is started; it gets what it sends by the update that follows.
                     started_cores[item.name] = held
-            elif item.opcode == "async-start" and (copy := self.copy_within(item)):
+            elif item.opcode == "async-start" and (copy := self.held.copied(item)):
                 pending[item.name] = copied(copy)
             elif item.opcode == "async-update" and item.operands[0] in started_cores:
                 pending[item.name] = sent(*started_cores.pop(item.operands[0]))
@@ -167,35 +166,16 @@ class _Walk:
             elif item.opcode in DONES:
                 now += self.spent(item, self.traffic.wait(item.operands[0]), count)
             else:
-                started = {chain for chain, *_ in self.fused(item)} - pending.keys()
-                for chain, instruction, around in self.fused(item):
+                started = {chain for chain, *_ in self.held.fused(item)} - pending.keys()
+                for chain, instruction, around in self.held.fused(item):
                     if chain in started:
                         pending[chain] = sent(instruction, around, ends_in[chain])
                         started.discard(chain)
                 now += self.computed(item, computation, count)
-                for chain, *_ in self.fused(item):
+                for chain, *_ in self.held.fused(item):
                     if ends_in[chain] == item.name and chain in pending:
                         now = waited(*pending.pop(chain))
         return now
-
-    def wrapped(self, one: Instruction) -> tuple[Instruction, Mapping] | None:
-        """Returns the collective that an asynchronous call holds, of a GPU or SparseCore, or None.
-
-        A SparseCore's is in a custom call within.
-        """
-        for name in callees(one, "calls") or callees(one, "called_computations"):
-            computation = self.program.computations[name]
-            for inner in computation.values():
-                if inner.opcode in hlo.KINDS:
-                    return inner, computation
-                if inner.opcode == "custom-call" and (held := self.wrapped(inner)):
-                    return held
-        return None
-
-    def copy_within(self, one: Instruction) -> HostCopy | None:
-        """Returns the copy to or from the host that an asynchronous call holds, or None."""
-        insides = [self.program.computations[name] for name in callees(one, "calls")]
-        return next(filter(None, (host_copy(root_of(inside), inside) for inside in insides)), None)
 
     def is_transfer(self, one: Instruction) -> bool:
         """Returns True for a TPU's message to another slice, which the text has in two halves."""
@@ -241,27 +221,6 @@ class _Walk:
             self.made.recomputed_flops += flops * count
         return flops
 
-    def fused(self, one: Instruction) -> list[tuple[str, Instruction, Mapping]]:
-        """Returns the collectives in a fusion, with the chain of fusions that carry each out."""
-        if one.opcode != "fusion":
-            return []
-        if one.name not in self.fusions:
-            self.fusions[one.name] = [
-                (chain.group(1) if chain else inner.name + one.name, inner, around)
-                for inner, around in self._inside(callees(one, "calls")[0])
-                for chain in [re.search(r'chain_id="(\d+)"', inner.attributes)]
-            ]
-        return self.fusions[one.name]
-
-    def _inside(self, name: str) -> Iterator[tuple[Instruction, Mapping]]:
-        computation = self.program.computations[name]
-        for item in computation.values():
-            if item.opcode in hlo.KINDS:
-                yield item, computation
-            elif item.opcode in ("fusion", "call"):
-                for callee in callees(item, "calls"):
-                    yield from self._inside(callee)
-
     def on_the_wire(
         self, one: Instruction, around: Mapping, count: int, fusion: Instruction | None,
         outside: Mapping,
@@ -288,7 +247,7 @@ class _Walk:
         group = groups.shape[1] if groups is not None else int(self.mesh.slices.max()) + 1
         links, is_ring = self._links(one, kind, groups)
         wire = Wire(kind=kind, bytes=operands, group=group, links=links, is_ring=is_ring,
-                    crosses=crosses)
+                    per_chip=self.mesh.per_chip(groups), crosses=crosses)
         seconds = wire_seconds(wire, self.chip, self.efficiencies)
         entry = self._entry(one, around, kind, groups, fusion, outside)
         entry.crosses |= crosses
@@ -347,9 +306,10 @@ class _Walk:
             return (2 if self.both_links else 1), True
         if colors := re.search(r"UniDirection\w*\{colors:(\d+)", instruction.attributes):
             return int(colors.group(1)), True
+        if rings := instruction.attributes.count('"phase_rings":'):
+            # Of a SparseCore, each one way; along a dim whose ends no link joins, back and forth.
+            return rings, "_MESH" not in instruction.attributes
         dims = torus_dims(instruction.attributes)
-        if "_offload_config" in instruction.attributes:  # By SparseCores; it does not say how.
-            dims = self.mesh.num_dims(groups)
         return 2 * dims, dims > 1 or self.mesh.is_ring(groups)
 
     def costliest(self, one: Instruction) -> str:

@@ -49,14 +49,14 @@ class Mesh:
         (dim,) = along
         return len(set(coords[:, dim])) == self.dims[dim] and self.wraps[dim]
 
-    def num_dims(self, groups: np.ndarray | None) -> int:
-        """Returns along how many dims of the torus the devices of a group lie, at least 1."""
+    def per_chip(self, groups: np.ndarray | None) -> int:
+        """Returns how many devices of a group are on one chip: 1, or both of a TPU7x."""
         if groups is None or self.coords is None or not len(groups):
             return 1
         if groups.max(initial=0) >= len(self.coords):
             return 1
-        coords = self.coords[groups[0]]
-        return max(1, sum(len(set(coords[:, dim])) > 1 for dim in range(coords.shape[1])))
+        group = self.coords[groups[0]]
+        return len(group) // len(np.unique(group, axis=0))
 
     def axes_between_slices(self) -> tuple[str, ...]:
         """Returns the axes along which devices are in different slices."""

@@ -5,10 +5,11 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.devices.libtpu import WITHOUT_TPU
@@ -16,6 +17,7 @@ from praxis_lite.core.sharding.mesh import simulated_devices
 from praxis_lite.core.sharding.mesh_config import TPUS
 from praxis_lite.host.optional_packages import require_package
 from praxis_lite.tools.plan.chips import CHIPS, Chip, chip_named
+from praxis_lite.tools.plan.timeline import Mesh
 
 # Examples of what each kind of name looks like, for errors. libtpu takes others, too.
 _EXAMPLES = {
@@ -129,6 +131,25 @@ def attached_topology(devices: Sequence[jax.Device]) -> Topology | None:
         dims = (count,)
     shape = "x".join(map(str, dims))
     return Topology(f"{name}:{shape}", chip, dims, slices, devices)
+
+
+def mesh_of(
+    axis_sizes: Mapping[str, int], devices: Sequence[Any], topology: Topology
+) -> Mesh:
+    """Returns a schedule's view of a mesh over the topology's devices.
+
+    Args:
+      devices: in the mesh's order, with the attributes of a `jax.Device`.
+    """
+    per_slice = topology.devices_per_slice
+    if topology.chip.torus_dims:
+        slices = np.array([getattr(device, "slice_index", None) or 0 for device in devices])
+        coords = np.array([device.coords for device in devices])
+        # Devices have three coordinates, those of a chip with fewer torus dims too.
+        dims, wraps = (*topology.dims, 1, 1)[:3], (*topology.wraps, False, False)[:3]
+        return Mesh(axis_sizes, slices, coords, dims, wraps)
+    place = {device.id: index for index, device in enumerate(topology.devices)}
+    return Mesh(axis_sizes, np.array([place[item.id] // per_slice for item in devices]))
 
 
 def _tpus(name: str, chip: Chip, dims: tuple[int, ...], num_slices: int) -> Sequence[jax.Device]:

@@ -6,7 +6,7 @@ import pytest
 
 from praxis_lite.tools.plan.chips import CHIPS
 from praxis_lite.tools.plan.costs import FITTED
-from praxis_lite.tools.plan.formulas import (
+from praxis_lite.tools.plan.search.formulas import (
     Layout,
     Shape,
     peak_bytes,

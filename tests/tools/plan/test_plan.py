@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import jax
 import pytest
@@ -13,12 +14,13 @@ from praxis_lite.run.config.class_attributes import configured
 from praxis_lite.run.experiment import registry
 from praxis_lite.tools.explain import hlo
 from praxis_lite.tools.plan import predict
+from praxis_lite.tools.plan.chips import CHIPS
 from praxis_lite.tools.plan.job_plan import plan_job
 from praxis_lite.tools.plan.memory import bytes_of_stacks, out_of_memory
 from praxis_lite.tools.plan.planned_job import planned_partitioner, step_specs
-from praxis_lite.tools.plan.predict import plan_of_compiled, plan_step
+from praxis_lite.tools.plan.predict import compiled_readably, plan_of_compiled, plan_step
 from praxis_lite.tools.plan.report import plan_text
-from praxis_lite.tools.plan.topology import topology_of
+from praxis_lite.tools.plan.topology import Topology, topology_of
 from tests.support.job_runs import launch
 
 CONTRACT = {
@@ -149,6 +151,30 @@ def test_a_compiler_that_gives_up_is_a_plan_that_does_not_fit(compiled, monkeypa
     assert "does not fit" in plan_text(result)
     json.dumps(result.to_json())
     assert out_of_memory(ValueError("something else")) is None
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_what_xla_cannot_read_is_read_from_the_compilers_own_files(reads):
+    class Compiled:
+        def as_text(self):
+            if reads:
+                return "its own"
+            raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure: async-update")
+
+        def memory_analysis(self):
+            return 5
+
+    class Lowered:
+        def compile(self, options):
+            folder = Path(options["xla_dump_to"])
+            (folder / "module_1.jit_f.after_codegen.txt").write_text("HloModule of the step")
+            (folder / "module_2.extracted.after_codegen.txt").write_text("HloModule")
+            return Compiled()
+
+    topology = Topology("tpu7x:4x4x4", CHIPS["tpu7x"], (4, 4, 4), 1, [])
+    step = compiled_readably(Lowered(), topology)
+    assert step.as_text() == ("its own" if reads else "HloModule of the step")
+    assert step.memory_analysis() == 5
 
 
 def test_gpus_are_modelled_and_said_to_be():

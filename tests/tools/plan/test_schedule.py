@@ -336,7 +336,7 @@ ON_SPARSECORE = """HloModule step, num_partitions=8
 
 %on_core (p: f32[1024]) -> f32[128] {
   %p = f32[1024]{0} parameter(0)
-  ROOT %sum = f32[128]{0} reduce-scatter(%p), replica_groups=[1,8]<=[8], x_offload_config={}
+  ROOT %sum = f32[128]{0} reduce-scatter(%p), replica_groups=[1,8]<=[8], RINGS
 }
 
 %begun (p: f32[1024]) -> f32[128] {
@@ -355,13 +355,22 @@ ENTRY %main (x: f32[1024], y: f32[8]) -> f32[128] {
 """
 
 
-@pytest.mark.parametrize(("shape", "dims"), [((8, 1, 1), 1), ((2, 4, 1), 2), ((2, 2, 2), 3)])
-def test_a_collective_on_a_sparsecore_runs_beside_instructions_over_all_its_dims(shape, dims):
+@pytest.mark.parametrize(
+    ("rings", "dim", "links"), [(2, "X_TORUS", 2), (6, "X_TORUS", 6), (4, "X_MESH", 2)]
+)
+@pytest.mark.parametrize("per_chip", [1, 2])
+def test_a_collective_on_a_sparsecore_runs_beside_instructions_over_its_rings(
+    rings, dim, links, per_chip
+):
+    """Two devices of a chip have its links together."""
     chip, fitted = CHIPS["tpu7x"], dataclasses.replace(FITTED, hop_seconds=1e-3)
-    coords = np.stack(np.unravel_index(np.arange(8), shape), axis=1)
-    mesh = Mesh({"data": 8}, np.zeros(8, int), coords, shape, (True,) * 3)
-    actual = schedule(ON_SPARSECORE, chip, mesh, fitted)
-    on_wire = 7 * 512 / (2 * dims * chip.link_bandwidth * fitted.link) + 4 * fitted.hop_seconds
+    ring = f'{{"phase_rings":[{{"ring_dim":"ICI_RING_DIM_{dim}"}}]}}'
+    config = f'backend_config={{"color_strategies":[{",".join([ring] * rings)}]}}'
+    coords = np.stack([np.arange(8) // per_chip, np.zeros(8, int), np.zeros(8, int)], axis=1)
+    mesh = Mesh({"data": 8}, np.zeros(8, int), coords, (8 // per_chip, 1, 1), (True,) * 3)
+    actual = schedule(ON_SPARSECORE.replace("RINGS", config), chip, mesh, fitted)
+    bandwidth = links * per_chip * chip.link_bandwidth * fitted.link
+    on_wire = 7 * 512 / bandwidth + 4 * fitted.hop_seconds
     (item,) = actual.collectives.values()
     assert (item.kind, item.count) == ("reduce-scatter", 1)
     assert item.seconds == pytest.approx(on_wire)

@@ -22,9 +22,9 @@ from praxis_lite.run.trainer.checks.datasets import check_reads
 from praxis_lite.run.trainer.checks.memory import bytes_of_a_device, check_fits
 from praxis_lite.run.trainer.job_on_mesh import partitioner_on
 from praxis_lite.tools.plan.chips import CHIPS, Chip
-from praxis_lite.tools.plan.formulas import Layout, Shape, peak_bytes, step_seconds
 from praxis_lite.tools.plan.predict import num_units
 from praxis_lite.tools.plan.report import seconds_text
+from praxis_lite.tools.plan.search.formulas import Layout, Shape, peak_bytes, step_seconds
 from praxis_lite.tools.plan.topology import attached_topology
 
 # Speeds of an accelerator that the plan does not know: they order meshes, and predict nothing.
