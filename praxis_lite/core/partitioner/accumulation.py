@@ -81,7 +81,7 @@ def value_and_grad(
         new = jax.tree.map(lambda n, o: jnp.where(counts, n, o), new, non_trainable)
         return (grad_sums, new), metrics
 
-    zeros = lay_out(jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), params))
+    zeros = lay_out(jax.tree.map(lambda w: jnp.zeros_like(to_device(w), jnp.float32), params))
     micro_batches = cut(inputs, num_micro_batches)
     (grad_sums, non_trainable), metrics = jax.lax.scan(
         add, (zeros, non_trainable), (micro_batches, jnp.arange(num_micro_batches))

@@ -152,6 +152,8 @@ class StateLayout:
 
     def in_layers(self, tree: PyTree) -> PyTree:
         """Returns `tree` as models take it: its leaves on the host as `HostWeight`s."""
+        if not self.has_host_memory:  # A strategy may have other leaves than arrays.
+            return tree
         return jax.tree.map(
             lambda x, of, spec: HostWeight(x, of.shape, spec) if is_on_host(x) else x,
             tree, self.shapes, self.specs,
