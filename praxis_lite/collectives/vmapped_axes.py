@@ -23,8 +23,15 @@ def vmapped_axes() -> frozenset[str]:
 
 
 def axes_by_hand(axes: Iterable[str]) -> set[str]:
-    """Returns the axes that a `jax.shard_map` has to take to take these: a vmap's around, too."""
-    return set(axes) | (frozenset() if _IS_BEFORE.get() else _MAPPED.get())
+    """Returns the axes that a `jax.shard_map` has to take to take these.
+
+    In a `vmap_over` all: it splits constraints over the others by its own axes, too, which the
+    `jax.shard_map` takes.
+    """
+    if _IS_BEFORE.get() or not _MAPPED.get():
+        return set(axes)
+    mesh = jax.sharding.get_abstract_mesh()
+    return set(mesh.axis_names) - set(mesh.manual_axes)
 
 
 def vmap_over(

@@ -108,6 +108,8 @@ def constrain(x: jax.Array, activation_split_dims_mapping: SplitDims) -> jax.Arr
         activation_split_dims_mapping, mesh.axis_names, rank=x.ndim,
         path=f"activation_split_dims_mapping of an activation of shape {x.shape}",
     )
+    if len(mesh.manual_axes) == len(mesh.axis_names):
+        return x  # There is nothing left to state, to which a vmap over an axis would add its own.
     return jax.lax.with_sharding_constraint(x, without_axes(spec, mesh.manual_axes))
 
 

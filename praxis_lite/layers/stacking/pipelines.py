@@ -156,10 +156,10 @@ class Pipeline(BaseLayer):
             return [layer.init_cache(*args, **kwargs) for layer in layers]
         # A block's cache depends on its settings, not its weights: the stack serves as one block.
         cache = self.blocks.init_cache(*args, **kwargs)
-        return jax.tree.map(
-            lambda x: self.layout.constrain(jnp.broadcast_to(x, (*self._stack_shape, *x.shape)), dim=1),
-            cache,
+        stacks = jax.tree.map(
+            lambda x: jnp.broadcast_to(x, (*self._stack_shape, *x.shape)), cache
         )
+        return jax.tree.map(lambda x: self.layout.constrain(x, dim=1), stacks)
 
     def __call__(
         self, x: jax.Array, *, key: jax.Array | None = None, cache: Any = None, **inputs: Any

@@ -2,6 +2,7 @@
 
 import functools
 
+import fiddle as fdl
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +11,17 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from praxis_lite.core import Learner, MeshConfig, NnxModel, Partitioner, make_mesh
-from praxis_lite.layers import BaseLayer, OneForwardOneBackward, Pipeline
+from praxis_lite.layers import (
+    SHARDING_PRESETS,
+    BaseLayer,
+    OneForwardOneBackward,
+    Pipeline,
+    TransformerFeedForward,
+    rotary_lm,
+    set_sharding_params,
+)
 from praxis_lite.layers.base.foreign_kernels import without_vma
+from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tasks.loss import LossTask
 from praxis_lite.tools.explain import hlo
 from tests.layers.stacking.pipeline_cases import MESH_AXES, assert_trees_close
@@ -84,3 +94,42 @@ def test_a_kernel_on_stages_trains_as_on_one_device_and_gathers_nothing(way):
     assert_trees_close(actual, after_a_step((1, 1, 1), "gpipe")[0], rtol=1e-5, atol=1e-6)
     in_loops = {item.kind for item in hlo.collectives(compiled) if item.count > 1}
     assert "all-gather" not in in_loops and "collective-permute" in in_loops
+
+
+def lm_after_a_step(mesh_shape, way, tensor_parallel):
+    """Returns a step's loss and weights of a language model, its layers split over "mdl"."""
+    settings, gradients = WAYS[way]
+    lm = rotary_lm(
+        vocab_size=37, model_dims=8, hidden_dims=12, num_heads=2, dim_per_head=4, num_layers=2,
+        tr_fflayer_tpl=fdl.Partial(TransformerFeedForward, tensor_parallel=tensor_parallel),
+        stacked_transformer_tpl=fdl.Partial(
+            Pipeline, num_stages=2, num_microbatches=3, **settings
+        ),
+    )
+    set_sharding_params(lm, {**SHARDING_PRESETS["megatron"], "batch": ("data",)})
+    task = LanguageModelTask(
+        fdl.build(lm), Learner(optax.sgd, 1.0), inputs_split_mapping={"map_2d": ("data", None)}
+    )
+    # An axis more, which splits nothing.
+    mesh = make_mesh(
+        MeshConfig(ici_mesh_shape=(1, *mesh_shape), axis_names=("replica", *MESH_AXES))
+    )
+    partitioner = Partitioner(task, mesh, gradients=gradients)
+    ids = np.random.default_rng(0).integers(37, size=(12, 9)).astype(np.int32)
+    inputs = {
+        "ids": ids[:, :-1], "labels": ids[:, 1:], "weights": np.ones((12, 8), np.float32)
+    }
+    key = partitioner.key(0)
+    state, outputs = partitioner.train_step(
+        partitioner.init(key), partitioner.global_batch(inputs), key
+    )
+    params = partitioner.layout.unpad(state).mdl_vars["params"]
+    return jax.device_get((outputs["metrics"]["loss"], params))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_half_blocks_by_hand_on_stages_train_as_on_one_device(way):
+    actual = lm_after_a_step((2, 2, 2), way, "gather")
+    expected = lm_after_a_step((1, 1, 1), "gpipe", None)
+    assert_trees_close(actual, expected, rtol=1e-4, atol=1e-6)

@@ -210,6 +210,15 @@ def with_layers(task_config, layer, **settings):
     return fdl.build(task_config)
 
 
+@pytest.mark.slow
+def test_a_backward_pass_in_one_part_keeps_residuals_of_one_tick():
+    whole, split = (on_mesh(6, is_split)[1].memory_analysis() for is_split in (False, True))
+    # In two parts it keeps those of two ticks, as many as there are stages: of both layers of a
+    # stage more than the MLP's hidden dims, split over two devices as its rows are.
+    hidden = 2 * (4 // 2) * 8 * (SIZES["hidden_dims"] // 2) * 4
+    assert split.temp_size_in_bytes - whole.temp_size_in_bytes > hidden
+
+
 class Counting(TransformerFeedForward):
     """A feed-forward layer that keeps a number from step to step."""
 

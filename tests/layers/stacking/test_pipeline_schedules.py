@@ -134,6 +134,11 @@ def test_the_phases_of_1f1b_hold_all_work_and_their_bubbles_are_counted(sizes, s
     assert sorted(phases) == list(range(schedule.first_backward + schedule.num_ticks))
     delay = {s: s if split_backward else 0 for s in range(sizes[0])}
     weights = {key: tick + delay[key[2]] for key, tick in backward.items()}
+    for (microbatch, repeat, stage), tick in weights.items():
+        # Split, all stages make those of the same microbatch.
+        stage = np.arange(sizes[0]) if split_backward else np.int64(stage)
+        actual = schedule.weights(np.int64(tick), stage)
+        assert tuple(map(int, actual)) == (microbatch, repeat, 1)
     times, busy, time = (1.0, 2.5, 0.75), 0.0, 0.0
     for part, table in enumerate((forward, backward, weights)):
         assert all(phases[tick][part] for tick in table.values())

@@ -48,7 +48,7 @@ def cutting(cut: Cut) -> Iterator[None]:
 class CutModel:
     """A model's loss of a microbatch, as functions of what is before its pipeline and behind it.
 
-    It is the `Ends` of InterleavedTicks. Weights that are used at both ends, as a tied embedding
+    It has the methods of `Ends`. Weights that are used at both ends, as a tied embedding
     is, get the sum of both gradients.
 
     Args:

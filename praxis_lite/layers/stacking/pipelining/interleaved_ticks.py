@@ -7,13 +7,14 @@ however many there are.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from praxis_lite.layers.stacking.pipelining import stage_values
 from praxis_lite.layers.stacking.pipelining.buffers import shift
+from praxis_lite.layers.stacking.pipelining.ends import Ends
 from praxis_lite.layers.stacking.pipelining.schedules import InterleavedSchedule
 from praxis_lite.layers.stacking.pipelining.stage_work import StageWork, added, floats_of
 from praxis_lite.layers.stacking.pipelining.ticks import Values, pick
@@ -24,34 +25,13 @@ from praxis_lite.layers.stacking.pipelining.ticks import Values, pick
 PyTree = Any
 
 
-class Ends(Protocol):
-    """What a model computes of a microbatch before its pipeline, and behind it."""
-
-    def enter(self, microbatch: jax.Array) -> jax.Array:
-        """Returns x [rows, ...], the pipeline's input."""
-
-    def enter_gradient(self, microbatch: jax.Array, of_x: jax.Array) -> PyTree:
-        """Returns the gradient of the ends' weights, given that of x."""
-
-    def leave(
-        self, microbatch: jax.Array, x: jax.Array, values: Values
-    ) -> tuple[PyTree, jax.Array, jax.Array, PyTree, Values]:
-        """Returns (what is reported, weight, gradients of x, of the ends' weights and of values).
-
-        The gradients are times the weight, a float32 scalar; where that is 0 they may be NaN.
-
-        Args:
-          values: that the blocks assigned, [R, S, P, ...]; those of floats have a gradient.
-        """
-
-
 class Carry(NamedTuple):
     """What goes from tick to tick; gradients are called after what they are of."""
 
     x_S: jax.Array
     of_x_S: jax.Array
     kept_SK: jax.Array  # Inputs of the stages that are still to go backward.
-    residuals: list[jax.Array]  # [S, S, ...], of the last S ticks.
+    residuals: list[jax.Array]  # [S, ticks, ...], of the last S ticks, or of this one.
     of_floats: list[jax.Array]  # [X, S, ...], float32.
     of_ends: PyTree
     values: Values  # That the blocks assigned, as `stage_values` keeps them.
@@ -114,7 +94,10 @@ class InterleavedTicks:
         kept_SK = jnp.broadcast_to(x_S[:, None], (num_stages, self.schedule.num_kept, *x.shape))
         return Carry(
             x_S, jnp.zeros_like(x_S), self.work.layout.constrain(kept_SK, row_dim=2),
-            [jnp.zeros((num_stages, num_stages, *a.shape[1:]), a.dtype) for a in residuals],
+            [
+                jnp.zeros((num_stages, self.schedule.num_residuals, *a.shape[1:]), a.dtype)
+                for a in residuals
+            ],
             [
                 self.work.apart(i, jnp.zeros(self.arrays[i].shape, jnp.float32), dim=2)
                 for i in self.floats
@@ -207,7 +190,7 @@ class InterleavedTicks:
         of_ends = _sum(carry.of_ends, of_ends, is_first & (carry.weight_M[microbatch] != 0))
         residuals = [
             layout.constrain(
-                jax.lax.dynamic_update_index_in_dim(kept, new, t % self.schedule.num_stages, 1)
+                jax.lax.dynamic_update_index_in_dim(kept, new, t % self.schedule.num_residuals, 1)
             )
             for kept, new in zip(carry.residuals, residuals, strict=True)
         ]
@@ -242,7 +225,8 @@ class InterleavedTicks:
             arrays: list, totals: list, residuals: list, stage: Any, since: Any, m: Any, r: Any,
             counts: Any,
         ) -> list:
-            residuals = [pick(kept, (t - since) % self.schedule.num_stages) for kept in residuals]
+            place = (t - since) % self.schedule.num_residuals
+            residuals = [pick(kept, place) for kept in residuals]
             parts = self.split.second(residuals, *self.picked(arrays, stage, m, r))
             return jax.tree.map(
                 lambda total, part: added(total, _if(counts, part), r), totals, parts

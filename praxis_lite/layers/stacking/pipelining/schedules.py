@@ -126,6 +126,11 @@ class InterleavedSchedule:
         return min(2 * self.circular_repeat * self.num_stages - 1, in_all)
 
     @property
+    def num_residuals(self) -> int:
+        """Ticks of which a stage keeps what gradients of weights are made of."""
+        return self.num_stages if self.split_backward else 1
+
+    @property
     def phases(self) -> list[tuple[range, bool, bool, bool]]:
         """Runs of ticks, each with three bools: forward, gradients of inputs, and of weights."""
         begins, end = self.first_backward, self.first_backward + self.num_ticks

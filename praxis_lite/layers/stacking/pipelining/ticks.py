@@ -60,8 +60,14 @@ class StageLayout:
         return math.prod(mesh.shape[axis] for axis in axes_of(self.axis))
 
     def vmapped_axes(self, num_stages: int) -> tuple[str, ...]:
-        """Returns the axes over which the stages can be mapped, none if they do not divide."""
-        return axes_of(self.axis) if num_stages % self.num_devices == 0 else ()
+        """Returns the axes over which the stages can be mapped, none if they do not divide.
+
+        None inside a `jax.shard_map` either: of what varies there JAX says that it varies over the
+        vmap's axes, and refuses it.
+        """
+        is_inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
+        divides = num_stages % self.num_devices == 0
+        return axes_of(self.axis) if divides and not is_inside else ()
 
     def constrain(
         self, x: jax.Array, *, dim: int = 0, row_dim: int | None = None, rank: int | None = None
