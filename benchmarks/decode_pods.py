@@ -32,8 +32,9 @@ from praxis_lite.layers import (
 from praxis_lite.layers.whole_model.sharding_presets import SHARDING_PRESETS
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tools.plan.planned_job import PLANNING_OPTIONS
-from praxis_lite.tools.plan.predict import StepPlan, plan_step
+from praxis_lite.tools.plan.predict import plan_step
 from praxis_lite.tools.plan.report import decoding_table, plan_text
+from praxis_lite.tools.plan.step_plan import StepPlan
 from praxis_lite.tools.plan.topology import Topology, topology_of
 
 

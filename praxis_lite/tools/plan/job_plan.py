@@ -21,8 +21,9 @@ from praxis_lite.tools.explain.explain import explained_step
 from praxis_lite.tools.explain.explain_page import ExplainedStep, in_notebook, page
 from praxis_lite.tools.plan.measured.residuals import corrected, read_residuals
 from praxis_lite.tools.plan.planned_job import planned_partitioner, step_specs
-from praxis_lite.tools.plan.predict import EXPERT_LOAD, StepPlan, plan_step
+from praxis_lite.tools.plan.predict import plan_step
 from praxis_lite.tools.plan.report import decoding_table, figures, plan_text
+from praxis_lite.tools.plan.step_plan import EXPERT_LOAD, StepPlan
 from praxis_lite.tools.plan.topology import Topology, topology_of
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from praxis_lite.core.errors import format_bytes
 from praxis_lite.run.text_table import table_lines
-from praxis_lite.tools.plan.predict import StepPlan
+from praxis_lite.tools.plan.step_plan import StepPlan
 
 MOST_COLLECTIVES = 12
 

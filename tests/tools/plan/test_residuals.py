@@ -12,8 +12,8 @@ from praxis_lite.tools.plan.measured.residuals import (
     corrected,
     read_residuals,
 )
-from praxis_lite.tools.plan.predict import StepPlan
 from praxis_lite.tools.plan.report import plan_text
+from praxis_lite.tools.plan.step_plan import StepPlan
 from tests.support.job_runs import launch
 
 MESH = {"data": 7, "mdl": 3}

@@ -22,8 +22,9 @@ from praxis_lite.tools.plan.measured.residuals import (
     read_residuals,
     residual_of,
 )
-from praxis_lite.tools.plan.predict import StepPlan, plan_of_compiled
+from praxis_lite.tools.plan.predict import plan_of_compiled
 from praxis_lite.tools.plan.report import figures, plan_text, seconds_text
+from praxis_lite.tools.plan.step_plan import StepPlan
 from praxis_lite.tools.plan.topology import attached_topology
 
 NUM_STEPS = 10  # Measured, after two that are not.

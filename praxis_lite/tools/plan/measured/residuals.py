@@ -6,15 +6,13 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.files.json_text import lines_of, opened_to_append, parse_json
-
-if TYPE_CHECKING:
-    from praxis_lite.tools.plan.predict import StepPlan
+from praxis_lite.tools.plan.step_plan import Correction, StepPlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,30 +49,6 @@ class Residual:
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Correction:
-    """A plan's seconds corrected by residuals.
-
-    Attributes:
-      seconds: of the step, corrected.
-      ratio: the median of measured over predicted, which the plan's seconds are multiplied by.
-      count: of the residuals.
-      is_of_step: they are of this very step; False: of other steps on the same kind of chip.
-      chip, file: of the residuals.
-    """
-
-    seconds: float
-    ratio: float
-    count: int
-    is_of_step: bool
-    chip: str
-    file: str
-
-    def __str__(self) -> str:
-        whose = "this step took" if self.is_of_step else f"other steps on {self.chip} took"
-        return f"{whose} {self.ratio:.3g} of the plan (median of {self.count} in {self.file})"
-
-
 def append_residual(file: Path, residual: Residual) -> None:
     """Adds a line to a file of residuals, which is made if it is absent.
 
@@ -102,7 +76,7 @@ def read_residuals(file: Path) -> list[Residual]:
 
 
 def residual_of(
-    plan: "StepPlan", chip: str, axis_sizes: Mapping[str, int], *, source: str,
+    plan: StepPlan, chip: str, axis_sizes: Mapping[str, int], *, source: str,
     measured_seconds: float = math.nan,
 ) -> Residual:
     """Returns the residual of a plan; without measured seconds it only says which step it is of."""
@@ -114,9 +88,9 @@ def residual_of(
 
 
 def corrected(
-    plan: "StepPlan", chip: str, axis_sizes: Mapping[str, int], file: Path | None,
+    plan: StepPlan, chip: str, axis_sizes: Mapping[str, int], file: Path | None,
     residuals: Sequence[Residual],
-) -> "StepPlan":
+) -> StepPlan:
     """Returns the plan with its correction, if a residual is of its kind of chip and step.
 
     Those of this very step count alone; where there are none, those of other steps.

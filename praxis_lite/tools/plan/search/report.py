@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from praxis_lite.files.whole_files import write_picture
 from praxis_lite.host.optional_packages import optional_module
-from praxis_lite.tools.plan.predict import StepPlan
 from praxis_lite.tools.plan.report import seconds_text
 from praxis_lite.tools.plan.search.candidates import Candidate
+from praxis_lite.tools.plan.step_plan import StepPlan
 from praxis_lite.tools.plan.topology import Topology
 
 Plans = Sequence[tuple[Candidate, StepPlan]]

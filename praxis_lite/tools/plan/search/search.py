@@ -21,11 +21,12 @@ from praxis_lite.run.experiment.launched_config import LaunchedConfig, config_of
 from praxis_lite.run.trainer.layout_table import bytes_per_device
 from praxis_lite.tools.explain.compiler_warnings import explained_warnings
 from praxis_lite.tools.plan.planned_job import planned_partitioner, step_specs
-from praxis_lite.tools.plan.predict import StepPlan, num_parameters, num_units, plan_step
+from praxis_lite.tools.plan.predict import num_parameters, num_units, plan_step
 from praxis_lite.tools.plan.report import seconds_text
 from praxis_lite.tools.plan.search.candidates import AXES, Candidate, candidates, paths_of, spread
 from praxis_lite.tools.plan.search.formulas import Shape
 from praxis_lite.tools.plan.search.report import picture, table, written_class
+from praxis_lite.tools.plan.step_plan import StepPlan
 from praxis_lite.tools.plan.topology import Topology
 
 FOLDER = Path("plan_search")
