@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 from praxis_lite.core.errors import format_bytes
 from praxis_lite.tools.explain.hlo_groups import axes_of_groups, device_groups, devices_in_group
 from praxis_lite.tools.explain.hlo_layers import layers_of, source_frames, source_line, together
+from praxis_lite.tools.explain.hlo_runs import Site, executed
 from praxis_lite.tools.explain.hlo_text import (
     Array,
     Instruction,
-    Site,
     arrays_of,
     braced,
     bracket,
-    executed,
     op_name_of,
     parse,
     root_of,

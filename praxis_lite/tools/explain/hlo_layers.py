@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from praxis_lite.tools.explain.hlo_text import Instruction, Program, Site, arrays_of, op_name_of
+from praxis_lite.tools.explain.hlo_runs import Site
+from praxis_lite.tools.explain.hlo_text import Instruction, Program, arrays_of, op_name_of
 
 # What JAX puts between the scopes: loops, branches, rematerialisation, calls.
 _STRUCTURE = re.compile(

@@ -17,7 +17,8 @@ from praxis_lite.core.partitioner.compiled_steps import StepOfWeights
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.decode.prefill import cache_length
 from praxis_lite.layers.embedding.embeddings import Embedding
-from praxis_lite.tools.explain.hlo_text import Program, callees, trip_count
+from praxis_lite.tools.explain.hlo_runs import trip_count
+from praxis_lite.tools.explain.hlo_text import Program, callees
 from praxis_lite.tools.plan.chips import Chip
 
 # A language model's prompts. What other tasks read for each token is not known here.

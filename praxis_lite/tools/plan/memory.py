@@ -9,14 +9,8 @@ from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.run.trainer.layout_table import bytes_per_device, kind_of
 from praxis_lite.tools.explain import hlo
-from praxis_lite.tools.explain.hlo_text import (
-    arrays_of,
-    callees,
-    op_name_of,
-    parse,
-    root_of,
-    trip_count,
-)
+from praxis_lite.tools.explain.hlo_runs import trip_count
+from praxis_lite.tools.explain.hlo_text import arrays_of, callees, op_name_of, parse, root_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,16 +22,14 @@ from praxis_lite.tools.explain.hlo_layers import (
     source_line,
     together,
 )
+from praxis_lite.tools.explain.hlo_runs import Site, is_of_uneven_loads, trip_count
 from praxis_lite.tools.explain.hlo_text import (
     Instruction,
     Program,
-    Site,
     arrays_of,
     callees,
-    is_of_uneven_loads,
     op_name_of,
     parse,
-    trip_count,
 )
 from praxis_lite.tools.explain.kernels import is_kernel, kernel_flops
 from praxis_lite.tools.plan.chips import Chip

@@ -14,7 +14,8 @@ from praxis_lite.files.json_text import content_of
 from praxis_lite.run.trainer.hooks.profile_facts import HLO_TXT, ProfileFacts, read_facts
 from praxis_lite.tools.explain import hlo
 from praxis_lite.tools.explain.hlo_layers import layers_of, together
-from praxis_lite.tools.explain.hlo_text import Instruction, Program, Site, parse
+from praxis_lite.tools.explain.hlo_runs import Site
+from praxis_lite.tools.explain.hlo_text import Instruction, Program, parse
 from praxis_lite.tools.plan.chips import CHIPS
 from praxis_lite.tools.plan.costs import is_matmul
 from praxis_lite.tools.plan.measured.residuals import Residual

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from praxis_lite.run.trainer.hooks.profile_facts import HLO_PROTO, ProfileFacts, read_facts
 from praxis_lite.tools.explain.hlo_layers import layers_of, together
-from praxis_lite.tools.explain.hlo_text import Site, parse
+from praxis_lite.tools.explain.hlo_runs import Site
+from praxis_lite.tools.explain.hlo_text import parse
 from praxis_lite.tools.profile.buffers import largest_temporaries
 from praxis_lite.tools.profile.measured import OUTSIDE, text_of_step
 

@@ -13,7 +13,8 @@ from praxis_lite.run.trainer.hooks.loop import Loop
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.run.trainer.metrics.step_times import HFU, MFU, STEP_TIME
 from praxis_lite.tools.explain import hlo
-from praxis_lite.tools.explain.hlo_text import executed, op_name_of, parse
+from praxis_lite.tools.explain.hlo_runs import executed
+from praxis_lite.tools.explain.hlo_text import op_name_of, parse
 from praxis_lite.tools.explain.kernels import is_kernel, kernel_flops
 from praxis_lite.tools.plan.chips import Chip
 from praxis_lite.tools.plan.topology import attached_topology

@@ -7,7 +7,8 @@ import pytest
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
 from praxis_lite.tools.explain import hlo
-from praxis_lite.tools.explain.hlo_text import executed, op_name_of, parse
+from praxis_lite.tools.explain.hlo_runs import executed
+from praxis_lite.tools.explain.hlo_text import op_name_of, parse
 from praxis_lite.tools.plan.chips import CHIPS
 from praxis_lite.tools.utilization import hook
 from tests.support.job_runs import succeed, trained
