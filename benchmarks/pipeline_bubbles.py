@@ -145,8 +145,8 @@ def loops(compiled: jax.stages.Compiled) -> list[int]:
     """Returns how often each of the program's outermost loops runs, in order of size."""
     program = hlo_text.parse(compiled)
     return sorted(
-        hlo_text.trip_count(program, site.computation, site.instruction) or 0
-        for site in hlo_text.executed(program)
+        hlo_runs.trip_count(program, site.computation, site.instruction) or 0
+        for site in hlo_runs.executed(program)
         if site.instruction.opcode == "while" and not site.scope
     )
 

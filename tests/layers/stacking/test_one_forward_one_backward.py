@@ -28,7 +28,7 @@ from praxis_lite.layers import (
 )
 from praxis_lite.layers.stacking.pipelining.schedules import InterleavedSchedule
 from praxis_lite.tasks.language_model import LanguageModelTask
-from praxis_lite.tools.explain import hlo, hlo_text
+from praxis_lite.tools.explain import hlo, hlo_runs, hlo_text
 from tests.layers.stacking.pipeline_cases import MESH_AXES, assert_trees_close
 from tests.support.marks import slow_but
 
@@ -175,8 +175,8 @@ def test_the_loops_are_the_phases_and_x_and_its_gradient_shift_once_a_tick():
     schedule = InterleavedSchedule(2, 6, 1, split_backward=True)
     parsed = hlo_text.parse(compiled)
     trips = [
-        hlo_text.trip_count(parsed, site.computation, site.instruction)
-        for site in hlo_text.executed(parsed)
+        hlo_runs.trip_count(parsed, site.computation, site.instruction)
+        for site in hlo_runs.executed(parsed)
         if site.instruction.opcode == "while" and not site.scope
     ]
     # Phases of one tick are no loops.

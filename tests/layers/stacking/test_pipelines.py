@@ -30,7 +30,7 @@ from praxis_lite.layers import (
 from praxis_lite.layers.base.base_layer import zeros
 from praxis_lite.layers.stacking.pipelines import from_repeated, to_repeated
 from praxis_lite.layers.stacking.pipelining.schedules import Schedule
-from praxis_lite.tools.explain import hlo, hlo_text
+from praxis_lite.tools.explain import hlo, hlo_runs, hlo_text
 from tests.layers.stacking.pipeline_cases import (
     CASES,
     IN_TICKS,
@@ -107,8 +107,8 @@ def test_the_compiled_loops_run_as_many_ticks_as_the_formula_says(name):
     repeats, stages, per_stage, microbatches, *_ = CASES[name]
     parsed = hlo_text.parse(on_mesh(name)[1])
     trips = {
-        hlo_text.trip_count(parsed, site.computation, site.instruction)
-        for site in hlo_text.executed(parsed)
+        hlo_runs.trip_count(parsed, site.computation, site.instruction)
+        for site in hlo_runs.executed(parsed)
         if site.instruction.opcode == "while" and not site.scope
     }
     assert trips == {repeats * microbatches + stages - 1}

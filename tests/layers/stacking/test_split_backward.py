@@ -14,7 +14,7 @@ from praxis_lite.layers import AuxLoss, BaseLayer, Pipeline, Repeat, intermediat
 from praxis_lite.layers.stacking.pipelines import from_repeated, to_repeated
 from praxis_lite.layers.stacking.pipelining.schedules import Schedule
 from praxis_lite.layers.stacking.pipelining.split_backward import split_program, used_arguments
-from praxis_lite.tools.explain import hlo, hlo_text
+from praxis_lite.tools.explain import hlo, hlo_runs, hlo_text
 from tests.layers.stacking.pipeline_cases import (
     CASES,
     Block,
@@ -88,8 +88,8 @@ def trips(compiled):
     """Returns how often each of a program's outermost loops runs."""
     parsed = hlo_text.parse(compiled)
     return [
-        hlo_text.trip_count(parsed, site.computation, site.instruction)
-        for site in hlo_text.executed(parsed)
+        hlo_runs.trip_count(parsed, site.computation, site.instruction)
+        for site in hlo_runs.executed(parsed)
         if site.instruction.opcode == "while" and not site.scope
     ]
 
