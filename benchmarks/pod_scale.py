@@ -8,7 +8,7 @@
     python benchmarks/pod_scale.py --row G9 --preset fsdp --chunk-size 1024
 
 A row is a model on a mesh, as a user builds it. It prints peak memory, the cycles that the compiler
-expects, the seconds that its schedule takes (praxis_lite/tools/plan/schedule.py), and their ratios
+expects, the seconds that its schedule takes (praxis_lite/tools/plan/schedule/), and their ratios
 to MaxText's step and to the best one written by hand in plain JAX, both compiled in the same way.
 `--top` shows where the cycles go.
 """
@@ -40,8 +40,8 @@ from praxis_lite.tools.explain import hlo
 from praxis_lite.tools.explain.hlo_text import op_name_of, parse
 from praxis_lite.tools.plan.chips import CHIPS
 from praxis_lite.tools.plan.costs import Efficiencies
-from praxis_lite.tools.plan.schedule import schedule
-from praxis_lite.tools.plan.timeline import Mesh, Timeline
+from praxis_lite.tools.plan.schedule.schedule import schedule
+from praxis_lite.tools.plan.schedule.timeline import Mesh, Timeline
 from praxis_lite.tools.plan.topology import topology_of
 
 # The peers' seconds are of the compiler's own cycles, whole links and no latency; kernels of

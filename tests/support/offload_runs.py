@@ -71,7 +71,7 @@ def memory_on_tpu(policy: Any, **settings: Any) -> dict[str, int]:
     Beside them those that a plan counts on the link between the two.
     """
     from praxis_lite.tools.plan.costs import FITTED
-    from praxis_lite.tools.plan.schedule import Mesh, schedule
+    from praxis_lite.tools.plan.schedule.schedule import Mesh, schedule
     from praxis_lite.tools.plan.topology import topology_of
 
     topology = topology_of("v5e:2x4", 1)

@@ -20,10 +20,10 @@ from praxis_lite.tools.plan.costs import FITTED, Efficiencies
 from praxis_lite.tools.plan.decoding import decoding_of, loop_over_tokens
 from praxis_lite.tools.plan.memory import memory_of, out_of_memory, what_to_change
 from praxis_lite.tools.plan.planned_job import PLANNING_OPTIONS
-from praxis_lite.tools.plan.schedule import schedule
+from praxis_lite.tools.plan.schedule.schedule import schedule
+from praxis_lite.tools.plan.schedule.timeline import Mesh
 from praxis_lite.tools.plan.search.formulas import bubble_share
 from praxis_lite.tools.plan.step_plan import StepPlan
-from praxis_lite.tools.plan.timeline import Mesh
 from praxis_lite.tools.plan.topology import Topology, mesh_of
 
 PyTree = Any

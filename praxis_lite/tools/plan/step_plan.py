@@ -9,7 +9,7 @@ import jax
 from praxis_lite.layers.moe.exchange import SLACK
 from praxis_lite.tools.plan.decoding import Decoding
 from praxis_lite.tools.plan.memory import Memory
-from praxis_lite.tools.plan.timeline import Timeline
+from praxis_lite.tools.plan.schedule.timeline import Timeline
 
 EXPERT_LOAD = 2.0  # A load that is uneven, of which plans tell the seconds unless told another.
 

@@ -17,7 +17,7 @@ from praxis_lite.core.sharding.mesh import simulated_devices
 from praxis_lite.core.sharding.mesh_config import TPUS
 from praxis_lite.host.optional_packages import require_package
 from praxis_lite.tools.plan.chips import CHIPS, Chip, chip_named
-from praxis_lite.tools.plan.timeline import Mesh
+from praxis_lite.tools.plan.schedule.timeline import Mesh
 
 # Examples of what each kind of name looks like, for errors. libtpu takes others, too.
 _EXAMPLES = {

@@ -20,8 +20,8 @@ from praxis_lite.tools.plan.chips import CHIPS
 from praxis_lite.tools.plan.costs import is_matmul
 from praxis_lite.tools.plan.measured.residuals import Residual
 from praxis_lite.tools.plan.predict import timed
-from praxis_lite.tools.plan.schedule import schedule
-from praxis_lite.tools.plan.timeline import Mesh, Timeline
+from praxis_lite.tools.plan.schedule.schedule import schedule
+from praxis_lite.tools.plan.schedule.timeline import Mesh, Timeline
 from praxis_lite.tools.plan.topology import Topology, attached_topology, mesh_of
 from praxis_lite.tools.profile.graphs import Schedule
 from praxis_lite.tools.profile.trace import Trace, read_trace

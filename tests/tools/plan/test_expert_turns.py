@@ -12,8 +12,8 @@ import pytest
 from praxis_lite.core import MeshConfig, constrain, make_mesh
 from praxis_lite.tools.plan.chips import CHIPS
 from praxis_lite.tools.plan.report import plan_text
-from praxis_lite.tools.plan.schedule import schedule
-from praxis_lite.tools.plan.timeline import Mesh
+from praxis_lite.tools.plan.schedule.schedule import schedule
+from praxis_lite.tools.plan.schedule.timeline import Mesh
 from tests.layers.moe.test_sharded_experts import drawn, placed
 from tests.layers.moe.test_uneven_loads import AXES, model_of
 from tests.support.job_runs import launch

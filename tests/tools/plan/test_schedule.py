@@ -9,8 +9,8 @@ import pytest
 from praxis_lite.tools.plan.chips import CHIPS
 from praxis_lite.tools.plan.costs import FITTED
 from praxis_lite.tools.plan.predict import timed
-from praxis_lite.tools.plan.schedule import schedule
-from praxis_lite.tools.plan.timeline import Mesh
+from praxis_lite.tools.plan.schedule.schedule import schedule
+from praxis_lite.tools.plan.schedule.timeline import Mesh
 from praxis_lite.tools.plan.topology import Topology
 
 # A loop of 3 turns: 1,500 cycles beside a permute of 4096 bytes; then an all-gather of 8 devices

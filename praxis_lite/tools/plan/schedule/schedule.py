@@ -45,7 +45,7 @@ from praxis_lite.tools.plan.costs import (
     torus_dims,
     wire_seconds,
 )
-from praxis_lite.tools.plan.hbm import (
+from praxis_lite.tools.plan.schedule.hbm import (
     DONES,
     FROM_HOST,
     STARTS,
@@ -55,8 +55,8 @@ from praxis_lite.tools.plan.hbm import (
     bytes_in_hbm,
     host_copy,
 )
-from praxis_lite.tools.plan.held import Held
-from praxis_lite.tools.plan.timeline import Mesh, OnWire, Timeline
+from praxis_lite.tools.plan.schedule.held import Held
+from praxis_lite.tools.plan.schedule.timeline import Mesh, OnWire, Timeline
 
 
 def schedule(

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from praxis_lite.tools.explain import hlo
 from praxis_lite.tools.explain.hlo_text import Instruction, Program, callees, root_of
-from praxis_lite.tools.plan.hbm import HostCopy, host_copy
+from praxis_lite.tools.plan.schedule.hbm import HostCopy, host_copy
 
 Computation = Mapping[str, Instruction]
 
