@@ -14,6 +14,8 @@ import optax
 
 from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
 from praxis_lite.layers import Repeat, rotary_lm, set_sharding_params
+from praxis_lite.run.checkpoints.checkpoints import Checkpoints
+from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.tasks.language_model import LanguageModelTask
 
 NUM_LAYERS, ROWS, LENGTH, VOCAB = 3, 11, 7, 37
@@ -63,6 +65,32 @@ def trained(made: Partitioner, num_steps: int = 2) -> tuple[list[Any], Any, Any]
         state, outputs = made.train_step(state, inputs, key)
         losses.append(np.asarray(outputs["metrics"]["loss"][0]))
     return losses, jax.tree.map(np.asarray, state), state
+
+
+def assert_same(actual: Any, expected: Any, rtol: float = 0.0) -> None:
+    """Asserts that all leaves are the same bits, or within `rtol` of the largest number."""
+    for (path, leaf), other in zip(
+        jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True
+    ):
+        atol = rtol * np.abs(other).max(initial=0.0)
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(leaf, other, rtol=rtol, atol=atol, err_msg=name)
+
+
+def assert_restored(folder: Any, source: tuple, target: Partitioner) -> None:
+    """Asserts that a state saved by one partitioner is restored where another one keeps it.
+
+    Args:
+      source: a partitioner, and the results of `trained`.
+    """
+    made, _, expected, state = source
+    with Checkpoints(folder, saving=SaveSettings()) as checkpoints:
+        checkpoints.save(2, state, made.layout)
+    with Checkpoints(folder) as checkpoints:
+        restored = checkpoints.restore(target.layout, target.mesh).state
+    assert_same(restored, expected)
+    for leaf, x in zip(target.layout.leaves(), jax.tree.leaves(restored), strict=True):
+        assert x.sharding.memory_kind == leaf.memory_kind
 
 
 def memory_on_tpu(policy: Any, **settings: Any) -> dict[str, int]:

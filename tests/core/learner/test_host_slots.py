@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from praxis_lite import ConfigError
-from praxis_lite.run.checkpoints.checkpoints import Checkpoints
-from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.run.trainer.layout_table import layout_table
 from tests.support import offload_runs
 from tests.support.marks import slow_but
+from tests.support.offload_runs import assert_restored, assert_same
 
 FEED_FORWARD = ".*/ff_layer/.*"
 
@@ -24,13 +23,6 @@ def run(host_slots, dims="EVEN"):
         "save_nothing", host_slots=host_slots, ema_decay=0.9, dims=getattr(offload_runs, dims)
     )
     return made, *offload_runs.trained(made)
-
-
-def assert_same(actual, expected):
-    for (path, leaf), other in zip(
-        jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True
-    ):
-        np.testing.assert_array_equal(leaf, other, err_msg=jax.tree_util.keystr(path))
 
 
 @pytest.mark.parametrize("pattern", slow_but([FEED_FORWARD], [FEED_FORWARD, ".*"]))
@@ -92,16 +84,8 @@ def test_averages_on_the_host_are_evaluated_with():
 def test_a_checkpoint_is_restored_with_slots_on_the_host_or_not(tmp_path):
     """Saved from there, restored here; and the other way round."""
     for source, target in ((FEED_FORWARD, ()), ((), FEED_FORWARD)):
-        folder = tmp_path / str(bool(source))
-        made, _, expected, state = run(source)
-        with Checkpoints(folder, saving=SaveSettings()) as checkpoints:
-            checkpoints.save(2, state, made.layout)
-        other = run(target)[0]
-        with Checkpoints(folder) as checkpoints:
-            restored = checkpoints.restore(other.layout, other.mesh).state
-        assert_same(restored, expected)
-        for leaf, x in zip(other.layout.leaves(), jax.tree.leaves(restored), strict=True):
-            assert x.sharding.memory_kind == leaf.memory_kind
+        folder = tmp_path / str(source == FEED_FORWARD)
+        assert_restored(folder, run(source), run(target)[0])
 
 
 def test_a_pattern_that_matches_no_weight_is_refused():

@@ -12,10 +12,9 @@ from praxis_lite.collectives import ExplicitCollectives
 from praxis_lite.core import Partitioner
 from praxis_lite.layers import Pipeline, Repeat, TransformerFeedForward
 from praxis_lite.optimizers import VariationalNoise
-from praxis_lite.run.checkpoints.checkpoints import Checkpoints
-from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
 from tests.support import offload_runs
 from tests.support.marks import slow_but
+from tests.support.offload_runs import assert_restored, assert_same
 
 Offloading = functools.partial(Repeat, offload_weights=True)
 # The model of offload_runs has six matrices in a block.
@@ -35,15 +34,6 @@ def run(stack, dims="EVEN", case="alone"):
         "save_nothing", stack=stack, dims=getattr(offload_runs, dims), **SETTINGS[case]
     )
     return made, *offload_runs.trained(made)
-
-
-def assert_same(actual, expected, rtol=0.0):
-    for (path, leaf), other in zip(
-        jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True
-    ):
-        atol = rtol * np.abs(other).max(initial=0.0)
-        name = jax.tree_util.keystr(path)
-        np.testing.assert_allclose(leaf, other, rtol=rtol, atol=atol, err_msg=name)
 
 
 @pytest.mark.parametrize("case", slow_but(["alone", "micro-batches"], SETTINGS))
@@ -86,16 +76,8 @@ def test_evaluation_is_the_same_and_decoding_has_all_weights_on_the_device():
 
 def test_a_checkpoint_is_restored_with_weights_on_the_host_or_not(tmp_path):
     for source, target in ((Offloading, Repeat), (Repeat, Offloading)):
-        made, _, expected, state = run(source)
-        folder = tmp_path / str(source is Repeat)
-        with Checkpoints(folder, saving=SaveSettings()) as checkpoints:
-            checkpoints.save(2, state, made.layout)
-        other = run(target)[0]
-        with Checkpoints(folder) as checkpoints:
-            restored = checkpoints.restore(other.layout, other.mesh).state
-        assert_same(restored, expected)
-        for leaf, x in zip(other.layout.leaves(), jax.tree.leaves(restored), strict=True):
-            assert x.sharding.memory_kind == leaf.memory_kind
+        folder = tmp_path / str(source == Offloading)
+        assert_restored(folder, run(source), run(target)[0])
 
 
 def test_a_step_that_is_skipped_leaves_the_weights_as_they_were():

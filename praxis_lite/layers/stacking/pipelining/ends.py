@@ -1,4 +1,4 @@
-"""The ends of a model with a pipeline: what is before it, and what follows, as ticks call them."""
+"""The ends of a model with a pipeline, before it and behind it, as ticks call them."""
 
 from typing import Any, Protocol
 
@@ -10,7 +10,7 @@ PyTree = Any
 
 
 class Ends(Protocol):
-    """What a model computes of a microbatch before its pipeline, and behind it."""
+    """A model's work on a microbatch before its pipeline, and behind it."""
 
     def enter(self, microbatch: jax.Array) -> jax.Array:
         """Returns x [rows, ...], the pipeline's input."""

@@ -1,4 +1,4 @@
-"""What an instruction of a compiled program holds: the collectives of a fusion, or of a call."""
+"""Collectives and copies within an instruction of a compiled program: a fusion, or a call."""
 
 import re
 from collections.abc import Iterator, Mapping
