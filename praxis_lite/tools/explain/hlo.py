@@ -302,9 +302,14 @@ def window_hits(
       stride, pad, hole, spread: the window's stride, the padding before the input, and the dilation
         of input and window.
     """
-    return sum(
-        place % hole == 0
-        for first in range(-pad, window * spread - pad, spread)
-        for place in range(first, first + outputs * stride, stride)
-        if 0 <= place <= (size - 1) * hole
-    )
+    # Of the outputs j, j * stride + first is an element's place: every period-th of a range.
+    common = math.gcd(stride, hole)
+    period = hole // common
+    inverse, hits = pow(stride // common, -1, period), 0
+    for first in range(-pad, window * spread - pad, spread):
+        if first % common == 0:
+            begin = max(0, -(first // stride))
+            end = min(outputs, ((size - 1) * hole - first) // stride + 1)
+            begin += (-first // common * inverse - begin) % period
+            hits += max(0, -((begin - end) // period))
+    return hits
