@@ -31,6 +31,8 @@ class Matrix(NamedTuple):
 NONE = Matrix((), ())
 # The name of a dim of classes.
 CLASSES = "vocab"
+# Of a dim of the residual stream.
+MODEL_DIMS = "embed"
 # Of the residual stream, [B, T, D], between the parts of blocks.
 RESIDUAL = ("residual_batch", "residual_length", "activation_embed")
 

@@ -7,9 +7,10 @@
 Weights, slots and checkpoints are those of the model without it. A weight is rounded each time that
 it is used, with a scale per output channel; activations are rounded with a scale per token; or each
 with a single scale (`scales="tensor"`). Recipes by a word are in quantization_recipes.py. The
-product is summed in int32 (float8: in float32) and scaled back. Gradients pass the rounding as if
-it were not there; without a `bwd_qtype` the two products of the backward pass are of the unrounded
-factors, in the model's dtype.
+product is summed in int32 (float8: in float32) and scaled back; devices sum scaled products, in the
+activations' dtype, where a layer's splits tell which they are (summing_devices.py). Gradients pass
+the rounding as if it were not there; without a `bwd_qtype` the two products of the backward pass
+are of the unrounded factors, in the model's dtype.
 
 In 4 bits, "int4" or QLoRA's "nf4" (arXiv:2305.14314), only the weight is rounded, with a scale for
 each `block_size` inputs of a channel. The backward pass is of the rounded weight, whose gradient
@@ -32,13 +33,14 @@ import dataclasses
 import functools
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, is_whole, require, require_choice
 from praxis_lite.core.sharding.leaf_paths import path_pattern
+from praxis_lite.core.sharding.split_dims import SplitDims
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.layers.base.dense import Product, is_dense
 from praxis_lite.layers.base.variables import num_stacked_dims
@@ -104,11 +106,17 @@ class QuantizationRule:
             )
         path_pattern("QuantizationRule.regex", self.regex)
 
-    def put(self, product: Product) -> Product:
-        """Returns a product whose product with `w` is rounded; adapters around it stay exact."""
+    def put(self, product: Product, rows_split: SplitDims = None) -> Product:
+        """Returns a product whose product with `w` is rounded; adapters around it stay exact.
+
+        Args:
+          rows_split: how the rows of its inputs split, the batch and time.
+        """
         if self.qtype in WEIGHT_QTYPES:
             return product.over(RoundedWeight(self.qtype, self.block_size or BLOCK_SIZE))
-        return product.over(RoundedProduct(self.qtype, self.bwd_qtype, self.scales))
+        return product.over(
+            RoundedProduct(self.qtype, self.bwd_qtype, self.scales, rows_split)
+        )
 
 
 def quantized(
@@ -137,7 +145,7 @@ def quantized(
                 used.add(i)
                 is_left = rule.qtype is None or (rule.but_logits and node.makes_logits)
                 if not is_left:
-                    node.product = rule.put(node.product)
+                    node.product = rule.put(node.product, _rows_split(path[: -len("/w")], nodes))
                 names.setdefault(None if is_left else rule.qtype, []).append(path)
                 break
     for i, rule in enumerate(rules):
@@ -151,6 +159,15 @@ def quantized(
     ]
     log_rounding(tuple((str(q), tuple(paths)) for q, paths in names.items()), tuple(left))
     return layer
+
+
+def _rows_split(path: str, nodes: Mapping[str, Any]) -> SplitDims:
+    """Returns how the batch and time of a dense layer split, as it or the layer around it says."""
+    for layer in (nodes[path], nodes[path.rpartition("/")[0]]):
+        mapping = getattr(layer, "activation_split_dims_mapping", None)
+        if mapping is not None:
+            return tuple(mapping[:2])
+    return None
 
 
 def is_matrix(node: Any) -> bool:

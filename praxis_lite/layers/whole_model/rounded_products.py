@@ -3,14 +3,17 @@
 import dataclasses
 import functools
 import string
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.sharding.split_dims import SplitDims
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.layers.base.dense import Dense, Product, in_order
 from praxis_lite.layers.whole_model.four_bit_weights import in_4_bits
+from praxis_lite.layers.whole_model.summing_devices import Counts, summing_devices
 
 QTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")
 # Of a factor: one for each row or column that a product keeps, or one for all.
@@ -20,28 +23,30 @@ SCALES = ("channel", "tensor")
 _CALIBRATION = dict.fromkeys(QTYPES, "absmax") | {"int8": f"absmax,{127.5 / 127}"}
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 5, 6))
 def quantized_einsum(
     equation: str, qtype: str, bwd_qtype: str | None, x: jax.Array, w: jax.Array,
-    scales: str = "channel",
+    scales: str = "channel", num_devices: Counts = (),
 ) -> jax.Array:
     """Returns `einsum(equation, x, w)` of rounded factors, in x's dtype.
 
     Args:
       equation: "bd,df->bf": two factors, each letter in two of the three.
       qtype, bwd_qtype, scales: see QuantizationRule.
+      num_devices: of `summing_devices`.
     """
-    return _einsum(equation, scales, (x, qtype), (w, qtype)).astype(x.dtype)
+    return _einsum(equation, scales, num_devices, x.dtype, (x, qtype), (w, qtype))
 
 
 def _forward(
-    equation: str, qtype: str, bwd_qtype: str | None, x: jax.Array, w: jax.Array, scales: str
+    equation: str, qtype: str, bwd_qtype: str | None, x: jax.Array, w: jax.Array, *settings: Any
 ):
-    return quantized_einsum(equation, qtype, bwd_qtype, x, w, scales), (x, w)
+    return quantized_einsum(equation, qtype, bwd_qtype, x, w, *settings), (x, w)
 
 
 def _backward(
-    equation: str, qtype: str, bwd_qtype: str | None, scales: str, residuals: tuple, g: jax.Array
+    equation: str, qtype: str, bwd_qtype: str | None, scales: str, num_devices: Counts,
+    residuals: tuple, g: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     x, w = residuals
     factors, outputs = equation.split("->")
@@ -50,8 +55,8 @@ def _backward(
     if bwd_qtype is None:
         dx, dw = jnp.einsum(for_x, g, w.astype(g.dtype)), jnp.einsum(for_w, g, x)
     else:
-        dx = _einsum(for_x, scales, (g, bwd_qtype), (w, qtype))
-        dw = _einsum(for_w, scales, (g, bwd_qtype), (x, qtype))
+        dx = _einsum(for_x, scales, num_devices, x.dtype, (g, bwd_qtype), (w, qtype))
+        dw = _einsum(for_w, scales, num_devices, x.dtype, (g, bwd_qtype), (x, qtype))
     # As of a product that is not rounded: summed over devices in the dtype of activations.
     return dx.astype(x.dtype), dw.astype(x.dtype).astype(w.dtype)
 
@@ -59,10 +64,13 @@ def _backward(
 quantized_einsum.defvjp(_forward, _backward)
 
 
-def _einsum(equation: str, scales: str, *factors: tuple[jax.Array, str]) -> jax.Array:
-    """Returns the float32 product of factors, each rounded to its type.
+def _einsum(
+    equation: str, scales: str, num_devices: Counts, dtype: Any, *factors: tuple[jax.Array, str]
+) -> jax.Array:
+    """Returns the product of factors, each rounded to its type, in `dtype`.
 
-    A factor has a scale for each index that the product keeps, or a single scale.
+    A factor has a scale for each index that the product keeps, or a single scale. Devices that sum
+    over an index together do so in `dtype`: without parts XLA would sum int32, before the scales.
     """
     qwix = optional_module("qwix", "quantized")
     letters, outputs = equation.split("->")
@@ -77,24 +85,55 @@ def _einsum(equation: str, scales: str, *factors: tuple[jax.Array, str]) -> jax.
         )
         for local, (factor, qtype) in zip(letters.split(","), factors, strict=True)
     ]
-    return qwix.einsum(equation, *rounded)
+    size_of = dict(zip(letters.partition(",")[0], factors[0][0].shape, strict=True))
+    parts = {  # Of what is summed, where devices have equal ones.
+        letter: count for letter, count in num_devices
+        if letter not in outputs and size_of[letter] % count == 0
+    }
+    if not parts:
+        return qwix.einsum(equation, *rounded).astype(dtype)
+    numbers = dict(zip(parts, string.ascii_uppercase, strict=False))
+    rounded = [
+        jax.tree.map(functools.partial(_in_parts, local, parts), factor)
+        for local, factor in zip(letters.split(","), rounded, strict=True)
+    ]
+    apart = letters.translate(str.maketrans({x: numbers[x] + x for x in parts}))
+    product = qwix.einsum(f"{apart}->{''.join(numbers.values())}{outputs}", *rounded).astype(dtype)
+    return jax.lax.reduce(product, jnp.zeros((), dtype), jax.lax.add, range(len(parts)))
+
+
+def _in_parts(letters: str, parts: dict[str, int], x: jax.Array) -> jax.Array:
+    """Returns an array whose dims have a dim of parts before them; one of a scale has one part."""
+    shape = []
+    for letter, size in zip(letters, x.shape, strict=True):
+        count = min(parts.get(letter, 1), size)
+        shape += [count, size // count] if letter in parts else [size]
+    return x.reshape(shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class RoundedProduct(Product):
-    """The product of inputs and weight, both rounded: see QuantizationRule."""
+    """The product of inputs and weight, both rounded.
+
+    Attributes:
+      qtype, bwd_qtype, scales: see QuantizationRule.
+      rows_split: how the rows of the inputs split: their batch, and time.
+    """
 
     qtype: str
     bwd_qtype: str | None
     scales: str = "channel"
+    rows_split: SplitDims = None
 
     def multiplied(self, layer: Dense, inputs: jax.Array) -> jax.Array:
         equation = layer.equation
         free = [letter for letter in string.ascii_letters if letter not in equation]
         num_leading = inputs.ndim - len(equation.partition(",")[0].replace("...", ""))
+        rows = "".join(free[:num_leading])
         return quantized_einsum(
-            equation.replace("...", "".join(free[:num_leading])), self.qtype, self.bwd_qtype,
-            inputs, layer.kernel(layer.w.dtype), self.scales,
+            equation.replace("...", rows), self.qtype, self.bwd_qtype, inputs,
+            layer.kernel(layer.w.dtype), self.scales,
+            summing_devices(layer, rows, self.rows_split),
         )
 
     def factors(self, layer: Dense, inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:

@@ -74,11 +74,11 @@ def rounded_product(equation, a, a_type, b, b_type, scales="channel"):
     return np.einsum(equation, *values)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 6))
-def vjp(equation, qtype, bwd_qtype, x, w, g, scales="channel"):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 6, 7))
+def vjp(equation, qtype, bwd_qtype, x, w, g, scales="channel", num_devices=()):
     """Returns the product and the gradients of x and w, given its own."""
     y, backward = jax.vjp(
-        lambda x, w: quantized_einsum(equation, qtype, bwd_qtype, x, w, scales), x, w
+        lambda x, w: quantized_einsum(equation, qtype, bwd_qtype, x, w, scales, num_devices), x, w
     )
     return y, *backward(g)
 
@@ -87,11 +87,13 @@ def vjp(equation, qtype, bwd_qtype, x, w, g, scales="channel"):
     "qtypes", [QTYPES[0], pytest.param(QTYPES[1], marks=needs_float16)], ids=["int8", "float8"]
 )
 @pytest.mark.parametrize("scales", ["channel", "tensor"])
-def test_products_and_gradients_are_of_rounded_factors_as_by_hand(qtypes, scales):
+# Where devices sum parts, and 5 heads that 2 devices do not divide.
+@pytest.mark.parametrize("num_devices", [(), (("b", 2), ("t", 13), ("d", 4), ("n", 2))])
+def test_products_and_gradients_are_of_rounded_factors_as_by_hand(qtypes, scales, num_devices):
     qtype, bwd_qtype = qtypes
-    x, w, g = draw((7, 13, 37)), draw((37, 5, 3), 1), draw((7, 13, 5, 3), 2)
+    x, w, g = draw((8, 13, 36)), draw((36, 5, 3), 1), draw((8, 13, 5, 3), 2)
     equation = "btd,dnk->btnk"
-    y, dx, dw = vjp(equation, qtype, bwd_qtype, x, w, g, scales)
+    y, dx, dw = vjp(equation, qtype, bwd_qtype, x, w, g, scales, num_devices)
     expected = rounded_product(equation, x, qtype, w, qtype, scales)
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
     # Rounding shows, and is small.
