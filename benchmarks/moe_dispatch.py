@@ -35,7 +35,7 @@ from praxis_lite.layers import (  # noqa: E402
     TransformerFeedForwardMoe,
     intermediates,
 )
-from praxis_lite.tools.explain import hlo  # noqa: E402
+from praxis_lite.tools.explain import hlo, hlo_matmuls  # noqa: E402
 
 BATCH, TIME, MODEL, HIDDEN, EXPERTS = 16, 128, 128, 512, 4
 TOKENS = (("data", "expert"), None, None)
@@ -132,7 +132,8 @@ def main() -> None:
         )
         print(
             f"  {name:<30}{seconds[name] / seconds['dense']:>8.2f}"
-            f"{hlo.flops(compiled) / hlo.flops(both['dense'][0]):>8.2f}{temp / dense_temp:>14.2f}"
+            f"{hlo_matmuls.flops(compiled) / hlo_matmuls.flops(both['dense'][0]):>8.2f}"
+            f"{temp / dense_temp:>14.2f}"
         )
 
 

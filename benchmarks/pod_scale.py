@@ -36,7 +36,7 @@ from praxis_lite.layers import set_sharding_params
 from praxis_lite.layers.whole_model.sharding_presets import COMPILER_OPTIONS, SHARDING_PRESETS
 from praxis_lite.run.experiment.compiler_options import merged_options
 from praxis_lite.tasks.language_model import LanguageModelTask
-from praxis_lite.tools.explain import hlo
+from praxis_lite.tools.explain import hlo_matmuls
 from praxis_lite.tools.explain.hlo_text import op_name_of, parse
 from praxis_lite.tools.plan.chips import CHIPS
 from praxis_lite.tools.plan.costs import Efficiencies
@@ -129,7 +129,7 @@ def measured(options: argparse.Namespace, row: str) -> None:
     print(f"  peak {figures[0]:.0f} MB  {figures[1]:.4f} Gcycles  {figures[2]:.4f} s, of which "
           f"{result.exposed:.4f} s wait for the wire; {one_link.seconds:.4f} s with rings on one "
           "link")
-    print(f"  {hlo.flops(compiled):.4g} flops, compiled in {seconds:.0f} s")
+    print(f"  {hlo_matmuls.flops(compiled):.4g} flops, compiled in {seconds:.0f} s")
     if result.kernel_flops:
         kernels = result.kernel_flops / (0.5 * CHIPS[chip].peak())
         print(f"  kernels of Pallas: {result.kernel_flops:.4g} flops, {kernels:.4f} s at half of "

@@ -23,7 +23,7 @@ from praxis_lite.run.trainer.layout_table import (
     padding_notes,
     split_text,
 )
-from praxis_lite.tools.explain import hlo
+from praxis_lite.tools.explain import hlo, hlo_matmuls
 from praxis_lite.tools.explain.cache_notes import cache_notes
 from praxis_lite.tools.explain.explain_page import ExplainedStep, in_notebook, page
 
@@ -137,7 +137,7 @@ def explained_step(
         collectives=hlo.collectives(compiled),
         memory=hlo.memory_per_device(compiled),
         donated=(hlo.donated_bytes(compiled), hlo.num_donated(compiled)),
-        flops=hlo.flops(compiled),
+        flops=hlo_matmuls.flops(compiled),
     )
 
 

@@ -12,7 +12,7 @@ from praxis_lite.run.trainer.hooks.hook import Hook, StepMetrics
 from praxis_lite.run.trainer.hooks.loop import Loop
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.run.trainer.metrics.step_times import HFU, MFU, STEP_TIME
-from praxis_lite.tools.explain import hlo
+from praxis_lite.tools.explain import hlo_matmuls
 from praxis_lite.tools.explain.hlo_runs import executed
 from praxis_lite.tools.explain.hlo_text import op_name_of, parse
 from praxis_lite.tools.explain.kernels import is_kernel, kernel_flops
@@ -104,7 +104,7 @@ def flops_of_program(text: str) -> ProgramFlops:
     flops = useful = 0
     for site in executed(parse(text)):
         instruction, count = site.instruction, site.count
-        flops += count * hlo.matmul_flops(instruction, site.computation)
+        flops += count * hlo_matmuls.matmul_flops(instruction, site.computation)
         if is_kernel(instruction):
             kernel = count * kernel_flops(instruction, site.computation)
             flops += kernel

@@ -16,7 +16,7 @@ from praxis_lite.core import AuxiliaryOptimizer, Learner, MeshConfig, Partitione
 from praxis_lite.core.partitioner import accumulation
 from praxis_lite.layers import SharedEmbeddingSoftmax, rotary_lm, set_sharding_params
 from praxis_lite.tasks.language_model import LanguageModelTask
-from praxis_lite.tools.explain import hlo
+from praxis_lite.tools.explain import hlo, hlo_matmuls
 from tests.support.lm_runs import on_host, structs, zero_padded
 
 # A weighted regression by hand: what each micro-batch gives is 0 / 0 where it weighs nothing.
@@ -149,7 +149,7 @@ def test_rows_that_do_not_divide_are_still_spread_over_the_devices(mesh_of):
     w, x = jax.ShapeDtypeStruct((DIMS, outputs), "f4"), jax.ShapeDtypeStruct((ROWS, DIMS), "f4")
     program = jax.jit(grads, in_shardings=(whole, rows), out_shardings=whole).lower(w, x).compile()
     of_a_row = 2 * 2 * DIMS * outputs  # Forward, and the gradient of w.
-    assert of_a_row <= hlo.flops(program) <= 8 * of_a_row
+    assert of_a_row <= hlo_matmuls.flops(program) <= 8 * of_a_row
 
 
 # A language model with all that adds to a loss of tokens; packed rows, empty rows, and with 4 or 8
@@ -266,7 +266,7 @@ def test_cutting_a_batch_moves_no_row():
 
     assert bytes_moved(on_the_mesh(8)) == bytes_moved(on_the_mesh(1)) > 0
     # Nor does any device compute another's rows.
-    assert hlo.flops(on_the_mesh(8)) == hlo.flops(on_the_mesh(1))
+    assert hlo_matmuls.flops(on_the_mesh(8)) == hlo_matmuls.flops(on_the_mesh(1))
 
 
 @pytest.mark.slow

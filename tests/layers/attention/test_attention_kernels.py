@@ -17,7 +17,7 @@ from praxis_lite.layers.attention.kernels.choice import Workload, choose_kernel
 from praxis_lite.layers.attention.kernels.chunks import chunked_attention
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions, einsum_attention
 from praxis_lite.layers.attention.masks import AttentionMask
-from praxis_lite.tools.explain import hlo
+from praxis_lite.tools.explain import hlo_matmuls
 
 B, N, G, K = 2, 6, 3, 5
 rng = np.random.default_rng(0)
@@ -178,9 +178,9 @@ def test_blocks_of_causal_attention_leave_out_what_is_not_seen():
             blocked_attention, mask=AttentionMask(window, 0), options=LogitOptions(), block_size=4
         )
         forward = jax.jit(kernel).lower(q, k, k).compile()
-        assert hlo.flops(forward) == 2 * 2 * 6 * 5 * logits
+        assert hlo_matmuls.flops(forward) == 2 * 2 * 6 * 5 * logits
         both = jax.jit(jax.grad(lambda *x, f=kernel: jnp.sum(f(*x) ** 2), (0, 1, 2)))
-        assert hlo.flops(both.lower(q, k, k).compile()) == 6 * 2 * 6 * 5 * logits
+        assert hlo_matmuls.flops(both.lower(q, k, k).compile()) == 6 * 2 * 6 * 5 * logits
 
 
 def test_blocks_have_the_gradients_of_sinks_and_of_bfloat16():

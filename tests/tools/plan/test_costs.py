@@ -14,14 +14,13 @@ from praxis_lite.tools.explain.kernels import kernel_flops
 from praxis_lite.tools.plan.chips import CHIPS
 from praxis_lite.tools.plan.costs import (
     Efficiencies,
-    Wire,
     bytes_moved,
     compute_seconds,
-    wire_seconds,
 )
 from praxis_lite.tools.plan.schedule.hbm import bytes_in_hbm
 from praxis_lite.tools.plan.schedule.schedule import schedule
 from praxis_lite.tools.plan.schedule.timeline import Mesh
+from praxis_lite.tools.plan.schedule.wire import Wire, wire_seconds
 
 PLAIN = Efficiencies(
     cycles=1.0, kernel=1.0, matmul=1.0, link=1.0, network=1.0, hop_seconds=0.0, network_seconds=0.0

@@ -12,7 +12,7 @@ from praxis_lite import ConfigError
 from praxis_lite.run.config.build import build
 from praxis_lite.run.config.class_attributes import configured
 from praxis_lite.run.experiment import registry
-from praxis_lite.tools.explain import hlo
+from praxis_lite.tools.explain import hlo, hlo_matmuls
 from praxis_lite.tools.plan import predict
 from praxis_lite.tools.plan.chips import CHIPS
 from praxis_lite.tools.plan.job_plan import plan_job
@@ -79,7 +79,7 @@ def test_a_plan_says_what_explain_and_the_compiler_say(plan, compiled):
     assert plan.parameters == sum(
         math.prod(x.shape) for x in leaves if x.path.startswith("mdl_vars/params")
     )
-    assert plan.flops_per_device == hlo.flops(step)
+    assert plan.flops_per_device == hlo_matmuls.flops(step)
     actual = hlo.summarise(hlo.collectives(step))
     for kind, (count, size) in actual.items():
         ours = [item for item in plan.timeline.collectives.values() if item.kind == kind]

@@ -14,7 +14,7 @@ from praxis_lite.layers.embedding.chunked_cross_entropy import token_stats
 from praxis_lite.run.config.build import build
 from praxis_lite.run.experiment.launched_config import config_of_experiment
 from praxis_lite.run.trainer.job_on_mesh import partitioner_of
-from praxis_lite.tools.explain import hlo
+from praxis_lite.tools.explain import hlo_matmuls
 from praxis_lite.tools.utilization.model_flops import ModelFlops, flops_of_step, model_flops
 
 
@@ -23,7 +23,7 @@ def flops(function, *shapes):
 
 
 def compiled_flops(function, *shapes):
-    return hlo.flops(jax.jit(function).lower(*map(jnp.ones, shapes)).compile())
+    return hlo_matmuls.flops(jax.jit(function).lower(*map(jnp.ones, shapes)).compile())
 
 
 def test_a_matmul_with_batch_dims_counts_two_per_multiplication():

@@ -6,7 +6,7 @@ import pytest
 
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
-from praxis_lite.tools.explain import hlo
+from praxis_lite.tools.explain import hlo_matmuls
 from praxis_lite.tools.explain.hlo_runs import executed
 from praxis_lite.tools.explain.hlo_text import op_name_of, parse
 from praxis_lite.tools.plan.chips import CHIPS
@@ -56,6 +56,6 @@ def test_a_model_counts_alike_on_every_mesh_and_as_compiled_for_one_device():
     assert split == whole and not whole.at_least
     sites = executed(parse(partitioners[1].train_step.lower(spec).compile()))
     assert whole.flops == sum(
-        site.count * hlo.matmul_flops(site.instruction, site.computation) for site in sites
+        site.count * hlo_matmuls.matmul_flops(site.instruction, site.computation) for site in sites
         if "remat" not in op_name_of(site.instruction)
     )

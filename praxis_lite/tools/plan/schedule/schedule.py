@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from praxis_lite.core.jaxprs import RECOMPUTED
-from praxis_lite.tools.explain import hlo
+from praxis_lite.tools.explain import hlo, hlo_matmuls
 from praxis_lite.tools.explain.hlo_groups import axes_of_groups, device_groups
 from praxis_lite.tools.explain.hlo_layers import (
     layers_of,
@@ -37,13 +37,10 @@ from praxis_lite.tools.plan.costs import (
     FITTED,
     FUSIONS,
     Efficiencies,
-    Wire,
     bytes_moved,
     bytes_of,
     compute_seconds,
     is_matmul,
-    torus_dims,
-    wire_seconds,
 )
 from praxis_lite.tools.plan.schedule.hbm import (
     DONES,
@@ -57,6 +54,7 @@ from praxis_lite.tools.plan.schedule.hbm import (
 )
 from praxis_lite.tools.plan.schedule.held import Held
 from praxis_lite.tools.plan.schedule.timeline import Mesh, OnWire, Timeline
+from praxis_lite.tools.plan.schedule.wire import Wire, torus_dims, wire_seconds
 
 
 def schedule(
@@ -207,8 +205,8 @@ class _Walk:
         if one.opcode in FUSIONS:
             inside = self.program.computations[callees(one, "calls")[0]]
             return sum(self.flops_of(inner, inside, count) for inner in inside.values())
-        flops = hlo.matmul_flops(one, around)
-        dtype = hlo.matmul_type(one, around) if flops else "bf16"
+        flops = hlo_matmuls.matmul_flops(one, around)
+        dtype = hlo_matmuls.matmul_type(one, around) if flops else "bf16"
         if not flops and is_kernel(one):
             flops = kernel_flops(one, around)
             self.made.kernel_flops += flops * count
