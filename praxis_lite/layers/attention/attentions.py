@@ -299,11 +299,10 @@ class DotProductAttention(AttentionHeads):
             split=self.activation_split_dims_mapping,
             sinks_N=None if self.sinks is None else self.sinks[...],
             context_parallel=self.context_parallel,
+            dtype=inputs.dtype,  # Rotary positions may give float32.
         )
         if is_cross:
             encoded_BTNK = mask.zeros_where_none_is_seen(encoded_BTNK, kv["key"].shape[1])
-        # Rotary positions may give float32.
-        encoded_BTNK = named(self._laid_out(encoded_BTNK.astype(inputs.dtype)), "context")
         return constrain(self.post(encoded_BTNK), self.output_split_dims_mapping), cache
 
 

@@ -178,7 +178,7 @@ class MultiHeadLatentAttention(BaseLayer):
             cache = laid_out(append(cache, new, positions, split), split)
             mask = AttentionMask(None, 0, q_index_BT=positions)
             encoded_BTNV = self._over_latents(q_BTNK, q_BTNR, cache, mask, key)
-        encoded_BTNV = named(self._laid_out(encoded_BTNV.astype(inputs.dtype)), "context")
+        encoded_BTNV = self._laid_out(encoded_BTNV.astype(inputs.dtype))
         outputs = constrain(self.post(encoded_BTNV), self.output_split_dims_mapping)
         return named(outputs, "out_proj"), cache
 
@@ -211,7 +211,7 @@ class MultiHeadLatentAttention(BaseLayer):
                 v_BSNV,
             )
         )
-        return self._attend(q, k, v, mask, key)[..., :V]
+        return self._attend(q, k, v, V, mask, key)
 
     def _over_latents(
         self, q_BTNK: jax.Array, q_BTNR: jax.Array, cache: Cache, mask: AttentionMask,
@@ -231,17 +231,18 @@ class MultiHeadLatentAttention(BaseLayer):
             q = constrain(q, self.activation_split_dims_mapping[:2])
         # As values, too: what comes of the keys of positions is cut off again.
         kv = cache["key"].astype(q.dtype)[:, :, None]
-        seen_BTNL = self._attend(q, kv, kv, mask, key, has_cache=True)[..., :L]
+        seen_BTNL = self._attend(q, kv, kv, L, mask, key, has_cache=True)
         return jnp.einsum("btnl,lnv->btnv", seen_BTNL, w_LNV)
 
     def _attend(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask,
-        key: jax.Array | None, has_cache: bool = False,
+        self, q: jax.Array, k: jax.Array, v: jax.Array, value_dims: int,
+        mask: AttentionMask, key: jax.Array | None, has_cache: bool = False,
     ) -> jax.Array:
         return attend(
             self.atten_kernel, q, k, v.astype(q.dtype), mask, LogitOptions(), has_cache=has_cache,
             dropout=self.atten_dropout, key=key, chunk_size=self.atten_chunk_size,
             split=self.activation_split_dims_mapping, context_parallel=self.context_parallel,
+            value_dims=value_dims,
         )
 
     def _rotated(self, heads: jax.Array, positions: jax.Array) -> jax.Array:

@@ -25,6 +25,11 @@ def offloaded(names: Set[str]) -> Iterator[None]:
         _OFFLOADED.reset(token)
 
 
+def goes_to_host(name: str) -> bool:
+    """Returns True if the policy sends the activations of a name to the host's memory."""
+    return name in _OFFLOADED.get()
+
+
 def named(x: PyTree, name: str) -> PyTree:
     """Returns an array, or several, under a name (`jax.ad_checkpoint.checkpoint_name`).
 
@@ -32,10 +37,15 @@ def named(x: PyTree, name: str) -> PyTree:
     order where the forward pass writes, and another where the backward pass reads; it then takes
     the stack of all layers to the device and back in between (libtpu 0.0.51).
     """
-    if name not in _OFFLOADED.get() or compiled_platform() != "tpu":
+    if not goes_to_host(name) or compiled_platform() != "tpu":
         return checkpoint_name(x, name)
     # Once for what is written, and once for what is read.
     return _in_order(checkpoint_name(_in_order(x), name))
+
+
+def kept(x: PyTree, name: str | None) -> PyTree:
+    """Returns arrays of a kernel under a name, by which a policy keeps them; None: as they are."""
+    return x if name is None else checkpoint_name(x, name)
 
 
 def _in_order(x: PyTree) -> PyTree:

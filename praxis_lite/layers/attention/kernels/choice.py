@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from praxis_lite.core.errors import ConfigError, require_choice
 from praxis_lite.core.sharding.mesh import compiled_platform
-from praxis_lite.core.sharding.split_dims import SplitDims
+from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.attention.kernels.blocks import blocked_attention
 from praxis_lite.layers.attention.kernels.chunks import chunked_attention
 from praxis_lite.layers.attention.kernels.context_parallel import (
@@ -25,6 +25,7 @@ from praxis_lite.layers.attention.kernels.fused import (
     splash_attention,
 )
 from praxis_lite.layers.attention.masks import AttentionMask
+from praxis_lite.layers.base.activation_names import goes_to_host, kept, named
 from praxis_lite.layers.stochastics import Dropout
 
 _ALL = frozenset(
@@ -56,6 +57,8 @@ KERNELS: dict[str, frozenset[str]] = {
     },
     "blocked": _ALL - {"atten_dropout_prob", "atten_mask", "cache", "relative_bias_tpl"},
 }
+# The name of attended values, and of what their gradient takes up beside them.
+CONTEXT = "context"
 # From so many logits per head on, chunks are worth their second pass.
 CHUNKED_FROM = 4096 * 4096
 
@@ -165,12 +168,62 @@ def attend(
     split: SplitDims = None,
     sinks_N: jax.Array | None = None,
     context_parallel: str | None = None,
+    dtype: Any = None,
+    value_dims: int | None = None,
 ) -> jax.Array:
     """Returns the attended values [B, T, N, K] by the kernel that `choose_kernel` names.
 
-    Arguments are `einsum_attention`'s; `split`, the layout of q [B, T, N, K]; and how devices that
-    have parts of time attend to each other's, a name in CONTEXT_PARALLEL.
+    What the backward pass takes up has the name "context". Splash's, chunks' and a ring's takes up
+    the forward's own results: these have the name, so that a policy that keeps it runs the kernel
+    once. What goes to the host's memory is named as it leaves.
+
+    Args:
+      q_BTNK, k_BSGK, v_BSGK, mask, options, bias, atten_mask, dropout, key, sinks_N: of
+        `einsum_attention`.
+      has_cache: keys and values are a cache's.
+      chunk_size: of the chunked and the blocked kernel.
+      split: the layout of q, and of the results.
+      context_parallel: how devices that have parts of time attend to each other's, a name in
+        CONTEXT_PARALLEL.
+      dtype: of the results; None: of q.
+      value_dims: of values that are more than filler; None: all.
     """
+    kept_as = None if goes_to_host(CONTEXT) else CONTEXT
+    encoded_BTNK = _attended(
+        setting, q_BTNK, k_BSGK, v_BSGK, mask, options, has_cache=has_cache, bias=bias,
+        atten_mask=atten_mask, dropout=dropout, key=key, chunk_size=chunk_size, split=split,
+        sinks_N=sinks_N, context_parallel=context_parallel, dtype=dtype or q_BTNK.dtype,
+        value_dims=value_dims, kept_as=kept_as,
+    )
+    return named(encoded_BTNK, CONTEXT) if kept_as is None else encoded_BTNK
+
+
+def _attended(
+    setting: str,
+    q_BTNK: jax.Array,
+    k_BSGK: jax.Array,
+    v_BSGK: jax.Array,
+    mask: AttentionMask,
+    options: LogitOptions,
+    *,
+    has_cache: bool = False,
+    bias: jax.Array | None = None,
+    atten_mask: jax.Array | None = None,
+    dropout: Dropout | None = None,
+    key: jax.Array | None = None,
+    chunk_size: int,
+    split: SplitDims = None,
+    sinks_N: jax.Array | None = None,
+    context_parallel: str | None = None,
+    dtype: Any,
+    value_dims: int | None,
+    kept_as: str | None,
+) -> jax.Array:
+    """Returns the result of `attend`; `kept_as` is None if its caller names it."""
+
+    def laid_out(encoded_BTNK: jax.Array) -> jax.Array:
+        return constrain(encoded_BTNK[..., :value_dims].astype(dtype), split)
+
     if not has_cache and is_context_parallel(context_parallel, split):
         if atten_mask is not None:
             raise ConfigError(
@@ -178,11 +231,14 @@ def attend(
                 "atten_mask. Hand segment_ids or paddings, or set context_parallel=None: the "
                 "compiler then splits attention by time."
             )
-        return context_parallel_attention(
-            context_parallel, q_BTNK, k_BSGK, v_BSGK, mask, options,
-            functools.partial(attend, setting, chunk_size=chunk_size),
-            atten_kernel=setting, chunk_size=chunk_size, split=split, sinks_N=sinks_N,
+        kernel = functools.partial(
+            _attended, setting, chunk_size=chunk_size, dtype=dtype, value_dims=None,
+            kept_as=kept_as,
         )
+        return laid_out(context_parallel_attention(
+            context_parallel, q_BTNK, k_BSGK, v_BSGK, mask, options, kernel, atten_kernel=setting,
+            chunk_size=chunk_size, split=split, sinks_N=sinks_N, kept_as=kept_as,
+        ))
     drops = key is not None and dropout is not None and dropout.dropout_prob > 0.0
     uses = {
         "atten_dropout_prob": drops,
@@ -202,19 +258,25 @@ def attend(
     name, reason = choose_kernel(setting, (need for need, used in uses.items() if used), work)
     log_choice(name, reason)
     args = q_BTNK, k_BSGK, v_BSGK, mask, options
-    if name == "blocked":
-        return blocked_attention(*args, block_size=chunk_size, sinks_N=sinks_N)
     if name == "chunked":
-        return chunked_attention(*args, chunk_size=chunk_size, sinks_N=sinks_N)
-    if name == "dot_product":
-        return dot_product_attention(*args, bias=bias)
-    if name == "cudnn":
-        return cudnn_attention(*args, split=split)
+        return laid_out(chunked_attention(
+            *args, chunk_size=chunk_size, sinks_N=sinks_N, kept_as=kept_as
+        ))
     if name == "splash":
-        return splash_attention(*args, split=split, interpret=work.platform != "tpu")
-    return einsum_attention(
-        *args, bias=bias, atten_mask=atten_mask, dropout=dropout, key=key, sinks_N=sinks_N
-    )
+        return laid_out(splash_attention(
+            *args, split=split, interpret=work.platform != "tpu", kept_as=kept_as
+        ))
+    if name == "blocked":
+        encoded_BTNK = blocked_attention(*args, block_size=chunk_size, sinks_N=sinks_N)
+    elif name == "dot_product":
+        encoded_BTNK = dot_product_attention(*args, bias=bias)
+    elif name == "cudnn":
+        encoded_BTNK = cudnn_attention(*args, split=split)
+    else:
+        encoded_BTNK = einsum_attention(
+            *args, bias=bias, atten_mask=atten_mask, dropout=dropout, key=key, sinks_N=sinks_N
+        )
+    return kept(laid_out(encoded_BTNK), kept_as)
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from praxis_lite.collectives.varying import varying_alike
 from praxis_lite.core.jaxprs import RECOMPUTED
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.masks import LARGE_NEGATIVE, AttentionMask
+from praxis_lite.layers.base.activation_names import kept
 from praxis_lite.layers.base.base_layer import filled_up
 
 # B batch, T queries, S keys, G heads of keys and values, R heads of queries that share one of
@@ -21,6 +22,7 @@ _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 def chunked_attention(
     q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask: AttentionMask,
     options: LogitOptions, *, chunk_size: int, sinks_N: jax.Array | None = None,
+    kept_as: str | None = None,
 ) -> jax.Array:
     """Returns the attended values [B, T, N, K]; a single chunk of the logits exists at a time.
 
@@ -30,11 +32,18 @@ def chunked_attention(
 
     Beside arguments and results this holds two numbers per query and head, and the logits of one
     chunk with their derivatives: benchmarks/attention_memory.py has the formula.
+
+    Args:
+      q_BTNK, k_BSGK, v_BSGK, mask, options, sinks_N: as of `einsum_attention`.
+      chunk_size: queries and keys of a chunk.
+      kept_as: the name of results that the backward pass takes up; None: they have none.
     """
     B, T, N, K = q_BTNK.shape
     G = k_BSGK.shape[2]
     q_BTGRK = q_BTNK.reshape(B, T, G, N // G, K)
-    encoded, log_sums = attention_with_log_sums(q_BTGRK, k_BSGK, v_BSGK, mask, options, chunk_size)
+    encoded, log_sums = attention_with_log_sums(
+        q_BTGRK, k_BSGK, v_BSGK, mask, options, chunk_size, kept_as
+    )
     may_see_none = k_BSGK.shape[1] != T or mask.may_hide_all
     mean_BGK = None
     if options.averages and sinks_N is None and may_see_none:
@@ -73,10 +82,11 @@ def of_outputs(x_BGRT: jax.Array) -> jax.Array:
     return x_BGRT.transpose(0, 3, 1, 2)[..., None]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def attention_with_log_sums(q, k, v, mask, options, chunk_size):
-    """Returns the result of `attended_in_chunks`, with gradients."""
-    return attended_in_chunks(q, k, v, mask, options, chunk_size, q.dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def attention_with_log_sums(q, k, v, mask, options, chunk_size, kept_as):
+    """Returns the result of `attended_in_chunks`, under a name, with gradients."""
+    results = attended_in_chunks(q, k, v, mask, options, chunk_size, q.dtype)
+    return kept(results, kept_as)
 
 
 class _Chunks:
@@ -209,12 +219,13 @@ def attended_in_chunks(
     return encoded[:, : q.shape[1]], log_sums[..., : q.shape[1]]
 
 
-def _forward_with_residuals(q, k, v, mask, options, chunk_size):
-    encoded, log_sums = attention_with_log_sums(q, k, v, mask, options, chunk_size)
+def _forward_with_residuals(q, k, v, mask, options, chunk_size, kept_as):
+    encoded, log_sums = attention_with_log_sums(q, k, v, mask, options, chunk_size, None)
+    encoded, log_sums = kept((encoded, log_sums), kept_as)
     return (encoded, log_sums), (q, k, v, mask, encoded, log_sums)
 
 
-def _backward(options, chunk_size, residuals, grads):
+def _backward(options, chunk_size, kept_as, residuals, grads):
     q, k, v, mask, encoded, log_sums = residuals
     d_encoded, d_log_sums = grads
     inner = inner_products(d_encoded, encoded) - d_log_sums

@@ -117,7 +117,7 @@ def is_context_parallel(how: str | None, split: SplitDims) -> bool:
 def context_parallel_attention(
     how: str, q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask: AttentionMask,
     options: LogitOptions, kernel: Kernel, *, atten_kernel: str, chunk_size: int, split: SplitDims,
-    sinks_N: jax.Array | None = None,
+    sinks_N: jax.Array | None = None, kept_as: str | None = None,
 ) -> jax.Array:
     """Returns the attended values [B, T, N, K], where mesh axes split time.
 
@@ -130,6 +130,7 @@ def context_parallel_attention(
       atten_kernel: as it is set.
       chunk_size: queries and keys of a chunk, where attention is in chunks.
       split: of q.
+      kept_as: the name of results that the backward pass takes up; None: they have none.
 
     Raises:
       ConfigError: a ring is needed, and the kernel that is set has none.
@@ -177,10 +178,12 @@ def context_parallel_attention(
         if how == "gather":
             k, v = (jax.lax.all_gather(x, ring.axes, axis=1, tiled=True) for x in (k, v))
             seen = of_queries(seen, ring, t)
-            encoded, log_sums = attention_with_log_sums(q, k, v, seen, options, chunk_size)
+            encoded, log_sums = attention_with_log_sums(
+                q, k, v, seen, options, chunk_size, kept_as
+            )
         else:
             k, v = map(ring.to_zigzag, (k, v))
-            encoded, log_sums = round_ring(q, k, v, seen, ring, of_a_station)
+            encoded, log_sums = round_ring(q, k, v, seen, ring, of_a_station, kept_as)
         outputs = encoded.reshape(b, t, n, K), log_sums.transpose(0, 3, 1, 2).reshape(b, t, n)
         return tuple(ring.by_time(ring.from_zigzag(x)) for x in outputs[: 1 + gives_sums])
 

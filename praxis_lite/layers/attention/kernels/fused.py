@@ -63,12 +63,19 @@ def cudnn_attention(
 def splash_attention(
     q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask: AttentionMask,
     options: LogitOptions, *, split: SplitDims = None, interpret: bool = False,
+    kept_as: str | None = None,
 ) -> jax.Array:
     """Returns the attended values [B, T, N, K], by JAX's splash attention for TPU.
 
     Blocks of logits that the causal mask or the window hides are never computed. Each device works
     on its own rows and heads, as `split` [B, T, N, K] says. Compiled for a TPU v5e that was not
     attached, and run in interpret mode, which any platform has and which is slow.
+
+    Args:
+      q_BTNK, k_BSGK, v_BSGK, mask, options: as of `einsum_attention`.
+      split: of q.
+      interpret: run in interpret mode.
+      kept_as: the name of results that the backward pass takes up; None: they have none.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
@@ -94,7 +101,9 @@ def splash_attention(
         )
 
     def on_one_device(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
-        kernel = splash_kernel(lengths, q.shape[2], mask, options, interpret)
+        kernel = splash_kernel(
+            lengths, q.shape[2], mask, options, interpret, kept_as=kept_as
+        )
 
         def one_row(q, k, v, *segments):
             q_NTK, k_GSK, v_GSK = (x.transpose(1, 0, 2) for x in (q, k, v))
@@ -147,7 +156,7 @@ def _share_of_blocks(lengths: tuple[int, int], mask: AttentionMask) -> float:
 
 def splash_kernel(
     lengths: tuple[int, int], num_heads: int, mask: AttentionMask, options: LogitOptions,
-    interpret: bool, *, has_log_sums: bool = False,
+    interpret: bool, *, has_log_sums: bool = False, kept_as: str | None = None,
 ) -> Callable[..., Any]:
     """Returns splash's kernel of a row: from q [N, T, K], k and v [G, S, K] and segments or None.
 
@@ -155,6 +164,7 @@ def splash_kernel(
       lengths: T and S, multiples of LANES.
       mask: whose contexts are in the kernel; its arrays are not.
       has_log_sums: it returns also ([N, T],), float32, and has no gradient.
+      kept_as: see `splash_attention`.
     """
     # Imported here: Pallas takes a while to import, and only a TPU needs it.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
@@ -173,7 +183,7 @@ def splash_kernel(
     return splash.make_splash_mha(
         masks.MultiHeadMask([head_mask] * num_heads), block_sizes=sizes, head_shards=1,
         q_seq_shards=1, attn_logits_soft_cap=options.cap or None, interpret=interpret,
-        save_residuals=has_log_sums,
+        save_residuals=has_log_sums, residual_checkpoint_name=kept_as,
     )
 
 

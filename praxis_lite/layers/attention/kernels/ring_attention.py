@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from praxis_lite.layers.attention.kernels.chunks import inner_products, of_outputs
 from praxis_lite.layers.attention.kernels.stations import Ring
 from praxis_lite.layers.attention.masks import AttentionMask
+from praxis_lite.layers.base.activation_names import kept
 
 # B batch, T queries, S keys, G heads of keys and values, R heads of queries that share one of
 # these, K dims per head.
@@ -45,8 +46,8 @@ def _num_steps(ring: Ring, mask: AttentionMask, num_keys: int) -> int:
     return min(ring.num_stations, 1 + -(-(mask.left_context - 1) // num_keys))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def round_ring(q, k, v, mask, ring, of_a_station):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def round_ring(q, k, v, mask, ring, of_a_station, kept_as):
     """Returns the attended values of this station's queries [B, T, G, R, K], and their log sums.
 
     Both are as of `attention_with_log_sums`. The backward pass sends keys and values round once
@@ -67,7 +68,7 @@ def round_ring(q, k, v, mask, ring, of_a_station):
     if num_steps > 1:
         following, result = jax.lax.fori_loop(1, num_steps - 1, turn, (following, result))
         result = added(num_steps - 1, following, result)
-    return result[0].astype(q.dtype), result[1]
+    return kept((result[0].astype(q.dtype), result[1]), kept_as)
 
 
 def joined(*parts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -77,12 +78,13 @@ def joined(*parts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     return encoded, log_sums
 
 
-def _forward(q, k, v, mask, ring, of_a_station):
-    encoded, log_sums = round_ring(q, k, v, mask, ring, of_a_station)
+def _forward(q, k, v, mask, ring, of_a_station, kept_as):
+    encoded, log_sums = round_ring(q, k, v, mask, ring, of_a_station, None)
+    encoded, log_sums = kept((encoded, log_sums), kept_as)
     return (encoded, log_sums), (q, k, v, mask, encoded, log_sums)
 
 
-def _backward(ring, of_a_station, residuals, grads):
+def _backward(ring, of_a_station, kept_as, residuals, grads):
     q, k, v, mask, encoded, log_sums = residuals
     d_encoded, d_log_sums = grads
     inner = inner_products(d_encoded, encoded) - d_log_sums
