@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from jax import export
+from jax.sharding import AxisType
 
 
 def load(folder: Path = Path(__file__).parent) -> Callable[[dict], object]:
@@ -24,7 +25,8 @@ def load(folder: Path = Path(__file__).parent) -> Callable[[dict], object]:
     mesh, num, devices = about["mesh"], program.nr_devices, jax.devices()
     if len(devices) < num:
         raise ValueError(f"{mesh} needs {num} devices; jax has {len(devices)}. {about['devices']}")
-    mesh = jax.sharding.Mesh(np.reshape(devices[:num], list(mesh.values())), list(mesh))
+    grid, types = np.reshape(devices[:num], list(mesh.values())), [AxisType.Auto] * len(mesh)
+    mesh = jax.sharding.Mesh(grid, list(mesh), axis_types=tuple(types))
     places, _ = jax.tree.unflatten(program.in_tree, program.in_shardings_jax(mesh))
     with np.load(folder / "weights.npz") as arrays:
         listed = zip(arrays, program.in_avals, places[0], strict=False)

@@ -34,6 +34,7 @@ class Step:
       pure: called with unpadded arrays, inputs and a key, as if on a single device.
       required_inputs: the leaves of a batch that the task reads.
       check_rows: called with the shapes of a batch; raises ConfigError if the rows cannot be cut.
+      is_typed: Explicit axes of the mesh are types in it.
 
     Attributes:
       where: the task and the mesh.
@@ -49,10 +50,11 @@ class Step:
     def __init__(
         self, name: str, title: str, where: TaskOnMesh, layout: StateLayout,
         pure: Callable[..., Any], *, required_inputs: tuple[str, ...],
-        check_rows: Callable[[PyTree], None],
+        check_rows: Callable[[PyTree], None], is_typed: bool = True,
     ):
         self.name, self.title, self.required_inputs = name, title, required_inputs
-        self.where, self.layout, self._pure, self._check_rows = where, layout, pure, check_rows
+        self.where, self.layout, self._check_rows = where, layout, check_rows
+        self._pure = where.typed(pure, layout.specs) if is_typed else pure
 
     @property
     def kind(self) -> str:

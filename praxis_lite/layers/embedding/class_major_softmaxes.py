@@ -56,7 +56,7 @@ class NClassMajorSharedEmbeddingSoftmax(SharedEmbeddingSoftmax):
         self.bias = Bias(V, bias_init=bias_init, rngs=rngs) if has_bias else None
 
     def _projected(self, inputs: jax.Array) -> jax.Array:
-        logits = jnp.einsum("...d,vd->...v", inputs, self.w[...].astype(inputs.dtype))
+        logits = einsum("...d,vd->...v", inputs, self.w[...].astype(inputs.dtype))
         logits = constrain(logits, self.activation_split_dims_mapping)
         return logits if self.bias is None else self.bias(logits)
 

@@ -1,0 +1,113 @@
+"""The types of mesh axes: Auto, which XLA splits by, or Explicit, which JAX's types of arrays name.
+
+Every mesh of the library is made here, with the type of each axis stated: JAX's own functions
+differ in what they take by default (`jax.make_mesh` Explicit, `Mesh` Auto).
+
+Arrays lie on meshes of Auto axes wherever they cross a program's boundary, for JAX has no type of
+an array that its devices do not divide. A mesh with Explicit axes makes them types inside the
+steps that are typed (`TaskOnMesh.typed`), by `jax.sharding.explicit_axes`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.sharding.logical_axes import axes_of, entry_of
+
+PyTree = Any
+# As `MeshConfig.axis_types` names them.
+AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+NO_MESH = AbstractMesh((), (), axis_types=())
+
+
+def mesh_of(
+    devices: np.ndarray, axis_names: Sequence[str], axis_types: Sequence[AxisType] | None = None
+) -> Mesh:
+    """Returns a mesh over devices [size of each axis]; without `axis_types` all axes are Auto."""
+    types = (AxisType.Auto,) * devices.ndim if axis_types is None else tuple(axis_types)
+    return Mesh(devices, tuple(axis_names), axis_types=types)
+
+
+def explicit_axes_of(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """Returns the names of a mesh's Explicit axes."""
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in pairs if kind == AxisType.Explicit)
+
+
+def with_auto_axes(mesh: Mesh) -> Mesh:
+    """Returns the mesh of the same devices on which arrays lie: all its axes are Auto."""
+    return mesh_of(mesh.devices, mesh.axis_names) if explicit_axes_of(mesh) else mesh
+
+
+def only_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+    """Returns a spec of the same rank whose dims split over `axes` alone."""
+    left = (tuple(axis for axis in axes_of(entry) if axis in axes) for entry in spec)
+    return PartitionSpec(*map(entry_of, left))
+
+
+def stated(x: jax.Array, spec: PartitionSpec, what: str = "An activation") -> jax.Array:
+    """Returns `x` with a layout stated: to XLA over Auto axes, as its type over Explicit ones.
+
+    Args:
+      spec: without manual axes.
+      what: it is, for the message.
+
+    Raises:
+      ConfigError: Explicit axes do not divide a dim that the spec splits over them.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    explicit = explicit_axes_of(mesh)
+    if not explicit:
+        return jax.lax.with_sharding_constraint(x, spec)
+    check_divides(x.shape, spec, what, mesh, explicit)
+    x = jax.sharding.reshard(x, only_axes(spec, explicit))
+    left = only_axes(spec, [axis for axis in mesh.axis_names if axis not in explicit])
+    return jax.lax.with_sharding_constraint(x, left) if any(left) else x
+
+
+def check_divides(
+    shape: Sequence[int], spec: PartitionSpec, what: str, mesh: Mesh | AbstractMesh,
+    explicit_axes: Sequence[str],
+) -> None:
+    """Checks that an array has a type.
+
+    Args:
+      what: it is, for the message: a path, or a noun with its article.
+
+    Raises:
+      ConfigError: Explicit axes do not divide a dim that the spec splits over them.
+    """
+    for dim, entry in enumerate(only_axes(spec, explicit_axes)):
+        if shape[dim] % math.prod(mesh.shape[axis] for axis in axes_of(entry)):
+            raise ConfigError(
+                f"{what} of shape {tuple(shape)} splits its dim {dim} of {shape[dim]} over "
+                f"{entry!r} of the mesh {dict(mesh.shape)}, which do not divide it. JAX has types "
+                "of even splits only. Change the size or the mesh, or say mesh.axis_types=auto, "
+                "with which every size is padded."
+            )
+
+
+def untyped(function: Callable[..., Any], *args: PyTree, out: PyTree) -> Any:
+    """Returns `function(*args)`, computed as over Auto axes and typed by specs again.
+
+    For what JAX cannot type, such as a kernel. Over Auto axes alone it is `function(*args)`.
+
+    Args:
+      args: trees of arrays; what `function` closes over has no arrays.
+      out: a PartitionSpec for each result, or for all.
+    """
+    explicit = explicit_axes_of(jax.sharding.get_abstract_mesh())
+    if not explicit:
+        return function(*args)
+    return jax.sharding.auto_axes(function, axes=explicit, out_sharding=out)(*args)
+
+
+def type_spec(x: jax.Array) -> PartitionSpec:
+    """Returns the spec of an array's type, extended to its rank; Auto axes are not in it."""
+    spec = jax.typeof(x).sharding.spec
+    return PartitionSpec(*spec, *(None,) * (x.ndim - len(spec)))
