@@ -41,6 +41,8 @@ class Step:
       layout: of the arrays that it is called with.
       function: the step before it is compiled, of the same arguments.
       trains: it takes and returns all of the state; else it takes the weights alone.
+      untyped: once it is traced, by path of a layer why JAX has no types of its inside, where the
+        mesh has Explicit axes.
     """
 
     trains: bool
@@ -54,7 +56,8 @@ class Step:
     ):
         self.name, self.title, self.required_inputs = name, title, required_inputs
         self.where, self.layout, self._check_rows = where, layout, check_rows
-        self._pure = where.typed(pure, layout.specs) if is_typed else pure
+        self.untyped = {}
+        self._pure = where.typed(pure, layout.specs, self.untyped) if is_typed else pure
 
     @property
     def kind(self) -> str:

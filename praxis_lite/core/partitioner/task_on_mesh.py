@@ -9,8 +9,14 @@ import jax
 from flax.core import spmd
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.models.layer_paths import naming_the_layer
-from praxis_lite.core.sharding.axis_types import check_divides, only_axes
+from praxis_lite.core.sharding.axis_types import (
+    check_divides,
+    has_no_type,
+    noting,
+    only_axes,
+)
 from praxis_lite.core.sharding.inputs import (
     GlobalBatch,
     batch_spec,
@@ -21,6 +27,7 @@ from praxis_lite.core.sharding.leaf_paths import path_of
 from praxis_lite.core.sharding.split_dims import to_partition_spec
 from praxis_lite.core.sharding.weight_sharding import WeightSharding, check_axes
 from praxis_lite.core.task import Task
+from praxis_lite.core.user_lines import user_line
 
 PyTree = Any
 
@@ -58,13 +65,16 @@ class TaskOnMesh:
         inputs = true_rows(batch, axis_names)
         return reshard_by_rank(inputs, self.task.inputs_split_mapping, axis_names)
 
-    def typed(self, pure: Callable[..., Any], specs: PyTree) -> Callable[..., Any]:
+    def typed(
+        self, pure: Callable[..., Any], specs: PyTree, notes: dict[str, str]
+    ) -> Callable[..., Any]:
         """Returns a pure step (arrays, inputs, key) in which Explicit axes are types of arrays.
 
         Without such axes it is `pure` itself.
 
         Args:
           specs: of the arrays, extended to their ranks.
+          notes: filled with reasons by the paths of layers that have no types inside.
 
         The function raises a ConfigError if an Explicit axis does not divide what it splits.
         """
@@ -90,7 +100,21 @@ class TaskOnMesh:
                 jax.tree.map(lambda _: PartitionSpec(), key),
             )
             explicit = jax.sharding.explicit_axes(pure, axes=self.explicit_axes, in_sharding=types)
-            return explicit(arrays, inputs, key)
+            notes.clear()
+            try:
+                with noting(notes):
+                    return explicit(arrays, inputs, key)
+            except Exception as error:
+                if not has_no_type(error) or isinstance(error, ConfigError):
+                    raise
+                line = user_line(error)
+                place = f" in {line.filename}:{line.lineno} ({line.line})" if line else ""
+                raise ConfigError(
+                    f"JAX has no type of a result{place} over the Explicit axes "
+                    f"{self.explicit_axes}: {error} Say it there (out_sharding=, "
+                    "jax.sharding.reshard), compute it by praxis_lite.core.untyped, or set "
+                    "mesh.axis_types=auto."
+                ) from error
 
         return typed
 

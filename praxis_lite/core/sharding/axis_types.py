@@ -8,8 +8,10 @@ an array that its devices do not divide. A mesh with Explicit axes makes them ty
 steps that are typed (`TaskOnMesh.typed`), by `jax.sharding.explicit_axes`.
 """
 
+import contextlib
+import contextvars
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +24,12 @@ from praxis_lite.core.sharding.logical_axes import axes_of, entry_of
 PyTree = Any
 # As `MeshConfig.axis_types` names them.
 AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+# Of a function that runs as if no mesh were set.
 NO_MESH = AbstractMesh((), (), axis_types=())
+
+
+class UnevenType(ConfigError):
+    """An array has no type, for Explicit axes do not divide a dim that is split over them."""
 
 
 def mesh_of(
@@ -80,11 +87,11 @@ def check_divides(
       what: it is, for the message: a path, or a noun with its article.
 
     Raises:
-      ConfigError: Explicit axes do not divide a dim that the spec splits over them.
+      UnevenType: Explicit axes do not divide a dim that the spec splits over them.
     """
     for dim, entry in enumerate(only_axes(spec, explicit_axes)):
         if shape[dim] % math.prod(mesh.shape[axis] for axis in axes_of(entry)):
-            raise ConfigError(
+            raise UnevenType(
                 f"{what} of shape {tuple(shape)} splits its dim {dim} of {shape[dim]} over "
                 f"{entry!r} of the mesh {dict(mesh.shape)}, which do not divide it. JAX has types "
                 "of even splits only. Change the size or the mesh, or say mesh.axis_types=auto, "
@@ -92,19 +99,59 @@ def check_divides(
             )
 
 
-def untyped(function: Callable[..., Any], *args: PyTree, out: PyTree) -> Any:
-    """Returns `function(*args)`, computed as over Auto axes and typed by specs again.
+def untyped(
+    function: Callable[..., Any], *args: PyTree, out: PartitionSpec | Callable[[PyTree], PyTree],
+) -> Any:
+    """Returns `function(*args)`, computed as over Auto axes, its results typed again.
 
     For what JAX cannot type, such as a kernel. Over Auto axes alone it is `function(*args)`.
 
     Args:
-      args: trees of arrays; what `function` closes over has no arrays.
-      out: a PartitionSpec for each result, or for all.
+      args: trees of arrays; of what `function` closes over nothing is an array.
+      out: a PartitionSpec for all results; or a function of the results, which returns one each.
     """
-    explicit = explicit_axes_of(jax.sharding.get_abstract_mesh())
+    mesh = jax.sharding.get_abstract_mesh()
+    explicit = explicit_axes_of(mesh)
     if not explicit:
         return function(*args)
-    return jax.sharding.auto_axes(function, axes=explicit, out_sharding=out)(*args)
+    auto = mesh.update_axis_types(dict.fromkeys(explicit, AxisType.Auto))
+    with jax.sharding.use_abstract_mesh(auto):
+        args = jax.sharding.reshard(args, jax.tree.map(lambda x: PartitionSpec(), args))
+        results = function(*args)
+    specs = out(results) if callable(out) else jax.tree.map(lambda _: out, results)
+    return jax.sharding.reshard(results, specs)
+
+
+def has_no_type(error: Exception) -> bool:
+    """Returns True if JAX raised `error` because it has no type of a result over Explicit axes."""
+    # JAX exports no class of it. A loop says it of what it reads or carries as another error.
+    words = ("should be replicated", "aval mesh", "sharding", "equal types")
+    return isinstance(error, UnevenType) or type(error).__name__ == "ShardingTypeError" or (
+        isinstance(error, ValueError | TypeError) and any(word in str(error) for word in words)
+        and not isinstance(error, ConfigError)
+    )
+
+
+_notes: contextvars.ContextVar[dict[str, str] | None] = contextvars.ContextVar(
+    "what has no types", default=None
+)
+
+
+@contextlib.contextmanager
+def noting(notes: dict[str, str]) -> Iterator[None]:
+    """Fills `notes` with the reason, by a layer's path, why it is computed as over Auto axes."""
+    token = _notes.set(notes)
+    try:
+        yield
+    finally:
+        _notes.reset(token)
+
+
+def note_untyped(path: str, reason: str) -> None:
+    """Notes, for the report of the step that is traced, why a layer has no types inside."""
+    notes = _notes.get()
+    if notes is not None:
+        notes.setdefault(path, reason)
 
 
 def type_spec(x: jax.Array) -> PartitionSpec:

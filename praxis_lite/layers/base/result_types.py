@@ -17,8 +17,9 @@ def einsum(equation: str, x: jax.Array, y: jax.Array, **settings: Any) -> jax.Ar
     """Returns `jnp.einsum(equation, x, y, **settings)`, its type that of its factors' dims.
 
     Over axes that split a summed dim of both it is summed. Where two dims of the result have one
-    axis in the factors, the result's first dim keeps it, the batch; then those of `y`, a weight,
-    and then the others of `x`, which is gathered over it.
+    axis in the factors, the result's first dim keeps it, the batch: a weight's dim that has one of
+    its axes is whole, with all of them (fully sharded). Then come dims of `y`, a weight, and then
+    the others of `x`, which is gathered over what they have (sequence parallelism).
 
     Args:
       equation: with "->"; "..." may stand for leading dims of `x` alone.
@@ -38,7 +39,8 @@ def einsum(equation: str, x: jax.Array, y: jax.Array, **settings: Any) -> jax.Ar
     order = [*first, *(x for x in of_y if x in results), *results]
     used, split = set(), {}
     for letter in dict.fromkeys(order):
-        split[letter] = tuple(axis for axis in axes[letter] if axis not in used)
+        is_whole = letter in of_y and used.intersection(axes[letter])
+        split[letter] = () if is_whole else tuple(a for a in axes[letter] if a not in used)
         used.update(split[letter])
     spec = PartitionSpec(*(entry_of(split[letter]) for letter in results))
     return jnp.einsum(f"{of_x},{of_y}->{results}", x, y, out_sharding=spec, **settings)
@@ -62,15 +64,15 @@ def rows_at(table: jax.Array, index: jax.Array, **settings: Any) -> jax.Array:
     return table.at[index].get(out_sharding=out, **settings)
 
 
-def typed_as_dims_of(weight: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns a weight typed as the last dims of `like`, beside which it is broadcast."""
-    if not explicit_axes_of(jax.sharding.get_abstract_mesh()) or weight.ndim > like.ndim:
-        return weight
-    of_like = type_spec(like)[like.ndim - weight.ndim :]
-    own = (
-        entry if size == whole else None
-        for entry, size, whole in zip(
-            of_like, weight.shape, like.shape[like.ndim - weight.ndim :], strict=True
-        )
-    )
-    return jax.sharding.reshard(weight, PartitionSpec(*own))
+def broadcast_beside(weight: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns `jnp.broadcast_to(weight, like.shape)`, typed as `like`.
+
+    Then its gradient is summed where `like` lies, and no array of the shape of `like` is gathered.
+    """
+    if not explicit_axes_of(jax.sharding.get_abstract_mesh()):
+        return jnp.broadcast_to(weight, like.shape)
+    of_like, first = type_spec(like), like.ndim - weight.ndim
+    is_one = [size != whole for size, whole in zip(weight.shape, like.shape[first:], strict=True)]
+    own = [None if one else entry for one, entry in zip(is_one, of_like[first:], strict=True)]
+    weight = jax.sharding.reshard(weight, PartitionSpec(*own))
+    return jnp.broadcast_to(weight, like.shape, out_sharding=of_like)
