@@ -24,8 +24,6 @@ from praxis_lite.core.sharding.logical_axes import axes_of, entry_of
 PyTree = Any
 # As `MeshConfig.axis_types` names them.
 AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-# Of a function that runs as if no mesh were set.
-NO_MESH = AbstractMesh((), (), axis_types=())
 
 
 class UnevenType(ConfigError):
@@ -38,6 +36,11 @@ def mesh_of(
     """Returns a mesh over devices [size of each axis]; without `axis_types` all axes are Auto."""
     types = (AxisType.Auto,) * devices.ndim if axis_types is None else tuple(axis_types)
     return Mesh(devices, tuple(axis_names), axis_types=types)
+
+
+def abstract_mesh_of(sizes: Sequence[int], axis_names: Sequence[str]) -> AbstractMesh:
+    """Returns a mesh of Auto axes without devices."""
+    return AbstractMesh(tuple(sizes), tuple(axis_names), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def explicit_axes_of(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:

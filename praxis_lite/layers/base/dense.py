@@ -10,7 +10,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain

@@ -1,4 +1,4 @@
-"""Layers that JAX cannot type over Explicit axes: they are computed as over Auto axes, and noted."""
+"""Layers that JAX cannot type over Explicit axes are computed as over Auto axes, and noted."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

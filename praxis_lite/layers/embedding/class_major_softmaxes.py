@@ -3,13 +3,13 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.activations import ActivationFn, activation_fn
 from praxis_lite.layers.base.base_layer import Initializer
 from praxis_lite.layers.base.calls import takes_settings_of
+from praxis_lite.layers.base.result_types import einsum
 from praxis_lite.layers.embedding.chunked_cross_entropy import token_stats
 from praxis_lite.layers.embedding.cross_entropy import TokenStats
 from praxis_lite.layers.embedding.softmaxes import SharedEmbeddingSoftmax

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.core.errors import ConfigError, require_choice
+from praxis_lite.core.sharding.axis_types import type_spec, untyped
 from praxis_lite.core.sharding.mesh import compiled_platform
 from praxis_lite.core.sharding.split_dims import SplitDims
 from praxis_lite.layers.attention.kernels.blocks import blocked_attention
@@ -201,20 +202,29 @@ def attend(
     work = Workload(compiled_platform(), q_BTNK.dtype, T, S, K)
     name, reason = choose_kernel(setting, (need for need, used in uses.items() if used), work)
     log_choice(name, reason)
-    args = q_BTNK, k_BSGK, v_BSGK, mask, options
-    if name == "blocked":
-        return blocked_attention(*args, block_size=chunk_size, sinks_N=sinks_N)
-    if name == "chunked":
-        return chunked_attention(*args, chunk_size=chunk_size, sinks_N=sinks_N)
-    if name == "dot_product":
-        return dot_product_attention(*args, bias=bias)
-    if name == "cudnn":
-        return cudnn_attention(*args, split=split)
-    if name == "splash":
-        return splash_attention(*args, split=split, interpret=work.platform != "tpu")
-    return einsum_attention(
-        *args, bias=bias, atten_mask=atten_mask, dropout=dropout, key=key, sinks_N=sinks_N
-    )
+    args = q_BTNK, k_BSGK, v_BSGK, mask
+    if name == "einsum":
+        return einsum_attention(
+            *args, options, bias=bias, atten_mask=atten_mask, dropout=dropout, key=key,
+            sinks_N=sinks_N,
+        )
+
+    def kernel(*args: Any) -> jax.Array:
+        *arrays, bias, sinks_N = args
+        if name == "blocked":
+            return blocked_attention(*arrays, options, block_size=chunk_size, sinks_N=sinks_N)
+        if name == "chunked":
+            return chunked_attention(*arrays, options, chunk_size=chunk_size, sinks_N=sinks_N)
+        if name == "dot_product":
+            return dot_product_attention(*arrays, options, bias=bias)
+        if name == "cudnn":
+            return cudnn_attention(*arrays, options, split=split)
+        return splash_attention(
+            *arrays, options, split=split, interpret=work.platform != "tpu"
+        )
+
+    # JAX has no types inside of kernels and of their gradients.
+    return untyped(kernel, *args, bias, sinks_N, out=type_spec)
 
 
 @functools.cache
