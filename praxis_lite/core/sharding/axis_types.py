@@ -25,6 +25,9 @@ PyTree = Any
 # As `MeshConfig.axis_types` names them.
 AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
+# The scope of what states a type, by which a traced program shows where arrays are moved.
+STATED = "stated"
+
 
 class UnevenType(ConfigError):
     """An array has no type, for Explicit axes do not divide a dim that is split over them."""
@@ -75,7 +78,8 @@ def stated(x: jax.Array, spec: PartitionSpec, what: str = "An activation") -> ja
     if not explicit:
         return jax.lax.with_sharding_constraint(x, spec)
     check_divides(x.shape, spec, what, mesh, explicit)
-    x = jax.sharding.reshard(x, only_axes(spec, explicit))
+    with jax.named_scope(STATED):
+        x = jax.sharding.reshard(x, only_axes(spec, explicit))
     left = only_axes(spec, [axis for axis in mesh.axis_names if axis not in explicit])
     return jax.lax.with_sharding_constraint(x, left) if any(left) else x
 
