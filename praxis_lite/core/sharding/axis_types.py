@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
@@ -79,9 +80,43 @@ def stated(x: jax.Array, spec: PartitionSpec, what: str = "An activation") -> ja
         return jax.lax.with_sharding_constraint(x, spec)
     check_divides(x.shape, spec, what, mesh, explicit)
     with jax.named_scope(STATED):
-        x = jax.sharding.reshard(x, only_axes(spec, explicit))
+        x = jax.sharding.reshard(x, _still_reduced(x, only_axes(spec, explicit)))
     left = only_axes(spec, [axis for axis in mesh.axis_names if axis not in explicit])
     return jax.lax.with_sharding_constraint(x, left) if any(left) else x
+
+
+def _still_reduced(x: jax.Array, spec: PartitionSpec) -> PartitionSpec:
+    """Returns a spec with what the type of `x` says of its gradient, see `with_gradient_terms`."""
+    used = {axis for entry in spec for axis in axes_of(entry)}
+    reduced = set(jax.typeof(x).sharding.spec.reduced) - used
+    return spec.update(reduced=reduced) if reduced else spec
+
+
+def with_gradient_terms(weight: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """Returns a weight whose gradient has a term on each device along `axes`, not yet their sum.
+
+    JAX calls the weight's type `reduced` over these axes, that of the gradient `unreduced`. A
+    weight that splits over one of them stays as it is: JAX has no type of a gradient that is
+    scattered over one axis and not yet summed over another.
+    """
+    spec = type_spec(weight)
+    is_split = any(axis in axes for entry in spec for axis in axes_of(entry))
+    return weight if is_split else jax.sharding.reshard(weight, spec.update(reduced=set(axes)))
+
+
+def no_terms(of: jax.Array, dtype: Any) -> jax.Array:
+    """Returns zeros typed as the gradient of a weight of `with_gradient_terms`."""
+    spec = type_spec(of)
+    zeros = jnp.zeros(of.shape, dtype, out_sharding=spec)
+    reduced = set(jax.typeof(of).sharding.spec.reduced)
+    return jax.sharding.reshard(zeros, spec.update(unreduced=reduced)) if reduced else zeros
+
+
+def summed_terms(x: jax.Array) -> jax.Array:
+    """Returns the sum of a gradient's terms; of a weight, one whose gradient has none."""
+    spec = jax.typeof(x).sharding.spec
+    has_terms = spec.reduced or spec.unreduced
+    return jax.sharding.reshard(x, type_spec(x)) if has_terms else x
 
 
 def check_divides(
@@ -163,5 +198,5 @@ def note_untyped(path: str, reason: str) -> None:
 
 def type_spec(x: jax.Array) -> PartitionSpec:
     """Returns the spec of an array's type, extended to its rank; Auto axes are not in it."""
-    spec = jax.typeof(x).sharding.spec
-    return PartitionSpec(*spec, *(None,) * (x.ndim - len(spec)))
+    entries = jax.typeof(x).sharding.spec.partitions
+    return PartitionSpec(*entries, *(None,) * (x.ndim - len(entries)))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from praxis_lite.core.sharding.axis_types import explicit_axes_of, type_spec
+from praxis_lite.core.sharding.axis_types import explicit_axes_of, summed_terms, type_spec
 from praxis_lite.core.sharding.logical_axes import axes_of, entry_of
 
 
@@ -76,3 +76,13 @@ def broadcast_beside(weight: jax.Array, like: jax.Array) -> jax.Array:
     own = [None if one else entry for one, entry in zip(is_one, of_like[first:], strict=True)]
     weight = jax.sharding.reshard(weight, PartitionSpec(*own))
     return jnp.broadcast_to(weight, like.shape, out_sharding=of_like)
+
+
+def elementwise(weight: jax.Array) -> jax.Array:
+    """Returns a weight for a product element by element.
+
+    There JAX has no type of a gradient that is not summed yet (`axis_types.with_gradient_terms`):
+    this one is summed in each micro-batch.
+    """
+    is_typed = explicit_axes_of(jax.sharding.get_abstract_mesh())
+    return summed_terms(weight) if is_typed else weight

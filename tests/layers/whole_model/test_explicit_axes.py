@@ -90,10 +90,23 @@ def lm_task(preset="fsdp+tensor", lm=None, **settings):
     )
 
 
-@pytest.mark.slow
-def test_micro_batches_train_as_over_auto_axes():
-    result = runs(lambda mesh: Partitioner(lm_task(gradient_accumulation_steps=2), mesh))
+@pytest.mark.parametrize(
+    "preset", ["replicated", pytest.param("fsdp+tensor", marks=pytest.mark.slow)]
+)
+def test_gradients_of_micro_batches_are_summed_over_devices_once(preset):
+    partitioners = []
+
+    def make(mesh):
+        partitioners.append(Partitioner(lm_task(preset, gradient_accumulation_steps=4), mesh))
+        return partitioners[-1]
+
+    result = runs(make, batch_of(32, 12, 64))
     assert_same_losses(result)
+    assert partitioners[-1].train_step.untyped == {}
+    summed = {axis_types: by_kind["all-reduce"] for axis_types, (_, by_kind) in result.items()}
+    if preset == "replicated":  # All weights are whole; norms' gradients are summed each time.
+        assert summed["explicit"] < 0.3 * summed["auto"]
+    assert summed["explicit"] <= summed["auto"]
 
 
 @pytest.mark.slow
@@ -120,7 +133,7 @@ def test_evaluation_and_decoding_are_those_of_auto_axes():
         mdl_vars, key = state_of(partitioner).mdl_vars, partitioner.batch_key(0, 0, 0)
         metrics = partitioner.eval_step(mdl_vars, partitioner.global_batch(BATCH), key)
         outputs = partitioner.decode_step(mdl_vars, partitioner.global_batch(prompts), key)
-        results[axis_types] = jax.device_get((metrics, outputs["ids"] if "ids" in outputs else outputs))
+        results[axis_types] = jax.device_get((metrics, outputs))
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-6), *results.values()
     )
@@ -150,6 +163,9 @@ def test_weights_and_rows_that_do_not_divide_are_refused(lm, batch, message):
         partitioner.train_step.trace(structs(batch))
 
 
+ROWS_AND_FEATURES = {"map_2d": ("data", "mdl")}
+
+
 class Regression(Task):
     """Of a user's own product, which sums over a dim that is split."""
 
@@ -166,10 +182,11 @@ class Own(nnx.Module):
 
 
 def test_a_users_line_without_a_type_is_named():
-    task = Regression(Own, Learner(optax.sgd, 0.1), inputs_split_mapping={"map_2d": ("data", "mdl")})
+    task = Regression(Own, Learner(optax.sgd, 0.1), inputs_split_mapping=ROWS_AND_FEATURES)
     partitioner = Partitioner(task, mesh_typed("explicit"))
     x = {"x": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
-    with pytest.raises(ConfigError, match=r"test_explicit_axes.py:\d+ \(hidden = jnp.einsum.*untyped"):
+    message = r"test_explicit_axes.py:\d+ \(hidden = jnp.einsum.*untyped"
+    with pytest.raises(ConfigError, match=message):
         partitioner.train_step.trace(x)
 
 
@@ -193,7 +210,7 @@ def test_types_are_those_of_the_layout():
         def compute_loss(self, model, inputs, key):
             return {"loss": (jnp.mean(model(inputs["x"]) ** 2), jnp.ones(()))}
 
-    task = OfLinear(model, Learner(optax.sgd, 0.1), inputs_split_mapping={"map_2d": ("data", "mdl")})
+    task = OfLinear(model, Learner(optax.sgd, 0.1), inputs_split_mapping=ROWS_AND_FEATURES)
     for axis_types, expected in (
         ("explicit", {"w": ("mdl", None), "inputs": ("data", "mdl"), "outputs": ("data", None)}),
         (("auto", "auto", "explicit"), {"w": ("mdl", None), "inputs": (None, "mdl")}),
