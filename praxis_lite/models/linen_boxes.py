@@ -9,7 +9,7 @@ from flax import linen as nn
 from flax.core import meta
 
 from praxis_lite.core.models.model import named_dims
-from praxis_lite.core.sharding.axis_types import abstract_mesh_of
+from praxis_lite.core.sharding.devices.axis_types import abstract_mesh_of
 from praxis_lite.core.sharding.weight_spec import WeightSpec
 
 PyTree = Any

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite.core.sharding.axis_types import abstract_mesh_of
+from praxis_lite.core.sharding.devices.axis_types import abstract_mesh_of
 from praxis_lite.models import FunctionModel
 from tests.support.declared_splits import (
     ONE_DEVICE,

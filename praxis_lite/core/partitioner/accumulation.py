@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.sharding.axis_types import (
+from praxis_lite.core.sharding.devices.axis_types import (
     explicit_axes_of,
     has_no_type,
     no_terms,

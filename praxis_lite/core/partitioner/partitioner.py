@@ -22,7 +22,7 @@ from praxis_lite.core.partitioner.decoding_weights import DecodingWeights
 from praxis_lite.core.partitioner.gradient_strategy import Gradients, GradientStrategy
 from praxis_lite.core.partitioner.task_on_mesh import TaskOnMesh
 from praxis_lite.core.partitioner.train_state import TrainState, layout_and_learner
-from praxis_lite.core.sharding.axis_types import explicit_axes_of, with_auto_axes
+from praxis_lite.core.sharding.devices.axis_types import explicit_axes_of, with_auto_axes
 from praxis_lite.core.sharding.devices.xla_errors import without_xla_errors
 from praxis_lite.core.sharding.inputs import (
     GlobalBatch,

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.models.layer_paths import naming_the_layer
-from praxis_lite.core.sharding.axis_types import (
+from praxis_lite.core.sharding.devices.axis_types import (
     check_divides,
     has_no_type,
     noting,

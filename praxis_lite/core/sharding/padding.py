@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from praxis_lite.core.sharding.axis_types import stated
+from praxis_lite.core.sharding.devices.axis_types import stated
 from praxis_lite.core.sharding.logical_axes import axes_of
 
 PyTree = Any

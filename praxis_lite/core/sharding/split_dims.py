@@ -7,7 +7,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from praxis_lite.core.errors import ConfigError, did_you_mean
-from praxis_lite.core.sharding.axis_types import stated
+from praxis_lite.core.sharding.devices.axis_types import stated
 from praxis_lite.core.sharding.logical_axes import axes_of, entry_of
 
 DimSplit = None | int | str | Sequence[int | str]

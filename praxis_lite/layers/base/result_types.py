@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from praxis_lite.core.sharding.axis_types import explicit_axes_of, summed_terms, type_spec
+from praxis_lite.core.sharding.devices.axis_types import explicit_axes_of, summed_terms, type_spec
 from praxis_lite.core.sharding.logical_axes import axes_of, entry_of
 
 

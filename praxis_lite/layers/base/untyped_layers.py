@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from praxis_lite.core.sharding.axis_types import (
+from praxis_lite.core.sharding.devices.axis_types import (
     explicit_axes_of,
     has_no_type,
     note_untyped,

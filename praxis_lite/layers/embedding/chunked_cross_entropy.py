@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from praxis_lite.collectives.varying import varying_alike
 from praxis_lite.core.jaxprs import RECOMPUTED
-from praxis_lite.core.sharding.axis_types import type_spec, untyped
+from praxis_lite.core.sharding.devices.axis_types import type_spec, untyped
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain, num_shards_of
 from praxis_lite.layers.base.base_layer import filled_up
 from praxis_lite.layers.embedding.cross_entropy import TokenStats

@@ -12,7 +12,7 @@ from praxis_lite.core.learner import bound_learner
 from praxis_lite.core.partitioner import accumulation
 from praxis_lite.core.partitioner.gradient_strategy import Gradients
 from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.core.sharding.axis_types import mesh_of
+from praxis_lite.core.sharding.devices.axis_types import mesh_of
 from praxis_lite.tools.explain.hlo import window_hits
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 
 from praxis_lite import Task
 from praxis_lite.core import Learner, Partitioner
-from praxis_lite.core.sharding.axis_types import mesh_of
+from praxis_lite.core.sharding.devices.axis_types import mesh_of
 from praxis_lite.layers import BaseLayer
 from praxis_lite.tools.explain import hlo
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from praxis_lite import ConfigError
 from praxis_lite.core import NnxModel, WeightSharding
-from praxis_lite.core.sharding.axis_types import mesh_of
+from praxis_lite.core.sharding.devices.axis_types import mesh_of
 from praxis_lite.core.sharding.weight_sharding import decide_shardings
 from praxis_lite.layers import Repeat
 from tests.support.goldens import trimmed

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from praxis_lite.core.partitioner import compiler_options
-from praxis_lite.core.sharding.axis_types import mesh_of
+from praxis_lite.core.sharding.devices.axis_types import mesh_of
 from tests.support.on_tpu import needs_libtpu, printed_by
 
 

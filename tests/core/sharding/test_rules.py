@@ -24,7 +24,7 @@ from praxis_lite.core import (
     register_rule,
     rule_shardings,
 )
-from praxis_lite.core.sharding.axis_types import abstract_mesh_of
+from praxis_lite.core.sharding.devices.axis_types import abstract_mesh_of
 from praxis_lite.core.sharding.rule_names import JobMesh, Leaf, Outcome, parsed_rules, rule_text
 from tests.support.every_case import assert_each
 from tests.support.goldens import golden, trimmed

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from praxis_lite import layers
 from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
-from praxis_lite.core.sharding import axis_types
+from praxis_lite.core.sharding.devices import axis_types
 from praxis_lite.layers import SHARDING_PRESETS, rotary_lm, set_sharding_params
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tools.explain import hlo

@@ -106,7 +106,7 @@ def test_gradients_of_micro_batches_are_summed_over_devices_once(preset):
     summed = {axis_types: by_kind["all-reduce"] for axis_types, (_, by_kind) in result.items()}
     if preset == "replicated":  # All weights are whole; norms' gradients are summed each time.
         assert summed["explicit"] < 0.3 * summed["auto"]
-    assert summed["explicit"] <= summed["auto"]
+    assert summed["explicit"] < 1.01 * summed["auto"]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite.core import StateLayout
-from praxis_lite.core.sharding.axis_types import mesh_of
+from praxis_lite.core.sharding.devices.axis_types import mesh_of
 from praxis_lite.tools.explain.explain_page import ExplainedStep, in_notebook, page
 from praxis_lite.tools.explain.hlo import Collective, MemoryPerDevice
 from tests.support.browser import EXECUTABLE, NO_BROWSER, Browser

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.core.errors import ConfigError, require_choice
-from praxis_lite.core.sharding.axis_types import type_spec, untyped
+from praxis_lite.core.sharding.devices.axis_types import type_spec, untyped
 from praxis_lite.core.sharding.mesh import compiled_platform
 from praxis_lite.core.sharding.split_dims import SplitDims
 from praxis_lite.layers.attention.kernels.blocks import blocked_attention

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout
-from praxis_lite.core.sharding.axis_types import mesh_of
+from praxis_lite.core.sharding.devices.axis_types import mesh_of
 from praxis_lite.core.sharding.inputs import GlobalBatch, batch_spec
 
 PyTree = Any

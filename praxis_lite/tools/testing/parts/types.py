@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from praxis_lite.core.errors import few
 from praxis_lite.core.jaxprs import opened, with_inner
 from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.core.sharding.axis_types import STATED, explicit_axes_of
+from praxis_lite.core.sharding.devices.axis_types import STATED, explicit_axes_of
 from praxis_lite.tools.explain.hlo_layers import GRADIENT_OF, layers_of_name
 
 PyTree = Any

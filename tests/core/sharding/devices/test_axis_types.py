@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from praxis_lite.core import ConfigError, MeshConfig, constrain, make_mesh
-from praxis_lite.core.sharding.axis_types import (
+from praxis_lite.core.sharding.devices.axis_types import (
     UnevenType,
     has_no_type,
     mesh_of,
@@ -19,11 +19,11 @@ from praxis_lite.core.sharding.axis_types import (
     with_auto_axes,
 )
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 # JAX's constructors of meshes, which differ in the type that they take by default.
 CONSTRUCTORS = {"Mesh", "AbstractMesh", "make_mesh", "create_hybrid_device_mesh"}
 # Where meshes are made; the loader is a program of its own, which cannot import the library.
-PLACES = {"praxis_lite/core/sharding/axis_types.py", "praxis_lite/interop/load.py"}
+PLACES = {"praxis_lite/core/sharding/devices/axis_types.py", "praxis_lite/interop/load.py"}
 
 
 def calls_of_jax(tree):
