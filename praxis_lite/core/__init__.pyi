@@ -17,6 +17,7 @@ from praxis_lite.core.partitioner.gradient_strategy import Gradients as Gradient
 from praxis_lite.core.partitioner.partitioner import Partitioner as Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout as StateLayout
 from praxis_lite.core.partitioner.train_state import TrainState as TrainState
+from praxis_lite.core.sharding.devices.axis_types import untyped as untyped
 from praxis_lite.core.sharding.inputs import InputsSplitMapping as InputsSplitMapping
 from praxis_lite.core.sharding.inputs import global_batch as global_batch
 from praxis_lite.core.sharding.inputs import is_true_row as is_true_row

@@ -8,6 +8,9 @@ from pathlib import Path
 import jax
 import numpy as np
 from jax import export
+from jax.sharding import AxisType, Mesh
+
+AUTO = (AxisType.Auto,)
 
 
 def load(folder: Path = Path(__file__).parent) -> Callable[[dict], object]:
@@ -24,7 +27,7 @@ def load(folder: Path = Path(__file__).parent) -> Callable[[dict], object]:
     mesh, num, devices = about["mesh"], program.nr_devices, jax.devices()
     if len(devices) < num:
         raise ValueError(f"{mesh} needs {num} devices; jax has {len(devices)}. {about['devices']}")
-    mesh = jax.sharding.Mesh(np.reshape(devices[:num], list(mesh.values())), list(mesh))
+    mesh = Mesh(np.reshape(devices[:num], [*mesh.values()]), [*mesh], axis_types=AUTO * len(mesh))
     places, _ = jax.tree.unflatten(program.in_tree, program.in_shardings_jax(mesh))
     with np.load(folder / "weights.npz") as arrays:
         listed = zip(arrays, program.in_avals, places[0], strict=False)

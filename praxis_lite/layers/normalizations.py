@@ -11,6 +11,7 @@ from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.base.base_layer import BaseLayer, ones, zeros
 from praxis_lite.layers.base.calls import require_positive
 from praxis_lite.layers.base.dims import splits
+from praxis_lite.layers.base.result_types import elementwise
 
 
 def check_epsilon(layer: object, epsilon: float) -> None:
@@ -187,7 +188,7 @@ class WeightNormL2(BaseLayer):
 
 def _to_rank(weight: jax.Array, rank: int) -> jax.Array:
     """Returns a weight [dim] as float32 [1, ..., 1, dim]."""
-    return weight.astype(jnp.float32).reshape((1,) * (rank - 1) + (-1,))
+    return elementwise(weight).astype(jnp.float32).reshape((1,) * (rank - 1) + (-1,))
 
 
 def _over_rms(x: jax.Array, epsilon: float) -> jax.Array:

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 from flax import linen as nn
 from flax.core import meta
-from jax.sharding import AbstractMesh
 
 from praxis_lite.core.models.model import named_dims
+from praxis_lite.core.sharding.devices.axis_types import abstract_mesh_of
 from praxis_lite.core.sharding.weight_spec import WeightSpec
 
 PyTree = Any
@@ -100,7 +100,7 @@ def drawing_off_mesh(own_shapes: OwnShapes | None = None) -> Callable:
 
         def param(name: str, initializer: Callable, *args: Any, **kwargs: Any) -> Any:
             def off_mesh(*args: Any, **kwargs: Any) -> Any:
-                with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                with jax.sharding.use_abstract_mesh(abstract_mesh_of((), ())):
                     made = initializer(*args, **kwargs)
                 _check_box("/".join(("params", *scope.path, name)), made)
                 return made

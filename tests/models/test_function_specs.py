@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from praxis_lite.core.sharding.devices.axis_types import abstract_mesh_of
 from praxis_lite.models import FunctionModel
 from tests.support.declared_splits import (
     ONE_DEVICE,
@@ -114,7 +115,7 @@ def test_params_split_as_the_specs_and_the_rules_say(case):
     assert splits_of(FunctionModel(init, tree), **declared) == WHOLE | expected
 
 
-MESH_OF_ONE = jax.sharding.AbstractMesh((1,), ("data",))
+MESH_OF_ONE = abstract_mesh_of((1,), ("data",))
 WRONG = {
     "no entry": ({"mlp": None, "out": None}, NONE, ["'stack'", "None declares nothing"]),
     "an entry of a part is missing": (specs(mlp={"w": P("mdl")}), NONE, ["'mlp/b'", "Add one"]),

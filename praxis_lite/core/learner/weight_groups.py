@@ -12,6 +12,7 @@ import jax
 import optax
 
 from praxis_lite.core.learner.whole_trees import over_whole_tree
+from praxis_lite.core.sharding.devices.axis_types import stated
 from praxis_lite.core.sharding.memory_spaces import is_on_host
 from praxis_lite.core.sharding.weight_spec import spec_items
 
@@ -107,7 +108,7 @@ class WeightGroups:
             if isinstance(node, Mapping):
                 return {name: constrain(child, spec[name]) for name, child in node.items()}
             # What lies on the host is laid out as it is stored.
-            return node if is_on_host(node) else jax.lax.with_sharding_constraint(node, spec)
+            return node if is_on_host(node) else stated(node, spec)
 
         return tree if self.update_specs is None else constrain(tree, self.update_specs)
 

@@ -7,7 +7,17 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.sharding.devices.axis_types import (
+    explicit_axes_of,
+    has_no_type,
+    no_terms,
+    note_untyped,
+    summed_terms,
+    type_spec,
+    with_gradient_terms,
+)
 from praxis_lite.core.sharding.inputs import InputsSplitMapping, num_rows_of
+from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.memory_spaces import to_device
 from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.core.task import WeightedScalars
@@ -65,6 +75,18 @@ def value_and_grad(
         (_, (metrics, non_trainable)), grads = grad_fn(fixed, params, non_trainable, inputs, key)
         return metrics, non_trainable, jax.tree.map(_as_float32, grads)
 
+    if axes := _axes_of_rows(inputs):
+        try:
+            return _summed_once(
+                loss_fn, fixed, params, non_trainable, inputs, key, axes,
+                num_micro_batches=num_micro_batches, inputs_split_mapping=inputs_split_mapping,
+            )
+        except Exception as error:
+            if not has_no_type(error):
+                raise
+            reason = str(error).strip().splitlines()[0]
+            note_untyped("gradients' sum over devices, once for all micro-batches", reason)
+
     def add(carry: tuple[PyTree, PyTree], x: tuple[Batch, jax.Array]) -> tuple:
         grad_sums, non_trainable = carry
         micro_batch, index = x
@@ -86,10 +108,64 @@ def value_and_grad(
     (grad_sums, non_trainable), metrics = jax.lax.scan(
         add, (zeros, non_trainable), (micro_batches, jnp.arange(num_micro_batches))
     )
+    return _means(metrics, non_trainable, grad_sums)
+
+
+def _means(metrics: PyTree, non_trainable: PyTree, grad_sums: PyTree) -> tuple:
+    """Returns the results of `value_and_grad`, of metrics [N] and sums of weighted gradients."""
     metrics = {name: weighted_mean(*pairs) for name, pairs in metrics.items()}
     total = metrics["loss"][1]
     divisor = jnp.where(total == 0, 1.0, total)
     return metrics, non_trainable, jax.tree.map(lambda g: g / divisor, grad_sums)
+
+
+def _axes_of_rows(inputs: Batch) -> tuple[str, ...]:
+    """Returns the Explicit axes that the types of a batch split its rows over."""
+    if not explicit_axes_of(jax.sharding.get_abstract_mesh()):
+        return ()
+    rows = (type_spec(x)[0] for x in jax.tree.leaves(inputs) if x.ndim)
+    return tuple(dict.fromkeys(axis for entry in rows for axis in axes_of(entry)))
+
+
+def _summed_once(
+    loss_fn: LossFn, fixed: PyTree, params: PyTree, non_trainable: PyTree, inputs: Batch,
+    key: jax.Array, axes: tuple[str, ...], *, num_micro_batches: int,
+    inputs_split_mapping: InputsSplitMapping,
+) -> tuple:
+    """Returns the results of `value_and_grad` over Explicit axes.
+
+    Devices add up terms of gradients of their own, and sum these over `axes` once, behind the loop.
+    """
+    params = jax.tree.map(lambda w: with_gradient_terms(to_device(w), axes), params)
+
+    def weighted(fixed: PyTree, params: PyTree, *args: Any) -> tuple[jax.Array, tuple]:
+        loss, (metrics, new) = loss_fn(fixed, params, *args)
+        # Here, for JAX has no type of a product with terms.
+        weight = jax.lax.stop_gradient(metrics["loss"][1])
+        return loss * weight.astype(loss.dtype), (metrics, new)
+
+    grad_fn = jax.value_and_grad(weighted, argnums=1, has_aux=True)
+
+    def add(carry: tuple[PyTree, PyTree], x: tuple[Batch, jax.Array]) -> tuple:
+        grad_sums, old = carry
+        micro_batch, index = x
+        (_, (metrics, new)), grads = grad_fn(
+            fixed, params, old, spread(micro_batch, inputs_split_mapping),
+            jax.random.fold_in(key, index),
+        )
+        counts = metrics["loss"][1] != 0
+        grad_sums = jax.lax.cond(
+            counts,
+            lambda: jax.tree.map(lambda total, g: total + g.astype(jnp.float32), grad_sums, grads),
+            lambda: grad_sums,
+        )
+        return (grad_sums, jax.tree.map(lambda n, o: jnp.where(counts, n, o), new, old)), metrics
+
+    zeros = jax.tree.map(lambda w: no_terms(w, jnp.float32), params)
+    (grad_sums, new), metrics = jax.lax.scan(
+        add, (zeros, non_trainable), (cut(inputs, num_micro_batches), jnp.arange(num_micro_batches))
+    )
+    return _means(metrics, new, jax.tree.map(summed_terms, grad_sums))
 
 
 def _as_float32(g: jax.Array) -> jax.Array:

@@ -34,12 +34,15 @@ class Step:
       pure: called with unpadded arrays, inputs and a key, as if on a single device.
       required_inputs: the leaves of a batch that the task reads.
       check_rows: called with the shapes of a batch; raises ConfigError if the rows cannot be cut.
+      is_typed: Explicit axes of the mesh are types in it.
 
     Attributes:
       where: the task and the mesh.
       layout: of the arrays that it is called with.
       function: the step before it is compiled, of the same arguments.
       trains: it takes and returns all of the state; else it takes the weights alone.
+      untyped: once it is traced, by path of a layer why JAX has no types of its inside, where the
+        mesh has Explicit axes.
     """
 
     trains: bool
@@ -49,10 +52,12 @@ class Step:
     def __init__(
         self, name: str, title: str, where: TaskOnMesh, layout: StateLayout,
         pure: Callable[..., Any], *, required_inputs: tuple[str, ...],
-        check_rows: Callable[[PyTree], None],
+        check_rows: Callable[[PyTree], None], is_typed: bool = True,
     ):
         self.name, self.title, self.required_inputs = name, title, required_inputs
-        self.where, self.layout, self._pure, self._check_rows = where, layout, pure, check_rows
+        self.where, self.layout, self._check_rows = where, layout, check_rows
+        self.untyped = {}
+        self._pure = where.typed(pure, layout.specs, self.untyped) if is_typed else pure
 
     @property
     def kind(self) -> str:

@@ -22,6 +22,7 @@ from praxis_lite.core.partitioner.decoding_weights import DecodingWeights
 from praxis_lite.core.partitioner.gradient_strategy import Gradients, GradientStrategy
 from praxis_lite.core.partitioner.task_on_mesh import TaskOnMesh
 from praxis_lite.core.partitioner.train_state import TrainState, layout_and_learner
+from praxis_lite.core.sharding.devices.axis_types import explicit_axes_of, with_auto_axes
 from praxis_lite.core.sharding.devices.xla_errors import without_xla_errors
 from praxis_lite.core.sharding.inputs import (
     GlobalBatch,
@@ -44,13 +45,15 @@ class Partitioner:
 
     Args:
       task: the single-device view.
-      mesh: with Auto axes.
+      mesh: what it has as Explicit axes are types of arrays in the train and eval steps. Arrays
+        lie on the mesh of the same devices with Auto axes.
       gradients: how gradients and metrics are made, such as by ExplicitCollectives of
         `praxis_lite.collectives`; None: XLA splits what one device would do.
       compiler_options: as of `MeshConfig`.
       value_and_grad, evaluate: former arguments: fields of `Gradients`.
 
     Attributes:
+      mesh: of Auto axes, on which arrays lie.
       layout: StateLayout of the TrainState.
       learner: the task's, bound to the weights.
       gradients: the functions that make gradients and metrics, of the strategy that was given.
@@ -78,9 +81,10 @@ class Partitioner:
             )
             given = {"value_and_grad": value_and_grad, "evaluate": evaluate}
             gradients = Gradients(**{name: x for name, x in given.items() if x})
+        explicit_axes, mesh = explicit_axes_of(mesh), with_auto_axes(mesh)
         self.task, self.mesh = task, mesh
         self._num_ids = dict(task.num_ids())
-        self.where = where = TaskOnMesh(task, mesh)
+        self.where = where = TaskOnMesh(task, mesh, explicit_axes)
         with where.tracing():  # A Linen module's init runs all of it, and may ask for the mesh.
             self.layout, self.learner = layout_and_learner(task, dict(mesh.shape))
         self._mdl_layout = self.layout.select("mdl_vars")
@@ -165,6 +169,7 @@ class Partitioner:
             functools.partial(steps.decode_step, self.task),
             required_inputs=self.task.required_decode_inputs, may_lack_key=False,
             check_rows=lambda element_spec: None, compiler_options=self.decode_options,
+            is_typed=False,  # JAX has no type of a cache that is written at a place of its own.
             in_form=lambda mdl_vars: self.decoding_weights.of(mdl_vars, "decode_step: mdl_vars"),
         )
 

@@ -2,27 +2,48 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from flax.core import spmd
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.models.layer_paths import naming_the_layer
-from praxis_lite.core.sharding.inputs import GlobalBatch, reshard_by_rank, true_rows
+from praxis_lite.core.sharding.devices.axis_types import (
+    check_divides,
+    has_no_type,
+    noting,
+    only_axes,
+)
+from praxis_lite.core.sharding.inputs import (
+    GlobalBatch,
+    batch_spec,
+    reshard_by_rank,
+    true_rows,
+)
+from praxis_lite.core.sharding.leaf_paths import path_of
+from praxis_lite.core.sharding.split_dims import to_partition_spec
 from praxis_lite.core.sharding.weight_sharding import WeightSharding, check_axes
 from praxis_lite.core.task import Task
+from praxis_lite.core.user_lines import user_line
 
 PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskOnMesh:
-    """A task and the mesh that its programs are compiled for."""
+    """A task and the mesh that its programs are compiled for.
+
+    Attributes:
+      mesh: of Auto axes.
+      explicit_axes: of them, those that are Explicit inside the steps that are typed.
+    """
 
     task: Task
     mesh: Mesh
+    explicit_axes: tuple[str, ...] = ()
 
     @property
     def replicated(self) -> NamedSharding:
@@ -43,6 +64,59 @@ class TaskOnMesh:
         axis_names = self.mesh.axis_names
         inputs = true_rows(batch, axis_names)
         return reshard_by_rank(inputs, self.task.inputs_split_mapping, axis_names)
+
+    def typed(
+        self, pure: Callable[..., Any], specs: PyTree, notes: dict[str, str]
+    ) -> Callable[..., Any]:
+        """Returns a pure step (arrays, inputs, key) in which Explicit axes are types of arrays.
+
+        Without such axes it is `pure` itself.
+
+        Args:
+          specs: of the arrays, extended to their ranks.
+          notes: filled with reasons by the paths of layers that have no types inside.
+
+        The function raises a ConfigError if an Explicit axis does not divide what it splits.
+        """
+        if not self.explicit_axes:
+            return pure
+        axis_names, mapping = self.mesh.axis_names, self.task.inputs_split_mapping or {}
+
+        def spec_of_rows(x: jax.Array) -> PartitionSpec:
+            split = mapping.get(f"map_{x.ndim}d") if x.ndim else ()
+            if split is None:
+                return batch_spec(x.ndim, axis_names)
+            return to_partition_spec(split, axis_names, rank=x.ndim)
+
+        def type_of(path: tuple, x: jax.Array, spec: PartitionSpec) -> PartitionSpec:
+            check_divides(x.shape, spec, f"{path_of(path)}", self.mesh, self.explicit_axes)
+            return only_axes(spec, self.explicit_axes)
+
+        def typed(arrays: PyTree, inputs: PyTree, key: Any) -> Any:
+            of_inputs = jax.tree.map(spec_of_rows, inputs)
+            types = (
+                jax.tree.map_with_path(type_of, arrays, specs),
+                jax.tree.map_with_path(type_of, inputs, of_inputs),
+                jax.tree.map(lambda _: PartitionSpec(), key),
+            )
+            explicit = jax.sharding.explicit_axes(pure, axes=self.explicit_axes, in_sharding=types)
+            notes.clear()
+            try:
+                with noting(notes):
+                    return explicit(arrays, inputs, key)
+            except Exception as error:
+                if not has_no_type(error) or isinstance(error, ConfigError):
+                    raise
+                line = user_line(error)
+                place = f" in {line.filename}:{line.lineno} ({line.line})" if line else ""
+                raise ConfigError(
+                    f"JAX has no type of a result{place} over the Explicit axes "
+                    f"{self.explicit_axes}: {error} Say it there (out_sharding=, "
+                    "jax.sharding.reshard), compute it by praxis_lite.core.untyped, or set "
+                    "mesh.axis_types=auto."
+                ) from error
+
+        return typed
 
 
 @contextlib.contextmanager

@@ -7,9 +7,10 @@ import os
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.sharding.devices.axis_types import AXIS_TYPES, mesh_of
 from praxis_lite.core.sharding.devices.grid import of_each_process, simulated_grid, torus_grid
 from praxis_lite.core.sharding.devices.libtpu import leave_absent_tpus_alone
 from praxis_lite.core.sharding.mesh_config import MeshConfig
@@ -89,7 +90,7 @@ def _is_chosen_by_user() -> bool:
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Returns the mesh of `config` with Auto axes, over `devices` or all devices there are.
+    """Returns the mesh of `config`, over `devices` or all devices there are.
 
     On CPU, where devices are simulated, they are taken in order; on accelerators `mesh_utils`
     orders them by their interconnect (and slices by the DCN shape).
@@ -133,8 +134,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
             f"{config} has no device of some of the {num_processes} processes. Enlarge "
             "mesh.ici_mesh_shape, or start fewer."
         )
-    # jax.make_mesh would make the axes Explicit, under which uneven slicing is an error.
-    return Mesh(grid, tuple(config.axis_names), axis_types=(AxisType.Auto,) * grid.ndim)
+    return mesh_of(grid, config.axis_names, [AXIS_TYPES[x] for x in config.axis_type_words])
 
 
 def attached_devices() -> tuple[int, str]:

@@ -4,7 +4,8 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.errors import ConfigError, require, require_choice
+from praxis_lite.core.sharding.devices.axis_types import AXIS_TYPES
 
 CompilerOptions = Mapping[str, Mapping[str, bool | int | float | str]]
 # Names of TPUs, as topologies and compiler_options have them, by `jax.Device.device_kind`.
@@ -29,6 +30,8 @@ class MeshConfig:
       compiler_options: by platform ("cpu", "gpu", "tpu") or kind of TPU ("v4", "v5e", "v5p",
         "v6e", "tpu7x"), options of XLA by name for the train, eval and decode steps; those of a
         kind count before those of "tpu". Those of other devices wait until a job runs there.
+      axis_types: "auto", or "explicit": in training and evaluation JAX's types of arrays say how
+        they split over it, checked while a step is traced. A word for all axes, or one for each.
     """
 
     ici_mesh_shape: Sequence[int]
@@ -37,6 +40,7 @@ class MeshConfig:
     allow_unused_devices: bool = False
     allow_split_physical_axes: bool = False
     compiler_options: CompilerOptions | None = dataclasses.field(default=None, hash=False)
+    axis_types: str | Sequence[str] = "auto"
 
     def __post_init__(self):
         names = tuple(self.axis_names)
@@ -56,6 +60,14 @@ class MeshConfig:
             )
             change = f"Fix mesh.{field} or mesh.axis_names."
             require(is_right, f"mesh.{field}", tuple(shape), expected, change)
+        if not isinstance(self.axis_types, str):
+            expected = f"a word of {', '.join(AXIS_TYPES)}, or one for each of the axes {names}"
+            require(
+                isinstance(self.axis_types, Sequence) and len(self.axis_types) == len(names),
+                "mesh.axis_types", self.axis_types, expected,
+            )
+        for word in self.axis_type_words:
+            require_choice("mesh.axis_types", word, AXIS_TYPES)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -71,6 +83,12 @@ class MeshConfig:
             )
         dcn_mesh_shape = self.dcn_mesh_shape or (1,) * len(self.ici_mesh_shape)
         return tuple(i * d for i, d in zip(self.ici_mesh_shape, dcn_mesh_shape, strict=True))
+
+    @property
+    def axis_type_words(self) -> tuple[str, ...]:
+        """The word of `axis_types` for each axis."""
+        types, names = self.axis_types, self.axis_names
+        return (types,) * len(names) if isinstance(types, str) else tuple(types)
 
     @property
     def num_devices(self) -> int:

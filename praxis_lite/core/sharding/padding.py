@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from praxis_lite.core.sharding.devices.axis_types import stated
 from praxis_lite.core.sharding.logical_axes import axes_of
 
 PyTree = Any
@@ -103,4 +104,4 @@ def evenly(tree: PyTree) -> PyTree:
 def _annotate(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     if jax.sharding.get_abstract_mesh().empty:
         return x
-    return jax.lax.with_sharding_constraint(x, spec)
+    return stated(x, spec)

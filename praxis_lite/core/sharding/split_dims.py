@@ -7,6 +7,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from praxis_lite.core.errors import ConfigError, did_you_mean
+from praxis_lite.core.sharding.devices.axis_types import stated
 from praxis_lite.core.sharding.logical_axes import axes_of, entry_of
 
 DimSplit = None | int | str | Sequence[int | str]
@@ -92,14 +93,14 @@ def _axes_named(entry: DimSplit, axis_names: tuple[str, ...], text: str) -> tupl
 
 
 def constrain(x: jax.Array, activation_split_dims_mapping: SplitDims) -> jax.Array:
-    """Returns `x` with its layout stated to XLA, or as it is.
+    """Returns `x` with its layout stated, to XLA or as its type (`axis_types`), or as it is.
 
     A mapping of None states nothing; a mapping of all None forces replication. Where no mesh is
     set (a layer run by itself in a notebook) nothing is stated either. Inside `jax.shard_map` its
     manual axes are left out: `x` is a device's part along them already.
 
     Raises:
-      ConfigError: as `to_partition_spec`.
+      ConfigError: as `to_partition_spec`; or an Explicit axis does not divide its dim.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if activation_split_dims_mapping is None or mesh.empty:
@@ -110,7 +111,7 @@ def constrain(x: jax.Array, activation_split_dims_mapping: SplitDims) -> jax.Arr
     )
     if len(mesh.manual_axes) == len(mesh.axis_names):
         return x  # There is nothing left to state, to which a vmap over an axis would add its own.
-    return jax.lax.with_sharding_constraint(x, without_axes(spec, mesh.manual_axes))
+    return stated(x, without_axes(spec, mesh.manual_axes))
 
 
 def without_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:

@@ -22,6 +22,7 @@ from praxis_lite.layers.base.dims import (
     names_of,
     split_of,
 )
+from praxis_lite.layers.base.result_types import broadcast_beside
 from praxis_lite.layers.initializers import TrueFans, WeightInit
 
 Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array] | TrueFans
@@ -129,7 +130,7 @@ def broadcast_as(weight: jax.Array, like: jax.Array) -> jax.Array:
     """Returns `weight` (float32) in the shape and dtype of `like`."""
     # Cast after the broadcast: its gradient, a sum over all tokens for a bias, is then summed in
     # float32. In bfloat16 it would stop growing, for 256 + 1 is 256 there.
-    return jnp.broadcast_to(weight, like.shape).astype(like.dtype)
+    return broadcast_beside(weight, like).astype(like.dtype)
 
 
 def filled_up(x: jax.Array, length: int, dim: int = 0, **settings: Any) -> jax.Array:

@@ -20,6 +20,7 @@ from praxis_lite.core.errors import (
 )
 from praxis_lite.core.models.layer_paths import attribute_name
 from praxis_lite.layers.base.dims import SplitSetting
+from praxis_lite.layers.base.untyped_layers import typed_if_it_can
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
@@ -112,16 +113,20 @@ def with_settings(
 
 # The layer whose method is being traced.
 _caller: contextvars.ContextVar[Any] = contextvars.ContextVar("caller", default=None)
+# Its path in the model.
+_path: contextvars.ContextVar[str] = contextvars.ContextVar("path", default="")
 
 
 @contextlib.contextmanager
 def _calling(layer: Any, name: str) -> Iterator[None]:
-    token = _caller.set(layer)
+    token, path = _caller.set(layer), _path.get()
+    inside = _path.set(f"{path}/{name}".strip("/") if name else path)
     try:
         with jax.named_scope(name) if name else contextlib.nullcontext():
             yield
     finally:
         _caller.reset(token)
+        _path.reset(inside)
 
 
 def checked_and_named(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,7 +152,7 @@ def checked_and_named(method: Callable[..., Any]) -> Callable[..., Any]:
         if caller is layer:
             return method(layer, *args, **kwargs)
         with _calling(layer, "" if caller is None else attribute_name(caller, layer)):
-            return method(layer, *args, **kwargs)
+            return typed_if_it_can(method, layer, args, kwargs, _path.get())
 
     return call
 

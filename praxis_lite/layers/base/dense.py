@@ -10,12 +10,12 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, broadcast_as, xavier
 from praxis_lite.layers.base.dims import CLASSES, NONE, matrix_of, merged_dim
+from praxis_lite.layers.base.result_types import einsum
 from praxis_lite.layers.base.variables import num_stacked_dims
 from praxis_lite.layers.initializers import TrueFans
 
@@ -46,7 +46,7 @@ class Product:
         w = layer.w[...]
         if isinstance(w, StoredWeight):
             return w.multiplied(layer, inputs)
-        return jnp.einsum(in_order(layer.equation), inputs, layer.kernel(inputs.dtype))
+        return einsum(in_order(layer.equation), inputs, layer.kernel(inputs.dtype))
 
     def factors(self, layer: "Dense", inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
         """Returns the answer of `Linear.factors`."""

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from praxis_lite.collectives.varying import varying_alike
 from praxis_lite.core.jaxprs import RECOMPUTED
+from praxis_lite.core.sharding.devices.axis_types import type_spec, untyped
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain, num_shards_of
 from praxis_lite.layers.base.base_layer import filled_up
 from praxis_lite.layers.embedding.cross_entropy import TokenStats
@@ -74,7 +75,11 @@ def token_stats(
         for i, (_, weight) in enumerate(factors)
     ]
     bias_NS = None if bias_V is None else chunks.by_shard(bias_V, 0)
-    return _token_stats(chunks, [x for x, _ in factors], weights, bias_NS, class_ids)
+    # JAX has no types of its loop's gradient: sums over tokens that are split.
+    return untyped(
+        functools.partial(_token_stats, chunks), [x for x, _ in factors], weights, bias_NS,
+        class_ids, out=type_spec(class_ids),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -3,13 +3,13 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.activations import ActivationFn, activation_fn
 from praxis_lite.layers.base.base_layer import Initializer
 from praxis_lite.layers.base.calls import takes_settings_of
+from praxis_lite.layers.base.result_types import einsum
 from praxis_lite.layers.embedding.chunked_cross_entropy import token_stats
 from praxis_lite.layers.embedding.cross_entropy import TokenStats
 from praxis_lite.layers.embedding.softmaxes import SharedEmbeddingSoftmax
@@ -56,7 +56,7 @@ class NClassMajorSharedEmbeddingSoftmax(SharedEmbeddingSoftmax):
         self.bias = Bias(V, bias_init=bias_init, rngs=rngs) if has_bias else None
 
     def _projected(self, inputs: jax.Array) -> jax.Array:
-        logits = jnp.einsum("...d,vd->...v", inputs, self.w[...].astype(inputs.dtype))
+        logits = einsum("...d,vd->...v", inputs, self.w[...].astype(inputs.dtype))
         logits = constrain(logits, self.activation_split_dims_mapping)
         return logits if self.bias is None else self.bias(logits)
 

@@ -19,6 +19,7 @@ from praxis_lite.core.sharding.split_dims import (
 from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, xavier
 from praxis_lite.layers.base.calls import require_floating, require_positive
 from praxis_lite.layers.base.dims import NONE, RESIDUAL, split_of, splits
+from praxis_lite.layers.base.result_types import einsum, rows_at
 
 # B batch, T time, D model dims, V classes.
 LOOKUP_STYLES = ("index", "matmul")
@@ -89,10 +90,10 @@ def lookup(
         else:
             ids = constrain(ids, split[:-1])
         # Cast after it: the gradients of a row, one for each time it is read, are added in float32.
-        return constrain(jnp.take(table_VD, ids, axis=0).astype(dtype), split)
+        return constrain(rows_at(table_VD, ids).astype(dtype), split)
     one_hot = jax.nn.one_hot(ids, table_VD.shape[0], dtype=dtype)
     table_VD = constrain(table_VD, (table_split[0], None))
-    return jnp.einsum("...v,vd->...d", one_hot, table_VD.astype(dtype))
+    return einsum("...v,vd->...d", one_hot, table_VD.astype(dtype))
 
 
 def _columns_split(

@@ -180,6 +180,10 @@ class Check:
             self._on_meshes[shape] = on_mesh(self.job, self.task, shape)
         return self._on_meshes[shape]
 
+    def typed(self, shape: Shape) -> OnMesh:
+        """Returns the experiment's own task on a mesh whose axes are Explicit."""
+        return on_mesh(self.job, self.task, shape, axis_types="explicit")
+
     @functools.cached_property
     def is_random(self) -> bool:
         """True if a training step draws random numbers."""

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 from jax.extend import core
-from jax.sharding import Mesh
 
 from praxis_lite.core.jaxprs import RECOMPUTED, opened
 from praxis_lite.core.learner import bound_learner
 from praxis_lite.core.partitioner import accumulation
 from praxis_lite.core.partitioner.gradient_strategy import Gradients
 from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.core.sharding.devices.axis_types import mesh_of
 from praxis_lite.tools.explain.hlo_matmuls import window_hits
 
 
@@ -40,7 +40,7 @@ def flops_of_step(partitioner: Partitioner, element_spec: Any) -> ModelFlops:
     mesh = partitioner.mesh
     shape = (1,) * len(mesh.axis_names)
     device = np.array(mesh.local_devices[:1]).reshape(shape)
-    alone = Mesh(device, mesh.axis_names, axis_types=mesh.axis_types)
+    alone = mesh_of(device, mesh.axis_names)
     step = Partitioner(partitioner.task, alone, gradients=Gradients(_of_whole_batch)).train_step
     return model_flops(step.trace(element_spec).jaxpr)
 

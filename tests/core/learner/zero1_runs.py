@@ -11,6 +11,7 @@ from flax import nnx
 
 from praxis_lite import Task
 from praxis_lite.core import Learner, Partitioner
+from praxis_lite.core.sharding.devices.axis_types import mesh_of
 from praxis_lite.layers import BaseLayer
 from praxis_lite.tools.explain import hlo
 
@@ -51,7 +52,7 @@ def main():
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4")
     devices = mesh_utils.create_device_mesh((NUM_DEVICES,), topology.devices)
-    mesh = jax.sharding.Mesh(devices, ("data",))
+    mesh = mesh_of(devices, ("data",))
     actual = []
     for axes in ((), ("data",)):
         _, compiled = compiled_step(mesh, axes, TPU_OPTIONS)

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from praxis_lite import ConfigError
 from praxis_lite.core import NnxModel, WeightSharding
+from praxis_lite.core.sharding.devices.axis_types import mesh_of
 from praxis_lite.core.sharding.weight_sharding import decide_shardings
 from praxis_lite.layers import Repeat
 from tests.support.goldens import trimmed
@@ -34,7 +35,7 @@ def drawn(key, init=INIT):
 
 
 def on_a_mesh(spec):
-    return NamedSharding(jax.make_mesh((2, 4), ("data", "model")), spec)
+    return NamedSharding(mesh_of(np.asarray(jax.devices()).reshape(2, 4), ("data", "model")), spec)
 
 
 SPELLINGS = {

@@ -2,10 +2,11 @@
 
 
 import jax
+import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 from praxis_lite.core.partitioner import compiler_options
+from praxis_lite.core.sharding.devices.axis_types import mesh_of
 from tests.support.on_tpu import needs_libtpu, printed_by
 
 
@@ -22,7 +23,7 @@ def test_gradients_are_summed_over_devices_once_a_step():
 
 
 def test_an_option_of_the_users_own_is_kept_and_other_platforms_have_none(monkeypatch):
-    mesh, ours = Mesh(jax.devices(), "data"), compiler_options.ACCUMULATING
+    mesh, ours = mesh_of(np.asarray(jax.devices()), ("data",)), compiler_options.ACCUMULATING
     assert compiler_options.more_options(ours, None, mesh) is None
     monkeypatch.setattr(
         compiler_options, "step_options", lambda options, mesh: options.get("tpu")

@@ -24,6 +24,7 @@ from praxis_lite.core import (
     register_rule,
     rule_shardings,
 )
+from praxis_lite.core.sharding.devices.axis_types import abstract_mesh_of
 from praxis_lite.core.sharding.rule_names import JobMesh, Leaf, Outcome, parsed_rules, rule_text
 from tests.support.every_case import assert_each
 from tests.support.goldens import golden, trimmed
@@ -83,7 +84,7 @@ def is_inferred(case):
             node = node.setdefault(parent, {})
         names = x.get("logical_names")
         node[name] = leaf if names is None else nn.LogicallyPartitioned(leaf, tuple(names))
-    mesh = jax.sharding.AbstractMesh(tuple(mesh["shape"]), tuple(mesh["axes"]))
+    mesh = abstract_mesh_of(mesh["shape"], mesh["axes"])
     settings = {"logical_axis_rules": case["rules"] or ()}
     if "error" in case:
         with pytest.raises(ConfigError):

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from praxis_lite import layers
 from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
+from praxis_lite.core.sharding.devices import axis_types
 from praxis_lite.layers import SHARDING_PRESETS, rotary_lm, set_sharding_params
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tools.explain import hlo
@@ -126,7 +127,7 @@ def main() -> None:
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4")
     devices = mesh_utils.create_device_mesh((1, 1, 8), topology.devices)
-    mesh = Mesh(devices, AXES)
+    mesh = axis_types.mesh_of(devices, AXES)
     actual = {
         preset: [(item.kind, item.bytes, item.count) for item in collectives(preset, mesh, OF_TPU)]
         for preset in ("megatron", "sequence", "fsdp")

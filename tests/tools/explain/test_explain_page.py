@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite.core import StateLayout
+from praxis_lite.core.sharding.devices.axis_types import mesh_of
 from praxis_lite.tools.explain.explain_page import ExplainedStep, in_notebook, page
 from praxis_lite.tools.explain.hlo import Collective, MemoryPerDevice
 from tests.support.browser import EXECUTABLE, NO_BROWSER, Browser
@@ -89,7 +90,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mesh_222():
-    return jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2, 2), tuple("abc"))
+    return mesh_of(np.array(jax.devices()).reshape(2, 2, 2), tuple("abc"))
 
 
 # All blocks as they are drawn: devices, colours, tooltip, box; and the hatched boxes in them.
@@ -125,7 +126,7 @@ def all_drawn(number):
 @pytest.mark.parametrize("shape", [(2, 2, 2), (1, 4, 2), (8, 1, 1), (1, 1, 1)])
 def test_blocks_and_their_colours_are_where_jax_places_them(browser, shape):
     size = int(np.prod(shape))
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:size]).reshape(shape), tuple("abc"))
+    mesh = mesh_of(np.array(jax.devices()[:size]).reshape(shape), tuple("abc"))
     layout = layout_of(LEAVES, dict(mesh.shape))
     item = browser(mesh, layout)
     item.resize(1280, 4000)
@@ -207,7 +208,7 @@ def test_totals_are_those_of_the_shards_of_one_device(shown):
     held = {"weights": 0, "optimizer slots": 0}
     for leaf in layout.leaves():
         shards = NamedSharding(
-            jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2, 2), tuple("abc")), leaf.spec
+            mesh_of(np.array(jax.devices()).reshape(2, 2, 2), tuple("abc")), leaf.spec
         ).shard_shape(leaf.padded_shape)
         kind = "weights" if leaf.path.startswith("mdl_vars") else "optimizer slots"
         held[kind] += 4 * int(np.prod(shards))

@@ -1,4 +1,4 @@
-"""Which devices are there, in what order, and what do their compilers get wrong?
+"""Which devices are there, in what order and axes, and what do their compilers get wrong?
 
 Never sees a layer.
 """

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.core.errors import ConfigError, require_choice
+from praxis_lite.core.sharding.devices.axis_types import type_spec, untyped
 from praxis_lite.core.sharding.mesh import compiled_platform
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain
 from praxis_lite.layers.attention.kernels.blocks import blocked_attention
@@ -59,6 +60,8 @@ KERNELS: dict[str, frozenset[str]] = {
 }
 # The name of attended values, and of what their gradient takes up beside them.
 CONTEXT = "context"
+# Kernels that give it themselves, to what their backward pass takes up.
+_NAMING = ("chunked", "splash")
 # From so many logits per head on, chunks are worth their second pass.
 CHUNKED_FROM = 4096 * 4096
 
@@ -257,26 +260,32 @@ def _attended(
     work = Workload(compiled_platform(), q_BTNK.dtype, T, S, K)
     name, reason = choose_kernel(setting, (need for need, used in uses.items() if used), work)
     log_choice(name, reason)
-    args = q_BTNK, k_BSGK, v_BSGK, mask, options
-    if name == "chunked":
-        return laid_out(chunked_attention(
-            *args, chunk_size=chunk_size, sinks_N=sinks_N, kept_as=kept_as
-        ))
-    if name == "splash":
-        return laid_out(splash_attention(
-            *args, split=split, interpret=work.platform != "tpu", kept_as=kept_as
-        ))
-    if name == "blocked":
-        encoded_BTNK = blocked_attention(*args, block_size=chunk_size, sinks_N=sinks_N)
-    elif name == "dot_product":
-        encoded_BTNK = dot_product_attention(*args, bias=bias)
-    elif name == "cudnn":
-        encoded_BTNK = cudnn_attention(*args, split=split)
-    else:
-        encoded_BTNK = einsum_attention(
-            *args, bias=bias, atten_mask=atten_mask, dropout=dropout, key=key, sinks_N=sinks_N
+    args = q_BTNK, k_BSGK, v_BSGK, mask
+    if name == "einsum":
+        return kept(laid_out(einsum_attention(
+            *args, options, bias=bias, atten_mask=atten_mask, dropout=dropout, key=key,
+            sinks_N=sinks_N,
+        )), kept_as)
+
+    def kernel(*args: Any) -> jax.Array:
+        *arrays, bias, sinks_N = args
+        if name == "blocked":
+            return blocked_attention(*arrays, options, block_size=chunk_size, sinks_N=sinks_N)
+        if name == "chunked":
+            return chunked_attention(
+                *arrays, options, chunk_size=chunk_size, sinks_N=sinks_N, kept_as=kept_as
+            )
+        if name == "dot_product":
+            return dot_product_attention(*arrays, options, bias=bias)
+        if name == "cudnn":
+            return cudnn_attention(*arrays, options, split=split)
+        return splash_attention(
+            *arrays, options, split=split, interpret=work.platform != "tpu", kept_as=kept_as
         )
-    return kept(laid_out(encoded_BTNK), kept_as)
+
+    # JAX has no types inside of kernels and of their gradients.
+    encoded_BTNK = laid_out(untyped(kernel, *args, bias, sinks_N, out=type_spec))
+    return encoded_BTNK if name in _NAMING else kept(encoded_BTNK, kept_as)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout
+from praxis_lite.core.sharding.devices.axis_types import mesh_of
 from praxis_lite.core.sharding.inputs import GlobalBatch, batch_spec
 
 PyTree = Any
@@ -21,7 +22,7 @@ COPIES = "copies"  # An axis that splits nothing but the rows of a batch on thei
 def reordered(mesh: Mesh, order: Sequence[int]) -> Mesh:
     """Returns a mesh of the same shape, with device order[i] of the mesh at place i."""
     devices = mesh.devices.reshape(-1)[list(order)].reshape(mesh.devices.shape)
-    return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+    return mesh_of(devices, mesh.axis_names)
 
 
 def rolled(places: Sequence[int], num_devices: int, by: int = 1) -> list[int]:
@@ -34,7 +35,7 @@ def rolled(places: Sequence[int], num_devices: int, by: int = 1) -> list[int]:
 
 def reshaped(mesh: Mesh, shape: Sequence[int]) -> Mesh:
     """Returns a mesh of the same devices, in the same order, with other sizes of the axes."""
-    return Mesh(mesh.devices.reshape(tuple(shape)), mesh.axis_names, axis_types=mesh.axis_types)
+    return mesh_of(mesh.devices.reshape(tuple(shape)), mesh.axis_names)
 
 
 def other_meshes(mesh: Mesh) -> list[Mesh]:
@@ -47,9 +48,7 @@ def other_meshes(mesh: Mesh) -> list[Mesh]:
     divisors = [n for n in range(1, size + 1) if size % n == 0]
 
     def with_copies(*shape: int) -> Mesh:
-        names = (*mesh.axis_names, COPIES)
-        types = (*mesh.axis_types, mesh.axis_types[0])
-        return Mesh(mesh.devices.reshape(shape), names, axis_types=types)
+        return mesh_of(mesh.devices.reshape(shape), (*mesh.axis_names, COPIES))
 
     whole = with_copies(*(1,) * len(own), size)
     if len(own) == 1:

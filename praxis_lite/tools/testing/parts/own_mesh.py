@@ -17,6 +17,7 @@ from praxis_lite.tools.testing.parts.as_trained import as_trained
 from praxis_lite.tools.testing.parts.by_hand import update_by_hand
 from praxis_lite.tools.testing.parts.resumed import resumed
 from praxis_lite.tools.testing.parts.switched import settings_switched
+from praxis_lite.tools.testing.parts.types import types_of
 from praxis_lite.tools.testing.runs import variants
 from praxis_lite.tools.testing.runs.on_mesh import OnMesh, reporting
 from praxis_lite.tools.testing.runs.parts import micro_batches_in_turn
@@ -199,6 +200,7 @@ PARTS: dict[str, Callable[[Check, OnMesh], Iterator[list[Comparison]]]] = {
         )
     },
     "settings switched": settings_switched,
+    "types": types_of,
     "as trained": as_trained,
     "resumed": resumed,
 }

@@ -217,15 +217,19 @@ def cut(layout: Any, tree: PyTree) -> tuple[PyTree, dict[str, float]]:
     return jax.tree.map_with_path(one, tree, layout.shapes), padding
 
 
-def on_mesh(job: Job, task: Task, shape: Sequence[int], build: Any = None) -> OnMesh:
+def on_mesh(
+    job: Job, task: Task, shape: Sequence[int], build: Any = None,
+    axis_types: str | Sequence[str] | None = None,
+) -> OnMesh:
     """Returns `task` on a mesh of the job's axes.
 
     Args:
+      axis_types: of the axes; None: the job's own.
       build: of a partitioner, called with the task and the mesh; None: the job's own.
     """
     config = MeshConfig(
         ici_mesh_shape=tuple(shape), axis_names=tuple(job.mesh.axis_names),
-        allow_unused_devices=True,
+        allow_unused_devices=True, axis_types=axis_types or job.mesh.axis_types,
     )
     return OnMesh((build or job.partitioner or Partitioner)(task, make_mesh(config)))
 

@@ -1,0 +1,88 @@
+"""The types of results that JAX does not infer over Explicit axes: of products, and rows read.
+
+Over Auto axes each function is jax.numpy's own.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from praxis_lite.core.sharding.devices.axis_types import explicit_axes_of, summed_terms, type_spec
+from praxis_lite.core.sharding.logical_axes import axes_of, entry_of
+
+
+def einsum(equation: str, x: jax.Array, y: jax.Array, **settings: Any) -> jax.Array:
+    """Returns `jnp.einsum(equation, x, y, **settings)`, its type that of its factors' dims.
+
+    Over axes that split a summed dim of both it is summed. Where two dims of the result have one
+    axis in the factors, the result's first dim keeps it, the batch: a weight's dim that has one of
+    its axes is whole, with all of them (fully sharded). Then come dims of `y`, a weight, and then
+    the others of `x`, which is gathered over what they have (sequence parallelism).
+
+    Args:
+      equation: with "->"; "..." may stand for leading dims of `x` alone.
+    """
+    if not explicit_axes_of(jax.sharding.get_abstract_mesh()):
+        return jnp.einsum(equation, x, y, **settings)
+    factors, results = equation.split("->")
+    of_x, of_y = factors.split(",")
+    num_leading = x.ndim - len(of_x.replace("...", ""))
+    leading = "".join(chr(ord("A") + i) for i in range(num_leading if "..." in of_x else 0))
+    of_x, results = of_x.replace("...", leading), results.replace("...", leading)
+    axes = dict(zip(of_x, map(axes_of, type_spec(x)), strict=True))
+    axes_in_y = dict(zip(of_y, map(axes_of, type_spec(y)), strict=True))
+    for letter, names in axes_in_y.items():
+        axes[letter] = axes.get(letter) or names
+    first = [letter for letter in results[:1] if letter not in of_y or letter in of_x]
+    order = [*first, *(x for x in of_y if x in results), *results]
+    used, split = set(), {}
+    for letter in dict.fromkeys(order):
+        is_whole = letter in of_y and used.intersection(axes[letter])
+        split[letter] = () if is_whole else tuple(a for a in axes[letter] if a not in used)
+        used.update(split[letter])
+    spec = PartitionSpec(*(entry_of(split[letter]) for letter in results))
+    return jnp.einsum(f"{of_x},{of_y}->{results}", x, y, out_sharding=spec, **settings)
+
+
+def rows_at(table: jax.Array, index: jax.Array, **settings: Any) -> jax.Array:
+    """Returns `jnp.take(table, index, axis=0, **settings)`, its rows typed as the index.
+
+    Dims of a row keep the axes of the table's that the index does not have.
+    """
+    if not explicit_axes_of(jax.sharding.get_abstract_mesh()):
+        return jnp.take(table, index, axis=0, **settings)
+    of_index = type_spec(index)
+    used = {axis for entry in of_index for axis in axes_of(entry)}
+    of_row = (
+        entry_of(tuple(axis for axis in axes_of(entry) if axis not in used))
+        for entry in type_spec(table)[1:]
+    )
+    out = PartitionSpec(*of_index, *of_row)
+    settings = {"mode": "fill", **settings}  # As that of jnp.take.
+    return table.at[index].get(out_sharding=out, **settings)
+
+
+def broadcast_beside(weight: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns `jnp.broadcast_to(weight, like.shape)`, typed as `like`.
+
+    Then its gradient is summed where `like` lies, and no array of the shape of `like` is gathered.
+    """
+    if not explicit_axes_of(jax.sharding.get_abstract_mesh()):
+        return jnp.broadcast_to(weight, like.shape)
+    of_like, first = type_spec(like), like.ndim - weight.ndim
+    is_one = [size != whole for size, whole in zip(weight.shape, like.shape[first:], strict=True)]
+    own = [None if one else entry for one, entry in zip(is_one, of_like[first:], strict=True)]
+    weight = jax.sharding.reshard(weight, PartitionSpec(*own))
+    return jnp.broadcast_to(weight, like.shape, out_sharding=of_like)
+
+
+def elementwise(weight: jax.Array) -> jax.Array:
+    """Returns a weight for a product element by element.
+
+    There JAX has no type of a gradient that is not summed yet (`axis_types.with_gradient_terms`):
+    this one is summed in each micro-batch.
+    """
+    is_typed = explicit_axes_of(jax.sharding.get_abstract_mesh())
+    return summed_terms(weight) if is_typed else weight
