@@ -7,6 +7,7 @@ branches and calls, is said here.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.extend import core
 
@@ -15,6 +16,11 @@ from jax.extend import core
 RECOMPUTED = "rematted_computation"
 # Of a loop of unknown length whose turns even loads lack: of an exchange of tokens between experts.
 FURTHER_TURNS = "further_turns_of_experts"
+
+
+def is_traced(x: Any) -> bool:
+    """Returns True if `x` stands for an array while a program is traced."""
+    return isinstance(x, jax.core.Tracer)
 
 
 def opened(jaxpr: Any) -> core.Jaxpr:

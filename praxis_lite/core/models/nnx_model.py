@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import linen, nnx, traverse_util
 
 from praxis_lite.core.errors import ConfigError, did_you_mean
+from praxis_lite.core.jaxprs import is_traced
 from praxis_lite.core.models.layer_paths import naming_the_layer
 from praxis_lite.core.models.model import MdlVars, Model, ShardedWeight
 from praxis_lite.core.models.nnx_declarations import declared_spec
@@ -232,7 +233,7 @@ def _mark_arrays(module: nnx.Module) -> None:
     for _, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Pytree):
             for name, value in list(vars(node).items()):
-                if isinstance(value, jax.core.Tracer):
+                if is_traced(value):
                     setattr(node, name, nnx.data(value))
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from praxis_lite.core.jaxprs import is_traced
 from praxis_lite.core.sharding.logical_axes import axes_of
 
 PyTree = Any
@@ -91,7 +92,7 @@ def evenly(tree: PyTree) -> PyTree:
     size = jax.sharding.get_abstract_mesh().size
 
     def even(x: Any) -> Any:
-        is_array = isinstance(x, jax.core.Tracer) and x.ndim > 0
+        is_array = is_traced(x) and x.ndim > 0
         if not is_array or not any(dim % size for dim in x.shape):
             return x
         spec = [None if dim % size else PartitionSpec.UNCONSTRAINED for dim in x.shape]
