@@ -73,7 +73,7 @@ class NnxModel(Model):
         def state() -> nnx.State:
             module = self._built(0)
             for is_training in (True, False):
-                graphdef, state = nnx.split(_set_training(module, is_training))
+                graphdef, state = nnx.compat.split(_set_training(module, is_training))
                 graphdefs.append(graphdef)
             return state
 
@@ -230,7 +230,7 @@ def _mark_arrays(module: nnx.Module) -> None:
     Flax does so itself, except under a trace: there it takes them for structure, and the trace's
     values would leak.
     """
-    for _, node in nnx.iter_graph(module):
+    for _, node in nnx.compat.iter_graph(module):
         if isinstance(node, nnx.Pytree):
             for name, value in list(vars(node).items()):
                 if is_traced(value):
