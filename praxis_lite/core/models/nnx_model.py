@@ -242,7 +242,7 @@ def _set_training(module: nnx.Module, is_training: bool) -> nnx.Module:
     # What `Module.train` and `Module.eval` do, whatever a subclass calls by these names.
     nnx.Module.set_attributes(
         module, deterministic=not is_training, use_running_average=not is_training,
-        raise_if_not_found=False,
+        raise_if_not_found=False, graph=True,
     )
     return module
 
