@@ -18,11 +18,6 @@ RECOMPUTED = "rematted_computation"
 FURTHER_TURNS = "further_turns_of_experts"
 
 
-def is_traced(x: Any) -> bool:
-    """Returns True if `x` stands for an array while a program is traced."""
-    return isinstance(x, jax.core.Tracer)
-
-
 def opened(jaxpr: Any) -> core.Jaxpr:
     """Returns a jaxpr without its constants' values; from jax 0.11 it is the jaxpr itself."""
     return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from flax import linen, nnx, traverse_util
 
 from praxis_lite.core.errors import ConfigError, did_you_mean
-from praxis_lite.core.jaxprs import is_traced
 from praxis_lite.core.models.layer_paths import naming_the_layer
 from praxis_lite.core.models.model import MdlVars, Model, ShardedWeight
 from praxis_lite.core.models.nnx_declarations import declared_spec
@@ -28,6 +27,7 @@ from praxis_lite.core.models.nnx_variables import (
     value_of,
 )
 from praxis_lite.core.models.tallies import Tally
+from praxis_lite.core.sharding.padding import is_traced
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,9 +14,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, few, require
-from praxis_lite.core.jaxprs import is_traced
 from praxis_lite.core.sharding.inputs import GlobalBatch, check_ids
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
+from praxis_lite.core.sharding.padding import is_traced
 
 if TYPE_CHECKING:
     from praxis_lite.core.partitioner.train_state import StateLayout

@@ -13,10 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from praxis_lite.core.jaxprs import is_traced
 from praxis_lite.core.sharding.logical_axes import axes_of
 
 PyTree = Any
+
+
+def is_traced(x: Any) -> bool:
+    """Returns True if `x` stands for an array while a program is traced."""
+    return isinstance(x, jax.core.Tracer)
 
 
 def padded_shape(

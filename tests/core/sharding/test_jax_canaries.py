@@ -17,8 +17,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from praxis_lite.core.jaxprs import is_traced
 from praxis_lite.core.sharding.devices.xla_errors import _right
+from praxis_lite.core.sharding.padding import is_traced
 from praxis_lite.run.job.jax_internals import compilation_cache_modules, distributed_state
 
 ROOT = Path(__file__).parents[3]
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
 PRIVATE = {
     r"jax\._src|jax import _src": "praxis_lite/run/job/jax_internals.py",
     r"jax\.interpreters|jax import interpreters": "praxis_lite/core/sharding/devices/xla_errors.py",
-    r"jax\.core|jax import core": "praxis_lite/core/jaxprs.py",
+    r"jax\.core|jax import core": "praxis_lite/core/sharding/padding.py",
     r"\bjaxlib\.\w|(from|import) jaxlib": None,
 }
 
@@ -158,6 +158,15 @@ def test_private_names_of_jax_are_used_in_one_file_each(names, only_user):
     assert users == ({only_user} if only_user else set())
 
 
+def test_walks_over_modules_ask_for_flaxs_graph_mode():
+    """A weight may be shared, which a tree forbids; nnx.compat takes graphs in any mode."""
+    names = r"(?<!`)nnx\.(iter_graph|iter_modules|split|state|clone|merge_state)\("
+    folders = [ROOT / name for name in ("praxis_lite", "tasks", "experiments")]
+    code = {path: path.read_text("utf-8") for folder in folders for path in folder.rglob("*.py")}
+    users = {path for path, text in code.items() if re.search(names, text)}
+    assert {path.name for path in users} <= {"nnx.py", "nnx_checkpoint.py"}  # Their docstrings.
+
+
 def test_jax_internals_are_where_they_were():
     """Of run/job/jax_internals.py: the connection of processes, and the cache of programs."""
     assert {"client", "process_id", "num_processes", "coordinator_address"} <= {
@@ -178,7 +187,7 @@ def test_a_primitive_of_ours_is_lowered_as_a_function():
 
 
 def test_an_array_that_is_traced_is_told_from_others():
-    """Of core/jaxprs.py: jax.core.Tracer."""
+    """Of core/sharding/padding.py: jax.core.Tracer."""
     traced = []
     jax.jit(lambda x: traced.append(is_traced(x)))(SEVEN)
     assert traced == [True] and not is_traced(SEVEN) and not is_traced(jnp.ones(3))
