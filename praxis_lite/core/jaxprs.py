@@ -27,9 +27,10 @@ def plain(eqn: core.JaxprEqn) -> core.JaxprEqn:
     """Returns an operation, or a call of the operations that it stands for.
 
     With jax_remat3, jax_custom_vjp3 and jax_custom_jvp3 those are in a Python object, and JAX
-    unfolds it only when it compiles.
+    unfolds it only when it compiles. A name for a policy of jax.checkpoint stays.
     """
-    if eqn.primitive.name != "call_hi_primitive":
+    of_python = eqn.params.get("_prim") if eqn.primitive.name == "call_hi_primitive" else None
+    if of_python is None or type(of_python).__name__ == "CheckpointName":
         return eqn
     unfolded = jax.jit(lambda *args: eqn.primitive.to_lojax(*args, **eqn.params))
     (call,) = jax.make_jaxpr(unfolded)(*(var.aval for var in eqn.invars)).eqns
