@@ -4,6 +4,8 @@
 #   make demo-multiprocess  two processes train as one does, their losses compared (2 minutes)
 #   make test    runs the tests that are quick (6 minutes)
 #   make test-all  runs them and then the slow ones: processes, kills, every mesh (20 minutes)
+#   make test-next  the quick tests on the newest jax, flax, optax, orbax and grain of PyPI, with what
+#                these are going to make the default; says what breaks (for once a week; Python 3.12 on)
 #   make faults  kills, damages and fills disks, hundreds of times; about half an hour
 #   make chaos   kills, stops and returns hosts of an elastic job, 100 times; about an hour
 #   make check-defects  plants hundreds of defects and says which --mode=check catches; an hour
@@ -20,12 +22,14 @@ JOB_LOG_DIR ?= demo_job
 PYTEST_ARGS ?= -n 2 --dist loadfile
 
 VENV := .venv
+# The newest libraries, beyond the versions that setup.py allows.
+VENV_NEXT := .venv-next
 VENV_PYTHON := $(VENV)/bin/python
 # The plain installation and what draws; and all that the tests need.
 INSTALLED := $(VENV)/.installed
 TESTING := $(VENV)/.installed_test
 
-.PHONY: help demo demo-multiprocess test test-all faults chaos check-defects lint clean
+.PHONY: help demo demo-multiprocess test test-all test-next faults chaos check-defects lint clean
 .DELETE_ON_ERROR:
 
 help:
@@ -52,6 +56,17 @@ test: $(TESTING)
 test-all: test
 	@$(VENV_PYTHON) -m pytest -m slow $(PYTEST_ARGS)
 
+test-next:
+	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 12) <= sys.version_info[:2] < (3, 15))' || { \
+	  echo "The newest jax needs Python 3.12 or newer, and $(PYTHON) is $$("$(PYTHON)" -V 2>&1)."; \
+	  echo "Name another: make test-next PYTHON=/path/to/python3.13"; exit 1; }
+	@echo "Setting up $(VENV_NEXT): takes some minutes, each time."
+	@"$(PYTHON)" -m venv --clear $(VENV_NEXT)
+	@$(VENV_NEXT)/bin/python -m pip install -qq --disable-pip-version-check --editable '.[test]'
+	@$(VENV_NEXT)/bin/python -m pip install -qq --disable-pip-version-check --upgrade \
+	  jax flax optax orbax-checkpoint grain
+	@$(VENV_NEXT)/bin/python -m tests.support.next_versions $(PYTEST_ARGS)
+
 faults: $(TESTING)
 	@$(VENV_PYTHON) -m tests.faults --report docs/faults_report.md $(FAULTS_ARGS)
 
@@ -65,7 +80,7 @@ lint: $(TESTING)
 	@$(VENV_PYTHON) -m ruff check .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV_NEXT) build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The mark is made last: an installation that failed is begun again.

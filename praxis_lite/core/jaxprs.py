@@ -7,6 +7,7 @@ branches and calls, is said here.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.extend import core
 
@@ -22,9 +23,23 @@ def opened(jaxpr: Any) -> core.Jaxpr:
     return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
 
 
+def plain(eqn: core.JaxprEqn) -> core.JaxprEqn:
+    """Returns an operation, or a call of the operations that it stands for.
+
+    With jax_remat3, jax_custom_vjp3 and jax_custom_jvp3 those are in a Python object, and JAX
+    unfolds it only when it compiles. A name for a policy of jax.checkpoint stays.
+    """
+    of_python = eqn.params.get("_prim") if eqn.primitive.name == "call_hi_primitive" else None
+    if of_python is None or type(of_python).__name__ == "CheckpointName":
+        return eqn
+    unfolded = jax.jit(lambda *args: eqn.primitive.to_lojax(*args, **eqn.params))
+    (call,) = jax.make_jaxpr(unfolded)(*(var.aval for var in eqn.invars)).eqns
+    return eqn.replace(primitive=call.primitive, params=call.params)
+
+
 def with_inner(eqns: Iterable[core.JaxprEqn]) -> Iterator[core.JaxprEqn]:
     """Yields operations, and those of their loops, branches and calls."""
-    for eqn in eqns:
+    for eqn in map(plain, eqns):
         yield eqn
         for inner in core.jaxprs_in_params(eqn.params):
             yield from with_inner(inner.eqns)
@@ -48,10 +63,15 @@ def rewritten(jaxpr: Any, rule: Callable[[core.JaxprEqn], Iterable[core.JaxprEqn
             inner = of_value(value.jaxpr)
             return value if inner is value.jaxpr else value.replace(jaxpr=inner)
         if id(value) not in done:
-            eqns = [new for eqn in value.eqns for new in rule(of_equation(eqn))]
+            eqns = [new for eqn in value.eqns for new in replaced(eqn)]
             is_same = _are_same(eqns, value.eqns)
             done[id(value)] = value, value if is_same else value.replace(eqns=eqns)
         return done[id(value)][1]
+
+    def replaced(eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
+        unfolded = plain(eqn)
+        new = list(rule(of_equation(unfolded)))
+        return [eqn] if _are_same(new, [unfolded]) else new
 
     def of_equation(eqn: core.JaxprEqn) -> core.JaxprEqn:
         params = {name: of_value(value) for name, value in eqn.params.items()}
@@ -88,7 +108,7 @@ def followed(
             for atom in atoms
         ]
 
-    for eqn in inner.eqns:
+    for eqn in map(plain, inner.eqns):
         known |= zip(eqn.outvars, rule(eqn, read(eqn.invars)), strict=True)
     return read(inner.outvars)
 

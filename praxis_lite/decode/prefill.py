@@ -67,7 +67,7 @@ def reads_length(model: Any) -> bool:
     """Returns True if a layer of the model has angles that depend on the length of the text."""
     module = getattr(model, "model", model)  # Of a ConditionedDecoder.
     return isinstance(module, nnx.Module) and any(
-        isinstance(layer, DynamicRotary) for _, layer in nnx.iter_modules(module)
+        isinstance(layer, DynamicRotary) for _, layer in nnx.compat.iter_modules(module)
     )
 
 

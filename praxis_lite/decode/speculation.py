@@ -68,7 +68,7 @@ def check_takes_back(model: Any, setting: str, num_drafts: int) -> None:
             f"changes, as a recurrent layer's does. Set {setting} to 0."
         )
     module = model.model if isinstance(model, ConditionedDecoder) else model
-    for path, layer in nnx.iter_modules(module) if isinstance(module, nnx.Module) else ():
+    for path, layer in nnx.compat.iter_modules(module) if isinstance(module, nnx.Module) else ():
         if isinstance(layer, DotProductAttention) and layer.left_context is not None:
             require(
                 num_drafts <= SPARE_PLACES, setting, num_drafts,

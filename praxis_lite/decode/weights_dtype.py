@@ -183,7 +183,7 @@ def _nodes(task: Task) -> list[tuple[str, Any]]:
     """Returns the layers and weights of a model, each with its path; of no NNX module none."""
     if not isinstance(task.model, NnxModel):
         return []
-    graph = nnx.iter_graph(task.model.abstract_module())
+    graph = nnx.compat.iter_graph(task.model.abstract_module())
     return [("/".join(map(str, path)), node) for path, node in graph]
 
 

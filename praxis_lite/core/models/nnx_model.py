@@ -27,6 +27,7 @@ from praxis_lite.core.models.nnx_variables import (
     value_of,
 )
 from praxis_lite.core.models.tallies import Tally
+from praxis_lite.core.sharding.padding import is_traced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +73,7 @@ class NnxModel(Model):
         def state() -> nnx.State:
             module = self._built(0)
             for is_training in (True, False):
-                graphdef, state = nnx.split(_set_training(module, is_training))
+                graphdef, state = nnx.compat.split(_set_training(module, is_training))
                 graphdefs.append(graphdef)
             return state
 
@@ -229,10 +230,10 @@ def _mark_arrays(module: nnx.Module) -> None:
     Flax does so itself, except under a trace: there it takes them for structure, and the trace's
     values would leak.
     """
-    for _, node in nnx.iter_graph(module):
+    for _, node in nnx.compat.iter_graph(module):
         if isinstance(node, nnx.Pytree):
             for name, value in list(vars(node).items()):
-                if isinstance(value, jax.core.Tracer):
+                if is_traced(value):
                     setattr(node, name, nnx.data(value))
 
 
@@ -241,7 +242,7 @@ def _set_training(module: nnx.Module, is_training: bool) -> nnx.Module:
     # What `Module.train` and `Module.eval` do, whatever a subclass calls by these names.
     nnx.Module.set_attributes(
         module, deterministic=not is_training, use_running_average=not is_training,
-        raise_if_not_found=False,
+        raise_if_not_found=False, graph=True,
     )
     return module
 

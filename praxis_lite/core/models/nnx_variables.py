@@ -18,7 +18,7 @@ Path = tuple[Any, ...]
 
 def leaves_of(module: nnx.Module) -> list[tuple[Path, Leaf]]:
     """Returns each variable and each plain array of a module once, by the first path to it."""
-    return list(nnx.to_flat_state(nnx.split(module)[1]))
+    return list(nnx.to_flat_state(nnx.compat.split(module)[1]))
 
 
 def value_of(leaf: Leaf) -> Any:

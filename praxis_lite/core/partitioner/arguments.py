@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from praxis_lite.core.errors import ConfigError, did_you_mean, few, require
 from praxis_lite.core.sharding.inputs import GlobalBatch, check_ids
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
+from praxis_lite.core.sharding.padding import is_traced
 
 if TYPE_CHECKING:
     from praxis_lite.core.partitioner.train_state import StateLayout
@@ -181,7 +182,7 @@ def _check_leaf(leaf: Any, actual: Any, name: str, mesh: Mesh | None) -> None:
 
 def _check_devices(x: Any, name: str, mesh: Mesh, instead: str) -> None:
     # Of one device alone JAX places an array, if it is not said to stay there.
-    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or not x.committed:
+    if not isinstance(x, jax.Array) or is_traced(x) or not x.committed:
         return
     devices, local = x.sharding.device_set, set(mesh.devices.flat)
     if devices != local:
@@ -222,5 +223,5 @@ def _described(value: Any) -> str:
 def _is_deleted(tree: Any) -> bool:
     """Returns True if the first leaf is a deleted array; of a state that is its step."""
     leaf = tree.step if hasattr(tree, "step") else next(iter(jax.tree.leaves(tree)), None)
-    is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    is_array = isinstance(leaf, jax.Array) and not is_traced(leaf)
     return is_array and leaf.is_deleted()

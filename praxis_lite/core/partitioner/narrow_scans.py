@@ -12,7 +12,7 @@ from typing import Any
 from jax.extend import core
 from jax.extend.core import primitives
 
-from praxis_lite.core.jaxprs import opened, rewritten, widens
+from praxis_lite.core.jaxprs import opened, plain, rewritten, widens
 
 
 def narrow_scans(jaxpr: Any) -> Any:
@@ -50,7 +50,8 @@ def _with_narrow_outputs(eqn: core.JaxprEqn, indices: Collection[int]) -> list |
 
 def _narrow_outputs(jaxpr: core.Jaxpr, indices: Collection[int]) -> tuple[core.Jaxpr, list[int]]:
     """Returns a program that leaves out the casts of some outputs, and the indices of these."""
-    made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    eqns = list(map(plain, jaxpr.eqns))
+    made_by = {var: eqn for eqn in eqns for var in eqn.outvars}
     outvars, narrow, of_call = list(jaxpr.outvars), [], {}
     for index in indices:
         var = outvars[index]
@@ -62,7 +63,6 @@ def _narrow_outputs(jaxpr: core.Jaxpr, indices: Collection[int]) -> tuple[core.J
             narrow.append(index)
         elif eqn.primitive in (primitives.remat_p, primitives.jit_p):
             of_call.setdefault(id(eqn), (eqn, []))[1].append(index)
-    eqns = list(jaxpr.eqns)
     for eqn, result in of_call.values():
         places = {index: eqn.outvars.index(outvars[index]) for index in result}
         new = _with_narrow_outputs(eqn, sorted(set(places.values())))

@@ -19,6 +19,11 @@ from praxis_lite.core.sharding.logical_axes import axes_of
 PyTree = Any
 
 
+def is_traced(x: Any) -> bool:
+    """Returns True if `x` stands for an array while a program is traced."""
+    return isinstance(x, jax.core.Tracer)
+
+
 def padded_shape(
     shape: Sequence[int], spec: PartitionSpec, axis_sizes: Mapping[str, int]
 ) -> tuple[int, ...]:
@@ -92,7 +97,7 @@ def evenly(tree: PyTree) -> PyTree:
     size = jax.sharding.get_abstract_mesh().size
 
     def even(x: Any) -> Any:
-        is_array = isinstance(x, jax.core.Tracer) and x.ndim > 0
+        is_array = is_traced(x) and x.ndim > 0
         if not is_array or not any(dim % size for dim in x.shape):
             return x
         spec = [None if dim % size else PartitionSpec.UNCONSTRAINED for dim in x.shape]

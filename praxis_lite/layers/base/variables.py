@@ -30,7 +30,7 @@ def intermediates(module: nnx.Module, kind: type[nnx.Variable]) -> dict[str, jax
     """Returns by path a pass's values in the variables of `kind`: [layers] in a stack."""
     return {
         "/".join(map(str, path)): node.get_value()
-        for path, node in nnx.iter_graph(module)
+        for path, node in nnx.compat.iter_graph(module)
         if isinstance(node, kind)
     }
 
@@ -49,14 +49,14 @@ def assigned_values(module: nnx.Module) -> dict[tuple, jax.Array]:
     """
     return {
         path: node.get_value()
-        for path, node in nnx.iter_graph(module)
+        for path, node in nnx.compat.iter_graph(module)
         if isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param)
     }
 
 
 def assign(module: nnx.Module, values: dict[tuple, jax.Array]) -> None:
     """Assigns `values` of `assigned_values` to the variables of `module`."""
-    for path, node in nnx.iter_graph(module):
+    for path, node in nnx.compat.iter_graph(module):
         if path in values:
             node.set_value(values[path])
 
@@ -72,7 +72,7 @@ def rebuilt(module: Tree) -> Tree:
 
 def variables(module: nnx.Module) -> Iterator[nnx.Variable]:
     """Yields each variable of a module once."""
-    for _, node in nnx.iter_graph(module):
+    for _, node in nnx.compat.iter_graph(module):
         if isinstance(node, nnx.Variable):
             yield node
 

@@ -143,3 +143,5 @@ def _names(step: Callable[..., Any], args: tuple) -> Iterator[str]:
     for eqn in with_inner(opened(jax.make_jaxpr(step)(*args)).eqns):
         if eqn.primitive.name == "name":
             yield eqn.params["name"]
+        elif eqn.primitive.name == "call_hi_primitive":  # With jax_remat3.
+            yield eqn.params["_prim"].params["name"]

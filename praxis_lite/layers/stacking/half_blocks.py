@@ -91,7 +91,7 @@ def parts_of_weights(
     Raises:
       ConfigError: a weight is not split as `half.how` needs it; names it.
     """
-    graphdef, state = nnx.split(half.layer)
+    graphdef, state = nnx.compat.split(half.layer)
     leaves = list(nnx.to_flat_state(state))
     parts = [_part(half, axis, dtype, path, leaf) for path, leaf in leaves]
 
@@ -139,7 +139,7 @@ def _check_output(half: HalfBlock, path: tuple, dim: int | None) -> None:
     output = getattr(half.layer, half.output)
     is_scaled = any(
         isinstance(node, Dense) and not node.product.adds_up()
-        for _, node in nnx.iter_graph(output)
+        for _, node in nnx.compat.iter_graph(output)
     )
     why = "its product has a scale, of rounding or of DoRA, for all features" if is_scaled else (
         "the outputs are to be a sum over features, and a bias"

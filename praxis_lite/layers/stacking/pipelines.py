@@ -190,7 +190,7 @@ class Pipeline(BaseLayer):
         inputs_M = jax.tree.map(lambda a: a[None] if a.shape[0] == 1 else to_M(a), arrays)
         run = self._in_ticks if self.is_in_ticks else self._in_a_row
         outputs_M, cache, values = run(to_M(x), inputs_M, others, key, cache)
-        for path, node in nnx.iter_graph(self.blocks):
+        for path, node in nnx.compat.iter_graph(self.blocks):
             if isinstance(node, Tally) and path in values:  # A sum, not the mean of microbatches.
                 values[path] = jnp.round(values[path] * num_microbatches)
         assign(self.blocks, values)

@@ -82,7 +82,7 @@ def adapted(
     layer = base_tpl(*args, rngs=rngs, **kwargs)
     dense = [
         (path, node)
-        for path, node in nnx.iter_graph(layer)
+        for path, node in nnx.compat.iter_graph(layer)
         if is_dense(node) and (only is None or set(map(str, path)) & set(only))
     ]
     if not dense:
@@ -98,7 +98,7 @@ def adapted(
             "or name the layers of each in `only`."
         )
     # Drawn from a copy: layers made after this one start as they would without it.
-    key = jax.random.fold_in(nnx.clone(rngs).params(), rank)
+    key = jax.random.fold_in(nnx.compat.clone(rngs).params(), rank)
     for i, (_, node) in enumerate(sorted(dense, key=lambda item: list(map(str, item[0])))):
         layer_rngs = nnx.Rngs(jax.random.fold_in(key, i))
         _adapt(node, rank, (rank if alpha is None else alpha) / rank, use_dora, layer_rngs)
@@ -111,7 +111,7 @@ def _check_rank(rank: int) -> None:
 
 def merge_adapters(module: nnx.Module) -> nnx.Module:
     """Returns a copy of `module` without adapters, each folded into its weight; stacks too."""
-    module = nnx.clone(module)
+    module = nnx.compat.clone(module)
     for node in adapted_layers(module).values():
         adapters = [getattr(node, name)[...] for name in node.product.weights]
         node.w.set_value(node.product.merged(node, node.w[...], *adapters))
@@ -120,7 +120,7 @@ def merge_adapters(module: nnx.Module) -> nnx.Module:
 
 def without_adapters(module: nnx.Module) -> nnx.Module:
     """Returns a copy of `module` whose adapted layers are their base layers again."""
-    module = nnx.clone(module)
+    module = nnx.compat.clone(module)
     for node in adapted_layers(module).values():
         for name in node.product.weights:
             delattr(node, name)
@@ -131,7 +131,7 @@ def without_adapters(module: nnx.Module) -> nnx.Module:
 def adapted_layers(module: nnx.Module) -> dict[str, Any]:
     """Returns the layers with adapters by path, "transformer/blocks/self_attention/query"."""
     return {
-        "/".join(map(str, path)): node for path, node in list(nnx.iter_graph(module))
+        "/".join(map(str, path)): node for path, node in list(nnx.compat.iter_graph(module))
         if is_adapted(node)
     }
 

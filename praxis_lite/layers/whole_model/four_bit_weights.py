@@ -111,7 +111,7 @@ def forms_in_4_bits(module: nnx.Module, qtype: str) -> Mapping[str, Keep]:
         "/".join(("params", *map(str, path), "w")): functools.partial(
             in_4_bits, qtype=qtype, block_size=BLOCK_SIZE, dim=node.summed_dims[-1]
         )
-        for path, node in nnx.iter_graph(module)
+        for path, node in nnx.compat.iter_graph(module)
         if is_dense(node) and node.summed_dims and not node.makes_logits
     }
 

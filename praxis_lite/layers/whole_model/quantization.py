@@ -136,7 +136,7 @@ def quantized(
     if not rules:
         raise ConfigError("quantized.rules is empty; wanted is a QuantizationRule or several.")
     layer = model(*args, rngs=rngs, **kwargs)
-    nodes = {"/".join(map(str, path)): node for path, node in nnx.iter_graph(layer)}
+    nodes = {"/".join(map(str, path)): node for path, node in nnx.compat.iter_graph(layer)}
     dense = {f"{path}/w".lstrip("/"): node for path, node in nodes.items() if is_dense(node)}
     used, names = set(), {}
     for path, node in dense.items():

@@ -19,7 +19,7 @@ def with_reference(
     The copy starts with the same weights; leave it out of training:
     `learner.bprop_variable_exclusion="reference/.*"`. A model with adapters needs none.
     """
-    same_rngs = nnx.clone(rngs)
+    same_rngs = nnx.compat.clone(rngs)
     module = base_tpl(*args, rngs=rngs, **kwargs)
     setattr(module, REFERENCE, base_tpl(*args, rngs=same_rngs, **kwargs))
     return module

@@ -99,27 +99,28 @@ SHARDING_PRESETS: dict[str, Mapping[str, DimSplit]] = {
 }
 
 # Options of the compiler by preset and platform (`MeshConfig.compiler_options`), where a step is
-# faster with them: benchmarks/README.md, "Pods". Without these, the compiler for TPUs passes parts
+# faster with them: benchmarks/README.md, "Pods". A compiler without an option whose name ends in
+# "?" compiles without it, and a warning says so. Without these, the compiler for TPUs passes parts
 # of activations round while it multiplies, in a way that costs more than it saves.
 _NO_WINDOWED_EINSUM = {
     "tpu": {
-        "xla_tpu_enable_windowed_einsum_for_all_gather": False,
-        "xla_tpu_enable_windowed_einsum_for_reduce_scatter": False,
+        "xla_tpu_enable_windowed_einsum_for_all_gather?": False,
+        "xla_tpu_enable_windowed_einsum_for_reduce_scatter?": False,
     }
 }
 # Over a whole torus gradients are summed by all-reduces, which then go on beside matmuls. The
 # compiler refuses these options on other chips.
 _ASYNC_ALL_REDUCE = {
     "v5e": {
-        "xla_enable_async_all_reduce": True,
-        "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
+        "xla_enable_async_all_reduce?": True,
+        "xla_tpu_enable_async_collective_fusion_fuse_all_reduce?": True,
     }
 }
 # An exchange of tokens goes on beside what needs none of them, as shared experts.
-_ASYNC_ALL_TO_ALL = {"tpu": {"xla_tpu_enable_async_all_to_all": True}}
+_ASYNC_ALL_TO_ALL = {"tpu": {"xla_tpu_enable_async_all_to_all?": True}}
 # On v6e matmuls take three quarters of their time if a fusion has more of the chip's 128 MiB of
 # vector memory than the compiler gives it; Google's recipes for v6e give it as much.
-_ALL = {"v6e": {"xla_tpu_scoped_vmem_limit_kib": 98_304}}
+_ALL = {"v6e": {"xla_tpu_scoped_vmem_limit_kib?": 98_304}}
 _OF_PRESETS = {
     "fsdp": _ASYNC_ALL_REDUCE, "fsdp+tensor": _NO_WINDOWED_EINSUM,
     "fsdp+expert": _ASYNC_ALL_TO_ALL,

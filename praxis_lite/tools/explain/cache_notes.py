@@ -17,7 +17,7 @@ def cache_notes(task: Task, mesh: Mesh) -> list[str]:
         return []
     result = []
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        for path, layer in nnx.iter_modules(module):
+        for path, layer in nnx.compat.iter_modules(module):
             if not isinstance(layer, DotProductAttention | MultiHeadLatentAttention):
                 continue
             is_dot_product = isinstance(layer, DotProductAttention)

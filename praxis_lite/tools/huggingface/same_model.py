@@ -19,7 +19,7 @@ def weights_of(settings: DecoderSettings) -> dict[str, Weight]:
     model = NnxModel(fdl.build(lm_config(settings))).abstract_module()
     return {
         f"params/{'/'.join(map(str, path))}": _declared(variable)
-        for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))
+        for path, variable in nnx.to_flat_state(nnx.compat.state(model, nnx.Param))
     }
 
 

@@ -74,7 +74,7 @@ def place_of(path: str) -> Place:
 
 def names_in_pax(module: nnx.Module, paths: Iterable[tuple]) -> dict[tuple, str]:
     """Returns each of our variables' paths in Pax's names; stacks are left in our form."""
-    nodes = {path: node for path, node in nnx.iter_graph(module)}
+    nodes = {path: node for path, node in nnx.compat.iter_graph(module)}
     named = {}
     for path in paths:
         tokens: list[str] = []

@@ -109,7 +109,7 @@ def weight_bytes(partitioner: Partitioner) -> int:
 
 def _tables(partitioner: Partitioner) -> Iterator[str]:
     module = partitioner.task.model.abstract_module()
-    for path, layer in nnx.iter_modules(module) if module is not None else ():
+    for path, layer in nnx.compat.iter_modules(module) if module is not None else ():
         if isinstance(layer, Embedding) and layer.lookup_style == "index":
             yield "/".join(("params", *map(str, path), "emb_var"))
 

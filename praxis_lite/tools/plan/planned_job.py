@@ -18,14 +18,14 @@ from praxis_lite.tools.plan.topology import Topology
 
 # By chips that have SparseCores. What these do besides collectives has no cycles in the text, so
 # that it would count as nothing: lookups in tables, and scatters of tokens.
-_NO_GATHERS = {"xla_tpu_offload_gather_to_sparsecore": "false"}
-_NO_SCATTERS = {"xla_tpu_enable_offloading_scatter_to_sparsecore": "false"}
+_NO_GATHERS = {"xla_tpu_offload_gather_to_sparsecore?": "false"}
+_NO_SCATTERS = {"xla_tpu_enable_offloading_scatter_to_sparsecore?": "false"}
 PLANNING_OPTIONS: dict[str, dict[str, str]] = {
     "v5p": _NO_GATHERS, "v6e": _NO_GATHERS, "tpu7x": _NO_GATHERS | _NO_SCATTERS,
 }
 
 # Without a GPU to try them on, XLA chooses tiles for Triton that it then cannot compile.
-NO_TRITON = {"xla_gpu_enable_triton_gemm": False}
+NO_TRITON = {"xla_gpu_enable_triton_gemm?": False}
 
 
 def planned_partitioner(job: Job, topology: Topology) -> Partitioner:

@@ -13,6 +13,7 @@ import numpy as np
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.devices.libtpu import WITHOUT_TPU
+from praxis_lite.core.sharding.devices.xla_options import check_environment
 from praxis_lite.core.sharding.mesh import simulated_devices
 from praxis_lite.core.sharding.mesh_config import TPUS
 from praxis_lite.host.optional_packages import require_package
@@ -156,6 +157,7 @@ def _tpus(name: str, chip: Chip, dims: tuple[int, ...], num_slices: int) -> Sequ
     if len(dims) != chip.torus_dims:
         raise _unknown(name, f"a {chip.name}'s torus has {chip.torus_dims} dims")
     require_package("libtpu", f"--topology={name}")
+    check_environment()
     for setting, value in WITHOUT_TPU.items():
         os.environ.setdefault(setting, value)
     from jax.experimental import topologies

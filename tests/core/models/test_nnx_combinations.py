@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite.layers import DotProductAttention, Linear, Repeat, TransformerFeedForward
+from tests.support import nnx_stacks
 from tests.support.declared_splits import (
     ONE_DEVICE,
     CasesOfRules,
@@ -69,8 +70,7 @@ def with_metadata(make, **metadata):
 
 def in_vmap(make, name=None):
     """Returns layers as Flax's users stack them."""
-    metadata = {} if name is None else {"transform_metadata": {nnx.PARTITION_NAME: name}}
-    return nnx.split_rngs(splits=LAYERS)(nnx.vmap(make, **metadata))
+    return nnx.split_rngs(splits=LAYERS)(nnx_stacks.in_vmap(make, name))
 
 
 def in_jax_vmap(make):

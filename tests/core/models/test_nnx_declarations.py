@@ -17,6 +17,7 @@ from praxis_lite.core.sharding.devices.axis_types import mesh_of
 from praxis_lite.core.sharding.weight_sharding import decide_shardings
 from praxis_lite.layers import Repeat
 from tests.support.goldens import trimmed
+from tests.support.nnx_stacks import in_vmap
 
 ROWS, COLUMNS = 7, 13
 AXES = {"data": 2, "model": 4}
@@ -122,12 +123,10 @@ class Stack(nnx.Module):
     """Blocks as Flax's users stack them: made by `nnx.vmap`, called by `nnx.scan`."""
 
     def __init__(self, rngs: nnx.Rngs):
-        @nnx.split_rngs(splits=3)
-        @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
         def create(rngs):
             return OneWeight(SPELLINGS["with_partitioning"], rngs)
 
-        self.blocks = create(rngs)
+        self.blocks = nnx.split_rngs(splits=3)(in_vmap(create, "layers"))(rngs)
 
 
 def test_a_stack_by_nnx_vmap_is_one_of_layers_unless_a_rule_splits_it():

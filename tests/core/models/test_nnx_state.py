@@ -107,11 +107,11 @@ def test_a_step_gives_the_loss_the_gradients_and_the_statistics_that_flax_gives(
     mdl_vars = model.init(jax.random.key(2))
     (loss, kept), grads = step(*mdl_vars.values(), jax.random.key(9))
     plain = plain_net()
-    assert_same(flat(mdl_vars["params"]), by_path(nnx.state(plain, nnx.Param)), rtol=1e-6)
-    plain_loss, plain_grads = nnx.jit(nnx.value_and_grad(squares))(plain)
+    assert_same(flat(mdl_vars["params"]), by_path(nnx.compat.state(plain, nnx.Param)), rtol=1e-6)
+    plain_loss, plain_grads = nnx.compat.jit(nnx.compat.value_and_grad(squares))(plain)
     np.testing.assert_allclose(loss, plain_loss, rtol=1e-5)
     assert_same(flat(grads), by_path(plain_grads), rtol=2e-4, atol=1e-5)
-    stats = by_path(nnx.state(plain, nnx.BatchStat))
+    stats = by_path(nnx.compat.state(plain, nnx.BatchStat))
     assert_same({path: x for path, x in flat(kept).items() if path in stats}, stats, rtol=1e-5)
     assert set(flat(kept)) == {*stats, "num_calls", "offsets"}
     # A tied weight is one leaf, of the first path to it, with the gradient of both places.
@@ -138,8 +138,8 @@ def test_without_a_key_statistics_are_used_and_not_gathered_and_nothing_is_dropp
     jax.tree.map(np.testing.assert_array_equal, kept["blocks"], non_trainable["blocks"])
     plain = plain_net(0.5)
     plain.blocks.norm.mean.set_value(stats["mean"])
-    plain.eval()
-    np.testing.assert_allclose(loss, nnx.jit(squares)(plain), rtol=1e-5)
+    plain.eval(graph=True)
+    np.testing.assert_allclose(loss, nnx.compat.jit(squares)(plain), rtol=1e-5)
 
 
 class Masks(nnx.Module):

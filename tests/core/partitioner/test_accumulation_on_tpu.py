@@ -1,5 +1,6 @@
 """The bytes that a TPU's program of micro-batches sums over devices: those of one batch."""
 
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -26,8 +27,10 @@ def test_an_option_of_the_users_own_is_kept_and_other_platforms_have_none(monkey
     mesh, ours = mesh_of(np.asarray(jax.devices()), ("data",)), compiler_options.ACCUMULATING
     assert compiler_options.more_options(ours, None, mesh) is None
     monkeypatch.setattr(
-        compiler_options, "step_options", lambda options, mesh: options.get("tpu")
+        compiler_options, "step_options",
+        lambda options, mesh: {name.removesuffix("?"): x for name, x in options["tpu"].items()},
     )
+    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform="tpu")]))
     ((name, value),) = compiler_options.more_options(ours, None, mesh).items()
     assert compiler_options.more_options(ours, {name: 0}, mesh) == {name: 0} != {name: value}
     assert compiler_options.more_options(ours, {"other": 1}, mesh) == {name: value, "other": 1}

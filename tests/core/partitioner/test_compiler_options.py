@@ -15,6 +15,7 @@ from praxis_lite.run.experiment.compiler_options import merged_options
 from tests.support.explicit_partitioner import explicit_partitioner
 from tests.support.lm_runs import batches, partitioner_of, structs
 from tests.support.marks import slow_but
+from tests.support.on_tpu import needs_libtpu, printed_by
 
 TASK = partitioner_of("uneven", "adamw", (1, 4, 2)).task
 
@@ -32,7 +33,9 @@ def test_options_of_the_platform_reach_its_steps(kind, tmp_path, mesh_of):
 
 
 @pytest.mark.parametrize("options, said", [
-    ({"cpu": {"xla_bogus": 1}}, "cpu.*'xla_bogus'"),
+    ({"cpu": {"xla_cpu_fast_math": 1}}, "cpu.*xla_cpu_fast_math is no.*xla_cpu_enable_fast_math"),
+    ({"cpu": {"xla_gpu_graph_level": 0}}, "graph_level.*xla_gpu_enable_command_buffer"),
+    ({"cpu": {"xla_bogus": 1, "xla_dump_to": "", "xla_more": 1}}, "xla_bogus is no.*xla_more is"),
     ({"cpu": {"xla_cpu_enable_fast_math": "maybe"}}, "xla_cpu_enable_fast_math.*'maybe'"),
     ({"cuda": {}}, "'cuda'.*cpu, gpu, tpu"),
     ({"v6": {}}, "'v6'.*v5p, v6e, tpu7x.*Did you mean v6e"),
@@ -58,16 +61,54 @@ class Tpu:
         self.devices = np.array([types.SimpleNamespace(platform="tpu", device_kind=kind)])
 
 
+def taking(monkeypatch, names):
+    """Makes the compiler one that knows these options alone."""
+
+    def refusal(options, mesh):
+        unknown = [name for name, _ in options if name not in names]
+        return f"No such compile option: '{unknown[0]}'" if unknown else None
+
+    monkeypatch.setattr(compiler_options, "_refusal", refusal)
+
+
 @pytest.mark.parametrize("kind, expected", [
     ("TPU v5 lite", {"a": 1, "b": 3, "c": 4}), ("TPU v6 lite", {"a": 1, "b": 2}),
     ("TPU of next year", {"a": 1, "b": 2}),
 ])
 def test_options_of_a_kind_of_tpu_count_before_those_of_all(kind, expected, monkeypatch):
-    compiled = types.SimpleNamespace(lower=lambda: types.SimpleNamespace(compile=lambda: None))
-    monkeypatch.setattr(compiler_options, "NamedSharding", lambda *args: None)
-    monkeypatch.setattr(jax, "jit", lambda function, **settings: compiled)
-    options = {"tpu": {"a": 1, "b": 2}, "v5e": {"b": 3, "c": 4}, "cpu": {"d": 5}}
+    taking(monkeypatch, "abcd")
+    options = {"tpu": {"a": 1, "b?": 2}, "v5e": {"b": 3, "c?": 4}, "cpu": {"d": 5}}
     assert compiler_options.step_options(options, Tpu(kind)) == expected
+
+
+def test_an_option_that_xla_may_lack_is_left_out_with_a_warning(caplog, mesh_of):
+    options = {"xla_of_next_year?": 1, "xla_cpu_enable_fast_min_max?": False}
+    for _ in range(2):  # It is said once.
+        item = Partitioner(TASK, mesh_of(1, 4, 2), compiler_options={"cpu": options})
+        assert item.compiler_options == {"xla_cpu_enable_fast_min_max": False}
+    (message,) = [record.message for record in caplog.records]
+    assert "WARNING: mesh.compiler_options of cpu: xla_of_next_year=1 is left out" in message
+    assert "jaxlib" in message
+
+
+def test_a_users_own_option_is_refused_beside_a_presets_that_is_left_out(monkeypatch, caplog):
+    taking(monkeypatch, "ac")
+    options = {"tpu": {"a?": 1, "b?": 2, "c": 3}}
+    assert compiler_options.step_options(options, Tpu()) == {"a": 1, "c": 3}
+    assert "b=2 is left out. b is no option of XLA in libtpu" in caplog.text
+    with pytest.raises(ConfigError, match="v5e: d is no option") as refused:
+        compiler_options.step_options({"tpu": {"a?": 1, "b?": 2}, "v5e": {"d": 3}}, Tpu())
+    assert "b is no option" not in str(refused.value)
+    with pytest.raises(ConfigError, match="v5e: b is no option"):  # What is said last counts.
+        compiler_options.step_options({"tpu": {"b?": 2}, "v5e": {"b": 3}}, Tpu())
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_the_installed_libtpu_has_every_option_of_presets_and_plans():
+    """What fails here was renamed: COMPILER_OPTIONS, PLANNING_OPTIONS, DECODING, ACCUMULATING."""
+    given, left_out = printed_by("tests.support.preset_options")
+    assert given >= 9 and left_out == []
 
 
 def test_options_of_an_experiment_count_before_those_of_its_preset():
@@ -80,20 +121,23 @@ def test_options_of_an_experiment_count_before_those_of_its_preset():
     assert merged_options(own, None) == own
 
 
-@pytest.mark.parametrize("knows", [True, False])
-def test_decoding_has_options_of_its_own_on_tpu_if_xla_knows_them(knows, monkeypatch):
-    def checked(options, mesh):
-        if not knows:
-            raise ConfigError("No such compile option")
-        return options["tpu"]
+def test_a_presets_option_is_the_users_own_whatever_ends_their_names():
+    assert merged_options({"tpu": {"a": 1}}, {"tpu": {"a?": 2, "b?": 2}, "v5e": {"a?": 3}}) == {
+        "tpu": {"a": 1, "b?": 2}, "v5e": {}
+    }
 
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_decoding_has_options_of_its_own_on_tpu_if_xla_knows_them(knows, monkeypatch, caplog):
     given = {"xla_tpu_scoped_vmem_limit_kib": 16_384}
-    monkeypatch.setattr(compiler_options, "step_options", checked)
+    name = "xla_tpu_enable_dot_strength_reduction"
+    taking(monkeypatch, {*given, *([name] if knows else [])})
     actual = more_options(DECODING, given, Tpu())
-    assert given.items() <= actual.items()
-    assert ("xla_tpu_enable_dot_strength_reduction" in actual) == knows
-    given = {"xla_tpu_enable_dot_strength_reduction": True}  # The user's own count first.
-    assert more_options(DECODING, given, Tpu()) == given
+    assert actual == given | ({name: False} if knows else {})
+    if not knows:
+        assert f"{name}=False is left out" in caplog.text
+        return
+    assert more_options(DECODING, {name: True}, Tpu()) == {name: True}  # The user's own.
 
 
 def test_decoding_on_other_platforms_has_the_options_of_steps(mesh_of):

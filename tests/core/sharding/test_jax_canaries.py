@@ -6,7 +6,9 @@ go; where something that works no longer does, they must change.
 """
 
 import functools
+import re
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,19 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from praxis_lite.core.sharding.devices.xla_errors import _right
+from praxis_lite.core.sharding.padding import is_traced
+from praxis_lite.run.job.jax_internals import compilation_cache_modules, distributed_state
+
+ROOT = Path(__file__).parents[3]
+# What JAX may move without a word, and the one file of the library that uses it.
+PRIVATE = {
+    r"jax\._src|jax import _src": "praxis_lite/run/job/jax_internals.py",
+    r"jax\.interpreters|jax import interpreters": "praxis_lite/core/sharding/devices/xla_errors.py",
+    r"jax\.core|jax import core": "praxis_lite/core/sharding/padding.py",
+    r"\bjaxlib\.\w|(from|import) jaxlib": None,
+}
 
 SEVEN = np.arange(7, dtype=np.float32)
 
@@ -125,3 +140,54 @@ def test_an_uneven_language_model_has_the_same_losses_where_data_is_explicit_and
     expected = losses_where_data_is(AxisType.Auto)
     assert expected[2] < expected[0] - 0.1
     np.testing.assert_allclose(losses_where_data_is(AxisType.Explicit), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "names, only_user", PRIVATE.items(), ids=["_src", "interpreters", "core", "jaxlib"]
+)
+def test_private_names_of_jax_are_used_in_one_file_each(names, only_user):
+    folders = [ROOT / name for name in ("praxis_lite", "tasks", "experiments", "examples")]
+    users = {
+        path.relative_to(ROOT).as_posix()
+        for folder in folders for path in folder.rglob("*.py")
+        if any(
+            re.search(names, line) and not line.lstrip().startswith("#")
+            for line in path.read_text("utf-8").splitlines()
+        )
+    }
+    assert users == ({only_user} if only_user else set())
+
+
+def test_walks_over_modules_ask_for_flaxs_graph_mode():
+    """A weight may be shared, which a tree forbids; nnx.compat takes graphs in any mode."""
+    names = r"(?<!`)nnx\.(iter_graph|iter_modules|split|state|clone|merge_state)\("
+    folders = [ROOT / name for name in ("praxis_lite", "tasks", "experiments")]
+    code = {path: path.read_text("utf-8") for folder in folders for path in folder.rglob("*.py")}
+    users = {path for path, text in code.items() if re.search(names, text)}
+    assert {path.name for path in users} <= {"nnx.py", "nnx_checkpoint.py"}  # Their docstrings.
+
+
+def test_jax_internals_are_where_they_were():
+    """Of run/job/jax_internals.py: the connection of processes, and the cache of programs."""
+    assert {"client", "process_id", "num_processes", "coordinator_address"} <= {
+        name for name in dir(distributed_state()) if not name.startswith("_")
+    }
+    assert distributed_state().client is None  # This process runs alone.
+    cache, keys, compiler = compilation_cache_modules()
+    assert callable(cache.get_file_cache) and {"get", "put"} <= set(dir(cache.CacheInterface))
+    assert callable(keys._hash_accelerator_config) and callable(compiler._cache_write)
+    assert compiler.distributed.global_state is distributed_state()
+
+
+def test_a_primitive_of_ours_is_lowered_as_a_function():
+    """Of core/sharding/devices/xla_errors.py: mlir.lower_fun and mlir.register_lowering."""
+    doubled = _right(jax.lax.neg_p, lambda primitive, x, **params: 2 * x)
+    actual = jax.jit(lambda x: doubled.bind(x, accuracy=None))(SEVEN)
+    np.testing.assert_array_equal(actual, 2 * SEVEN)
+
+
+def test_an_array_that_is_traced_is_told_from_others():
+    """Of core/sharding/padding.py: jax.core.Tracer."""
+    traced = []
+    jax.jit(lambda x: traced.append(is_traced(x)))(SEVEN)
+    assert traced == [True] and not is_traced(SEVEN) and not is_traced(jnp.ones(3))

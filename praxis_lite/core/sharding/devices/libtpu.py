@@ -9,6 +9,8 @@ import re
 
 import jax
 
+from praxis_lite.core.sharding.devices.xla_options import check_environment
+
 log = logging.getLogger(__name__)
 
 # Else libtpu asks Google's metadata server what machine this is, complains, and locks itself.
@@ -27,7 +29,11 @@ def leave_absent_tpus_alone() -> None:
     errors, and a profile ends by SIGSEGV if it is not jax's own. To be called before that; where
     devices were made already, or JAX_PLATFORMS is set, nothing changes. JAX itself counts the chips
     of this host when it is imported, and takes "tpu,cpu" if there are any.
+
+    Raises:
+      ConfigError: as `check_environment`.
     """
+    check_environment()
     if importlib.util.find_spec("libtpu") is None:
         return
     platforms = jax.config.jax_platforms

@@ -65,7 +65,7 @@ class OneForwardOneBackward:
 
 def _pipeline_of(task: Task) -> Pipeline:
     module = task.model.abstract_module()
-    modules = [] if module is None else [item for _, item in nnx.iter_modules(module)]
+    modules = [] if module is None else [item for _, item in nnx.compat.iter_modules(module)]
     pipelines = [item for item in modules if isinstance(item, Pipeline)]
     if len(pipelines) != 1:
         raise ConfigError(
@@ -73,7 +73,7 @@ def _pipeline_of(task: Task) -> Pipeline:
             "Leave the Partitioner's gradients out, or make the model's stack a Pipeline."
         )
     kept = {
-        str(path[-1]) for path, node in nnx.iter_graph(module)
+        str(path[-1]) for path, node in nnx.compat.iter_graph(module)
         if isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param | nnx.Intermediate)
     }
     if kept:

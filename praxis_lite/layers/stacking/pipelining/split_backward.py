@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from praxis_lite.core.jaxprs import opened, with_inner
+from praxis_lite.core.jaxprs import opened, plain, with_inner
 
 PyTree = Any
 
@@ -108,7 +108,7 @@ def _inlined(
     def renamed(atoms: Iterable[Any]) -> list[Any]:
         return [atom if isinstance(atom, core.Literal) else names.get(atom, atom) for atom in atoms]
 
-    for eqn in jaxpr.eqns:
+    for eqn in map(plain, jaxpr.eqns):
         invars = renamed(eqn.invars)
         if eqn.primitive.name in _CALLS and "jaxpr" in eqn.params:
             outvars = _inlined(eqn.params["jaxpr"], invars, eqns, constants)

@@ -1,8 +1,7 @@
 """The compiled programs of an elastic job, kept for all generations on the same mesh.
 
 They lie in the job's own directory, which all hosts share: the first process of a generation, the
-only one that JAX lets write for all, is another one after a death. This is the only file that uses
-private names of JAX's compilation cache.
+only one that JAX lets write for all, is another one after a death.
 """
 
 import hashlib
@@ -14,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import cache_key, compilation_cache, compiler
 
 from praxis_lite.core.sharding.mesh import attached_devices
 from praxis_lite.files.whole_files import write_whole
 from praxis_lite.run.job import processes
 from praxis_lite.run.job.elastic.order import Order, report
+from praxis_lite.run.job.jax_internals import compilation_cache_modules
 
 FOLDER = "compiled"
+compilation_cache, cache_key, compiler = compilation_cache_modules()
 
 
 def keep_compiled(order: Order) -> None:

@@ -7,12 +7,12 @@ busy, or stuck.
 
 import collections
 import socket
-import sys
 import threading
 import time
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.run.job.jax_internals import distributed_state
 from praxis_lite.run.job.processes.stuck.progress import MEETING, own
 
 _hosts: list[str] = []
@@ -24,27 +24,19 @@ class PeerLost(ConfigError):
     """Another process of the job is gone, or did not come: this process cannot go on."""
 
 
-def _state() -> Any:
-    """Returns JAX's own record of the connection; None before jax is imported.
-
-    JAX has no public way to it (0.10 to 0.12), and only this function asks for its private name.
-    """
-    return getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
-
-
 def client() -> Any:
     """Returns the client of JAX's coordination service, or None if a process runs alone."""
-    return getattr(_state(), "client", None)
+    return getattr(distributed_state(), "client", None)
 
 
 def index() -> int:
     """Returns the index of this process in the job; makes no device."""
-    return _state().process_id if client() else 0
+    return distributed_state().process_id if client() else 0
 
 
 def count() -> int:
     """Returns how many processes the job has; makes no device."""
-    return _state().num_processes if client() else 1
+    return distributed_state().num_processes if client() else 1
 
 
 def is_first() -> bool:
@@ -74,7 +66,7 @@ def count_on_this_host() -> int:
 
 def first_answers() -> bool:
     """Returns True if the first process, which has the coordination service, can be reached."""
-    host, _, port = _state().coordinator_address.rpartition(":")
+    host, _, port = distributed_state().coordinator_address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=1.0):
             return True

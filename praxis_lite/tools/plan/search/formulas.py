@@ -187,7 +187,7 @@ def bubble_share(model: Any, rows: int) -> float | None:
     module = model.abstract_module()
     if module is None:
         return None
-    pipelines = [item for _, item in nnx.iter_modules(module) if isinstance(item, Pipeline)]
+    pipelines = [item for _, item in nnx.compat.iter_modules(module) if isinstance(item, Pipeline)]
     return max(map(functools.partial(_bubbles, rows=rows), pipelines), default=None)
 
 

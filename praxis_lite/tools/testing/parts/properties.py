@@ -25,7 +25,7 @@ def couplings(task: Task) -> list[str]:
     couplings = [] if task.couples_rows is None else [task.couples_rows]
     module = task.model.abstract_module()
     if module is not None:
-        for _, node in nnx.iter_graph(module):
+        for _, node in nnx.compat.iter_graph(module):
             coupling = getattr(type(node), "couples_rows", None)
             if isinstance(coupling, str):
                 couplings.append(coupling)

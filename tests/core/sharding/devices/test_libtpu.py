@@ -71,6 +71,18 @@ def test_a_libtpu_of_another_jax_is_named_with_the_right_one(
         assert f"pip install 'libtpu=={wanted}.*'" in actual
 
 
+def test_a_job_on_a_tpu_says_at_its_start_that_libtpu_is_not_that_of_jax(
+    told, monkeypatch, caplog
+):
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "0.0.1" if name == "libtpu" else "1"
+    )
+    told("cpu")
+    assert caplog.text == ""
+    told("tpu,cpu")
+    assert "WARNING: libtpu 0.0.1 is installed, but jax" in caplog.text
+
+
 def test_jax_names_its_libtpu_as_it_is_read_here(monkeypatch):
     monkeypatch.setattr(
         importlib.metadata, "version", lambda name: "0.0.0" if name == "libtpu" else "1"

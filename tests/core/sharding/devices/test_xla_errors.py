@@ -1,7 +1,4 @@
-"""What XLA's partitioner computes wrong is right here; and canaries, which say when XLA is mended.
-
-The bare programs that are wrong are those of docs/upstream.md.
-"""
+"""What XLA's partitioners compute wrong is right here; canaries: test_upstream_reports.py."""
 
 import functools
 
@@ -36,17 +33,8 @@ def scattered_by_hand(operation, initial, ids, updates):
     return out
 
 
-def test_canary_xla_scatters_the_filler_of_uneven_shards(mesh_of):
-    """Once this fails XLA is mended: `_scatter` of core/sharding/devices/xla_errors.py can go."""
-    with jax.set_mesh(mesh_of(1, 3, 2)):
-        actual = jax.jit(functools.partial(scattered, "add"))(0.0, IDS, UPDATES)
-    expected = scattered_by_hand("add", 0.0, IDS, UPDATES)
-    np.testing.assert_allclose(actual[1:], expected[1:], rtol=1e-6)
-    assert expected[0] == 0.0 and abs(actual[0]) > 0.1
-
-
 @pytest.mark.parametrize("operation", SCATTERS)
-def test_filler_is_not_scattered(operation, mesh_of):
+def test_filler_is_not_scattered(operation, mesh_of, partitioner):
     """In a program's loops, branches and calls; for numbers that the filler would change."""
 
     def run(initial, ids, updates):
@@ -150,16 +138,8 @@ def windowed_by_hand():
     }
 
 
-@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="XLA is mended here.")
-def test_canary_xla_takes_the_filler_of_one_window_for_another(mesh_of):
-    """Once the oldest jax that is supported fails this, `_windowed` can go."""
-    with jax.set_mesh(mesh_of(1, 2, 1)):
-        actual = jax.jit(windowed)(X)
-    assert not all(np.isfinite(x).all() for x in actual.values())
-
-
 @pytest.mark.parametrize("shape", [(1, 2, 1), (1, 4, 2)], ids=str)
-def test_each_window_has_its_own_filler(shape, mesh_of):
+def test_each_window_has_its_own_filler(shape, mesh_of, partitioner):
     with jax.set_mesh(mesh_of(*shape)):
         actual = jax.jit(without_xla_errors(windowed))(X)
     expected = windowed_by_hand()
@@ -167,7 +147,7 @@ def test_each_window_has_its_own_filler(shape, mesh_of):
         np.testing.assert_allclose(x, expected[name], rtol=1e-5, atol=2e-6, err_msg=name)
 
 
-def test_gradients_of_windows_are_those_of_one_device(mesh_of):
+def test_gradients_of_windows_are_those_of_one_device(mesh_of, partitioner):
     def total(x):
         return sum(jnp.sum(jnp.sin(y)) for name, y in windowed(x).items() if name != "cumprod")
 
@@ -214,22 +194,9 @@ def images_and_filters(num_images, groups):
     return images, rng.normal(size=(3, 3, 12 // groups, 12)).astype(np.float32)
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"), [("channels the other way", (2, 2, 2)), ("depthwise", (1, 3, 2))], ids=str
-)
-def test_canary_xla_partitions_convolutions_wrongly(name, shape, mesh_of):
-    """Once one of them fails, what `_convolution` does for it can go."""
-    settings = CONVOLUTIONS[name]
-    arrays = images_and_filters(8, settings[0])
-    with jax.set_mesh(mesh_of(*shape)):
-        actual = jax.jit(functools.partial(convolved, settings))(*arrays)
-    expected = jax.jit(functools.partial(convolved, settings))(*arrays)
-    assert np.abs(actual[2] - expected[2]).max() > 0.1 * np.abs(expected[2]).max()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 2, 2), (1, 3, 2), (1, 4, 2)], ids=str)
-def test_convolutions_and_their_gradients_are_those_of_one_device(shape, mesh_of):
+def test_convolutions_and_their_gradients_are_those_of_one_device(shape, mesh_of, partitioner):
     """Of 7 images and of 8; with strides, dilations, groups."""
     arrays = {
         f"{name}: {rows}": images_and_filters(rows, settings[0])
