@@ -374,7 +374,7 @@ def _nnx(folder: Path) -> None:
 def _read_nnx(folder: Path) -> None:
     from praxis_lite.tools.foreign_checkpoints.nnx_checkpoint import NnxCheckpoint
 
-    for array in NnxCheckpoint(folder / "state").arrays.values():
+    for array in NnxCheckpoint(folder / "state").arrays().values():
         array.read()
 
 
