@@ -514,7 +514,7 @@ def arrays_that_nobody_knows(step_dir, manifest, outside):
 
 @hostile("nested too deeply|is no JSON")
 def a_deep_zarray(step_dir, manifest, outside):
-    write(step_dir / "mdl_vars", "params.emb/.zarray", b"[" * 60_000 + b"]" * 60_000)
+    write(step_dir / "mdl_vars", "params.emb/.zarray", b"[" * 30_000 + b"]" * 30_000)
 
 
 @hostile("holds 1099511627776 bytes instead of 160")
