@@ -12,6 +12,8 @@ what meets it; all was tried with Orbax 0.12.8 and TensorStore 0.1.86:
   chunks are no larger than their array, their windows no larger than 8 MiB, and each is stored in
   at least the bytes that such a chunk needs, so that a shape without data is refused.
 - Missing chunks, which are read as zeros without a word: each has to be there.
+- Shards of Zarr 3, which other programs write: each inner chunk is checked as a chunk is, and lies
+  in front of the shard's index, in a place of its own.
 - Other codecs (blosc, gzip, bz2), filters, object dtypes, other formats: not in the allow-list.
 - Orbax's JSON files, which name types, formats and modules: none is read.
 
