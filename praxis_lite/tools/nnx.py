@@ -3,6 +3,7 @@
 A job begins with them by `run.init_from_checkpoint_rules`, which takes such a folder too.
 """
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -17,30 +18,36 @@ from praxis_lite.tools.foreign_checkpoints.nnx_checkpoint import NnxCheckpoint
 __all__ = ["mdl_vars_from_nnx"]
 
 
-def mdl_vars_from_nnx(model: NnxModel, directory: str | Path) -> MdlVars:
+def mdl_vars_from_nnx(
+    model: NnxModel, directory: str | Path, *, step: int | None = None
+) -> MdlVars:
     """Returns `{"params": ..., "non_trainable": ...}` of NumPy arrays, not padded.
 
-    The state of random streams (`nnx.Dropout`'s) is left out: no job keeps it.
+    The state of random streams (`nnx.Dropout`'s) is left out: no job keeps it. So are scalars and
+    strings that the model does not have, such as a step; a warning names them.
 
     Args:
       model: whose variables are wanted.
-      directory: what was given to `ocp.StandardCheckpointer().save`, of `nnx.state(model)` or
-        `nnx.to_pure_dict(nnx.state(model))`.
+      directory: the folder that Orbax saved `nnx.state(model)` or
+        `nnx.to_pure_dict(nnx.state(model))` to, by StandardCheckpointer or `checkpoint.v1`; or the
+        folder of a `training.Checkpointer` or a CheckpointManager, with its steps.
+      step: its number, or None for the latest.
 
     Raises:
-      ConfigError: it is no such checkpoint, or damaged; variables are left over or missing, or
-        have another shape or dtype. Lists them.
+      ConfigError: it is no such checkpoint, or damaged; it has several trees of arrays; variables
+        are left over or missing, or have another shape or dtype. Lists them.
     """
     saved = NnxCheckpoint(Path(directory))
-    errors, unused, actual = [], set(saved.arrays.values()), {}
+    arrays = saved.arrays(step)
+    errors, unused, actual = [], set(arrays.values()), {}
     for path, leaf in leaves_of(model.abstract_module()):
         if collection(leaf) is None:
-            unused.discard(saved.arrays.get(path_text(path)))
+            unused.discard(arrays.get(path_text(path)))
     for path, spec in spec_leaves(model.weight_specs()):
         name = path.split("/", 1)[1]
-        array = saved.arrays.get(name)
+        array = arrays.get(name)
         if array is None:
-            errors.append(f"{name} is missing.{did_you_mean(name, saved.arrays)}")
+            errors.append(f"{name} is missing.{did_you_mean(name, arrays)}")
             continue
         unused.discard(array)
         actual[path] = array
@@ -48,12 +55,19 @@ def mdl_vars_from_nnx(model: NnxModel, directory: str | Path) -> MdlVars:
         expected = f"{np.dtype(spec.dtype)}{list(spec.shape)}"
         if there != expected:
             errors.append(f"{name} is {there} there, {expected} in the model.")
-    left_over = sorted(array.path.removesuffix("/value") for array in unused)
+    left_over = sorted(array.path.removesuffix("/value") for array in unused if array.shape)
     errors += [f"{path} is left over." for path in left_over]
     if errors:
         raise ConfigError(
             f"{saved.directory} does not fit the model: {few(errors, 5, ' ')} Build the model as "
             "the one that was saved."
         )
-    arrays = {path: array.read() for path, array in actual.items()}
-    return {"params": {}, "non_trainable": {}, **unflatten_dict(arrays, sep="/")}
+    left_out = [array.path for array in unused] + saved.strings(step)
+    if left_out:
+        warnings.warn(
+            f"{saved.directory}: left out, because the model has no such variable: "
+            f"{few(sorted(left_out), 8)}",
+            stacklevel=2,
+        )
+    numpy_arrays = {path: array.read() for path, array in actual.items()}
+    return {"params": {}, "non_trainable": {}, **unflatten_dict(numpy_arrays, sep="/")}

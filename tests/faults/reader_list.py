@@ -371,10 +371,16 @@ def _nnx(folder: Path) -> None:
         checkpointer.save(folder / "state", tree)
 
 
+def _orbax_v1(folder: Path) -> None:
+    from tests.tools.orbax_v1 import v1
+
+    v1.save(folder / "state", {"up": {"kernel": np.ones((7, 13)), "bias": np.zeros(13)}, "n": 3})
+
+
 def _read_nnx(folder: Path) -> None:
     from praxis_lite.tools.foreign_checkpoints.nnx_checkpoint import NnxCheckpoint
 
-    for array in NnxCheckpoint(folder / "state").arrays.values():
+    for array in NnxCheckpoint(folder / "state").arrays().values():
         array.read()
 
 
@@ -481,6 +487,7 @@ READERS: tuple[Reader, ...] = (
     Reader("pax, ocdbt", functools.partial(_pax, "unrolled_ocdbt"), _read_pax, 0.5),
     Reader("pax, flax", functools.partial(_pax, "scanned_flax"), _read_pax, 0.5),
     Reader("nnx checkpoint", _nnx, _read_nnx, 0.5),
+    Reader("orbax v1", _orbax_v1, _read_nnx, 0.5),
     Reader("job", _job_texts, _read_job),
     Reader("checkpoint", _checkpoint, _read_checkpoint),
 )

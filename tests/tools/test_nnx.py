@@ -217,14 +217,6 @@ def test_a_damaged_or_foreign_folder_is_refused_in_words(saved, name):
         mdl_vars_from_nnx(NnxModel(Net), damaged(saved[1] / "state", name))
 
 
-def test_zarr_3_is_told(saved, tmp_path):
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True)
-    with ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save(tmp_path / "zarr3", nnx.to_pure_dict(nnx.state(saved[0], nnx.Param)))
-    with pytest.raises(ConfigError, match="zarr3"):
-        mdl_vars_from_nnx(NnxModel(Net), tmp_path / "zarr3")
-
-
 @pytest.mark.slow
 def test_a_changed_byte_is_refused_or_does_not_matter(saved, tmp_path):
     ours = NnxModel(Net)

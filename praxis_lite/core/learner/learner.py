@@ -174,7 +174,8 @@ class Learner:
             together=together,
         )
         specs = None
-        if self.slot_mesh_axes and axis_sizes is not None:
+        say_own = any(spec.slot_axes is not None for spec in declared.values())
+        if (self.slot_mesh_axes or say_own) and axis_sizes is not None:
             specs = extended_specs(weight_specs, self.slot_mesh_axes, axis_sizes)
         on_host = matched_paths(list(items), self.host_slots, "Learner.host_slots", whole=True)
         on_host = frozenset(on_host & names.keys())

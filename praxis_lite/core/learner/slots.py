@@ -4,7 +4,8 @@ No table of optimizers: the optimizer itself is asked. `init` is traced on weigh
 have different sizes, and a slot's dims are recognised by their sizes. A slot of the weight's own
 shape splits as the weight; a factored one drops the reduced dim's axis; scalars are replicated.
 
-With `slot_mesh_axes` slots split as their weights would over more axes (`extended_specs`). Those of
+With `slot_mesh_axes` slots split as their weights would over more axes, and a weight may say a
+split of its slots' own, as Flax's `optimizer_sharding` does (`extended_specs`). Those of
 `host_slots` lie in the host's memory (`slot_memory`).
 """
 
@@ -30,7 +31,7 @@ Path = tuple[str, ...]
 def extended_specs(
     weight_specs: PyTree, slot_mesh_axes: Sequence[str], axis_sizes: Mapping[str, int]
 ) -> PyTree:
-    """Returns the PartitionSpec of each weight, split over `slot_mesh_axes` too.
+    """Returns each weight's PartitionSpec, or that of its `slot_axes`, over `slot_mesh_axes` too.
 
     What an update needs besides weights follows these: slots, averages, gradients, new weights.
     With weights that are replicated over the axes this is ZeRO-1 (Rajbhandari et al. 2020), or the
@@ -57,7 +58,12 @@ def extended_specs(
 
     def extended(path: tuple, weight: WeightSpec) -> PartitionSpec:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        spec = weight.partition_spec(tuple(axis_sizes), name)
+        if weight.slot_axes is None:
+            spec = weight.partition_spec(tuple(axis_sizes), name)
+        else:
+            spec = to_partition_spec(
+                weight.slot_axes, tuple(axis_sizes), rank=len(weight.shape), path=name
+            )
         return _extended(spec, weight, axes_of(entry), axis_sizes)
 
     return jax.tree_util.tree_map_with_path(extended, weight_specs, is_leaf=_is_weight_spec)

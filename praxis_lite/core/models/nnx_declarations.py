@@ -14,6 +14,9 @@ from praxis_lite.core.models.nnx_variables import Leaf, value_of
 from praxis_lite.core.sharding.memory_spaces import DEVICE
 from praxis_lite.core.sharding.weight_spec import WeightSpec
 
+# Flax 0.12.8 reads the second (`nnx.training.optimizer.to_opt_state`), proposed as the first.
+_OF_SLOTS = ("opt_sharding", "optimizer_sharding")
+
 
 def declared_spec(path: str, leaf: Leaf) -> WeightSpec:
     """Returns a variable's declaration, its names not yet turned into mesh axes.
@@ -21,11 +24,12 @@ def declared_spec(path: str, leaf: Leaf) -> WeightSpec:
     Flax's `out_sharding` (from `nnx.with_partitioning`, `nnx.with_metadata` and
     `nnx.Param(..., out_sharding=)`; once `sharding=`) becomes `logical_axes`, whose entries may be
     mesh axes or names: only the rules and the mesh tell. `sharding_rules` becomes
-    `logical_axis_rules`. A mapping of one of our layers comes first.
+    `logical_axis_rules`, `optimizer_sharding` `slot_axes`. A mapping of one of our layers comes
+    first.
 
     Raises:
-      ConfigError: `out_sharding` is longer than the weight's rank, or not a sequence of names, or
-        `sharding_rules` are not pairs; names `path`.
+      ConfigError: `out_sharding` or `optimizer_sharding` is longer than the weight's rank, or not a
+        sequence of names, or `sharding_rules` are not pairs; names `path`.
     """
     metadata = leaf.get_metadata() if isinstance(leaf, nnx.Variable) else {}
     shape, stack = tuple(value_of(leaf).shape), metadata.get("stack_split_dims_mapping", ())
@@ -36,21 +40,26 @@ def declared_spec(path: str, leaf: Leaf) -> WeightSpec:
         shape, value_of(leaf).dtype, metadata.get("split_dims_mapping"), (*in_front, *stack),
         num_dims_apart=0 if in_front else metadata.get("num_dims_apart", 0),
         matrix=metadata.get("matrix"), memory_kind=metadata.get("memory_kind", DEVICE),
+        logical_axis_rules=_rules(path, metadata.get("sharding_rules")),
     )
+
+    def axes(key: str) -> tuple:
+        names = _names(path, key, metadata[key])
+        local = named_dims(path, f"{key} {names}", names, shape[len(stack) :])
+        return (*(None,) * len(stack), *local)
+
     # As Flax, an empty one counts as absent.
+    for key in filter(metadata.get, _OF_SLOTS):
+        spec = dataclasses.replace(spec, slot_axes=axes(key))
     if spec.split_dims_mapping is not None or not metadata.get("out_sharding"):
         return spec
-    names = _names(path, metadata["out_sharding"])
-    local = named_dims(path, f"out_sharding {names}", names, shape[len(stack) :])
+    names = _names(path, "out_sharding", metadata["out_sharding"])
     return dataclasses.replace(
-        spec,
-        logical_axes=(*(None,) * len(stack), *local),
-        logical_axis_rules=_rules(path, metadata.get("sharding_rules")),
-        declared_by=f"nnx out_sharding {names}",
+        spec, logical_axes=axes("out_sharding"), declared_by=f"nnx out_sharding {names}"
     )
 
 
-def _names(path: str, out_sharding: Any) -> tuple:
+def _names(path: str, key: str, out_sharding: Any) -> tuple:
     """Returns the entries of whatever Flax takes, a tuple, PartitionSpec, NamedSharding or Format.
 
     The mesh of a NamedSharding is not looked at: a job has its own.
@@ -64,7 +73,7 @@ def _names(path: str, out_sharding: Any) -> tuple:
     entries = tuple(result) if is_sequence else (object(),)
     if not all(_is_entry(entry) for entry in entries):
         raise ConfigError(
-            f"{path}: out_sharding is {out_sharding!r}; wanted is a name or None for each "
+            f"{path}: {key} is {out_sharding!r}; wanted is a name or None for each "
             "dimension, such as (None, 'model')."
         )
     free = PartitionSpec.UNCONSTRAINED

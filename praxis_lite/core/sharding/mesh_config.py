@@ -29,7 +29,8 @@ class MeshConfig:
         not match the torus otherwise; collectives along it then share links with another axis.
       compiler_options: by platform ("cpu", "gpu", "tpu") or kind of TPU ("v4", "v5e", "v5p",
         "v6e", "tpu7x"), options of XLA by name for the train, eval and decode steps; those of a
-        kind count before those of "tpu". Those of other devices wait until a job runs there.
+        kind count before those of "tpu". Those of other devices wait until a job runs there. An
+        option that the compiler lacks is an error; of a name with "?" at its end, a warning.
       axis_types: "auto", or "explicit": in training and evaluation JAX's types of arrays say how
         they split over it, checked while a step is traced. A word for all axes, or one for each.
     """

@@ -142,17 +142,19 @@ def decide_shardings(
             split, by, message = _by_names(spec, leaf, job_mesh)
         else:
             split, by, message = _as_declared(spec, leaf, is_noted=has_rules and is_param)
-        for note in message:
+        slot_axes, notes_of_slots = _slots(path, spec, declared, job_mesh)
+        for note in (*message, *notes_of_slots):
             notes.setdefault(note, []).append(f"{leaf.path} {list(spec.shape)}")
+        spec = dataclasses.replace(
+            spec, declared_by=by, slot_axes=slot_axes, logical_axis_rules=()
+        )
         if split is None:
-            return dataclasses.replace(spec, declared_by=by)
+            return spec
         return dataclasses.replace(
             spec,
             stack_split_dims_mapping=split[: leaf.num_stacked],
             split_dims_mapping=split[leaf.num_stacked :],
             logical_axes=None,
-            logical_axis_rules=(),
-            declared_by=by,
         )
 
     def mapped(node: Any, path: tuple[str, ...]) -> Any:  # In the order in which layers declare.
@@ -212,6 +214,19 @@ def _by_names(spec: WeightSpec, leaf: Leaf, job_mesh: JobMesh) -> _Decision:
     by = f"{source}: {split.decided_by or 'no mesh axis'}"
     notes = [note.removeprefix("logical_partitioning: ") for note in split.notes]
     return split.spec, by, [f"{source}: {note}" for note in notes]
+
+
+def _slots(
+    path: tuple[str, ...], spec: WeightSpec, declared: WeightSharding, job_mesh: JobMesh
+) -> tuple[Spec | None, Sequence[str]]:
+    """Returns how a weight's slots split where it says so, else None, and notes."""
+    if spec.slot_axes is None:
+        return None, ()
+    own = dataclasses.replace(
+        spec, split_dims_mapping=None, logical_axes=spec.slot_axes, declared_by="its slots"
+    )
+    split, _, notes = _by_names(own, _leaf(path, own, declared, job_mesh.axis_sizes), job_mesh)
+    return split, notes
 
 
 def _as_declared(spec: WeightSpec, leaf: Leaf, *, is_noted: bool) -> _Decision:

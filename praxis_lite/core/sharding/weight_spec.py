@@ -25,6 +25,7 @@ class WeightSpec:
       logical_axes: a name or None per dim of the whole shape, which rules turn into mesh axes; in
         place of the two mappings. None: the weight has no names.
       logical_axis_rules: (name, mesh axes) pairs of this weight alone, before the job's.
+      slot_axes: as logical_axes, of its slots; mesh axes once decided. None: as the weight.
       declared_by: what decided the split, as the layout reports it.
       matrix: own dims that a product sums over, and that it gives to outputs; None: not known.
       num_dims_apart: of so many outermost stacked dims the model takes the layers as arrays of
@@ -38,6 +39,7 @@ class WeightSpec:
     stack_split_dims_mapping: tuple[DimSplit, ...] = ()
     logical_axes: tuple[str | None, ...] | None = None
     logical_axis_rules: tuple[tuple[str, DimSplit], ...] = ()
+    slot_axes: tuple[DimSplit, ...] | None = None
     declared_by: str = ""
     num_dims_apart: int = 0
     matrix: tuple[tuple[int, ...], tuple[int, ...]] | None = None

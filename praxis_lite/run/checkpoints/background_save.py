@@ -18,7 +18,7 @@ from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.files.open_folder import OpenFolder, own_names
 from praxis_lite.run.checkpoints.files.origin import Origin
 from praxis_lite.run.checkpoints.files.stored_arrays import stored_arrays
-from praxis_lite.run.checkpoints.orbax_write import OrbaxWrite
+from praxis_lite.run.checkpoints.orbax_write import CancelledWrite, OrbaxWrite
 from praxis_lite.run.checkpoints.steps import step_dirs, step_files
 from praxis_lite.run.job import processes
 
@@ -82,6 +82,16 @@ class BackgroundSave:
     def join(self) -> None:
         if self._thread.ident is not None:
             self._thread.join()
+
+    def cancel(self) -> bool:
+        """Ends the save early and removes its files; returns False if it was over already.
+
+        Of several processes none cancels: the others would not know, and write on.
+        """
+        if processes.count() == 1 and not self.is_done():
+            self._writing.cancel()
+        self.join()
+        return isinstance(self.error, CancelledWrite)
 
     def _run(self) -> None:
         try:

@@ -59,6 +59,8 @@ class Restored:
 class Checkpoints:
     """The checkpoints of a job; a context that waits for the save in flight on its way out.
 
+    KeyboardInterrupt, that a second signal raises in Python, cancels the save in flight.
+
     In a loop of your own, whatever mesh saved:
 
         with Checkpoints("folder", saving=SaveSettings()) as checkpoints:
@@ -106,6 +108,8 @@ class Checkpoints:
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         try:
+            if isinstance(error, KeyboardInterrupt) and self._queue is not None:
+                self._queue.cancel()  # A second signal, in Python: nobody waits for the save.
             self.wait()
         except FailedSave as failed:
             if error is None:

@@ -47,11 +47,17 @@ def _run_to_the_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
     finally:
         while left := asyncio.all_tasks(loop):
             loop.run_until_complete(asyncio.wait(left))
+        # A cancelled task leaves behind what it began in a thread: making a folder, say.
+        loop.run_until_complete(loop.shutdown_default_executor())
         asyncio.set_event_loop(None)
         loop.close()
 
 
 asyncio_utils._run_sync_via_new_loop = _run_to_the_end
+
+
+class CancelledWrite(Exception):
+    """A write was cancelled before it was whole."""
 
 
 class OrbaxWrite:
@@ -63,6 +69,7 @@ class OrbaxWrite:
 
     def __init__(self, meet: Callable[[], None]):
         handlers = {item: ocp.PyTreeCheckpointHandler(use_ocdbt=True) for item in ITEMS}
+        self._is_cancelled = False
         self._checkpointer = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(**handlers),
             async_options=ocp.options.AsyncOptions(
@@ -84,9 +91,16 @@ class OrbaxWrite:
         """Waits until `folder` is there, or nothing writes to it any more; raises what failed."""
         try:
             self._checkpointer.wait_until_finished()
+            if self._is_cancelled:  # Orbax says nothing then, as of a write that is whole.
+                raise CancelledWrite("cancelled")
         except BaseException:
             _wait_for_threads()
             raise
+
+    def cancel(self) -> None:
+        """Makes `wait` end early and raise CancelledWrite, unless it is over; from any thread."""
+        self._is_cancelled = True
+        self._checkpointer.cancel()
 
     def close(self) -> None:
         """Ends its threads; what failed was told by `wait`."""

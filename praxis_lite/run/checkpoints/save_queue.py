@@ -52,6 +52,14 @@ class SaveQueue:
         save = self._in_flight
         return save is not None and not save.is_done()
 
+    def cancel(self) -> None:
+        """Ends the save in flight early, and tells so; one that is over is left to `settle`."""
+        save = self._in_flight
+        if save is not None and save.cancel():
+            self._in_flight = None
+            newest = self._steps.newest_in_words()
+            self._note(f"The save of step {save.step} was cancelled. {newest}")
+
     def raise_if_failed(self) -> None:
         """Settles the finished saves."""
         if self._in_flight is not None and self._in_flight.is_done():
@@ -67,10 +75,11 @@ class SaveQueue:
         Raises:
           FailedSave: more than `retries` in a row have failed; by default those of the settings.
         """
-        save, self._in_flight = self._in_flight, None
+        save = self._in_flight
         if save is None:
             return True
-        save.join()
+        save.join()  # A second signal may end this: `cancel` then finds the save.
+        self._in_flight = None
         if save.error is None:
             self._num_failed = 0
             return True

@@ -15,7 +15,7 @@ from praxis_lite.run.checkpoints.files.stored_arrays import (
     check_leaves,
     stored_arrays,
 )
-from praxis_lite.run.checkpoints.files.zarr_checks import np_dtype
+from praxis_lite.run.checkpoints.files.zarr_formats import np_dtype
 from praxis_lite.run.checkpoints.steps import step_dirs, step_files
 from praxis_lite.run.checkpoints.steps.manifest import COMMIT_JSON, MANIFEST_JSON
 from praxis_lite.run.job.local_directory import local_directory

@@ -233,7 +233,7 @@ def test_leaving_waits_for_the_save_and_tells_its_error(tmp_path, monkeypatch):
         save(checkpoints, 7)
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), RuntimeError("first")])
+@pytest.mark.parametrize("error", [SystemExit(3), RuntimeError("first")])
 def test_whatever_leaves_waits_and_is_not_hidden(tmp_path, monkeypatch, error):
     lines = []
     with (
@@ -584,6 +584,45 @@ def test_when_one_write_fails_the_others_have_ended_too(tmp_path, monkeypatch):
             checkpoints.wait()
         assert len(began) == len(ended) == 2
     assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["in a step", "while it waits"])
+def test_an_interrupt_cancels_the_save_in_flight(tmp_path, monkeypatch, waits):
+    began, cancelled, lines = threading.Event(), [], []
+
+    async def endless(*args, **kwargs):
+        began.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(0)
+            raise
+
+    def interrupts(save):
+        assert began.wait(30)
+        raise KeyboardInterrupt
+
+    with (
+        pytest.raises(KeyboardInterrupt),
+        Checkpoints(tmp_path, saving=SaveSettings(), note=lines.append) as checkpoints,
+    ):
+        save(checkpoints, 3)
+        checkpoints.wait()
+        monkeypatch.setattr(serialization, "async_serialize_from_host", endless)
+        save(checkpoints, 7)
+        assert began.wait(30)
+        if waits:
+            with monkeypatch.context() as patch:
+                patch.setattr(background_save.BackgroundSave, "join", interrupts)
+                checkpoints.wait()
+        raise KeyboardInterrupt
+    assert len(cancelled) == 2 and names_in(tmp_path) == ["3"]
+    [line] = lines
+    assert line.startswith("The save of step 7 was cancelled. The newest checkpoint is of step 3")
+    monkeypatch.undo()
+    with Checkpoints(tmp_path, saving=SaveSettings()) as checkpoints:
+        save(checkpoints, 7)
+    assert names_in(tmp_path) == ["3", "7"]
 
 
 def test_of_several_writes_that_fail_one_is_told_and_none_is_printed(caplog):

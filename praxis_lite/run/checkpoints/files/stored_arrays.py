@@ -12,6 +12,8 @@ what meets it; all was tried with Orbax 0.12.8 and TensorStore 0.1.86:
   chunks are no larger than their array, their windows no larger than 8 MiB, and each is stored in
   at least the bytes that such a chunk needs, so that a shape without data is refused.
 - Missing chunks, which are read as zeros without a word: each has to be there.
+- Shards of Zarr 3, which other programs write: each inner chunk is checked as a chunk is, and lies
+  in front of the shard's index, in a place of its own.
 - Other codecs (blosc, gzip, bz2), filters, object dtypes, other formats: not in the allow-list.
 - Orbax's JSON files, which name types, formats and modules: none is read.
 
@@ -34,7 +36,8 @@ from praxis_lite.host.host_memory import available_bytes
 from praxis_lite.run.checkpoints.files import step_names
 from praxis_lite.run.checkpoints.files.ocdbt import kvstore_spec, reading_context, stored_values
 from praxis_lite.run.checkpoints.files.origin import Origin
-from praxis_lite.run.checkpoints.files.zarr_checks import check_arrays, check_leaf, np_dtype
+from praxis_lite.run.checkpoints.files.zarr_checks import check_arrays, check_leaf
+from praxis_lite.run.checkpoints.files.zarr_formats import np_dtype
 
 # What is read at a time, where an array's chunks allow it.
 BLOCK_BYTES = 2**26
@@ -55,10 +58,10 @@ class StoredArray:
     shape: tuple[int, ...]
     padded_shape: tuple[int, ...]
     dtype: np.dtype
-    _kvstore: Mapping[str, Any]
+    _spec: Mapping[str, Any]  # TensorStore's: driver and kvstore.
     _context: ts.Context
     _origin: Origin
-    _opened: OpenFolder  # Held: the path in `_kvstore` is good as long as it lives.
+    _opened: OpenFolder  # Held: the path in `_spec` is good as long as it lives.
 
     @property
     def num_bytes(self) -> int:
@@ -116,8 +119,7 @@ class StoredArray:
     @functools.cached_property
     def _array(self) -> ts.TensorStore:
         try:
-            spec = {"driver": "zarr", "kvstore": self._kvstore}
-            return ts.open(spec, open=True, read=True, context=self._context).result()
+            return ts.open(self._spec, open=True, read=True, context=self._context).result()
         except ValueError as error:
             raise self._origin.undecodable(error, self.path) from None
 
@@ -155,9 +157,9 @@ def stored_arrays(
                     of_item[name] = leaf
                     shapes = tuple(leaf["shape"]), tuple(leaf["padded_shape"])
                     kvstore = kvstore_spec(opened.path / item, f"{name}/")
-                    dtype = np_dtype(leaf["dtype"])
+                    spec, dtype = {"driver": "zarr", "kvstore": kvstore}, np_dtype(leaf["dtype"])
                     arrays[path] = StoredArray(
-                        path, *shapes, dtype, kvstore, context, origin, opened
+                        path, *shapes, dtype, spec, context, origin, opened
                     )
             check_arrays(folder, of_item, values)
     return dict(sorted(arrays.items()))

@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ class Source(NamedTuple):
 
     Attributes:
       directory: of the checkpoint.
-      step: of the checkpoint, or None if it is one of Flax's, which has no steps.
+      step: of the checkpoint, or None if it is one of Orbax's without steps.
       rule: in words.
       path: in the checkpoint.
       cast_from: the array's dtype there, or None if it is the one that is wanted.
@@ -36,11 +36,13 @@ class InitPlan:
       layout: of the TrainState.
       sources: of what is loaded, by path in the state.
       step: the one to start at and the checkpoints that say so, or None to start at 0.
+      left_out: what no rule takes of checkpoints that other libraries wrote, by their places.
     """
 
     layout: StateLayout
     sources: Mapping[str, Source]
     step: tuple[int, Path] | None
+    left_out: Mapping[str, Sequence[str]]
 
     def summary(self) -> list[str]:
         """Returns a few lines: how much comes from where, by which rule, and the new weights."""
@@ -58,6 +60,8 @@ class InitPlan:
         for item, how in (("mdl_vars", "drawn"), ("opt_states", "made from these weights")):
             if new[item]:
                 lines.append(f"{item}: {len(new[item])} new, {how}: {few(new[item])}")
+        for where, names in self.left_out.items():
+            lines += [f"left out of {where}: {few(names, 8)}"] if names else []
         step, directory = self.step or (0, None)
         return [*lines, f"step: {step}" + (f" of {directory}" if directory else "")]
 

@@ -38,7 +38,18 @@ def plan_init(
         planner.check()
         if rule.load_step and step is None:
             step = planner.step, planner.directory
-    return InitPlan(layout, sources, step)
+    return InitPlan(layout, sources, step, _left_out(sources, forms))
+
+
+def _left_out(sources: Mapping[str, Source], forms: Forms) -> dict[str, list[str]]:
+    """Returns what no rule takes of the checkpoints of other libraries, by their places."""
+    result = {}
+    for directory, step in dict.fromkeys(source[:2] for source in sources.values()):
+        if any(form.is_at(directory) for form in forms):
+            taken = [s.path for s in sources.values() if s[:2] == (directory, step)]
+            with opened(directory, forms) as saved:
+                result[place(directory, step)] = saved.left_out(taken, step)
+    return result
 
 
 class _Planner:

@@ -1,7 +1,7 @@
 """Where the checkpoints lie that a new job takes arrays from, and how they are opened."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -42,6 +42,10 @@ class ForeignCheckpoint(Protocol):
         self, leaves: Mapping[str, LeafLayout], mesh: Mesh, *, step: int | None = None
     ) -> dict[str, jax.Array]:
         """Returns arrays in their shards, of the shapes and dtypes that `leaves()` says."""
+        ...
+
+    def left_out(self, taken: Collection[str], step: int | None = None) -> list[str]:
+        """Returns names of all in it that is not among `taken`, paths as `leaves()` has them."""
         ...
 
 

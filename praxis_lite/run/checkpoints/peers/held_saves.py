@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 
 from praxis_lite.core.errors import few
-from praxis_lite.run.checkpoints.files.zarr_checks import np_dtype
+from praxis_lite.run.checkpoints.files.zarr_formats import np_dtype
 from praxis_lite.run.checkpoints.peers.pieces import Box, covers
 from praxis_lite.run.checkpoints.steps.manifest import parse_manifest
 from praxis_lite.run.job.elastic.store_messages import SaveId, StoreClient, StoreFailed

@@ -1,0 +1,169 @@
+"""Checkpoints of `orbax.checkpoint.v1`, and others in Zarr 3: a job begins with their weights."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as v0
+import pytest
+from flax import nnx
+
+from praxis_lite import CheckpointLoadingRules, ConfigError
+from praxis_lite.core import NnxModel
+from praxis_lite.run.checkpoints.checkpoints import Checkpoints
+from praxis_lite.run.checkpoints.files.zarr_formats import DTYPES, np_dtype
+from praxis_lite.run.checkpoints.init.planning import plan_init
+from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
+from praxis_lite.tools.foreign_checkpoints.nnx_checkpoint import NnxCheckpoint
+from praxis_lite.tools.nnx import mdl_vars_from_nnx
+from tests.run.checkpoints.test_init_from_checkpoint import init
+from tests.tools.orbax_v1 import v1, write_sharded
+from tests.tools.test_nnx import FORMS, LOAD, Net, partitioner, wanted_of
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A model, and folders of all kinds that v1 and Zarr 3's other writers make of it."""
+    with nnx.use_eager_sharding(False):
+        model = Net(rngs=nnx.Rngs(3))
+    model(np.random.default_rng(0).normal(size=(5, 7)).astype(np.float32))
+    model.eval()
+    folder, state = tmp_path_factory.mktemp("v1"), nnx.state(model)
+    pure = nnx.to_pure_dict(state)
+    v1.save(folder / "state", state)
+    v1.save(folder / "pure", pure | {"step": np.asarray(3), "name": "x", "rate": 2.5})
+    with v1.Training(folder / "steps") as checkpointer:
+        for step in (7, 9):
+            checkpointer.save(step, jax.tree.map(lambda x, n=step: x + (n - 9), _weights(pure)))
+    v1.save_checkpointables(folder / "several", {"model": pure, "meta": {"a": 1}})
+    v1.save_checkpointables(folder / "single", {"model": pure})
+    handler = v0.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True)
+    with v0.Checkpointer(handler) as checkpointer:
+        checkpointer.save(folder / "zarr3", pure)
+    with v0.CheckpointManager(folder / "manager") as manager:
+        manager.save(2, args=v0.args.StandardSave(pure))
+        manager.wait_until_finished()
+    (folder / "state" / "state").rename(folder / "state" / "pytree")
+    return model, folder
+
+
+def _weights(tree):
+    """Returns the tree without keys of random streams, to which nothing can be added."""
+    return {name: x for name, x in tree.items() if name != "dropout"}
+
+
+@pytest.mark.parametrize(
+    ("form", "shape"), [("state", (1, 4, 2)), ("steps", (1, 2, 4)), ("zarr3", (1, 1, 1))]
+)
+def test_a_job_begins_with_the_weights_on_any_mesh(saved, form, shape, mesh_of):
+    model, folder = saved
+    rules = {str(folder / form): CheckpointLoadingRules(**LOAD)}
+    actual, plan = init(rules, partitioner(mesh_of(*shape)), FORMS)
+    expected = wanted_of(model)
+    assert len(expected) == 11
+    for path, x in expected.items():
+        np.testing.assert_array_equal(actual[path], x, err_msg=path)
+    assert ("step 9 in " in plan.summary()[0]) == (form == "steps")
+
+
+@pytest.mark.parametrize(
+    "form", ["state", "pure", "single", "several/model", "zarr3", "manager", "manager/2/default"]
+)
+def test_a_model_in_hand_has_the_weights(saved, form):
+    model, folder = saved
+    ours = NnxModel(Net)
+    x = np.random.default_rng(1).normal(size=(5, 7)).astype(np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mdl_vars = mdl_vars_from_nnx(ours, folder / form)
+    np.testing.assert_array_equal(ours.module(mdl_vars)(x), model(x))
+
+
+def test_scalars_and_strings_are_reported_as_left_out(saved, mesh_of):
+    with pytest.warns(UserWarning, match=r"left out.*: rate, step, the strings in _strings.json"):
+        mdl_vars_from_nnx(NnxModel(Net), saved[1] / "pure")
+    key = str(saved[1] / "pure")
+    layout = partitioner(mesh_of(1, 1, 1)).layout
+    plan = plan_init(layout, {key: CheckpointLoadingRules(**LOAD)}, FORMS)
+    line = next(line for line in plan.summary() if line.startswith("left out"))
+    assert line.startswith(f"left out of {key}: ") and "rate, step, the strings" in line
+
+
+def test_a_step_is_chosen_by_number_and_the_latest_otherwise(saved, mesh_of):
+    model, folder = saved
+    layout, key = partitioner(mesh_of(1, 1, 1)).layout, str(folder / "steps")
+    for step, expected in ((7, 7), (None, 9)):
+        rules = CheckpointLoadingRules(**LOAD, step=step, load_step=True)
+        plan = plan_init(layout, {key: rules}, FORMS)
+        assert plan.step[0] == expected
+        weights = mdl_vars_from_nnx(NnxModel(Net), folder / "steps", step=step)
+        np.testing.assert_array_equal(
+            weights["params"]["scale"], model.scale[...] + np.float32(expected - 9)
+        )
+    for step in (8, "best"):
+        with pytest.raises(ConfigError, match=rf"no step '?{step}'?; it has 7, 9"):
+            plan_init(layout, {key: CheckpointLoadingRules(**LOAD, step=step)}, FORMS)
+
+
+def test_several_trees_are_refused_by_their_names(saved):
+    with pytest.raises(ConfigError, match=r"meta, model.*as .*/several/meta"):
+        mdl_vars_from_nnx(NnxModel(Net), saved[1] / "several")
+
+
+def test_folders_that_are_none_or_ambiguous_are_refused(saved, tmp_path):
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "orbax.checkpoint").touch()
+    (tmp_path / "linked").symlink_to(saved[1] / "pure")
+    (tmp_path / "steps").mkdir()
+    for name in ("7", "step_07"):
+        (tmp_path / "steps" / name).mkdir()
+        (tmp_path / "steps" / name / "orbax.checkpoint").touch()
+    for name, words in (
+        ("none", "no arrays of Orbax"), ("linked", "symbolic link"), ("steps", "7 and step_07"),
+        ("absent", "no checkpoint of Orbax"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            mdl_vars_from_nnx(NnxModel(Net), tmp_path / name)
+
+
+def test_the_steps_of_a_job_are_not_taken_for_orbaxs(tmp_path, mesh_of):
+    ours = partitioner(mesh_of(1, 1, 1))
+    with Checkpoints(tmp_path, saving=SaveSettings()) as checkpoints:
+        state = ours.init(jax.random.key(0))
+        checkpoints.save(3, state, ours.layout, {})
+    for folder in (tmp_path, tmp_path / "3"):
+        assert not NnxCheckpoint.is_at(folder)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_is_read_as_it_was_saved(dtype, tmp_path):
+    with jax.enable_x64(True):
+        x = np.arange(6).reshape(3, 2).astype(np_dtype(dtype))
+        v1.save(tmp_path / "x", {"a": x})
+    actual = NnxCheckpoint(tmp_path / "x").arrays()["a"].read()
+    assert actual.dtype == x.dtype
+    np.testing.assert_array_equal(actual, x)
+
+
+def test_shards_with_inner_chunks_are_whole(tmp_path):
+    """Orbax's have one each; other writers of the format, TensorStore here, make many."""
+    x = np.random.default_rng(0).normal(size=(8, 24)).astype(np.float32)
+    write_sharded(tmp_path, x, shard=[4, 12], inner=[2, 3])
+    array = NnxCheckpoint(tmp_path).arrays()["a"]
+    assert array._array.chunk_layout.read_chunk.shape == (2, 3)
+    np.testing.assert_array_equal(array.read(), x)
+    np.testing.assert_array_equal(array.read(slice(3, 5)), x[3:5])
+
+
+def test_a_model_of_bfloat16_and_scalars_is_read(tmp_path):
+    class Scaled(nnx.Module):
+        def __init__(self, *, rngs):
+            self.scale = nnx.Param(jnp.asarray(3.0, jnp.bfloat16))
+            self.layer = nnx.Linear(3, 5, param_dtype=jnp.bfloat16, rngs=rngs)
+
+    model = Scaled(rngs=nnx.Rngs(0))
+    v1.save(tmp_path / "x", nnx.state(model))
+    actual = mdl_vars_from_nnx(NnxModel(Scaled), tmp_path / "x")["params"]
+    jax.tree.map(np.testing.assert_array_equal, actual, nnx.to_pure_dict(nnx.state(model)))
+    assert actual["scale"].shape == ()
