@@ -4,12 +4,14 @@ import json
 import logging
 
 import jax
+import numpy as np
 
 
 def main() -> None:
     """Asks libtpu for each kind of TPU, which need not be there."""
     jax.config.update("jax_platforms", "cpu")
     from praxis_lite.core.partitioner.compiler_options import ACCUMULATING, DECODING, step_options
+    from praxis_lite.core.sharding.devices.axis_types import mesh_of
     from praxis_lite.layers.whole_model.sharding_presets import COMPILER_OPTIONS
     from praxis_lite.tools.plan.planned_job import PLANNING_OPTIONS
     from praxis_lite.tools.plan.topology import topology_of
@@ -18,7 +20,7 @@ def main() -> None:
     logging.getLogger("praxis_lite").addHandler(handler := logging.Handler())
     handler.emit = lambda record: left_out.append(record.getMessage())
     for name, topology in (("v5e", "v5e:2x2"), ("v5p", "v5p:2x2x1"), ("v6e", "v6e:2x2")):
-        mesh = jax.sharding.Mesh(topology_of(topology).devices, "data")
+        mesh = mesh_of(np.asarray(topology_of(topology).devices), ("data",))
         planned = {"tpu": PLANNING_OPTIONS.get(name, {})}
         ours = {"tpu": DECODING | ACCUMULATING}
         for options in (*COMPILER_OPTIONS.values(), planned, ours):

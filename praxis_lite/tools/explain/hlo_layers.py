@@ -20,6 +20,7 @@ _STRUCTURE = re.compile(
     r"|scan|shard_map|pjit|branch_\d+_fun|custom_(jvp|vjp)_call(_jaxpr)?|.*->.*|"
 )
 _FUNCTIONS = ("jit", "pjit", "pmap")  # Around the name of a function rather than a scope.
+_FOR_LAYERS = os.path.join("layers", "base", "result_types.py")
 _LIBRARY = re.compile(r"lib/python3|(site|dist)-packages")  # In a file's name.
 # Files below it are this package's.
 GRADIENT_OF = "gradient of "  # Before the path of a layer, in its backward pass.
@@ -169,11 +170,13 @@ def source_line(frames: Sequence[tuple[str, int]]) -> str:
 def own_frames(frames: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
     """Returns the frames of the user's code and of this package, innermost first.
 
-    Without the frames of libraries, and without those that launched this package.
+    Without the frames of libraries, without those that launched this package, and without those
+    that call jax.numpy for a layer (result_types.py).
     """
     local = [
         (file, line) for file, line in frames
-        if file.startswith(PACKAGE_FOLDER) or not _LIBRARY.search(file)
+        if (file.startswith(PACKAGE_FOLDER) and not file.endswith(_FOR_LAYERS))
+        or not (file.startswith(PACKAGE_FOLDER) or _LIBRARY.search(file))
     ]
     ours = [place for place, (file, _) in enumerate(local) if file.startswith(PACKAGE_FOLDER)]
     return local[: ours[-1] + 1] if ours else local

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
+from praxis_lite.core.sharding.devices.axis_types import mesh_of
 from praxis_lite.layers.base.dense import is_dense
 from praxis_lite.layers.whole_model.summing_devices import summing_devices
 from praxis_lite.tools.explain import hlo
@@ -91,7 +92,7 @@ def main() -> None:
     from jax.experimental import mesh_utils, topologies
 
     topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4")
-    mesh = Mesh(mesh_utils.create_device_mesh(SHAPE, topology.devices), preset_runs.AXES)
+    mesh = mesh_of(mesh_utils.create_device_mesh(SHAPE, topology.devices), preset_runs.AXES)
     print(json.dumps({x: sums("fsdp+tensor", mesh, x) for x in ("int8", "float8", None)}))
 
 

@@ -92,7 +92,7 @@ def test_a_process_without_a_device_feeds_nothing():
 def mesh_of_processes(num_processes: int, each: int, ici, dcn=None, monkeypatch=None):
     grids = []
     monkeypatch.setattr(
-        "praxis_lite.core.sharding.mesh.Mesh", lambda grid, *args, **settings: grids.append(grid)
+        "praxis_lite.core.sharding.mesh.mesh_of", lambda grid, *args, **settings: grids.append(grid)
     )
     make_mesh(MeshConfig(ici_mesh_shape=ici, dcn_mesh_shape=dcn), devices_of(num_processes, each))
     return np.vectorize(lambda device: device.process_index)(grids[0])
