@@ -173,6 +173,7 @@ def attend(
     context_parallel: str | None = None,
     dtype: Any = None,
     value_dims: int | None = None,
+    is_part: bool = False,
 ) -> jax.Array:
     """Returns the attended values [B, T, N, K] by the kernel that `choose_kernel` names.
 
@@ -190,42 +191,17 @@ def attend(
         CONTEXT_PARALLEL.
       dtype: of the results; None: of q.
       value_dims: of values that are more than filler; None: all.
+      is_part: it is of heads that a device has of a call, which names what goes to the host.
     """
-    kept_as = None if goes_to_host(CONTEXT) else CONTEXT
-    encoded_BTNK = _attended(
-        setting, q_BTNK, k_BSGK, v_BSGK, mask, options, has_cache=has_cache, bias=bias,
-        atten_mask=atten_mask, dropout=dropout, key=key, chunk_size=chunk_size, split=split,
-        sinks_N=sinks_N, context_parallel=context_parallel, dtype=dtype or q_BTNK.dtype,
-        value_dims=value_dims, kept_as=kept_as,
-    )
-    return named(encoded_BTNK, CONTEXT) if kept_as is None else encoded_BTNK
+    to_host = goes_to_host(CONTEXT)
+    kept_as = None if to_host else CONTEXT
 
-
-def _attended(
-    setting: str,
-    q_BTNK: jax.Array,
-    k_BSGK: jax.Array,
-    v_BSGK: jax.Array,
-    mask: AttentionMask,
-    options: LogitOptions,
-    *,
-    has_cache: bool = False,
-    bias: jax.Array | None = None,
-    atten_mask: jax.Array | None = None,
-    dropout: Dropout | None = None,
-    key: jax.Array | None = None,
-    chunk_size: int,
-    split: SplitDims = None,
-    sinks_N: jax.Array | None = None,
-    context_parallel: str | None = None,
-    dtype: Any,
-    value_dims: int | None,
-    kept_as: str | None,
-) -> jax.Array:
-    """Returns the result of `attend`; `kept_as` is None if its caller names it."""
-
-    def laid_out(encoded_BTNK: jax.Array) -> jax.Array:
-        return constrain(encoded_BTNK[..., :value_dims].astype(dtype), split)
+    def finished(encoded_BTNK: jax.Array, *, is_named: bool = False) -> jax.Array:
+        encoded_BTNK = encoded_BTNK[..., :value_dims].astype(dtype or q_BTNK.dtype)
+        encoded_BTNK = constrain(encoded_BTNK, split)
+        if to_host:
+            return encoded_BTNK if is_part else named(encoded_BTNK, CONTEXT)
+        return encoded_BTNK if is_named else kept(encoded_BTNK, CONTEXT)
 
     if not has_cache and is_context_parallel(context_parallel, split):
         if atten_mask is not None:
@@ -235,13 +211,13 @@ def _attended(
                 "compiler then splits attention by time."
             )
         kernel = functools.partial(
-            _attended, setting, chunk_size=chunk_size, dtype=dtype, value_dims=None,
-            kept_as=kept_as,
+            attend, setting, chunk_size=chunk_size, dtype=dtype, is_part=True
         )
-        return laid_out(context_parallel_attention(
+        encoded_BTNK = context_parallel_attention(
             context_parallel, q_BTNK, k_BSGK, v_BSGK, mask, options, kernel, atten_kernel=setting,
             chunk_size=chunk_size, split=split, sinks_N=sinks_N, kept_as=kept_as,
-        ))
+        )
+        return finished(encoded_BTNK, is_named=True)
     drops = key is not None and dropout is not None and dropout.dropout_prob > 0.0
     uses = {
         "atten_dropout_prob": drops,
@@ -262,10 +238,11 @@ def _attended(
     log_choice(name, reason)
     args = q_BTNK, k_BSGK, v_BSGK, mask
     if name == "einsum":
-        return kept(laid_out(einsum_attention(
+        encoded_BTNK = einsum_attention(
             *args, options, bias=bias, atten_mask=atten_mask, dropout=dropout, key=key,
             sinks_N=sinks_N,
-        )), kept_as)
+        )
+        return finished(encoded_BTNK)
 
     def kernel(*args: Any) -> jax.Array:
         *arrays, bias, sinks_N = args
@@ -284,8 +261,8 @@ def _attended(
         )
 
     # JAX has no types inside of kernels and of their gradients.
-    encoded_BTNK = laid_out(untyped(kernel, *args, bias, sinks_N, out=type_spec))
-    return encoded_BTNK if name in _NAMING else kept(encoded_BTNK, kept_as)
+    encoded_BTNK = untyped(kernel, *args, bias, sinks_N, out=type_spec)
+    return finished(encoded_BTNK, is_named=name in _NAMING)
 
 
 @functools.cache
