@@ -7,7 +7,8 @@ the reason why a run cannot be built. What differs from what was run:
 - Of Llama 4: experts are gated by a softmax, and their outputs, not their inputs, are weighted; the
   queries of layers without positions have no temperature. Of GPT-OSS: attention has no sinks (a
   number for each head). Of Gemma 4: the dense branch has no norms of its own, nor layers a scale.
-- Kernels of attention are JAX's splash, whatever flash kernel was run.
+- Kernels of attention are JAX's splash, whatever flash kernel was run; of a fused backward pass the
+  products are counted as run (plan_published.py).
 - Sequences split over devices have their heads exchanged; MaxText gathers keys.
 - Products in int8 and float8 have their scales from what is multiplied; MaxText's fp8_full took
   fixed ones, which need no pass over it.
