@@ -1,6 +1,8 @@
 """The exception for a user's mistakes, and the words that go with it."""
 
 import difflib
+import functools
+import logging
 import math
 from collections.abc import Collection, Iterable, Sequence
 
@@ -90,3 +92,9 @@ def format_bytes(size: int) -> str:
     """Returns '512 B', '1.5 KiB', '3.2 GiB'."""
     power = min(int(math.log2(max(size, 1)) // 10), 5)
     return f"{size / 1024**power:.1f} {'KMGTP'[power - 1]}iB" if power else f"{size} B"
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Logs a warning, once in a process for each message."""
+    logging.getLogger("praxis_lite").warning("WARNING: %s", message)

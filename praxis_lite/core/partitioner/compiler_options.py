@@ -1,18 +1,15 @@
 """Which options XLA compiles steps with."""
 
 import functools
-import logging
 import re
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from praxis_lite.core.errors import ConfigError, require_choice
+from praxis_lite.core.errors import ConfigError, require_choice, warn_once
 from praxis_lite.core.sharding.devices.xla_options import not_known
 from praxis_lite.core.sharding.mesh_config import TPUS, CompilerOptions
-
-log = logging.getLogger(__name__)
 
 _UNKNOWN = "No such compile option: "
 _PLATFORM_OF = {"cuda": "gpu", "rocm": "gpu"}
@@ -65,7 +62,7 @@ def step_options(options: CompilerOptions | None, mesh: Mesh) -> dict[str, Any] 
     if mistakes := [said for name, said in refused.items() if name not in may_lack]:
         raise ConfigError(f"{where}: {' '.join(mistakes)} Fix mesh.compiler_options.")
     for name, said in refused.items():
-        _warn_once(f"{where}: {name}={chosen.pop(name)} is left out. {said}")
+        warn_once(f"{where}: {name}={chosen.pop(name)} is left out. {said}")
     if chosen and (text := _refusal((*chosen.items(),), mesh)):
         raise ConfigError(f"{where}: XLA refuses {chosen} together: {text}. Leave one out.")
     return chosen or None
@@ -103,8 +100,3 @@ def _sentences(refusal: str, mesh: Mesh) -> str:
         unknown[1], package,
         lambda name: not (_refusal(((name, ""),), mesh) or "").startswith(_UNKNOWN),
     )
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    log.warning("WARNING: %s", message)

@@ -21,7 +21,6 @@ evenly split, too.
 
 import functools
 import itertools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +31,7 @@ from jax.extend import core
 from jax.extend.core import primitives
 from jax.interpreters import mlir
 
+from praxis_lite.core.errors import warn_once
 from praxis_lite.core.jaxprs import opened, rewritten, with_inner
 
 PyTree = Any
@@ -76,17 +76,12 @@ def _warn_of_two_orders(closed: core.ClosedJaxpr) -> None:
             if isinstance(entry, tuple) and len(entry) > 1:
                 order, other = orders.setdefault(frozenset(entry), (entry, text))
                 if order != entry:
-                    _warn_once(
+                    warn_once(
                         f"{other} splits a dim over {order}, and {text} over {entry}. Between two "
                         "orders of the same axes XLA may exchange rows of a matrix product "
                         "(docs/upstream/matmul_rows.md). Write one order everywhere; --mode=check "
                         "compares the numbers with one device's."
                     )
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logging.getLogger("praxis_lite").warning("WARNING: %s", message)
 
 
 def _scatter(

@@ -26,7 +26,7 @@ from praxis_lite.layers.attention.kernels.fused import (
     splash_attention,
 )
 from praxis_lite.layers.attention.masks import AttentionMask
-from praxis_lite.layers.base.activation_names import goes_to_host, kept, named
+from praxis_lite.layers.base.activation_names import goes_to_host, named
 from praxis_lite.layers.stochastics import Dropout
 
 _ALL = frozenset(
@@ -199,9 +199,8 @@ def attend(
     def finished(encoded_BTNK: jax.Array, *, is_named: bool = False) -> jax.Array:
         encoded_BTNK = encoded_BTNK[..., :value_dims].astype(dtype or q_BTNK.dtype)
         encoded_BTNK = constrain(encoded_BTNK, split)
-        if to_host:
-            return encoded_BTNK if is_part else named(encoded_BTNK, CONTEXT)
-        return encoded_BTNK if is_named else kept(encoded_BTNK, CONTEXT)
+        has_name = is_part if to_host else is_named
+        return encoded_BTNK if has_name else named(encoded_BTNK, CONTEXT)
 
     if not has_cache and is_context_parallel(context_parallel, split):
         if atten_mask is not None:

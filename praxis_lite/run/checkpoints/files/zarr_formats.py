@@ -60,7 +60,7 @@ class ZarrFormat(Protocol):
     dtypes: Mapping[str, str]
 
     def dtype_of(self, metadata: Mapping[str, Any]) -> Any:
-        """Returns what the metadata has for a dtype."""
+        """Returns the dtype in an array's metadata, by the name that the format has for it."""
         ...
 
     def chunk_key(self, index: Sequence[int]) -> str:

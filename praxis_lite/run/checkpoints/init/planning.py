@@ -42,7 +42,7 @@ def plan_init(
 
 
 def _left_out(sources: Mapping[str, Source], forms: Forms) -> dict[str, list[str]]:
-    """Returns what no rule takes of the checkpoints of other libraries, by their places."""
+    """Returns the arrays of other libraries' checkpoints that no rule takes, by their places."""
     result = {}
     for directory, step in dict.fromkeys(source[:2] for source in sources.values()):
         if any(form.is_at(directory) for form in forms):

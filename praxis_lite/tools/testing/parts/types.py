@@ -41,7 +41,7 @@ class TypeWitness:
     untyped: dict[str, str]
 
     def lines(self) -> list[str]:
-        """Returns what a report says of it."""
+        """Returns the lines of a report."""
         num = len(self.confirmed) + len(self.others)
         lines = [
             f"JAX's types confirm the layout of {len(self.confirmed)} of {num} arrays of the state "
@@ -56,7 +56,7 @@ class TypeWitness:
 
 
 def type_witness(partitioner: Partitioner, element_spec: PyTree) -> TypeWitness:
-    """Returns what JAX's types say of a training step for batches of `element_spec`.
+    """Returns the witness of a training step for batches of `element_spec`.
 
     Args:
       partitioner: on a mesh that has Explicit axes.
