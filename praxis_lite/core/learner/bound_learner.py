@@ -16,6 +16,7 @@ from praxis_lite.core.learner.path_masks import collected_patterns
 from praxis_lite.core.learner.schedule_free import evaluation_params
 from praxis_lite.core.learner.weight_groups import WeightGroups, merged
 from praxis_lite.core.learner.whole_trees import updates_of
+from praxis_lite.core.sharding.devices.axis_types import typed_as
 from praxis_lite.core.sharding.mesh import compiled_platform
 from praxis_lite.core.sharding.weight_spec import spec_items
 
@@ -118,7 +119,8 @@ class BoundLearner:
             if learner.ema_decay:
                 new["ema"] = _moving_average(old["ema"], weights, learner.ema_decay, num_updates)
             # Some optimizers return slots of another dtype than their init made.
-            return self._stored(jax.tree.map(lambda n, o: n.astype(o.dtype), new, old))
+            typed = jax.tree.map(lambda n, o: typed_as(n.astype(o.dtype), o), new, old)
+            return self._stored(typed)
 
         old = {name: opt_states[name] for name in ("slots", "ema") if name in opt_states}
         in_branch = compiled_platform() == "cpu" or bool(self.layouts)

@@ -12,7 +12,7 @@ import jax
 import optax
 
 from praxis_lite.core.learner.whole_trees import over_whole_tree
-from praxis_lite.core.sharding.devices.axis_types import stated
+from praxis_lite.core.sharding.devices.axis_types import stated, typed_alike
 from praxis_lite.core.sharding.memory_spaces import is_on_host
 from praxis_lite.core.sharding.weight_spec import spec_items
 
@@ -47,7 +47,7 @@ class Group:
         """Returns `fn`, of a layer's trees, mapped over the stacked dims of all its arguments."""
         for _ in self.stack_shape:
             fn = jax.vmap(fn)
-        return fn
+        return lambda *trees: fn(*typed_alike(trees, len(self.stack_shape)))
 
     def per_weight(self, fn: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
         """Returns the tree after `fn`, which treats each weight by itself, a layer at a time."""

@@ -12,6 +12,7 @@ from praxis_lite.core.models import tallies
 from praxis_lite.core.partitioner import accumulation
 from praxis_lite.core.partitioner.accumulation import Batch
 from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.core.sharding.devices.axis_types import typed_as
 from praxis_lite.core.sharding.memory_spaces import to_device
 from praxis_lite.core.task import Task
 
@@ -86,16 +87,16 @@ def train_step(
     new_params, opt_states, learner_scalars, is_skipped = bound.update(
         grads, state.opt_states, params, metrics["loss"][0]
     )
+    # A step that is skipped leaves no trace: NaN in a running mean would stay for ever.
+    def unless_skipped(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(is_skipped, old, typed_as(new, old))
+
     # Whatever the learner did to them, which has no gradient of them.
     moved = task.model.moved(params, sums)
     new_params = jax.tree.map(
-        lambda new, old, m: new if m is old else jnp.where(is_skipped, old, m),
-        new_params, params, moved,
+        lambda new, old, m: new if m is old else unless_skipped(m, old), new_params, params, moved
     )
-    # A step that is skipped leaves no trace: NaN in a running mean would stay for ever.
-    new_non_trainable = jax.tree.map(
-        lambda new, old: jnp.where(is_skipped, old, new), new_non_trainable, non_trainable
-    )
+    new_non_trainable = jax.tree.map(unless_skipped, new_non_trainable, non_trainable)
     new_state = TrainState(
         step=state.step + 1, mdl_vars={"params": new_params, "non_trainable": new_non_trainable},
         opt_states=opt_states,

@@ -167,9 +167,10 @@ def untyped(
 def has_no_type(error: Exception) -> bool:
     """Returns True if JAX raised `error` because it has no type of a result over Explicit axes."""
     # JAX exports no class of it. A loop says it of what it reads or carries as another error.
-    words = ("should be replicated", "aval mesh", "sharding", "equal types")
+    words = ("should be replicated", "aval mesh", "shard", "equal types")
     return isinstance(error, UnevenType) or type(error).__name__ == "ShardingTypeError" or (
-        isinstance(error, ValueError | TypeError) and any(word in str(error) for word in words)
+        isinstance(error, ValueError | TypeError | AssertionError)
+        and any(word in str(error) for word in words)
         and not isinstance(error, ConfigError)
     )
 
@@ -200,3 +201,24 @@ def type_spec(x: jax.Array) -> PartitionSpec:
     """Returns the spec of an array's type, extended to its rank; Auto axes are not in it."""
     entries = jax.typeof(x).sharding.spec.partitions
     return PartitionSpec(*entries, *(None,) * (x.ndim - len(entries)))
+
+
+def typed_as(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns `x`, of the shape of `like`, with its type; over Auto axes `x` itself."""
+    explicit = explicit_axes_of(jax.sharding.get_abstract_mesh())
+    return jax.sharding.reshard(x, type_spec(like)) if explicit else x
+
+
+def typed_alike(trees: PyTree, num_dims: int) -> PyTree:
+    """Returns arrays whose first `num_dims` dims have one type, as `jax.vmap` over them wants.
+
+    It is the type of the first array that splits them: a counter of each layer may split none.
+    """
+    leaves = jax.tree.leaves(trees)
+    if not num_dims or not explicit_axes_of(jax.sharding.get_abstract_mesh()):
+        return trees
+    specs = [type_spec(leaf) for leaf in leaves]
+    first = [next(filter(None, (spec[dim] for spec in specs)), None) for dim in range(num_dims)]
+    return jax.tree.map(
+        lambda x: jax.sharding.reshard(x, PartitionSpec(*first, *type_spec(x)[num_dims:])), trees
+    )

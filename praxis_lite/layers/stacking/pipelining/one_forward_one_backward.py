@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from praxis_lite.collectives.filler_rows import (
     num_missing_rows,
@@ -20,6 +20,7 @@ from praxis_lite.core.learner.bound_learner import BoundLearner
 from praxis_lite.core.partitioner import accumulation
 from praxis_lite.core.partitioner.gradient_strategy import Gradients
 from praxis_lite.core.partitioner.train_state import StateLayout
+from praxis_lite.core.sharding.devices.axis_types import note_untyped, type_spec, untyped
 from praxis_lite.core.sharding.inputs import num_rows_of
 from praxis_lite.core.task import Task
 from praxis_lite.layers.base.variables import assigned_values
@@ -110,11 +111,28 @@ def _num_missing_rows(pipeline: Pipeline, inputs: PyTree, num_micro_batches: int
 
 def _value_and_grad(
     pipeline: Pipeline, loss_fn: accumulation.LossFn, fixed: PyTree, params: PyTree,
+    non_trainable: PyTree, inputs: accumulation.Batch, key: jax.Array, **settings: Any,
+) -> tuple[accumulation.WeightedScalars, PyTree, PyTree]:
+    """Returns the result of `accumulation.value_and_grad` over all microbatches.
+
+    Ticks are computed as over Auto axes: a stage's work has no type.
+    """
+    def types(results: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree, PyTree]:
+        whole = jax.tree.map(lambda x: PartitionSpec(), results[0])
+        return whole, *jax.tree.map(type_spec, (non_trainable, params))
+
+    note_untyped("the Pipeline and its ends", "ticks of 1F1B have no types")
+    in_ticks = functools.partial(_grads_in_ticks, pipeline, loss_fn, **settings)
+    return untyped(in_ticks, fixed, params, non_trainable, inputs, key, out=types)
+
+
+def _grads_in_ticks(
+    pipeline: Pipeline, loss_fn: accumulation.LossFn, fixed: PyTree, params: PyTree,
     non_trainable: PyTree, inputs: accumulation.Batch, key: jax.Array, *,
     num_micro_batches: int = 1, inputs_split_mapping: Any = None,
     lay_out: Callable[[PyTree], PyTree] = lambda grads: grads,
 ) -> tuple[accumulation.WeightedScalars, PyTree, PyTree]:
-    """Returns the result of `accumulation.value_and_grad` over all microbatches."""
+    """Returns the result of `_value_and_grad`, without types."""
     num_microbatches = _num_microbatches(pipeline, inputs, num_micro_batches)
     inputs = with_filler(inputs, _num_missing_rows(pipeline, inputs, num_micro_batches))
     if not pipeline.is_in_ticks:
