@@ -1,4 +1,4 @@
-"""Layers over Explicit axes that JAX cannot type: they are traced, with the numbers of Auto axes."""
+"""Layers that JAX cannot type over Explicit axes are traced, with the numbers of Auto axes."""
 
 import functools
 from typing import Any
