@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from praxis_lite import ConfigError
 from praxis_lite.core import Learner
 from praxis_lite.core.models.model import ShardedWeight, spec_leaves
-from praxis_lite.core.partitioner.train_state import state_layout
+from praxis_lite.core.partitioner.train_state import layout_and_learner
 from praxis_lite.models import FunctionModel
 from praxis_lite.tasks.loss import LossTask
 
@@ -60,7 +60,7 @@ def splits(specs, init=init):
 
 def layout(specs, init=init):
     task = LossTask(FunctionModel(init, specs), lambda *_: 0.0, Learner(optax.adamw, 0.1))
-    return state_layout(task, AXES)
+    return layout_and_learner(task, AXES)[0]
 
 
 def test_any_tree_comes_back_as_init_made_it():

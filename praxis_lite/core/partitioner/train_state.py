@@ -204,11 +204,6 @@ def sharding_of(spec: PartitionSpec, memory_kind: str, mesh: Mesh) -> NamedShard
     return NamedSharding(mesh, spec, **({"memory_kind": HOST} if memory_kind == HOST else {}))
 
 
-def state_layout(task: Task, axis_sizes: Mapping[str, int]) -> StateLayout:
-    """Returns the layout of a task's TrainState on a mesh; see `layout_and_learner`."""
-    return layout_and_learner(task, axis_sizes)[0]
-
-
 def layout_and_learner(
     task: Task, axis_sizes: Mapping[str, int]
 ) -> tuple[StateLayout, BoundLearner]:

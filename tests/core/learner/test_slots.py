@@ -15,7 +15,7 @@ from praxis_lite import ConfigError
 from praxis_lite.core import Learner, WeightSpec
 from praxis_lite.core.learner.slots import slot_specs
 from praxis_lite.core.learner.weight_groups import Group
-from praxis_lite.core.partitioner.train_state import state_layout
+from praxis_lite.core.partitioner.train_state import layout_and_learner
 from praxis_lite.optimizers import (
     adafactor,
     adam,
@@ -71,7 +71,7 @@ def pax_adafactor(learning_rate):
 
 
 class DeclaredModel:
-    """As much of a model as state_layout asks: what the weights declare."""
+    """As much of a model as its state's layout asks: what the weights declare."""
 
     kept_forms = {}
 
@@ -97,7 +97,7 @@ class DeclaredTask(NamedTuple):
 
 def layout_of(weight_specs, optimizer, axis_sizes, **settings):
     task = DeclaredTask(DeclaredModel(weight_specs), Learner(optimizer, 1e-3, **settings))
-    return {leaf.path: leaf for leaf in state_layout(task, axis_sizes).leaves()}
+    return {leaf.path: leaf for leaf in layout_and_learner(task, axis_sizes)[0].leaves()}
 
 
 def specs_of(optimizer, weights):

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite import ConfigError, Task
 from praxis_lite.core import Learner, SplitDims
-from praxis_lite.core.partitioner.train_state import state_layout
+from praxis_lite.core.partitioner.train_state import layout_and_learner
 from praxis_lite.layers import BaseLayer
 from praxis_lite.layers.base.base_layer import zeros
 from praxis_lite.layers.base.variables import stacked
@@ -45,7 +45,7 @@ class Untrained(Task):
 
 def layout_of(rows, columns, split=("data", "mdl"), optimizer=optax.adamw):
     model = functools.partial(Tower, rows, columns, split)
-    return state_layout(Untrained(model, Learner(optimizer, 0.1)), AXIS_SIZES)
+    return layout_and_learner(Untrained(model, Learner(optimizer, 0.1)), AXIS_SIZES)[0]
 
 
 def test_a_layout_of_what_no_machine_holds_is_made_without_an_array():
@@ -135,4 +135,4 @@ def test_an_axis_of_the_stack_cannot_split_the_layer_too():
             self.blocks = stacked(jax.vmap(lambda k: Block(7, rngs=nnx.Rngs(k)))(keys), "mdl")
 
     with pytest.raises(ConfigError, match=r"params/blocks/b.*'mdl'"):
-        state_layout(Untrained(Stack, Learner(optax.sgd, 0.1)), AXIS_SIZES)
+        layout_and_learner(Untrained(Stack, Learner(optax.sgd, 0.1)), AXIS_SIZES)[0]

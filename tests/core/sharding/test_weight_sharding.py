@@ -24,7 +24,7 @@ from praxis_lite.core import (
 )
 from praxis_lite.core.models.model import spec_leaves
 from praxis_lite.core.partitioner.task_on_mesh import flax_axis_rules
-from praxis_lite.core.partitioner.train_state import state_layout
+from praxis_lite.core.partitioner.train_state import layout_and_learner
 from praxis_lite.core.sharding.weight_sharding import decide_shardings
 from praxis_lite.models import FunctionModel
 from praxis_lite.run.config.overrides import apply_overrides
@@ -393,7 +393,7 @@ def losses(one_device, named):
 
 @pytest.mark.slow
 def test_names_and_rules_end_in_the_same_padded_layout_and_the_losses_of_one_device():
-    layouts = [state_layout(task, AXIS_SIZES) for task in (
+    layouts = [layout_and_learner(task, AXIS_SIZES)[0] for task in (
         task_of(Named(init), **NAMED), task_of(FunctionModel(init), **RULED))]
     for layout in layouts:
         actual = {x.path: x for x in layout.leaves() if x.path.startswith("mdl_vars")}
@@ -415,7 +415,7 @@ def test_an_optimizer_sees_one_layer_of_a_stack_that_names_tell():
     adafactor = functools.partial(optax.adafactor, min_dim_size_to_factor=3)
 
     def slots(model, **declared):
-        layout = state_layout(task_of(model, adafactor, **declared), AXIS_SIZES)
+        layout = layout_and_learner(task_of(model, adafactor, **declared), AXIS_SIZES)[0]
         return {leaf.path: leaf.shape for leaf in layout.leaves() if "/v_row/blocks" in leaf.path}
 
     (path, shape), = slots(Named(init), **NAMED).items()

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite.core import StateLayout
 from praxis_lite.core.errors import format_bytes
-from praxis_lite.core.partitioner.train_state import state_layout
+from praxis_lite.core.partitioner.train_state import layout_and_learner
 from praxis_lite.run.trainer.layout_table import layout_table
 from praxis_lite.tools.explain.explain import explain
 from tests.support.browser import EXECUTABLE, NO_BROWSER, Browser
@@ -36,7 +36,8 @@ def explained(tmp_path_factory):
         os.chdir(before)
     assert os.listdir(folder) == ["page.html"], "explain wrote a file that was not asked for"
     task = fdl.build(Wasteful().config().task)
-    return out, state_layout(task, {"replica": 1, "data": 4, "mdl": 2}), folder / "page.html"
+    layout, _ = layout_and_learner(task, {"replica": 1, "data": 4, "mdl": 2})
+    return out, layout, folder / "page.html"
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from praxis_lite import Task
 from praxis_lite.core import Learner, StateLayout
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.partitioner.train_state import state_layout
+from praxis_lite.core.partitioner.train_state import layout_and_learner
 from praxis_lite.layers import BaseLayer
 from praxis_lite.layers.base.variables import stacked
 from praxis_lite.run.trainer.layout_table import (
@@ -66,7 +66,8 @@ def tiny_layout():
     home()
     from jobzoo.experiments import Tiny
 
-    return state_layout(fdl.build(Tiny().config().task), {"replica": 1, "data": 4, "mdl": 2})
+    task = fdl.build(Tiny().config().task)
+    return layout_and_learner(task, {"replica": 1, "data": 4, "mdl": 2})[0]
 
 
 ROW = re.compile(
@@ -178,7 +179,7 @@ def layout_with(split, slot_mesh_axes, shapes, ema_decay=0.0):
             self.blocks = stacked(jax.vmap(lambda key: block(rngs=nnx.Rngs(key)))(keys), None)
 
     learner = Learner(optax.adamw, 0.1, slot_mesh_axes=slot_mesh_axes, ema_decay=ema_decay)
-    return state_layout(Untrained(Matrices, learner), {"replica": 1, "data": 4, "mdl": 2})
+    return layout_and_learner(Untrained(Matrices, learner), {"replica": 1, "data": 4, "mdl": 2})[0]
 
 
 class Block(BaseLayer):

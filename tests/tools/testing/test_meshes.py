@@ -5,7 +5,7 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.core import MeshConfig
-from praxis_lite.core.partitioner.train_state import state_layout
+from praxis_lite.core.partitioner.train_state import layout_and_learner
 from praxis_lite.run.config.build import build
 from praxis_lite.run.experiment import registry
 from praxis_lite.tools.testing.meshes import chosen_meshes, parse_meshes, reduced
@@ -30,7 +30,7 @@ def test_a_large_mesh_is_halved_until_it_fits():
 
 def test_each_axis_alone_all_axes_an_uneven_one_and_its_own():
     task = fdl.build(registry.get_experiment("lm.Synthetic")().config()).task
-    layout = state_layout(task, {"replica": 1, "data": 4, "mdl": 2})
+    layout = layout_and_learner(task, {"replica": 1, "data": 4, "mdl": 2})[0]
     actual = chosen_meshes((1, 4, 2), layout, 8)
     assert actual[:3] == [(2, 1, 1), (1, 4, 1), (1, 1, 2)]
     assert actual[3] == (2, 2, 2)
