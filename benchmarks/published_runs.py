@@ -22,10 +22,11 @@ import fiddle as fdl
 import jax
 import jax.numpy as jnp
 import optax
+from fiddle import selectors
 from published_models import Run, model_of
 
-from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
-from praxis_lite.layers import set_sharding_params
+from praxis_lite.core import Learner, MeshConfig, Partitioner, WeightSharding, make_mesh
+from praxis_lite.layers import TransformerFeedForwardMoe, set_sharding_params
 from praxis_lite.layers.whole_model.sharding_presets import COMPILER_OPTIONS, SHARDING_PRESETS
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tools.plan.planned_job import PLANNING_OPTIONS
@@ -70,6 +71,10 @@ _SPARSE_CORES = {
     "xla_sc_disable_megacore_partitioning": "true",
     "xla_enable_async_all_gather": "true",
 }
+
+
+# Runs with MaxText's fsdp_shard_on_exp: a device keeps whole experts, and gathers all for a layer.
+_KEEP_WHOLE_EXPERTS = ("recipes-tpu7x-deepseek3-671b-bf16-4x4x8",)
 
 
 def why_not(run: Run) -> str:
@@ -133,9 +138,14 @@ def partitioner_of(run: Run, devices: Any) -> Partitioner:
     """Returns the run's model on its mesh over `devices`, of its topology."""
     splits = _splits(run)
     config = set_sharding_params(model_of(run), splits)
-    batch = splits["batch"]
+    batch, weights = splits["batch"], None
+    if run["id"] in _KEEP_WHOLE_EXPERTS:
+        experts = selectors.select(config, TransformerFeedForwardMoe)
+        experts.set(weight_split_dims_mapping=(None, None, None))
+        weights = WeightSharding(strategy=[(r".*/w[io]_\w+", 'shard_dim("data", -3)')])
     task = LanguageModelTask(
         fdl.build(config), _learner(run),
+        weight_sharding=weights,
         inputs_split_mapping={"map_1d": (batch,), "map_2d": (batch, None)},
         quantization=_RECIPES[run["quantization"].split(" ")[0]] if run["quantization"] else None,
     )

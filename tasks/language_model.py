@@ -17,6 +17,7 @@ from praxis_lite.core import (
     Metric,
     Task,
     WeightedScalars,
+    WeightSharding,
     require,
     share_outputs,
 )
@@ -56,8 +57,8 @@ class LanguageModelTask(Task):
     `ids` int32 [B, P], `prefix_lengths` int32 [B] and `weights` float32 [B] (0 for a filler row).
 
     Args:
-      model, learner, inputs_split_mapping, fprop_dtype, metrics: see Task. Metrics are given what
-        the model's `compute_loss` returns, or logits if it has none.
+      model, learner, weight_sharding, inputs_split_mapping, fprop_dtype, metrics: see Task. Metrics
+        are given what the model's `compute_loss` returns, or logits if it has none.
       quantization: a word of QUANTIZATION_RECIPES: "int8", "float8" and their like round products
         of dense layers, "nf4" and "int4" keep frozen weights in 4 bits; None: neither.
       tokenizer: for the text of what is decoded, or the directory of one; None: bytes. Its
@@ -75,6 +76,7 @@ class LanguageModelTask(Task):
         model: Callable[..., nnx.Module],
         learner: Learner,
         *,
+        weight_sharding: WeightSharding | None = None,
         inputs_split_mapping: Mapping[str, Any] | None = None,
         fprop_dtype: jnp.dtype | None = None,
         quantization: str | None = None,
@@ -83,7 +85,7 @@ class LanguageModelTask(Task):
         metrics: Mapping[str, Metric] | None = None,
     ):
         super().__init__(
-            with_recipe(model, quantization, learner), learner,
+            with_recipe(model, quantization, learner), learner, weight_sharding=weight_sharding,
             inputs_split_mapping=inputs_split_mapping, fprop_dtype=fprop_dtype, metrics=metrics,
         )
         self.tokenizer, self._is_named = as_tokenizer(tokenizer), tokenizer is not None

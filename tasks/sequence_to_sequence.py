@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from praxis_lite.core import Learner, Metric, Task, WeightedScalars, require, share_outputs
+from praxis_lite.core import (
+    Learner,
+    Metric,
+    Task,
+    WeightedScalars,
+    WeightSharding,
+    require,
+    share_outputs,
+)
 from praxis_lite.decode import Decoder, Greedy, cache_length, for_tokenizer, stored_forms
 from praxis_lite.inputs.tokenizers import Tokenizer, as_tokenizer
 from praxis_lite.layers import aux_loss
@@ -38,8 +46,8 @@ class SequenceToSequenceTask(Task):
     float32 [B] (0 for a filler row); optional `labels` int32 [B, T], the targets, 0 after the end.
 
     Args:
-      model, learner, inputs_split_mapping, metrics: see Task. Metrics are given what the model's
-        `compute_loss` returns.
+      model, learner, weight_sharding, inputs_split_mapping, fprop_dtype, metrics: see Task. Metrics
+        are given what the model's `compute_loss` returns.
       tokenizer: for the text of what is decoded, or the directory of one; None: records have
         tokens alone.
       decoder: how targets are found; None: greedily.
@@ -58,13 +66,16 @@ class SequenceToSequenceTask(Task):
         model: Callable[..., nnx.Module],
         learner: Learner,
         *,
+        weight_sharding: WeightSharding | None = None,
         inputs_split_mapping: Mapping[str, Any] | None = None,
+        fprop_dtype: jnp.dtype | None = None,
         tokenizer: Tokenizer | str | None = None,
         decoder: Decoder | None = None,
         metrics: Mapping[str, Metric] | None = None,
     ):
         super().__init__(
-            model, learner, inputs_split_mapping=inputs_split_mapping, metrics=metrics
+            model, learner, weight_sharding=weight_sharding,
+            inputs_split_mapping=inputs_split_mapping, fprop_dtype=fprop_dtype, metrics=metrics,
         )
         self.tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
         decoder = decoder or Greedy()

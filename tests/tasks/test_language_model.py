@@ -8,13 +8,16 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from praxis_lite import ConfigError, layers
-from praxis_lite.core import Learner
+from praxis_lite.core import Learner, WeightSharding
+from praxis_lite.core.partitioner.train_state import layout_and_learner
 from praxis_lite.decode import Sample
 from praxis_lite.inputs.tokenizers.plain import ByteTokenizer, TokenIds
 from praxis_lite.layers import AuxLoss, BaseLayer, Summary
 from praxis_lite.tasks.language_model import LanguageModelTask
+from praxis_lite.tasks.sequence_to_sequence import SequenceToSequenceTask
 
 RNG = np.random.default_rng(15)
 LOGITS = RNG.normal(size=(3, 5, 7)).astype(np.float32)
@@ -225,3 +228,15 @@ def test_what_layers_add_to_the_loss_and_report_are_metrics_too():
 def test_packed_rows_are_refused_where_a_model_would_not_hear_of_segments():
     with pytest.raises(ConfigError, match="compute_loss"):
         metrics_of({**BATCH, "segment_ids": BATCH["ids"]})
+
+
+@pytest.mark.parametrize("of_task", [LanguageModelTask, SequenceToSequenceTask])
+def test_rules_split_the_weights_that_layers_leave_whole(of_task):
+    rules = WeightSharding(strategy=[("w", 'shard_dim("data", -1)')])
+    model = functools.partial(layers.Linear, 8, 4)
+    whole = of_task(model, Learner(optax.sgd, 0.1))
+    ruled = of_task(model, Learner(optax.sgd, 0.1), weight_sharding=rules)
+    expected = {"whole": PartitionSpec(None, None), "ruled": PartitionSpec(None, "data")}
+    for name, task_of_model in {"whole": whole, "ruled": ruled}.items():
+        layout, _ = layout_and_learner(task_of_model, {"replica": 1, "data": 4, "mdl": 2})
+        assert layout.specs.mdl_vars["params"]["w"] == expected[name]

@@ -103,7 +103,7 @@ class MultiHeadLatentAttention(BaseLayer):
 
         def into_heads(dims: int, per_head: int) -> AttentionProjection:
             return AttentionProjection(
-                dims, N, sized(of_head, per_head), use_bias=False, rngs=rngs
+                sized(D, dims), N, sized(of_head, per_head), use_bias=False, rngs=rngs
             )
 
         has_latent = q_lora_rank is not None

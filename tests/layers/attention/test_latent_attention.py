@@ -113,3 +113,15 @@ def test_sharded_equals_unsharded():
     cases = {"latent": (make, lambda layer, x, key: layer(x)[0], X)}
     actual, expected = run_layers(cases, (1, 4, 2)), run_layers(cases, None)
     assert_near(actual["latent"], expected["latent"], tolerance=1e-5)
+
+
+def test_all_of_its_matrices_split_as_its_mapping_says():
+    layer = nnx.eval_shape(lambda: MultiHeadLatentAttention(
+        D, N, q_lora_rank=4, **SIZES, weight_split_dims_mapping=("data", "mdl", None),
+        rngs=nnx.Rngs(0),
+    ))
+    names = ("query_latent", "query_up", "key_value_latent", "key_value", "post")
+    actual = {name: getattr(layer, name).w.get_metadata("split_dims_mapping") for name in names}
+    latents = dict.fromkeys(("query_latent", "key_value_latent"), ("data", None))
+    assert actual == latents | dict.fromkeys(
+        ("query_up", "key_value", "post"), ("data", "mdl", None))
