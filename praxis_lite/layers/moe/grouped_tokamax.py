@@ -1,9 +1,4 @@
-"""Megablox of tokamax: grouped matmuls whose tiles come through a pipeline of its own.
-
-The one file that knows their names, which are private in tokamax 0.0.12. Its public function,
-`tokamax.ragged_dot`, has tiles of 128 for all sizes but 30, refuses dims below 128 and rows that its
-tiles do not divide, and runs on an attached TPU alone.
-"""
+"""Megablox of tokamax: grouped matmuls whose tiles come through a pipeline of its own."""
 
 import contextlib
 import sys
@@ -12,7 +7,7 @@ from typing import Any
 
 import jax
 
-from praxis_lite.host.optional_packages import optional_module
+from praxis_lite.layers.base.tokamax_internals import grouped_matmul_kernels
 
 # R rows, L experts, K dims of inputs, N dims of outputs.
 _Tile = tuple[int, int, int]
@@ -43,15 +38,11 @@ def _called(
     kernel: str, left: jax.Array, right: jax.Array, rows_of_expert_L: jax.Array, dtype: Any,
     tile: _Tile, dims: tuple[int, ...], interpret: bool, **settings: Any,
 ) -> jax.Array:
-    # Imported here: it takes seconds, and is an extra.
-    kernels = optional_module(
-        "tokamax._src.ops.ragged_dot.pallas_mosaic_tpu_kernel", "expert_kernel='tokamax'"
-    )
     # Its pipeline copies the part of a tile that is within an array, whose length the interpreter
     # would have to know before it runs.
     tile = (tile[0], *dims) if interpret else tile
     with _tpu_to_interpret() if interpret else contextlib.nullcontext():
-        return getattr(kernels, kernel)(
+        return getattr(grouped_matmul_kernels(), kernel)(
             left, right, rows_of_expert_L, precision=None, out_dtype=dtype, tiling=tile,
             interpret=interpret, **settings,
         )

@@ -1,6 +1,6 @@
 """Splash attention of JAX (jax.experimental.pallas): a backward pass of two kernels.
 
-The one file that knows its names, of which two functions are private from jax 0.10 to 0.12.
+The one file that uses it. Two functions of it are not in its interface from jax 0.10 to 0.12.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class SplashOfJax(SplashOfARow):
         inner: jax.Array, d_encoded: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         # Splash's gradient is of a softmax over the keys that it was given. These two functions
-        # below it take the sums over all keys, and are not in its interface.
+        # below it take the sums over all keys.
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
         kernel = self._kernel(save_residuals=True)

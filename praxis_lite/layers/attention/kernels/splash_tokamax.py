@@ -1,26 +1,23 @@
-"""Splash attention of tokamax: a backward pass of one kernel, which gives dq beside dk and dv.
-
-The one file that knows its names, which are private in tokamax 0.0.12. Its public function,
-`tokamax.dot_product_attention`, takes neither segments nor windows, nor runs without a TPU.
-"""
+"""Splash attention of tokamax: a backward pass of one kernel, which gives dq beside dk and dv."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.layers.attention.kernels.splash_row import Ids, SplashOfARow
+from praxis_lite.layers.base.tokamax_internals import splash_kernels, splash_masks
 
-_MODULE = "tokamax._src.ops.experimental.tpu.splash_attention.splash_attention_"
-# With more blocks of keys than this, three arrays of dq are added to instead of one for each.
+# So many blocks of keys have each a dq of its own, to be added behind the kernel. With more, the
+# kernel adds them up in three, in the dtype of q.
 _MOST_DQ = 4
 
 
 class SplashOfTokamax(SplashOfARow):
     """One kernel forward, two products; one backward, five, where JAX's two have seven.
 
-    Numbers are JAX's: the softmax is by exp, not by exp2 of rounded queries, which tokamax offers.
+    The numbers are those of JAX's: by exp, not by exp2 of queries that are rounded once more, which
+    tokamax offers. Of 16-bit queries dq is rounded for each block of keys.
     """
 
     def attended(self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids) -> jax.Array:
@@ -42,14 +39,14 @@ class SplashOfTokamax(SplashOfARow):
         block_q, block_kv = self.block_sizes
         shared = ("is_mqa", "mask_value", "mask_function", "config", "dkv_mask_sparsity")
         with self.noted():
-            return _module("kernel")._splash_attention_bwd_dkv(
+            return splash_kernels()._splash_attention_bwd_dkv(
                 q, k, v, _segments(ids), log_sums, d_encoded, inner, bq=block_q, bkv=block_kv,
                 bkv_compute=block_kv, mask_info=kernel.dkv_mask_info,
                 **{name: kernel.kwargs[name] for name in shared},
             )
 
     def _kernel(self, *, save_residuals: bool = False) -> Callable[..., Any]:
-        splash, masks = _module("kernel"), _module("mask")
+        splash, masks = splash_kernels(), splash_masks()
         if self.window is None:
             mask = masks.FullMask(self.lengths)
         else:
@@ -69,10 +66,5 @@ class SplashOfTokamax(SplashOfARow):
         )
 
 
-def _module(name: str) -> Any:
-    # Imported here: it takes seconds, and is an extra.
-    return optional_module(_MODULE + name, "atten_kernel='tokamax'")
-
-
 def _segments(ids: Ids) -> Any:
-    return ids and _module("kernel").SegmentIds(*ids)
+    return ids and splash_kernels().SegmentIds(*ids)
