@@ -56,9 +56,9 @@ def _tpu_to_interpret() -> Iterator[None]:
     """
     from jax.experimental.pallas import tpu as pltpu
 
-    # Where Pallas finds the device kinds that it does not know by name.
-    registry = sys.modules[pltpu.get_tpu_info.__module__].registry
-    kind = jax.devices()[0].device_kind
+    # Where Pallas finds the kinds of devices that it does not know itself.
+    module = sys.modules[pltpu.get_tpu_info.__module__]
+    kind, registry = module.get_device_kind(), module.registry
     registry[kind] = lambda: pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V5E, 1)
     try:
         yield

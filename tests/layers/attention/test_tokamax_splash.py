@@ -61,7 +61,8 @@ def test_numbers_are_those_of_jaxs_splash():
     exact = answers(of_kernel("einsum", mask), jnp.float32, *arrays)
     for dtype, most in ((jnp.float32, 2e-6), (jnp.bfloat16, 0.0)):
         of_jax, of_tokamax = (
-            errors(answers(of_kernel(name, mask), dtype, *arrays), exact) for name in splash.SPLASHES
+            errors(answers(of_kernel(name, mask), dtype, *arrays), exact)
+            for name in splash.SPLASHES
         )
         # In bfloat16 as near to exact numbers; dq is rounded once more for each block of keys.
         for error, jaxs in zip(of_tokamax, of_jax, strict=True):
