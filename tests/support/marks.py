@@ -10,6 +10,7 @@ from praxis_lite.host.optional_packages import is_installed
 needs_tensorflow = pytest.mark.skipif(
     not is_installed("tensorflow"), reason="there is no tensorflow, as on Python 3.14"
 )
+needs_tokamax = pytest.mark.skipif(not is_installed("tokamax"), reason="there is no tokamax")
 needs_lm_eval = pytest.mark.skipif(not is_installed("lm_eval"), reason="there is no lm_eval")
 
 

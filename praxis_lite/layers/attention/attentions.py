@@ -80,8 +80,8 @@ class DotProductAttention(AttentionHeads):
         queries' dtype, of half the memory in bfloat16, as MaxText's.
       atten_dropout_prob: of the attention probabilities.
       output_proj_use_nhd_shape: keep the output weight as [N, K, D].
-      atten_kernel: "auto", "einsum", "dot_product", "cudnn", "splash", "chunked" or "blocked", see
-        `choose_kernel`. The log tells once which was chosen, and why.
+      atten_kernel: "auto", "einsum", "dot_product", "cudnn", "splash", "tokamax", "chunked" or
+        "blocked", see `choose_kernel`. The log tells once which was chosen, and why.
       atten_chunk_size: queries, and keys, of a chunk of the chunked kernel; queries of a block of
         the blocked one.
       weight_split_dims_mapping: of the projections' weights, as [D, N, K].

@@ -1,6 +1,7 @@
 """Rows times the matrix of the expert that each belongs to: by which kernel, and why."""
 
 import functools
+import importlib
 import logging
 from typing import Any, NamedTuple
 
@@ -10,11 +11,13 @@ import jax.numpy as jnp
 from praxis_lite.collectives.varying import varying_axes
 from praxis_lite.core.errors import ConfigError, require_choice
 from praxis_lite.core.sharding.mesh import compiled_platform
+from praxis_lite.host.optional_packages import require_package
 from praxis_lite.layers.base.base_layer import filled_up
 from praxis_lite.layers.base.foreign_kernels import share_of_blocks
+from praxis_lite.layers.moe import grouped_tokamax
 
 # R rows, L experts, K dims of inputs, N dims of outputs.
-EXPERT_KERNELS = ("auto", "ragged_dot", "megablox")
+EXPERT_KERNELS = ("auto", "ragged_dot", "megablox", "tokamax")
 _SETTING = "TransformerFeedForwardMoe.expert_kernel"
 _SUBLANES = 16  # Rows of a tile of 16-bit values.
 
@@ -31,34 +34,47 @@ class Workload(NamedTuple):
     varying: frozenset[str]
 
 
+def check_kernel(setting: str) -> None:
+    """Checks that a kernel has that name, and is installed.
+
+    Raises:
+      ConfigError: it is not; says which there are, or what installs it.
+    """
+    require_choice(_SETTING, setting, EXPERT_KERNELS)
+    if setting == "tokamax":
+        require_package("tokamax", f"{_SETTING} = 'tokamax'")
+
+
 def choose_kernel(setting: str, work: Workload) -> tuple[str, str]:
     """Returns the kernel's name and the reason for it, as a sentence's end.
 
-    "auto" is megablox on a TPU where it can do the product, otherwise `jax.lax.ragged_dot`. Where
-    megablox is set, other platforms interpret it, which is slow.
+    "auto" is JAX's megablox on a TPU where it can do the product, else `jax.lax.ragged_dot`. Where
+    megablox is set, or tokamax's, other platforms interpret it, which is slow.
 
     Raises:
       ConfigError: the kernel that is set cannot do it; says which can.
     """
-    require_choice(_SETTING, setting, EXPERT_KERNELS)
-    obstacle = _obstacle(work)
+    check_kernel(setting)
+    obstacle = _obstacle("megablox" if setting == "auto" else setting, work)
     if setting == "auto":
         if work.platform != "tpu":
             return "ragged_dot", f"the usual one on a {work.platform}"
         return ("ragged_dot", obstacle) if obstacle else ("megablox", "it is the tpu's own")
-    if setting == "megablox" and obstacle:
-        raise ConfigError(f"{_SETTING} is 'megablox', but {obstacle}. Choose 'ragged_dot'.")
+    if obstacle:
+        raise ConfigError(f"{_SETTING} is {setting!r}, but {obstacle}. Choose 'ragged_dot'.")
     return setting, "it is set"
 
 
-def _obstacle(work: Workload) -> str | None:
-    """Returns why megablox cannot run, or None if it can."""
-    name = jnp.dtype(work.dtype).name
-    if name not in ("bfloat16", "float32"):
-        return f"megablox takes bfloat16 or float32, not {name}"
+def _obstacle(name: str, work: Workload) -> str | None:
+    """Returns why a kernel cannot run, or None if it can."""
+    dtype = jnp.dtype(work.dtype).name
+    if name == "ragged_dot":
+        return None
+    if dtype not in ("bfloat16", "float32"):
+        return f"{name} takes bfloat16 or float32, not {dtype}"
     if work.varying:
         axes = ", ".join(sorted(work.varying))
-        return f"megablox cannot run where JAX checks what varies along {axes}"
+        return f"{name} cannot run where JAX checks what varies along {axes}"
     return None
 
 
@@ -78,35 +94,47 @@ def grouped_matmul(
     log_choice(name, reason)
     if name == "ragged_dot":
         return jax.lax.ragged_dot(x_RK, w_LKN, rows_of_expert_L)
-    return _megablox(
-        x_RK, w_LKN, rows_of_expert_L, expected_rows / x_RK.shape[0], work.platform != "tpu"
-    )
+    call = _Call(name, expected_rows / x_RK.shape[0], work.platform != "tpu")
+    return _megablox(x_RK, w_LKN, rows_of_expert_L, call)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+class _Call(NamedTuple):
+    """By whose megablox, what share of the rows is someone's, and if it is interpreted."""
+
+    name: str
+    share: float
+    interpret: bool
+
+    def kernels(self) -> Any:
+        """Returns a module with `gmm` and `tgmm`."""
+        if self.name == "tokamax":
+            return grouped_tokamax
+        # Imported here: Pallas takes a while to import, and only a TPU needs it.
+        return importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _megablox(
-    x_RK: jax.Array, w_LKN: jax.Array, rows_of_expert_L: jax.Array, share: float, interpret: bool
+    x_RK: jax.Array, w_LKN: jax.Array, rows_of_expert_L: jax.Array, call: _Call
 ) -> jax.Array:
     """Returns `grouped_matmul` by Pallas's kernel, whose tiles without rows are not computed."""
-    return _rows_by_experts(x_RK, w_LKN, rows_of_expert_L, share, interpret, transposed=False)
+    return _rows_by_experts(x_RK, w_LKN, rows_of_expert_L, call, transposed=False)
 
 
-def _forward(x_RK, w_LKN, rows_of_expert_L, share, interpret) -> tuple[jax.Array, tuple]:
-    y_RN = _megablox(x_RK, w_LKN, rows_of_expert_L, share, interpret)
+def _forward(x_RK, w_LKN, rows_of_expert_L, call) -> tuple[jax.Array, tuple]:
+    y_RN = _megablox(x_RK, w_LKN, rows_of_expert_L, call)
     return y_RN, (x_RK, w_LKN, rows_of_expert_L)
 
 
-def _backward(share: float, interpret: bool, saved: tuple, grad_RN: jax.Array) -> tuple:
-    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
-
+def _backward(call: _Call, saved: tuple, grad_RN: jax.Array) -> tuple:
     x_RK, w_LKN, rows_of_expert_L = saved
-    grad_x = _rows_by_experts(grad_RN, w_LKN, rows_of_expert_L, share, interpret, transposed=True)
+    grad_x = _rows_by_experts(grad_RN, w_LKN, rows_of_expert_L, call, transposed=True)
     x_RK, grad_RN = (_in_tiles(x) for x in (x_RK, grad_RN))
     tile = tiling(x_RK.shape[0], *w_LKN.shape[1:], x_RK.dtype)
-    with share_of_blocks(share):
-        grad_w = tgmm(
+    with share_of_blocks(call.share):
+        grad_w = call.kernels().tgmm(
             x_RK.swapaxes(0, 1), grad_RN, rows_of_expert_L, w_LKN.dtype, tile,
-            interpret=interpret,
+            interpret=call.interpret,
         )
     return grad_x, grad_w, None
 
@@ -115,19 +143,16 @@ _megablox.defvjp(_forward, _backward)
 
 
 def _rows_by_experts(
-    x_RK: jax.Array, w_LKN: jax.Array, rows_of_expert_L: jax.Array, share: float, interpret: bool,
+    x_RK: jax.Array, w_LKN: jax.Array, rows_of_expert_L: jax.Array, call: _Call,
     *, transposed: bool,
 ) -> jax.Array:
-    # Imported here: Pallas takes a while to import, and only a TPU needs it.
-    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
-
     tiles_RK = _in_tiles(x_RK)
     dims = w_LKN.shape[:0:-1] if transposed else w_LKN.shape[1:]
-    with share_of_blocks(share):
-        y_RN = gmm(
+    with share_of_blocks(call.share):
+        y_RN = call.kernels().gmm(
             tiles_RK, w_LKN, rows_of_expert_L, x_RK.dtype,
             tiling(tiles_RK.shape[0], *dims, x_RK.dtype),
-            transpose_rhs=transposed, interpret=interpret,
+            transpose_rhs=transposed, interpret=call.interpret,
         )[: x_RK.shape[0]]
     # It leaves rows that are no one's as the memory was.
     is_someones_R = jnp.arange(x_RK.shape[0]) < jnp.sum(rows_of_expert_L)

@@ -19,7 +19,7 @@ from praxis_lite.layers.base.variables import AuxLoss, Summary
 from praxis_lite.layers.moe.dropless import dropless
 from praxis_lite.layers.moe.experts import at_experts, expert_initializer, first_dim, glu
 from praxis_lite.layers.moe.gating import Gating, Tokens
-from praxis_lite.layers.moe.grouped_matmul import EXPERT_KERNELS
+from praxis_lite.layers.moe.grouped_matmul import check_kernel
 from praxis_lite.layers.moe.routing import BiasUpdate, sentence_means
 from praxis_lite.layers.moe.shared_experts import SharedExperts
 from praxis_lite.layers.stacking.residual_branches import ResidualBranch, split_keys
@@ -157,7 +157,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
             "Set residual_dropout_prob.",
         )
         activation_fn(activation, self)
-        require_choice(f"{name}.expert_kernel", expert_kernel, EXPERT_KERNELS)
+        check_kernel(expert_kernel)
         self.expert_kernel = expert_kernel
         is_right = bias_update_rate >= 0 and (
             not bias_update_rate or self.gating.score_func == "sigmoid"

@@ -12,9 +12,10 @@ from praxis_lite.layers.moe.grouped_matmul import tiling
 from praxis_lite.tools.explain.hlo_text import Instruction, arrays_of
 
 _SPLASH = {"_dq": (3, 2), "_dkv": (4, 2), "_fwd": (2, 2)}  # Matmuls, and those of the model.
+_FUSED = (5, 4)  # The same of a kernel of dk and dv that gives dq too: tokamax's.
 _CUDNN = "__cudnn$fmha"
 _DTYPES = {"bf16": jnp.dtype("bfloat16"), "f32": jnp.dtype("float32")}  # That megablox takes.
-_MEGABLOX = re.compile(r"\bt?gmm\b")
+_MEGABLOX = re.compile(r"\bt?gmm(_megablox\w*)?\b")  # JAX's, or tokamax's.
 
 
 def is_kernel(one: Instruction) -> bool:
@@ -49,25 +50,29 @@ def kernel_flops(
     """Returns the matmul flops of splash, cuDNN's attention or megablox, or 0 of another kernel.
 
     Of q [B, N, T, K] against [B, G, S, K]. Splash: two matmuls forward, three for dq, four for dk
-    and dv, of the blocks that are computed, whose share the layer writes into the text. cuDNN: two
+    and dv, or five for all three (tokamax's), of the blocks that are computed, whose share the
+    layer writes into the text. cuDNN: two
     forward and five backward, of the pairs that are in a causal mask or its window. Megablox: the
     rows that are someone's if loads are even, whose share the layer writes into the text.
 
     Args:
       of_model: True: without what the backward pass makes again: the logits, in all kernels, and
-        the gradient of the probabilities, in splash's second.
+        the gradient of the probabilities, in splash's second where it has two.
     """
     if _CUDNN in one.attributes:
         return _cudnn_flops(one, around, of_model)
     text = one.name + one.attributes[-20_000:]
     matmuls = next(
-        (number[of_model] for name, number in _SPLASH.items() if f"splash_mha{name}" in text), 0
+        (number for name, number in _SPLASH.items() if f"splash_mha{name}" in text), None
     )
     floats = _floats(one, around)
     wide = [dims for dims in floats if len(dims) in (3, 4)]
     if matmuls and len(wide) >= 2:
         q, k = wide[0], wide[1]
-        flops = 2 * matmuls * math.prod(q) * k[-2]
+        # Its dq comes in several parts, which are added behind it: an array of one dim more.
+        if any(len(array.dims) == len(q) + 1 for array in arrays_of(one.shape)):
+            matmuls = _FUSED
+        flops = 2 * matmuls[of_model] * math.prod(q) * k[-2]
     elif _MEGABLOX.search(text) and floats:
         # Rows [R, K] by [L, K, N] to [R, N], or by [R, N] to [L, K, N].
         flops = 2 * math.prod(floats[0]) * arrays_of(one.shape)[0].dims[-1]

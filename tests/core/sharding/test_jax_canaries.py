@@ -5,7 +5,9 @@ no array outside a program may be split unevenly. Where a refusal here is none a
 go; where something that works no longer does, they must change.
 """
 
+import dataclasses
 import functools
+import inspect
 import re
 import warnings
 from pathlib import Path
@@ -14,20 +16,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite.core.sharding.devices.xla_errors import _right
 from praxis_lite.core.sharding.padding import is_traced
+from praxis_lite.layers.base.tokamax_internals import (
+    grouped_matmul_kernels,
+    splash_kernels,
+    splash_masks,
+)
+from praxis_lite.layers.moe.grouped_tokamax import _tpu_to_interpret
 from praxis_lite.run.job.jax_internals import compilation_cache_modules, distributed_state
+from tests.support.marks import needs_tokamax
 
 ROOT = Path(__file__).parents[3]
-# What JAX may move without a word, and the one file of the library that uses it.
+# What JAX, or tokamax, may move without a word, and the one file of the library that uses it.
 PRIVATE = {
     r"jax\._src|jax import _src": "praxis_lite/run/job/jax_internals.py",
     r"jax\.interpreters|jax import interpreters": "praxis_lite/core/sharding/devices/xla_errors.py",
     r"jax\.core|jax import core": "praxis_lite/core/sharding/padding.py",
     r"\bjaxlib\.\w|(from|import) jaxlib": None,
+    r"tokamax\._src": "praxis_lite/layers/base/tokamax_internals.py",
 }
 
 SEVEN = np.arange(7, dtype=np.float32)
@@ -143,7 +154,7 @@ def test_an_uneven_language_model_has_the_same_losses_where_data_is_explicit_and
 
 
 @pytest.mark.parametrize(
-    "names, only_user", PRIVATE.items(), ids=["_src", "interpreters", "core", "jaxlib"]
+    "names, only_user", PRIVATE.items(), ids=["_src", "interpreters", "core", "jaxlib", "tokamax"]
 )
 def test_private_names_of_jax_are_used_in_one_file_each(names, only_user):
     folders = [ROOT / name for name in ("praxis_lite", "tasks", "experiments", "examples")]
@@ -177,6 +188,38 @@ def test_jax_internals_are_where_they_were():
     assert callable(cache.get_file_cache) and {"get", "put"} <= set(dir(cache.CacheInterface))
     assert callable(keys._hash_accelerator_config) and callable(compiler._cache_write)
     assert compiler.distributed.global_state is distributed_state()
+
+
+@needs_tokamax
+def test_tokamax_internals_are_where_they_were():
+    """Of layers/base/tokamax_internals.py: its splash attention, and its grouped matmuls."""
+    splash, masks = splash_kernels(), splash_masks()
+    assert masks.FullMask((2, 3)).shape == masks.LocalMask((2, 3), (1, 0), offset=0).shape
+    fields = {field.name for field in dataclasses.fields(splash.SplashConfig)}
+    assert {
+        "block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "attn_logits_soft_cap",
+        "use_base2_exp", "dq_reduction_steps", "interpret", "residual_checkpoint_name",
+    } <= fields
+    kernel = splash.make_splash_mha(masks.FullMask((128, 128)), q_seq_shards=1)
+    assert kernel.dkv_mask_info is not None
+    taken = inspect.signature(splash._splash_attention_bwd_dkv).parameters
+    assert set(taken) <= {
+        "q", "k", "v", "segment_ids", "logsumexp", "do", "di", "bq", "bkv", "bkv_compute",
+        "mask_info", *kernel.kwargs,
+    }
+    assert splash.SegmentIds(q=1, kv=2) == (1, 2)
+    ours = {"precision", "out_dtype", "tiling", "interpret"}
+    for function in (grouped_matmul_kernels().gmm, grouped_matmul_kernels().tgmm):
+        taken = inspect.signature(function).parameters
+        assert list(taken)[:3] == ["lhs", "rhs", "group_sizes"] and ours <= set(taken)
+
+
+def test_a_device_kind_can_be_told_to_pallas():
+    """Of layers/moe/grouped_tokamax.py: what interprets a kernel that asks of its TPU."""
+    with pytest.raises(ValueError, match="cpu"):
+        pltpu.get_tpu_info()
+    with _tpu_to_interpret():
+        assert pltpu.get_tpu_info().generation == 5
 
 
 def test_a_primitive_of_ours_is_lowered_as_a_function():

@@ -16,8 +16,10 @@ from praxis_lite.layers.attention.kernels.blocks import blocked_attention
 from praxis_lite.layers.attention.kernels.choice import Workload, choose_kernel
 from praxis_lite.layers.attention.kernels.chunks import chunked_attention
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions, einsum_attention
+from praxis_lite.layers.attention.kernels.splash import splash_attention
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.tools.explain import hlo_matmuls
+from tests.support.marks import needs_tokamax
 
 B, N, G, K = 2, 6, 3, 5
 rng = np.random.default_rng(0)
@@ -150,18 +152,19 @@ def test_a_bias_is_added_before_logits_are_scaled():
 
 
 @pytest.mark.slow
-def test_splash_in_interpret_mode_equals_the_einsum_sharded_too(mesh_of):
+@pytest.mark.parametrize("name", ["splash", pytest.param("tokamax", marks=needs_tokamax)])
+def test_splash_in_interpret_mode_equals_the_einsum_sharded_too(mesh_of, name):
     T = 150  # Filled up to 256.
     segments = np.sort(np.random.default_rng(3).integers(1, 3, (B, T)))
     # Padded in front, where others would see it.
     visible = np.arange(T) >= np.array([[11], [0]])
     mask = AttentionMask(40, 0, None, segments, segments, visible)
-    case = (mask, {"cap": 2.0, "scale": 0.5}, T, T, (3, 3, 8))
+    case = (mask, {"cap": 2.0, "scale": 0.5}, T, T, (6, 3, 8))
 
     expected = jax.jit(lambda: answers(einsum_attention, *case))()
     for mesh in (None, mesh_of(1, 2, 2)):
         kernel = functools.partial(
-            attention_fused.splash_attention, interpret=True,
+            splash_attention, name=name, interpret=True,
             split=(("replica", "data"), None, "mdl", None),
         )
         with jax.set_mesh(mesh) if mesh else jax.default_device(jax.devices()[0]):
@@ -255,6 +258,7 @@ def test_a_kernel_that_cannot_is_an_error_that_names_those_that_can(
         ("einsum", "einsum kernel: it is set"),
         ("dot_product", "dot_product kernel: it is set"),
         ("splash", "splash kernel: it is set"),
+        pytest.param("tokamax", "tokamax kernel: it is set", marks=needs_tokamax),
         ("chunked", "chunked kernel: it is set"),
         ("blocked", "blocked kernel: it is set"),
     ],

@@ -19,7 +19,7 @@ from praxis_lite.layers.attention.kernels.stations import Ring
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.tools.explain import hlo
 from tests.layers.whole_model import preset_runs
-from tests.support.marks import slow_but
+from tests.support.marks import needs_tokamax, slow_but
 
 B, T, S, K = 3, 13, 7, 4
 rng = np.random.default_rng(0)
@@ -133,6 +133,14 @@ def test_a_ring_of_splash_is_attention_on_one_device(of_ring):
     """Also a canary: it calls two functions that are not in splash's interface."""
     case, how, devices = of_ring
     agrees(SPLASH[case], how, "splash", devices, LONG, tolerance=3e-5)
+
+
+@pytest.mark.slow
+@needs_tokamax
+@pytest.mark.parametrize("of_ring", [RINGS[0], RINGS[3]], ids=["causal", "paddings"])
+def test_a_ring_of_tokamaxs_splash_is_attention_on_one_device(of_ring):
+    case, how, devices = of_ring
+    agrees(SPLASH[case], how, "tokamax", devices, LONG, tolerance=3e-5)
 
 
 @pytest.mark.slow

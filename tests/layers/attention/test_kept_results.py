@@ -10,9 +10,11 @@ import pytest
 from praxis_lite.core import MeshConfig, make_mesh
 from praxis_lite.layers.attention.kernels.choice import attend
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
+from praxis_lite.layers.attention.kernels.splash import SPLASHES
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.layers.base.activation_names import offloaded
 from praxis_lite.tools.explain import hlo_matmuls
+from tests.support.marks import needs_tokamax
 
 POLICY = jax.checkpoint_policies.save_only_these_names("context")
 B, N, K = 2, 4, 8
@@ -20,9 +22,10 @@ BY_TIME = ("data", "mdl", None, None)
 
 
 def loss(kernel, how, q):
+    # Under a causal mask tokamax's kernel has each product twice, with and without a mask.
+    mask = AttentionMask() if kernel == "tokamax" else AttentionMask(None, 0)
     outputs = attend(
-        kernel, q, q, q, AttentionMask(None, 0), LogitOptions(), chunk_size=4, split=BY_TIME,
-        context_parallel=how,
+        kernel, q, q, q, mask, LogitOptions(), chunk_size=4, split=BY_TIME, context_parallel=how
     )
     return jnp.sum(jnp.sin(outputs))  # Its gradient needs the outputs, as that of a matmul does.
 
@@ -41,6 +44,7 @@ def gradient(kernel, how, q, *, remat=True):
     ("kernel", "how", "is_once"),
     [
         ("splash", None, True), ("chunked", None, True), ("chunked", "gather", True),
+        pytest.param("tokamax", None, True, marks=[needs_tokamax, pytest.mark.slow]),
         pytest.param("chunked", "ring", True, marks=pytest.mark.slow),
         ("chunked", "all_to_all", True),
         # Their backward pass takes up logits.
@@ -48,7 +52,7 @@ def gradient(kernel, how, q, *, remat=True):
     ],
 )
 def test_the_forward_pass_runs_once_where_its_results_are_kept(kernel, how, is_once):
-    q = np.random.default_rng(0).normal(size=(B, 128 if kernel == "splash" else 16, N, K))
+    q = np.random.default_rng(0).normal(size=(B, 128 if kernel in SPLASHES else 16, N, K))
     q = q.astype(np.float32)
     kept, flops = gradient(kernel, how, q)
     expected, flops_of_one_pass = gradient(kernel, how, q, remat=False)

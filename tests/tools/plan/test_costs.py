@@ -7,7 +7,8 @@ import re
 import numpy as np
 import pytest
 
-from praxis_lite.layers.attention.kernels.fused import _block_sizes, _share_of_blocks
+from praxis_lite.layers.attention.kernels.einsum import LogitOptions
+from praxis_lite.layers.attention.kernels.splash_row import SplashOfARow
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.tools.explain.hlo_text import parse
 from praxis_lite.tools.explain.kernels import kernel_flops
@@ -51,6 +52,11 @@ custom_call_target="tpu_custom_call", \
 frontend_attributes={kernel_metadata={
 "xprof_metadata":"{\\"block_q\\": 512}"
 },share_of_blocks="0.250000"}, metadata={op_name="a/splash_mha_dkv/pallas_call"}
+  %aliased = bf16[2,3,4,1024,128] broadcast(%i)
+  %dq_too = (bf16[2,3,4,1024,128], f32[2,2,2048,128], f32[2,2,2048,128]) custom-call(%i, %blocks, \
+%q, %k, %k, %q, %aliased), custom_call_target="tpu_custom_call", \
+frontend_attributes={share_of_blocks="0.250000"}, \
+metadata={op_name="a/splash_mha_dkv_segmented_no_residuals/pallas_call"}
   %rows = bf16[640,128] broadcast(%i)
   %experts = bf16[4,128,256] broadcast(%i)
   %offsets = s32[5] broadcast(%i)
@@ -60,6 +66,10 @@ frontend_attributes={kernel_metadata={},share_of_blocks="0.800000"}
   %tgmm.1 = bf16[4,128,256] custom-call(%i, %offsets, %rows, %gmm.3), \
 custom_call_target="tpu_custom_call", \
 frontend_attributes={kernel_metadata={},share_of_blocks="0.800000"}
+  %gmm_megablox_transpose_rhs.2 = bf16[640,256] custom-call(%i, %offsets, %rows, %experts), \
+custom_call_target="tpu_custom_call", frontend_attributes={share_of_blocks="0.800000"}
+  %tgmm_megablox.1 = bf16[4,128,256] custom-call(%i, %offsets, %rows, %gmm.3), \
+custom_call_target="tpu_custom_call", frontend_attributes={share_of_blocks="0.800000"}
   %begun = ((f32[4,512,256], s32[]), f32[512,256], u32[]) fusion-start(%s, %i), kind=kLoop, \
 calls=%fused
   %done = f32[512,256] fusion-done(%begun)
@@ -241,11 +251,14 @@ def test_a_kernels_flops_are_those_of_the_blocks_it_computes():
     assert seconds("dkv", V5E) == pytest.approx(by_hand / V5E.peak())
     assert kernel_flops(MAIN["dkv"], MAIN, of_model=True) == pytest.approx(by_hand / 2)
     assert kernel_flops(MAIN["d"], MAIN) == 0
+    # tokamax's gives dq too: five, of which the model has four.
+    assert kernel_flops(MAIN["dq_too"], MAIN) == pytest.approx(by_hand * 5 / 4)
+    assert kernel_flops(MAIN["dq_too"], MAIN, of_model=True) == pytest.approx(by_hand)
 
 
 def test_a_grouped_matmuls_flops_are_those_of_the_rows_that_are_someones():
     # 512 of the 640 rows, whatever the experts are, forward and for the experts' gradients.
-    for name in ("gmm.3", "tgmm.1"):
+    for name in ("gmm.3", "tgmm.1", "gmm_megablox_transpose_rhs.2", "tgmm_megablox.1"):
         assert kernel_flops(MAIN[name], MAIN) == 2 * 512 * 128 * 256
         assert kernel_flops(MAIN[name], MAIN, of_model=True) == 2 * 512 * 128 * 256
 
@@ -323,9 +336,10 @@ def test_cudnns_flops_are_those_of_the_pairs_in_its_mask():
 def test_the_share_of_blocks_that_splash_computes(mask, lengths):
     seen = mask.visible(*lengths)
     seen = np.ones((1, *lengths), bool) if seen is None else np.asarray(seen)
-    block_q, block_kv = _block_sizes(lengths)
+    row = SplashOfARow(lengths, 1, mask, LogitOptions(), interpret=True)
+    block_q, block_kv = row.block_sizes
     blocks = seen[0].reshape(lengths[0] // block_q, block_q, lengths[1] // block_kv, block_kv)
-    assert _share_of_blocks(lengths, mask) == pytest.approx(blocks.any((1, 3)).mean())
+    assert row.share_of_blocks() == pytest.approx(blocks.any((1, 3)).mean())
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,13 @@ from praxis_lite.layers.attention.kernels.einsum import LogitOptions, einsum_att
 from praxis_lite.layers.attention.kernels.fused import (
     cudnn_attention,
     dot_product_attention,
+)
+from praxis_lite.layers.attention.kernels.splash import (
+    SPLASHES,
+    require_splash,
     splash_attention,
+    splash_is_installed,
+    splash_of,
 )
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.layers.base.activation_names import goes_to_host, named
@@ -37,6 +43,12 @@ _ALL = frozenset(
         "zero_fully_masked",
     }
 )
+_SPLASH = frozenset(
+    {
+        "atten_logit_cap", "num_kv_heads", "paddings", "segment_ids", "window",
+        "window without is_causal",
+    }
+)
 # What each kernel can do beside plain and causal attention, by the name of setting or argument.
 KERNELS: dict[str, frozenset[str]] = {
     "einsum": _ALL,
@@ -46,12 +58,8 @@ KERNELS: dict[str, frozenset[str]] = {
         "attention_sinks", "float32_logits=False", "zero_fully_masked",
     },
     "cudnn": frozenset({"num_kv_heads", "window"}),
-    "splash": frozenset(
-        {
-            "atten_logit_cap", "num_kv_heads", "paddings", "segment_ids", "window",
-            "window without is_causal",
-        }
-    ),
+    "splash": _SPLASH,
+    "tokamax": _SPLASH,
     "chunked": _ALL
     - {
         "atten_dropout_prob", "atten_mask", "float32_logits=False", "relative_bias_tpl",
@@ -61,7 +69,7 @@ KERNELS: dict[str, frozenset[str]] = {
 # The name of attended values, and of what their gradient takes up beside them.
 CONTEXT = "context"
 # Kernels that give it themselves, to what their backward pass takes up.
-_NAMING = ("chunked", "splash")
+_NAMING = ("chunked", *SPLASHES)
 # From so many logits per head on, chunks are worth their second pass.
 CHUNKED_FROM = 4096 * 4096
 
@@ -103,6 +111,8 @@ def choose_kernel(setting: str, needs: Iterable[str], work: Workload) -> tuple[s
             f"DotProductAttention.atten_kernel is {setting!r}, but {obstacle}. Choose one of "
             f"{able}."
         )
+    if setting == "splash" and splash_of(setting) is splash_of("tokamax"):
+        return setting, "it is set; it is tokamax's, for this jax has none"
     return setting, "it is set"
 
 
@@ -110,11 +120,14 @@ def check_kernel(setting: str, needs: Mapping[str, bool]) -> None:
     """Checks that a kernel has that name, and that it can do those `needs` that are True.
 
     Raises:
-      ConfigError: there is none, or it cannot, on any platform; says which can.
+      ConfigError: there is none, or it is not installed, or it cannot, on any platform; says which
+        can.
     """
     require_choice("DotProductAttention.atten_kernel", setting, ("auto", *KERNELS))
     if setting == "auto":
         return
+    if setting in SPLASHES:
+        require_splash(setting)
     used = {name for name, is_used in needs.items() if is_used}
     if missing := sorted(used - KERNELS[setting]):
         able = [name for name, options in KERNELS.items() if used <= options]
@@ -143,6 +156,8 @@ def _obstacle(name: str, needs: frozenset[str], work: Workload) -> str | None:
     """Returns why a kernel cannot run, or None if it can."""
     if missing := sorted(needs - KERNELS[name]):
         return f"{name} cannot do {' or '.join(missing)}"
+    if name in SPLASHES and not splash_is_installed(name):
+        return f"no {name} kernel is installed"
     if name == "cudnn":
         dtype, dims = jnp.dtype(work.dtype).name, work.dim_per_head
         if work.platform not in ("gpu", "cuda"):
@@ -256,7 +271,8 @@ def attend(
         if name == "cudnn":
             return cudnn_attention(*arrays, options, split=split)
         return splash_attention(
-            *arrays, options, split=split, interpret=work.platform != "tpu", kept_as=kept_as
+            *arrays, options, name=name, split=split, interpret=work.platform != "tpu",
+            kept_as=kept_as,
         )
 
     # JAX has no types inside of kernels and of their gradients.

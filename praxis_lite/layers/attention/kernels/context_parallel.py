@@ -39,6 +39,11 @@ from praxis_lite.layers.attention.kernels.head_parts import heads_in_parts
 from praxis_lite.layers.attention.kernels.ring_attention import OfAStation, round_ring
 from praxis_lite.layers.attention.kernels.ring_in_chunks import InChunks, of_queries
 from praxis_lite.layers.attention.kernels.ring_splash import BySplash, multiple_of, unable
+from praxis_lite.layers.attention.kernels.splash import (
+    SPLASHES,
+    splash_is_installed,
+    splash_of,
+)
 from praxis_lite.layers.attention.kernels.stations import Ring
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.layers.base.base_layer import to_multiple
@@ -72,7 +77,7 @@ def check_context_parallel(
 
 
 def _check_kernel(name: str, how: str, atten_kernel: str, why: str, cannot: str = "") -> None:
-    able = ["chunked", "auto"] if how == "gather" else ["chunked", "splash", "auto"]
+    able = ["chunked", "auto"] if how == "gather" else ["chunked", *SPLASHES, "auto"]
     if atten_kernel not in able:
         cannot = "that"
     able = [name for name in able if name != atten_kernel]
@@ -98,11 +103,13 @@ def _of_a_station(
         return in_chunks
     cannot = unable(mask, num_queries, num_keys)
     is_tpu = compiled_platform() == "tpu"
-    if atten_kernel == "splash":
+    if atten_kernel in SPLASHES:
         _check_kernel("DotProductAttention", how, atten_kernel, why, cannot)
-    elif cannot or not is_tpu or min(num_queries, num_keys) < multiple_of(ring.num_stations):
+        return BySplash(options, not is_tpu, splash_of(atten_kernel))
+    is_short = min(num_queries, num_keys) < multiple_of(ring.num_stations)
+    if cannot or not is_tpu or is_short or not splash_is_installed("splash"):
         return in_chunks
-    return BySplash(options, not is_tpu)
+    return BySplash(options, not is_tpu, splash_of("splash"))
 
 
 def is_context_parallel(how: str | None, split: SplitDims) -> bool:

@@ -1,4 +1,4 @@
-"""A ring's attention to the keys of one station, by JAX's splash attention for TPU."""
+"""A ring's attention to the keys of one station, by splash attention for TPU."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
-from praxis_lite.layers.attention.kernels.fused import LANES, computed_blocks, splash_kernel
+from praxis_lite.layers.attention.kernels.splash_row import LANES, SplashOfARow
 from praxis_lite.layers.attention.kernels.stations import Ring
 from praxis_lite.layers.attention.masks import LARGE_NEGATIVE, AttentionMask
 
@@ -33,6 +33,7 @@ class BySplash(NamedTuple):
 
     options: LogitOptions
     interpret: bool
+    splash: type[SplashOfARow]
 
     def attended(self, q, k, v, mask, ring, step):
         segments = _segments(mask, ring, step, q.shape[1], k.shape[1])
@@ -80,23 +81,20 @@ class BySplash(NamedTuple):
 
         return _by_order(mask, ring, step, whole, earlier, later)
 
-    def _kernel(self, q: jax.Array, k: jax.Array, is_causal: bool) -> tuple[Any, Any]:
-        """Returns the kernel of all heads, and a context for its call."""
-        lengths = q.shape[1], k.shape[1]
+    def _of_a_row(self, q: jax.Array, k: jax.Array, is_causal: bool) -> SplashOfARow:
+        """Returns the kernels of a row, of all heads."""
         mask = AttentionMask(right_context=0 if is_causal else None)
-        kernel = splash_kernel(
-            lengths, q.shape[2] * q.shape[3], mask, self.options, self.interpret, has_log_sums=True
+        num_heads = q.shape[2] * q.shape[3]
+        return self.splash(
+            (q.shape[1], k.shape[1]), num_heads, mask, self.options, self.interpret
         )
-        return kernel, computed_blocks(lengths, mask)
 
     def _attended(
         self, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, *, is_causal: bool
     ) -> tuple[jax.Array, jax.Array]:
-        kernel, noted = self._kernel(q, k, is_causal)
-        with noted:
-            encoded_BNTK, (log_sums_BNT,) = jax.vmap(kernel)(
-                _rows(q * self.options.scale), _rows(k), _rows(v), _ids(segments)
-            )
+        encoded_BNTK, log_sums_BNT = jax.vmap(self._of_a_row(q, k, is_causal).with_log_sums)(
+            _rows(q * self.options.scale), _rows(k), _rows(v), segments
+        )
         encoded = _of_queries(encoded_BNTK, q.shape)
         log_sums = log_sums_BNT.reshape(q.shape[0], *q.shape[2:4], q.shape[1])
         # Of a query that sees no key splash gives the mean of all that it looked at.
@@ -110,36 +108,13 @@ class BySplash(NamedTuple):
         self, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments, log_sums: jax.Array,
         inner: jax.Array, d_encoded: jax.Array, *, is_causal: bool,
     ) -> tuple[jax.Array, ...]:
-        # Splash's gradient is of a softmax over the keys that it was given. These two functions
-        # below it take the sums over all keys, and are not in its interface (jax 0.10 to 0.12).
-        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
-
-        kernel, noted = self._kernel(q, k, is_causal)
-        sizes, shape = kernel.kwargs["block_sizes"], (q.shape[0], -1, q.shape[1])
-        common = {
-            name: kernel.kwargs[name] for name in
-            ("is_mqa", "mask_value", "attn_logits_soft_cap", "mask_function", "interpret")
-        } | {name: getattr(sizes, name) for name in ("q_layout", "k_layout", "v_layout")}
+        shape = (q.shape[0], -1, q.shape[1])
         # Of a query that sees no key, whose logits are as low as their sum, the softmax is zero.
         sums = jnp.where(log_sums > 0.5 * LARGE_NEGATIVE, log_sums, -LARGE_NEGATIVE)
-
-        def of_a_row(q, k, v, ids, *of_queries):
-            _, dk, dv = splash_attention_kernel._splash_attention_bwd_dkv(
-                q, k, v, ids, None, *of_queries, bq=sizes.block_q_dkv, bkv=sizes.block_kv_dkv,
-                bkv_compute=sizes.block_kv_dkv_compute, mask_info=kernel.dkv_mask_info,
-                use_fused_bwd_kernel=False, **common,
-            )
-            dq = splash_attention_kernel._splash_attention_bwd_dq(
-                q, k, v, ids, None, *of_queries, bq=sizes.block_q_dq, bkv=sizes.block_kv_dq,
-                mask_info=kernel.dq_mask_info, **common,
-            )
-            return dq, dk, dv
-
-        with noted:
-            dq, dk, dv = jax.vmap(of_a_row)(
-                _rows(q * self.options.scale), _rows(k), _rows(v), _ids(segments),
-                sums.reshape(shape), _rows(d_encoded), inner.reshape(shape),
-            )
+        dq, dk, dv = jax.vmap(self._of_a_row(q, k, is_causal).gradients)(
+            _rows(q * self.options.scale), _rows(k), _rows(v), segments, sums.reshape(shape),
+            inner.reshape(shape), _rows(d_encoded),
+        )
         return (
             _of_queries(dq, q.shape) * self.options.scale,
             *(x.transpose(0, 2, 1, 3).astype(jnp.float32) for x in (dk, dv)),
@@ -183,12 +158,6 @@ def _parts(segments: Segments, first_query: int, end_of_keys: int) -> Segments:
     if segments is None:
         return None
     return segments[0][:, first_query:], segments[1][:, : end_of_keys or None]
-
-
-def _ids(segments: Segments) -> Any:
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
-
-    return segments and splash_attention_kernel.SegmentIds(*segments)
 
 
 def _rows(x: jax.Array) -> jax.Array:

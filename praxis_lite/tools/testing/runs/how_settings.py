@@ -28,7 +28,9 @@ OTHERS = {"load", "save", "restore", "path", "dir", "file", "init", "every", "fr
 # Values to try of a text whose type does not say which there are; a refused one is no fault.
 POLICIES = ("none", "full", "minimal", "nothing", "nothing_saveable", "everything_saveable")
 IMPLEMENTATIONS = ("xla", "dot_product", "einsum", "eager", "reference", "naive", "default")
-FASTER = {"flash", "splash", "cudnn", "pallas", "triton", "fused", "chunked", "sdpa", "math"}
+FASTER = {
+    "flash", "splash", "tokamax", "cudnn", "pallas", "triton", "fused", "chunked", "sdpa", "math",
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,106 @@
+"""Splash attention, flash attention that leaves out hidden blocks: whose kernels a name means."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+
+from praxis_lite.core.sharding.split_dims import SplitDims
+from praxis_lite.host.optional_packages import is_installed, require_package
+from praxis_lite.layers.attention.kernels.einsum import LogitOptions
+from praxis_lite.layers.attention.kernels.fused import per_device
+from praxis_lite.layers.attention.kernels.splash_jax import SplashOfJax
+from praxis_lite.layers.attention.kernels.splash_row import LANES, SplashOfARow
+from praxis_lite.layers.attention.kernels.splash_tokamax import SplashOfTokamax
+from praxis_lite.layers.attention.masks import AttentionMask
+from praxis_lite.layers.base.base_layer import to_multiple
+
+# B batch, T queries, S keys, N heads, G heads of keys and values, K dims per head.
+SPLASHES = ("splash", "tokamax")
+_OF_JAX = "jax.experimental.pallas.ops.tpu.splash_attention"
+
+
+def splash_of(name: str) -> type[SplashOfARow]:
+    """Returns whose kernels a name in SPLASHES means.
+
+    "splash" is JAX's, or tokamax's with a jax that has none: the numbers are the same.
+    """
+    return SplashOfJax if name == "splash" and _jax_has_it() else SplashOfTokamax
+
+
+def splash_is_installed(name: str) -> bool:
+    """Returns True if the kernels that a name means are there."""
+    return splash_of(name) is SplashOfJax or is_installed("tokamax")
+
+
+def require_splash(name: str) -> None:
+    """Checks that the kernels that a name means are there.
+
+    Raises:
+      ConfigError: they are not; says what installs them.
+    """
+    if splash_of(name) is SplashOfTokamax:
+        why = f", as jax {jax.__version__} has no splash attention," if name == "splash" else ""
+        require_package("tokamax", f"atten_kernel={name!r}{why}")
+
+
+def _jax_has_it() -> bool:
+    return importlib.util.find_spec(_OF_JAX) is not None
+
+
+def splash_attention(
+    q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask: AttentionMask,
+    options: LogitOptions, *, name: str = "splash", split: SplitDims = None,
+    interpret: bool = False, kept_as: str | None = None,
+) -> jax.Array:
+    """Returns the attended values [B, T, N, K], by splash attention for TPU.
+
+    Blocks of logits that the causal mask or the window hides are never computed. Each device works
+    on its own rows and heads, as `split` [B, T, N, K] says. Compiled for a TPU v5e that was not
+    attached, and run in interpret mode, which any platform has and which is slow.
+
+    Args:
+      q_BTNK, k_BSGK, v_BSGK, mask, options: as of `einsum_attention`.
+      name: whose kernels, see `splash_of`.
+      split: of q.
+      interpret: run in interpret mode.
+      kept_as: the name of results that the backward pass takes up; None: they have none.
+    """
+    T, S = q_BTNK.shape[1], k_BSGK.shape[1]
+    q, k, v = (to_multiple(x, LANES, dim=1) for x in (q_BTNK * options.scale, k_BSGK, v_BSGK))
+    lengths = q.shape[1], k.shape[1]
+    # Keys that are padding, of the input or of a block, are a segment that no query is of.
+    needs_segments = (
+        mask.q_segments_BT is not None
+        or mask.kv_visible_BS is not None
+        or (lengths[1] != S and mask.right_context is None)
+    )
+    segments = ()
+    if needs_segments:
+        q_segments, kv_segments = mask.q_segments_BT, mask.kv_segments_BS
+        if q_segments is None:
+            q_segments, kv_segments = (jnp.zeros((q.shape[0], n), jnp.int32) for n in (T, S))
+        if mask.kv_visible_BS is not None:
+            kv_segments = jnp.where(mask.kv_visible_BS, kv_segments, -1)
+        segments = (
+            to_multiple(q_segments.astype(jnp.int32), LANES, dim=1),
+            to_multiple(kv_segments.astype(jnp.int32), LANES, dim=1, constant_values=-1),
+        )
+
+    def on_one_device(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
+        of_a_row = splash_of(name)(lengths, q.shape[2], mask, options, interpret, kept_as)
+
+        def one_row(q, k, v, *segments):
+            q_NTK, k_GSK, v_GSK = (x.transpose(1, 0, 2) for x in (q, k, v))
+            return of_a_row.attended(q_NTK, k_GSK, v_GSK, segments or None).transpose(1, 0, 2)
+
+        return jax.vmap(one_row)(q, k, v, *segments)
+
+    outputs = per_device(on_one_device, q, k, v, segments, split)[:, :T]
+    if not mask.may_hide_all:
+        return outputs
+    # A query that sees no key gets the mean of all values; splash's is of the blocks it works on.
+    sees_any_BT = jnp.any(mask.visible(T, S), axis=-1)
+    mean_BGK = jnp.mean(v_BSGK, axis=1, dtype=jnp.float32).astype(outputs.dtype)
+    mean_BNK = jnp.repeat(mean_BGK, q.shape[2] // k.shape[2], axis=1)
+    return jnp.where(sees_any_BT[:, :, None, None], outputs, mean_BNK[:, None])

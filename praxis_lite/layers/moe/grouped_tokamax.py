@@ -1,0 +1,66 @@
+"""Megablox of tokamax: grouped matmuls whose tiles come through a pipeline of its own."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from praxis_lite.layers.base.tokamax_internals import grouped_matmul_kernels
+
+# R rows, L experts, K dims of inputs, N dims of outputs.
+_Tile = tuple[int, int, int]
+
+
+def gmm(
+    x_RK: jax.Array, w_LKN: jax.Array, rows_of_expert_L: jax.Array, dtype: Any, tile: _Tile,
+    *, transpose_rhs: bool, interpret: bool,
+) -> jax.Array:
+    """Returns [R, N], as JAX's gmm of the same arguments."""
+    dims = w_LKN.shape[:0:-1] if transpose_rhs else w_LKN.shape[1:]
+    return _called(
+        "gmm", x_RK, w_LKN, rows_of_expert_L, dtype, tile, dims, interpret,
+        transpose_rhs=transpose_rhs,
+    )
+
+
+def tgmm(
+    x_KR: jax.Array, grad_RN: jax.Array, rows_of_expert_L: jax.Array, dtype: Any, tile: _Tile,
+    *, interpret: bool,
+) -> jax.Array:
+    """Returns [L, K, N], as JAX's tgmm of the same arguments."""
+    dims = x_KR.shape[0], grad_RN.shape[1]
+    return _called("tgmm", x_KR, grad_RN, rows_of_expert_L, dtype, tile, dims, interpret)
+
+
+def _called(
+    kernel: str, left: jax.Array, right: jax.Array, rows_of_expert_L: jax.Array, dtype: Any,
+    tile: _Tile, dims: tuple[int, ...], interpret: bool, **settings: Any,
+) -> jax.Array:
+    # Its pipeline copies the part of a tile that is within an array, whose length the interpreter
+    # would have to know before it runs.
+    tile = (tile[0], *dims) if interpret else tile
+    with _tpu_to_interpret() if interpret else contextlib.nullcontext():
+        return getattr(grouped_matmul_kernels(), kernel)(
+            left, right, rows_of_expert_L, precision=None, out_dtype=dtype, tiling=tile,
+            interpret=interpret, **settings,
+        )
+
+
+@contextlib.contextmanager
+def _tpu_to_interpret() -> Iterator[None]:
+    """Says of this platform's devices, while entered, that they are TPUs v5e.
+
+    The pipeline asks of a TPU how it lays arrays out, even where it is interpreted.
+    """
+    from jax.experimental.pallas import tpu as pltpu
+
+    # Where Pallas finds the kinds of devices that it does not know itself.
+    module = sys.modules[pltpu.get_tpu_info.__module__]
+    kind, registry = module.get_device_kind(), module.registry
+    registry[kind] = lambda: pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V5E, 1)
+    try:
+        yield
+    finally:
+        registry.pop(kind, None)
