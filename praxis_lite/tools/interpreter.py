@@ -10,7 +10,7 @@ from praxis_lite.core.jaxprs import followed
 # Operations that call another program, and run it as it is.
 CALLS = {
     "jit", "pjit", "closed_call", "core_call", "remat2", "remat", "checkpoint", "custom_jvp_call",
-    "custom_vjp_call", "custom_vjp_call_jaxpr",
+    "custom_vjp_call", "custom_vjp_call_jaxpr", "eval_jaxpr",
 }
 
 

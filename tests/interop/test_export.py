@@ -137,10 +137,10 @@ def test_the_program_has_no_weights_in_it(folder):
 
 def test_the_loader_has_twenty_lines_and_imports_jax_alone(folder):
     text = (folder / "decode/load.py").read_text()
-    (function,) = [x for x in ast.parse(text).body if isinstance(x, ast.FunctionDef)]
-    assert function.end_lineno - function.body[1].lineno < 20
+    function, _ = [x for x in ast.parse(text).body if isinstance(x, ast.FunctionDef)]
+    assert function.name == "load" and function.end_lineno - function.body[1].lineno < 20
     modules = {
-        name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)
+        name for node in ast.parse(text).body if isinstance(node, ast.Import | ast.ImportFrom)
         for name in ([node.module] if isinstance(node, ast.ImportFrom) else
                      [alias.name for alias in node.names])
     }
@@ -171,6 +171,35 @@ def test_the_loader_says_how_many_devices_are_needed(copied, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: devices)
     with pytest.raises(ValueError, match="needs 4 devices; jax has 3.*JAX_NUM_CPU_DEVICES=4"):
         loader.load(copied)
+
+
+RECORDED = {"cpu": {
+    "xla_gpu_graph_level": 0, "xla_cpu_enable_fast_min_max": False,
+    "xla_cpu_enable_fast_math": "perhaps",
+}, "tpu": {"xla_bogus": 1}}
+
+
+def test_a_program_runs_without_the_recorded_options_that_the_compiler_lacks(copied):
+    ids = BATCH["ids"]
+    expected, _ = loader.load(copied)({"ids": ids})
+    about = json.loads((copied / "manifest.json").read_text())
+    (copied / "manifest.json").write_text(json.dumps(about | {"compiler_options": RECORDED}))
+    with pytest.warns() as warned:
+        run = loader.load(copied)
+    gone, wrong = [str(item.message) for item in warned]
+    assert "xla_gpu_graph_level=0, with which the program was exported, is left out" in gone
+    assert "xla_gpu_enable_command_buffer" in gone
+    assert "xla_cpu_enable_fast_math=perhaps" in wrong and "'perhaps'" in wrong
+    np.testing.assert_allclose(run({"ids": ids})[0], expected, atol=1e-6)
+
+
+def test_options_are_left_out_where_praxis_lite_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "praxis_lite.core.sharding.devices.xla_options", None)
+    mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 2, 2)))
+    with pytest.warns() as warned:
+        options = loader.options_taken({"compiler_options": RECORDED}, mesh)
+    assert options == {"xla_cpu_enable_fast_min_max": False}
+    assert "No such compile option: 'xla_gpu_graph_level'." in str(warned[0].message)
 
 
 def test_another_jax_that_cannot_read_it_is_told_apart_from_damage(copied):

@@ -10,8 +10,10 @@ class v1:  # noqa: N801
     """Stands for the module."""
 
     @staticmethod
-    def save(path, tree):
-        with _quiet():
+    def save(path, tree, **saving):
+        """Saves a tree; `saving` are settings of arrays, as `use_ocdbt`."""
+        arrays = _v1.options.ArrayOptions
+        with _quiet(), _v1.Context(array_options=arrays(saving=arrays.Saving(**saving))):
             (getattr(_v1, "save", None) or _v1.save_pytree)(path, tree)
 
     @staticmethod

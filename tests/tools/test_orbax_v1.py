@@ -38,9 +38,13 @@ def saved(tmp_path_factory):
             checkpointer.save(step, jax.tree.map(lambda x, n=step: x + (n - 9), _weights(pure)))
     v1.save_checkpointables(folder / "several", {"model": pure, "meta": {"a": 1}})
     v1.save_checkpointables(folder / "single", {"model": pure})
+    for zarr3 in (True, False):
+        v1.save(folder / f"files zarr3={zarr3}", pure, use_ocdbt=False, use_zarr3=zarr3)
     handler = v0.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True)
     with v0.Checkpointer(handler) as checkpointer:
         checkpointer.save(folder / "zarr3", pure)
+    with v0.Checkpointer(v0.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
+        checkpointer.save(folder / "manager_of_files" / "step_2", pure)
     with v0.CheckpointManager(folder / "manager") as manager:
         manager.save(2, args=v0.args.StandardSave(pure))
         manager.wait_until_finished()
@@ -54,7 +58,10 @@ def _weights(tree):
 
 
 @pytest.mark.parametrize(
-    ("form", "shape"), [("state", (1, 4, 2)), ("steps", (1, 2, 4)), ("zarr3", (1, 1, 1))]
+    ("form", "shape"), [
+        ("state", (1, 4, 2)), ("steps", (1, 2, 4)), ("zarr3", (1, 1, 1)),
+        ("files zarr3=True", (1, 4, 2)),
+    ]
 )
 def test_a_job_begins_with_the_weights_on_any_mesh(saved, form, shape, mesh_of):
     model, folder = saved
@@ -68,7 +75,10 @@ def test_a_job_begins_with_the_weights_on_any_mesh(saved, form, shape, mesh_of):
 
 
 @pytest.mark.parametrize(
-    "form", ["state", "pure", "single", "several/model", "zarr3", "manager", "manager/2/default"]
+    "form", [
+        "state", "pure", "single", "several/model", "zarr3", "manager", "manager/2/default",
+        "files zarr3=True", "files zarr3=False", "files zarr3=True/state", "manager_of_files",
+    ]
 )
 def test_a_model_in_hand_has_the_weights(saved, form):
     model, folder = saved

@@ -86,9 +86,9 @@ class BackgroundSave:
     def cancel(self) -> bool:
         """Ends the save early and removes its files; returns False if it was over already.
 
-        Of several processes none cancels: the others would not know, and write on.
+        Another process, that does not cancel it, hears of it once its own part is written.
         """
-        if processes.count() == 1 and not self.is_done():
+        if not self.is_done():
             self._writing.cancel()
         self.join()
         return isinstance(self.error, CancelledWrite)

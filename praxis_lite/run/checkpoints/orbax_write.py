@@ -69,12 +69,12 @@ class OrbaxWrite:
 
     def __init__(self, meet: Callable[[], None]):
         handlers = {item: ocp.PyTreeCheckpointHandler(use_ocdbt=True) for item in ITEMS}
-        self._is_cancelled = False
+        self._is_cancelled, self._meet, self._num_met = False, meet, 0
         self._checkpointer = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(**handlers),
             async_options=ocp.options.AsyncOptions(
                 timeout_secs=_TIMEOUT_SECONDS,
-                barrier_sync_fn=(lambda key, timeout_ms: meet()) if processes.count() > 1 else None,
+                barrier_sync_fn=self._barrier if processes.count() > 1 else None,
             ),
         )
 
@@ -91,7 +91,8 @@ class OrbaxWrite:
         """Waits until `folder` is there, or nothing writes to it any more; raises what failed."""
         try:
             self._checkpointer.wait_until_finished()
-            if self._is_cancelled:  # Orbax says nothing then, as of a write that is whole.
+            # Orbax says nothing then, as of a write that is whole. After the second barrier it is.
+            if self._is_cancelled and self._num_met < 2:
                 raise CancelledWrite("cancelled")
         except BaseException:
             _wait_for_threads()
@@ -101,6 +102,10 @@ class OrbaxWrite:
         """Makes `wait` end early and raise CancelledWrite, unless it is over; from any thread."""
         self._is_cancelled = True
         self._checkpointer.cancel()
+
+    def _barrier(self, key: str, timeout_ms: int) -> None:
+        self._meet()
+        self._num_met += 1
 
     def close(self) -> None:
         """Ends its threads; what failed was told by `wait`."""

@@ -1,13 +1,14 @@
-"""Settings of a RunConfig that were its own and are those of its parts today.
+"""Former settings, which are taken still, in Python, behind --set, and from a job's config.json.
 
-They are taken still: in Python, behind --set, and from the config.json of a former job.
+Settings of a RunConfig that are those of its parts today, and compiler options of presets, whose
+names did not end in "?".
 """
 
 import dataclasses
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import fiddle as fdl
@@ -92,6 +93,31 @@ def move_former_settings(run: Any) -> None:
             setattr(run, part, parent)
         setattr(parent, name, run.__arguments__[former])
         delattr(run, former)
+
+
+def mark_options_of_presets(mesh: Any) -> None:
+    """Ends the names of compiler options in a MeshConfig's config in "?" where a preset's do.
+
+    A config.json of before has them without, as if the user had given them, and a compiler that
+    lacks them would end the job. An option that equals a preset's counts as the preset's.
+    """
+    options = getattr(mesh, "compiler_options", None)
+    if not options or not isinstance(options, Mapping):
+        return
+    # Imported here, because it needs jax.
+    from praxis_lite.layers.whole_model.sharding_presets import COMPILER_OPTIONS
+
+    of_presets = [
+        (kind, *option) for preset in COMPILER_OPTIONS.values()
+        for kind, given in preset.items() for option in given.items()
+    ]
+    mesh.compiler_options = {
+        kind: {
+            f"{name}?" if (kind, f"{name}?", value) in of_presets else name: value
+            for name, value in given.items()
+        } if isinstance(given, Mapping) else given
+        for kind, given in options.items()
+    }
 
 
 def settings_of_today(

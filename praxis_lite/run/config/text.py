@@ -16,7 +16,7 @@ from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.files.json_text import parse_json, read_json
 from praxis_lite.run.config import nodes
 from praxis_lite.run.config.callables import text_of_value
-from praxis_lite.run.config.former_settings import move_former_settings
+from praxis_lite.run.config.former_settings import mark_options_of_presets, move_former_settings
 from praxis_lite.run.config.names import imported
 from praxis_lite.run.config.node_form import FORMAT, check, damaged
 from praxis_lite.run.config.paths import iterate_fields
@@ -110,6 +110,7 @@ def _loaded(parsed: Any, packages: Collection[str]) -> LoadedConfig:
         raise damaged("config", "it is not a config")
     _check_parameters(config)
     move_former_settings(getattr(config, "run", None))
+    mark_options_of_presets(getattr(config, "mesh", None))
     return LoadedConfig(config, experiment, tuple(overrides))
 
 

@@ -33,6 +33,8 @@ from praxis_lite.run.checkpoints.files.zarr_formats import (
     np_dtype,
 )
 
+_OF_ORBAX = "array_metadatas/"
+
 
 def foreign_arrays(folder: Path, origin: Origin, prefix: str = "") -> dict[str, StoredArray]:
     """Returns the arrays whose names begin with `prefix`, by path without it; decodes none.
@@ -46,7 +48,11 @@ def foreign_arrays(folder: Path, origin: Origin, prefix: str = "") -> dict[str, 
     if is_database:
         values = stored_values(folder)
     else:
-        names = [name for name in files if name.startswith(prefix)]
+        # Files beside the arrays' folders are Orbax's own, and so is a folder.
+        names = [
+            name for name in files
+            if name.startswith(prefix) and "/" in name and not name.startswith(_OF_ORBAX)
+        ]
         values = {x: StoredValue(None, x, 0, (folder / x).lstat().st_size) for x in names}
     values = {key: value for key, value in values.items() if key.startswith(prefix)}
     is_3 = any(key.endswith(f"/{ZARR_3.metadata_file}") for key in values)

@@ -1,6 +1,6 @@
 """What Orbax wrote of `nnx.state(model)`: StandardCheckpointer, `checkpoint.v1`, or in steps.
 
-The names in its database are the paths of the module's variables. The same is read of
+The names of its arrays are the paths of the module's variables. The same is read of
 `nnx.to_pure_dict(nnx.state(model))`, of any part of a state, and of other nested dicts.
 """
 
@@ -19,7 +19,7 @@ from praxis_lite.run.job.local_directory import local_directory
 from praxis_lite.tools.foreign_checkpoints.arrays import foreign_arrays
 from praxis_lite.tools.foreign_checkpoints.orbax_folders import (
     STRINGS,
-    database_of,
+    folder_of_arrays,
     is_checkpoint,
     step_folders,
 )
@@ -66,11 +66,11 @@ class NnxCheckpoint:
           ConfigError: there is no such step, it is damaged, has a symbolic link in it, or several
             trees of arrays.
         """
-        return self._arrays_of(self._database(step))
+        return self._arrays_of(self._folder(step))
 
     def strings(self, step: object = None) -> list[str]:
         """Returns [] or a text that says there are strings: their names only Orbax's JSON has."""
-        return [f"the strings in {STRINGS}"] * (self._database(step) / STRINGS).is_file()
+        return [f"the strings in {STRINGS}"] * (self._folder(step) / STRINGS).is_file()
 
     def left_out(self, taken: Collection[str], step: int | None = None) -> list[str]:
         """Returns the names of all in a checkpoint that is not among `taken`.
@@ -106,11 +106,11 @@ class NnxCheckpoint:
         arrays = self.arrays(step)
         return read_arrays({path: arrays[path.split("/", 2)[2]] for path in leaves}, leaves, mesh)
 
-    def _database(self, step: object) -> Path:
+    def _folder(self, step: object) -> Path:
         if step is None:
             step = self.latest_step()
         if step is None:
-            return database_of(self.directory)
+            return folder_of_arrays(self.directory)
         if not self._steps:
             raise ConfigError(
                 f"{self.directory} has no steps: it is one checkpoint of Orbax. Leave "
@@ -121,13 +121,13 @@ class NnxCheckpoint:
                 f"{self.directory} has no step {step!r}; it has {few([*map(str, self._steps)])}. "
                 "Change CheckpointLoadingRules.step, or leave it out for the latest."
             )
-        return database_of(self._steps[step])
+        return folder_of_arrays(self._steps[step])
 
-    def _arrays_of(self, database: Path) -> dict[str, StoredArray]:
-        if database not in self._arrays:
-            origin = Origin(database, _ADVICE)
+    def _arrays_of(self, folder: Path) -> dict[str, StoredArray]:
+        if folder not in self._arrays:
+            origin = Origin(folder, _ADVICE)
             with origin.refusing():
-                result = foreign_arrays(database, origin)
+                result = foreign_arrays(folder, origin)
             by_variable = {path.removesuffix("/value"): x for path, x in result.items()}
-            self._arrays[database] = by_variable | result
-        return self._arrays[database]
+            self._arrays[folder] = by_variable | result
+        return self._arrays[folder]

@@ -1,4 +1,4 @@
-"""Folders that Orbax writes, and where in them the database with a model's arrays lies.
+"""Folders that Orbax writes, and where in them the arrays of a model lie.
 
 Three kinds, each found by names of files alone; Orbax's JSON is not read:
 
@@ -6,6 +6,9 @@ Three kinds, each found by names of files alone; Orbax's JSON is not read:
     DIR/state/manifest.ocdbt    checkpoint.v1: "pytree" in its first releases, other names where
                                 several checkpointables were saved
     DIR/7/state/manifest.ocdbt  training.Checkpointer of v1; "default" in a CheckpointManager's
+
+Without OCDBT (`use_ocdbt=False`) a folder for each array is in place of the database
+`manifest.ocdbt`: dot1.kernel/zarr.json, or .zarray in Zarr 2.
 """
 
 import re
@@ -14,6 +17,7 @@ from pathlib import Path
 from praxis_lite.core.errors import ConfigError, few, shown
 from praxis_lite.run.checkpoints.files.ocdbt import DATABASE
 from praxis_lite.run.checkpoints.files.step_names import ITEMS
+from praxis_lite.run.checkpoints.files.zarr_formats import ZARR_2, ZARR_3
 
 STRINGS = "_strings.json"
 # Either is in a folder with items: v1's own mark, and what Orbax writes of every checkpoint.
@@ -22,14 +26,19 @@ _MARKS = ("orbax.checkpoint", "_CHECKPOINT_METADATA")
 _STEP = re.compile(r"(?:.*_)?([0-9]{1,18})")
 
 
-def is_database(directory: Path) -> bool:
-    """Returns True if a folder is itself a database."""
-    return (directory / DATABASE).is_file()
+def has_arrays(directory: Path) -> bool:
+    """Returns True if a folder is a database, or has folders that are arrays."""
+    if (directory / DATABASE).is_file():
+        return True
+    files = ZARR_2.metadata_file, ZARR_3.metadata_file
+    return directory.is_dir() and any(
+        (path / file).is_file() for path in directory.iterdir() for file in files
+    )
 
 
 def is_checkpoint(directory: Path) -> bool:
     """Returns True for a checkpoint of Orbax, False for a step of a job: that has its marks too."""
-    if is_database(directory):
+    if has_arrays(directory):
         return True
     is_of_job = (directory / ITEMS[0]).is_dir()
     return not is_of_job and any((directory / mark).is_file() for mark in _MARKS)
@@ -54,25 +63,25 @@ def step_folders(directory: Path) -> dict[int, Path]:
     return dict(sorted(steps.items()))
 
 
-def database_of(checkpoint: Path) -> Path:
-    """Returns the folder of the database in a checkpoint.
+def folder_of_arrays(checkpoint: Path) -> Path:
+    """Returns the folder in a checkpoint that has the arrays.
 
     Raises:
       ConfigError: there is none, or there are several: names them.
     """
     if checkpoint.is_symlink():
         raise ConfigError(f"{checkpoint} is a symbolic link, and nothing is read through it.")
-    if is_database(checkpoint):
+    if has_arrays(checkpoint):
         return checkpoint
     # The part of a database that a process wrote is one too, and not all of it.
     items = [
         path for path in sorted(checkpoint.iterdir())
-        if is_database(path) and not path.name.startswith("ocdbt.process_")
+        if has_arrays(path) and not path.name.startswith("ocdbt.process_")
     ]
     if not items:
         raise ConfigError(
-            f"{checkpoint} has no arrays of Orbax: no {DATABASE} in it or in a folder of it. Save "
-            "it again, with OCDBT, which is Orbax's default."
+            f"{checkpoint} has no arrays of Orbax: neither {DATABASE} nor a folder for each array, "
+            "in it or in a folder of it. Save it again."
         )
     if len(items) > 1:
         raise ConfigError(

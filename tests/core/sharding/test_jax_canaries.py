@@ -234,3 +234,35 @@ def test_an_array_that_is_traced_is_told_from_others():
     traced = []
     jax.jit(lambda x: traced.append(is_traced(x)))(SEVEN)
     assert traced == [True] and not is_traced(SEVEN) and not is_traced(jnp.ones(3))
+
+
+@pytest.mark.skipif(not hasattr(jax.config, "jax_remat3"), reason="this jax has one form of remat")
+@pytest.mark.parametrize("is_next", [False, True], ids=["today", "jax_remat3"])
+def test_a_shard_map_computed_again_inside_another_in_a_scan(is_next):
+    """The program of docs/versions.md, on which layers/stacking/tensor_parallel.py rests.
+
+    Where the second case compiles, take REMAT3_CANNOT out of tests/layers/stacking.
+    """
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+    def inner(x):
+        again = jax.checkpoint(lambda x: jnp.tanh(x) * jnp.arange(3.0)[None])
+        by_b = {"in_specs": P("b"), "out_specs": P("b"), "axis_names": {"b"}}
+        return jax.checkpoint(jax.shard_map(again, **by_b))(x)
+
+    def outer(x):
+        return jnp.sum(jax.lax.scan(lambda x, _: (inner(x), None), x, length=2)[0])
+
+    before = jax.config.jax_remat3
+    jax.config.update("jax_remat3", is_next)
+    try:
+        with jax.set_mesh(mesh):
+            by_a = {"in_specs": P("a"), "out_specs": P("a"), "axis_names": {"a"}}
+            run = jax.jit(jax.shard_map(jax.grad(outer), **by_a))
+            if is_next:  # jax 0.10 has no rule for any shard_map in it.
+                with pytest.raises((ValueError, AttributeError), match='"a".*bound|shard_map'):
+                    run.lower(jnp.ones((4, 3)))
+            else:
+                run.lower(jnp.ones((4, 3)))
+    finally:
+        jax.config.update("jax_remat3", before)

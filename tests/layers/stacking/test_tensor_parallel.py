@@ -193,13 +193,21 @@ def losses_of_one_device():
     return losses(Partitioner, SHARDING_PRESETS["replicated"], (1, 1, 1))
 
 
+# docs/versions.md; tests/core/sharding/test_jax_canaries.py has the program.
+REMAT3_CANNOT = pytest.mark.xfail(
+    getattr(jax.config, "jax_remat3", False), strict=True,
+    reason="jax_remat3 cannot compile a shard_map in another, in a scan",
+)
+
+
 @pytest.mark.parametrize(("kind", "word", "policy"), [
-    (explicit_partitioner, "fsdp+ring", "save_out_proj"),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-        (Partitioner, "fsdp+ring", "save_nothing"),
-        (Partitioner, "fsdp+mlp_ring", "save_out_proj"),
-        (explicit_partitioner, "fsdp+mlp_ring", "save_everything"),
-    ]),
+    pytest.param(explicit_partitioner, "fsdp+ring", "save_out_proj", marks=REMAT3_CANNOT),
+    pytest.param(Partitioner, "fsdp+ring", "save_nothing", marks=pytest.mark.slow),
+    pytest.param(Partitioner, "fsdp+mlp_ring", "save_out_proj", marks=pytest.mark.slow),
+    pytest.param(
+        explicit_partitioner, "fsdp+mlp_ring", "save_everything",
+        marks=(REMAT3_CANNOT, pytest.mark.slow),
+    ),
 ])
 def test_steps_of_both_partitioners_are_those_of_one_device(kind, word, policy):
     repeat = fdl.Partial(layers.Repeat, checkpoint_policy=policy)
