@@ -51,9 +51,9 @@ def kernel_flops(
 
     Of q [B, N, T, K] against [B, G, S, K]. Splash: two matmuls forward, three for dq, four for dk
     and dv, or five for all three (tokamax's), of the blocks that are computed, whose share the
-    layer writes into the text. cuDNN: two
-    forward and five backward, of the pairs that are in a causal mask or its window. Megablox: the
-    rows that are someone's if loads are even, whose share the layer writes into the text.
+    layer writes into the text. cuDNN: two forward and five backward, of the pairs that are in a
+    causal mask or its window. Megablox, JAX's or tokamax's: the rows that are someone's if loads
+    are even, whose share the layer writes into the text.
 
     Args:
       of_model: True: without what the backward pass makes again: the logits, in all kernels, and
