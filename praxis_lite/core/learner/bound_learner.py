@@ -119,8 +119,7 @@ class BoundLearner:
             if learner.ema_decay:
                 new["ema"] = _moving_average(old["ema"], weights, learner.ema_decay, num_updates)
             # Some optimizers return slots of another dtype than their init made.
-            typed = jax.tree.map(lambda n, o: typed_as(n.astype(o.dtype), o), new, old)
-            return self._stored(typed)
+            return self._stored(jax.tree.map(lambda n, o: typed_as(n.astype(o.dtype), o), new, old))
 
         old = {name: opt_states[name] for name in ("slots", "ema") if name in opt_states}
         in_branch = compiled_platform() == "cpu" or bool(self.layouts)

@@ -5,6 +5,7 @@ vectorized variable prefixes, so that every optimizer trains a scanned stack as 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -18,6 +19,10 @@ from praxis_lite.core.sharding.weight_spec import spec_items
 
 PyTree = Any
 Path = tuple[str, ...]
+
+
+def _vmapped(fn: Callable[..., PyTree], num_dims: int) -> Callable[..., PyTree]:
+    return functools.reduce(lambda mapped, _: jax.vmap(mapped), range(num_dims), fn)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +50,8 @@ class Group:
 
     def per_layer(self, fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
         """Returns `fn`, of a layer's trees, mapped over the stacked dims of all its arguments."""
-        for _ in self.stack_shape:
-            fn = jax.vmap(fn)
-        return lambda *trees: fn(*typed_alike(trees, len(self.stack_shape)))
+        mapped = _vmapped(fn, len(self.stack_shape))
+        return lambda *trees: mapped(*typed_alike(trees, len(self.stack_shape)))
 
     def per_weight(self, fn: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
         """Returns the tree after `fn`, which treats each weight by itself, a layer at a time."""
@@ -55,9 +59,7 @@ class Group:
             return self.per_layer(fn)(tree)
         results: dict[str, Any] = {}
         for path, rank in self.stack_ranks.items():
-            of_weight = fn
-            for _ in range(rank):
-                of_weight = jax.vmap(of_weight)
+            of_weight = _vmapped(fn, rank)
             results = merged(results, jax.tree.map(of_weight, select(tree, [path])))
         return results
 

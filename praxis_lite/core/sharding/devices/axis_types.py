@@ -115,8 +115,7 @@ def no_terms(of: jax.Array, dtype: Any) -> jax.Array:
 def summed_terms(x: jax.Array) -> jax.Array:
     """Returns the sum of a gradient's terms; of a weight, one whose gradient has none."""
     spec = jax.typeof(x).sharding.spec
-    has_terms = spec.reduced or spec.unreduced
-    return jax.sharding.reshard(x, type_spec(x)) if has_terms else x
+    return jax.sharding.reshard(x, type_spec(x)) if spec.reduced or spec.unreduced else x
 
 
 def check_divides(
@@ -170,8 +169,7 @@ def has_no_type(error: Exception) -> bool:
     words = ("should be replicated", "aval mesh", "shard", "equal types")
     return isinstance(error, UnevenType) or type(error).__name__ == "ShardingTypeError" or (
         isinstance(error, ValueError | TypeError | AssertionError)
-        and any(word in str(error) for word in words)
-        and not isinstance(error, ConfigError)
+        and any(word in str(error) for word in words) and not isinstance(error, ConfigError)
     )
 
 
@@ -210,14 +208,10 @@ def typed_as(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def typed_alike(trees: PyTree, num_dims: int) -> PyTree:
-    """Returns arrays whose first `num_dims` dims have one type, as `jax.vmap` over them wants.
-
-    It is the type of the first array that splits them: a counter of each layer may split none.
-    """
-    leaves = jax.tree.leaves(trees)
+    """Returns arrays whose first dims have the type of the first that splits them, for a vmap."""
     if not num_dims or not explicit_axes_of(jax.sharding.get_abstract_mesh()):
         return trees
-    specs = [type_spec(leaf) for leaf in leaves]
+    specs = jax.tree.leaves(jax.tree.map(type_spec, trees))
     first = [next(filter(None, (spec[dim] for spec in specs)), None) for dim in range(num_dims)]
     return jax.tree.map(
         lambda x: jax.sharding.reshard(x, PartitionSpec(*first, *type_spec(x)[num_dims:])), trees
