@@ -588,10 +588,12 @@ def test_when_one_write_fails_the_others_have_ended_too(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("waits", [False, True], ids=["in a step", "while it waits"])
 def test_an_interrupt_cancels_the_save_in_flight(tmp_path, monkeypatch, waits):
-    began, cancelled, lines = threading.Event(), [], []
+    began, started, cancelled, lines = threading.Event(), [], [], []
 
     async def endless(*args, **kwargs):
-        began.set()
+        started.append(0)
+        if len(started) == 2:  # Weights, and all else.
+            began.set()
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
