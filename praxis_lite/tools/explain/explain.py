@@ -15,6 +15,7 @@ from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.sharding.inputs import batch_spec
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.inputs.base import InputPipeline
+from praxis_lite.run.trainer.checks.product_orders import product_warnings
 from praxis_lite.run.trainer.checks.step_of_data import step_for
 from praxis_lite.run.trainer.layout_table import (
     layout_table,
@@ -112,8 +113,11 @@ def explain(
         say(f"\n{step.name}, batches of {name}")
         spec = pipeline.element_spec()
         start = time.monotonic()
-        compiled = step.lower(spec).compile()
+        lowered = step.lower(spec)
+        compiled = lowered.compile()
         seconds = time.monotonic() - start
+        for warning in product_warnings(lowered, partitioner.mesh):
+            say(f"  WARNING: {warning}")
         item = explained_step(partitioner, step, name, spec, compiled)
         if figures_of is not None:
             figures = figures_of(step, spec, compiled, seconds)

@@ -15,8 +15,8 @@ evenly split, too.
   a mesh axis is left over. Here it is sums of products.
 - A convolution over three axes of a mesh permutes its rows, where the filter's dims are split in
   another order than the batch. Here outputs' channels and places of a filter are whole.
-- A matrix product may exchange its rows where these are split over the same axes in another order
-  before and after it. Nothing goes round that yet: a warning names two such orders.
+- A matrix product on three axes of a mesh may permute its results. Nothing goes round that without
+  its price; a job warns of such products (`run/trainer/checks/product_orders.py`).
 """
 
 import functools
@@ -31,8 +31,7 @@ from jax.extend import core
 from jax.extend.core import primitives
 from jax.interpreters import mlir
 
-from praxis_lite.core.errors import warn_once
-from praxis_lite.core.jaxprs import opened, rewritten, with_inner
+from praxis_lite.core.jaxprs import rewritten
 
 PyTree = Any
 
@@ -55,33 +54,12 @@ def without_xla_errors(
     @functools.wraps(function)
     def right(*args: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(function, static_argnums, return_shape=True)(*args)
-        _warn_of_two_orders(closed)
         closed = rewritten(also(closed), _right_equation)
         arrays = [x for i, x in enumerate(args) if i not in np.atleast_1d(static_argnums)]
         outputs = core.jaxpr_as_fun(closed)(*jax.tree.leaves(arrays))
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
     return right
-
-
-def _warn_of_two_orders(closed: core.ClosedJaxpr) -> None:
-    """Logs a warning where constraints of a program split dims over the same axes in two orders."""
-    orders: dict[frozenset[str], tuple[tuple[str, ...], str]] = {}
-    for eqn in with_inner(opened(closed).eqns):
-        if eqn.primitive.name != "sharding_constraint":
-            continue
-        x, where = eqn.invars[0].aval, str(eqn.source_info.name_stack)
-        text = f"{x.str_short()}{f' of {where}' if where else ''}"
-        for entry in getattr(eqn.params["sharding"], "spec", ()):
-            if isinstance(entry, tuple) and len(entry) > 1:
-                order, other = orders.setdefault(frozenset(entry), (entry, text))
-                if order != entry:
-                    warn_once(
-                        f"{other} splits a dim over {order}, and {text} over {entry}. Between two "
-                        "orders of the same axes XLA may exchange rows of a matrix product "
-                        "(docs/upstream/matmul_rows.md). Write one order everywhere; --mode=check "
-                        "compares the numbers with one device's."
-                    )
 
 
 def _scatter(

@@ -7,13 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import jax
 from jax.sharding import Mesh
 
-from praxis_lite.core.errors import ConfigError, OutOfMemory, format_bytes
+from praxis_lite.core.errors import ConfigError, OutOfMemory, format_bytes, warn_once
 from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
 from praxis_lite.host import host_memory
 from praxis_lite.host.lack_of_memory import lack_of_memory
 from praxis_lite.inputs.base import InputPipeline
+from praxis_lite.run.trainer.checks.product_orders import product_warnings
 from praxis_lite.run.trainer.layout_table import shape_text
 
 _NUM_NAMED = 3
@@ -105,6 +106,8 @@ def compile_step(
 ) -> jax.stages.Compiled:
     """Compiles a step for the batches of a dataset, before it runs: the first call finds it.
 
+    Warns of products that XLA may permute.
+
     Args:
       name: of the dataset, "datasets.train".
       num_processes: how many of this host are about to run it.
@@ -112,7 +115,10 @@ def compile_step(
     Raises:
       OutOfMemory: the devices are simulated, and this host cannot hold what the step makes.
     """
-    compiled = step.lower(pipeline.element_spec()).compile()
+    lowered = step.lower(pipeline.element_spec())
+    for warning in product_warnings(lowered, step.where.mesh):
+        warn_once(warning)
+    compiled = lowered.compile()
     devices = step.where.mesh.local_devices
     advice = f"Make {name}.batch_size, or its rows, smaller" + (
         f"; {_SMALLER_STEP}" if step.trains else ", or take fprop_dtype=bfloat16"
