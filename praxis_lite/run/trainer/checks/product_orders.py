@@ -33,44 +33,58 @@ def product_warnings(lowered: jax.stages.Lowered, mesh: Mesh) -> list[str]:
     module = lowered.compiler_ir()
     with module.context:
         program = module.operation.clone()
-        passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(program)
-        warnings = (_warning(op, sizes) for op in _products(program))
+        try:
+            passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(program)
+        except (ir.MLIRError, ValueError) as error:
+            return [f"Products that XLA may permute were not looked for: Shardy says {error}"]
+        calls = {_callee(op): op for op in _ops(program, "func.call")}
+        products = _ops(program, "stablehlo.dot_general")
+        warnings = (_warning(op, sizes, calls) for op in products)
         return list(dict.fromkeys(filter(None, warnings)))
 
 
-def _products(op: Any) -> Iterator[Any]:
+def _ops(op: Any, name: str) -> Iterator[Any]:
+    """Yields the operations of a name in an operation's regions."""
     for block in itertools.chain.from_iterable(op.regions):
         for inner in block:
-            if inner.operation.name == "stablehlo.dot_general":
+            if inner.operation.name == name:
                 yield inner.operation
-            yield from _products(inner.operation)
+            yield from _ops(inner.operation, name)
 
 
-def _warning(op: Any, sizes: Mapping[str, int]) -> str | None:
+def _warning(op: Any, sizes: Mapping[str, int], calls: Mapping[str, Any]) -> str | None:
+    """Returns the sentence of a product; None: XLA numbers its devices in one order.
+
+    Args:
+      sizes: of the mesh axes.
+      calls: one of each function, by its name.
+    """
     dims = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
-    sizes = {axis: size for axis, size in sizes.items() if axis not in _manual_axes(op)}
-    result = _Split(op.results[0], sizes)
-    lhs, rhs = (_Split(x, sizes) for x in op.operands)
+    manual_axes = _manual_axes(op)
+    sizes = {axis: size for axis, size in sizes.items() if axis not in manual_axes}
+    result, lhs, rhs = (_Split(x, sizes, calls) for x in (op.results[0], *op.operands))
     whole = math.prod(size for axis, size in sizes.items() if axis not in result.used)
-    for operand, summed in (
-        (lhs, dims.lhs_contracting_dimensions), (rhs, dims.rhs_contracting_dimensions)
-    ):
-        for some in _parts(list(summed)):
-            axes = {axis for dim in some for axis in operand.spec[dim]}
-            of_results = [
-                dim for dim, entry in enumerate(result.spec) if entry and axes.issuperset(entry)
-            ]
-            if not axes or axes != {axis for dim in of_results for axis in result.spec[dim]}:
-                continue
-            if whole > 1 and whole % math.prod(sizes[axis] for axis in axes) == 0:
-                continue  # Of results that are whole over as many devices XLA orders these.
-            before, after = operand.axes_but(some), result.axes_but(of_results)
-            if before != after:
-                return _sentence(_name(op), axes, before, after)
+    # XLA lays out the smaller operand as the larger one.
+    operand, summed = (
+        (lhs, dims.lhs_contracting_dimensions) if lhs.bits > rhs.bits
+        else (rhs, dims.rhs_contracting_dimensions)
+    )
+    for some in _parts(list(summed)):
+        axes = {axis for dim in some for axis in operand.spec[dim]}
+        of_results = [
+            dim for dim, entry in enumerate(result.spec) if entry and axes.issuperset(entry)
+        ]
+        if not axes or axes != {axis for dim in of_results for axis in result.spec[dim]}:
+            continue
+        if whole > 1 and whole % math.prod(sizes[axis] for axis in axes) == 0:
+            continue  # Of results that are whole over as many devices XLA orders these.
+        before, after = operand.axes_but(some), result.axes_but(of_results)
+        if before != after:
+            return _sentence(_name(op), [axis for axis in sizes if axis in axes], before, after)
     return None
 
 
-def _sentence(name: str, summed: set[str], before: list[str], after: list[str]) -> str:
+def _sentence(name: str, summed: list[str], before: list[str], after: list[str]) -> str:
     return (
         f"XLA may permute the results of a matrix product, {name}: it sums over {_text(summed)}, "
         f"which splits the results, too, and the other axes are in the order {_text(before)} in an "
@@ -93,12 +107,13 @@ class _Split:
     Attributes:
       spec: the axes that split each dim.
       used: all of them.
+      bits: of a part.
     """
 
-    def __init__(self, value: Any, sizes: Mapping[str, int]):
+    def __init__(self, value: Any, sizes: Mapping[str, int], calls: Mapping[str, Any]):
         value = ir.Value(value)
         shape = ir.RankedTensorType(value.type)
-        sharding = _sharding(value)
+        sharding = _sharding(value, calls)
         dims = [()] * shape.rank if sharding is None else [
             tuple(sdy.AxisRefAttr(axis).name for axis in sdy.DimensionShardingAttr(dim).axes)
             for dim in sharding.dimension_shardings
@@ -106,6 +121,8 @@ class _Split:
         self.spec: Spec = [tuple(axis for axis in dim if axis in sizes) for dim in dims]
         self.used = {axis for dim in self.spec for axis in dim}
         self._whole = [axis for axis in sizes if axis not in self.used]
+        width = int(re.findall(r"\d+", str(shape.element_type))[0])
+        self.bits = math.prod(shape.shape) * width / math.prod(sizes[axis] for axis in self.used)
 
     def axes_but(self, dims: Any) -> list[str]:
         """Returns the axes that do not split `dims`: as the other dims have them, then the rest."""
@@ -113,15 +130,21 @@ class _Split:
         return left + self._whole
 
 
-def _sharding(value: Any) -> Any:
-    """Returns the sharding that propagation left on a value; None: it is whole."""
+def _sharding(value: Any, calls: Mapping[str, Any]) -> Any:
+    """Returns the sharding that propagation left on a value; None: it is whole.
+
+    It does not go into functions, which XLA inlines: an argument splits as in a call.
+    """
     if isinstance(value.owner, ir.Block):
         number, op = ir.BlockArgument(value).arg_number, value.owner.owner
         name = {"sdy.manual_computation": "in_shardings"}.get(op.name, "sdy.sharding")
         if op.name == "func.func":
             of_arguments = ir.ArrayAttr(op.attributes["arg_attrs"])[number]
             of_value = ir.DictAttr(of_arguments)
-            return sdy.TensorShardingAttr(of_value[name]) if name in of_value else None
+            if name in of_value:
+                return sdy.TensorShardingAttr(of_value[name])
+            call = calls.get(ir.StringAttr(op.attributes["sym_name"]).value)
+            return call and _sharding(ir.Value(call.operands[number]), calls)
     else:
         number, op = ir.OpResult(value).result_number, value.owner
         name = {"sdy.manual_computation": "out_shardings"}.get(op.name, "sdy.sharding")
@@ -133,6 +156,10 @@ def _sharding(value: Any) -> Any:
     return sdy.TensorShardingAttr(of_values.shardings[number])
 
 
+def _callee(call: Any) -> str:
+    return ir.FlatSymbolRefAttr(call.attributes["callee"]).value
+
+
 def _manual_axes(op: Any) -> set[str]:
     axes: set[str] = set()
     while (op := op.parent) is not None:
@@ -142,10 +169,10 @@ def _manual_axes(op: Any) -> set[str]:
 
 
 def _name(op: Any) -> str:
-    """Returns where the model computes a product: its name scopes, without those of JAX."""
+    """Returns the name scopes of a product."""
     names = re.search(r'"([^"]*)"', str(op.location))
     return names[1] if names else "without a name"
 
 
-def _text(axes: Any) -> str:
+def _text(axes: list[str]) -> str:
     return ", ".join(f"'{axis}'" for axis in axes)
