@@ -46,7 +46,7 @@ class Explanation:
       experiment: its full name.
       mesh: of the devices.
       layout: of the state: shapes, specs and bytes per device of each array.
-      notes, warnings: on the layout, in sentences.
+      notes, warnings: on the layout, and on products that XLA may permute, in sentences.
       steps: compiled, each with its batch, collectives, memory per device and flops.
       text: all that --mode=explain prints of it.
     """
@@ -117,6 +117,7 @@ def explain(
         compiled = lowered.compile()
         seconds = time.monotonic() - start
         for warning in product_warnings(lowered, partitioner.mesh):
+            warnings.append(warning)
             say(f"  WARNING: {warning}")
         item = explained_step(partitioner, step, name, spec, compiled)
         if figures_of is not None:

@@ -3,8 +3,13 @@
 import collections
 import math
 
+import fiddle as fdl
 import pytest
 
+from praxis_lite.core import NnxModel
+from praxis_lite.core.models.model import spec_leaves
+from praxis_lite.layers import set_sharding_params
+from praxis_lite.tools.huggingface.decoder import lm_config
 from praxis_lite.tools.huggingface.family import family_of
 from praxis_lite.tools.huggingface.same_model import weights_of
 from praxis_lite.tools.huggingface.weights import parts, tensor_shape
@@ -26,3 +31,20 @@ def test_a_published_model_has_its_number_of_parameters(name):
     actual = sum(math.prod(tensor_shape(x)) for x in of_tensor.values())
     assert actual == PUBLISHED[name]["parameters"]
     assert actual == sum(math.prod(weight.shape) for weight in weights.values())
+
+
+@pytest.mark.parametrize("name", every(3, PUBLISHED))
+def test_fully_sharded_no_matrix_of_it_is_whole(name):
+    config = PUBLISHED[name]["config"]
+    settings = family_of(config).decoder_settings(config)
+    model = NnxModel(fdl.build(set_sharding_params(lm_config(settings), "fsdp")))
+    matrices = {
+        path: spec for path, spec in spec_leaves(model.weight_specs()["params"])
+        if spec.matrix and all(spec.matrix)
+    }
+    assert len(matrices) > 3
+    specs = {
+        path: spec.partition_spec(("replica", "data", "mdl"), path)
+        for path, spec in matrices.items()
+    }
+    assert [path for path, spec in specs.items() if not any(spec)] == []

@@ -14,15 +14,11 @@ from praxis_lite.layers.attention.kernels.splash_row import Ids, SplashOfARow
 class SplashOfJax(SplashOfARow):
     """One kernel forward, two products; one for dq, three; one for dk and dv, four."""
 
-    def attended(self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids) -> jax.Array:
-        with self.noted():
-            return self._kernel()(q, k, v, _segments(ids))
-
     def with_log_sums(
         self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids
     ) -> tuple[jax.Array, jax.Array]:
         with self.noted():
-            encoded, (log_sums,) = self._kernel(save_residuals=True)(q, k, v, _segments(ids))
+            encoded, (log_sums,) = self.kernel(save_residuals=True)(q, k, v, self.segments(ids))
         return encoded, log_sums
 
     def gradients(
@@ -33,13 +29,13 @@ class SplashOfJax(SplashOfARow):
         # below it take the sums over all keys.
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
-        kernel = self._kernel(save_residuals=True)
+        kernel = self.kernel(save_residuals=True)
         sizes = kernel.kwargs["block_sizes"]
         common = {
             name: kernel.kwargs[name] for name in
             ("is_mqa", "mask_value", "attn_logits_soft_cap", "mask_function", "interpret")
         } | {name: getattr(sizes, name) for name in ("q_layout", "k_layout", "v_layout")}
-        arrays = q, k, v, _segments(ids), None, log_sums, d_encoded, inner
+        arrays = q, k, v, self.segments(ids), None, log_sums, d_encoded, inner
         with self.noted():
             _, dk, dv = splash_attention_kernel._splash_attention_bwd_dkv(
                 *arrays, bq=sizes.block_q_dkv, bkv=sizes.block_kv_dkv,
@@ -52,31 +48,26 @@ class SplashOfJax(SplashOfARow):
             )
         return dq, dk, dv
 
-    def _kernel(self, *, save_residuals: bool = False) -> Callable[..., Any]:
+    def kernel(self, *, save_residuals: bool = False) -> Callable[..., Any]:
         # Imported here: Pallas takes a while to import, and only a TPU needs it.
         from jax.experimental.pallas.ops.tpu.splash_attention import (
             splash_attention_kernel as splash,
         )
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-        if self.window is None:
-            head_mask = masks.FullMask(self.lengths)
-        else:
-            head_mask = masks.LocalMask(self.lengths, self.window, offset=0)
         block_q, block_kv = self.block_sizes
         sizes = splash.BlockSizes(
             block_q=block_q, block_kv=block_kv, block_q_dkv=block_q, block_kv_dkv=block_kv,
             block_q_dq=block_q, block_kv_dq=block_kv,
         )
+        mask = masks.MultiHeadMask([self.mask_of_head(masks)] * self.num_heads)
         return splash.make_splash_mha(
-            masks.MultiHeadMask([head_mask] * self.num_heads), block_sizes=sizes, head_shards=1,
-            q_seq_shards=1, attn_logits_soft_cap=self.options.cap or None,
-            interpret=self.interpret, save_residuals=save_residuals,
-            residual_checkpoint_name=self.kept_as,
+            mask, block_sizes=sizes, head_shards=1, q_seq_shards=1,
+            attn_logits_soft_cap=self.options.cap or None, interpret=self.interpret,
+            save_residuals=save_residuals, residual_checkpoint_name=self.kept_as,
         )
 
+    def segments(self, ids: Ids) -> Any:
+        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
-def _segments(ids: Ids) -> Any:
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
-
-    return ids and splash_attention_kernel.SegmentIds(*ids)
+        return ids and splash_attention_kernel.SegmentIds(*ids)

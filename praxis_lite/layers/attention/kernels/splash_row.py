@@ -1,7 +1,10 @@
 """A call of splash attention of one row: its blocks, and the share of them that it computes."""
 
+import abc
 import contextlib
 import dataclasses
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -17,7 +20,7 @@ Ids = tuple[jax.Array, jax.Array] | None  # Segments of queries [T] and of keys 
 
 
 @dataclasses.dataclass(frozen=True)
-class SplashOfARow:
+class SplashOfARow(abc.ABC):
     """Splash attention of a row: from q [N, T, K], scaled, and k and v [G, S, K].
 
     Attributes:
@@ -38,14 +41,16 @@ class SplashOfARow:
 
     def attended(self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids) -> jax.Array:
         """Returns [N, T, K], which has gradients."""
-        raise NotImplementedError
+        with self.noted():
+            return self.kernel()(q, k, v, self.segments(ids))
 
+    @abc.abstractmethod
     def with_log_sums(
         self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids
     ) -> tuple[jax.Array, jax.Array]:
         """Returns [N, T, K], and log sum exp of each query's logits, float32 [N, T]."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def gradients(
         self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids, log_sums: jax.Array,
         inner: jax.Array, d_encoded: jax.Array,
@@ -57,14 +62,21 @@ class SplashOfARow:
           inner: [N, T], the products of its results and their gradients.
           d_encoded: [N, T, K], the gradients of its results.
         """
-        raise NotImplementedError
 
-    @property
-    def window(self) -> tuple[int | None, int | None] | None:
-        """Returns the keys before and after its own that a query sees; None: it sees all."""
+    @abc.abstractmethod
+    def kernel(self, *, save_residuals: bool = False) -> Callable[..., Any]:
+        """Returns the library's kernel of (q, k, v, segments); with residuals: no gradient."""
+
+    @abc.abstractmethod
+    def segments(self, ids: Ids) -> Any:
+        """Returns segments as the library's kernel takes them."""
+
+    def mask_of_head(self, masks: ModuleType) -> Any:
+        """Returns the mask of all heads, of the library's module of masks."""
         left = None if self.mask.left_context is None else self.mask.left_context - 1
-        is_full = left is None and self.mask.right_context is None
-        return None if is_full else (left, self.mask.right_context)
+        if left is None and self.mask.right_context is None:
+            return masks.FullMask(self.lengths)
+        return masks.LocalMask(self.lengths, (left, self.mask.right_context), offset=0)
 
     @property
     def block_sizes(self) -> tuple[int, int]:

@@ -20,37 +20,29 @@ class SplashOfTokamax(SplashOfARow):
     tokamax offers. Of 16-bit queries dq is rounded for each block of keys.
     """
 
-    def attended(self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids) -> jax.Array:
-        with self.noted():
-            return self._kernel()(q, k, v, _segments(ids))
-
     def with_log_sums(
         self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids
     ) -> tuple[jax.Array, jax.Array]:
         with self.noted():
-            encoded, sums = self._kernel(save_residuals=True)(q, k, v, _segments(ids))
+            encoded, sums = self.kernel(save_residuals=True)(q, k, v, self.segments(ids))
         return encoded, sums["logsumexp"]
 
     def gradients(
         self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids, log_sums: jax.Array,
         inner: jax.Array, d_encoded: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        kernel = self._kernel()
+        kernel = self.kernel()
         block_q, block_kv = self.block_sizes
         shared = ("is_mqa", "mask_value", "mask_function", "config", "dkv_mask_sparsity")
         with self.noted():
             return splash_kernels()._splash_attention_bwd_dkv(
-                q, k, v, _segments(ids), log_sums, d_encoded, inner, bq=block_q, bkv=block_kv,
+                q, k, v, self.segments(ids), log_sums, d_encoded, inner, bq=block_q, bkv=block_kv,
                 bkv_compute=block_kv, mask_info=kernel.dkv_mask_info,
                 **{name: kernel.kwargs[name] for name in shared},
             )
 
-    def _kernel(self, *, save_residuals: bool = False) -> Callable[..., Any]:
-        splash, masks = splash_kernels(), splash_masks()
-        if self.window is None:
-            mask = masks.FullMask(self.lengths)
-        else:
-            mask = masks.LocalMask(self.lengths, self.window, offset=0)
+    def kernel(self, *, save_residuals: bool = False) -> Callable[..., Any]:
+        splash = splash_kernels()
         block_q, block_kv = self.block_sizes
         # JAX's plain interpreter does not read from an input what was written to the output that
         # shares its memory, by which dq is added up.
@@ -62,9 +54,9 @@ class SplashOfTokamax(SplashOfARow):
             residual_checkpoint_name=self.kept_as,
         )
         return splash.make_splash_mha(
-            mask, config=config, q_seq_shards=1, save_residuals=save_residuals
+            self.mask_of_head(splash_masks()), config=config, q_seq_shards=1,
+            save_residuals=save_residuals,
         )
 
-
-def _segments(ids: Ids) -> Any:
-    return ids and splash_kernels().SegmentIds(*ids)
+    def segments(self, ids: Ids) -> Any:
+        return ids and splash_kernels().SegmentIds(*ids)

@@ -17,6 +17,8 @@ from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy, stablehlo
 from jax.sharding import Mesh
 
+_NOT_READ = "Products that XLA may permute on three axes of a mesh were not looked for"
+_COMPARE = "compare the job with one device by --mode=check"
 # The mesh axes, of several devices, that split each dim of an array.
 Spec = list[tuple[str, ...]]
 
@@ -24,19 +26,21 @@ Spec = list[tuple[str, ...]]
 def product_warnings(lowered: jax.stages.Lowered, mesh: Mesh) -> list[str]:
     """Returns a sentence for each product of a program that XLA may permute.
 
-    JAX's own propagation (Shardy) says how operands and results split; nothing is compiled. A
-    program for the former partitioner (GSPMD) is not read.
+    JAX's own propagation (Shardy) says how operands and results split; nothing is compiled. Of a
+    program that it cannot read, such as one for the former partitioner (GSPMD), a sentence says so.
     """
     sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
-    if len(sizes) < 3 or not jax.config.jax_use_shardy_partitioner:
+    if len(sizes) < 3:
         return []
+    if not jax.config.jax_use_shardy_partitioner:
+        return [f"{_NOT_READ}: jax_use_shardy_partitioner is False. Set it to True, or {_COMPARE}."]
     module = lowered.compiler_ir()
     with module.context:
         program = module.operation.clone()
         try:
             passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(program)
         except (ir.MLIRError, ValueError) as error:
-            return [f"Products that XLA may permute were not looked for: Shardy says {error}"]
+            return [f"{_NOT_READ}: Shardy says {error}. You can {_COMPARE}."]
         calls = {_callee(op): op for op in _ops(program, "func.call")}
         products = _ops(program, "stablehlo.dot_general")
         warnings = (_warning(op, sizes, calls) for op in products)
@@ -89,8 +93,8 @@ def _sentence(name: str, summed: list[str], before: list[str], after: list[str])
         f"XLA may permute the results of a matrix product, {name}: it sums over {_text(summed)}, "
         f"which splits the results, too, and the other axes are in the order {_text(before)} in an "
         f"operand and {_text(after)} in the results (docs/upstream/matmul_rows.md). Most such "
-        "products are right. Compare the job with one device by --mode=check before you train it; "
-        "if its numbers differ, split both in the same order, or the results not over "
+        f"products are right. Before you train it, {_COMPARE}; if its numbers differ, split both "
+        "in the same order, or the results not over "
         f"{_text(summed)}."
     )
 
@@ -131,12 +135,12 @@ class _Split:
 
 
 def _sharding(value: Any, calls: Mapping[str, Any]) -> Any:
-    """Returns the sharding that propagation left on a value; None: it is whole.
+    """Returns the sharding of a value after propagation, or None if the value is whole.
 
     It does not go into functions, which XLA inlines: an argument splits as in a call.
     """
     if isinstance(value.owner, ir.Block):
-        number, op = ir.BlockArgument(value).arg_number, value.owner.owner
+        number, op = ir.BlockArgument(value).arg_number, value.owner.owner.operation
         name = {"sdy.manual_computation": "in_shardings"}.get(op.name, "sdy.sharding")
         if op.name == "func.func":
             of_arguments = ir.ArrayAttr(op.attributes["arg_attrs"])[number]

@@ -1,16 +1,23 @@
 """Products that XLA may permute: each that is wrong is among those that are named."""
 
 import random
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from praxis_lite.core import Learner, MeshConfig, Partitioner, Task, constrain, make_mesh
 from praxis_lite.layers import SHARDING_PRESETS
+from praxis_lite.run.trainer.checks import product_orders
+from praxis_lite.run.trainer.checks.memory import compile_step
 from praxis_lite.run.trainer.checks.product_orders import product_warnings
+from praxis_lite.tools.explain.explain import explain
 from tests.layers.whole_model import preset_runs
 from tests.support.lm_runs import structs
 
@@ -163,6 +170,47 @@ def test_no_preset_has_such_a_product(preset):
     partitioner = preset_runs.partitioner_of(preset_runs.even_lm(), preset, mesh)
     lowered = partitioner.train_step.lower(structs(preset_runs.batch_of(16, 12, 64)))
     assert product_warnings(lowered, mesh) == []
+
+
+class Product(Task):
+    """A product that XLA permutes, as splits of a user's own say."""
+
+    required_inputs = ("x",)
+
+    def compute_loss(self, model, inputs, key):
+        y = constrain(inputs["x"] @ model.w[...], (("data", "replica"), "mdl"))
+        return {"loss": (jnp.mean(y**2), jnp.ones(()))}
+
+
+class Weight(nnx.Module):
+    def __init__(self, rngs):
+        self.w = nnx.Param(jnp.ones((8, 8)), split_dims_mapping=("mdl", None))
+
+
+class Rows:
+    def element_spec(self):
+        return {"x": jax.ShapeDtypeStruct((16, 8), jnp.float32)}
+
+
+def test_a_job_and_explain_say_so_and_of_gspmd_that_nothing_was_looked_for(caplog, monkeypatch):
+    task = Product(
+        Weight, Learner(optax.sgd, 0.1),
+        inputs_split_mapping={"map_2d": (("replica", "data"), "mdl")},
+    )
+    partitioner = Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=(2, 2, 2))))
+    compile_step(partitioner.train_step, Rows(), "datasets.train")
+    assert "XLA may permute the results" in caplog.text
+    explained = explain(partitioner, {"train": Rows()}, {}, lambda text: None, experiment="mine")
+    assert any("XLA may permute" in warning for warning in explained.warnings)
+    assert "WARNING: XLA may permute" in explained.text
+    lowered = partitioner.train_step.lower(Rows().element_spec())
+    monkeypatch.setattr(
+        product_orders, "jax", types.SimpleNamespace(
+            config=types.SimpleNamespace(jax_use_shardy_partitioner=False)
+        )
+    )
+    (text,) = product_warnings(lowered, partitioner.mesh)
+    assert "were not looked for: jax_use_shardy_partitioner is False" in text
 
 
 def test_two_axes_permute_nothing():
