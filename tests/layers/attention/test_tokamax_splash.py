@@ -78,7 +78,7 @@ def test_the_dq_that_a_tpu_adds_up_in_three_arrays_is_the_einsums(window):
     q, k, v = drawn(640, 4, 8), drawn(640, 2, 8, seed=1), drawn(640, 2, 8, seed=2)
     cotangent = drawn(640, 4, 8, seed=3)
     row = SplashOfTokamax((640, 640), 4, mask, options, pltpu.InterpretParams())
-    assert row._kernel().kwargs["config"].dq_reduction_steps == 3
+    assert row.kernel().kwargs["config"].dq_reduction_steps == 3
 
     def kernel(q, k, v):
         q, k, v = (x.transpose(1, 0, 2) for x in (q, k, v))
