@@ -97,6 +97,8 @@ def check_program_fits(
 class FirstRuns:
     """Runs programs; before each runs for the first time, checks that this host has memory for it.
 
+    Products that XLA may permute in it are mended.
+
     Args:
       program, advice: as of `check_program_fits`, of all of them.
     """
@@ -118,10 +120,17 @@ class FirstRuns:
         """
         if (function, key) not in self._fitting:
             import jax
+            from jax.sharding import NamedSharding
+
+            from praxis_lite.lowered.mended_products import mended
 
             arrays = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
+            shardings = [x.sharding for x in arrays if isinstance(x.sharding, NamedSharding)]
+            lowered = function.trace(*args).lower()
+            if shardings:
+                mended(lowered, shardings[0].mesh)
             check_program_fits(
-                function.trace(*args).lower().compile(),  # The call finds it.
+                lowered.compile(),  # The call finds it.
                 arrays[0].sharding.addressable_devices if arrays else (),
                 self._program, self._advice,
             )

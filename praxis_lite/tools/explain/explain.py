@@ -15,7 +15,7 @@ from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.sharding.inputs import batch_spec
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.inputs.base import InputPipeline
-from praxis_lite.run.trainer.checks.product_orders import product_warnings
+from praxis_lite.lowered.mended_products import mended
 from praxis_lite.run.trainer.checks.step_of_data import step_for
 from praxis_lite.run.trainer.layout_table import (
     layout_table,
@@ -113,10 +113,10 @@ def explain(
         say(f"\n{step.name}, batches of {name}")
         spec = pipeline.element_spec()
         start = time.monotonic()
-        lowered = step.lower(spec)
-        compiled = lowered.compile()
+        told: list[str] = []
+        compiled = mended(step.lower(spec), partitioner.mesh, told.append).compile()
         seconds = time.monotonic() - start
-        for warning in product_warnings(lowered, partitioner.mesh):
+        for warning in told:
             warnings.append(warning)
             say(f"  WARNING: {warning}")
         item = explained_step(partitioner, step, name, spec, compiled)

@@ -13,6 +13,7 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout
+from praxis_lite.lowered.mended_products import mended
 from praxis_lite.run.checkpoints.init.kept_arrays import whole_layout
 from praxis_lite.tools.explain import hlo
 from praxis_lite.tools.explain.hlo_text import parse
@@ -43,7 +44,7 @@ def plan_step(
       ConfigError: what a layer or the task refuses when it is traced, or XLA's text cannot be read.
     """
     chip, start = topology.chip, time.monotonic()
-    lowered = step.lower(element_spec)
+    lowered = mended(step.lower(element_spec), partitioner.mesh)
     try:
         compiled = compiled_readably(lowered, topology)
     except jax.errors.JaxRuntimeError as error:

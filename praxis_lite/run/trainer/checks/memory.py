@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import jax
 from jax.sharding import Mesh
 
-from praxis_lite.core.errors import ConfigError, OutOfMemory, format_bytes, warn_once
+from praxis_lite.core.errors import ConfigError, OutOfMemory, format_bytes
 from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
 from praxis_lite.host import host_memory
 from praxis_lite.host.lack_of_memory import lack_of_memory
 from praxis_lite.inputs.base import InputPipeline
-from praxis_lite.run.trainer.checks.product_orders import product_warnings
+from praxis_lite.lowered.mended_products import mended
 from praxis_lite.run.trainer.layout_table import shape_text
 
 _NUM_NAMED = 3
@@ -106,7 +106,7 @@ def compile_step(
 ) -> jax.stages.Compiled:
     """Compiles a step for the batches of a dataset, before it runs: the first call finds it.
 
-    Warns of products that XLA may permute.
+    Products that XLA may permute are mended, and told.
 
     Args:
       name: of the dataset, "datasets.train".
@@ -115,10 +115,7 @@ def compile_step(
     Raises:
       OutOfMemory: the devices are simulated, and this host cannot hold what the step makes.
     """
-    lowered = step.lower(pipeline.element_spec())
-    for warning in product_warnings(lowered, step.where.mesh):
-        warn_once(warning)
-    compiled = lowered.compile()
+    compiled = mended(step.lower(pipeline.element_spec()), step.where.mesh).compile()
     devices = step.where.mesh.local_devices
     advice = f"Make {name}.batch_size, or its rows, smaller" + (
         f"; {_SMALLER_STEP}" if step.trains else ", or take fprop_dtype=bfloat16"
@@ -134,8 +131,9 @@ def compile_step(
 
 def compile_init(partitioner: Partitioner, key: jax.Array) -> None:
     """Compiles the init of a new state; as `compile_step`, in its errors too."""
+    lowered = partitioner.init.trace(key).lower()
     host_memory.check_program_fits(
-        partitioner.init.trace(key).lower().compile(), partitioner.mesh.local_devices,
+        mended(lowered, partitioner.mesh).compile(), partitioner.mesh.local_devices,
         "Making a new state", f"{_SMALLER_STATE}.",
     )
 

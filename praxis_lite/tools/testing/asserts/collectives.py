@@ -11,6 +11,7 @@ import jax
 from praxis_lite.core.errors import require_choice
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout
+from praxis_lite.lowered.mended_products import mended
 from praxis_lite.run.config.build import build
 from praxis_lite.run.config.overrides import check_required
 from praxis_lite.run.experiment.experiment import Experiment
@@ -76,7 +77,7 @@ def compiled_step(
         job = dataclasses.replace(job, mesh=mesh_config)
         partitioner = planned_partitioner(job, topology_of(topology))
         ((_, _, spec),) = step_specs(job, partitioner, [partitioner.steps[step]])
-    compiled = partitioner.steps[step].lower(spec).compile()
+    compiled = mended(partitioner.steps[step].lower(spec), partitioner.mesh).compile()
     result = hlo.collectives(compiled, dict(partitioner.mesh.shape))
     return CompiledStep(step, result, partitioner.layout, compiled)
 

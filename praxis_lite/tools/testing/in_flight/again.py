@@ -10,6 +10,7 @@ import numpy as np
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.core.sharding.inputs import GlobalBatch, abstract_global_batch, replicated_key
+from praxis_lite.lowered.mended_products import mended
 from praxis_lite.tools.testing import tolerances
 from praxis_lite.tools.testing.certificate import Comparison, mesh_name
 from praxis_lite.tools.testing.in_flight.measured import MeasuredStep, rounding_of, scalars_of
@@ -80,7 +81,7 @@ class Placement:
         traced = self._step.trace(*self._step.abstract(scalars, batch))
         platform = self.mesh.devices.flat[0].platform
         self.rounding = rounding_of(traced.jaxpr, platform)
-        self._run = traced.lower()
+        self._run = mended(traced.lower(), self.mesh)
         if not self.is_own:
             self._move_batch = mover_of_batches(batch, self._own_mesh, self.mesh)
 

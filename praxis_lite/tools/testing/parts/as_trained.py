@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import jax
 
+from praxis_lite.lowered.mended_products import mended
 from praxis_lite.tools.testing import tolerances
 from praxis_lite.tools.testing.certificate import Comparison, differences, largest
 from praxis_lite.tools.testing.check import Check
@@ -63,6 +64,7 @@ def _report(check: Check, mesh: OnMesh) -> Leaves:
     partitioner = mesh.partitioner
     placed, key = partitioner.global_batch(check.batches[0]), partitioner.key(check.seed)
     state = mesh.stored(check.state)
+    mended(partitioner.train_step.lower(state, placed, key), mesh.mesh)
     with jax.transfer_guard("disallow"):
         _, outputs = partitioner.train_step(state, placed, key)
     return report(jax.device_get(outputs))

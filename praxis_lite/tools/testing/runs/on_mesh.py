@@ -19,6 +19,7 @@ from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of
 from praxis_lite.core.sharding.mesh import make_mesh
 from praxis_lite.core.sharding.mesh_config import MeshConfig
 from praxis_lite.core.task import Task
+from praxis_lite.lowered.mended_products import MendedFunction
 from praxis_lite.run.experiment.experiment import Job
 from praxis_lite.tools.testing.certificate import mesh_name
 from praxis_lite.tools.testing.runs.float64 import in_float64
@@ -171,10 +172,11 @@ class OnMesh:
         return self._programs[key]
 
     def _jitted(self, function: Callable[..., Any], out_shardings: Any) -> Callable[..., Any]:
-        return jax.jit(
+        jitted = jax.jit(
             without_xla_errors(function), out_shardings=out_shardings,
             compiler_options=_options(self.mesh),
         )
+        return MendedFunction(jitted, self.mesh)
 
     def _placed(self, layout: Any, tree: PyTree) -> PyTree:
         """Returns NumPy arrays of true shapes, padded by FILLER, on the mesh."""
