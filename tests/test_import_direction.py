@@ -19,7 +19,7 @@ ORDERS = {
         {"checkout", "former_names"},
         {"public_names"},
         {"core"},
-        {"files"},
+        {"files", "lowered"},
         {"host"},
         {"collectives"},
         {"layers", "models", "optimizers", "schedules"},

@@ -202,4 +202,5 @@ def _manual_axes(op: Any) -> set[str]:
 
 
 def axes_text(axes: list[str]) -> str:
+    """Returns the names of axes, each in quotation marks."""
     return ", ".join(f"'{axis}'" for axis in axes)
