@@ -1,7 +1,7 @@
 """What XLA's partitioner gets wrong, and how each program goes round it; see docs/upstream.md.
 
 XLA fills an array that its devices do not divide with elements that are no part of it, and must
-keep them out of what it computes. Three times it does not. Two kinds of convolutions are wrong
+keep them out of what it computes. Three times it does not. Four kinds of convolutions are wrong
 evenly split, too.
 
 - A scatter into an array that is split, too, adds filler at index 0. The gradient of a table of
@@ -13,15 +13,17 @@ evenly split, too.
   they slide, is wrong, evenly split or not. Here it is taken of the whole dim.
 - The gradient of a depthwise or grouped convolution's filter is wrong where the batch is split and
   a mesh axis is left over. Here it is sums of products.
+- A convolution of groups is wrong where a split of channels cuts a group. Here channels are whole.
+- A dilated convolution is summed over devices that hold the same. Here it is as the next one.
 - A convolution over three axes of a mesh permutes its rows, where the filter's dims are split in
   another order than the batch. Here outputs' channels and places of a filter are whole.
-- A matrix product on three axes of a mesh may permute its results. Nothing goes round that without
-  its price; a job warns of such products (`run/trainer/checks/product_orders.py`).
+- A matrix product on three axes of a mesh may permute its results. That shows in a whole program
+  alone, which a job mends before it compiles (`praxis_lite/lowered`).
 """
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -95,7 +97,7 @@ def _windowed(primitive: core.Primitive, *operands: jax.Array, **params: Any) ->
     return primitive.bind(*jax.lax.optimization_barrier(operands), **params)
 
 
-def _whole(x: jax.Array, dims: Sequence[int]) -> jax.Array:
+def _whole(x: jax.Array, dims: Collection[int]) -> jax.Array:
     """Returns `x` with each of `dims` whole on every device; the others are split as XLA likes."""
     free = jax.sharding.PartitionSpec.UNCONSTRAINED
     spec = (None if dim in dims else free for dim in range(x.ndim))
@@ -120,15 +122,21 @@ def _convolution(
     sizes = [n for n, auto in zip(mesh.axis_sizes, is_auto, strict=True) if auto and n > 1]
     if sizes and params["batch_group_count"] > 1:
         return _sums_of_products(lhs, rhs, params)
-    numbers, groups = params["dimension_numbers"], params["feature_group_count"]
-    if sizes and groups > 1 and groups % mesh.size:
-        # XLA refuses groups that a split of channels cuts.
-        lhs, rhs = _whole(lhs, numbers.lhs_spec[1:2]), _whole(rhs, numbers.rhs_spec[:1])
-    if len(sizes) < 3:  # Beside the axis of the channels there is one: it has but one order.
+    lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
+    of_lhs, of_rhs, of_out = set(), set(), set()  # The dims that are whole.
+    groups = params["feature_group_count"]
+    if sizes and groups > 1:
+        of_rhs = {rhs_spec[1]}
+        if groups % mesh.size:  # A split of channels may cut groups.
+            of_lhs, of_rhs, of_out = {lhs_spec[1]}, {*rhs_spec[:2]}, {out_spec[1]}
+    # Beside the axis of the channels there are several, in two orders; or one, of a dilated filter.
+    if len(sizes) > 2 or len(sizes) == 2 and max(params["rhs_dilation"], default=1) > 1:
+        of_lhs |= {*lhs_spec[2:]}
+        of_rhs |= {rhs_spec[0], *rhs_spec[2:]}
+        of_out |= {*out_spec[2:]}
+    if not of_rhs:
         return primitive.bind(lhs, rhs, **params)
-    lhs = _whole(lhs, numbers.lhs_spec[2:])
-    rhs = _whole(rhs, (numbers.rhs_spec[0], *numbers.rhs_spec[2:]))
-    return _whole(primitive.bind(lhs, rhs, **params), numbers.out_spec[2:])
+    return _whole(primitive.bind(_whole(lhs, of_lhs), _whole(rhs, of_rhs), **params), of_out)
 
 
 def _sums_of_products(lhs: jax.Array, rhs: jax.Array, params: Mapping[str, Any]) -> jax.Array:

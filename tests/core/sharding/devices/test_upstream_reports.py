@@ -65,6 +65,6 @@ def test_a_program_alone_prints_what_is_expected_and_computed(name):
         assert run.returncode == 0 and f"jax {jax.__version__}: expected, actual" in run.stdout
 
 
-def test_nothing_goes_round_a_product_that_is_permuted():
-    """A job names it: tests/run/trainer/checks/test_product_orders.py."""
+def test_a_product_that_is_permuted_is_not_mended_where_it_is_traced():
+    """A job mends it: tests/lowered/test_mended_products.py."""
     assert not is_right("matmul_rows", lambda f: jax.jit(without_xla_errors(f)))

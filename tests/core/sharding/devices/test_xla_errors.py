@@ -185,6 +185,9 @@ CONVOLUTIONS = {  # Groups, stride, dilation, how images split, how filters do.
     "depthwise": (12, 1, 1, IN_ROWS, None),
     "depthwise, channels": (12, 2, 2, IN_CHANNELS, (None, None, None, "mdl")),
     "grouped": (3, 2, 2, IN_ROWS, (None, None, None, "data")),
+    "grouped, channels": (3, 1, 1, IN_CHANNELS, None),
+    "grouped, features": (6, 1, 1, (None, None, None, BATCH), (None, None, "data", None)),
+    "dilated": (1, 1, 2, (None, None, "data", None), (None, None, None, "data")),
 }
 
 
