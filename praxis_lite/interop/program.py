@@ -15,6 +15,7 @@ from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.sharding.devices.xla_errors import without_xla_errors
 from praxis_lite.core.sharding.inputs import GlobalBatch, batch_spec
 from praxis_lite.interop.inputs import ANY_ROWS, Inputs, Specs, What, takes_batches
+from praxis_lite.lowered.mended_products import mended_export
 from praxis_lite.run.trainer.forward_pass import arrays_of, forward_on_the_mesh
 
 # The input with the data of a random key.
@@ -92,7 +93,7 @@ def exported_program(
         if isinstance(error, ConfigError) or (message := _why_not(str(error), inputs)) is None:
             raise
         raise ConfigError(message) from error
-    return Program(exported, layout, arguments[1])
+    return Program(mended_export(exported, mesh), layout, arguments[1])
 
 
 def _why_not(words: str, inputs: Inputs) -> str | None:

@@ -5,16 +5,19 @@ propagation splits them; but XLA first makes results in the operands' order of d
 moves them. So nothing else in the program splits otherwise.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.export
+from jax.extend import mlir
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import sdy
+from jax.extend.mlir.dialects import chlo, sdy, stablehlo
 from jax.sharding import Mesh
 
-from praxis_lite.core.errors import format_bytes, warn_once
+from praxis_lite.core.errors import format_bytes, shown, warn_once
 from praxis_lite.lowered.product_orders import (
     PRODUCT,
     Product,
@@ -45,30 +48,31 @@ def mended(
       say: told a sentence for each product that is mended; and of a program that cannot be read,
         such as one for the former partitioner (GSPMD), why not.
     """
-    sizes = {axis: size for axis, size in mesh.shape.items() if size > 1}
-    if len(sizes) < 3:
-        return lowered
-    if not jax.config.jax_use_shardy_partitioner:
-        say(f"{_NOT_READ}: jax_use_shardy_partitioner is False. Set it to True, or {_COMPARE}.")
-        return lowered
-    sentences: dict[int, str] = {}
-    module = lowered.compiler_ir()
-    with module.context, ir.Location.unknown():
-        try:
-            for num_rounds in range(_MOST_ROUNDS + 1):
-                at_risk = products_at_risk(module, sizes)
-                if not at_risk:
-                    break
-                products = list(ops(module.operation, PRODUCT))
-                for number, copies in at_risk.items():
-                    is_last = num_rounds == _MOST_ROUNDS
-                    result = _NOT_MENDED if is_last else _mend(products[number], copies)
-                    sentences[number] = _sentence(copies, result)
-        except (ir.MLIRError, ValueError) as error:
-            say(f"{_NOT_READ}: Shardy says {error}. You can {_COMPARE}.")
-    for sentence in dict.fromkeys(sentences.values()):
-        say(sentence)
+    _mend_module(lowered.compiler_ir(), mesh, say)
     return lowered
+
+
+def mended_export(
+    exported: jax.export.Exported, mesh: Mesh, say: Callable[[str], None] = warn_once
+) -> jax.export.Exported:
+    """Returns an exported program, edited as by `mended`; its mesh and `say` are as there.
+
+    Shardy reads no program for any number of rows.
+    """
+    if len(_sizes(mesh)) < 3:
+        return exported
+    context = ir.Context()
+    for dialect in (chlo, sdy, stablehlo):
+        dialect.register_dialect(context)
+    module = mlir.deserialize_portable_artifact(exported.mlir_module_serialized, context)
+    if not _mend_module(module, mesh, say):
+        return exported
+    # As jax.export has it: programs that a jax of the last weeks reads.
+    version = stablehlo.get_version_from_compatibility_requirement(
+        stablehlo.StablehloCompatibilityRequirement.WEEK_4
+    )
+    serialized = mlir.serialize_portable_artifact(module, version, True)
+    return dataclasses.replace(exported, mlir_module_serialized=serialized)
 
 
 class MendedFunction:
@@ -87,6 +91,37 @@ class MendedFunction:
             mended(self._jitted.trace(*args).lower(), self._mesh)
             self._is_mended = True
         return self._jitted(*args)
+
+
+def _mend_module(module: Any, mesh: Mesh, say: Callable[[str], None]) -> bool:
+    """Edits a program; returns True if it had such products. Arguments are as of `mended`."""
+    sizes = _sizes(mesh)
+    if len(sizes) < 3:
+        return False
+    if not jax.config.jax_use_shardy_partitioner:
+        say(f"{_NOT_READ}: jax_use_shardy_partitioner is False. Set it to True, or {_COMPARE}.")
+        return False
+    sentences: dict[int, str] = {}
+    with module.context, ir.Location.unknown():
+        try:
+            for num_rounds in range(_MOST_ROUNDS + 1):
+                at_risk = products_at_risk(module, sizes)
+                if not at_risk:
+                    break
+                products = list(ops(module.operation, PRODUCT))
+                for number, copies in at_risk.items():
+                    is_last = num_rounds == _MOST_ROUNDS
+                    result = _NOT_MENDED if is_last else _mend(products[number], copies)
+                    sentences[number] = _sentence(copies, result)
+        except (ir.MLIRError, ValueError) as error:
+            say(f"{_NOT_READ}: Shardy says {shown(str(error), 300)} You can {_COMPARE}.")
+    for sentence in dict.fromkeys(sentences.values()):
+        say(sentence)
+    return bool(sentences)
+
+
+def _sizes(mesh: Mesh) -> dict[str, int]:
+    return {axis: size for axis, size in mesh.shape.items() if size > 1}
 
 
 def _mend(op: Any, copies: Sequence[Product]) -> str:

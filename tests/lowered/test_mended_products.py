@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax import export
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -16,7 +17,7 @@ from praxis_lite.core import Learner, MeshConfig, Partitioner, Task, constrain, 
 from praxis_lite.host.host_memory import FirstRuns
 from praxis_lite.layers import SHARDING_PRESETS
 from praxis_lite.lowered import mended_products
-from praxis_lite.lowered.mended_products import MendedFunction, mended
+from praxis_lite.lowered.mended_products import MendedFunction, mended, mended_export
 from praxis_lite.run.trainer.checks.memory import compile_step
 from praxis_lite.tools.explain import hlo
 from praxis_lite.tools.explain.explain import explain
@@ -211,6 +212,27 @@ def test_what_cannot_be_mended_is_said(monkeypatch):
     monkeypatch.setattr(mended_products, "_MOST_ROUNDS", 0)
     _, _, (text,) = outcome(WRONG["two orders"], mesh_of(), mend=True)
     assert "could not be mended" in text and "--mode=check" in text
+
+
+def test_exports_are_mended_unless_they_are_for_any_number_of_rows():
+    mesh, said = mesh_of(), []
+    whole = jax.NamedSharding(mesh, P())
+    jitted = jax.jit(lambda x, w: permuted(x, w), in_shardings=whole, out_shardings=whole)
+    rng = np.random.default_rng(0)
+    x, w = (rng.integers(-4, 5, (8, 8)).astype(np.float32) for _ in range(2))
+    with jax.set_mesh(mesh):
+        exported = export.export(jitted)(x, w)
+        (rows,) = export.symbolic_shape("8*b")
+        any_rows = export.export(jitted)(jax.ShapeDtypeStruct((rows, 8), jnp.float32), w)
+
+    def computed(program):
+        program = export.deserialize(program.serialize())
+        return jax.jit(program.call, in_shardings=(whole, whole))(x, w)
+
+    assert not np.array_equal(computed(exported), x @ w)
+    np.testing.assert_array_equal(computed(mended_export(exported, mesh, said.append)), x @ w)
+    assert mended_export(any_rows, mesh, said.append) is any_rows
+    assert "32 B more from each device" in said[0] and "were not looked for" in said[1]
 
 
 def test_programs_that_no_job_compiles_are_mended_before_their_first_run(caplog):
