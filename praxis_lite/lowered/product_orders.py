@@ -59,7 +59,12 @@ class Split:
 
 
 class Product:
-    """A matrix product of a program after propagation.
+    """A matrix product of a program after propagation, in which each function has one call.
+
+    Args:
+      op: the product.
+      sizes: of the mesh axes of several devices.
+      calls: by the name of a function.
 
     Attributes:
       lhs, rhs, result: how its operands and its results split.
@@ -68,8 +73,8 @@ class Product:
       name: its name scopes.
     """
 
-    def __init__(self, op: Any, sizes: Mapping[str, int]):
-        manual_axes = _manual_axes(op)
+    def __init__(self, op: Any, sizes: Mapping[str, int], calls: Mapping[str, Any]):
+        manual_axes = _manual_axes(op, calls)
         self.sizes = {axis: size for axis, size in sizes.items() if axis not in manual_axes}
         values = (*op.operands, op.results[0])
         self.lhs, self.rhs, self.result = (Split(value, self.sizes) for value in values)
@@ -109,7 +114,7 @@ class Product:
 def products_at_risk(module: Any, sizes: Mapping[str, int]) -> dict[int, list[Product]]:
     """Returns the products that XLA may permute, by their numbers among all of the module.
 
-    A product in a function is as many as there are calls; all of them are returned.
+    Shardy copies a function for each of its calls: all copies of its product are returned.
 
     Args:
       sizes: of the mesh axes of several devices.
@@ -120,12 +125,15 @@ def products_at_risk(module: Any, sizes: Mapping[str, int]) -> dict[int, list[Pr
     program = module.operation.clone()
     for number, op in enumerate(ops(program, PRODUCT)):
         op.attributes[_NUMBER] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), number)
-    _inline(program)
     passmanager.PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(program)
+    calls = {
+        ir.FlatSymbolRefAttr(call.attributes["callee"]).value: call
+        for call in ops(program, "func.call")
+    }
     copies: dict[int, list[Product]] = {}
     for op in ops(program, PRODUCT):
         number = ir.IntegerAttr(op.attributes[_NUMBER]).value
-        copies.setdefault(number, []).append(Product(op, sizes))
+        copies.setdefault(number, []).append(Product(op, sizes, calls))
     return {
         number: same for number, same in copies.items()
         if any(product.conflict(product.result.spec) for product in same)
@@ -139,31 +147,6 @@ def ops(op: Any, name: str) -> Iterator[Any]:
             if inner.operation.name == name:
                 yield inner.operation
             yield from ops(inner.operation, name)
-
-
-def _inline(program: Any) -> None:
-    """Puts each function where it is called, as XLA does before it propagates."""
-    functions = {
-        ir.StringAttr(op.attributes["sym_name"]).value: op for op in ops(program, "func.func")
-    }
-    called = set()
-    while calls := list(ops(program, "func.call")):
-        for call in calls:
-            name = ir.FlatSymbolRefAttr(call.attributes["callee"]).value
-            called.add(name)
-            copy = functions[name].clone(ir.InsertionPoint(functions[name]))
-            (block,) = copy.regions[0]
-            for argument, operand in zip(block.arguments, call.operands, strict=True):
-                argument.replace_all_uses_with(operand)
-            *body, end = block
-            for op in body:
-                op.move_before(call)
-            for result, value in zip(call.results, end.operands, strict=True):
-                ir.Value(result).replace_all_uses_with(value)
-            call.erase()
-            copy.erase()
-    for name in called:
-        functions[name].erase()
 
 
 def _parts(dims: list[int]) -> Iterator[tuple[int, ...]]:
@@ -193,9 +176,11 @@ def _sharding(value: Any) -> Any:
     return sdy.TensorShardingAttr(of_values.shardings[number])
 
 
-def _manual_axes(op: Any) -> set[str]:
+def _manual_axes(op: Any, calls: Mapping[str, Any]) -> set[str]:
     axes: set[str] = set()
     while (op := op.parent) is not None:
+        if op.name == "func.func":
+            op = calls.get(ir.StringAttr(op.attributes["sym_name"]).value, op)
         if op.name == "sdy.manual_computation":
             axes.update(sdy.ManualAxesAttr(op.attributes["manual_axes"]))
     return axes

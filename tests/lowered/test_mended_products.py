@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from jax import export
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite.core import Learner, MeshConfig, Partitioner, Task, constrain, make_mesh
@@ -206,6 +206,21 @@ def test_inside_a_shard_map_its_axes_do_not_count():
         )
         x, w = jnp.ones((8, 8)), jnp.ones((8, 8))
         mended(jax.jit(mapped).lower(x, w), mesh, pytest.fail)
+
+
+def test_in_a_function_that_a_shard_map_calls_its_axes_do_not_count():
+    """Nothing is compiled, so a mesh of sixteen devices need not be there."""
+    mesh = AbstractMesh((2,) * 4, ("pipe", *AXES), axis_types=(AxisType.Auto,) * 4)
+    rows, said = jax.NamedSharding(mesh, P("pipe")), []
+    arrays = [jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=rows)] * 2
+    with jax.sharding.use_abstract_mesh(mesh):
+        mapped = jax.shard_map(
+            permuted, in_specs=(P("pipe"), P("pipe")), out_specs=P("pipe"), axis_names={"pipe"}
+        )
+        lowered = jax.jit(mapped).trace(*arrays).lower(lowering_platforms=("cpu",))
+    mended(mended(lowered, mesh, said.append), mesh, pytest.fail)
+    (text,) = said
+    assert "'replica', 'data' in an operand" in text
 
 
 def test_what_cannot_be_mended_is_said(monkeypatch):
