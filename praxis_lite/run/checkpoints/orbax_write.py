@@ -59,6 +59,9 @@ asyncio_utils._run_sync_via_new_loop = _run_to_the_end
 class CancelledWrite(Exception):
     """A write was cancelled before it was whole."""
 
+    def __init__(self) -> None:
+        super().__init__("it was cancelled by a signal")
+
 
 class OrbaxWrite:
     """A state that is being written to a new folder, by all processes.
@@ -83,7 +86,9 @@ class OrbaxWrite:
         args = {item: ocp.args.PyTreeSave(getattr(state, item)) for item in ITEMS}
         try:
             self._checkpointer.save(folder, args=ocp.args.Composite(**args))
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self.cancel()
             _wait_for_threads()
             raise
 
@@ -93,7 +98,7 @@ class OrbaxWrite:
             self._checkpointer.wait_until_finished()
             # Orbax says nothing then, as of a write that is whole. After the second barrier it is.
             if self._is_cancelled and self._num_met < 2:
-                raise CancelledWrite("cancelled")
+                raise CancelledWrite
         except BaseException:
             _wait_for_threads()
             raise
