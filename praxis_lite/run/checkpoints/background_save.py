@@ -83,6 +83,11 @@ class BackgroundSave:
             self._fail(error)
             self._ended.set()
         except BaseException:
+            if self._writing is not None:
+                self._writing.cancel()
+                with contextlib.suppress(Exception):
+                    self._writing.wait()
+                self._writing.close()
             self._fail(CancelledWrite())
             self._ended.set()
             raise

@@ -86,9 +86,7 @@ class OrbaxWrite:
         args = {item: ocp.args.PyTreeSave(getattr(state, item)) for item in ITEMS}
         try:
             self._checkpointer.save(folder, args=ocp.args.Composite(**args))
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                self.cancel()
+        except Exception:
             _wait_for_threads()
             raise
 
