@@ -15,6 +15,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 from orbax.checkpoint._src import asyncio_utils
+from orbax.checkpoint._src.futures import future
 
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.run.checkpoints.files.step_names import ITEMS
@@ -105,6 +106,10 @@ class OrbaxWrite:
         """Makes `wait` end early and raise CancelledWrite, unless it is over; from any thread."""
         self._is_cancelled = True
         self._checkpointer.cancel()
+        # Orbax knows of its writes only once `begin` is over.
+        for thread in _threads():
+            if isinstance(thread, future._SignalingThread):
+                thread.cancel()
 
     def _barrier(self, key: str, timeout_ms: int) -> None:
         self._meet()
@@ -118,6 +123,13 @@ class OrbaxWrite:
 
 def _wait_for_threads() -> None:
     """Waits for what Orbax leaves at work when a part of a save has failed: the other parts."""
-    for thread in threading.enumerate():
-        if type(thread).__module__.startswith("orbax."):
-            threading.Thread.join(thread)  # Its own join raises what it met.
+    for thread in _threads():
+        threading.Thread.join(thread)  # Its own join raises what it met.
+
+
+def _threads() -> list[threading.Thread]:
+    """Returns Orbax's threads, which are those of a single write."""
+    return [
+        thread for thread in threading.enumerate()
+        if type(thread).__module__.startswith("orbax.")
+    ]
