@@ -1,7 +1,7 @@
 """Megablox of tokamax: grouped matmuls whose tiles come through a pipeline of its own."""
 
 import contextlib
-import sys
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,9 +56,10 @@ def _tpu_to_interpret() -> Iterator[None]:
     """
     from jax.experimental.pallas import tpu as pltpu
 
-    # Where Pallas finds the kinds of devices that it does not know itself.
-    module = sys.modules[pltpu.get_tpu_info.__module__]
-    kind, registry = module.get_device_kind(), module.registry
+    # Where Pallas finds the kinds of devices that it does not know itself: in the module of the
+    # function that JAX keeps the results of, which is another one in jax 0.12.
+    names = inspect.unwrap(pltpu.get_tpu_info).__globals__
+    kind, registry = names["get_device_kind"](), names["registry"]
     registry[kind] = lambda: pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V5E, 1)
     try:
         yield

@@ -23,6 +23,8 @@ from praxis_lite.run.checkpoints.steps import step_dirs, step_files
 from praxis_lite.run.job import processes
 
 _MEET_SECONDS = 3600.0
+# How long a process that cancels waits for the others' parts, so that all of them can be removed.
+_CANCEL_SECONDS = 10.0
 
 
 class FailedSave(ConfigError):
@@ -41,7 +43,7 @@ class BackgroundSave:
       directory: of all steps.
       manifest: what is known of the state; its files are added.
       name: of this save among all of the job, the same on all processes.
-      published: called by the first process once the step has its number.
+      published: called by every process once the step has its number.
     """
 
     def __init__(
@@ -59,11 +61,17 @@ class BackgroundSave:
         self._meeting = _Meeting(name)
         self._opened: OpenFolder | None = None
         self._writing: OrbaxWrite | None = None
+        # Waited for in place of the thread: up to Python 3.12 a thread whose `join` a signal has
+        # interrupted counts as ended, though it runs.
+        self._ended = threading.Event()
         # No daemon: an interpreter that ends waits for it.
         self._thread = threading.Thread(target=self._run, name=f"save of step {self.step}")
 
     def begin(self, state: TrainState) -> None:
-        """Returns once `state` is on the host, or once that has failed; see `error`."""
+        """Returns once `state` is on the host, or once that has failed; see `error`.
+
+        An exception that a signal raises here cancels the save, and goes on.
+        """
         try:
             if processes.is_first():
                 self._clear()
@@ -73,20 +81,31 @@ class BackgroundSave:
         except Exception as error:
             self.failed_alone = processes.count() > 1
             self._fail(error)
+            self._ended.set()
+        except BaseException:
+            if self._writing is not None:
+                self._writing.cancel()
+                with contextlib.suppress(Exception):
+                    self._writing.wait()
+                self._writing.close()
+            self._fail(CancelledWrite())
+            self._ended.set()
+            raise
         else:
             self._thread.start()
 
     def is_done(self) -> bool:
-        return not self._thread.is_alive()
+        return self._ended.is_set()
 
     def join(self) -> None:
-        if self._thread.ident is not None:
-            self._thread.join()
+        """Waits until it is done; an exception that a signal raises may end this."""
+        self._ended.wait()
 
     def cancel(self) -> bool:
         """Ends the save early and removes its files; returns False if it was over already.
 
-        Another process, that does not cancel it, hears of it once its own part is written.
+        Another process, that does not cancel it, hears of it once its own part is written. It is
+        waited for, but not for long; what it writes later is removed by the next launch.
         """
         if not self.is_done():
             self._writing.cancel()
@@ -105,10 +124,10 @@ class BackgroundSave:
         except Exception as error:
             self._fail(error)
         else:
-            if processes.is_first():
-                self._published(self.step)
+            self._published(self.step)
         finally:
             self._writing.close()
+            self._ended.set()
 
     def _check_readable(self) -> None:
         """Checks that a restore would find all that was to be saved; reads no array.
@@ -123,7 +142,8 @@ class BackgroundSave:
     def _fail(self, error: Exception) -> None:
         self.error = error
         if not self.failed_alone:
-            self._meeting.tell(why(error))
+            is_cancelled = isinstance(error, CancelledWrite)
+            self._meeting.tell(why(error), _CANCEL_SECONDS if is_cancelled else _MEET_SECONDS)
         if processes.is_first():
             try:
                 self._clear()
@@ -151,19 +171,19 @@ class _Meeting:
     def __init__(self, name: str):
         self._name, self._left = name, ["written", "put together", "published"]
 
-    def meet(self, error: str = "") -> None:
+    def meet(self, error: str = "", seconds: float = _MEET_SECONDS) -> None:
         place = self._left.pop(0)
-        texts = processes.exchange(f"{self._name}/{place}", error, _MEET_SECONDS)
+        texts = processes.exchange(f"{self._name}/{place}", error, seconds)
         failed = [f"{processes.name(i)}: {text}" for i, text in enumerate(texts) if text]
         if failed:
             self._left.clear()
             raise _FailedThere("; ".join(failed))
 
-    def tell(self, error: str) -> None:
-        """Tells an error, unless it is what another process told."""
+    def tell(self, error: str, seconds: float) -> None:
+        """Tells an error, unless it is what another process told; waits `seconds` for them."""
         if self._left:
             with contextlib.suppress(Exception):  # What it says is known here.
-                self.meet(error or "an error without words")
+                self.meet(error or "an error without words", seconds)
 
 
 def why(error: BaseException) -> str:
@@ -171,7 +191,7 @@ def why(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (_place(str(error.filename)) if error.filename else "")
     text = " ".join(str(error).split()).rstrip(".")
-    if isinstance(error, _FailedThere | ConfigError):
+    if isinstance(error, _FailedThere | ConfigError | CancelledWrite):
         return text
     # TensorStore: OUT_OF_RANGE: ... Failed writing: "PATH": ... [os_error_code='27']
     if code := re.search(r"os_error_code='(\d+)'", text):

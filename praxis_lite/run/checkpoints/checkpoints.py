@@ -81,6 +81,7 @@ class Checkpoints:
       note: told, a line each, of what is damaged and what is done about it.
       config_json: of the job, for the manifests, or "" if it is not known.
       evaluated: returns metrics by step of evaluations that came after the save, for "best".
+      saved: told the newest step whenever it is another, on every process; from any thread.
     """
 
     def __init__(
@@ -91,15 +92,17 @@ class Checkpoints:
         note: Callable[[str], None] = print,
         config_json: str = "",
         evaluated: Callable[[], Metrics] = dict,
+        saved: Callable[[int | None], None] = lambda step: None,
     ):
         self.directory, self._saving, self._note = local_directory(directory), saving, note
+        self._saved = saved
         self._best = saving and saving.best
         self._steps = VerifiedSteps(
             self.directory, owned=saving is not None, note=note, evaluated=evaluated
         )
         self._config_digest = digest_of_config(config_json) if config_json else ""
         self._name = f"checkpoints {next(_numbers)}"
-        self._queue = saving and SaveQueue(self._steps, saving, note, self._name)
+        self._queue = saving and SaveQueue(self._steps, saving, note, saved, self._name)
 
     def __enter__(self) -> "Checkpoints":
         if self._saving is not None:
@@ -107,10 +110,15 @@ class Checkpoints:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if self._queue is None:
+            return
         try:
-            if isinstance(error, KeyboardInterrupt) and self._queue is not None:
+            if isinstance(error, KeyboardInterrupt):
                 self._queue.cancel()  # A second signal, in Python: nobody waits for the save.
             self.wait()
+        except KeyboardInterrupt:
+            self._queue.cancel()
+            raise
         except FailedSave as failed:
             if error is None:
                 raise
@@ -217,6 +225,7 @@ class Checkpoints:
         """
         self._queue.settle()
         from_first(self._name, lambda: self._steps.abandon_after(step))
+        self._saved(max((left for left in self.all_steps() if left <= step), default=None))
 
     def restore(
         self,

@@ -15,6 +15,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 from orbax.checkpoint._src import asyncio_utils
+from orbax.checkpoint._src.futures import future
 
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.run.checkpoints.files.step_names import ITEMS
@@ -59,6 +60,9 @@ asyncio_utils._run_sync_via_new_loop = _run_to_the_end
 class CancelledWrite(Exception):
     """A write was cancelled before it was whole."""
 
+    def __init__(self) -> None:
+        super().__init__("it was cancelled by a signal")
+
 
 class OrbaxWrite:
     """A state that is being written to a new folder, by all processes.
@@ -83,7 +87,7 @@ class OrbaxWrite:
         args = {item: ocp.args.PyTreeSave(getattr(state, item)) for item in ITEMS}
         try:
             self._checkpointer.save(folder, args=ocp.args.Composite(**args))
-        except BaseException:
+        except Exception:
             _wait_for_threads()
             raise
 
@@ -93,7 +97,7 @@ class OrbaxWrite:
             self._checkpointer.wait_until_finished()
             # Orbax says nothing then, as of a write that is whole. After the second barrier it is.
             if self._is_cancelled and self._num_met < 2:
-                raise CancelledWrite("cancelled")
+                raise CancelledWrite
         except BaseException:
             _wait_for_threads()
             raise
@@ -102,6 +106,10 @@ class OrbaxWrite:
         """Makes `wait` end early and raise CancelledWrite, unless it is over; from any thread."""
         self._is_cancelled = True
         self._checkpointer.cancel()
+        # Orbax knows of its writes only once `begin` is over.
+        for thread in _threads():
+            if isinstance(thread, future._SignalingThread):
+                thread.cancel()
 
     def _barrier(self, key: str, timeout_ms: int) -> None:
         self._meet()
@@ -115,6 +123,13 @@ class OrbaxWrite:
 
 def _wait_for_threads() -> None:
     """Waits for what Orbax leaves at work when a part of a save has failed: the other parts."""
-    for thread in threading.enumerate():
-        if type(thread).__module__.startswith("orbax."):
-            threading.Thread.join(thread)  # Its own join raises what it met.
+    for thread in _threads():
+        threading.Thread.join(thread)  # Its own join raises what it met.
+
+
+def _threads() -> list[threading.Thread]:
+    """Returns Orbax's threads, which are those of a single write."""
+    return [
+        thread for thread in threading.enumerate()
+        if type(thread).__module__.startswith("orbax.")
+    ]

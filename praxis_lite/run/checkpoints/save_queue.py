@@ -21,13 +21,16 @@ class SaveQueue:
     Args:
       steps: of the directory that is saved to.
       note: told of what fails and is tried again.
+      saved: told of each step that is whole, on every process; from another thread.
       name: of all exchanges between the processes, the same on all.
     """
 
     def __init__(
-        self, steps: VerifiedSteps, settings: SaveSettings, note: Callable[[str], None], name: str
+        self, steps: VerifiedSteps, settings: SaveSettings, note: Callable[[str], None],
+        saved: Callable[[int], None], name: str,
     ):
         self._steps, self._settings, self._note, self._name = steps, settings, note, name
+        self._saved = saved
         self._numbers = itertools.count()
         self._in_flight: BackgroundSave | None = None
         self._num_failed, self._retry_at = 0, float("inf")
@@ -37,7 +40,7 @@ class SaveQueue:
         self._retry_at = float("inf")
         self._in_flight = BackgroundSave(
             self._steps.directory, manifest, f"{self._name}, save {next(self._numbers)}",
-            self._delete_old,
+            self._published,
         )
         self._in_flight.begin(state)
 
@@ -96,8 +99,11 @@ class SaveQueue:
         self._note(f"{failed}. It will be tried again, {self._num_failed} of {retries} times")
         return False
 
-    def _delete_old(self, step: int) -> None:
-        """Deletes steps that need not stay, after a newer step; the first process only."""
+    def _published(self, step: int) -> None:
+        """Tells of a step that is whole, and deletes on the first process what need not stay."""
+        self._saved(step)
+        if not processes.is_first():
+            return
         self._steps.forget(step)
         try:
             self._steps.delete_all_but(self._settings.kept)

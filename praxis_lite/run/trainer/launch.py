@@ -111,13 +111,14 @@ def train(
         saved = held.enter_context(
             Checkpoints(
                 files.checkpoints, saving=run.checkpoints, note=_say, config_json=config_json,
-                evaluated=lambda: metrics_by_step(files),
+                evaluated=lambda: metrics_by_step(files), saved=stop.saved,
             )
         )
         held.callback(clock.begins, SAVE)  # On the way out the save in flight is waited for.
         stores = _peer_stores(job, held)
         with clock.during(RESTORE):
             newest = NewestState(saved, stores, _say)
+        stop.training_begins(newest.step)
         if newest.step is None:
             start = _new_start(job, sources, clock)
         else:
@@ -145,7 +146,6 @@ def train(
         for line in notes_on_resume(job.datasets):
             print(line)
         trackers = held.enter_context(trackers_of(job, launched, start.step, _say))
-        stop.training_begins(newest.step)
         print(when_checkpoints_come(run, start.step))
         print("compiling the first step", flush=True)
         with clock.during(COMPILE):

@@ -8,11 +8,13 @@ import logging
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint._src import asyncio_utils
+from orbax.checkpoint._src.checkpointers import async_checkpointer
 from orbax.checkpoint._src.serialization import serialization
 
 from praxis_lite import BestCheckpoints, ConfigError
@@ -28,6 +31,7 @@ from praxis_lite.run.checkpoints import background_save
 from praxis_lite.run.checkpoints.background_save import FailedSave
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
 from praxis_lite.run.checkpoints.save_checks import check_names
+from praxis_lite.run.checkpoints.save_queue import SaveQueue
 from praxis_lite.run.checkpoints.steps import step_dirs, step_files
 from praxis_lite.run.checkpoints.steps.manifest import digest_of_config
 from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
@@ -586,14 +590,30 @@ def test_when_one_write_fails_the_others_have_ended_too(tmp_path, monkeypatch):
     assert names_in(tmp_path) == []
 
 
+def is_waiting(frame):
+    """Returns True if a thread whose innermost frame this is waits for a save."""
+    if frame.f_code.co_name not in ("wait", "join", "_wait_for_tstate_lock"):
+        return False
+    return SaveQueue.settle.__code__ in (caller.f_code for caller, _ in traceback.walk_stack(frame))
+
+
+@contextlib.contextmanager
+def handling(handler):
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 # Of a write that is cancelled Orbax awaits nothing more, and closes its loop: what that leaves is
 # collected here, not in a later test.
 @pytest.mark.filterwarnings(
     "ignore:coroutine .* was never awaited:RuntimeWarning",
     "ignore::pytest.PytestUnraisableExceptionWarning",
 )
-@pytest.mark.parametrize("waits", [False, True], ids=["in a step", "while it waits"])
-def test_an_interrupt_cancels_the_save_in_flight(tmp_path, monkeypatch, waits):
+@pytest.mark.parametrize("when", ["in a step", "while it waits", "at the end", "as it begins"])
+def test_an_interrupt_cancels_the_save_in_flight(tmp_path, monkeypatch, when):
     began, started, cancelled, lines = threading.Event(), [], [], []
 
     async def endless(*args, **kwargs):
@@ -606,24 +626,38 @@ def test_an_interrupt_cancels_the_save_in_flight(tmp_path, monkeypatch, waits):
             cancelled.append(0)
             raise
 
-    def interrupts(save):
+    def interrupts():
+        """Sends the signal once the main thread waits for the save."""
+        assert began.wait(30)
+        main = threading.main_thread().ident
+        while not is_waiting(sys._current_frames()[main]):
+            time.sleep(0.01)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    def begins(*args, **kwargs):
         assert began.wait(30)
         raise KeyboardInterrupt
 
+    thread = threading.Thread(target=interrupts)
     with (
+        handling(signal.default_int_handler),
         pytest.raises(KeyboardInterrupt),
         Checkpoints(tmp_path, saving=SaveSettings(), note=lines.append) as checkpoints,
     ):
         save(checkpoints, 3)
         checkpoints.wait()
         monkeypatch.setattr(serialization, "async_serialize_from_host", endless)
+        if when == "as it begins":
+            # The writes have begun by then, and Orbax does not hold them yet.
+            monkeypatch.setattr(async_checkpointer._AsyncManager, "start_async_commit", begins)
         save(checkpoints, 7)
         assert began.wait(30)
-        if waits:
-            with monkeypatch.context() as patch:
-                patch.setattr(background_save.BackgroundSave, "join", interrupts)
-                checkpoints.wait()
-        raise KeyboardInterrupt
+        if when in ("while it waits", "at the end"):
+            thread.start()
+        if when == "while it waits":
+            checkpoints.wait()
+        if when == "in a step":
+            raise KeyboardInterrupt
     assert len(cancelled) == 2 and names_in(tmp_path) == ["3"]
     [line] = lines
     assert line.startswith("The save of step 7 was cancelled. The newest checkpoint is of step 3")

@@ -20,6 +20,7 @@ from tests.support.job_runs import CHECKOUT, home, launch, lines_of, start_proce
 from tests.support.line_jobs import LINE
 
 TINY = "--exp=jobzoo.experiments.Tiny"
+AT_ONCE = "the second signal: ended at once; the newest checkpoint is of step 40"
 
 # `where` is what the main thread does when it says that it is there. `stuck`: in C code that lets
 # other threads run and never comes back to Python, as a compiler does not for long.
@@ -113,7 +114,7 @@ def test_a_second_signal_ends_a_process_that_is_stuck():
     process.send_signal(signal.SIGTERM)
     assert "ending when the running step is made" in process.stderr.readline()
     process.send_signal(signal.SIGINT)
-    assert ended(process) == (130, [], ["SIGINT, the second signal: ended at once"])
+    assert ended(process) == (130, [], [f"SIGINT, {AT_ONCE}"])
 
 
 def test_one_request_that_comes_twice_is_one():
@@ -125,7 +126,7 @@ def test_one_request_that_comes_twice_is_one():
     assert process.stderr.readline().startswith("SIGTERM: ending when the running step is made")
     assert process.stderr.readline() == "SIGHUP: ending already, for SIGTERM\n"
     process.send_signal(signal.SIGINT)
-    assert ended(process)[::2] == (130, ["SIGINT, the second signal: ended at once"])
+    assert ended(process)[::2] == (130, [f"SIGINT, {AT_ONCE}"])
 
 
 def test_the_same_signal_again_is_a_second_one():
@@ -134,7 +135,7 @@ def test_the_same_signal_again_is_a_second_one():
     assert "SIGTERM" in process.stderr.readline()
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
-    assert ended(process)[::2] == (143, ["SIGTERM, the second signal: ended at once"])
+    assert ended(process)[::2] == (143, [f"SIGTERM, {AT_ONCE}"])
 
 
 def test_the_time_limit_is_as_a_first_signal_and_one_after_it_no_second():

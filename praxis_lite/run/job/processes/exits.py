@@ -4,10 +4,12 @@ import atexit
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 _folders: list[Path] = []
+_told: list[Callable[[int, str], None]] = []
 
 
 def temporary_folder() -> Path:
@@ -24,9 +26,23 @@ def _remove_folders() -> None:
 
 # A forked worker that ends must not take its parent's folders with it.
 os.register_at_fork(after_in_child=_folders.clear)
+os.register_at_fork(after_in_child=_told.clear)
 
 
-def end_now(status: int) -> NoReturn:
-    """Ends the process at once, from any thread, whatever the others are doing."""
+def tell_ends(told: Callable[[int, str], None]) -> None:
+    """Lets `told` be called with the status and the reason before `end_now` ends this process."""
+    _told.append(told)
+
+
+def end_now(status: int, why: str = "") -> NoReturn:
+    """Ends the process at once, from any thread, whatever the others are doing.
+
+    Args:
+      why: what the other processes of the job are told, such as "was ended by SIGTERM"; "": they
+        know, or hear nothing.
+    """
+    if why:
+        for told in _told:
+            told(status, why)
     _remove_folders()
     os._exit(status)

@@ -23,7 +23,7 @@ from praxis_lite.run.job.elastic import order
 from praxis_lite.run.job.elastic.order import LOST_PEER_STATUS
 from praxis_lite.run.job.processes.aborts import speaking_before_aborts
 from praxis_lite.run.job.processes.coordination import PeerLost
-from praxis_lite.run.job.processes.exits import end_now
+from praxis_lite.run.job.processes.exits import end_now, tell_ends
 from praxis_lite.run.job.processes.stuck.beats import Beat, Beats, say
 from praxis_lite.run.job.processes.stuck.progress import Progress, own
 from praxis_lite.run.job.processes.stuck.stacks import AlarmOfLock, stacks
@@ -37,6 +37,7 @@ _LOCK_SECONDS = 16.0  # Then it writes its stacks, before the others hold it for
 JAX_HEARTBEAT_SECONDS = 50
 # How long the first process, which has the service, stays so that the others hear its word.
 _LINGER_SECONDS = 3.0
+_TELL_SECONDS = 1.0
 
 _BEATS, _STACKS, _ENDED = "praxis_lite/beats", "praxis_lite/stacks", "praxis_lite/ended"
 _NONE = -1  # No process has failed: all have ended well.
@@ -51,6 +52,7 @@ _is_failing = threading.Event()  # This process says itself why it ends.
 def watch() -> None:
     """Starts to watch the other processes, and to let them see this process."""
     _last_words.enter_context(speaking_before_aborts(_say_that_first_is_gone))
+    tell_ends(_tell_of_own_end)
     for work in (_beat, _listen, _watch_service):
         _threads.append(threading.Thread(target=work, name=f"peers{work.__name__}", daemon=True))
         _threads[-1].start()
@@ -178,12 +180,27 @@ def _tell(process: int, words: str, code: int) -> None:
         processes.client().key_value_set(_ENDED, note)
 
 
+def _tell_of_own_end(code: int, words: str) -> None:
+    """Says to all that this process ends, whatever its main thread does; takes seconds at most."""
+    if not _is_over.is_set():
+        # The service may be stopped: then no call of it returns.
+        told = threading.Thread(target=_tell, args=(processes.index(), words, code), daemon=True)
+        told.start()
+        told.join(_TELL_SECONDS)
+        _linger()
+
+
+def _linger() -> None:
+    """Lets the others hear what was said: the first process has the service."""
+    if processes.is_first() and order.current() is None:
+        threading.Event().wait(_LINGER_SECONDS)
+
+
 def _leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    if processes.is_first() and order.current() is None:
-        threading.Event().wait(_LINGER_SECONDS)
+    _linger()
     # No clean-up of JAX's: it would wait for the process that is gone.
     end_now(code)
 

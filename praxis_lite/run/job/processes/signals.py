@@ -68,8 +68,13 @@ class SignalListener(contextlib.AbstractContextManager):
 
     def _asked_again(self, signum: int) -> None:
         """Called in the thread, at once, for a second signal; ends the process."""
-        say(f"{name(signum)}, the second signal: ended at once")
-        end_now(128 + signum)
+        words, kept = f"{name(signum)}, the second signal", self._kept()
+        say(f"{words}: ended at once{kept}")
+        end_now(128 + signum, f"was ended by {words}{kept}")
+
+    def _kept(self) -> str:
+        """Returns words for the end of a line: what an end at once leaves."""
+        return ""
 
     def _time_is_up(self) -> None:
         """Called in the thread, at `_wakes_at`."""
@@ -170,6 +175,7 @@ class EndsBySignal(SignalListener):
     def __init__(self) -> None:
         super().__init__()
         self._status: int | None = None
+        self._why = ""
 
     def _in_main(self, signum: int) -> None:
         self._end(128 + signum)
@@ -177,11 +183,11 @@ class EndsBySignal(SignalListener):
     def _asked(self, signum: int) -> None:
         if self._status is None:
             say(f"ended by {name(signum)}")
-            self._status = 128 + signum
+            self._status, self._why = 128 + signum, f"was ended by {name(signum)}"
             self._wakes_at = time.monotonic() + CLEAN_UP_SECONDS
 
     def _time_is_up(self) -> None:
-        end_now(self._status)
+        end_now(self._status, self._why)
 
 
 def name(signum: int) -> str:

@@ -33,7 +33,7 @@ class StopRequest(signals.SignalListener):
         super().__init__()
         self._time_limit_seconds = time_limit_seconds
         self._is_alone = num_processes == 1
-        self._newest = "training had not begun"
+        self._has_begun, self._newest_step = False, None
         # Reentrant: the handler runs in the main thread, wherever that is.
         self._lock = threading.RLock()
         self._has_stepped = self._leaves = False
@@ -48,12 +48,12 @@ class StopRequest(signals.SignalListener):
         return self
 
     def training_begins(self, newest_step: int | None) -> None:
-        """Takes the step of the newest checkpoint, for the message of an end before any step."""
-        self._newest = (
-            "no step had been made"
-            if newest_step is None
-            else f"the newest checkpoint is of step {newest_step}"
-        )
+        """Takes the step of the newest checkpoint, for messages; None: there is none yet."""
+        self._has_begun, self._newest_step = True, newest_step
+
+    def saved(self, newest_step: int | None) -> None:
+        """Takes the step of the newest checkpoint from now on; from any thread."""
+        self._newest_step = newest_step
 
     def step_ended(self) -> None:
         """Notes that the job has a state to save from now on. Called after every step."""
@@ -93,7 +93,7 @@ class StopRequest(signals.SignalListener):
             if not self._has_stepped:
                 if not self._leaves:
                     self._say_nothing_is_lost()
-                end_now(self._status)
+                end_now(self._status, f"ended before it made a step, for {self.reason}")
 
     def _ask(self, reason: str) -> None:
         """Answers the first request, in the thread that comes first."""
@@ -110,6 +110,17 @@ class StopRequest(signals.SignalListener):
                     "ends at once"
                 )
 
+    def _kept(self) -> str:
+        return f"; {self._newest()}"
+
+    def _newest(self) -> str:
+        """Returns the newest checkpoint in words."""
+        if self._newest_step is not None:
+            return f"the newest checkpoint is of step {self._newest_step}"
+        if not self._has_begun:
+            return "training had not begun"
+        return "there is no checkpoint yet" if self._has_stepped else "no step had been made"
+
     def _end_before_any_step(self) -> BaseException:
         """Returns the exception that ends the training of a process that was to end before."""
         return self._raised or SystemExit(self._status)
@@ -118,11 +129,11 @@ class StopRequest(signals.SignalListener):
         if self._status:
             signals.say(f"error: {self._too_short()}")
             return
-        signals.say(f"{self.reason}: ended; nothing is lost, for {self._newest}")
+        signals.say(f"{self.reason}: ended; nothing is lost, for {self._newest()}")
 
     def _too_short(self) -> str:
         """Returns the words for a time limit that is over before any step."""
         return (
-            f"{self.reason} is over before a step was made, and {self._newest}. It has to be "
+            f"{self.reason} is over before a step was made, and {self._newest()}. It has to be "
             "longer than restoring and compiling take: raise run.stopping.time_limit_seconds."
         )
