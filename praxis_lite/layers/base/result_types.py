@@ -14,7 +14,21 @@ from praxis_lite.core.sharding.logical_axes import axes_of, entry_of
 
 
 def einsum(equation: str, x: jax.Array, y: jax.Array, **settings: Any) -> jax.Array:
-    """Returns `jnp.einsum(equation, x, y, **settings)`, its type that of its factors' dims.
+    """Returns `jnp.einsum(equation, x, y, **settings)`, of the type `product_type`.
+
+    Args:
+      equation: with "->"; "..." may stand for leading dims of `x` alone.
+    """
+    if not explicit_axes_of(jax.sharding.get_abstract_mesh()):
+        return jnp.einsum(equation, x, y, **settings)
+    num_leading = x.ndim - len(equation.partition(",")[0].replace("...", ""))
+    leading = "".join(chr(ord("A") + i) for i in range(num_leading if "..." in equation else 0))
+    equation = equation.replace("...", leading)
+    return jnp.einsum(equation, x, y, out_sharding=product_type(equation, x, y), **settings)
+
+
+def product_type(equation: str, x: jax.Array, y: jax.Array) -> PartitionSpec:
+    """Returns the spec of the type of `einsum(equation, x, y)`: that of its factors' dims.
 
     Over axes that split a summed dim of both it is summed. Where two dims of the result have one
     axis in the factors, the result's first dim keeps it, the batch: a weight's dim that has one of
@@ -22,15 +36,10 @@ def einsum(equation: str, x: jax.Array, y: jax.Array, **settings: Any) -> jax.Ar
     the others of `x`, which is gathered over what they have (sequence parallelism).
 
     Args:
-      equation: with "->"; "..." may stand for leading dims of `x` alone.
+      equation: "abd,df->abf", without "...".
     """
-    if not explicit_axes_of(jax.sharding.get_abstract_mesh()):
-        return jnp.einsum(equation, x, y, **settings)
     factors, results = equation.split("->")
     of_x, of_y = factors.split(",")
-    num_leading = x.ndim - len(of_x.replace("...", ""))
-    leading = "".join(chr(ord("A") + i) for i in range(num_leading if "..." in of_x else 0))
-    of_x, results = of_x.replace("...", leading), results.replace("...", leading)
     axes = dict(zip(of_x, map(axes_of, type_spec(x)), strict=True))
     axes_in_y = dict(zip(of_y, map(axes_of, type_spec(y)), strict=True))
     for letter, names in axes_in_y.items():
@@ -42,8 +51,7 @@ def einsum(equation: str, x: jax.Array, y: jax.Array, **settings: Any) -> jax.Ar
         is_whole = letter in of_y and used.intersection(axes[letter])
         split[letter] = () if is_whole else tuple(a for a in axes[letter] if a not in used)
         used.update(split[letter])
-    spec = PartitionSpec(*(entry_of(split[letter]) for letter in results))
-    return jnp.einsum(f"{of_x},{of_y}->{results}", x, y, out_sharding=spec, **settings)
+    return PartitionSpec(*(entry_of(split[letter]) for letter in results))
 
 
 def rows_at(table: jax.Array, index: jax.Array, **settings: Any) -> jax.Array:

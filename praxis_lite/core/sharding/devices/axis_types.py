@@ -53,6 +53,11 @@ def explicit_axes_of(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     return tuple(name for name, kind in pairs if kind == AxisType.Explicit)
 
 
+def is_typed() -> bool:
+    """Returns True while a program is traced in which JAX types arrays over Explicit axes."""
+    return bool(explicit_axes_of(jax.sharding.get_abstract_mesh()))
+
+
 def with_auto_axes(mesh: Mesh) -> Mesh:
     """Returns the mesh of the same devices on which arrays lie: all its axes are Auto."""
     return mesh_of(mesh.devices, mesh.axis_names) if explicit_axes_of(mesh) else mesh
