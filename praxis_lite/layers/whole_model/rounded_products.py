@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import string
 from typing import Any
 
@@ -162,12 +163,19 @@ def _product(equation: str, out: PartitionSpec | None, x: Any, y: Any) -> jax.Ar
 
 
 def _in_parts(letters: str, parts: dict[str, int], x: jax.Array) -> jax.Array:
-    """Returns an array whose dims have a dim of parts before them; one of a scale has one part."""
-    shape = []
-    for letter, size in zip(letters, x.shape, strict=True):
-        count = min(parts.get(letter, 1), size)
-        shape += [count, size // count] if letter in parts else [size]
-    return x.reshape(shape)
+    """Returns an array whose dims have a dim of parts before them; one of a scale has one part.
+
+    Over Explicit axes parts split as the dim did.
+    """
+    shape, split, sizes = [], [], jax.sharding.get_abstract_mesh().shape
+    for letter, size, entry in zip(letters, x.shape, type_spec(x), strict=True):
+        if letter not in parts:
+            shape, split = [*shape, size], [*split, entry]
+            continue
+        count = min(parts[letter], size)
+        is_even = count % math.prod(sizes[axis] for axis in axes_of(entry)) == 0
+        shape, split = [*shape, count, size // count], [*split, entry if is_even else None, None]
+    return jnp.reshape(x, shape, out_sharding=PartitionSpec(*split) if is_typed() else None)
 
 
 @dataclasses.dataclass(frozen=True)
