@@ -3,13 +3,15 @@
 Over Auto axes each function is jax.numpy's own.
 """
 
+import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from praxis_lite.core.sharding.devices.axis_types import explicit_axes_of, summed_terms, type_spec
+from praxis_lite.core.sharding.devices.axis_types import is_typed, summed_terms, type_spec
 from praxis_lite.core.sharding.logical_axes import axes_of, entry_of
 
 
@@ -19,7 +21,7 @@ def einsum(equation: str, x: jax.Array, y: jax.Array, **settings: Any) -> jax.Ar
     Args:
       equation: with "->"; "..." may stand for leading dims of `x` alone.
     """
-    if not explicit_axes_of(jax.sharding.get_abstract_mesh()):
+    if not is_typed():
         return jnp.einsum(equation, x, y, **settings)
     num_leading = x.ndim - len(equation.partition(",")[0].replace("...", ""))
     leading = "".join(chr(ord("A") + i) for i in range(num_leading if "..." in equation else 0))
@@ -54,12 +56,44 @@ def product_type(equation: str, x: jax.Array, y: jax.Array) -> PartitionSpec:
     return PartitionSpec(*(entry_of(split[letter]) for letter in results))
 
 
+def convolved(x: jax.Array, w: jax.Array, **settings: Any) -> jax.Array:
+    """Returns `jax.lax.conv_general_dilated(x, w, **settings)`: its channels split as the filter's.
+
+    Its batch is typed as that of `x`, and its places where the axes divide them, too.
+
+    Args:
+      x: [batch, places ..., channels].
+      w: [places ..., channels of a group, channels of the result].
+    """
+    places = "HWD"[: x.ndim - 2]
+    convolve = functools.partial(
+        jax.lax.conv_general_dilated,
+        dimension_numbers=(f"N{places}C", f"{places}IO", f"N{places}C"), **settings,
+    )
+    if not is_typed():
+        return convolve(x, w)
+    shapes = (jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (x, w))
+    sizes, mesh = jax.eval_shape(convolve, *shapes).shape, jax.sharding.get_abstract_mesh()
+    (batch, *of_places, _), used = type_spec(x), set()
+    split = dict.fromkeys(range(x.ndim))
+    for dim, entry in ((0, batch), (x.ndim - 1, type_spec(w)[-1]), *enumerate(of_places, 1)):
+        axes = axes_of(entry)
+        divides = sizes[dim] % math.prod(mesh.shape[axis] for axis in axes) == 0
+        if divides and not used.intersection(axes):
+            split[dim] = entry
+            used.update(axes)
+    if w.shape[-2] != x.shape[-1]:
+        # Groups are dims of their own in the gradients, which JAX types of a whole filter alone.
+        w = jax.sharding.reshard(w, PartitionSpec())
+    return convolve(x, w, out_sharding=PartitionSpec(*split.values()))
+
+
 def rows_at(table: jax.Array, index: jax.Array, **settings: Any) -> jax.Array:
     """Returns `jnp.take(table, index, axis=0, **settings)`, its rows typed as the index.
 
     Dims of a row keep the axes of the table's that the index does not have.
     """
-    if not explicit_axes_of(jax.sharding.get_abstract_mesh()):
+    if not is_typed():
         return jnp.take(table, index, axis=0, **settings)
     of_index = type_spec(index)
     used = {axis for entry in of_index for axis in axes_of(entry)}
@@ -77,7 +111,7 @@ def broadcast_beside(weight: jax.Array, like: jax.Array) -> jax.Array:
 
     Then its gradient is summed where `like` lies, and no array of the shape of `like` is gathered.
     """
-    if not explicit_axes_of(jax.sharding.get_abstract_mesh()):
+    if not is_typed():
         return jnp.broadcast_to(weight, like.shape)
     of_like, first = type_spec(like), like.ndim - weight.ndim
     is_one = [size != whole for size, whole in zip(weight.shape, like.shape[first:], strict=True)]
@@ -92,5 +126,4 @@ def elementwise(weight: jax.Array) -> jax.Array:
     There JAX has no type of a gradient that is not summed yet (`axis_types.with_gradient_terms`):
     this one is summed in each micro-batch.
     """
-    is_typed = explicit_axes_of(jax.sharding.get_abstract_mesh())
-    return summed_terms(weight) if is_typed else weight
+    return summed_terms(weight) if is_typed() else weight
