@@ -106,6 +106,19 @@ def rows_at(table: jax.Array, index: jax.Array, **settings: Any) -> jax.Array:
     return table.at[index].get(out_sharding=out, **settings)
 
 
+def regrouped(x: jax.Array, groups: tuple[int, int]) -> jax.Array:
+    """Returns rows of tokens [B, T, ...] in groups [G, S, ...], which split as the rows did.
+
+    Groups that the axes do not divide are whole over Explicit axes.
+    """
+    shape = (*groups, *x.shape[2:])
+    if not is_typed() or shape == x.shape:
+        return x.reshape(shape)
+    sizes, (rows, _, *rest) = jax.sharding.get_abstract_mesh().shape, type_spec(x)
+    divides = groups[0] % math.prod(sizes[axis] for axis in axes_of(rows)) == 0
+    return jnp.reshape(x, shape, out_sharding=PartitionSpec(rows if divides else None, None, *rest))
+
+
 def broadcast_beside(weight: jax.Array, like: jax.Array) -> jax.Array:
     """Returns `jnp.broadcast_to(weight, like.shape)`, typed as `like`.
 
