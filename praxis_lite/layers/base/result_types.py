@@ -106,17 +106,32 @@ def rows_at(table: jax.Array, index: jax.Array, **settings: Any) -> jax.Array:
     return table.at[index].get(out_sharding=out, **settings)
 
 
-def regrouped(x: jax.Array, groups: tuple[int, int]) -> jax.Array:
-    """Returns rows of tokens [B, T, ...] in groups [G, S, ...], which split as the rows did.
+def reshaped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns `x.reshape(shape)`: its first dim split as before, and its last ones of equal sizes.
 
-    Groups that the axes do not divide are whole over Explicit axes.
+    The dims between, and a first one that the axes do not divide, are whole over Explicit axes.
     """
-    shape = (*groups, *x.shape[2:])
     if not is_typed() or shape == x.shape:
         return x.reshape(shape)
-    sizes, (rows, _, *rest) = jax.sharding.get_abstract_mesh().shape, type_spec(x)
-    divides = groups[0] % math.prod(sizes[axis] for axis in axes_of(rows)) == 0
-    return jnp.reshape(x, shape, out_sharding=PartitionSpec(rows if divides else None, None, *rest))
+    mesh, (rows, *rest) = jax.sharding.get_abstract_mesh(), type_spec(x)
+    divides = shape[0] % math.prod(mesh.shape[axis] for axis in axes_of(rows)) == 0
+    split: list[Any] = [rows if divides else None, *[None] * (len(shape) - 1)]
+    for dim in range(1, min(len(shape), x.ndim)):
+        if shape[-dim] != x.shape[-dim]:
+            break
+        split[-dim] = rest[-dim]
+    return jnp.reshape(x, shape, out_sharding=PartitionSpec(*split))
+
+
+def beside(weight: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns a weight whose dims, the last of `like` or 1, split as those of `like`."""
+    if not is_typed():
+        return weight
+    first = like.ndim - weight.ndim
+    is_one = [size != whole for size, whole in zip(weight.shape, like.shape[first:], strict=True)]
+    entries = zip(is_one, type_spec(like)[first:], strict=True)
+    own = PartitionSpec(*(None if one else entry for one, entry in entries))
+    return jax.sharding.reshard(weight, own)
 
 
 def broadcast_beside(weight: jax.Array, like: jax.Array) -> jax.Array:
@@ -126,11 +141,7 @@ def broadcast_beside(weight: jax.Array, like: jax.Array) -> jax.Array:
     """
     if not is_typed():
         return jnp.broadcast_to(weight, like.shape)
-    of_like, first = type_spec(like), like.ndim - weight.ndim
-    is_one = [size != whole for size, whole in zip(weight.shape, like.shape[first:], strict=True)]
-    own = [None if one else entry for one, entry in zip(is_one, of_like[first:], strict=True)]
-    weight = jax.sharding.reshard(weight, PartitionSpec(*own))
-    return jnp.broadcast_to(weight, like.shape, out_sharding=of_like)
+    return jnp.broadcast_to(beside(weight, like), like.shape, out_sharding=type_spec(like))
 
 
 def elementwise(weight: jax.Array) -> jax.Array:
