@@ -14,8 +14,8 @@ from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.activations import ActivationFn, activation_fn
 from praxis_lite.layers.base.base_layer import zeros
 from praxis_lite.layers.base.calls import require_positive, takes_settings_of
-from praxis_lite.layers.base.result_types import einsum, reshaped
 from praxis_lite.layers.base.dims import NONE, RESIDUAL, Matrix, sized, splits
+from praxis_lite.layers.base.result_types import einsum, reshaped
 from praxis_lite.layers.base.variables import AuxLoss, Summary
 from praxis_lite.layers.moe.dropless import dropless
 from praxis_lite.layers.moe.experts import at_experts, expert_initializer, first_dim, glu

@@ -12,6 +12,7 @@ import optax
 from praxis_lite import layers
 from praxis_lite.core import Learner, Task, constrain
 from praxis_lite.layers import AuxLoss, BaseLayer, intermediates
+from praxis_lite.layers.embedding import rotary_scaling
 from praxis_lite.tools.testing.asserts.layers import revealing
 
 AXES = ("replica", "data", "mdl")
@@ -38,6 +39,19 @@ BLOCK = partial(
     tr_fflayer_tpl=partial(layers.TransformerFeedForward, **FED),
 )
 CONV = partial(layers.ConvBNAct, **split(OF_FILTER, OF_IMAGE))
+
+
+LENGTHS = {"factor": 4.0, "original_max_positions": 3}
+ROTARIES = {
+    rotary_scaling.LinearScaledRotary: {"factor": 4.0},
+    rotary_scaling.ProportionalRotary: {"factor": 2.0, "share": 0.5},
+    rotary_scaling.DynamicRotary: LENGTHS,
+    rotary_scaling.Llama3Rotary: LENGTHS,
+    rotary_scaling.YarnRotary: LENGTHS,
+    rotary_scaling.LongRope: {
+        "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_positions": 3,
+    },
+}
 
 
 def of_x(layer, x, ids, image, key):
@@ -80,6 +94,10 @@ def attention(cls: type, *args: Any, **settings: Any) -> tuple[Callable, Callabl
     return partial(cls, D, N, dim_per_head=K, **HEADS, **settings), first
 
 
+def rotary(cls: type, settings: dict[str, Any]) -> Callable:
+    return lambda rngs: cls(D, **settings)
+
+
 def of_experts(**settings: Any) -> tuple[Callable, Callable]:
     return partial(
         layers.TransformerFeedForwardMoe, D, F, num_experts=4, **split(
@@ -88,7 +106,7 @@ def of_experts(**settings: Any) -> tuple[Callable, Callable]:
     ), with_key
 
 
-def vit(rngs: Any) -> Any:
+def vit(rngs: Any, **settings: Any) -> Any:
     return layers.VisionTransformer(
         partial(
             layers.VitEntryLayers, (4, 4), 2, 4 * D, D, prepend_cls_tokens=1, append_cls_tokens=1,
@@ -98,7 +116,7 @@ def vit(rngs: Any) -> Any:
             layers.StackedTransformer,
             partial(BLOCK, D, F, N, mask_self_attention=False), 2,
         ),
-        partial(layers.VitExitLayers, D, F, **split(OF_W, (ROWS, "mdl"))), rngs=rngs,
+        partial(layers.VitExitLayers, D, F, **split(OF_W, (ROWS, "mdl")), **settings), rngs=rngs,
     )
 
 
@@ -154,9 +172,12 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         lambda layer, x, ids, image, key: x + layer(seq_length=T),
     ),
     "rotary": (lambda rngs: layers.RotaryPositionalEmbedding(D), of_heads),
+    **{cls.__name__: (rotary(cls, settings), of_heads) for cls, settings in ROTARIES.items()},
     "layer norm": (partial(layers.LayerNorm, D, **split((("data", "mdl"),), OF_X)), of_x),
     "rms norm": (partial(layers.RmsNorm, D, **split((("data", "mdl"),), OF_X)), of_x),
-    "norm without a scale": (partial(layers.RmsNormNoScale, activation_split_dims_mapping=OF_X), of_x),
+    "norm without a scale": (
+        partial(layers.RmsNormNoScale, activation_split_dims_mapping=OF_X), of_x
+    ),
     "identity norm": (layers.IdentityNorm, of_x),
     "batch norm": (partial(layers.BatchNorm, D, **split(("mdl",), OF_X)), with_key),
     "group norm": (
@@ -190,6 +211,10 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     ),
     "grouped attention": attention(layers.GroupedQueryAttention, num_kv_heads=2),
     "multi-query attention": attention(layers.MultiQueryDotProductAttention),
+    "latent attention": attention(
+        layers.MultiHeadLatentAttention, q_lora_rank=6, kv_lora_rank=8, qk_nope_head_dim=4,
+        qk_rope_head_dim=2, v_head_dim=6, use_bias=True,
+    ),
     "fed": (partial(layers.TransformerFeedForward, D, F, **FED), with_key),
     "gated and fed": (
         partial(
@@ -258,6 +283,9 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         of_image_with_key,
     ),
     "vit": (vit, of_image_with_key),
+    "vit with a class token": (
+        partial(vit, pooling_tpl=layers.ClassTokenPooling), of_image_with_key
+    ),
 }
 
 
