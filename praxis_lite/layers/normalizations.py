@@ -11,7 +11,7 @@ from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.base.base_layer import BaseLayer, ones, zeros
 from praxis_lite.layers.base.calls import require_positive
 from praxis_lite.layers.base.dims import splits
-from praxis_lite.layers.base.result_types import elementwise
+from praxis_lite.layers.base.result_types import beside, elementwise
 
 
 def check_epsilon(layer: object, epsilon: float) -> None:
@@ -98,9 +98,9 @@ class LayerNorm(_LastDimNorm):
         variance = jnp.mean(jnp.square(x - mean), axis=-1, keepdims=True)
         outputs = (x - mean) * jax.lax.rsqrt(variance + self.epsilon)
         if self.scale is not None:
-            scale = _to_rank(self.scale[...], x.ndim)
+            scale = _to_rank(self.scale[...], x)
             outputs *= scale if self.direct_scale else 1.0 + scale
-        return outputs if self.bias is None else outputs + _to_rank(self.bias[...], x.ndim)
+        return outputs if self.bias is None else outputs + _to_rank(self.bias[...], x)
 
 
 class RmsNorm(_LastDimNorm):
@@ -130,7 +130,7 @@ class RmsNorm(_LastDimNorm):
         self.direct_scale, self.epsilon = direct_scale, epsilon
 
     def _normalized(self, x: jax.Array) -> jax.Array:
-        scale = _to_rank(self.scale[...], x.ndim)
+        scale = _to_rank(self.scale[...], x)
         return _over_rms(x, self.epsilon) * (scale if self.direct_scale else 1.0 + scale)
 
 
@@ -183,12 +183,13 @@ class WeightNormL2(BaseLayer):
 
     def __call__(self, w: jax.Array) -> jax.Array:
         squares = jnp.sum(jnp.square(w), axis=tuple(range(w.ndim - 1)), keepdims=True)
-        return w * jax.lax.rsqrt(squares + 1e-12) * (1.0 + _to_rank(self.g[...], w.ndim))
+        return w * jax.lax.rsqrt(squares + 1e-12) * (1.0 + _to_rank(self.g[...], w))
 
 
-def _to_rank(weight: jax.Array, rank: int) -> jax.Array:
-    """Returns a weight [dim] as float32 [1, ..., 1, dim]."""
-    return elementwise(weight).astype(jnp.float32).reshape((1,) * (rank - 1) + (-1,))
+def _to_rank(weight: jax.Array, x: jax.Array) -> jax.Array:
+    """Returns a weight [dim] as float32 [1, ..., 1, dim], to be multiplied with `x`."""
+    weight = elementwise(weight).astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
+    return beside(weight, x)
 
 
 def _over_rms(x: jax.Array, epsilon: float) -> jax.Array:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.sharding.devices.axis_types import typed_as
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain, num_shards_of
 from praxis_lite.layers.attention.cache import Cache, append, laid_out, stored, stored_dtype
 from praxis_lite.layers.attention.checks import require_one_segment
@@ -204,6 +205,7 @@ class MultiHeadLatentAttention(BaseLayer):
         kv = named(self._laid_out(self.key_value(new["latent"])), "key_proj")
         k_BSNK, v_BSNV = kv[..., :K], kv[..., K:]
         k_BSNR = jnp.broadcast_to(new["key"][:, :, None], (*k_BSNK.shape[:3], R))
+        k_BSNR = typed_as(k_BSNR, k_BSNK)
         # Kernels have values of the size of keys.
         q, k, v = (
             filled_up(x, max(K + R, V), dim=3) for x in (

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite.collectives.varying import varying_alike, varying_axes, varying_over
 from praxis_lite.collectives.vmapped_axes import is_before_vmap
+from praxis_lite.core.sharding.devices.axis_types import as_typed
 from praxis_lite.core.sharding.logical_axes import axes_of
 
 PyTree = Any
@@ -53,9 +54,10 @@ def without_vma(
             # What enters has the types of the program around; what is computed in here has none.
             return function(*jax.tree.map(lambda x: jnp.expand_dims(x, 0).squeeze(0), args))
 
-        return jax.shard_map(
+        on_devices = jax.shard_map(
             untyped, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
         )
+        return lambda *args: on_devices(*as_typed(args, in_specs))
 
     def attended(*args: jax.Array) -> PyTree:
         return mapped(attend, (*specs, *of_rest), outs)(*args)

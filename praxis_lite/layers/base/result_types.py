@@ -3,18 +3,34 @@
 Over Auto axes each function is jax.numpy's own.
 """
 
+import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from praxis_lite.core.sharding.devices.axis_types import explicit_axes_of, summed_terms, type_spec
+from praxis_lite.core.sharding.devices.axis_types import is_typed, summed_terms, type_spec
 from praxis_lite.core.sharding.logical_axes import axes_of, entry_of
 
 
 def einsum(equation: str, x: jax.Array, y: jax.Array, **settings: Any) -> jax.Array:
-    """Returns `jnp.einsum(equation, x, y, **settings)`, its type that of its factors' dims.
+    """Returns `jnp.einsum(equation, x, y, **settings)`, of the type `product_type`.
+
+    Args:
+      equation: with "->"; "..." may stand for leading dims of `x` alone.
+    """
+    if not is_typed():
+        return jnp.einsum(equation, x, y, **settings)
+    num_leading = x.ndim - len(equation.partition(",")[0].replace("...", ""))
+    leading = "".join(chr(ord("A") + i) for i in range(num_leading if "..." in equation else 0))
+    equation = equation.replace("...", leading)
+    return jnp.einsum(equation, x, y, out_sharding=product_type(equation, x, y), **settings)
+
+
+def product_type(equation: str, x: jax.Array, y: jax.Array) -> PartitionSpec:
+    """Returns the spec of the type of `einsum(equation, x, y)`: that of its factors' dims.
 
     Over axes that split a summed dim of both it is summed. Where two dims of the result have one
     axis in the factors, the result's first dim keeps it, the batch: a weight's dim that has one of
@@ -22,15 +38,10 @@ def einsum(equation: str, x: jax.Array, y: jax.Array, **settings: Any) -> jax.Ar
     the others of `x`, which is gathered over what they have (sequence parallelism).
 
     Args:
-      equation: with "->"; "..." may stand for leading dims of `x` alone.
+      equation: "abd,df->abf", without "...".
     """
-    if not explicit_axes_of(jax.sharding.get_abstract_mesh()):
-        return jnp.einsum(equation, x, y, **settings)
     factors, results = equation.split("->")
     of_x, of_y = factors.split(",")
-    num_leading = x.ndim - len(of_x.replace("...", ""))
-    leading = "".join(chr(ord("A") + i) for i in range(num_leading if "..." in of_x else 0))
-    of_x, results = of_x.replace("...", leading), results.replace("...", leading)
     axes = dict(zip(of_x, map(axes_of, type_spec(x)), strict=True))
     axes_in_y = dict(zip(of_y, map(axes_of, type_spec(y)), strict=True))
     for letter, names in axes_in_y.items():
@@ -42,8 +53,39 @@ def einsum(equation: str, x: jax.Array, y: jax.Array, **settings: Any) -> jax.Ar
         is_whole = letter in of_y and used.intersection(axes[letter])
         split[letter] = () if is_whole else tuple(a for a in axes[letter] if a not in used)
         used.update(split[letter])
-    spec = PartitionSpec(*(entry_of(split[letter]) for letter in results))
-    return jnp.einsum(f"{of_x},{of_y}->{results}", x, y, out_sharding=spec, **settings)
+    return PartitionSpec(*(entry_of(split[letter]) for letter in results))
+
+
+def convolved(x: jax.Array, w: jax.Array, **settings: Any) -> jax.Array:
+    """Returns `jax.lax.conv_general_dilated(x, w, **settings)`: its channels split as the filter's.
+
+    Its batch is typed as that of `x`, and its places where the axes divide them, too.
+
+    Args:
+      x: [batch, places ..., channels].
+      w: [places ..., channels of a group, channels of the result].
+    """
+    places = "HWD"[: x.ndim - 2]
+    convolve = functools.partial(
+        jax.lax.conv_general_dilated,
+        dimension_numbers=(f"N{places}C", f"{places}IO", f"N{places}C"), **settings,
+    )
+    if not is_typed():
+        return convolve(x, w)
+    shapes = (jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (x, w))
+    sizes, mesh = jax.eval_shape(convolve, *shapes).shape, jax.sharding.get_abstract_mesh()
+    (batch, *of_places, _), used = type_spec(x), set()
+    split = dict.fromkeys(range(x.ndim))
+    for dim, entry in ((0, batch), (x.ndim - 1, type_spec(w)[-1]), *enumerate(of_places, 1)):
+        axes = axes_of(entry)
+        divides = sizes[dim] % math.prod(mesh.shape[axis] for axis in axes) == 0
+        if divides and not used.intersection(axes):
+            split[dim] = entry
+            used.update(axes)
+    if w.shape[-2] != x.shape[-1]:
+        # Groups are dims of their own in the gradients, which JAX types of a whole filter alone.
+        w = jax.sharding.reshard(w, PartitionSpec())
+    return convolve(x, w, out_sharding=PartitionSpec(*split.values()))
 
 
 def rows_at(table: jax.Array, index: jax.Array, **settings: Any) -> jax.Array:
@@ -51,7 +93,7 @@ def rows_at(table: jax.Array, index: jax.Array, **settings: Any) -> jax.Array:
 
     Dims of a row keep the axes of the table's that the index does not have.
     """
-    if not explicit_axes_of(jax.sharding.get_abstract_mesh()):
+    if not is_typed():
         return jnp.take(table, index, axis=0, **settings)
     of_index = type_spec(index)
     used = {axis for entry in of_index for axis in axes_of(entry)}
@@ -64,18 +106,42 @@ def rows_at(table: jax.Array, index: jax.Array, **settings: Any) -> jax.Array:
     return table.at[index].get(out_sharding=out, **settings)
 
 
+def reshaped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns `x.reshape(shape)`: its first dim split as before, and its last ones of equal sizes.
+
+    The dims between, and a first one that the axes do not divide, are whole over Explicit axes.
+    """
+    if not is_typed() or shape == x.shape:
+        return x.reshape(shape)
+    mesh, (rows, *rest) = jax.sharding.get_abstract_mesh(), type_spec(x)
+    divides = shape[0] % math.prod(mesh.shape[axis] for axis in axes_of(rows)) == 0
+    split: list[Any] = [rows if divides else None, *[None] * (len(shape) - 1)]
+    for dim in range(1, min(len(shape), x.ndim)):
+        if shape[-dim] != x.shape[-dim]:
+            break
+        split[-dim] = rest[-dim]
+    return jnp.reshape(x, shape, out_sharding=PartitionSpec(*split))
+
+
+def beside(weight: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns a weight whose dims, the last of `like` or 1, split as those of `like`."""
+    if not is_typed():
+        return weight
+    first = like.ndim - weight.ndim
+    is_one = [size != whole for size, whole in zip(weight.shape, like.shape[first:], strict=True)]
+    entries = zip(is_one, type_spec(like)[first:], strict=True)
+    own = PartitionSpec(*(None if one else entry for one, entry in entries))
+    return jax.sharding.reshard(weight, own)
+
+
 def broadcast_beside(weight: jax.Array, like: jax.Array) -> jax.Array:
     """Returns `jnp.broadcast_to(weight, like.shape)`, typed as `like`.
 
     Then its gradient is summed where `like` lies, and no array of the shape of `like` is gathered.
     """
-    if not explicit_axes_of(jax.sharding.get_abstract_mesh()):
+    if not is_typed():
         return jnp.broadcast_to(weight, like.shape)
-    of_like, first = type_spec(like), like.ndim - weight.ndim
-    is_one = [size != whole for size, whole in zip(weight.shape, like.shape[first:], strict=True)]
-    own = [None if one else entry for one, entry in zip(is_one, of_like[first:], strict=True)]
-    weight = jax.sharding.reshard(weight, PartitionSpec(*own))
-    return jnp.broadcast_to(weight, like.shape, out_sharding=of_like)
+    return jnp.broadcast_to(beside(weight, like), like.shape, out_sharding=type_spec(like))
 
 
 def elementwise(weight: jax.Array) -> jax.Array:
@@ -84,5 +150,4 @@ def elementwise(weight: jax.Array) -> jax.Array:
     There JAX has no type of a gradient that is not summed yet (`axis_types.with_gradient_terms`):
     this one is summed in each micro-batch.
     """
-    is_typed = explicit_axes_of(jax.sharding.get_abstract_mesh())
-    return summed_terms(weight) if is_typed else weight
+    return summed_terms(weight) if is_typed() else weight

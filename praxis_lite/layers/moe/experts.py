@@ -16,6 +16,7 @@ from praxis_lite.core.sharding.split_dims import (
 )
 from praxis_lite.layers.base.activation_names import named
 from praxis_lite.layers.base.base_layer import Initializer, xavier
+from praxis_lite.layers.base.result_types import broadcast_beside, einsum
 from praxis_lite.layers.initializers import TrueFans
 
 # G groups, E experts, C seats of an expert for a group, D model dims, F hidden dims.
@@ -73,7 +74,9 @@ def through_experts(
 
     def affine(x: jax.Array, name: str, activation_name: str) -> jax.Array:
         y = named(product(x, weights[f"w{name}"]), activation_name)
-        return y + at_rows(weights[f"b{name}"]) if f"b{name}" in weights else y
+        if f"b{name}" not in weights:
+            return y
+        return y + broadcast_beside(at_rows(weights[f"b{name}"]), y)
 
     gate = affine(x, "i_gate_0", "expert_ffn1_gate") if "wi_gate_0" in weights else None
     hidden = on_hidden(activation(affine(x, "i_0", "expert_ffn1"), gate))
@@ -102,7 +105,7 @@ def at_experts(
     # in the backward pass too.
     x_GECD = constrain(constrain(x_GECD, first_dim(tokens_split)), dispatch_split)
     y_GECD = through_experts(
-        functools.partial(jnp.einsum, "gecd,edf->gecf"),
+        functools.partial(einsum, "gecd,edf->gecf"),
         x_GECD,
         weights,
         activation,

@@ -15,6 +15,7 @@ from praxis_lite.layers.activations import ActivationFn, activation_fn
 from praxis_lite.layers.base.base_layer import zeros
 from praxis_lite.layers.base.calls import require_positive, takes_settings_of
 from praxis_lite.layers.base.dims import NONE, RESIDUAL, Matrix, sized, splits
+from praxis_lite.layers.base.result_types import einsum, reshaped
 from praxis_lite.layers.base.variables import AuxLoss, Summary
 from praxis_lite.layers.moe.dropless import dropless
 from praxis_lite.layers.moe.experts import at_experts, expert_initializer, first_dim, glu
@@ -249,14 +250,14 @@ class TransformerFeedForwardMoe(ResidualBranch):
     ) -> jax.Array:
         """Returns the gated sum of what each token's experts make of it, [B, T, D]."""
         gating, groups = self.gating, self.gating.groups_of(*x_BTD.shape[:2])
-        x_GSD = self._at_tokens(x_BTD.reshape(*groups, -1))
+        x_GSD = self._at_tokens(reshaped(x_BTD, (*groups, x_BTD.shape[-1])))
         routed_by = x_GSD
         if self.is_by_sentence:
             segments = is_token_BT.astype(int) if segment_ids_BT is None else segment_ids_BT
-            routed_by = sentence_means(x_BTD, segments).reshape(x_GSD.shape)
+            routed_by = reshaped(sentence_means(x_BTD, segments), x_GSD.shape)
         # Whole on every device, small as it is: XLA would move parts of it and of the logits.
         gate_DE = constrain(self.gate[...].astype(x_BTD.dtype), (None, None))
-        logits_GSE = jnp.einsum(
+        logits_GSE = einsum(
             "gsd,de->gse", routed_by, gate_DE, preferred_element_type=jnp.float32
         )
         if self.gate_bias is not None:
@@ -279,7 +280,9 @@ class TransformerFeedForwardMoe(ResidualBranch):
         )
         has_token_B1 = is_token_BT.any(axis=1, keepdims=True)
         is_in_row_BT = jnp.broadcast_to(has_token_B1, is_token_BT.shape)
-        is_token_GS, is_in_row_GS = is_token_BT.reshape(groups), is_in_row_BT.reshape(groups)
+        is_token_GS, is_in_row_GS = (
+            reshaped(is_it_BT, groups) for is_it_BT in (is_token_BT, is_in_row_BT)
+        )
         tokens = Tokens(x_GSD, logits_GSE, is_token_GS, is_in_row_GS)
         if gating.is_top_k:
             outputs, report = gating.top_k(
@@ -298,7 +301,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
             outputs = gating.dense_top2(tokens, in_seats)
         else:
             outputs = gating.expert_choice(tokens, in_seats)
-        outputs = self._at_tokens(outputs).reshape(x_BTD.shape)
+        outputs = reshaped(self._at_tokens(outputs), x_BTD.shape)
         return outputs if self.shared_experts is None else outputs + self.shared_experts(x_BTD)
 
     def _at_tokens(self, x: jax.Array) -> jax.Array:

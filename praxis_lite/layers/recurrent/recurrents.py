@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.sharding.devices.axis_types import typed_as
 from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.attention.cache import Cache
 from praxis_lite.layers.attention.projections import AttentionProjection
@@ -49,7 +50,8 @@ class CausalConv(BaseLayer):
             as zeros.
         """
         length, taps = x_BTNK.shape[1], self.num_taps
-        x = jnp.concatenate([window.astype(x_BTNK.dtype), x_BTNK], axis=1)
+        window = typed_as(window.astype(x_BTNK.dtype), x_BTNK)
+        x = jnp.concatenate([window, x_BTNK], axis=1)
         w = self.w[...][:, None, None]
         outputs = broadcast_as(self.b[...], x_BTNK)
         for j in range(taps):

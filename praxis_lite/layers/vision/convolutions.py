@@ -13,6 +13,7 @@ from praxis_lite.layers.activations import ActivationFn, activation_fn
 from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, broadcast_as, xavier, zeros
 from praxis_lite.layers.base.calls import require_positive, takes_settings_of
 from praxis_lite.layers.base.dims import NONE, Matrix, splits
+from praxis_lite.layers.base.result_types import convolved, elementwise
 from praxis_lite.layers.normalizations import IdentityNorm
 from praxis_lite.layers.vision.batch_norms import BatchNorm
 
@@ -117,13 +118,12 @@ class Conv2D(BaseLayer):
                 f"the shape {inputs.shape}; wanted are inputs [B, H, W, C] with C a multiple of "
                 f"the filter's third size, and that multiple a divisor of its last."
             )
-        outputs = jax.lax.conv_general_dilated(
+        outputs = convolved(
             inputs,
-            self.weight_norm(self.w[...]).astype(inputs.dtype),
+            self.weight_norm(elementwise(self.w[...])).astype(inputs.dtype),
             window_strides=self.filter_stride,
             padding=self._zeros_around(),
             rhs_dilation=self.dilations,
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
             feature_group_count=num_groups,
         )
         if self.b is not None:
@@ -204,13 +204,12 @@ class DepthwiseConv1D(BaseLayer):
         if paddings is not None:
             inputs = jnp.where(paddings[..., None] > 0, 0, inputs)
         before = self.rhs_dilation_rate * (self.filter_shape[0] - 1)
-        outputs = jax.lax.conv_general_dilated(
+        outputs = convolved(
             inputs,
-            self.w[...].astype(inputs.dtype),
+            elementwise(self.w[...]).astype(inputs.dtype),
             window_strides=(1,),
             padding=[(before, 0)] if self.is_causal else "SAME",
             rhs_dilation=(self.rhs_dilation_rate,),
-            dimension_numbers=("NHC", "HIO", "NHC"),
             feature_group_count=self.filter_shape[1],
         )
         if self.b is not None:

@@ -13,10 +13,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.sharding.devices.axis_types import typed_as
 from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.base.base_layer import BaseLayer, broadcast_as, zeros
 from praxis_lite.layers.base.calls import require_positive
 from praxis_lite.layers.base.dims import NONE, RESIDUAL, splits
+from praxis_lite.layers.base.result_types import reshaped
 from praxis_lite.layers.embedding.positional_embeddings import TrainablePositionalEmbedding
 from praxis_lite.layers.linears import FeedForward
 from praxis_lite.layers.normalizations import LayerNorm
@@ -41,8 +43,9 @@ def image_to_patch(images: jax.Array, patch_size: int) -> jax.Array:
         )
     batch, height, width, channels = images.shape
     rows, columns = height // patch_size, width // patch_size
-    cut = images.reshape(batch, rows, patch_size, columns, patch_size, channels)
-    return cut.transpose(0, 1, 3, 2, 4, 5).reshape(batch, rows * columns, -1)
+    cut = reshaped(images, (batch, rows, patch_size, columns, patch_size, channels))
+    patches = cut.transpose(0, 1, 3, 2, 4, 5)
+    return reshaped(patches, (batch, rows * columns, patch_size**2 * channels))
 
 
 class VitEntryLayers(BaseLayer):
@@ -124,7 +127,7 @@ class VitEntryLayers(BaseLayer):
                 return []
             # Cast afterwards, as `broadcast_as` does.
             w = jnp.broadcast_to(weight[...], (features.shape[0], *weight.shape[1:]))
-            return [w.astype(features.dtype)]
+            return [typed_as(w.astype(features.dtype), features)]
 
         parts = [*tokens(self.prepend_cls_embs), features, *tokens(self.append_cls_embs)]
         outputs = jnp.concatenate(parts, axis=1) if len(parts) > 1 else features

@@ -163,8 +163,10 @@ def quantized(
 
 def _rows_split(path: str, nodes: Mapping[str, Any]) -> SplitDims:
     """Returns how the batch and time of a dense layer split, as it or the layer around it says."""
-    for layer in (nodes[path], nodes[path.rpartition("/")[0]]):
-        mapping = getattr(layer, "activation_split_dims_mapping", None)
+    parent, _, name = path.rpartition("/")
+    around = "output" if name == "post" else "activation"  # Of attention, its outputs.
+    for layer, of in ((nodes[path], "activation"), (nodes[parent], around)):
+        mapping = getattr(layer, f"{of}_split_dims_mapping", None)
         if mapping is not None:
             return tuple(mapping[:2])
     return None

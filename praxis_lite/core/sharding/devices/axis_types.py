@@ -53,6 +53,11 @@ def explicit_axes_of(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     return tuple(name for name, kind in pairs if kind == AxisType.Explicit)
 
 
+def is_typed() -> bool:
+    """Returns True while a program is traced in which JAX types arrays over Explicit axes."""
+    return bool(explicit_axes_of(jax.sharding.get_abstract_mesh()))
+
+
 def with_auto_axes(mesh: Mesh) -> Mesh:
     """Returns the mesh of the same devices on which arrays lie: all its axes are Auto."""
     return mesh_of(mesh.devices, mesh.axis_names) if explicit_axes_of(mesh) else mesh
@@ -202,9 +207,22 @@ def type_spec(x: jax.Array) -> PartitionSpec:
 
 
 def typed_as(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns `x`, of the shape of `like`, with its type; over Auto axes `x` itself."""
+    """Returns `x`, of the rank of `like`, with its type; over Auto axes `x` itself."""
+    return jax.sharding.reshard(x, type_spec(like)) if is_typed() else x
+
+
+def as_typed(trees: PyTree, specs: PyTree) -> PyTree:
+    """Returns arrays with the types of specs, as `jax.shard_map` takes them; over Auto axes as is.
+
+    Axes of the specs that are not Explicit count for nothing.
+    """
     explicit = explicit_axes_of(jax.sharding.get_abstract_mesh())
-    return jax.sharding.reshard(x, type_spec(like)) if explicit else x
+    if not explicit:
+        return trees
+    return jax.tree.map(
+        lambda spec, x: jax.sharding.reshard(x, only_axes(spec, explicit)), specs, trees,
+        is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
+    )
 
 
 def typed_alike(trees: PyTree, num_dims: int) -> PyTree:

@@ -34,6 +34,7 @@ from jax.extend.core import primitives
 from jax.interpreters import mlir
 
 from praxis_lite.core.jaxprs import rewritten
+from praxis_lite.core.sharding.devices.axis_types import is_typed, type_spec, untyped
 
 PyTree = Any
 
@@ -107,6 +108,9 @@ def _whole(x: jax.Array, dims: Collection[int]) -> jax.Array:
 def _gradient_of_maxima(
     primitive: core.Primitive, source: jax.Array, operand: jax.Array, **params: Any
 ) -> jax.Array:
+    if is_typed():  # XLA errs as over Auto axes.
+        right = functools.partial(_gradient_of_maxima, primitive, **params)
+        return untyped(right, source, operand, out=type_spec(operand))
     if not jax.sharding.get_abstract_mesh().empty:
         dims = [dim for dim, size in enumerate(params["window_dimensions"]) if size > 1]
         source, operand = _whole(source, dims), _whole(operand, dims)
@@ -117,6 +121,10 @@ def _gradient_of_maxima(
 def _convolution(
     primitive: core.Primitive, lhs: jax.Array, rhs: jax.Array, **params: Any
 ) -> jax.Array:
+    if is_typed():  # XLA errs as over Auto axes.
+        stated = params["out_sharding"]
+        right = functools.partial(_convolution, primitive, **params | {"out_sharding": None})
+        return untyped(right, lhs, rhs, out=stated.spec if stated else type_spec(lhs))
     mesh = jax.sharding.get_abstract_mesh()
     is_auto = [kind == jax.sharding.AxisType.Auto for kind in mesh.axis_types]
     sizes = [n for n, auto in zip(mesh.axis_sizes, is_auto, strict=True) if auto and n > 1]
