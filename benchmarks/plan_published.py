@@ -28,6 +28,7 @@ import numpy as np
 from published_runs import Run, batch_of, compiler_options, mesh_of, partitioner_of, why_not
 from scipy.optimize import least_squares
 
+from praxis_lite.run.trainer.layout_table import layout_warnings
 from praxis_lite.tools.explain import hlo
 from praxis_lite.tools.plan.costs import FITTED, Efficiencies
 from praxis_lite.tools.plan.memory import out_of_memory
@@ -57,7 +58,10 @@ def compiled(run: Run, cache: Path) -> dict[str, Any]:
         print(f"compiling {run['id']} for {run['slices']} x {run['topology']}", file=sys.stderr)
         record: dict[str, Any] = {}
         try:
-            lowered = partitioner_of(run, topology(run).devices).train_step.lower(batch_of(run))
+            partitioner = partitioner_of(run, topology(run).devices)
+            for warning in layout_warnings(partitioner.layout):
+                print(f"WARNING: {run['id']}: {warning}", file=sys.stderr)
+            lowered = partitioner.train_step.lower(batch_of(run))
             of = run["topology"], run["slices"], compiler_options(run), lowered.as_text()
             key = hashlib.sha256(repr(of).encode()).hexdigest()
             if same := same_program(cache, key):

@@ -65,7 +65,7 @@ def _manifest(
         "platforms": list(exported.platforms), "devices": devices,
         "mesh": dict(mesh.shape),
         # By the name of jax's backend: others compile without.
-        "compiler_options": {mesh.devices.flat[0].platform: partitioner.compiler_options},
+        "compiler_options": {mesh.devices.flat[0].platform: program.compiler_options},
         "disabled_checks": [str(check) for check in exported.disabled_safety_checks],
         "inputs": {name: _described(x, x.sharding.spec) for name, x in program.inputs.items()},
         "outputs": {path: _described(x) for path, x in leaves_with_path(outputs)},

@@ -44,11 +44,13 @@ class Program:
       layout: of the weights.
       inputs: by name, with shardings; `KEY` is among them to decode. Any number of rows is an
         expression of jax.
+      compiler_options: that the job compiles the same with on this mesh; None: there are none.
     """
 
     exported: export.Exported
     layout: StateLayout
     inputs: Specs
+    compiler_options: Mapping[str, Any] | None
 
 
 def exported_program(
@@ -93,7 +95,8 @@ def exported_program(
         if isinstance(error, ConfigError) or (message := _why_not(str(error), inputs)) is None:
             raise
         raise ConfigError(message) from error
-    return Program(mended_export(exported, mesh), layout, arguments[1])
+    options = partitioner.decode_options if what == "decode" else partitioner.compiler_options
+    return Program(mended_export(exported, mesh), layout, arguments[1], options)
 
 
 def _why_not(words: str, inputs: Inputs) -> str | None:

@@ -193,6 +193,20 @@ def test_a_program_runs_without_the_recorded_options_that_the_compiler_lacks(cop
     np.testing.assert_allclose(run({"ids": ids})[0], expected, atol=1e-6)
 
 
+@pytest.mark.slow
+def test_an_export_records_the_options_of_what_it_computes(tmp_path):
+    partitioner, mdl_vars = language_model((1, 2, 2), Greedy(**STEPS))
+    # On a TPU decoding has options of its own; on a CPU it has those of all steps.
+    expected = {
+        "predict": {"xla_cpu_enable_fast_math": False}, "decode": {"xla_cpu_use_acl": False},
+    }
+    partitioner.compiler_options, partitioner.decode_options = expected.values()
+    for what, options in expected.items():
+        write(tmp_path / what, partitioner, mdl_vars, what, batch="3", length=5)
+        manifest = json.loads((tmp_path / what / "manifest.json").read_text())
+        assert manifest["compiler_options"] == {"cpu": options}
+
+
 def test_options_are_left_out_where_praxis_lite_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "praxis_lite.core.sharding.devices.xla_options", None)
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 2, 2)))

@@ -183,6 +183,7 @@ def _tell(process: int, words: str, code: int) -> None:
 def _tell_of_own_end(code: int, words: str) -> None:
     """Says to all that this process ends, whatever its main thread does; takes seconds at most."""
     if not _is_over.is_set():
+        _is_failing.set()
         # The service may be stopped: then no call of it returns.
         told = threading.Thread(target=_tell, args=(processes.index(), words, code), daemon=True)
         told.start()
