@@ -48,7 +48,8 @@ def mended(
       say: told a sentence for each product that is mended; and of a program that cannot be read,
         such as one for the former partitioner (GSPMD), why not.
     """
-    _mend_module(lowered.compiler_ir(), mesh, say)
+    if len(_sizes(mesh)) > 2:
+        _mend_module(lowered.compiler_ir(), mesh, say)
     return lowered
 
 
@@ -95,9 +96,6 @@ class MendedFunction:
 
 def _mend_module(module: Any, mesh: Mesh, say: Callable[[str], None]) -> bool:
     """Edits a program; returns True if it had such products. Arguments are as of `mended`."""
-    sizes = _sizes(mesh)
-    if len(sizes) < 3:
-        return False
     if not jax.config.jax_use_shardy_partitioner:
         say(f"{_NOT_READ}: jax_use_shardy_partitioner is False. Set it to True, or {_COMPARE}.")
         return False
@@ -105,7 +103,7 @@ def _mend_module(module: Any, mesh: Mesh, say: Callable[[str], None]) -> bool:
     with module.context, ir.Location.unknown():
         try:
             for num_rounds in range(_MOST_ROUNDS + 1):
-                at_risk = products_at_risk(module, sizes)
+                at_risk = products_at_risk(module, _sizes(mesh))
                 if not at_risk:
                     break
                 products = list(ops(module.operation, PRODUCT))

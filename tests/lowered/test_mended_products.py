@@ -3,6 +3,7 @@
 import random
 import types
 
+import fiddle as fdl
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,11 +19,14 @@ from praxis_lite.host.host_memory import FirstRuns
 from praxis_lite.layers import SHARDING_PRESETS
 from praxis_lite.lowered import mended_products
 from praxis_lite.lowered.mended_products import MendedFunction, mended, mended_export
+from praxis_lite.models import FunctionModel
 from praxis_lite.run.trainer.checks.memory import compile_step
 from praxis_lite.tools.explain import hlo
 from praxis_lite.tools.explain.explain import explain
+from praxis_lite.tools.testing import check_on_meshes
 from tests.layers.whole_model import preset_runs
 from tests.support.lm_runs import structs
+from tests.tools.testing import tiny
 
 AXES = ("replica", "data", "mdl")
 LAYERS = ("bmk,kn->bmn", "bmk,kn->bmn", "bmk,knh->bmnh", "bmkj,kjn->bmn")
@@ -380,6 +384,36 @@ def test_a_jobs_losses_are_those_of_one_device(caplog):
     assert partitioner.train_step.num_compiled() == 1
     state_bytes = sum(leaf.bytes_per_device for leaf in partitioner.layout.leaves())
     assert hlo.donated_bytes(compiled) == state_bytes
+
+
+class PermutedPoints(tiny.PointsTask):
+    """Its rows split in two orders."""
+
+    def logits(self, model, inputs, key):
+        hidden = jnp.tanh(inputs["inputs"] @ model["first"]["w"])
+        return constrain(hidden, (("data", "replica"), "mdl")) @ model["last"]["w"]
+
+
+class Permuted(tiny.Points):
+    def mesh(self):
+        return fdl.Config(MeshConfig, ici_mesh_shape=(2, 2, 2))
+
+    def task(self):
+        specs = {"first": {"w": ("mdl", None), "b": None}, "last": {"w": None}}
+        rows = ("replica", "data")
+        return fdl.Config(
+            PermutedPoints, fdl.Config(FunctionModel, tiny.init_points, specs=specs),
+            tiny.learner(), inputs_split_mapping={"map_1d": (rows,), "map_2d": (rows, "mdl")},
+        )
+
+
+@pytest.mark.slow
+def test_a_check_runs_what_a_job_runs(caplog):
+    actual = check_on_meshes(
+        Permuted, [(2, 2, 2)], steps=2, parts=("training", "evaluation", "as trained")
+    )
+    assert actual.certified, actual.summary()
+    assert "are made in the operand's order and moved" in caplog.text
 
 
 def test_explain_says_so_and_of_gspmd_that_nothing_was_looked_for(monkeypatch):

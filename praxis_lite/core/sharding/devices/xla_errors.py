@@ -135,7 +135,8 @@ def _convolution(
     groups = params["feature_group_count"]
     if sizes and groups > 1:
         of_rhs = {rhs_spec[1]}
-        if groups % mesh.size:  # A split of channels may cut groups.
+        is_depthwise = lhs.shape[lhs_spec[1]] == rhs.shape[rhs_spec[0]] == groups
+        if groups % mesh.size or not is_depthwise:  # A split of channels may cut groups.
             of_lhs, of_rhs, of_out = {lhs_spec[1]}, {*rhs_spec[:2]}, {out_spec[1]}
     # Beside the axis of the channels there are several, in two orders; or one, of a dilated filter.
     if len(sizes) > 2 or len(sizes) == 2 and max(params["rhs_dilation"], default=1) > 1:
