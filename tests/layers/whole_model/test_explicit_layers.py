@@ -160,6 +160,9 @@ def test_its_losses_and_bytes_are_those_of_auto_axes(name):
     assert list(partitioner.train_step.untyped) == ([UNTYPED[name]] if name in UNTYPED else [])
     bytes_sent, of_auto = bytes_by_kind(compiled), bytes_by_kind(compiled_auto)
     of_auto["all-gather"] += SECOND_GATHERS.get(name, 0)
+    if name in UNTYPED:
+        assert sum(bytes_sent.values()) <= sum(of_auto.values())
+        return
     for kind in bytes_sent | of_auto:
         # Means and counts of a few bytes are summed apart.
         assert bytes_sent.get(kind, 0) <= of_auto.get(kind, 0) + 16, kind
