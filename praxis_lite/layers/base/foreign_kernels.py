@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite.collectives.varying import varying_alike, varying_axes, varying_over
 from praxis_lite.collectives.vmapped_axes import is_before_vmap
-from praxis_lite.core.sharding.devices.axis_types import as_typed
+from praxis_lite.core.sharding.devices.axis_types import explicit_axes_of, only_axes
 from praxis_lite.core.sharding.logical_axes import axes_of
 
 PyTree = Any
@@ -57,7 +57,7 @@ def without_vma(
         on_devices = jax.shard_map(
             untyped, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
         )
-        return lambda *args: on_devices(*as_typed(args, in_specs))
+        return lambda *args: on_devices(*_typed(args, in_specs))
 
     def attended(*args: jax.Array) -> PyTree:
         return mapped(attend, (*specs, *of_rest), outs)(*args)
@@ -84,3 +84,14 @@ def without_vma(
     is_inside = bool(jax.sharding.get_abstract_mesh().manual_axes) or is_before_vmap()
     # A weight that is the same on all devices has another gradient on each: the cast sums them.
     return (lambda *args: attended_inside(*varying_alike(args))) if is_inside else attended
+
+
+def _typed(trees: PyTree, specs: PyTree) -> PyTree:
+    """Returns arrays with the types of specs, as `jax.shard_map` takes them over Explicit axes."""
+    explicit = explicit_axes_of(jax.sharding.get_abstract_mesh())
+    if not explicit:
+        return trees
+    return jax.tree.map(
+        lambda spec, x: jax.sharding.reshard(x, only_axes(spec, explicit)), specs, trees,
+        is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
+    )

@@ -82,8 +82,10 @@ def convolved(x: jax.Array, w: jax.Array, **settings: Any) -> jax.Array:
         if divides and not used.intersection(axes):
             split[dim] = entry
             used.update(axes)
-    if w.shape[-2] != x.shape[-1]:
-        # Groups are dims of their own in the gradients, which JAX types of a whole filter alone.
+    num_groups, of_w = x.shape[-1] // w.shape[-2], type_spec(w)
+    num_parts = math.prod(mesh.shape[axis] for axis in axes_of(of_w[-1]))
+    if num_groups > 1 and (of_w[-2] is not None or num_groups % num_parts):
+        # In the gradient groups are a dim of their own, for which JAX has no type then.
         w = jax.sharding.reshard(w, PartitionSpec())
     return convolve(x, w, out_sharding=PartitionSpec(*split.values()))
 

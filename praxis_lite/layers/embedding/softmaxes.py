@@ -13,6 +13,7 @@ from praxis_lite.layers.activations import soft_cap
 from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, xavier
 from praxis_lite.layers.base.calls import require_floating, require_positive, takes_settings_of
 from praxis_lite.layers.base.dims import RESIDUAL, split_of, splits
+from praxis_lite.layers.base.result_types import einsum
 from praxis_lite.layers.base.variables import AuxLoss
 from praxis_lite.layers.embedding.chunked_cross_entropy import token_stats
 from praxis_lite.layers.embedding.cross_entropy import (
@@ -245,6 +246,8 @@ class SharedEmbeddingSoftmax(FullSoftmax):
                 table, ids, table_split, self.lookup_style, self.fprop_dtype,
                 self.lookup_split_dims_mapping,
             )
-            embs += rows if into_D is None else rows @ into_D.astype(self.fprop_dtype)
+            if into_D is not None:
+                rows = einsum("...d,de->...e", rows, into_D.astype(self.fprop_dtype))
+            embs += rows
         table_split = (class_split, dim_split)
         return placed(embs * self.emb_scale, self.lookup_split_dims_mapping, table_split)

@@ -6,7 +6,9 @@ import string
 import jax
 import jax.numpy as jnp
 
+from praxis_lite.core.sharding.devices.axis_types import typed_as
 from praxis_lite.layers.base.dense import Dense, Product
+from praxis_lite.layers.base.result_types import einsum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,18 +110,20 @@ class AdaptedProduct(Product):
 
     def __call__(self, layer: Dense, inputs: jax.Array) -> jax.Array:
         thin = self.thin(layer, inputs)
-        return self.base(layer, inputs) + thin
+        outputs = self.base(layer, inputs)
+        return outputs + typed_as(thin, outputs)
 
     def multiplied(self, layer: Dense, inputs: jax.Array) -> jax.Array:
-        return self.base.multiplied(layer, inputs) + self.thin(layer, inputs)
+        outputs = self.base.multiplied(layer, inputs)
+        return outputs + typed_as(self.thin(layer, inputs), outputs)
 
     def thin(self, layer: Dense, inputs: jax.Array) -> jax.Array:
         """Returns the product of the inputs with the two thin matrices, times the scale."""
         form = form_of(layer)
         a, b = layer.lora_a[...].astype(inputs.dtype), layer.lora_b[...].astype(inputs.dtype)
-        thin = jnp.einsum(f"...{form.inputs},{form.a}->...{form.between}", inputs, a)
+        thin = einsum(f"...{form.inputs},{form.a}->...{form.between}", inputs, a)
         outputs = f"{form.leading}...{form.outputs}"
-        return jnp.einsum(f"...{form.between},{form.b}->{outputs}", thin * self.scale, b)
+        return einsum(f"...{form.between},{form.b}->{outputs}", thin * self.scale, b)
 
     def factors(self, layer: Dense, inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
         thin = inputs @ layer.lora_a[...].astype(inputs.dtype) * self.scale

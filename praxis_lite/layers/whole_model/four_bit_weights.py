@@ -16,6 +16,7 @@ from flax import nnx
 
 from praxis_lite.layers.base.base_layer import to_multiple
 from praxis_lite.layers.base.dense import Dense, StoredWeight, in_order, is_dense
+from praxis_lite.layers.base.result_types import einsum
 from praxis_lite.layers.whole_model.kept_weights import Keep
 
 # Of the weight alone.
@@ -75,7 +76,7 @@ class FourBitWeight(StoredWeight):
         @jax.checkpoint
         def product(weight: FourBitWeight, inputs: jax.Array) -> jax.Array:
             kernel = weight.astype(inputs.dtype).reshape(layer.kernel_shape)
-            return jnp.einsum(in_order(layer.equation), inputs, kernel)
+            return einsum(in_order(layer.equation), inputs, kernel)
 
         return product(self, inputs)
 

@@ -121,6 +121,14 @@ def collectives(
     return hlo.collectives(lowered.compile(compiler_options=None if is_cpu else options))
 
 
+def bytes_by_kind(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Returns the bytes of a program's collectives, by their kind."""
+    total: dict[str, int] = {}
+    for item in hlo.collectives(compiled):
+        total[item.kind] = total.get(item.kind, 0) + item.bytes * item.count
+    return total
+
+
 def main() -> None:
     """Prints by preset [kind, bytes, executions] of a TPU's collectives, as JSON."""
     from jax.experimental import mesh_utils, topologies

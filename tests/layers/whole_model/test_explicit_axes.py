@@ -17,15 +17,21 @@ from praxis_lite.core import ConfigError, Learner, MeshConfig, Partitioner, Task
 from praxis_lite.decode import Greedy
 from praxis_lite.layers import SHARDING_PRESETS, set_sharding_params
 from praxis_lite.tasks.language_model import LanguageModelTask
-from praxis_lite.tools.explain import hlo
 from tests.layers.whole_model import preset_runs
-from tests.layers.whole_model.preset_runs import batch_of, even_lm, losses, partitioner_of
+from tests.layers.whole_model.preset_runs import (
+    batch_of,
+    bytes_by_kind,
+    even_lm,
+    losses,
+    mesh_of,
+    partitioner_of,
+)
 from tests.support.lm_runs import structs
 
 SHAPE, BATCH = (2, 2, 2), batch_of(16, 12, 64)
 # A shared table that model dims split too is gathered where it embeds and where it predicts; over
 # Auto axes XLA gathers it once.
-SECOND_GATHERS = {"fsdp+tensor": 32 * 32 * 4}
+SECOND_GATHERS = dict.fromkeys(("fsdp+tensor", "fsdp+ring", "fsdp+mlp_ring", "expert"), 32 * 32 * 4)
 
 
 def mesh_typed(axis_types, shape=SHAPE, axis_names=preset_runs.AXES):
@@ -34,18 +40,11 @@ def mesh_typed(axis_types, shape=SHAPE, axis_names=preset_runs.AXES):
     )
 
 
-def bytes_by_kind(compiled):
-    total = {}
-    for item in hlo.collectives(compiled):
-        total[item.kind] = total.get(item.kind, 0) + item.bytes * item.count
-    return total
-
-
-def runs(make, batch=BATCH):
+def runs(make, batch=BATCH, axis_names=preset_runs.AXES):
     """Returns by axis types the losses of a few steps, and the bytes of the step's collectives."""
     result = {}
     for axis_types in ("auto", "explicit"):
-        actual, compiled = losses(make(mesh_typed(axis_types)), batch)
+        actual, compiled = losses(make(mesh_typed(axis_types, axis_names=axis_names)), batch)
         result[axis_types] = actual, bytes_by_kind(compiled)
     return result
 
@@ -60,7 +59,7 @@ def assert_same_losses(result):
         "fsdp+tensor",
         *(
             pytest.param(preset, marks=pytest.mark.slow)
-            for preset in ("replicated", "fsdp", "megatron", "sequence", "fsdp+context")
+            for preset in SHARDING_PRESETS if preset != "fsdp+tensor"
         ),
     ],
 )
@@ -71,7 +70,7 @@ def test_a_preset_trains_and_sends_as_over_auto_axes(preset):
         partitioners.append(partitioner_of(even_lm(), preset, mesh))
         return partitioners[-1]
 
-    result = runs(make)
+    result = runs(make, axis_names=mesh_of(preset, SHAPE).axis_names)
     assert_same_losses(result)
     assert partitioners[-1].train_step.untyped == {}
     expected = dict(result["auto"][1])

@@ -211,20 +211,6 @@ def typed_as(x: jax.Array, like: jax.Array) -> jax.Array:
     return jax.sharding.reshard(x, type_spec(like)) if is_typed() else x
 
 
-def as_typed(trees: PyTree, specs: PyTree) -> PyTree:
-    """Returns arrays with the types of specs, as `jax.shard_map` takes them; over Auto axes as is.
-
-    Axes of the specs that are not Explicit count for nothing.
-    """
-    explicit = explicit_axes_of(jax.sharding.get_abstract_mesh())
-    if not explicit:
-        return trees
-    return jax.tree.map(
-        lambda spec, x: jax.sharding.reshard(x, only_axes(spec, explicit)), specs, trees,
-        is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
-    )
-
-
 def typed_alike(trees: PyTree, num_dims: int) -> PyTree:
     """Returns arrays whose first dims have the type of the first that splits them, for a vmap."""
     if not num_dims or not explicit_axes_of(jax.sharding.get_abstract_mesh()):

@@ -1,0 +1,193 @@
+"""A job of each family over Explicit axes, of sizes that divide: typed, the losses of Auto axes."""
+
+import copy
+import functools
+from typing import Any
+
+import fiddle as fdl
+import numpy as np
+import optax
+import pytest
+
+from praxis_lite import layers
+from praxis_lite.core import ConfigError, Learner, MeshConfig, Partitioner, Task, make_mesh
+from praxis_lite.experiments.finetune import LORA
+from praxis_lite.layers import adapted, set_sharding_params, with_reference
+from praxis_lite.run.config.build import build
+from praxis_lite.run.experiment.registry import get_experiment, list_experiments
+from praxis_lite.tasks.image_classification import ClassificationTask
+from praxis_lite.tasks.language_model import LanguageModelTask
+from praxis_lite.tasks.preference import DpoTask
+from praxis_lite.tasks.sequence_to_sequence import SequenceToSequenceTask
+from praxis_lite.tools.testing.check import on_mesh
+from tests.layers.whole_model.preset_runs import EVEN, batch_of, even_lm, losses
+
+AXES, EXPERTS = ("replica", "data", "mdl"), ("data", "expert", "mdl")
+VOCAB, TOKENS = 64, batch_of(16, 12, 64)
+BLOCKS = (16, 12, 128, 256, 8, 4, 64)
+PRESET = "fsdp+tensor"
+
+
+def task_of(
+    cls: type[Task], model: fdl.Partial, *, preset: str = PRESET, rows: tuple[str, ...] = AXES[:2],
+    learner: dict[str, Any] | None = None, **settings: Any,
+) -> Task:
+    model = set_sharding_params(copy.deepcopy(model), preset)
+    split = {f"map_{rank}d": (rows, *(None,) * (rank - 1)) for rank in range(1, 5)}
+    return cls(
+        fdl.build(model), Learner(optax.adamw, 0.01, **learner or {}),
+        inputs_split_mapping=split, **settings,
+    )
+
+
+def with_blocks(**settings: Any) -> fdl.Partial:
+    lm = even_lm()
+    for name, value in settings.items():
+        setattr(lm.transformer_layer_tpl, name, value)
+    return lm
+
+
+def with_lora(sizes: tuple[int, ...] = EVEN) -> fdl.Partial:
+    lm = even_lm(sizes)
+    block = lm.transformer_layer_tpl
+    block.tr_atten_tpl = fdl.Partial(adapted, base_tpl=block.tr_atten_tpl, rank=4)
+    block.tr_fflayer_tpl = fdl.Partial(adapted, base_tpl=block.tr_fflayer_tpl, rank=4)
+    return lm
+
+
+def encoder_decoder() -> fdl.Partial:
+    block = fdl.Partial(
+        layers.Transformer, cross_atten_tpl=fdl.Partial(layers.DotProductAttention),
+        tr_atten_tpl=fdl.Partial(layers.DotProductAttention, use_rotary_position_emb=True),
+    )
+    return fdl.Partial(
+        layers.TransformerEncoderDecoder, vocab_size=VOCAB, model_dims=16, hidden_dims=32,
+        num_heads=4, dim_per_head=4, num_encoder_layers=2, num_decoder_layers=2,
+        encoder_layer_tpl=block, decoder_layer_tpl=block,
+    )
+
+
+def classifier(network: fdl.Partial, dims: int) -> fdl.Partial:
+    softmax = fdl.Partial(layers.FullSoftmax, 8, dims)
+    return fdl.Partial(layers.ClassificationModel, network_tpl=network, softmax_tpl=softmax)
+
+
+def vit() -> fdl.Partial:
+    return classifier(layers.build_vision_transformer((4, 4), 2, 4, 16, 32, 2, 4), 16)
+
+
+def resnet() -> fdl.Partial:
+    network = fdl.Partial(
+        layers.ResNet, channels=(16, 32), blocks=(1, 1), strides=(1, 2), kernels=(3, 3),
+        entryflow_conv_kernel=(3, 3, 4),
+    )
+    return classifier(network, 32)
+
+
+def pairs() -> dict[str, np.ndarray]:
+    two = [batch_of(8, 12, VOCAB) for _ in range(2)]
+    stacked = {
+        name: np.stack([item[name] for item in two], axis=1) for name in ("ids", "labels")
+    }
+    stacked["ids"][:, 1] = (stacked["ids"][:, 1] + 1) % VOCAB
+    answers = np.ones((8, 2, 12), np.float32)
+    return {**stacked, "answers": answers, "weights": np.ones(8, np.float32)}
+
+
+def translations() -> dict[str, np.ndarray]:
+    source = {"src_ids": TOKENS["labels"], "src_paddings": np.zeros((16, 12), np.float32)}
+    return {**TOKENS, **source}
+
+
+IMAGES = {
+    "inputs": np.random.default_rng(1).normal(size=(8, 8, 8, 4)).astype(np.float32),
+    "labels": np.arange(8, dtype=np.int32), "weights": np.ones(8, np.float32),
+}
+ONLY_LORA = {"bprop_variable_inclusion": LORA}
+partial = functools.partial
+# By name: the axes of the mesh, a task, its batch.
+FAMILIES: dict[str, tuple] = {
+    "lm, packed": (AXES, partial(task_of, LanguageModelTask, even_lm()), {
+        **TOKENS, "segment_ids": np.repeat([[1, 2, 3]], 4, axis=1).repeat(16, 0).astype(np.int32),
+        "positions": np.tile(np.arange(4), (16, 3)).astype(np.int32),
+    }),
+    "lm of experts": (
+        EXPERTS,
+        partial(
+            task_of, LanguageModelTask, with_blocks(tr_fflayer_tpl=fdl.Partial(
+                layers.TransformerFeedForwardMoe, num_experts=4
+            )), preset="expert", rows=EXPERTS[:2],
+        ),
+        TOKENS,
+    ),
+    "lm of RG-LRU": (
+        AXES,
+        partial(
+            task_of, LanguageModelTask, with_blocks(tr_atten_tpl=fdl.Partial(layers.RgLruBlock))
+        ),
+        TOKENS,
+    ),
+    "lora": (AXES, partial(task_of, LanguageModelTask, with_lora(), learner=ONLY_LORA), TOKENS),
+    **{
+        f"lora over {recipe}": (
+            AXES,
+            partial(
+                task_of, LanguageModelTask, with_lora(sizes), learner=ONLY_LORA,
+                quantization=recipe,
+            ),
+            TOKENS,
+        )
+        # Axes divide the number of blocks of a weight in 4 bits, too.
+        for recipe, sizes in (("int8", EVEN), ("nf4", BLOCKS), ("int4", BLOCKS))
+    },
+    "preferences": (
+        AXES,
+        partial(
+            task_of, DpoTask, fdl.Partial(with_reference, base_tpl=even_lm()),
+            learner={"bprop_variable_exclusion": ("reference/.*",)},
+        ),
+        pairs(),
+    ),
+    "sequences to sequences": (
+        AXES, partial(task_of, SequenceToSequenceTask, encoder_decoder()), translations()
+    ),
+    "images by a ViT": (AXES, partial(task_of, ClassificationTask, vit()), IMAGES),
+    "images by a ResNet": (AXES, partial(task_of, ClassificationTask, resnet()), IMAGES),
+}
+
+
+def partitioner_of(name: str, axis_types: str) -> tuple[Partitioner, dict[str, np.ndarray]]:
+    axis_names, task, batch = FAMILIES[name]
+    mesh = make_mesh(
+        MeshConfig(ici_mesh_shape=(2, 2, 2), axis_names=axis_names, axis_types=axis_types)
+    )
+    return Partitioner(task(), mesh), batch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_it_is_typed_and_its_losses_are_those_of_auto_axes(name):
+    partitioner, batch = partitioner_of(name, "explicit")
+    actual, _ = losses(partitioner, batch)
+    expected, _ = losses(*partitioner_of(name, "auto"))
+    assert partitioner.train_step.untyped == {}
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
+    assert len(set(actual)) == len(actual)
+
+
+# Their own mesh divides their sizes; most have sizes that nothing divides.
+EVEN_EXPERIMENTS = {"explicit.NotebookDp", "explicit.NotebookFsdp"}
+
+
+@pytest.mark.parametrize("name", list_experiments())
+def test_an_experiment_is_typed_or_says_what_to_change(name):
+    job = build(get_experiment(name)().config())
+    step = on_mesh(
+        job, job.task, tuple(job.mesh.ici_mesh_shape), axis_types="explicit"
+    ).partitioner.train_step
+    if name in EVEN_EXPERIMENTS:
+        step.trace(job.datasets["train"].element_spec())
+        assert step.untyped == {}
+        return
+    with pytest.raises(ConfigError, match=r"mesh.axis_types=auto"):
+        step.trace(job.datasets["train"].element_spec())
