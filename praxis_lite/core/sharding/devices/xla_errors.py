@@ -138,11 +138,12 @@ def _convolution(
         is_depthwise = lhs.shape[lhs_spec[1]] == rhs.shape[rhs_spec[0]] == groups
         if groups % mesh.size or not is_depthwise:  # A split of channels may cut groups.
             of_lhs, of_rhs, of_out = {lhs_spec[1]}, {*rhs_spec[:2]}, {out_spec[1]}
-    # Beside the axis of the channels there are several, in two orders; or one, of a dilated filter.
-    if len(sizes) > 2 or len(sizes) == 2 and max(params["rhs_dilation"], default=1) > 1:
+    if len(sizes) > 1:
         of_lhs |= {*lhs_spec[2:]}
-        of_rhs |= {rhs_spec[0], *rhs_spec[2:]}
+        of_rhs |= {*rhs_spec[2:]}
         of_out |= {*out_spec[2:]}
+    if len(sizes) > 2:  # Beside the axis of the channels there are several, in two orders.
+        of_rhs |= {rhs_spec[0]}
     if not of_rhs:
         return primitive.bind(lhs, rhs, **params)
     return _whole(primitive.bind(_whole(lhs, of_lhs), _whole(rhs, of_rhs), **params), of_out)
