@@ -1,4 +1,4 @@
-"""The types of results that JAX does not infer over Explicit axes: of products, and rows read.
+"""The types of results that JAX does not infer over Explicit axes: of products, rows, reshapes.
 
 Over Auto axes each function is jax.numpy's own.
 """
