@@ -14,9 +14,10 @@ evenly split, too.
 - The gradient of a depthwise or grouped convolution's filter is wrong where the batch is split and
   a mesh axis is left over. Here it is sums of products.
 - A convolution of groups is wrong where a split of channels cuts a group. Here channels are whole.
-- A dilated convolution is summed over devices that hold the same. Here it is as the next one.
+- A convolution whose places are split is summed over devices that hold the same, where a mesh has
+  another axis. Here places are whole there.
 - A convolution over three axes of a mesh permutes its rows, where the filter's dims are split in
-  another order than the batch. Here outputs' channels and places of a filter are whole.
+  another order than the batch. Here outputs' channels of a filter are whole, too.
 - A matrix product on three axes of a mesh may permute its results. That shows in a whole program
   alone, which a job mends before it compiles (`praxis_lite/lowered`).
 """
@@ -100,6 +101,8 @@ def _windowed(primitive: core.Primitive, *operands: jax.Array, **params: Any) ->
 
 def _whole(x: jax.Array, dims: Collection[int]) -> jax.Array:
     """Returns `x` with each of `dims` whole on every device; the others are split as XLA likes."""
+    if not dims:
+        return x
     free = jax.sharding.PartitionSpec.UNCONSTRAINED
     spec = (None if dim in dims else free for dim in range(x.ndim))
     return jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(*spec))
@@ -128,24 +131,22 @@ def _convolution(
     mesh = jax.sharding.get_abstract_mesh()
     is_auto = [kind == jax.sharding.AxisType.Auto for kind in mesh.axis_types]
     sizes = [n for n, auto in zip(mesh.axis_sizes, is_auto, strict=True) if auto and n > 1]
-    if sizes and params["batch_group_count"] > 1:
-        return _sums_of_products(lhs, rhs, params)
     lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
     of_lhs, of_rhs, of_out = set(), set(), set()  # The dims that are whole.
+    if len(sizes) > 1:
+        of_lhs, of_rhs, of_out = {*lhs_spec[2:]}, {*rhs_spec[2:]}, {*out_spec[2:]}
+    if sizes and params["batch_group_count"] > 1:
+        return _sums_of_products(_whole(lhs, of_lhs), _whole(rhs, of_rhs), params)
+    if len(sizes) > 2:  # Beside the axis of the channels there are several, in two orders.
+        of_rhs.add(rhs_spec[0])
     groups = params["feature_group_count"]
     if sizes and groups > 1:
-        of_rhs = {rhs_spec[1]}
+        of_rhs.add(rhs_spec[1])
         is_depthwise = lhs.shape[lhs_spec[1]] == rhs.shape[rhs_spec[0]] == groups
         if groups % mesh.size or not is_depthwise:  # A split of channels may cut groups.
-            of_lhs, of_rhs, of_out = {lhs_spec[1]}, {*rhs_spec[:2]}, {out_spec[1]}
-    if len(sizes) > 1:
-        of_lhs |= {*lhs_spec[2:]}
-        of_rhs |= {*rhs_spec[2:]}
-        of_out |= {*out_spec[2:]}
-    if len(sizes) > 2:  # Beside the axis of the channels there are several, in two orders.
-        of_rhs |= {rhs_spec[0]}
-    if not of_rhs:
-        return primitive.bind(lhs, rhs, **params)
+            of_lhs.add(lhs_spec[1])
+            of_rhs.add(rhs_spec[0])
+            of_out.add(out_spec[1])
     return _whole(primitive.bind(_whole(lhs, of_lhs), _whole(rhs, of_rhs), **params), of_out)
 
 

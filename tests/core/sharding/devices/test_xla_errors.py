@@ -188,6 +188,8 @@ CONVOLUTIONS = {  # Groups, stride, dilation, how images split, how filters do.
     "grouped, channels": (3, 1, 1, IN_CHANNELS, None),
     "grouped, features": (6, 1, 1, (None, None, None, BATCH), (None, None, "data", None)),
     "dilated": (1, 1, 2, (None, None, "data", None), (None, None, None, "data")),
+    "places and outputs": (1, 1, 1, (None, None, "data", None), (None, None, None, "data")),
+    "grouped, places": (3, 1, 1, (None, "data", "mdl", None), None),
 }
 
 

@@ -1,6 +1,6 @@
-"""A dilated convolution is summed over devices that hold the same.
+"""A convolution whose places are split is summed over devices that hold the same.
 
-Prints the expected and the actual numbers. `python dilated_convolution.py gspmd` takes the former
+Prints the expected and the actual numbers. `python convolution_places.py gspmd` takes the former
 partitioner.
 """
 
