@@ -178,10 +178,7 @@ def _sums_of_products(lhs: jax.Array, rhs: jax.Array, params: Mapping[str, Any])
         x = lhs[:, :, *seen].reshape(batch_group_count, -1, *rhs.shape[2:])
         summed = tuple(range(2, rhs.ndim))
         product = jax.lax.dot_general(  # [group, batch, outputs]
-            x,
-            rhs,
-            ((summed, summed), ((0,), (0,))),
-            precision=params["precision"],
+            x, rhs, ((summed, summed), ((0,), (0,))), precision=params["precision"],
             preferred_element_type=params["preferred_element_type"],
         )
         products.append(product.swapaxes(0, 1).reshape(x.shape[1], -1))
