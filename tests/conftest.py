@@ -4,6 +4,7 @@ import gc
 import importlib.metadata
 import mmap
 import os
+import signal
 from pathlib import Path
 
 # Tests compile many small programs and run them briefly: LLVM's optimisations cost three times
@@ -28,6 +29,10 @@ LONGEST_FILES = (
     "elastic/test_elastic.py", "job/test_multiprocess.py", "job/test_stuck_processes.py",
     "partitioner/test_experiment_gradients.py", "testing/test_check.py",
 )
+
+# A shell that runs pytest in its background has SIGINT ignored; jobs that tests launch would, too.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 simulate_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -8,6 +8,7 @@ import pytest
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs import HuggingFaceDataset, Tfds
+from tests.support.marks import needs_tensorflow
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +85,7 @@ def prepared(tmp_path_factory):
 
 
 @pytest.mark.slow
+@needs_tensorflow
 def test_examples_of_tfds_are_what_was_prepared(prepared):
     source = pickle.loads(pickle.dumps(Tfds(str(prepared), "train")))
     source.check()
@@ -94,6 +96,7 @@ def test_examples_of_tfds_are_what_was_prepared(prepared):
 
 
 @pytest.mark.slow
+@needs_tensorflow
 def test_a_fingerprint_of_tfds_knows_no_folder(prepared, tmp_path):
     shutil.copytree(prepared, tmp_path / "moved")
     item, moved = Tfds(str(prepared), "train"), Tfds(f"{tmp_path}/moved", "train")
@@ -102,6 +105,7 @@ def test_a_fingerprint_of_tfds_knows_no_folder(prepared, tmp_path):
 
 
 @pytest.mark.slow
+@needs_tensorflow
 def test_wrong_splits_and_lost_files_of_tfds_are_told(prepared, tmp_path):
     with pytest.raises(ConfigError, match=r"'tain'.*train"):
         Tfds(str(prepared), "tain").check()

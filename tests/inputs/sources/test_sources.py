@@ -322,6 +322,7 @@ def test_datasets_of_hugging_face(tmp_path):
 
 
 @pytest.mark.slow
+@needs_tensorflow
 def test_datasets_of_tfds(tmp_path):
     import tensorflow_datasets as tfds
 

@@ -29,6 +29,7 @@ from praxis_lite.inputs.mixing.same_classes import require_same_classes
 from praxis_lite.inputs.sources import arrays
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.files.inside import file_inside, json_inside
+from tests.support.marks import needs_tensorflow
 
 SECRET = "outside"
 
@@ -431,6 +432,7 @@ def test_names_of_labels_of_tfds_lie_in_the_folder(make, prepared):
 
 
 @pytest.mark.slow
+@needs_tensorflow
 def test_images_of_tfds_are_read_as_others_are(tmp_path):
     import tensorflow_datasets as tfds
 
