@@ -20,6 +20,7 @@ from praxis_lite import former_names
 PACKAGES = (
     "praxis_lite",
     "praxis_lite.core",
+    "praxis_lite.lowered",
     "praxis_lite.collectives",
     "praxis_lite.layers",
     "praxis_lite.optimizers",
