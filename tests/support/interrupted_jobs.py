@@ -31,6 +31,7 @@ from orbax.checkpoint._src.serialization import serialization
 from jobzoo.lines import Line, Lines
 from praxis_lite import EvaluationSettings, Hook, MeshConfig, RunConfig, SaveSettings, register
 from praxis_lite.run.checkpoints import checkpoints
+from praxis_lite.run.checkpoints.background_save import BackgroundSave
 from praxis_lite.run.checkpoints.orbax_write import OrbaxWrite
 from praxis_lite.run.checkpoints.steps import step_files
 
@@ -65,14 +66,14 @@ def gate_of_c(place):
         LIBC.pthread_mutex_lock(mutex)
 
 
-SAVE, BEGIN, READ = checkpoints.Checkpoints.save, OrbaxWrite.begin, checkpoints.read_state
+JOIN, BEGIN, READ = BackgroundSave.join, OrbaxWrite.begin, checkpoints.read_state
 WRITE, DIGESTS = serialization.async_serialize_from_host, step_files.synced_digests
 step = ""  # Of the save in flight, of which there is only one at a time.
 
 
-def noted_save(self, number, *args, **kwargs):
-    is_gate(f"save of {number}")  # It waits there for the save before, if that waits.
-    SAVE(self, number, *args, **kwargs)
+def noted_join(self):
+    is_gate(f"wait for {self.step}")  # Python waits there, and hears signals.
+    JOIN(self)
 
 
 def noted_begin(self, folder, state):
@@ -97,7 +98,7 @@ def gated_read(*args, **kwargs):
     return READ(*args, **kwargs)
 
 
-checkpoints.Checkpoints.save, OrbaxWrite.begin = noted_save, noted_begin
+BackgroundSave.join, OrbaxWrite.begin = noted_join, noted_begin
 checkpoints.read_state = gated_read
 serialization.async_serialize_from_host, step_files.synced_digests = gated_write, gated_digests
 
@@ -154,8 +155,8 @@ class Pair:
     Args:
       folder: of the job, and of the places that are reached and opened.
       places: where the processes wait: "write of 14", "digests of 14", "restore", "compile",
-        "evaluation" (of step 15); or what they only tell: "save of 21", before they wait for the
-        save before that.
+        "evaluation" (of step 15); or what they only tell: "wait for 14", as they begin to wait for
+        that save.
       in_python: each process calls `train()`, in place of the command line.
     """
 

@@ -55,16 +55,16 @@ def ended(processes: Sequence[subprocess.Popen], timeout: float = 240) -> list[E
     """Waits for all and returns how each ended; kills them if one does not."""
     deadline, actual = time.monotonic() + timeout, {}
     try:
-        while len(actual) < len(processes):
+        while len(actual) < len(processes) and time.monotonic() < deadline:
             for k, process in enumerate(processes):
                 if k not in actual and process.poll() is not None:
                     actual[k] = time.monotonic()
-            assert time.monotonic() < deadline, "a process does not end"
             time.sleep(0.05)
     finally:
         for process in processes:
             process.kill()
         texts = [process.communicate() for process in processes]
+    assert len(actual) == len(processes), ("a process does not end", actual, texts)
     return [
         Ended(process.returncode, *texts[k], actual[k]) for k, process in enumerate(processes)
     ]

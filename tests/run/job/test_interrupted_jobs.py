@@ -88,9 +88,9 @@ def test_wherever_one_is_ended_at_once_the_other_hears_of_it(tmp_path, place, ne
 @pytest.mark.slow
 @WHO
 def test_a_second_signal_in_python_cancels_the_save_and_the_process_goes_on(tmp_path, who):
-    pair = Pair(tmp_path, "write of 14", "save of 21", in_python=True)
+    pair = Pair(tmp_path, "write of 14", "wait for 14", in_python=True)
     pair.reaches("write of 14")
-    pair.reaches("save of 21")  # Before, one might wait for the other in a step.
+    pair.reaches("wait for 14")  # Before, one might wait for the other on its devices.
     pair.signal(signal.SIGTERM, who)
     pair.answer(who)
     pair.signal(signal.SIGINT, who)
