@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.devices.axis_types import (
-    explicit_axes_of,
     has_no_type,
+    is_typed,
     no_terms,
     note_untyped,
     summed_terms,
@@ -121,7 +121,7 @@ def _means(metrics: PyTree, non_trainable: PyTree, grad_sums: PyTree) -> tuple:
 
 def _axes_of_rows(inputs: Batch) -> tuple[str, ...]:
     """Returns the Explicit axes that the types of a batch split its rows over."""
-    if not explicit_axes_of(jax.sharding.get_abstract_mesh()):
+    if not is_typed():
         return ()
     rows = (type_spec(x)[0] for x in jax.tree.leaves(inputs) if x.ndim)
     return tuple(dict.fromkeys(axis for entry in rows for axis in axes_of(entry)))

@@ -7,8 +7,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 from praxis_lite.core.sharding.devices.axis_types import (
-    explicit_axes_of,
     has_no_type,
+    is_typed,
     note_untyped,
     type_spec,
     untyped,
@@ -29,7 +29,7 @@ def typed_if_it_can(
     Args:
       path: of the layer, under which the reason is noted.
     """
-    if not explicit_axes_of(jax.sharding.get_abstract_mesh()):
+    if not is_typed():
         return method(layer, *args, **kwargs)
     try:
         return method(layer, *args, **kwargs)

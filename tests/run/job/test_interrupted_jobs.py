@@ -9,11 +9,17 @@ from tests.support.interrupted_jobs import Pair, numbers_of, steps_in, uninterru
 WHO = pytest.mark.parametrize("who", ["01", "0", "1"])
 
 
+def first_of(pair):
+    """Returns how the first process ended; both have ended well."""
+    first, second = pair.ended()
+    assert (first.code, second.code) == (0, 0), (first, second)
+    return first
+
+
 def goes_on(folder, words):
     """Runs the same command again, and compares its numbers with those of no interruption."""
     pair = Pair(folder)
-    first, second = pair.ended()
-    assert (first.code, second.code) == (0, 0), (first, second)
+    first = first_of(pair)
     assert words in first.out, first
     assert numbers_of(pair.job) == uninterrupted()
     assert steps_in(pair.job)[-1] == "29"
@@ -27,8 +33,7 @@ def test_a_signal_while_a_step_is_saved_ends_both_with_a_later_step(tmp_path, wh
     pair.signal(signal.SIGINT, who)
     assert all(line.startswith("SIGINT: ending when") for line in pair.answer(who))
     pair.opens("write of 14")
-    first, second = pair.ended()
-    assert (first.code, second.code) == (0, 0), (first, second)
+    first = first_of(pair)
     # The step after that in which both agree; a save of step 21 may have been waited for.
     last = max(map(int, steps_in(pair.job)))
     assert 14 < last < 29 and f"step {last} is saved, and the same command" in first.out

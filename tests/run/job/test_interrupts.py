@@ -9,7 +9,7 @@ from tests.support.job_runs import CHECKOUT
 
 # Each case raises signals in a process of its own, whose main thread is in the place that it names.
 HEAD = '''
-import signal, time
+import ctypes, os, signal, threading, time
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.run.job.processes.interrupts import Interrupt
 
@@ -34,6 +34,29 @@ def ended(limit, *signums, steps=1, pause=0.3):
     except (KeyboardInterrupt, ConfigError) as error:
         print(type(error).__name__, pauses, error)
     assert before == [signal.getsignal(item) for item in (signal.SIGINT, signal.SIGTERM)]
+
+def ended_in_c(*signums):
+    """The main thread waits in C code, where Python calls no handler, until all have come."""
+    pthreads, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+
+    def send():
+        for signum in signums:
+            time.sleep(0.3)  # The main thread waits by then.
+            os.kill(os.getpid(), signum)
+        time.sleep(0.1)
+        pthreads.pthread_mutex_unlock(mutex)
+
+    try:
+        with Interrupt(None) as stop:
+            stop.training_begins(40)
+            stop.step_ended()
+            pthreads.pthread_mutex_lock(mutex)
+            threading.Thread(target=send).start()
+            pthreads.pthread_mutex_lock(mutex)
+            time.sleep(0.1)
+            print("saved:", stop.reason)
+    except KeyboardInterrupt as error:
+        print("KeyboardInterrupt", error)
 '''
 CASES = {
     "ended(None, signal.SIGINT)": "saved: SIGINT",
@@ -46,6 +69,10 @@ CASES = {
     "ended(0.1)": "saved: the time limit of 0.1 s",
     "ended(0.1, steps=0)": "ConfigError 0 the time limit of 0.1 s is over before a step was made",
     "ended(None)": "saved: None",
+    "ended_in_c(signal.SIGTERM)": "saved: SIGTERM",
+    "ended_in_c(signal.SIGTERM, signal.SIGINT)": "KeyboardInterrupt SIGINT",
+    "ended_in_c(signal.SIGTERM, signal.SIGTERM)": "KeyboardInterrupt SIGTERM",
+    "ended_in_c(signal.SIGTERM, signal.SIGHUP)": "saved: SIGTERM",
 }
 
 

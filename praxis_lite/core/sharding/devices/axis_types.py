@@ -213,7 +213,7 @@ def typed_as(x: jax.Array, like: jax.Array) -> jax.Array:
 
 def typed_alike(trees: PyTree, num_dims: int) -> PyTree:
     """Returns arrays whose first dims have the type of the first that splits them, for a vmap."""
-    if not num_dims or not explicit_axes_of(jax.sharding.get_abstract_mesh()):
+    if not num_dims or not is_typed():
         return trees
     specs = jax.tree.leaves(jax.tree.map(type_spec, trees))
     first = [next(filter(None, (spec[dim] for spec in specs)), None) for dim in range(num_dims)]

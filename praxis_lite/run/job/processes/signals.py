@@ -30,6 +30,11 @@ PROFILES = signal.SIGUSR1
 # `timeout` signals its command and then the command's group, which is one request.
 SAME_SECONDS = 0.2
 
+# A byte beside those of signals, behind which there are none that came before.
+_MARK = 255
+# The thread may wait for a lock that the main thread holds.
+_HEAR_SECONDS = 1.0
+
 # How long the main thread may take to clean up, when it ends without a checkpoint to write.
 CLEAN_UP_SECONDS = 2.0
 
@@ -79,6 +84,16 @@ class SignalListener(contextlib.AbstractContextManager):
     def _time_is_up(self) -> None:
         """Called in the thread, at `_wakes_at`."""
 
+    def _let_thread_hear(self) -> None:
+        """Returns once the thread has heard all signals that came; for the main thread.
+
+        Python calls the handlers of signals that came while it waited in C++ in the order of their
+        numbers, and each once: the thread alone knows which came first, and how many.
+        """
+        self._has_heard.clear()
+        self._write.send(bytes([_MARK]))
+        self._has_heard.wait(_HEAR_SECONDS)
+
     def __enter__(self) -> "SignalListener":
         for listener in _entered:
             if listener._raised is not None:
@@ -88,6 +103,7 @@ class SignalListener(contextlib.AbstractContextManager):
         self._read.setblocking(False)
         self._write.setblocking(False)
         self._handlers, self._wakeup_fd, self._is_closing = {}, None, False
+        self._has_heard = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
         if threading.current_thread() is threading.main_thread():
@@ -153,6 +169,8 @@ class SignalListener(contextlib.AbstractContextManager):
                     self._heard(signum)
                 elif signum == PROFILES and self.hears_profiles:
                     self._profile_asked()
+                elif signum == _MARK:
+                    self._has_heard.set()
 
     def _heard(self, signum: int) -> None:
         now = time.monotonic()
