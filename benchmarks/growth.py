@@ -4,6 +4,7 @@ Prints CPU seconds at sizes that double, the ratio of the last doubling without 
 and the exponent: 1.0 is linear, 2.0 quadratic.
 """
 
+import itertools
 import math
 import statistics
 import time
@@ -39,7 +40,7 @@ def report(
     constant = max(0.0, 2 * seconds[0] - seconds[1])
     growth = [
         max(after - constant, 1e-6) / max(before - constant, 1e-6)
-        for before, after in zip(seconds, seconds[1:])
+        for before, after in itertools.pairwise(seconds)
     ]
     exponent = statistics.median(math.log2(ratio) for ratio in growth)
     print(f"{name}: the last doubling costs {growth[-1]:.2f} times as much (goal {GOAL}); "
