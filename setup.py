@@ -143,6 +143,8 @@ setup(
             "tensorboard>=2.21,<3",
             # Writes the datasets that HuggingFaceDataset is tested with.
             "datasets>=5.2,<6",
+            # What chat templates and exported tokenizers are compared with; works without torch.
+            "transformers>=5.24,<6",
         ],
     },
 )
