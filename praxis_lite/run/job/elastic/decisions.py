@@ -39,8 +39,10 @@ class View:
       start_seconds: how long the first generation waits for all members.
       stuck: members of the generation whose workers do nothing, each with the reason.
       stuck_seconds: for how long the others have waited for them.
-      seen: when each member was last heard of, in Unix seconds.
-      now: in Unix seconds.
+      seen: when each member was last heard of, in seconds of the leader's time.monotonic.
+      now: the same clock, now.
+      ended: when the leader first saw how a member's worker ended, by the same clock. Default:
+        when the member was last heard of.
     """
 
     members: Mapping[int, Member]
@@ -55,6 +57,7 @@ class View:
     stuck_seconds: float
     seen: Mapping[int, float]
     now: float
+    ended: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +76,11 @@ class Stop:
 
 @dataclasses.dataclass(frozen=True)
 class Begin:
-    """The next generation begins with these members."""
+    """The next generation begins with these members.
+
+    Attributes:
+      event: when the one before was broken, in seconds of the leader's time.monotonic.
+    """
 
     kind: str
     who: tuple[int, ...]
@@ -97,7 +104,7 @@ def decide(view: View) -> Decision:
     """Returns the leader's next action."""
     willing = tuple(
         k for k in sorted(view.alive)
-        if not view.members[k].is_leaving and view.members[k].rests_until <= view.now
+        if not view.members[k].is_leaving and not _rests(view, k)
     )
     for k in sorted(view.alive):
         end = view.members[k].end
@@ -139,6 +146,21 @@ def _is_in(view: View, k: int) -> bool:
     )
 
 
+def _saw_end(view: View, k: int) -> float:
+    return view.ended.get(k, view.seen.get(k, view.now))
+
+
+def _rests(view: View, k: int) -> bool:
+    """Returns True while a member's rest lasts, from when the leader saw its worker's end.
+
+    Two times of the member's clock give the length: its clock is not compared with the leader's.
+    """
+    member = view.members[k]
+    if member.end is None:
+        return False
+    return 0 <= view.now - _saw_end(view, k) < member.rests_until - member.end.time
+
+
 def _first(view: View, willing: tuple[int, ...]) -> Decision:
     """Returns the decision where nobody works: a job begins, or all of its hosts were gone."""
     if view.alive and not willing and all(view.members[k].is_leaving for k in view.alive):
@@ -169,9 +191,9 @@ def _broken(
         if came or left:  # Some stopped before others had begun to train.
             return _after_stop(view, came, left, willing)
     failed = {k: end for k, end in causes.items() if end.kind == FAILED}
-    times = [end.time for end in (*causes.values(), *lost.values())]
+    times = [_saw_end(view, k) for k in (*causes, *lost)]
     if lost and not (gone or causes or view.stuck):
-        if view.now - min(times) < CAUSE_SECONDS:
+        if 0 <= view.now - min(times) < CAUSE_SECONDS:
             return Wait()
         causes = lost
     if failed and not gone and last.kind == "failed" and not has_stepped(view, last):
@@ -217,7 +239,7 @@ def _after_stop(
     kind = "left" if left else "came"
     why = _changes(view, came, left)
     last = view.generation
-    times = [view.members[k].end.time for k in last.members
+    times = [_saw_end(view, k) for k in last.members
              if k in view.members and view.members[k].end is not None]
     return Begin(kind, (*left, *came), why, willing, min(times, default=view.now))
 

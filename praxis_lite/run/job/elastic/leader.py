@@ -93,7 +93,8 @@ class Leader:
             num_members=self._settings.num_members, min_members=self._settings.min_members,
             waited=time.monotonic() - self._idle_since,
             start_seconds=self._settings.start_seconds, stuck=stuck,
-            stuck_seconds=stuck_seconds, seen=self._sight.times(), now=time.time(),
+            stuck_seconds=stuck_seconds, seen=self._sight.times(), now=time.monotonic(),
+            ended=self._sight.end_times(),
         )
 
     def _do(self, decision: Decision, view: View) -> None:
@@ -114,6 +115,7 @@ class Leader:
 
     def _begin(self, begin: Begin, view: View) -> None:
         noticed, last = time.time(), view.generation
+        event = noticed - max(0.0, time.monotonic() - begin.event)
         if last is not None and last.number not in self._recorded:
             self._record(record_line(last, view.members))
         first = view.members[begin.members[0]]
@@ -121,7 +123,7 @@ class Leader:
             number=(last.number if last else 0) + 1, kind=begin.kind, who=begin.who, why=begin.why,
             members=begin.members,
             incarnations=tuple(view.members[k].incarnation for k in begin.members),
-            coordinator=f"{first.address}:{first.port}", event=begin.event, noticed=noticed,
+            coordinator=f"{first.address}:{first.port}", event=event, noticed=noticed,
             agreed=time.time(), last_step=last_step_made(last, view.members),
             num_fruitless=(
                 0 if last is None or has_stepped(view, last) else last.num_fruitless + 1

@@ -32,7 +32,7 @@ class WorkerEnd:
         mend, so that no other try helps.
       status: of the process, negative for a signal.
       why: in words.
-      time: in Unix seconds.
+      time: in seconds of its host's time.monotonic.
     """
 
     kind: str
@@ -45,6 +45,9 @@ class WorkerEnd:
 class Member:
     """A supervisor and its worker, as it says of itself about twice a second.
 
+    Its times are in seconds of its host's time.monotonic: only differences of them mean something
+    to other hosts.
+
     Attributes:
       member: its number, `--process_id`.
       incarnation: random, another one each time that a supervisor starts.
@@ -54,13 +57,12 @@ class Member:
       port: free there, for the coordination service of the next generation.
       store: "host:port" of its peer store.
       is_leaving: it was asked to end, and takes part in no further generation.
-      rests_until: in Unix seconds; until then it takes part in none, for its worker ended twice
-        before a step.
+      rests_until: until then it takes part in none, for its worker ended twice before a step.
       generation: in which its worker works, or worked last; 0: none.
       end: how that worker ended; None: it lives, or there is none.
       worker: what it reported, by name, but for its progress.
       progress: the fields of its `Progress`, as its host sees it.
-      phases: of it up to its first step, each with the Unix seconds when it began.
+      phases: of it up to its first step, each with the time when it began.
       first_step_time: when its first step of the generation was made, or None.
     """
 
@@ -97,8 +99,8 @@ class Generation:
       members: in the order of their processes.
       incarnations: of the members, in that order.
       coordinator: "host:port" of JAX's coordination service.
-      event, noticed, agreed: in Unix seconds: when it happened, when the leader saw it, and when
-        this was written.
+      event, noticed, agreed: in Unix seconds, by the clock of the leader alone: when it happened
+        as far as the leader saw, when it decided, and when this was written.
       last_step: the last step that was made before, as far as is known.
       num_fruitless: how many generations in a row, up to the one before, made no step.
     """

@@ -132,7 +132,7 @@ def phase(name: str) -> None:
     name = "step" if name == "input wait" else name  # They alternate in each step.
     if _pipe >= 0 and name != _phase:
         _phase = name
-        report(phase=name, at=time.time(), doing=name)
+        report(phase=name, at=time.monotonic(), doing=name)
 
 
 def report(**fields: Any) -> None:

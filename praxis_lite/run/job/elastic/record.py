@@ -1,8 +1,8 @@
 """The record of a job's changes of hands: `elastic.jsonl`, a line per generation."""
 
+import itertools
 import json
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,15 @@ _PARTS = {"import": "start", "step": "first_step"}
 def record_line(generation: Generation, members: Mapping[int, Member]) -> dict[str, Any]:
     """Returns the line of a generation, once its first step was made, or it ended before.
 
-    Its seconds add up to "total": from the event to the first step, or to now.
+    Its seconds add up to "total": from the event to the first step, or to the worker's end. Each
+    is a difference of two times of one host.
     """
     worker = next(
         (members[k] for k in generation.members
          if k in members and members[k].generation == generation.number), None,
     )
     reports = worker.worker if worker else {}
-    end = worker.first_step_time if worker and worker.first_step_time else None
+    end = worker.first_step_time if worker else None
     from_step = reports.get("from_step")
     lost = None if from_step is None else max(0, generation.last_step - from_step)
     return {
@@ -34,7 +35,7 @@ def record_line(generation: Generation, members: Mapping[int, Member]) -> dict[s
         "from_step": from_step, "source": reports.get("source"), "lost_steps": lost,
         "reached": end is not None, "programs": reports.get("programs"),
         "compiled": reports.get("compiled"),
-        "seconds": _seconds(generation, worker.phases if worker else (), end or time.time()),
+        "seconds": _seconds(generation, worker),
     }
 
 
@@ -53,18 +54,17 @@ def last_step_made(generation: Generation | None, members: Mapping[int, Member])
     return max(made, default=0) or generation.last_step
 
 
-def _seconds(
-    generation: Generation, phases: Iterable[tuple[str, float]], end: float
-) -> dict[str, float]:
+def _seconds(generation: Generation, worker: Member | None) -> dict[str, float]:
     parts = {
         "notice": max(0.0, generation.noticed - generation.event),
         "agree": max(0.0, generation.agreed - generation.noticed),
     }
-    name, since = "agree", generation.agreed
-    for phase, at in [*phases, ("", end)]:
-        at = min(max(at, since), end)
-        parts[name] = parts.get(name, 0.0) + at - since
-        name, since = _PARTS.get(phase, phase), at
+    phases = list(worker.phases) if worker else []
+    if phases:
+        last = worker.first_step_time or (worker.end.time if worker.end else phases[-1][1])
+        for (phase, since), (_, until) in itertools.pairwise([*phases, ("", last)]):
+            name = _PARTS.get(phase, phase)
+            parts[name] = parts.get(name, 0.0) + max(0.0, until - since)
     seconds = {part: round(value, 3) for part, value in parts.items()}
     return {**seconds, "total": round(sum(seconds.values()), 3)}
 

@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 
-from praxis_lite.run.job.elastic.members import Member
+from praxis_lite.run.job.elastic.members import Member, WorkerEnd
 
 # A member whose file stays as it is for so long is gone.
 SILENT_SECONDS = 12.0
@@ -20,7 +20,8 @@ class _Seen:
     incarnation: str
     beat: int
     at: float  # When the beat grew, in seconds of time.monotonic.
-    unix: float
+    end: tuple[int, WorkerEnd | None]  # With the generation.
+    end_at: float  # When that end was first seen.
     has_grown: bool = False
     is_refused: bool = False
     asked_at: float = 0.0
@@ -49,9 +50,12 @@ class Sight:
             if member is None:
                 self._members.pop(k, None)
             elif seen is None or seen.incarnation != member.incarnation:
-                self._members[k] = _Seen(member.incarnation, member.beat, now, time.time())
+                end = member.generation, member.end
+                self._members[k] = _Seen(member.incarnation, member.beat, now, end, now)
             elif member.beat != seen.beat:
-                seen.beat, seen.at, seen.unix = member.beat, now, time.time()
+                if seen.end != (end := (member.generation, member.end)):
+                    seen.end, seen.end_at = end, now
+                seen.beat, seen.at = member.beat, now
                 seen.has_grown, seen.is_refused = True, False
             elif now - max(seen.at, seen.asked_at) > _DOUBT_SECONDS and member.store:
                 seen.asked_at = now
@@ -80,8 +84,12 @@ class Sight:
         }
 
     def times(self) -> dict[int, float]:
-        """Returns when each member was last heard of, in Unix seconds."""
-        return {k: seen.unix for k, seen in self._members.items()}
+        """Returns when each member was last heard of, in seconds of time.monotonic."""
+        return {k: seen.at for k, seen in self._members.items()}
+
+    def end_times(self) -> dict[int, float]:
+        """Returns when each worker's end was first seen, in seconds of time.monotonic."""
+        return {k: seen.end_at for k, seen in self._members.items() if seen.end[1] is not None}
 
 
 def _refuses(address: str) -> bool:

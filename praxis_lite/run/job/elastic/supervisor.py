@@ -186,13 +186,13 @@ class Supervisor:
             self._num_early_ends = self._num_early_ends + 1 if early else 0
             if self._num_early_ends >= 2:
                 rest = _REST_SECONDS * 2 ** (self._num_early_ends - 2)
-                self._own = dataclasses.replace(self._own, rests_until=time.time() + rest)
+                self._own = dataclasses.replace(self._own, rests_until=end.time + rest)
         self._own = dataclasses.replace(self._own, end=end)
         self._beat(now=True)
 
     def _end_worker(self, why: str) -> None:
         self._worker.kill()
-        end = WorkerEnd(kind=LOST_PEER, status=LOST_PEER_STATUS, why=why, time=time.time())
+        end = WorkerEnd(kind=LOST_PEER, status=LOST_PEER_STATUS, why=why, time=time.monotonic())
         self._own = dataclasses.replace(self._own, end=self._own.end or end)
 
     def _adopt_newest(self) -> None:

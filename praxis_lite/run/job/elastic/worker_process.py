@@ -53,9 +53,10 @@ class WorkerProcess:
 
     Attributes:
       reports: by name, the newest values that it reported.
-      phases: what it did up to its first step, each with the Unix seconds when it began.
-      first_step_time: when it reported its first step, in Unix seconds, or None.
-      told_at: when it last told its progress, or was given its order, in seconds of time.monotonic.
+      phases: what it did up to its first step, each with the time when it began.
+      first_step_time: when it reported its first step, or None.
+      told_at: when it last told its progress, or was given its order. All times are in seconds of
+        time.monotonic, which is the same clock in all processes of a host.
     """
 
     def __init__(self, argv: Sequence[str]):
@@ -81,7 +82,7 @@ class WorkerProcess:
 
     def give(self, order: Order) -> None:
         """Lets the worker begin."""
-        self.phases.append(("start", time.time()))
+        self.phases.append(("start", time.monotonic()))
         self.told_at = time.monotonic()
         with contextlib.suppress(OSError):  # It has ended: `status` tells.
             self._process.stdin.write(order.line().encode())
@@ -97,14 +98,14 @@ class WorkerProcess:
         for line in lines:
             with contextlib.suppress(ValueError, AttributeError):
                 fields = json.loads(line)
-                phase, at = fields.pop("phase", None), fields.pop("at", time.time())
+                phase, at = fields.pop("phase", None), fields.pop("at", time.monotonic())
                 if phase is not None and self.first_step_time is None:
                     self.phases.append((phase, at))
                 self.reports.update(fields)
                 if "progress" in fields:
                     self.told_at = time.monotonic()
                 if "made" in fields and self.first_step_time is None:
-                    self.first_step_time = time.time()
+                    self.first_step_time = time.monotonic()
 
     def progress(self, index: int) -> Progress:
         """Returns the progress of this process, whose index in the generation is given."""
@@ -138,7 +139,7 @@ class WorkerProcess:
 
 def end_of(status: int, reports: Mapping[str, Any], *, was_asked: bool) -> WorkerEnd:
     """Returns how a worker ended, from its status and its reports."""
-    kind, why, now = FAILED, str(reports.get("why", "")), time.time()
+    kind, why, now = FAILED, str(reports.get("why", "")), time.monotonic()
     if "ended" in reports and status in (0, LOST_PEER_STATUS, -signal.SIGABRT):
         # Its work was done and saved: whoever was lost after that is no loss.
         kind, status = reports["ended"], 0

@@ -11,7 +11,6 @@ import pytest
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.run.job.elastic import (
     leader,
-    record,
     sight,
     stuck_workers,
     supervisor,
@@ -31,16 +30,20 @@ START_TICKS, SAVE_EVERY = 8, 5
 
 
 class Clock:
-    """A module `time` whose seconds pass when the test says so."""
+    """A module `time` whose seconds pass when the test says so.
+
+    Attributes:
+      ahead: by how much the clocks of the host whose code runs are ahead.
+    """
 
     def __init__(self):
-        self.seconds = 1000.0
+        self.seconds, self.ahead = 100_000.0, 0.0
 
     def monotonic(self):
-        return self.seconds
+        return self.seconds + self.ahead
 
     def time(self):
-        return self.seconds + 1e9
+        return self.seconds + self.ahead + 1e9
 
     def strftime(self, form):
         return "today"
@@ -60,7 +63,7 @@ class PretendedWorker:
 
     def give(self, order):
         self.order = order
-        self.phases.append(("start", self.world.clock.time()))
+        self.phases.append(("start", self.world.clock.monotonic()))
         self.world.workers.append(self)
 
     def hear(self):
@@ -84,14 +87,17 @@ class PretendedWorker:
 class World:
     """Hosts, each with a supervisor that may be there, be stopped, or be gone."""
 
-    def __init__(self, folder, monkeypatch, num_members, *, min_members=1, num_steps=10**9):
+    def __init__(
+        self, folder, monkeypatch, num_members, *, min_members=1, num_steps=10**9, skew=0.0
+    ):
+        self.skew = skew  # Of each host to the one before.
         self.clock, self.folder, self.num_members = Clock(), folder, num_members
         self.num_steps, self.min_members = num_steps, min_members
         self.hosts, self.stopped, self.statuses = {}, set(), {}
         self.workers, self.saved, self.furthest = [], 0, 0
         self.losses = []  # Of each start: the steps that were made before and are made again.
         monkeypatch.setattr(PretendedWorker, "world", self)
-        for module in (supervisor, leader, stuck_workers, sight, record):
+        for module in (supervisor, leader, stuck_workers, sight, worker_process):
             monkeypatch.setattr(module, "time", self.clock)
         monkeypatch.setattr(supervisor, "WorkerProcess", PretendedWorker)
         monkeypatch.setattr(sight, "_refuses", self._refuses)
@@ -102,6 +108,7 @@ class World:
         return host not in self.hosts
 
     def start(self, k):
+        self.clock.ahead = self.skew * k
         item = Supervisor(Settings(
             argv=(), job=JobDir(self.folder), member=k, num_members=self.num_members,
             min_members=self.min_members, start_seconds=10.0, address="127.0.0.1",
@@ -138,6 +145,7 @@ class World:
         for k in list(self.hosts):
             if k in self.stopped:
                 continue
+            self.clock.ahead = self.skew * k
             try:
                 status = self.hosts[k].turn()
             except ConfigError:
@@ -147,6 +155,7 @@ class World:
                 self._end_worker_of(k, -9)
                 del self.hosts[k]
                 self.statuses[k] = status
+        self.clock.ahead = 0.0
         self._step()
 
     def _step(self):
@@ -182,7 +191,8 @@ class World:
         self.furthest = max(self.furthest, self.at)
         for worker in workers:
             worker.reports["made"] = self.at
-            worker.first_step_time = worker.first_step_time or self.clock.time()
+            self.clock.ahead = self.skew * worker.order.member
+            worker.first_step_time = worker.first_step_time or self.clock.monotonic()
         is_over = self.at >= self.num_steps
         if self.at % SAVE_EVERY == 0 or is_over or any(w.is_asked for w in workers):
             self.saved = self.at
@@ -224,8 +234,9 @@ def world(tmp_path, monkeypatch):
     return lambda n, **settings: World(tmp_path, monkeypatch, n, **settings)
 
 
-def test_all_hosts_that_die_or_come_back_are_followed(world):
-    w = world(4)
+@pytest.mark.parametrize("skew", [0.0, 3600.0, -3600.0])
+def test_all_hosts_that_die_or_come_back_are_followed_whatever_their_clocks(world, skew):
+    w = world(4, skew=skew)
     for k in range(4):
         w.start(k)
     w.until(lambda: w.works_with(range(4)))
@@ -243,6 +254,38 @@ def test_all_hosts_that_die_or_come_back_are_followed(world):
     w.tick()  # The leader records what came about.
     assert max(w.losses) <= SAVE_EVERY
     assert [k for k in w.kinds() if k != "came"] == ["start", "died", "died", "died", "left"]
+    for line in map(json.loads, w.lines()):
+        assert 0 <= line["seconds"]["total"] < 60, line
+
+
+@pytest.mark.parametrize("skew", [0.0, 3600.0, -3600.0])
+def test_a_host_whose_worker_ends_twice_before_a_step_rests_half_a_minute(world, skew):
+    w = world(3, skew=skew)
+    for k in range(3):
+        w.start(k)
+    w.until(lambda: w.works_with(range(3)))
+    for _ in range(2):  # The first ends after a step.
+        before = len(w.workers)
+        w.kill_worker(2)
+        w.until(lambda n=before: any(x.order.member == 2 for x in w.workers[n:]))
+    w.kill_worker(2)
+    rests_since = w.clock.seconds
+    w.until(lambda: w.works_with([0, 1]), 20)
+    w.until(lambda: w.works_with(range(3)), 60)
+    assert 28 < w.clock.seconds - rests_since < 40
+
+
+@pytest.mark.parametrize("skew", [0.0, 3600.0, -3600.0])
+def test_processes_that_all_lost_another_begin_again_after_three_seconds(world, skew):
+    w = world(3, skew=skew)
+    for k in range(3):
+        w.start(k)
+    w.until(lambda: w.works_with(range(3)))
+    for worker in w.workers:
+        worker.code = LOST_PEER_STATUS
+    began = w.clock.seconds
+    w.until(lambda: len(w.workers) == 6)
+    assert 3 <= w.clock.seconds - began < 5
 
 
 def test_a_leader_that_dies_after_long_is_alone_in_it(world):
