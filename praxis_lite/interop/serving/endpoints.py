@@ -15,6 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from praxis_lite.host.http_endpoint import asks_for
 from praxis_lite.interop.serving import bodies, requests
 from praxis_lite.interop.serving.answer import Answer, Delta
 from praxis_lite.interop.serving.api_error import ApiError
@@ -115,9 +116,10 @@ def _checked(
 
     async def checked(http: HttpRequest) -> Response:
         try:
-            if limits.hosts is not None and http.url.hostname not in limits.hosts:
+            hosts = http.headers.getlist("host")
+            if limits.hosts is not None and not asks_for(hosts, limits.hosts):
                 raise ApiError(
-                    403, f"The request is for the host {http.url.hostname!a:.80}; this server "
+                    403, f"The request is for the host {', '.join(hosts)!a:.80}; this server "
                     "answers to its own machine alone. Start it with --host to open it.",
                 )
             _check_key(http, limits.api_key)

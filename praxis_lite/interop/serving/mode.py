@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.host.http_endpoint import LOOPBACK_HOSTS, is_loopback
 from praxis_lite.host.optional_packages import require_package
 from praxis_lite.run.modes.evaluate import add_step
 from praxis_lite.run.modes.launched import job_on_mesh, recorded_job_of
@@ -131,7 +132,7 @@ def _serve(
     max_length: int | None, max_queue: int, request_seconds: float, drain_seconds: float,
 ) -> None:
     from praxis_lite.interop.serving.served_model import served
-    from praxis_lite.interop.serving.server import is_loopback, serve
+    from praxis_lite.interop.serving.server import serve
 
     api_key = None
     if api_key_variable is not None:
@@ -154,5 +155,5 @@ def _serve(
     serve(
         model, engine, listening, request_seconds=request_seconds, drain_seconds=drain_seconds,
         api_key=api_key, note=lambda line: print(line, flush=True),
-        hosts=frozenset({"localhost", "127.0.0.1", "::1"}) if is_loopback(host) else None,
+        hosts=LOOPBACK_HOSTS if is_loopback(host) else None,
     )

@@ -1,6 +1,5 @@
 """A server's life: its port, the threads of the devices and of HTTP, and its end by a signal."""
 
-import ipaddress
 import socket
 import threading
 import time
@@ -45,14 +44,6 @@ def bound_socket(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def is_loopback(host: str) -> bool:
-    """Returns True for a host that other machines cannot reach."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def serve(
     model: ServedModel, engine: Engine, listening: socket.socket, *, request_seconds: float,
     drain_seconds: float, api_key: str | None = None, hosts: frozenset[str] | None = None,
@@ -91,6 +82,7 @@ class Running:
     ):
         uvicorn = optional_module("uvicorn", NEEDED_BY)
         optional_module("starlette", NEEDED_BY)
+        from praxis_lite.interop.serving.connections import limited
         from praxis_lite.interop.serving.endpoints import Limits, application
 
         self._engine, self._socket = engine, listening
@@ -99,6 +91,7 @@ class Running:
         self._server = uvicorn.Server(uvicorn.Config(
             application(model, engine, Limits(request_seconds, api_key, hosts)),
             log_level="warning", access_log=False, server_header=False, lifespan="off",
+            http=limited(request_seconds), ws="none",
             timeout_graceful_shutdown=LAST_SECONDS,
             limit_concurrency=engine.num_rows + engine.most_waiting + MORE_CONNECTIONS,
         ))

@@ -1,11 +1,10 @@
 """`--metrics_port=N`: the newest numbers of a run over HTTP, for Prometheus to fetch."""
 
 import dataclasses
-import socket
 import threading
 from collections.abc import Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from praxis_lite.host.http_endpoint import HttpEndpoint
 from praxis_lite.run.trackers.prometheus_text import PrometheusText
 from praxis_lite.run.trackers.tracker import Ending, TrackedRun, Tracker
 
@@ -21,6 +20,7 @@ class MetricsEndpoint(Tracker):
     Attributes:
       port: 0: a free one, which a line names.
       host: the address that it listens on. The default is reached from this machine alone.
+        Requests must name this machine in their Host header.
       every: as `Tracker.every`.
     """
 
@@ -32,36 +32,16 @@ class MetricsEndpoint(Tracker):
 
     def start(self, run: TrackedRun) -> None:
         """Listens."""
-        self._text = text = PrometheusText(run)
-        self._lock = lock = threading.Lock()
-
-        class Handler(BaseHTTPRequestHandler):
-            timeout = 10  # Seconds for a client to say what it wants.
-
-            def do_GET(self) -> None:
-                is_known = self.path.partition("?")[0] in ("/metrics", "/")
-                with lock:
-                    content = str(text).encode() if is_known else b"Here is only /metrics.\n"
-                self.send_response(200 if is_known else 404)
-                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, *words: object) -> None:
-                """Prints nothing: the output is the job's."""
-
-        class Server(ThreadingHTTPServer):
-            address_family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-            daemon_threads = True
-
-            def handle_error(self, *request: object) -> None:
-                """Prints nothing where a client went away."""
-
-        self._server = Server((self.host, self.port), Handler)
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self._text, self._lock = PrometheusText(run), threading.Lock()
+        self._endpoint = HttpEndpoint(self.host, self.port, self._respond)
         host = f"[{self.host}]" if ":" in self.host else self.host
-        run.note(f"metrics for Prometheus: http://{host}:{self._server.server_port}/metrics")
+        run.note(f"metrics for Prometheus: http://{host}:{self._endpoint.port}/metrics")
+
+    def _respond(self, path: str) -> tuple[int, str, bytes]:
+        if path not in ("/metrics", "/"):
+            return 404, "text/plain; charset=utf-8", b"Here is only /metrics.\n"
+        with self._lock:
+            return 200, "text/plain; version=0.0.4; charset=utf-8", str(self._text).encode()
 
     def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """Takes the numbers."""
@@ -70,5 +50,4 @@ class MetricsEndpoint(Tracker):
 
     def end(self, ending: Ending) -> None:
         """Closes the port."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._endpoint.close()

@@ -1,0 +1,64 @@
+"""Connections of a server that a silent or slow client cannot hold: uvicorn's, with deadlines."""
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from praxis_lite.interop.serving.endpoints import BODY_SECONDS
+
+# Connections without a complete request. Of one more the oldest is closed.
+MOST_WAITING = 128
+# For a client to send the head of its request, from the connection or the answer before.
+HEAD_SECONDS = 10.0
+# For a client to take some of an answer that fills the buffers.
+STALL_SECONDS = 30.0
+_LAST_SECONDS = 60.0  # To take the end of an answer.
+_LOOK_SECONDS = 1.0
+
+
+def limited(request_seconds: float) -> type[asyncio.Protocol]:
+    """Returns uvicorn's protocol with deadlines, for requests that take so many seconds at most."""
+
+    class Limited(_Limited):
+        most_seconds = request_seconds + _LAST_SECONDS
+
+    return Limited
+
+
+class _Limited(AutoHTTPProtocol):
+    most_seconds = float("inf")
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._state, self._since, self._writable_at = None, self.loop.time(), self.loop.time()
+        waiting = [
+            one for one in self.connections if one.waits() and not one.transport.is_closing()
+        ]
+        if len(waiting) > MOST_WAITING:
+            min(waiting, key=lambda one: one._since).transport.abort()
+        self._look()
+
+    def waits(self) -> bool:
+        """Returns True while the client has not sent a complete request."""
+        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
+
+    def _look(self) -> None:
+        if self not in self.connections:
+            return
+        # A cycle is a request with its answer; the last one stays until the next.
+        state, now = (self.cycle, self.waits()), self.loop.time()
+        if state != self._state:
+            self._state, self._since = state, now
+        if not self.flow.write_paused:
+            self._writable_at = now
+        if not self.waits():
+            seconds = self.most_seconds
+        elif self.cycle is None or self.cycle.response_complete:
+            seconds = HEAD_SECONDS
+        else:
+            seconds = BODY_SECONDS + HEAD_SECONDS
+        if now - self._since > seconds or now - self._writable_at > STALL_SECONDS:
+            self.transport.abort()
+        else:
+            self.loop.call_later(_LOOK_SECONDS, self._look)
