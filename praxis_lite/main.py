@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             start(
                 command.coordinator, command.num_processes, command.process_id,
-                command.start_seconds,
+                command.start_seconds, command.job_log_dir,
             )
         if processes.count() > 1:
             without_lines_of_gloo()

@@ -13,6 +13,15 @@ def distributed_state() -> Any:
     return getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
 
 
+def detected_processes(method: str | None, seconds: int) -> tuple[str, int, int, list[int] | None]:
+    """Returns coordinator, number of processes, own index and own devices, as the launcher says."""
+    from jax._src import clusters
+
+    return clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        None, None, None, None, method, seconds
+    )
+
+
 def compilation_cache_modules() -> tuple[types.ModuleType, types.ModuleType, types.ModuleType]:
     """Returns the modules of JAX's cache: its files, the keys of programs, and who writes."""
     from jax._src import cache_key, compilation_cache, compiler

@@ -1,8 +1,6 @@
 """`--elastic` on the command line: this process supervises its host, or works for a supervisor."""
 
-import contextlib
 import os
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -11,6 +9,7 @@ from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.run.job.elastic import order
 from praxis_lite.run.job.health_files import HealthFiles, directory_of
 from praxis_lite.run.job.job_dir import open_for_meeting
+from praxis_lite.run.job.processes.addresses import own_address
 from praxis_lite.run.job.processes.start import connect_worker, own_number
 from praxis_lite.run.modes.launched import job_log_dir
 from praxis_lite.run.modes.mode import CommandLine
@@ -64,22 +63,3 @@ def _import(command: CommandLine) -> None:
     from praxis_lite.run.trainer import launch  # noqa: F401
 
     config_of_experiment(command.exp, command.settings, command.packages)
-
-
-def own_address(coordinator: str | None) -> str:
-    """Returns the address by which other hosts reach this host: on the coordinator's network.
-
-    The coordinator's name may have no address: in Kubernetes while its pod is not there.
-    """
-    host = (coordinator or "").rpartition(":")[0].strip("[]")
-    # At last the way to other networks (RFC 5737).
-    for target in filter(None, (host, socket.gethostname(), "192.0.2.1")):
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked,
-        ):
-            asked.connect((target, 9))  # Sends nothing.
-            address = asked.getsockname()[0]
-            if target == host or not address.startswith("127."):
-                return address
-    return "127.0.0.1"

@@ -20,6 +20,7 @@ from praxis_lite.run.job.elastic.record import last_step_made, record, record_li
 from praxis_lite.run.job.elastic.settings import Settings
 from praxis_lite.run.job.elastic.sight import Sight
 from praxis_lite.run.job.elastic.stuck_workers import StuckWorkers
+from praxis_lite.run.job.processes.addresses import joined
 
 _SAY_AGAIN_SECONDS = 60.0
 
@@ -123,7 +124,7 @@ class Leader:
             number=(last.number if last else 0) + 1, kind=begin.kind, who=begin.who, why=begin.why,
             members=begin.members,
             incarnations=tuple(view.members[k].incarnation for k in begin.members),
-            coordinator=f"{first.address}:{first.port}", event=event, noticed=noticed,
+            coordinator=joined(first.address, first.port), event=event, noticed=noticed,
             agreed=time.time(), last_step=last_step_made(last, view.members),
             num_fruitless=(
                 0 if last is None or has_stepped(view, last) else last.num_fruitless + 1

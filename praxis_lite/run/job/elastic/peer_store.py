@@ -6,7 +6,6 @@ nothing of arrays.
 
 import contextlib
 import dataclasses
-import ipaddress
 import mmap
 import socket
 import threading
@@ -25,6 +24,7 @@ from praxis_lite.run.job.elastic.store_messages import (
     send,
     send_bytes,
 )
+from praxis_lite.run.job.processes.addresses import joined
 
 _IDLE_SECONDS = 600.0  # That a connection may wait between two requests.
 _MOST_STRANGERS = 32  # Connections that have not proved yet that they have the key.
@@ -58,8 +58,7 @@ class PeerStore:
 
     Args:
       key: of the job.
-      host: the name or address by which the job's other hosts reach this one. One that means this
-        host alone, such as 127.0.0.1, lets no other connect.
+      host: the address by which the job's other hosts reach this one, on which it listens.
 
     Attributes:
       address: "host:port", for StoreClient.
@@ -67,9 +66,9 @@ class PeerStore:
 
     def __init__(self, key: bytes, host: str):
         self._key, self._saves, self._lock = key, dict[SaveId, _Held](), threading.Lock()
-        self._listener = _listener(host)
-        port = self._listener.getsockname()[1]
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=128)
+        self.address = joined(host, self._listener.getsockname()[1])
         self._connections, self._strangers = set[socket.socket](), list[socket.socket]()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="peer store", daemon=True)
@@ -221,21 +220,6 @@ def _sizes(request: dict[str, Any]) -> dict[str, int]:
     if sizes["header_bytes"] > _MOST_HEADER_BYTES:
         raise ValueError("a header is too long")
     return sizes
-
-
-def _listener(host: str) -> socket.socket:
-    """Returns a socket at a free port, which listens to the host alone or to all interfaces."""
-    family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
-    if ipaddress.ip_address(address[0].partition("%")[0]).is_loopback and host != (
-        socket.gethostname()
-    ):
-        return socket.create_server((address[0], 0), family=family, backlog=128)
-    # A host's own name may mean 127.0.1.1 on it, and its address elsewhere.
-    with contextlib.suppress(OSError):
-        return socket.create_server(
-            ("::", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128
-        )
-    return socket.create_server(("", 0), backlog=128)
 
 
 def _end(connection: socket.socket) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from praxis_lite.run.job.elastic.members import Member, WorkerEnd
+from praxis_lite.run.job.processes import addresses
 
 # A member whose file stays as it is for so long is gone.
 SILENT_SECONDS = 12.0
@@ -93,10 +94,9 @@ class Sight:
 
 
 def _refuses(address: str) -> bool:
-    host, _, port = address.rpartition(":")
     with contextlib.suppress(OSError):
         try:
-            socket.create_connection((host, int(port)), timeout=0.3).close()
+            socket.create_connection(addresses.split(address), timeout=0.3).close()
         except ConnectionRefusedError:
             return True
     return False

@@ -54,7 +54,7 @@ class Supervisor:
         self._meeting = Meeting(settings.job.elastic)
         self._own = Member(
             member=settings.member, incarnation=secrets.token_hex(8), host=socket.gethostname(),
-            pid=os.getpid(), address=settings.address, port=_free_port(),
+            pid=os.getpid(), address=settings.address, port=_free_port(settings.address),
         )
         self._sight, self._say = Sight(settings.member), Says()
         self._leader = Leader(settings, self._meeting, self._sight, self._say)
@@ -218,7 +218,7 @@ class Supervisor:
         self._worker, self._spare = self._spare or WorkerProcess(self._settings.argv), None
         self._own = dataclasses.replace(
             self._own, generation=newest, end=None, worker={}, phases=(), first_step_time=None,
-            port=_free_port(),
+            port=_free_port(self._settings.address),
         )
         self._worker.give(Order(
             generation=newest, member=own, members=generation.members,
@@ -290,7 +290,8 @@ class Supervisor:
         return False
 
 
-def _free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as free:
-        free.bind(("", 0))
+def _free_port(address: str) -> int:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as free:
+        free.bind((address, 0))
         return free.getsockname()[1]

@@ -9,6 +9,7 @@ from praxis_lite.run.job.processes.coordination import (
     count_on_this_host,
     exchange,
     first_answers,
+    first_is_at,
     host,
     index,
     is_first,
@@ -17,6 +18,6 @@ from praxis_lite.run.job.processes.coordination import (
 )
 
 __all__ = [
-    "client", "count", "count_on_this_host", "exchange", "first_answers", "host", "index",
-    "is_first", "learn_hosts", "name",
+    "client", "count", "count_on_this_host", "exchange", "first_answers", "first_is_at", "host",
+    "index", "is_first", "learn_hosts", "name",
 ]

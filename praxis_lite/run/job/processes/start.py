@@ -1,20 +1,26 @@
 """The ways in which a job's processes find each other: flags, or a launcher's variables."""
 
+import contextlib
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TextIO
 
 from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.host.http_endpoint import is_loopback
 from praxis_lite.run.job import processes
 from praxis_lite.run.job.elastic.order import LOST_PEER_STATUS, Order
-from praxis_lite.run.job.processes import peers
+from praxis_lite.run.job.jax_internals import detected_processes
+from praxis_lite.run.job.local_directory import local_directory
+from praxis_lite.run.job.processes import addresses, peers
 from praxis_lite.run.job.processes.aborts import speaking_before_aborts
 from praxis_lite.run.job.processes.claimed_id import ClaimedId
 from praxis_lite.run.job.processes.coordination import PeerLost
 from praxis_lite.run.job.processes.exits import end_now
+from praxis_lite.run.job.processes.gate import Gate, user_folder, write_key
 from praxis_lite.run.job.processes.standard_output import to_nothing
 from praxis_lite.run.job.processes.stuck.worker import tell_supervisor
 
@@ -35,20 +41,30 @@ def start(
     num_processes: int | None,
     process_id: int | None,
     start_seconds: int = START_SECONDS,
+    job_log_dir: str | None = None,
 ) -> None:
     """Connects this process with the others of its job, and makes the first process speak for it.
 
     It must come before JAX makes a device. If neither flags nor the environment tell of other
-    processes, nothing happens, and jax is not imported. Raises ConfigError if a flag is wrong or
-    missing, or the processes cannot be connected.
+    processes, nothing happens, and jax is not imported.
+
+    Args:
+      coordinator, num_processes, process_id, start_seconds: the options of these names.
+      job_log_dir: the job's directory, by which its processes tell each other a key. Without it
+        they need none if they are reached over the network, and the network must be isolated.
+
+    Raises:
+      ConfigError: a flag is wrong or missing, or the processes cannot be connected.
     """
     require(start_seconds >= 1, "--start_seconds", start_seconds, "1 or more")
     settings, result = find_others(coordinator, num_processes, process_id, os.environ)
     if settings is None:
         return
-    _connect(settings, start_seconds)
-    peers.watch()
-    processes.learn_hosts(start_seconds)
+    settings = _complete(settings, start_seconds)
+    with _key_file(settings, job_log_dir) as file:
+        _connect(settings, start_seconds, file)
+        peers.watch()
+        processes.learn_hosts(start_seconds)
     if processes.is_first():
         hosts = len({processes.host(k) for k in range(processes.count())})
         print(f"{processes.count()} processes on {hosts} hosts, found by {result}", flush=True)
@@ -72,7 +88,7 @@ def connect_worker(order: Order, start_seconds: int) -> None:
         }
         peers.end_when_aborted()
         try:
-            _connect(settings, start_seconds, lost_status=LOST_PEER_STATUS)
+            _connect(settings, start_seconds, order.store_key, lost_status=LOST_PEER_STATUS)
             processes.learn_hosts(start_seconds)
         except ConfigError as error:
             raise PeerLost(str(error)) from error
@@ -199,19 +215,80 @@ def _check_flags(
     )
 
 
-def _connect(settings: Mapping[str, Any], seconds: int, lost_status: int = 2) -> None:
+def _complete(settings: Mapping[str, Any], seconds: int) -> Mapping[str, Any]:
+    """Returns the arguments of jax.distributed.initialize with what JAX finds out by itself."""
+    if "coordinator_address" in settings:
+        return settings
+    try:
+        coordinator, num_processes, process_id, devices = detected_processes(
+            settings.get("cluster_detection_method"), seconds
+        )
+        if coordinator is None:
+            raise ValueError("JAX does not find the first one")
+    except (RuntimeError, ValueError, OSError) as error:
+        raise _cannot_be_connected(error) from error
+    return {
+        "coordinator_address": coordinator, "num_processes": num_processes,
+        "process_id": process_id, "cluster_detection_method": "deactivate",
+        **({} if "JAX_LOCAL_DEVICE_IDS" in os.environ else {"local_device_ids": devices}),
+    }
+
+
+@contextlib.contextmanager
+def _key_file(settings: Mapping[str, Any], job_log_dir: str | None) -> Iterator[Path | None]:
+    """Yields the file by which processes tell each other the job's key while they connect.
+
+    None: there is no place for it that all can read.
+    """
+    host, port = addresses.split(settings["coordinator_address"])
+    is_first, made = settings["process_id"] == 0, None
+    try:
+        if is_loopback(host):
+            file = user_folder() / f"{port}.key"
+        elif job_log_dir is None:
+            yield None
+            return
+        else:
+            file = local_directory(job_log_dir) / ".connecting.key"
+            if is_first and not file.parent.exists():
+                file.parent.mkdir(parents=True)
+                made = file.parent
+        if is_first:
+            write_key(file)
+    except OSError as error:
+        raise ConfigError(
+            f"The key by which the job's processes know each other cannot be written: {error}. "
+            "Name a --job_log_dir that can be written."
+        ) from None
+    yield file
+    if is_first:
+        file.unlink(missing_ok=True)
+        if made is not None:  # Whether the job may begin is decided later.
+            with contextlib.suppress(OSError):
+                made.rmdir()
+
+
+def _connect(
+    settings: Mapping[str, Any], seconds: int, key: bytes | Path | None, lost_status: int = 2
+) -> None:
+    """Connects this process with the others.
+
+    Args:
+      key: of the job, or the file that will have it; None: anyone who reaches the first process's
+        port is taken for a process of the job.
+    """
     import jax
 
     # It would swallow SIGTERM.
     jax.config.update("jax_enable_preemption_service", False)
-    is_connected, process_id = threading.Event(), settings.get("process_id")
+    is_connected, process_id = threading.Event(), settings["process_id"]
     claimed = None
-    if process_id is not None and lost_status == 2:
+    if lost_status == 2:
         claimed = ClaimedId(settings["coordinator_address"], process_id)
 
     def give_up() -> None:
         if not is_connected.wait(seconds):
-            which = "it" if process_id is None else f"process {process_id}"
+            which = f"process {process_id}"
             doubled = claimed.refused() if claimed else ""
             if doubled:
                 doubled = (
@@ -221,8 +298,8 @@ def _connect(settings: Mapping[str, Any], seconds: int, lost_status: int = 2) ->
             os.write(2, (
                 f"error: the processes of the job have not all come together within {seconds} s; "
                 f"so {which} ends.{doubled} See which did not start, or cannot reach the first "
-                "one's host and port; where they start at very different times, give all of them "
-                "--start_seconds=600.\n"
+                "one's host and port. All need the same --job_log_dir, which all hosts share. "
+                "Where they start at very different times, give all of them --start_seconds=600.\n"
             ).encode())
             os._exit(lost_status)
 
@@ -238,16 +315,13 @@ def _connect(settings: Mapping[str, Any], seconds: int, lost_status: int = 2) ->
         # JAX aborts the process when its own time is up, so that is longer.
         with speaking_before_aborts(say_refused):
             jax.distributed.initialize(
-                **settings, initialization_timeout=seconds + 60,
+                **{**settings, **_addresses(settings, key)}, initialization_timeout=seconds + 60,
                 heartbeat_timeout_seconds=peers.JAX_HEARTBEAT_SECONDS,
             )
     except (RuntimeError, ValueError, OSError) as error:
         if claimed:
             claimed.release()
-        raise ConfigError(
-            f"The processes of the job cannot be connected: {str(error).splitlines()[0]}. Look at "
-            "--coordinator, or at what the launcher says."
-        ) from error
+        raise _cannot_be_connected(error) from error
     finally:
         is_connected.set()
     hosts = os.environ.get("SLURM_STEP_NUM_NODES")
@@ -258,6 +332,30 @@ def _connect(settings: Mapping[str, Any], seconds: int, lost_status: int = 2) ->
         # Under SLURM and Open MPI JAX shows a process one GPU: the host has one process for each.
         for platform in ("cuda", "rocm"):
             jax.config.update(f"jax_{platform}_visible_devices", "all")
+
+
+def _cannot_be_connected(error: Exception) -> ConfigError:
+    return ConfigError(
+        f"The processes of the job cannot be connected: {str(error).splitlines()[0]}. Look at "
+        "--coordinator, or at what the launcher says."
+    )
+
+
+def _addresses(settings: Mapping[str, Any], key: bytes | Path | None) -> dict[str, str]:
+    """Returns the addresses of JAX's coordination service; starts this process's gate to it."""
+    coordinator, is_first = settings["coordinator_address"], settings["process_id"] == 0
+    to_reach, to_bind = addresses.to_reach(coordinator), addresses.to_bind(coordinator)
+    if (bound := os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")) and not isinstance(key, bytes):
+        to_bind = addresses.split(bound)
+    processes.first_is_at(to_reach)
+    if key is None:
+        reach, bind = addresses.joined(*to_reach), addresses.joined(*to_bind)
+    else:
+        gate = Gate(to_bind if is_first else to_reach, key, is_first=is_first)
+        reach = bind = gate.service
+    return {
+        "coordinator_address": reach, **({"coordinator_bind_address": bind} if is_first else {})
+    }
 
 
 def _speak_as_another(process: int) -> None:

@@ -1,0 +1,58 @@
+"""A process of a job of two, or a stranger, for `test_strangers`: KIND COORDINATOR INDEX [DIR].
+
+KIND is plain or elastic: the process connects as the library does, and prints "connected". After a
+line on standard input it prints what the job's key has, and exits with status 0. A stranger
+has no secret, speaks to the coordinator's port with JAX's own client, and prints what it could do.
+"""
+
+import os
+import sys
+
+from jax._src.lib import _jax
+
+from praxis_lite.run.job import processes
+from praxis_lite.run.job.elastic.order import Order
+from praxis_lite.run.job.processes.start import connect_worker, start
+
+NAME = "praxis_lite/newest"
+
+
+def _stranger(coordinator: str, index: int) -> None:
+    client = _jax.get_distributed_runtime_client(
+        coordinator, index, init_timeout=5, shutdown_timeout=1
+    )
+    for what, do in (
+        ("connected", client.connect),
+        ("read", lambda: client.key_value_dir_get("praxis_lite")),
+        ("wrote", lambda: client.key_value_set(NAME, "the stranger's", True)),
+    ):
+        try:
+            do()
+            print(what, flush=True)
+        except RuntimeError:
+            pass
+
+
+def main() -> None:
+    """Does as the first argument says."""
+    kind, coordinator, index, *folder = sys.argv[1:]
+    if kind == "stranger":
+        _stranger(coordinator, int(index))
+        os._exit(0)
+    if kind == "elastic":
+        connect_worker(Order(
+            generation=1, member=int(index), members=(0, 1), stores=("", ""),
+            store_key=b"the key of the job", coordinator=coordinator, num_slots=2,
+        ), 30)
+    else:
+        start(coordinator, 2, int(index), 30, *folder)
+    if index == "0":
+        processes.client().key_value_set(NAME, "the job's")
+    print("connected", file=sys.stderr, flush=True)
+    sys.stdin.readline()
+    print(processes.client().key_value_try_get(NAME), file=sys.stderr, flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
