@@ -260,12 +260,14 @@ def _key_file(settings: Mapping[str, Any], job_log_dir: str | None) -> Iterator[
             f"The key by which the job's processes know each other cannot be written: {error}. "
             "Name a --job_log_dir that can be written."
         ) from None
-    yield file
-    if is_first:
-        file.unlink(missing_ok=True)
-        if made is not None:  # Whether the job may begin is decided later.
-            with contextlib.suppress(OSError):
-                made.rmdir()
+    try:
+        yield file
+    finally:
+        if is_first:
+            file.unlink(missing_ok=True)
+            if made is not None:  # Whether the job may begin is decided later.
+                with contextlib.suppress(OSError):
+                    made.rmdir()
 
 
 def _connect(
