@@ -38,8 +38,9 @@ def report(
         print(f"{name}: {size:>9,}  {seconds[-1]:8.3f} s", flush=True)
     # The constant part is the intercept of the line through the two smallest sizes.
     constant = max(0.0, 2 * seconds[0] - seconds[1])
+    noise = max(1e-6, 0.05 * constant)  # A cost that does not grow has a ratio of 1.
     growth = [
-        max(after - constant, 1e-6) / max(before - constant, 1e-6)
+        max(after - constant, noise) / max(before - constant, noise)
         for before, after in itertools.pairwise(seconds)
     ]
     exponent = statistics.median(math.log2(ratio) for ratio in growth)

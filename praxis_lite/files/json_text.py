@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -14,6 +15,7 @@ MAX_BYTES = 16 * 2**20
 # Python's own parser takes changes with its version.
 MOST_NESTED = 200
 _MOST_LINES_BYTES = 2**30  # Of a file with a line per step, or per save.
+_BLOCK = 1 << 16  # Bytes that are read at once from the end of a file.
 
 
 def parse_json(text: str) -> Any:
@@ -80,6 +82,51 @@ def lines_of(path: Path, newest: int | None = None) -> list[str]:
             "away what lies in its place."
         ) from None
     return [text for text in content.decode("utf-8", "replace").split("\n") if text]
+
+
+def lines_from_end(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Yields (offset, text) of each line of a file, the last line first, without line breaks.
+
+    The first one is what follows the last line break: b"", unless a writer was cut short. Only the
+    lines that are asked for are read.
+    """
+    end, rest = os.fstat(file.fileno()).st_size, []
+    while end:
+        start = max(0, end - _BLOCK)
+        first, *others = os.pread(file.fileno(), end - start, start).split(b"\n")
+        for text in reversed(others):
+            end -= len(text)
+            yield end, b"".join([text, *reversed(rest)])
+            rest, end = [], end - 1
+        rest.append(first)  # It may begin in the block before.
+        end = start
+    yield 0, b"".join(reversed(rest))
+
+
+def finish_last_line(file: IO[bytes]) -> None:
+    """Adds the line break that the last line of a file lacks; a line that is cut short is removed.
+
+    Args:
+      file: opened to read and to write.
+    """
+    end = None
+    for offset, text in lines_from_end(file):
+        end = offset if end is None else end
+        if text and not is_json(text):
+            os.ftruncate(file.fileno(), offset)
+        elif text and offset == end:
+            os.pwrite(file.fileno(), b"\n", offset + len(text))
+        if text:
+            return
+
+
+def is_json(text: bytes) -> bool:
+    """Returns True if Python's parser takes the text."""
+    try:
+        json.loads(text.decode("utf-8", "replace"))
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def opened_to_append(path: str | os.PathLike[str]) -> IO[str]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection
 
-from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.errors import ConfigError, is_number
 from praxis_lite.run.config.build import build
 from praxis_lite.run.config.text import load_config_file
 from praxis_lite.run.experiment.early_stopping import EarlyStopping
@@ -13,8 +13,8 @@ from praxis_lite.run.job import processes
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.job.processes.broadcast import from_first
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
-from praxis_lite.run.trainer.loss_spikes import losses_of
-from praxis_lite.run.trainer.metrics.json_lines import evaluation_lines, training_lines
+from praxis_lite.run.trainer.loss_spikes import losses_of_newest
+from praxis_lite.run.trainer.metrics.json_lines import evaluation_lines, newest_lines
 from praxis_lite.run.trainer.metrics.loss_curve import plot_loss_curve
 
 
@@ -33,10 +33,12 @@ def lacks_evaluation(
     """
     if not step or not evaluates(run, step):
         return False
-    lines = evaluation_lines(job.eval_metrics_jsonl)
-    evaluated = {line["dataset"] for line in lines if line["step"] == step}
     return from_first(
-        "lacks evaluation", lambda: bool(eval_sets) and evaluated.isdisjoint(eval_sets)
+        "lacks evaluation",
+        lambda: bool(eval_sets) and not any(
+            line["step"] == step and str(line.get("dataset")) in eval_sets
+            for line in newest_lines(job.eval_metrics_jsonl)
+        ),
     )
 
 
@@ -115,7 +117,7 @@ def losses_before(run: RunConfig, job: JobDir) -> list[float]:
     """Returns the losses on disk that the next loss is compared with, to find a spike."""
     if run.loss_spikes.factor is None:
         return []
-    return from_first("losses before", lambda: losses_of(training_lines(job.metrics_jsonl)))
+    return from_first("losses before", lambda: losses_of_newest(newest_lines(job.metrics_jsonl)))
 
 
 def evaluates(run: RunConfig, step: int) -> bool:
@@ -170,11 +172,13 @@ def say_goodput(files: JobDir, note: Callable[[str], None]) -> None:
         note(goodput.line())
 
 
-def check_last_step(job: JobDir, step: int, num_skipped: int) -> None:
+def check_last_step(
+    job: JobDir, step: int, num_skipped: int, eval_sets: Collection[str]
+) -> None:
     """Raises LastStepUnsound if the last step was skipped, or its evaluation is not finite.
 
     Called once all of the run is on disk. `num_skipped` steps in a row, up to the last, were
-    skipped.
+    skipped. The evaluations are those of `eval_sets`, each the newest.
     """
     where = (
         f"look at {job.non_finite_txt}, which names the layer or the data"
@@ -197,11 +201,21 @@ def check_last_step(job: JobDir, step: int, num_skipped: int) -> None:
             f"gradient too large. The weights in {job.path} are those of step "
             f"{step - num_skipped}. {advice}"
         )
-    losses = {line["dataset"]: line["loss"] for line in evaluation_lines(job.eval_metrics_jsonl)
-              if line["step"] == step and "loss" in line}
-    for dataset, loss in from_first("last losses", lambda: losses).items():
+    losses = from_first("last losses", lambda: _losses_at(job, step, eval_sets))
+    for dataset, loss in losses.items():
         if not math.isfinite(loss):
             raise LastStepUnsound(
                 f"The evaluation of step {step} has {dataset}/loss {loss}, so its weights, which "
                 f"are kept in {job.path}, or the data are not sound. {advice}"
             )
+
+
+def _losses_at(job: JobDir, step: int, eval_sets: Collection[str]) -> dict[str, float]:
+    losses: dict[str, float] = {}
+    for line in newest_lines(job.eval_metrics_jsonl):
+        dataset, loss = str(line.get("dataset")), line.get("loss")
+        if line["step"] == step and dataset in eval_sets and is_number(loss):
+            losses.setdefault(dataset, loss)
+            if len(losses) == len(eval_sets):
+                break
+    return losses

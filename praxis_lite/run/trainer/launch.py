@@ -140,7 +140,7 @@ def train(
             timeline.take_back()
             draw_loss_curve(files, start.step, print)
             trained = Trained(start.step, num_skipped_in_a_row(start.state))
-            check_last_step(files, trained.step, trained.num_skipped)
+            check_last_step(files, trained.step, trained.num_skipped, job.eval_sets)
             return trained
         check_first_batches(job.datasets)
         for line in notes_on_resume(job.datasets):
@@ -189,7 +189,7 @@ def train(
         )
     else:
         print(f"trained to step {trained.step}: {files.path}")
-    check_last_step(files, trained.step, trained.num_skipped)
+    check_last_step(files, trained.step, trained.num_skipped, job.eval_sets)
     return trained
 
 

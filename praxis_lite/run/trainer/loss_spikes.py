@@ -1,8 +1,9 @@
 """Spikes among losses, and the number of times that a run goes back to before a spike."""
 
 import collections
+import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -53,10 +54,15 @@ class SpikeDetector:
         return None
 
 
-def losses_of(lines: Iterable[Mapping[str, Any]]) -> list[float]:
+def losses_of(lines: Sequence[Mapping[str, Any]]) -> list[float]:
     """Returns the losses that the next loss is compared with, from the lines of metrics.jsonl."""
+    return losses_of_newest(reversed(lines))
+
+
+def losses_of_newest(lines: Iterable[Mapping[str, Any]]) -> list[float]:
+    """Returns `losses_of` by lines of which the newest comes first, as many as that takes."""
     losses = (line["loss"] for line in lines if not line.get("is_loss_spike"))
-    return [loss for loss in losses if math.isfinite(loss)][-NUM_LOSSES:]
+    return list(itertools.islice(filter(math.isfinite, losses), NUM_LOSSES))[::-1]
 
 
 class RollBacks:

@@ -34,14 +34,14 @@ class MetricsFiles(Hook):
         if not loop.is_first:
             return
         if lost := self._writer.lost_steps:
-            loop.timeline.loses(lost[-1])
+            loop.timeline.loses(lost[1])
             loop.note(
-                f"steps {lost[0]} to {lost[-1]} were made before, but not saved, and are made "
+                f"steps {lost[0]} to {lost[1]} were made before, but not saved, and are made "
                 f"again; their lines are in {self._writer.lost_path.name} now"
             )
-        if (kept := self._writer.num_kept) < first_step:
-            loop.note(f"note: {files.metrics_jsonl} has lines of {kept} of {first_step} "
-                      "steps; the others are lost, and the loss curve lacks them")
+        if self._writer.newest_kept < first_step:
+            loop.note(f"note: {files.metrics_jsonl} has lines of {self._writer.num_lines()} of "
+                      f"{first_step} steps; the others are lost, and the loss curve lacks them")
 
     def after_metrics(self, metrics: StepMetrics) -> None:
         self._writer.write(metrics.line)

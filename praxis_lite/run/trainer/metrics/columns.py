@@ -19,6 +19,7 @@ Columns = dict[str, np.ndarray]
 # Bytes that are read at once: more would take the system longer to give memory for.
 _BLOCK = 1 << 19
 _MOST_BLOCKS = 32  # Of a line; a longer one is unreadable.
+_END = 256  # Bytes that are compared, to see whether a file that has grown was cut before.
 
 
 class MetricsColumns:
@@ -35,8 +36,9 @@ class MetricsColumns:
     def read(self) -> bool:
         """Reads the lines that were added since the last call; returns True if there are any.
 
-        A last line without its end is left for the next call. A file that was replaced, as a run
-        does that makes steps again, is read anew; one that is gone, or not there yet, has no lines.
+        A last line without its end is left for the next call. A file that was replaced or cut, as
+        a run does that makes steps again, is read anew; one that is gone, or not there yet, has no
+        lines.
 
         Raises:
           ConfigError: there is something that cannot be read.
@@ -45,6 +47,8 @@ class MetricsColumns:
             with opened(self._path) as file:
                 status = os.fstat(file.fileno())
                 is_another = (status.st_dev, status.st_ino) != self._identity
+                file.seek(max(0, self._offset - _END))
+                is_another = is_another or file.read(_END)[: len(self._end)] != self._end
                 if is_another or status.st_size < self._offset:
                     self._forget()
                     self._identity = status.st_dev, status.st_ino
@@ -81,7 +85,7 @@ class MetricsColumns:
 
     def _forget(self) -> None:
         self._identity: tuple[int, int] | None = None
-        self._offset, self.num_unreadable = 0, 0
+        self._offset, self._end, self.num_unreadable = 0, b"", 0
         self._blocks: list[Columns] = []
 
     def _read_blocks(self, file: IO[bytes]) -> None:
@@ -95,6 +99,7 @@ class MetricsColumns:
                 rest.append(data)
             if len(rest) > _MOST_BLOCKS:  # What follows of it is no line by itself.
                 self._offset += sum(map(len, rest))
+                self._end = b"".join(rest)[-_END:]
                 rest = []
 
     def _take(self, text: bytes) -> None:
@@ -104,6 +109,7 @@ class MetricsColumns:
         if len(block["step"]):
             self._blocks.append(block)
         self._offset += len(text)
+        self._end = (self._end + text)[-_END:] if len(text) < _END else text[-_END:]
 
     def _of_any_lines(self, text: bytes) -> Columns:
         lines = []

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from praxis_lite.files.json_text import opened
+from praxis_lite.files.json_text import lines_from_end, opened
 from praxis_lite.run.trainer.metrics.json_lines import with_non_finite
 
 _STEP = re.compile(rb'\{"step": (\d+)[,}]')
@@ -22,15 +22,24 @@ class FollowedLines:
         self._path = path
         self._file: IO[bytes] | None = None
 
-    def up_to(self, last: int, wants: Callable[[int], bool]) -> Iterator[dict[str, Any]]:
+    def up_to(
+        self, last: int, wants: Callable[[int], bool], after: int | None = None
+    ) -> Iterator[dict[str, Any]]:
         """Yields the lines of wanted steps, up to the first line of a step after `last`.
 
         NaN and the infinities are floats. Raises OSError if the file cannot be read.
+
+        Args:
+          after: of a file in the order of its steps: no line up to this step is wanted, and none
+            is read when the file is opened.
         """
-        try:
-            self._file = self._file or opened(self._path)
-        except FileNotFoundError:
-            return
+        if self._file is None:
+            try:
+                self._file = opened(self._path)
+            except FileNotFoundError:
+                return
+            if after is not None:
+                self._file.seek(_place_after(self._file, after))
         while True:
             start = self._file.tell()
             line = self._file.readline()
@@ -46,3 +55,14 @@ class FollowedLines:
         if self._file is not None:
             self._file.close()
         self._file = None
+
+
+def _place_after(file: IO[bytes], step: int) -> int:
+    """Returns where the lines of later steps begin, by reading them from the end."""
+    place = 0
+    for offset, text in lines_from_end(file):
+        place = offset
+        match = _STEP.match(text)
+        if match and int(match[1]) <= step:
+            return offset + len(text) + 1
+    return place

@@ -2,18 +2,27 @@
 
 import contextlib
 import fcntl
+import itertools
 import json
 import math
 import os
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
+import orjson
 
 from praxis_lite.core.errors import ConfigError, is_number
-from praxis_lite.files.json_text import content_of, opened_to_append
+from praxis_lite.files.json_text import (
+    descriptor,
+    finish_last_line,
+    is_json,
+    lines_from_end,
+    opened,
+    opened_to_append,
+)
 from praxis_lite.files.whole_files import not_written, write_whole
 from praxis_lite.run.trainer.metrics.kept_lines import KeptLines
 
@@ -26,27 +35,38 @@ _LEADING_KEYS = ("step", "dataset", "loss")
 # A line that is cut short for so long is of a writer that was killed.
 _CUT_SHORT_SECONDS = 2.0
 
+# At the end of a file, whose lines are checked before others are added.
+_CHECKED_BYTES = 1 << 16
+
+# `sampled_lines` reads all of a smaller file; and so many lines of a larger one.
+_SMALL_BYTES = 4 * 2**20
+_NUM_SAMPLES = 8192
+
+_NOT_A_LINE = (ValueError, TypeError, KeyError, RecursionError)
+
 
 class JsonLinesWriter(contextlib.AbstractContextManager):
     """Appends lines to a file, a line per step, each flushed as it is written.
 
-    Opening the file mends what an earlier run left: a last line that a kill cut short goes, and
-    the lines after `resume_step`, which the resumed run writes anew, are moved to NAME.lost.jsonl.
-    The mended file replaces the old one whole, so a kill in the middle loses nothing. Raises
-    ConfigError if a line in the middle cannot be read, or the file cannot be written at first. If
-    it cannot be written later its lines are kept (`KeptLines`); if they cannot be written at the
+    Opening the file removes what an earlier run left: a last line that a kill cut short, and the
+    lines after `resume_step`, which the resumed run writes again. They are moved to
+    NAME.lost.jsonl: first copied, then cut off, so a kill at any point loses nothing, and the next
+    launch moves what is left. Lines are read from the end of the file, 64 KiB at least, up to the
+    last one that stays; only of evaluations, which other processes add in any order, all are read.
+    Raises ConfigError if one of these lines cannot be read, or the file cannot be written at first.
+    If it cannot be written later its lines are kept (`KeptLines`); if they cannot be written at the
     end either, leaving the context raises ConfigError, or notes it on the way of another exception.
 
     Numbers have as many digits as float64 needs, so float32 round-trips bit for bit. NaN and the
     infinities are written as the strings "NaN", "Infinity" and "-Infinity".
 
     Args:
-      resume_step: None: every line is dropped; sys.maxsize: every line stays.
+      resume_step: None: every line is moved; sys.maxsize: every line stays.
       note: told when the file cannot be written, and when it can be again.
 
     Attributes:
-      num_kept: how many lines of earlier runs stay.
-      lost_steps: the steps of lines that were moved, in their order.
+      newest_kept: the newest step among the lines of earlier runs that stay; 0 if there is none.
+      lost_steps: the first and the last step of the lines that were moved; None if none were.
       lost_path: the file that they are in.
     """
 
@@ -57,25 +77,55 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
         self.path = pathlib.Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.lost_path = self.path.with_name(f"{self.path.stem}.lost.jsonl")
+        self.newest_kept, self.lost_steps = 0, None
         with no_other_changes(self.path):
-            self._mend(-1 if resume_step is None else resume_step)
             try:
+                with _opened_to_change(self.path) as file:
+                    self._move_lost(file, -1 if resume_step is None else resume_step)
                 self._lines = KeptLines(self.path, note)
             except OSError as error:
                 raise not_written(self.path, error) from error
 
-    def _mend(self, last: int) -> None:
-        lines = lines_if_any(self.path)
-        kept = [line for line in lines if line["step"] <= last]
-        lost = [line for line in lines if line["step"] > last]
-        self.num_kept, self.lost_steps = len(kept), [line["step"] for line in lost]
-        if lost:
-            before = _former(self.lost_path)
-            write_whole(self.lost_path, before + "".join(map(json_line, lost)).encode())
-        content = "".join(map(json_line, kept)).encode()
-        # A file that is in order stays the same file: another process may be adding to it.
-        if not self.path.exists() or _former(self.path) != content:
-            write_whole(self.path, content)
+    def _move_lost(self, file: IO[bytes], last: int) -> None:
+        """Moves the lines of steps after the `last` to the file of lost lines."""
+        finish_last_line(file)
+        cut, copied, size = None, None, os.fstat(file.fileno()).st_size
+        for offset, text, line in _newest_first(self.path, file):
+            step = line["step"]
+            if step > last:
+                if cut is None:
+                    already, newest = _last_line(self.lost_path), step
+                cut, self.lost_steps = offset, (step, newest)
+                if text == already:  # The launch before was killed once it had copied these?
+                    copied = offset + len(text) + 1
+            else:
+                self.newest_kept = max(self.newest_kept, step)
+                if "dataset" not in line and size - offset > _CHECKED_BYTES:
+                    break  # All lines before are of earlier steps.
+        if cut is None:
+            return
+        if copied is not None and not _ends_with(self.lost_path, file, cut, copied):
+            copied = None
+        kept = []
+        with _adding_to(self.lost_path) as moved:
+            file.seek(cut)
+            offset = cut
+            for text in file:
+                if _parsed(text)["step"] <= last:
+                    kept.append(text)
+                elif copied is None or offset >= copied:
+                    moved.write(text)
+                offset += len(text)
+        if kept:  # Other processes' lines, between the lost ones: a reader sees all or none.
+            file.seek(0)
+            write_whole(self.path, file.read(cut) + b"".join(kept))
+        else:
+            os.ftruncate(file.fileno(), cut)
+
+    def num_lines(self) -> int:
+        """Returns how many lines the file has, by reading all of it."""
+        with opened(self.path) as file:
+            return sum(1 for _ in file)
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Appends a line, which must have an integer `step`; scalar arrays become numbers."""
@@ -95,27 +145,64 @@ def append_lines(path: pathlib.Path, lines: Sequence[Mapping[str, Any]]) -> None
     """
     text, deadline = "".join(map(json_line, lines)), time.monotonic() + _CUT_SHORT_SECONDS
     try:
-        with no_other_changes(path), opened_to_append(path) as file:
-            while (content := content_of(path)) and not content.endswith(b"\n"):
-                if time.monotonic() > deadline:
-                    whole = content.rfind(b"\n") + 1
-                    if _is_json(content[whole:]):
-                        text = f"\n{text}"
-                    else:
-                        os.truncate(path, whole)
-                    break
+        with no_other_changes(path), _opened_to_change(path) as file:
+            # The writer of the file may be within a line.
+            while next(lines_from_end(file))[1] and time.monotonic() < deadline:
                 time.sleep(0.02)
-            file.write(text)
+            finish_last_line(file)
+            with opened_to_append(path) as end:
+                end.write(text)
     except OSError as error:
         raise not_written(path, error) from error
 
 
-def _is_json(text: bytes) -> bool:
+def _opened_to_change(path: pathlib.Path) -> IO[bytes]:
+    """Opens a plain file, new or old, to read and to write it."""
+    return os.fdopen(descriptor(path, os.O_RDWR | os.O_CREAT), "r+b")
+
+
+def _last_line(path: pathlib.Path) -> bytes | None:
+    """Returns the last line that is complete, without its line break; None if there is none."""
     try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
+        with opened(path) as file:
+            return next((text for offset, text in itertools.islice(lines_from_end(file), 1, 2)),
+                        None)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise not_written(path, error) from error
+
+
+def _ends_with(path: pathlib.Path, file: IO[bytes], start: int, stop: int) -> bool:
+    """Returns True if the last complete lines of `path` are the bytes from start to stop."""
+    file.seek(start)
+    expected = file.read(stop - start)
+    with opened(path) as other:
+        offset, _ = next(lines_from_end(other))
+        other.seek(max(0, offset - len(expected)))
+        return other.read(len(expected)) == expected
+
+
+@contextlib.contextmanager
+def _adding_to(path: pathlib.Path) -> Iterator[IO[bytes]]:
+    """Yields a file to add lines to, which are on disk in the end; all or, if that fails, none."""
+    is_new = not path.exists()
+    try:
+        with _opened_to_change(path) as file:
+            finish_last_line(file)
+            size = os.fstat(file.fileno()).st_size
+        try:
+            with os.fdopen(descriptor(path, os.O_WRONLY | os.O_APPEND), "ab") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            os.truncate(path, size)
+            if is_new:
+                path.unlink()
+            raise
+    except OSError as error:
+        raise not_written(path, error) from error
 
 
 @contextlib.contextmanager
@@ -134,26 +221,108 @@ def no_other_changes(path: pathlib.Path) -> Iterator[None]:
         os.close(folder)
 
 
-def _former(path: pathlib.Path) -> bytes:
-    """Returns a file's bytes; none, if it does not exist."""
-    try:
-        return content_of(path)
-    except FileNotFoundError:
-        return b""
-    except OSError as error:
-        raise not_written(path, error) from error
-
-
 def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Returns the file's lines, "NaN" and the infinities as floats again.
 
     A last line that is cut short is left out: its writer was killed, or is writing it now. Raises
     ConfigError if there is no such file, or another line is no JSON object with a `step`.
     """
-    path = pathlib.Path(path)
+    return list(_each_line(pathlib.Path(path)))
+
+
+def _each_line(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+    """Yields the lines of `read_json_lines`, one after the other."""
+    with _opened_lines(path) as file:
+        for number, text in enumerate(file, start=1):
+            try:
+                yield with_non_finite(_parsed(text))
+            except _NOT_A_LINE as error:
+                if isinstance(error, ValueError) and not file.read(1):
+                    return
+                raise _no_line(path, number, text) from error
+
+
+def newest_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+    """Yields the lines of `read_json_lines`, the last one first; none if there is no such file.
+
+    Only those that are asked for are read: the end of a long file costs what that of a short one
+    does.
+    """
+    if path.exists():
+        with _opened_lines(path) as file:
+            for _, _, line in _newest_first(path, file):
+                yield with_non_finite(line)
+
+
+def sampled_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+    """Yields the lines of `read_json_lines`; of a file above 4 MiB some 8,000 evenly spread ones.
+
+    The first and the last line are among them.
+    """
+    with _opened_lines(path) as file:
+        size, done = os.fstat(file.fileno()).st_size, -1
+        if size <= _SMALL_BYTES:
+            yield from _each_line(path)
+            return
+        for number in range(_NUM_SAMPLES):
+            file.seek(size * number // _NUM_SAMPLES)
+            if number:
+                file.readline()  # The rest of a line.
+            offset, text = file.tell(), file.readline()
+            if offset > done and text.endswith(b"\n"):
+                done = offset
+                yield with_non_finite(_line_at(path, file, offset, text))
+        for offset, _, line in itertools.islice(_newest_first(path, file), 1):
+            if offset > done:
+                yield with_non_finite(line)
+
+
+def _newest_first(
+    path: pathlib.Path, file: IO[bytes]
+) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+    """Yields (offset, text, line) of the lines of a file, the last one that is complete first."""
+    is_last = True
+    for offset, text in lines_from_end(file):
+        if is_last and not is_json(text):
+            is_last = bool(not text)  # What follows the last line break; and a line cut short.
+            continue
+        is_last = False
+        yield offset, text, _line_at(path, file, offset, text)
+
+
+def _line_at(path: pathlib.Path, file: IO[bytes], offset: int, text: bytes) -> dict[str, Any]:
+    """Returns a line. Raises ConfigError with its number if it is none."""
     try:
-        # A kill may cut a file anywhere; a line that is no text fails below, as no JSON.
-        texts = content_of(path).decode("utf-8", "replace").removesuffix("\n").split("\n")
+        return _parsed(text)
+    except _NOT_A_LINE as error:
+        file.seek(0)
+        raise _no_line(path, 1 + file.read(offset).count(b"\n"), text) from error
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    try:
+        line = orjson.loads(text)
+    except ValueError:  # Python's own parser takes NaN too, and text that is not UTF-8.
+        line = json.loads(text.decode("utf-8", "replace"))
+    if not is_step(line["step"]):
+        raise TypeError("step is no integer")
+    return line
+
+
+def _no_line(path: pathlib.Path, number: int, text: bytes) -> ConfigError:
+    return ConfigError(
+        f"{path}, line {number}: not a JSON object with an integer 'step': "
+        f"{text[:80].decode('utf-8', 'replace')!r}. Fix or remove that line; only the last one "
+        "may be cut short."
+    )
+
+
+@contextlib.contextmanager
+def _opened_lines(path: pathlib.Path) -> Iterator[IO[bytes]]:
+    """Opens a file of lines to read it. Raises ConfigError if that is not possible."""
+    try:
+        with opened(path) as file:
+            yield file
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; a run writes it in its job_log_dir.") from None
     except OSError as error:
@@ -161,20 +330,6 @@ def read_json_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             f"{path} cannot be read ({error.strerror or error}). A run writes it; take away what "
             "lies in its place."
         ) from None
-    lines = []
-    for number, text in enumerate(texts, start=1):
-        try:
-            line = json.loads(text)
-            if not is_step(line["step"]):
-                raise TypeError("step is no integer")
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            if number == len(texts) and isinstance(error, ValueError):
-                break
-            raise ConfigError(
-                f"{path}, line {number}: not a JSON object with an integer 'step': {text[:80]!r}. "
-                "Mend or remove that line; only the last one may be cut short.") from error
-        lines.append(with_non_finite(line))
-    return lines
 
 
 def is_step(value: object) -> bool:
@@ -193,6 +348,11 @@ def training_lines(path: pathlib.Path) -> list[dict[str, Any]]:
     Raises:
       ConfigError: as `read_json_lines`, or a line's loss is no number.
     """
+    return list(each_training_line(path))
+
+
+def each_training_line(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+    """Yields `training_lines`, so that a long file needs no memory."""
     return _checked(path, "a number 'loss'", lambda line: is_number(line.get("loss")))
 
 
@@ -202,24 +362,33 @@ def evaluation_lines(path: pathlib.Path) -> list[dict[str, Any]]:
     Raises:
       ConfigError: as `read_json_lines`, or a line has no dataset, or a metric that is no number.
     """
-    return _checked(
-        path, "a text 'dataset' and numbers",
-        lambda line: isinstance(line.get("dataset"), str)
-        and all(is_number(value) for name, value in line.items() if name != "dataset"),
+    return list(_checked(path, "a text 'dataset' and numbers", _is_evaluation))
+
+
+def sampled_evaluations(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Returns `evaluation_lines`; of a file above 4 MiB those of `sampled_lines`."""
+    if not path.exists() or path.stat().st_size <= _SMALL_BYTES:
+        return evaluation_lines(path)
+    return [line for line in sampled_lines(path) if _is_evaluation(line)]
+
+
+def _is_evaluation(line: Mapping[str, Any]) -> bool:
+    return isinstance(line.get("dataset"), str) and all(
+        is_number(value) for name, value in line.items() if name != "dataset"
     )
 
 
 def _checked(
     path: pathlib.Path, expected: str, is_right: Callable[[Mapping[str, Any]], bool]
-) -> list[dict[str, Any]]:
-    lines = lines_if_any(path)
+) -> Iterator[dict[str, Any]]:
+    lines = _each_line(path) if path.exists() else ()
     for number, line in enumerate(lines, start=1):
         if not is_right(line):
             raise ConfigError(
                 f"{path}, line {number} is {str(line)[:80]}; wanted is {expected}. Mend or remove "
                 "that line."
             )
-    return lines
+        yield line
 
 
 def json_line(line: Mapping[str, Any]) -> str:

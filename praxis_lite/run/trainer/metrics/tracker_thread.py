@@ -4,6 +4,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.trackers.run_id import Position
 from praxis_lite.run.trackers.tracker import Ending, TrackedRun, Tracker, replaces
 from praxis_lite.run.trainer.metrics.followed_lines import FollowedLines
+from praxis_lite.run.trainer.metrics.json_lines import newest_lines
 
 # After an exception a tracker is tried again after so many seconds: twice as many each time.
 RETRY_SECONDS, MOST_RETRY_SECONDS = 60.0, 3600.0
@@ -151,11 +153,16 @@ class TrackerThread(threading.Thread):
             self._calls.popleft()()
 
     def _give_steps(self, position: Position) -> None:
-        lines = self._steps.up_to(
-            self._made, lambda step: step > position.step and self.is_due(step)
-        )
         if self._tracker.newest_alone:
-            lines = collections.deque(lines, maxlen=1)
+            newest = itertools.takewhile(
+                lambda line: line["step"] > position.step, newest_lines(self._files.metrics_jsonl)
+            )
+            due = (x for x in newest if x["step"] <= self._made and self.is_due(x["step"]))
+            lines = itertools.islice(due, 1)
+        else:
+            lines = self._steps.up_to(
+                self._made, lambda step: step > position.step and self.is_due(step), position.step
+            )
         for line in lines:
             self._tracker.scalars(line["step"], _numbers(line))
             position.step = line["step"]

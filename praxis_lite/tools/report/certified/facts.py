@@ -18,7 +18,7 @@ from praxis_lite.run.experiment.recorded_examples import (
 )
 from praxis_lite.run.job.examples.history import Part
 from praxis_lite.run.job.job_dir import JobDir, recorded_experiment
-from praxis_lite.run.trainer.metrics.json_lines import strict_json, training_lines
+from praxis_lite.run.trainer.metrics.json_lines import each_training_line, strict_json
 from praxis_lite.tools.report.certificates import certificates_of, failed
 
 _MOST_CHECKPOINTS = 3
@@ -169,7 +169,7 @@ def _examples_again(job_dir: JobDir, proof: ExamplesProof, reading: Reading) -> 
 def _losses(job_dir: JobDir, scope: Scope) -> dict[str, Any]:
     lines = [
         [line["step"], strict_json(line["loss"], "loss")]
-        for line in training_lines(job_dir.metrics_jsonl) if line["step"] <= scope.last_step
+        for line in each_training_line(job_dir.metrics_jsonl) if line["step"] <= scope.last_step
     ]
     digest = hashlib.sha256(json.dumps(lines).encode()).hexdigest()
     return {"num": len(lines), "last": lines[-1][1] if lines else None, "sha256": digest}

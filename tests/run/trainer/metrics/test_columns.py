@@ -149,6 +149,12 @@ def test_a_file_that_was_replaced_or_removed_is_read_anew(tmp_path):
     other.replace(file)
     assert reader.read()
     assert_same(reader.columns(), lines[:7])
+    with file.open("r+") as cut:  # As by a launch that makes steps again.
+        cut.truncate(len("".join(map(json_line, lines[:5]))))
+        cut.seek(0, 2)
+        cut.writelines(map(json_line, lines[6:]))
+    assert reader.read()
+    assert_same(reader.columns(), lines[:5] + lines[6:])
     file.unlink()
     assert reader.read() and not reader.read()
     assert len(reader.columns()["step"]) == 0

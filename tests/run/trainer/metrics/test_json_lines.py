@@ -1,5 +1,6 @@
 """JSON lines: what is written comes back, and a killed run leaves each step once."""
 
+import itertools
 import json
 import math
 import os
@@ -18,7 +19,9 @@ from praxis_lite.run.trainer.metrics.json_lines import (
     JsonLinesWriter,
     append_lines,
     evaluation_lines,
+    newest_lines,
     read_json_lines,
+    sampled_lines,
     training_lines,
 )
 from praxis_lite.run.trainer.metrics.records import add_records
@@ -172,18 +175,56 @@ def test_a_whole_last_line_without_a_step_is_no_cut_line(tmp_path):
         read_json_lines(tmp_path / "m.jsonl")
 
 
-def test_a_kill_while_mending_leaves_the_old_file_whole(tmp_path, monkeypatch):
-    path = tmp_path / "m.jsonl"
+@pytest.mark.parametrize("call", ["fsync", "ftruncate"])
+def test_a_kill_while_lines_are_moved_moves_each_once(tmp_path, monkeypatch, call):
+    path, lost = tmp_path / "m.jsonl", tmp_path / "m.lost.jsonl"
     write_steps(path, range(1, 14))
+    write_steps(path, range(9, 14), resume_step=8)
     before = path.read_bytes()
 
     def killed(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(os, "replace", killed)
+        patch.setattr(os, call, killed)
         JsonLinesWriter(path, 7)
     assert path.read_bytes() == before
+    lost.write_bytes(lost.read_bytes() + b'{"step": 9, "lo')  # Of a kill within a line.
+    write_steps(path, [8], resume_step=7)
+    assert steps_in(path) == [*range(1, 9)]
+    assert steps_in(lost) == [*range(9, 14), *range(8, 14)]
+
+
+@pytest.mark.parametrize("num_lines", [1_000, 100_000])
+def test_the_lines_that_stay_are_not_read_however_many(tmp_path, monkeypatch, num_lines):
+    path, read = tmp_path / "m.jsonl", []
+    text = "".join(f'{{"step": {step}, "loss": {step / 7}}}\n' for step in range(1, num_lines + 1))
+    path.write_text(text)
+    parsed = json_lines._parsed
+    monkeypatch.setattr(json_lines, "_parsed", lambda text: read.append(text) or parsed(text))
+    number = path.stat().st_ino
+    with JsonLinesWriter(path, num_lines - 3) as writer:
+        assert writer.lost_steps == (num_lines - 2, num_lines)
+        assert writer.newest_kept == num_lines - 3
+        writer.write({"step": num_lines - 2})
+    losses = [line["loss"] for line in itertools.islice(newest_lines(path), 1, 3)]
+    assert losses == [(num_lines - 3) / 7, (num_lines - 4) / 7]
+    assert len(read) < 4_000 and path.stat().st_ino == number
+    sample = [line["step"] for line in sampled_lines(path)]
+    assert (sample[0], sample[-1]) == (1, num_lines - 2) and sample == sorted(set(sample))
+    assert path.read_text()[:-10] == text[: len(path.read_text()) - 10]
+
+
+def test_lines_of_other_processes_stay_among_lost_ones(tmp_path):
+    path = tmp_path / "eval_metrics.jsonl"
+    lines = [(5, "own"), (10, "own"), (5, "guest"), (15, "own"), (10, "guest"), (5, "guest")]
+    with JsonLinesWriter(path, None) as writer:
+        for step, name in lines:
+            writer.write({"step": step, "dataset": name})
+    with JsonLinesWriter(path, 5) as writer:
+        assert writer.lost_steps == (10, 10)
+    assert [line["dataset"] for line in read_json_lines(path)] == ["own", "guest", "guest"]
+    assert steps_in(tmp_path / "eval_metrics.lost.jsonl") == [10, 15, 10]
 
 
 @pytest.mark.parametrize("tail, steps", [
