@@ -26,11 +26,13 @@ NUM_MADE_AGAIN = 3
 
 
 def line_of(step: int) -> dict[str, float]:
+    """Returns a line as a job with eight metrics writes it."""
     numbers = {f"metric_{number}": step / (number + 7) for number in range(8)}
     return {"step": step, "loss": 7 / step, "learning_rate": 1e-3, "step_time": 0.1, **numbers}
 
 
 def main() -> None:
+    """Prints the growth of a start, and the memory that it takes."""
     run = RunConfig(num_train_steps=1, loss_spikes=LossSpikeSettings(factor=3.0))
     with tempfile.TemporaryDirectory() as folder:
         for size in SIZES:

@@ -19,6 +19,24 @@ def test_every_beginning_is_within_one_row_of_its_shares(seed):
     assert schedule.counts_before(sum(parts)).tolist() == list(parts)
 
 
+@pytest.mark.parametrize("num_sources", [200, 997])
+def test_many_sources_with_weights_of_three_decimals_are_exact(num_sources):
+    weights = np.random.default_rng(num_sources).integers(1, 1000, num_sources) / 1000
+    parts = shares.parts_of(weights.tolist())
+    thousandths = [round(1000 * weight) for weight in weights]
+    exact = [Fraction(number, sum(thousandths)) for number in thousandths]
+    assert [Fraction(part, sum(parts)) for part in parts] == exact
+    schedule, turn = shares.Schedule([(0, parts)]), sum(parts)
+    order = schedule.sources_at(0, turn)
+    for place in (0, 1, 4095, 4096, 4097, turn // 2, turn - 1, turn, turn + 4101, 7 * turn - 1):
+        given = schedule.counts_before(place)
+        by_hand = place // turn * np.array(parts) + np.bincount(
+            order[: place % turn], minlength=num_sources
+        )
+        assert given.tolist() == by_hand.tolist()
+        assert max(abs(a - b * place) for a, b in zip(given.tolist(), exact, strict=True)) < 1
+
+
 def target(phases, source, place):
     """The rows that a source should have given before a place, exactly."""
     ends = [*(start for start, _ in phases[1:]), place]

@@ -16,16 +16,20 @@ and not added up.
 """
 
 import bisect
+import dataclasses
+import functools
 import heapq
 import math
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import numpy as np
 
-MOST_PARTS = 20_000  # Rows after which the order repeats itself, at most. They are made in 0.01 s.
+# Rows after which the order repeats itself, at most: a second and 2 MB. The weights of 1,000
+# sources with three decimals need no more.
+MOST_PARTS = 1_000_000
+_BLOCK = 4096  # Rows whose sources are counted at once.
 
 
 def parts_of(weights: Sequence[float]) -> tuple[int, ...] | None:
@@ -57,7 +61,8 @@ def rounded_parts(weights: Sequence[float], total: int = 10_000) -> tuple[int, .
     return tuple(int(part) for part in parts // np.gcd.reduce(parts))
 
 
-class Piece(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Piece:
     """An order of sources that repeats itself from place `start` until place `stop`."""
 
     start: int
@@ -68,10 +73,18 @@ class Piece(NamedTuple):
     def counts_before(self, place: int) -> np.ndarray:
         """Returns int64[sources]: the rows of each source before a place from start to stop."""
         turns, rest = divmod(place - self.start, len(self.order))
-        in_turn, in_rest = (
-            np.bincount(one, minlength=len(self.before)) for one in (self.order, self.order[:rest])
-        )
-        return self.before + turns * in_turn + in_rest
+        block = rest // _BLOCK
+        in_rest = np.bincount(self.order[block * _BLOCK : rest], minlength=len(self.before))
+        return self.before + turns * self._counts[-1] + self._counts[block] + in_rest
+
+    @functools.cached_property
+    def _counts(self) -> np.ndarray:
+        """int64[blocks + 1, sources]: the rows of each source before each block, and in a turn."""
+        blocks = [
+            np.bincount(self.order[start : start + _BLOCK], minlength=len(self.before))
+            for start in range(0, len(self.order), _BLOCK)
+        ]
+        return np.cumsum([np.zeros_like(self.before), *blocks], axis=0)
 
 
 class Schedule:

@@ -1,7 +1,6 @@
 """Sources over NumPy files: each row of the arrays is an example."""
 
 import dataclasses
-import functools
 import math
 import tokenize
 import zipfile
@@ -45,17 +44,13 @@ class NpyFiles(FileSource):
         return {"num_examples": next(iter(counts.values()))}, {}
 
     def example(self, index: FileIndex, row: int) -> Example:
-        if index.path not in self._open:
-            index.require_unchanged()
-            arrays = self._arrays(index.path)
-            for array in arrays.values():
-                index.require_rows(len(array) if array.ndim else 0)
-            self._open[index.path] = arrays
-        return {name: np.array(item[row]) for name, item in self._open[index.path].items()}
+        return {name: np.array(item[row]) for name, item in self.opened(index).items()}
 
-    @functools.cached_property
-    def _open(self) -> dict[str, dict[str, np.ndarray]]:
-        return {}
+    def open_file(self, index: FileIndex) -> dict[str, np.ndarray]:
+        arrays = self._arrays(index.path)
+        for array in arrays.values():
+            index.require_rows(len(array) if array.ndim else 0)
+        return arrays
 
     def _arrays(self, path: str) -> dict[str, np.ndarray]:
         try:

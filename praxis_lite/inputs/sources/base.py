@@ -6,21 +6,32 @@ import dataclasses
 import functools
 import logging
 import os
-from collections import Counter
+import resource
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 
 from praxis_lite.core.errors import ConfigError, require_choice
 from praxis_lite.inputs.sources import kept
 from praxis_lite.inputs.sources.faults import FAULTS, BadExample
-from praxis_lite.inputs.sources.file_index import FileIndex, Made, indexes_of, unreadable
+from praxis_lite.inputs.sources.file_index import (
+    FileIndex,
+    Made,
+    indexes_of,
+    small_together,
+    unreadable,
+)
 from praxis_lite.inputs.sources.files.paths import Make, make_files, matching_files
 
 Example = Mapping[str, Any]
 # Examples that one process reads at a time when all are read.
 _EXAMPLES_PER_PART = 8_192
+# Of the open files that the system lets a process have, other parts of it need some.
+_MOST_OPEN = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+_MOST_OPEN = 16_384 if _MOST_OPEN == resource.RLIM_INFINITY else max(16, _MOST_OPEN // 4)
 
 
 class Part(NamedTuple):
@@ -186,8 +197,26 @@ class FileSource(GlobSource):
         """
 
     @abc.abstractmethod
+    def open_file(self, index: FileIndex) -> Any:
+        """Opens a file, or its copy; it is closed with the last reference to what is returned."""
+
+    @abc.abstractmethod
     def example(self, index: FileIndex, row: int) -> Example:
         """Returns an example of a file, counted from 0. Raises BadExample."""
+
+    def opened(self, index: FileIndex) -> Any:
+        """Returns the result of `open_file`; those of the last files are cached."""
+        result = self._open.get(index.path)
+        if result is None:
+            index.require_unchanged()
+            result = self._open[index.path] = self.open_file(index)
+            while len(self._open) > _MOST_OPEN:
+                self._open.popitem(last=False)
+        return result
+
+    @functools.cached_property
+    def _open(self) -> OrderedDict[str, Any]:
+        return OrderedDict()
 
     @functools.cached_property
     def paths(self) -> list[str]:
@@ -266,21 +295,28 @@ class FileSource(GlobSource):
         return where.startswith(tuple(self.paths))
 
     def parts(self) -> list[Part]:
-        result = []
-        for index, first in zip(self.indexes, self.first_numbers.tolist(), strict=False):
-            for start, stop in ranges_of_parts(index.num_examples):
-                # A digest of a large file need not notice what its time of change does.
-                changed = f"{index.digest[:12]}.{index.state[1]:x}"
-                name = f"{os.path.basename(index.path)}.{changed}.{start}"
-                result.append(Part(first + start, first + stop, name))
+        result, first = [], 0
+        for some in small_together(self.indexes, lambda index: index.state[0]):
+            # A digest of a large file need not notice what its time of change does.
+            names = [
+                f"{os.path.basename(index.path)}.{index.digest[:12]}.{index.state[1]:x}"
+                for index in some
+            ]
+            name, count = names[0], sum(index.num_examples for index in some)
+            if len(some) > 1:
+                name = f"files.{xxhash.xxh3_64_hexdigest(repr(names).encode())}"
+            for start, stop in ranges_of_parts(count):
+                result.append(Part(first + start, first + stop, f"{name}.{start}"))
+            first += count
         return result
 
     def fingerprint(self) -> dict[str, Any]:
         names = [os.path.basename(path) for path in self.paths]
+        counts = Counter(names)
         return {
             "source": type(self).__name__, "skip": sorted(self.skip), **self.settings(),
             "files": {
-                name if names.count(name) == 1 else f"{number}/{name}": index.digest
+                name if counts[name] == 1 else f"{number}/{name}": index.digest
                 for number, (name, index) in enumerate(zip(names, self.indexes, strict=True))
             },
         }

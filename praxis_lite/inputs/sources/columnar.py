@@ -70,7 +70,7 @@ class ArrowFiles(FileSource):
         super().check()
 
     def example(self, index: FileIndex, row: int) -> Example:
-        batches, is_valid = self._opened(index)
+        batches, is_valid = self.opened(index)
         batch, within = batches.place_of(row)
         if not is_valid[batch]:
             validate(batches.batches[batch], index.path)
@@ -88,21 +88,14 @@ class ArrowFiles(FileSource):
                 )
         return self.columns or known
 
-    def _opened(self, index: FileIndex) -> tuple[Batches, np.ndarray]:
+    def open_file(self, index: FileIndex) -> tuple[Batches, np.ndarray]:
         """Returns a file's batches, and bool[batches]: those that are known to be sound."""
-        if index.path not in self._open:
-            index.require_unchanged()
-            is_copied, path = index.values["is_copied"], index.path
-            if is_copied:
-                path = copy_of(self.cache_folder(), index, self._copy)
-            result = mapped(path)
-            index.require_rows(int(result.stops[-1]) if result.batches else 0)
-            self._open[index.path] = result, np.full(len(result.batches), is_copied)
-        return self._open[index.path]
-
-    @functools.cached_property
-    def _open(self) -> dict[str, tuple[Batches, np.ndarray]]:
-        return {}
+        is_copied, path = index.values["is_copied"], index.path
+        if is_copied:
+            path = copy_of(self.cache_folder(), index, self._copy)
+        result = mapped(path)
+        index.require_rows(int(result.stops[-1]) if result.batches else 0)
+        return result, np.full(len(result.batches), is_copied)
 
     def _copy(self, path: str) -> None:
         """Writes an uncompressed copy of a file."""

@@ -1,12 +1,16 @@
 """Index of a file of examples, cached beside it: their places, and a digest of the bytes.
 
-An index is made once, and made again when its file has another size or another time of change.
+An index is made once, and made again when its file has another size or another time of change. The
+indexes of small files are cached together.
 """
 
+import functools
+import itertools
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
@@ -17,6 +21,9 @@ from praxis_lite.inputs.sources import kept
 
 _BLOCK = 1 << 20
 _MOST_BLOCKS = 64  # Of a larger file so many blocks are hashed, evenly spread.
+_FEW = 100
+_SMALL, _MOST_TOGETHER = 1 << 20, 16 << 20  # Bytes.
+_Item = TypeVar("_Item")
 _State = tuple[int, int]  # Size and time of change.
 Made = tuple[dict[str, Any], dict[str, np.ndarray]]
 
@@ -84,41 +91,113 @@ def indexes_of(
       ConfigError: a file or the folder cannot be read or written; and what `make` raises.
     """
 
+    states = [state_of(path) for path in paths]
+    groups = small_together(list(zip(paths, states, strict=True)), lambda item: item[1][0])
+    jobs = [_Job(folder, kind, tuple(path for path, _ in group)) for group in groups]
+
     def made(numbers: list[int]) -> None:
-        missing = [paths[number] for number in numbers]
-        sizes = [os.path.getsize(path) for path in missing]
-        on_all_cores(
-            _Make(folder, kind, make), missing, sizes, f"indexing {len(missing)} files", "B"
+        missing = [jobs[number] for number in numbers]
+        sizes = [sum(state[0] for _, state in groups[number]) for number in numbers]
+        count = sum(len(job.paths) for job in missing)
+        on_all_cores(functools.partial(_make, make), missing, sizes, f"indexing {count} files", "B")
+
+    def is_current(number: int, item: kept.Kept) -> bool:
+        every = _unpacked(item)
+        return len(every) == len(groups[number]) and all(
+            _is_of(values, state)
+            for (values, _), (_, state) in zip(every, groups[number], strict=True)
         )
 
-    result = kept.entries(
-        folder, [f"{name_beside(path)}.{kind}" for path in paths], made,
-        lambda number, item: _is_of(item.values, state_of(paths[number])),
-    )
+    result = kept.entries(folder, [job.name() for job in jobs], made, is_current)
+    every = itertools.chain.from_iterable(map(_unpacked, result))
     return [
-        FileIndex(path, one.values["digest"], tuple(one.values["state"]), one.values, one.arrays)
-        for path, one in zip(paths, result, strict=True)
+        FileIndex(path, values["digest"], tuple(values["state"]), values, arrays)
+        for path, (values, arrays) in zip(paths, every, strict=True)
     ]
 
 
-class _Make(NamedTuple):
+def small_together(items: Sequence[_Item], size_of: Callable[[_Item], int]) -> list[list[_Item]]:
+    """Returns the items in their order, small ones that follow each other in one list.
+
+    Thousands of small files so have some cached files, and not thousands. Up to 100 items are
+    apart, so that only what is changed is made again.
+
+    Args:
+      size_of: returns the bytes of an item; below 1 MiB it is small, and a list has 16 MiB at most.
+    """
+    if len(items) <= _FEW:
+        return [[item] for item in items]
+    lists, size = [], math.inf  # Of the last list; infinite if nothing is to be added to it.
+    for item in items:
+        own = size_of(item)
+        if own < _SMALL and size + own <= _MOST_TOGETHER:
+            lists[-1].append(item)
+            size += own
+        else:
+            lists.append([item])
+            size = own if own < _SMALL else math.inf
+    return lists
+
+
+class _Job(NamedTuple):
+    """Files that have an entry in the cache together."""
+
     folder: str
     kind: str
-    make: Callable[[str], Made]
+    paths: tuple[str, ...]
 
-    def __call__(self, path: str) -> None:
-        state, name = state_of(path), f"{name_beside(path)}.{self.kind}"
-        old = kept.read(self.folder, name, [])
-        if old is not None and not _is_of(old.values, state):
+    def name(self) -> str:
+        names = [name_beside(path) for path in self.paths]
+        if len(names) == 1:
+            return f"{names[0]}.{self.kind}"
+        return f"files.{xxhash.xxh3_64_hexdigest(repr(names).encode())}.{self.kind}"
+
+
+def _make(make: Callable[[str], Made], job: _Job) -> None:
+    old = kept.read(job.folder, job.name(), [])
+    before = [values for values, _ in _unpacked(old)] if old is not None else []
+    made = []
+    for path, values in itertools.zip_longest(job.paths, before[: len(job.paths)]):
+        state = state_of(path)
+        if values is not None and not _is_of(values, state):
             _log.info("%s has changed; its index is made again", path)
         try:
-            values, arrays = self.make(path)
+            values, arrays = make(path)
         except OSError as error:
             raise unreadable(path, error) from None
-        values = {"state": state, "digest": digest_of_file(path), **values}
+        made.append(({"state": state, "digest": digest_of_file(path), **values}, arrays))
         if state_of(path) != state:
             raise ConfigError(f"{path} changed while its index was made. Launch again.")
-        kept.write(self.folder, name, values, arrays)
+    kept.write(job.folder, job.name(), *_packed(made))
+
+
+def _packed(made: Sequence[Made]) -> Made:
+    """Returns the values and arrays of files as those of one entry."""
+    if len(made) == 1:
+        return made[0]
+    files, data, end = [], [np.empty(0, np.uint8)], 0
+    for values, arrays in made:
+        places = {}
+        for key, array in arrays.items():
+            data.append(np.frombuffer(array.tobytes(), np.uint8))
+            places[key] = [array.dtype.str, list(array.shape), end, end + array.nbytes]
+            end += array.nbytes
+        files.append({"values": values, "arrays": places})
+    return {"files": files}, {"data": np.concatenate(data)}
+
+
+def _unpacked(item: kept.Kept) -> list[Made]:
+    """Returns the values and arrays of each file of an entry."""
+    if "files" not in item.values:
+        return [(item.values, item.arrays)]
+    data = item.arrays["data"]
+    return [
+        (file["values"], {
+            key: data[start:stop].view(dtype).reshape(shape)
+            for key, (dtype, shape, start, stop) in file["arrays"].items()
+        })
+        for file in item.values["files"]
+    ]
 
 
 def _is_of(values: Mapping[str, Any], state: _State) -> bool:

@@ -6,7 +6,6 @@ import functools
 import gzip
 import io
 import json
-import os
 import zlib
 from array import array
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.file_index import FileIndex, Made
 from praxis_lite.inputs.sources.files.texts import decoded
 from praxis_lite.inputs.sources.record_files import (
+    PlainFile,
     RecordCopy,
     RecordFile,
     RecordWriter,
@@ -83,20 +83,18 @@ class JsonLines(FileSource):
         ):
             yield writer.write
 
+    def open_file(self, index: FileIndex) -> RecordFile | PlainFile:
+        if _is_compressed(index.path):
+            return RecordCopy(copy_of(self.cache_folder(), index, self.index_file), index.path)
+        return PlainFile(index.path)
+
     def example(self, index: FileIndex, row: int) -> Example:
-        if index.path not in self._open:
-            index.require_unchanged()
-            self._open[index.path] = (
-                RecordCopy(copy_of(self.cache_folder(), index, self.index_file), index.path)
-                if _is_compressed(index.path)
-                else os.open(index.path, os.O_RDONLY)
-            )
-        file = self._open[index.path]
+        file = self.opened(index)
         if isinstance(file, RecordFile):
             line = file[row]
         else:
             start, stop = index.arrays["starts"][row : row + 2].tolist()
-            line = os.pread(file, stop - start, start)
+            line = file.read(start, stop)
         return parsed(line, self._where(index, row))
 
     def where(self, index: int) -> str:
@@ -105,11 +103,6 @@ class JsonLines(FileSource):
     def _where(self, index: FileIndex, row: int) -> str:
         numbers = index.arrays.get("numbers")
         return f"{index.path}:{row + 1 if numbers is None else numbers[row]}"
-
-    @functools.cached_property
-    def _open(self) -> dict[str, RecordFile | int]:
-        """Open files by path: copies, or descriptors of plain files."""
-        return {}
 
 
 def opened_lines(path: str) -> IO[bytes]:

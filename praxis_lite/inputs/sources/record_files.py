@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -42,6 +43,18 @@ class RecordFile:
 
     def __getitem__(self, index: int) -> bytes:
         return self._reader.read([index])[0]
+
+
+class PlainFile:
+    """A file of which any bytes are read, closed when nothing refers to it."""
+
+    def __init__(self, path: str):
+        self._number = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._number)
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Returns the bytes from start to stop."""
+        return os.pread(self._number, stop - start, start)
 
 
 class RecordCopy(RecordFile):

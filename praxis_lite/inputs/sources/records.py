@@ -1,7 +1,6 @@
 """Files of records: TFRecord and ArrayRecord."""
 
 import dataclasses
-import functools
 import gzip
 import os
 import struct
@@ -19,6 +18,7 @@ from praxis_lite.inputs.sources.base import Example, FileSource
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.file_index import FileIndex, Made
 from praxis_lite.inputs.sources.record_files import (
+    PlainFile,
     RecordCopy,
     RecordFile,
     RecordWriter,
@@ -46,9 +46,6 @@ class ArrayRecords(FileSource):
         return {"num_examples": len(_record_file(path))}, {}
 
     def example(self, index: FileIndex, row: int) -> Example:
-        if index.path not in self._open:
-            index.require_unchanged()
-            self._open[index.path] = self._opened(index)
         record, where = self._record(index, row), f"{index.path}, row {row}"
         if self.decode is None:
             return _features(record, where)
@@ -64,23 +61,19 @@ class ArrayRecords(FileSource):
             )
         return result
 
-    def _opened(self, index: FileIndex) -> Any:
+    def open_file(self, index: FileIndex) -> Any:
         file = _record_file(index.path)
         index.require_rows(len(file))
         return file
 
     def _record(self, index: FileIndex, row: int) -> bytes:
         try:
-            return self._open[index.path][row]
+            return self.opened(index)[row]
         except RuntimeError as error:
             raise BadExample(
                 "damaged", f"{index.path}, row {row},", f"cannot be read: {error}",
                 "Make or copy the file again.",
             ) from None
-
-    @functools.cached_property
-    def _open(self) -> dict[str, Any]:
-        return {}
 
     def settings(self) -> dict[str, Any]:
         return {"decode": described(self.decode)}
@@ -123,18 +116,18 @@ class TfRecords(ArrayRecords):
                 starts.append(starts[-1] + 16 + length)
         return {"num_examples": len(starts) - 1, **values}, {"starts": np.array(starts, np.int64)}
 
-    def _opened(self, index: FileIndex) -> Any:
+    def open_file(self, index: FileIndex) -> RecordFile | PlainFile:
         if index.path.endswith(".gz"):
             copy = copy_of(self.cache_folder(), index, self.index_file)
             return RecordCopy(copy, index.path)
-        return os.open(index.path, os.O_RDONLY)
+        return PlainFile(index.path)
 
     def _record(self, index: FileIndex, row: int) -> bytes:
-        file = self._open[index.path]
+        file = self.opened(index)
         if isinstance(file, RecordFile):
             return file[row]
         start, stop = index.arrays["starts"][row : row + 2].tolist()
-        data = os.pread(file, stop - start, start)
+        data = file.read(start, stop)
         _require_sum(data[12:-4], data[-4:], index.path, row)
         return data[12:-4]
 

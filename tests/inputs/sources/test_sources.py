@@ -31,6 +31,7 @@ from praxis_lite.inputs import (
 )
 from praxis_lite.inputs.base import digest_of
 from praxis_lite.inputs.batches import check_data
+from praxis_lite.inputs.sources import base as sources_base
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.record_files import RecordWriter
 from tests.support.marks import needs_tensorflow
@@ -190,6 +191,26 @@ def test_an_index_is_made_once_and_a_fingerprint_knows_bytes_and_no_folder(
     (tmp_path / f"b.{end}").unlink()
     with pytest.raises(ConfigError, match=f"b.{end}"):
         pickle.loads(pickle.dumps(again))[300]
+
+
+def test_many_small_files_are_indexed_together_and_not_all_open(kind, tmp_path, monkeypatch):
+    _, end, write, _ = KINDS[kind]
+    for number in range(103):
+        write(tmp_path / f"{number:03}.{end}", 2 * number, 2 * number + 2)
+    monkeypatch.setattr(sources_base, "_MOST_OPEN", 5)
+    for changed in (None, 57):
+        if changed is not None:
+            write(tmp_path / f"{changed:03}.{end}", 2 * changed, 2 * changed + 1)
+        source = source_of(kind, tmp_path)
+        expected = [n for n in range(206) if changed is None or n != 2 * changed + 1]
+        assert [plain(source[k]) for k in range(len(source))] == [row(n) for n in expected]
+        assert [p.stop - p.start for p in source.parts()] == [len(expected)]
+        assert len(vars(source)["_open"]) <= 5
+        assert source.where(115) == source_of(kind, tmp_path).where(115)
+    indexes = [x for x in (tmp_path / ".praxis_lite").iterdir() if ".copy" not in x.name]
+    assert len(indexes) <= 3  # The lock, and a file or two of all indexes.
+    names = [f"{number:03}.{end}" for number in range(103)]
+    assert list(source.fingerprint()["files"]) == names
 
 
 def test_a_file_that_is_cut_off_is_named(kind, folder, tmp_path):
