@@ -17,7 +17,6 @@ from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.interop import load
 from praxis_lite.interop.program import Program
 
-FORMAT = "praxis_lite program 1"
 PROGRAM, WEIGHTS, MANIFEST, LOADER = "program.bin", "weights.npz", "manifest.json", "load.py"
 
 
@@ -59,7 +58,7 @@ def _manifest(
     if "cpu" in exported.platforms:
         devices += f" A CPU has them with JAX_NUM_CPU_DEVICES={mesh.size} in the environment."
     return {
-        "format": FORMAT, **about,
+        "format": load.FORMAT, **about,
         "jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib"),
         "calling_convention_version": exported.calling_convention_version,
         "platforms": list(exported.platforms), "devices": devices,

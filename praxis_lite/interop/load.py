@@ -1,9 +1,11 @@
 """Loads what lies beside this file with jax alone: `outputs = load()({"ids": ids, ...})`."""
 
+import contextlib
 import hashlib
 import json
 import warnings
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -11,31 +13,95 @@ import numpy as np
 from jax import export
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-AUTO = (AxisType.Auto,)
+FORMAT, AUTO = "praxis_lite program 1", (AxisType.Auto,)
+FIELDS = {"jax": str, "devices": str, "sha256": dict, "mesh": dict, "weights": dict,
+          "compiler_options": dict}
 
 
 def load(folder: Path = Path(__file__).parent) -> Callable[[dict], object]:
-    """Returns a function of a dict of NumPy arrays, as manifest.json describes its inputs."""
-    about = json.loads((folder / "manifest.json").read_text())
-    for name, digest in about["sha256"].items():
-        if hashlib.sha256(np.memmap(folder / name, mode="r")).hexdigest() != digest:
-            raise ValueError(f"{folder / name} is damaged: its SHA-256 is not {digest}.")
-    try:
-        program = export.deserialize(bytearray((folder / "program.bin").read_bytes()))
-        program.mlir_module()
-    except Exception as error:
-        raise ValueError(f"jax {jax.__version__} cannot read what {about['jax']} wrote.") from error
+    """Returns a function of a dict of NumPy arrays, as manifest.json describes its inputs.
+
+    Raises:
+      Refused: a file is missing, damaged or of another program; or there are too few devices.
+    """
+    archive = Archive(Path(folder))
+    about, program = archive.about, archive.program()
     mesh, num, devices = about["mesh"], program.nr_devices, jax.devices()
     if len(devices) < num:
-        raise ValueError(f"{mesh} needs {num} devices; jax has {len(devices)}. {about['devices']}")
-    mesh = Mesh(np.reshape(devices[:num], [*mesh.values()]), [*mesh], axis_types=AUTO * len(mesh))
-    places, _ = jax.tree.unflatten(program.in_tree, program.in_shardings_jax(mesh))
-    with np.load(folder / "weights.npz") as arrays:
-        listed = zip(arrays, program.in_avals, places[0], strict=False)
-        weights = [jax.device_put(arrays[n].view(x.dtype), place) for n, x, place in listed]
+        raise Refused(f"{mesh} needs {num} devices; jax has {len(devices)}. {about['devices']}")
+    with archive.reading("manifest.json"):
+        mesh = Mesh(np.reshape(devices[:num], [*mesh.values()]), [*mesh], axis_types=AUTO*len(mesh))
+        places, _ = jax.tree.unflatten(program.in_tree, program.in_shardings_jax(mesh))
+    weights = archive.weights(program.in_avals[: len(places[0])])
+    weights = [jax.device_put(x, place) for x, place in zip(weights, places[0], strict=True)]
     options = options_taken(about, mesh)
     run = jax.jit(program.call, in_shardings=places, compiler_options=options)
     return lambda inputs: jax.device_get(run(weights, inputs))
+
+
+class Refused(SystemExit, ValueError):
+    """The program cannot be loaded. Where it is not caught, it is one line, and status 1."""
+
+
+class Archive:
+    """The files of a program in a folder, each checked as it is read.
+
+    Attributes:
+      about: what manifest.json has.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        with self.reading("manifest.json"):
+            self.about = json.loads((folder / "manifest.json").read_text("utf-8"))
+            found = self.about["format"]
+            if found != FORMAT:
+                raise Refused(f"{folder} has the format {found!r}; this load.py reads {FORMAT!r}.")
+            for name, kind in FIELDS.items():
+                if not isinstance(self.about[name], kind):
+                    raise TypeError(f"{name} is {self.about[name]!r}")
+        for name in ("program.bin", "weights.npz"):
+            with self.reading(name), (folder / name).open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if digest != self.about["sha256"].get(name):
+                raise Refused(f"{folder / name} is damaged: its SHA-256 is not that in the "
+                              "manifest. Copy or export it again.")
+
+    def program(self) -> export.Exported:
+        """Returns the program."""
+        content = bytearray((self.folder / "program.bin").read_bytes())
+        try:
+            program = export.deserialize(content)
+            program.mlir_module()
+        except Exception as error:
+            wrote = self.about["jax"]
+            raise Refused(f"jax {jax.__version__} cannot read what {wrote} wrote.") from error
+        return program
+
+    def weights(self, avals: Sequence[jax.core.ShapedArray]) -> Iterator[np.ndarray]:
+        """Yields the weights, of the shapes and dtypes that the program takes."""
+        with self.reading("weights.npz"), np.load(self.folder / "weights.npz") as arrays:
+            for name in {*arrays} ^ {*self.about["weights"]}:
+                raise ValueError(f"{name} is not in both this file and the manifest")
+            for name, aval in zip(arrays, avals, strict=True):
+                x, raw = arrays[name], np.dtype(f"V{aval.dtype.itemsize}")  # Of bfloat16, say.
+                if x.shape != aval.shape or x.dtype not in (aval.dtype, raw):
+                    raise ValueError(f"{name} is {x.dtype}{[*x.shape]}; the program takes "
+                                     f"{aval.dtype}{[*aval.shape]}")
+                yield x.view(aval.dtype)
+
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[None]:
+        """Names the file in errors of what cannot be read."""
+        try:
+            yield
+        except Refused:
+            raise
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError,
+                RecursionError, NotImplementedError, zipfile.BadZipFile) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise Refused(f"{self.folder / name} cannot be read: {reason}. Copy or export it "
+                          "again.") from error
 
 
 def options_taken(about: dict, mesh: Mesh) -> dict:
