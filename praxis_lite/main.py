@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from praxis_lite.core.errors import require
+from praxis_lite.files.whole_files import TRAINING_CONTINUES, launched_again
 from praxis_lite.interop.serving.mode import Serve
 from praxis_lite.run.command import run
 from praxis_lite.run.experiment import registry
@@ -76,7 +77,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"The number of processes of --mode={command.mode}", processes.count(), "1",
             "Start it once, without --coordinator.",
         )
-        return mode.run(command, **options)
+        with launched_again(then()):
+            return mode.run(command, **options)
+
+    def then() -> str:
+        return TRAINING_CONTINUES if mode is not None and command.mode == "train" else ""
 
     def traceback_txt() -> Path | None:
         is_open = command.job_dir is not None and processes.is_first()
@@ -87,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         goes_on=lambda: mode is not None and mode.goes_on and not command.list,
         traceback_txt=traceback_txt,
         wraps=True,
+        then=then,
     )
 
 

@@ -13,6 +13,9 @@ from typing import IO, Any
 
 from praxis_lite.core.errors import ConfigError, few
 
+# A disk, a quota or a file that is full.
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
 # In a directory that is being written: the files that are not whole yet.
 PARTIAL = ".partial"
 
@@ -157,19 +160,35 @@ def _sync(path: Path) -> None:
         os.close(file)
 
 
+# What a training does when it is launched again.
+TRAINING_CONTINUES = "training goes on from its newest checkpoint"
+_then = ""
+
+
+@contextlib.contextmanager
+def launched_again(then: str) -> Iterator[None]:
+    """Lets the errors of files, within, promise what the same command does then."""
+    global _then
+    before, _then = _then, then
+    try:
+        yield
+    finally:
+        _then = before
+
+
 def not_written(
-    path: str | os.PathLike[str], error: OSError,
-    then: str = "training goes on from its newest checkpoint",
+    path: str | os.PathLike[str], error: OSError, then: str | None = None
 ) -> ConfigError:
     """Returns the error for a file that could not be written.
 
     Args:
-      then: what the same command does when it is launched again.
+      then: what the same command does when it is launched again; None: as `launched_again`.
     """
+    then = _then if then is None else then
     mend = "Make room, or mend the file system"
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
         mend = "Its directory was moved or deleted: put it back"
     return ConfigError(
         f"{os.fspath(path)} could not be written: {error.strerror or error}. {mend}, and launch "
-        f"the same command again: {then}."
+        f"the same command again{': ' * bool(then)}{then}."
     )

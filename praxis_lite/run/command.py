@@ -1,7 +1,6 @@
 """A command of the library: its options, its output, its signals, and its errors in a paragraph."""
 
 import argparse
-import errno
 import os
 import signal
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, printable
-from praxis_lite.files.whole_files import not_written
+from praxis_lite.files.whole_files import DISK_FULL, not_written
 from praxis_lite.host.lack_of_memory import lack_of_memory, out_of_memory
 from praxis_lite.host.user_errors import described, explained
 from praxis_lite.run.job.processes.aborts import say_that_memory_ended, speaking_before_aborts
@@ -22,9 +21,6 @@ from praxis_lite.run.job.processes.standard_output import (
     output_may_be_lost,
 )
 
-# A disk, a quota or a file that is full.
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-
 
 def run(
     command: Callable[[], int | None],
@@ -32,6 +28,7 @@ def run(
     goes_on: bool | Callable[[], bool],
     traceback_txt: Callable[[], Path | None] = lambda: None,
     wraps: bool = False,
+    then: Callable[[], str] = lambda: "",
 ) -> None:
     """Runs a command; exits with its status if that is not 0.
 
@@ -45,6 +42,7 @@ def run(
             function is asked when the output is lost.
         traceback_txt: the file for the traceback of the user's code; None: a new temporary one.
         wraps: errors into lines of 100; else an error is one line, for scripts.
+        then: returns what the command does when it is launched again, for the error of a full disk.
     """
     open_what_is_closed()
     with (
@@ -52,7 +50,7 @@ def run(
         speaking_before_aborts(say_that_memory_ended), ending_together(),
     ):
         _find_users_packages()
-        _run(command, traceback_txt, wraps)
+        _run(command, traceback_txt, wraps, then)
 
 
 def status_of(command: Callable[[], int | None], *, goes_on: bool) -> int:
@@ -73,7 +71,8 @@ def print_error(words: object, *, wraps: bool = True) -> None:
 
 
 def _run(
-    command: Callable[[], int | None], traceback_txt: Callable[[], Path | None], wraps: bool
+    command: Callable[[], int | None], traceback_txt: Callable[[], Path | None], wraps: bool,
+    then: Callable[[], str],
 ) -> None:
     # Each exit keeps its exception as its context: `ending_together` tells other processes of it.
     try:
@@ -88,8 +87,9 @@ def _run(
         print_error(words, wraps=wraps)
         sys.exit(error.exit_status)
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in _DISK_FULL:
-            print_error(not_written(error.filename or "A file", error), wraps=wraps)
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            words = not_written(error.filename or "A file", error, then())
+            print_error(words, wraps=wraps)
             sys.exit(2)
         if lacking := lack_of_memory(error):
             where = (described(error) or "").rstrip(".")

@@ -95,9 +95,10 @@ class JobDir:
 
     def write_config(self, json_text: str, lines: Sequence[str]) -> None:
         """Writes `config.json` and `config.txt`; a reader sees the old files or the new."""
-        # config.json last: once it is there, the directory is complete.
-        write_whole(self.config_txt, "".join(f"{line}\n" for line in lines).encode())
+        # config.json first: it makes the directory a job's, which the next launch takes even if the
+        # disk is full now. Alone, config.txt would be taken for a file of something else.
         write_whole(self.config_json, json_text.encode())
+        write_whole(self.config_txt, "".join(f"{line}\n" for line in lines).encode())
 
 
 def open_for_training(path: str | os.PathLike[str], experiment: str) -> JobDir:

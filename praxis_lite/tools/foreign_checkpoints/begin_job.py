@@ -53,10 +53,14 @@ def beginning(
             f"{job_dir.path} has checkpoints already ({few(saved_before)}), and a job can begin "
             "only where there are none. Name a new directory."
         )
+    had_config = job_dir.config_json.exists()
     with _marked(job_dir):
         try:
             yield job_dir
         except BaseException as error:
+            if not had_config:  # Of a job without its weights, which training would draw.
+                with contextlib.suppress(OSError):
+                    job_dir.config_json.unlink(missing_ok=True)
             _clear(job_dir)
             if isinstance(error, OSError) and not isinstance(error, ConfigError):
                 path = error.filename or job_dir.path

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from praxis_lite.core.errors import require
+from praxis_lite.files.whole_files import write_whole
 from praxis_lite.run.modes.launched import experiment_of
 from praxis_lite.run.modes.mode import CommandLine, Mode
 from praxis_lite.run.modes.options import file_to_write
@@ -50,7 +51,7 @@ class Check(Mode):
             shrink=shrink,
         )
         if json is not None:
-            json.write_text(certificate.json_text(), "utf-8")
+            write_whole(json, certificate.json_text().encode())
         print(f"\n{certificate}", flush=True)
         return int(not certificate.certified)
 

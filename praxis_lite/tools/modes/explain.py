@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from praxis_lite.files.whole_files import write_whole
 from praxis_lite.run.modes.launched import experiment_of, job_on_mesh
 from praxis_lite.run.modes.mode import CommandLine, Mode
 from praxis_lite.run.modes.options import file_to_write
@@ -29,7 +30,7 @@ class Explain(Mode):
         """Explains; raises ConfigError as training does."""
         explanation = explained(command, print)
         if html is not None:
-            html.write_text(explanation.page(), "utf-8")
+            write_whole(html, explanation.page().encode())
             print(f"\nThe page to look at in a browser: {html.absolute()}")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.files.whole_files import write_whole
 from praxis_lite.run.job.job_dir import open_for_reading
 from praxis_lite.run.modes.launched import experiment_of
 from praxis_lite.run.modes.mode import CommandLine, Mode
@@ -124,10 +125,10 @@ class Plan(Mode):
                 expert_load,
             )
             if html is not None:
-                html.write_text(plan.page(), "utf-8")
+                write_whole(html, plan.page().encode())
                 print(f"\nThe page to look at in a browser: {html.absolute()}")
             if json is not None:
-                json.write_text(plan.json_text(), "utf-8")
+                write_whole(json, plan.json_text().encode())
             plan.require_fit()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.files.whole_files import DISK_FULL, not_written
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.tools.sweep.settings import SweepSettings
 
@@ -81,6 +82,8 @@ class Study:
             recorded = self._study.user_attrs.get("settings")
             before = None if recorded is None else SweepSettings.of_json(recorded)
         except (ValueError, LookupError, TypeError, OSError) as error:
+            if isinstance(error, OSError) and error.errno in DISK_FULL:
+                raise not_written(journal, error, "it goes on with the sweep") from error
             raise ConfigError(
                 f"{journal} is damaged, or no sweep of praxis_lite wrote it ({error}). Restore the "
                 "file, or name another directory."

@@ -21,7 +21,9 @@ from praxis_lite.run.trainer.metrics.loss_curve import plot_loss_curve
 from praxis_lite.run.trainer.metrics.tracker_thread import TrackerThread
 from tests.support.job_runs import launch, lines_of, succeed
 from tests.support.line_jobs import LINE
+from tests.support.marks import slow_but
 from tests.support.tracked_runs import run_in
+from tests.support.written_jobs import written_job
 
 
 @contextlib.contextmanager
@@ -233,6 +235,35 @@ def test_a_config_that_cannot_be_written_leaves_the_old_one(tmp_path):
         job.write_config("{" + " " * 100 + "}", ["a=1"])
     assert job.config_json.read_text() == "{}"
     assert sorted(os.listdir(tmp_path)) == ["config.json", "config.txt"]
+
+
+@pytest.mark.parametrize("name", slow_but(
+    {"config.json"}, ["config.json", "config.txt", "layout.json", "layout.txt", "run_id.json"]
+))
+def test_a_first_start_on_a_full_disk_leaves_what_the_same_command_takes(tmp_path, name):
+    replace = os.replace
+
+    def full(source, target):
+        if os.path.basename(target) == name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+        replace(source, target)
+
+    argv = (LINE, f"--job_log_dir={tmp_path}", "--set", "run.num_train_steps=3")
+    with mock.patch.object(os, "replace", full):
+        done = launch(*argv)
+    assert name in done.out + done.err and "No space left on device" in done.out + done.err
+    succeed(*argv)
+    assert (JobDir(tmp_path).checkpoints / "3" / "commit.json").exists()
+
+
+def test_a_report_that_cannot_be_written_promises_no_training(tmp_path):
+    job = written_job(tmp_path / "job", [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 1.5}])
+    with files_of_at_most(1000):
+        done = launch("--mode=report", str(job.path), f"--html={tmp_path}/report.html")
+    words = " ".join(done.err.split())
+    assert done.code == 2 and "report.html could not be written: File too large" in words
+    assert words.endswith("and launch the same command again.") and "training" not in words
+    assert sorted(os.listdir(tmp_path)) == ["job"]
 
 
 def test_any_other_file_is_one_paragraph_and_errors_of_ours_keep_their_traceback():
