@@ -23,6 +23,9 @@ class DpoTask(LanguageModelTask):
     frozen copy that `with_reference` makes. What layers report besides, such as the balance of
     experts, is not part of the loss. Decodes as `LanguageModelTask`.
 
+    Both models run as in evaluation, without dropout: each with its own draws would count as a
+    difference in what they learned. TRL does the same (`disable_dropout=True`).
+
     Args:
       model, learner: as of LanguageModelTask, as all others.
       beta: how far the model may go from the reference; the smaller, the farther.
@@ -41,6 +44,17 @@ class DpoTask(LanguageModelTask):
         is_share = 0 <= label_smoothing < 0.5
         require(is_share, "DpoTask.label_smoothing", label_smoothing, "at least 0, below 0.5")
         self.beta, self.label_smoothing = beta, label_smoothing
+        require(
+            self.learner.variational_noise is None, "DpoTask.learner.variational_noise",
+            self.learner.variational_noise, "None: noise on the model's weights, and not on the "
+            "reference's, would count as a difference between them",
+        )
+
+    def module(
+        self, mdl_vars: Any, key: jax.Array | None = None, eval_key: jax.Array | None = None
+    ) -> Any:
+        """Returns the module as in evaluation, in training too."""
+        return super().module(mdl_vars, None, key if eval_key is None else eval_key)
 
     def compute_loss(
         self, model: Any, inputs: Mapping[str, jax.Array], key: jax.Array | None
@@ -53,9 +67,8 @@ class DpoTask(LanguageModelTask):
         the reference.
         """
         require_unpacked(inputs, "DpoTask compares pairs of answers, a row each, and its model")
-        reference = reference_of(model)
-        before = jax.lax.stop_gradient(_log_probs(reference, inputs, None))
-        log_probs = _log_probs(model, inputs, key)
+        before = jax.lax.stop_gradient(_log_probs(reference_of(model), inputs))
+        log_probs = _log_probs(model, inputs)
         rewards = self.beta * (log_probs - before)
         margins = rewards[:, 0] - rewards[:, 1]
         summed = jnp.sum(jnp.abs(log_probs) + jnp.abs(before), axis=-1)
@@ -75,12 +88,10 @@ class DpoTask(LanguageModelTask):
         return {name: (jnp.sum(x * weights) / divisor, total) for name, x in per_pair.items()}
 
 
-def _log_probs(
-    model: Any, inputs: Mapping[str, jax.Array], key: jax.Array | None
-) -> jax.Array:
+def _log_probs(model: Any, inputs: Mapping[str, jax.Array]) -> jax.Array:
     """Returns the log-probability of each answer, [B, 2], in nats."""
     ids, labels, answers = (
         inputs[name].reshape(-1, inputs[name].shape[-1]) for name in ("ids", "labels", "answers")
     )
-    outputs = model.compute_loss(ids, labels, answers, key=key)
+    outputs = model.compute_loss(ids, labels, answers, key=None)
     return -outputs["per_sequence_xent"].reshape(-1, 2)

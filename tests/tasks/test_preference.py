@@ -4,6 +4,7 @@ import functools
 
 import fiddle as fdl
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -13,12 +14,14 @@ from praxis_lite import ConfigError, MeshConfig
 from praxis_lite.core import Learner, Partitioner, make_mesh
 from praxis_lite.inputs import PreferenceData
 from praxis_lite.layers import (
+    StochasticResidual,
     adapted,
     reference_of,
     rotary_lm,
     set_sharding_params,
     with_reference,
 )
+from praxis_lite.optimizers import VariationalNoise
 from praxis_lite.run.trainer.forward_pass import forward_pass
 from praxis_lite.tasks.preference import DpoTask
 from tests.support.marks import slow_but
@@ -27,7 +30,8 @@ BETA, SMOOTHING = 0.3, 0.1
 KINDS = ("copy", "adapters")
 
 
-def task_of(kind):
+def model_of(kind):
+    """Returns the config of a model, and the learner's settings for it."""
     model = rotary_lm(
         vocab_size=257, model_dims=10, hidden_dims=14, num_heads=2, dim_per_head=6, num_layers=2
     )
@@ -40,6 +44,11 @@ def task_of(kind):
     if kind == "copy":
         model = fdl.Partial(with_reference, base_tpl=model)
         frozen = {"bprop_variable_exclusion": "reference/.*"}
+    return model, frozen
+
+
+def task_of(kind):
+    model, frozen = model_of(kind)
     learner = Learner(functools.partial(optax.adam), 0.05, **frozen)
     return DpoTask(
         fdl.build(model), learner, beta=BETA, label_smoothing=SMOOTHING,
@@ -156,3 +165,48 @@ def test_a_model_without_a_reference_is_refused():
 def test_packed_pairs_are_refused():
     with pytest.raises(ConfigError, match="DpoTask.*segment_ids"):
         task_of("none").compute_loss(None, {"segment_ids": np.ones((2, 2, 3), np.int32)}, None)
+
+
+class Dropped(nnx.Module):
+    """A language model of a user, with Flax's own dropout or layers that take a key."""
+
+    def __init__(self, kind, *, rngs):
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (257, 257)))
+        self.drop = (
+            nnx.Dropout(0.5, rngs=rngs) if kind == "nnx" else StochasticResidual(survival_prob=0.5)
+        )
+
+    def compute_loss(self, ids, labels, weights, key=None):
+        x = self.table[...][ids]
+        x = self.drop(x) if isinstance(self.drop, nnx.Dropout) else self.drop(x, x, key)
+        logp = jax.nn.log_softmax(x)
+        chosen = jnp.take_along_axis(logp, labels[..., None], -1)[..., 0]
+        return {"per_sequence_xent": -jnp.sum(chosen * weights, axis=-1)}
+
+
+@pytest.mark.parametrize("kind", ["copy", "adapters", "nnx", "stochastic depth"])
+def test_both_models_run_without_dropout_so_that_margins_begin_at_0(kind):
+    if kind in KINDS:
+        model, _ = model_of(kind)
+        block = (model.base_tpl if kind == "copy" else model).transformer_layer_tpl
+        for name in ("atten", "residual", "relu"):
+            setattr(block, f"{name}_dropout_prob", 0.5)
+        block.residual_droppath_prob = 0.5
+        model = fdl.build(model)
+    else:
+        model = functools.partial(with_reference, kind, base_tpl=Dropped)
+    task = DpoTask(model, Learner(optax.sgd, 0.1), beta=BETA)
+    batch = PreferenceData(None, "train", 6, 600, shuffle=True).rows(0, slice(0, 6))
+
+    @jax.jit
+    def margins(key):
+        module = task.module(task.model.init(jax.random.key(0)), key)
+        return task.compute_loss(module, batch, key)["rewards/margins"][0]
+
+    assert abs(margins(jax.random.key(3))) < 1e-6
+
+
+def test_noise_on_one_of_the_two_models_is_refused():
+    learner = Learner(optax.sgd, 0.1, variational_noise=VariationalNoise(0.1, regex=".*"))
+    with pytest.raises(ConfigError, match=r"DpoTask\.learner\.variational_noise"):
+        DpoTask(functools.partial(with_reference, "nnx", base_tpl=Dropped), learner)

@@ -57,13 +57,16 @@ class Answer:
         self._num_prompt_tokens = sum(map(len, prompts))
         loop, self._pieces = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Piece]]()
         seed = secrets.randbits(32) if request.seed is None else request.seed % 2**32
+        is_drawn = request.seed is None
         self._ends_at, self._generations, self._texts = loop.time() + seconds, [], []
         for prompt in prompts:
             for sample in range(request.n):
                 choice = len(self._generations)
+                # With its own seed a prompt gets the same answers as alone.
+                draw = choice if is_drawn else sample
                 self._generations.append(Generation(
                     prompt, model.most_new(len(prompt), request), request.temperature,
-                    request.top_p, request.top_k, seed, sample, request.num_logprobs or 0,
+                    request.top_p, request.top_k, seed, draw, request.num_logprobs or 0,
                     self._deliverer(loop, choice),
                 ))
                 self._texts.append(ChoiceText(

@@ -44,8 +44,9 @@ class Generation:
 
     Attributes:
       ids: of the prompt.
-      seed, choice: the key is that of the seed, with the answer's number folded in, as in
-        `Decoder.__call__` with the key of the seed.
+      seed, choice: the key is that of the seed, with this number folded in, as in
+        `Decoder.__call__` with the key of the seed. No two answers to a request without a seed
+        have the same number, whatever their prompts.
       num_likeliest: tokens to deliver beside each that is made.
       deliver: takes each piece, in the engine's thread.
     """

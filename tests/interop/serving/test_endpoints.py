@@ -102,6 +102,17 @@ def test_draws_are_those_of_the_seed_alone_whatever_else_is_asked(client):
     assert len(set(drawn)) > 1, "without a seed each answer is another"
 
 
+@pytest.mark.parametrize("settings", [{"n": 6}, {"stream": True}], ids=str)
+def test_each_answer_of_a_request_has_its_own_draws(client, settings):
+    prompts = ["a"] if "n" in settings else ["a"] * 6
+    answer = completion(client, prompts, temperature=1.4, **settings)
+    texts = dict.fromkeys(range(6), "")
+    for piece in answer if settings.get("stream") else [answer]:
+        for choice in piece.choices:
+            texts[choice.index] += choice.text
+    assert len(set(texts.values())) == 6
+
+
 def test_log_probs_are_the_models(client):
     rows = TABLE.astype(np.float64) - np.log(np.exp(TABLE.astype(np.float64)).sum(1))[:, None]
     answer = completion(client, "d", max_tokens=2, logprobs=0).choices[0].logprobs

@@ -161,3 +161,14 @@ def test_a_conversation_is_read_line_by_line_and_each_answer_is_part_of_the_next
     first = answer("Who?")
     shown = done.out[done.out.index("Ctrl-D") :].partition("\n")[2]
     assert shown == f"{first}\n{answer('Who?', first, 'Where?')}\n(a new conversation)\n{first}\n"
+
+
+@pytest.mark.slow
+def test_each_turn_of_a_chat_has_its_own_draws(job, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Who?\n\nWho?\n"))
+    done = succeed(
+        "--mode=decode", f"--job_log_dir={job.path}", "--chat", "--set",
+        "task.decoder=praxis_lite.decode.Sample()", "task.decoder.max_decode_steps=20",
+    )
+    first, _, second = done.out.partition("Ctrl-D")[2].partition("(a new conversation)\n")
+    assert first.partition("\n")[2] != second

@@ -1,5 +1,6 @@
 """--mode=decode: a job's datasets of prompts, the prompts of a user, or a conversation."""
 
+import dataclasses
 import io
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -68,7 +69,7 @@ def chat(job: JobOnMesh, step: int | str | None, lines: Iterable[str]) -> None:
     prompt_batch(task, [[{"role": "user", "content": "?"}]], "--chat")
     decoder = _restored(job, step)
     print("Say something; an empty line begins a new conversation, Ctrl-D ends it.", flush=True)
-    for line in lines:
+    for number, line in enumerate(lines):
         if not line.strip():
             messages.clear()
             print("(a new conversation)", flush=True)
@@ -76,7 +77,8 @@ def chat(job: JobOnMesh, step: int | str | None, lines: Iterable[str]) -> None:
         messages.append({"role": "user", "content": line.strip()})
         batch = prompt_batch(task, [messages], "--chat")
         check_reads(job.partitioner.decode_step, checked_spec(batch, "--chat"), "--chat")
-        answer = _decoded_aloud(decoder, batch, [messages])[0]["continuation"]
+        turn = dataclasses.replace(decoder, first_batch=number)  # With its own draws.
+        answer = _decoded_aloud(turn, batch, [messages])[0]["continuation"]
         messages.append({"role": "assistant", "content": answer})
 
 

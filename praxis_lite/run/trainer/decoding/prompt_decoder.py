@@ -35,6 +35,8 @@ class PromptDecoder:
     Attributes:
       mdl_vars: weights of `step`, on the mesh, as `Partitioner.for_decoding` returns them.
       seed: of the sampling; the step and the batch's index are folded in.
+      first_batch: index of a pipeline's first batch in the keys, where several pipelines are parts
+        of one dataset, such as the turns of a chat.
       note: told how many model steps the prompts took, under continuous batching.
       batchings: the compiled programs of continuous batching, by rows and length of a prompt;
         decoders of other checkpoints may share them.
@@ -46,6 +48,7 @@ class PromptDecoder:
     seed: int
     note: Callable[[str], None] = print
     batchings: Batchings = dataclasses.field(default_factory=dict, repr=False)
+    first_batch: int = 0
 
     def records(
         self, name: str, pipeline: InputPipeline, watch: Watch | None = None
@@ -78,6 +81,7 @@ class PromptDecoder:
         num_ids = self.partitioner.task.num_ids()
         for index, inputs in checked_batches(pipeline, f"decode_datasets.{name}"):
             check_ids(inputs, num_ids, f"decode_datasets.{name}, batch {index}")
+            index += self.first_batch
             yield inputs, self.partitioner.batch_key(self.seed, self.step, index)
 
     def _batch_by_batch(self, name: str, pipeline: InputPipeline) -> Iterator[tuple[Any, Any]]:
