@@ -168,7 +168,7 @@ def test_each_turn_of_a_chat_has_its_own_draws(job, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("Who?\n\nWho?\n"))
     done = succeed(
         "--mode=decode", f"--job_log_dir={job.path}", "--chat", "--set",
-        "task.decoder=praxis_lite.decode.Sample()", "task.decoder.max_decode_steps=20",
+        "task.decoder=praxis_lite.decode.Sample()", "task.decoder.temperature=9.0",
     )
     first, _, second = done.out.partition("Ctrl-D")[2].partition("(a new conversation)\n")
     assert first.partition("\n")[2] != second
