@@ -15,7 +15,7 @@ from praxis_lite.layers.base.variables import rebuilt
 
 # B prompts, K hypotheses of each, N tokens tried per hypothesis, V classes, M most new tokens.
 
-# Pax's score of a place without a hypothesis; so is any score below half of it.
+# Pax's score of a place without a hypothesis; any sum of log-probs below half of it is none either.
 NEVER = -1e9
 
 
@@ -54,6 +54,11 @@ class BeamSearch(Decoder):
         )
         self._require("length_norm_alpha", math.isfinite(self.length_norm_alpha), "finite")
 
+    def check_vocabulary(self, size: int) -> None:
+        super().check_vocabulary(size)
+        expected = f"one of the model's tokens, 0 to {size - 1}: hypotheses end in nothing else"
+        self._require("eos_id", any(i < size for i in self.eos_ids), expected)
+
     @property
     def num_hyps(self) -> int:
         return self.beam_size
@@ -64,8 +69,8 @@ class BeamSearch(Decoder):
         Also, of the hypotheses that went on to the last step, done bool [B, K], those that have an
         end of text, and hyp_ids int32 [B, K], the places that they had a step before.
         """
-        self._require("eos_id", bool(self.eos_ids), "set: hypotheses end in nothing else")
         prefix, ids = prefill(self, model, prompts), prompts.ids
+        self.check_vocabulary(prefix.logits.shape[-1])
         num_rows, num_hyps, num_steps = ids.shape[0], self.beam_size, self.max_decode_steps
         dims = batch_dims(model.init_cache)
         shape = (num_rows, num_hyps)
@@ -159,19 +164,21 @@ class BeamSearch(Decoder):
     ) -> dict[str, jax.Array]:
         """Returns the best ended hypotheses, after each that goes on was ended here too."""
         t, going = carry["step"], carry["going"]
-        eos_ids = jnp.asarray(self.eos_ids, jnp.int32)
+        num_classes = logprobs_BKV.shape[-1]
+        eos_ids = jnp.asarray([i for i in self.eos_ids if i < num_classes], jnp.int32)
         eos_logprobs_BKE = logprobs_BKV[..., eos_ids]
         best_BK1 = jnp.argmax(eos_logprobs_BKE, axis=-1, keepdims=True)
         eos_logprobs_BK = jnp.take_along_axis(eos_logprobs_BKE, best_BK1, axis=-1)[..., 0]
-        scores = jnp.maximum(carry["scores"] + eos_logprobs_BK, NEVER)
-        scores = jnp.where(is_open_B[:, None], scores / self._norm(t + 1), -jnp.inf)
+        sums = carry["scores"] + eos_logprobs_BK
+        # Not of the normalized scores: the norm of a long text brings any sum close to 0.
+        is_none = (sums < NEVER / 2) | ~is_open_B[:, None]
+        scores = jnp.where(is_none, NEVER, sums / self._norm(t + 1))
         new = {
             "output_ids": going["output_ids"].at[..., t].set(eos_ids[best_BK1[..., 0]]),
             "logprobs": going["logprobs"].at[..., t].set(eos_logprobs_BK),
             "decode_lengths": jnp.full(scores.shape, t + 1, jnp.int32),
             "scores": scores,
         }
-        is_none = scores < NEVER / 2
         for name in ("output_ids", "logprobs", "decode_lengths"):
             empty = is_none[..., None] if new[name].ndim == 3 else is_none
             new[name] = jnp.where(empty, 0, new[name]).astype(new[name].dtype)

@@ -2,7 +2,6 @@
 
 import abc
 import dataclasses
-from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +30,10 @@ class Prompts(NamedTuple):
     wants_likeliest: jax.Array | None = None
 
 
+class TokenizerIds(tuple[int, ...]):
+    """Ids that a tokenizer gave, not the user: a model may have no row for some of them."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoder(abc.ABC):
     """Continues prompts with a model. Names of settings are those of Pax's DecoderHParams.
@@ -41,7 +44,7 @@ class Decoder(abc.ABC):
         (Pax's default of 0 means "must be set".)
       min_decode_steps: new tokens that must precede an end of text. In Pax only beam search
         heeds it.
-      eos_id: token, or tokens, of which each ends a row; None: the tokenizer's. (Pax: 2.)
+      eos_id: token, or tokens, of which each ends a row; None: the tokenizer's; (): none. (Pax: 2.)
       weights_dtype: of the weights while decoding. None: as they are. "activations": those that the
         model casts to a narrower dtype are kept in it, and every number stays. "int8": the weights
         of dense layers are rounded too, with a scale per output channel; the log names them. On TPU
@@ -95,7 +98,7 @@ class Decoder(abc.ABC):
             setting = f"{type(self).__name__}.weights_dtype"
             require_choice(setting, self.weights_dtype, ("activations", "int8"))
         self._require(
-            "eos_id", self.eos_id is None or all(map(_is_token, self.eos_ids)),
+            "eos_id", self.eos_id is None or all(map(is_token, self.eos_ids)),
             "a token, a tuple of tokens, or None for the tokenizer's",
         )
 
@@ -105,21 +108,22 @@ class Decoder(abc.ABC):
         names = ("weights_dtype", "weights_outputs_first")
         return {name: getattr(self, name) for name in names}
 
-    def check_vocabulary(self, size: int, of_tokenizer: Collection[int]) -> None:
-        """Checks that the tokens that end a row are a model's.
+    def check_vocabulary(self, size: int) -> None:
+        """Checks that a model has the tokens that the settings name; every decoding loop calls it.
 
         Args:
-          size: of its vocabulary.
-          of_tokenizer: tokens that a tokenizer ends a text with, be they the model's or not.
+          size: number of ids of the model.
 
         Raises:
-          ConfigError: one is not.
+          ConfigError: it lacks one that is not a tokenizer's.
         """
-        local = [i for i in self.eos_ids if i not in of_tokenizer]
-        self._require(
-            "eos_id", all(i < size for i in local),
-            f"of tokens from 0 to {size - 1}, for the model's vocab_size is {size}",
-        )
+        self._check_tokens("eos_id", self.eos_id, size)
+
+    def _check_tokens(self, name: str, ids: int | tuple[int, ...] | None, size: int) -> None:
+        if isinstance(ids, TokenizerIds) or ids is None:
+            return
+        expected = f"tokens from 0 to {size - 1}, because the model's vocab_size is {size}"
+        self._require(name, all(i < size for i in np.ravel(ids)), expected)
 
     def check_model(self, model: Any) -> None:
         """Checks that a model can be decoded as the settings say.
@@ -204,5 +208,6 @@ _TYPES = {
 }
 
 
-def _is_token(i: object) -> bool:
+def is_token(i: object) -> bool:
+    """Returns True for a number that may be an id."""
     return isinstance(i, int | np.integer) and not isinstance(i, bool) and 0 <= i < 2**31

@@ -68,6 +68,7 @@ def start(
     if prefix is None:
         shares = decoder.num_cached_prefixes > 0 and len(prompts.ids) > 1
         prefix = (prefill_shared if shares else prefill)(decoder, model, prompts)
+    decoder.check_vocabulary(prefix.logits.shape[-1])
     (num_prompts, prompt_length), num_rows = prompts.ids.shape, prompts.keys.shape[0]
     num_samples = num_rows // num_prompts
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.decode.decoder import Decoder, Outputs, Prompts
+from praxis_lite.decode.decoder import Decoder, Outputs, Prompts, is_token
 from praxis_lite.decode.likely_logits import nucleus_end
 from praxis_lite.decode.loop import DecodeState, advance, sample_keys, start
 
@@ -53,14 +53,16 @@ class Greedy(Decoder):
     num_cached_prefixes: int = 0
 
     def __post_init__(self):
-        object.__setattr__(self, "stop_sequences", tuple(map(tuple, self.stop_sequences)))
+        sequences = (x if isinstance(x, tuple) else tuple(x) for x in self.stop_sequences)
+        object.__setattr__(self, "stop_sequences", tuple(sequences))
         if not isinstance(self.stop_strings, str):
             object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
         super().__post_init__()
         self._require("repetition_penalty", 0 < self.repetition_penalty < math.inf, "more than 0")
         self._require("presence_penalty", math.isfinite(self.presence_penalty), "a finite number")
         self._require(
-            "stop_sequences", all(self.stop_sequences), "sequences of at least one token"
+            "stop_sequences", all(x and all(map(is_token, x)) for x in self.stop_sequences),
+            "sequences of at least one token",
         )
         self._require(
             "stop_strings", not isinstance(self.stop_strings, str) and all(self.stop_strings),
@@ -74,6 +76,11 @@ class Greedy(Decoder):
             "num_cached_prefixes", self.fprop_for_prefix or not self.num_cached_prefixes,
             "0 with fprop_for_prefix=False, which reads a token at a time",
         )
+
+    def check_vocabulary(self, size: int) -> None:
+        super().check_vocabulary(size)
+        for sequence in self.stop_sequences:
+            self._check_tokens("stop_sequences", sequence, size)
 
     @property
     def num_hyps(self) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from praxis_lite.decode.decoder import Decoder
+from praxis_lite.decode.decoder import Decoder, TokenizerIds
 from praxis_lite.decode.sampling import Greedy
 from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.inputs.tokenizers.streaming import StreamingDecoder
@@ -18,11 +18,10 @@ def for_tokenizer(decoder: Decoder, tokenizer: Tokenizer) -> Decoder:
       tokenizer: its `eos_ids` are what an eos_id of None stands for.
     """
     if decoder.eos_id is None and tokenizer.eos_ids:
-        first, *others = tokenizer.eos_ids
-        decoder = dataclasses.replace(decoder, eos_id=(first, *others) if others else first)
+        decoder = dataclasses.replace(decoder, eos_id=TokenizerIds(tokenizer.eos_ids))
     if isinstance(decoder, Greedy) and decoder.stop_strings:
         encoded = tuple(
-            tuple(map(int, tokenizer.encode(text, False))) for text in decoder.stop_strings
+            TokenizerIds(map(int, tokenizer.encode(text, False))) for text in decoder.stop_strings
         )
         sequences = tuple(dict.fromkeys((*decoder.stop_sequences, *encoded)))
         decoder = dataclasses.replace(decoder, stop_sequences=sequences)

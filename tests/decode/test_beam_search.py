@@ -118,6 +118,30 @@ def test_early_exit_with_one_hypothesis_stops_where_greedy_does():
     assert actual["done"].all() and not actual["hyp_ids"].any()
 
 
+def test_a_place_without_a_hypothesis_is_empty_however_long_the_search_is():
+    # A norm of 21 brings Pax's -1e9 above -1e8.
+    limits = np.asarray([100, 111, 0, 118], np.int32)
+    decoder = BeamSearch(
+        max_decode_steps=120, min_decode_steps=110, eos_id=EOS, beam_size=3, length_norm_alpha=1.0
+    )
+    actual = decoded(decoder, per_example_max_decode_steps=limits)
+    lengths = actual["decode_lengths"]
+    assert lengths[1].tolist() == [111] * 3 and (lengths[3] > 110).all()
+    assert (actual["scores"][[1, 3]] > -1e4).all()
+    for row in (0, 2):
+        assert not lengths[row].any() and not actual["output_ids"][row].any()
+        assert (actual["scores"][row] <= -1e8).all() and not actual["logprobs"][row].any()
+
+
+def test_there_are_no_more_hypotheses_than_texts():
+    model = Recurrent(2, seed=3)  # Of two tokens: a text of each length.
+    decoder = BeamSearch(max_decode_steps=12, eos_id=1, beam_size=17, tokens_per_beam=2)
+    run = jax.jit(functools.partial(decoder, model))
+    actual = run(PROMPTS % 2, LENGTHS, row_keys(len(LENGTHS)))
+    assert sorted(actual["decode_lengths"][0].tolist()) == [0] * 5 + list(range(1, 13))
+    assert (actual["scores"][0, 12:] <= -1e8).all()
+
+
 class Counting(Recurrent):
     """Lists its calls."""
 

@@ -47,7 +47,7 @@ def partitioner_of(dtype, layers, shape=(1, 1, 1)):
     batch = SHARDING_PRESETS["megatron"]["batch"]
     task = LanguageModelTask(
         fdl.build(set_sharding_params(lm, "megatron")), Learner(optax.sgd, 0.1),
-        decoder=Greedy(max_decode_steps=M, eos_id=V),
+        decoder=Greedy(max_decode_steps=M, eos_id=()),
         inputs_split_mapping={"map_1d": (batch,), "map_2d": (batch, None)},
     )
     return Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=shape)))

@@ -28,10 +28,10 @@ BATCH = {
 }
 SPEC = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in BATCH.items()}
 DECODERS = {
-    "greedy": Greedy(max_decode_steps=M, eos_id=V),
-    "activations": Greedy(max_decode_steps=M, eos_id=V, weights_dtype="activations"),
-    "int8": Greedy(max_decode_steps=M, eos_id=V, weights_dtype="int8"),
-    "outputs_first": Greedy(max_decode_steps=M, eos_id=V, weights_outputs_first=True),
+    "greedy": Greedy(max_decode_steps=M, eos_id=()),
+    "activations": Greedy(max_decode_steps=M, eos_id=(), weights_dtype="activations"),
+    "int8": Greedy(max_decode_steps=M, eos_id=(), weights_dtype="int8"),
+    "outputs_first": Greedy(max_decode_steps=M, eos_id=(), weights_outputs_first=True),
     "sample": Sample(max_decode_steps=M, eos_id=3, num_samples=2, temperature=2.0),
     "beam": BeamSearch(max_decode_steps=M, eos_id=3, beam_size=3),
 }

@@ -29,13 +29,13 @@ PROMPTS = np.where(
     np.random.default_rng(12).integers(1, V, (len(LENGTHS), P)),
     7,  # What stands in the padding must not matter.
 ).astype(np.int32)
-GREEDY = Greedy(max_decode_steps=M, eos_id=V)
+GREEDY = Greedy(max_decode_steps=M, eos_id=())
 DECODERS = {
     "chunks": dataclasses.replace(GREEDY, prefill_chunk_size=7),
     "wide chunks": dataclasses.replace(GREEDY, prefill_chunk_size=SPARE_PLACES + 2),
     "one pass": GREEDY,
     "tokens": dataclasses.replace(GREEDY, fprop_for_prefix=False),
-    "sample": Sample(max_decode_steps=M, eos_id=V, num_samples=2, prefill_chunk_size=5),
+    "sample": Sample(max_decode_steps=M, eos_id=(), num_samples=2, prefill_chunk_size=5),
     "beam": BeamSearch(max_decode_steps=M, eos_id=3, beam_size=3, prefill_chunk_size=7),
 }
 

@@ -26,7 +26,7 @@ PROMPTS = RNG.integers(0, V, (len(LENGTHS), P)).astype(np.int32)
 PROMPTS[[0, 1, 3, 4], :13] = PROMPTS[0, :13]
 MODELS = {"attention": Summing(V, seed=1), "recurrent": Recurrent(V, seed=1)}
 DECODER = Sample(max_decode_steps=M, eos_id=3, num_samples=2, k=0, temperature=0.5)
-GREEDY = Greedy(max_decode_steps=M, eos_id=V, prefill_chunk_size=5)
+GREEDY = Greedy(max_decode_steps=M, eos_id=(), prefill_chunk_size=5)
 # Passes of five tokens, of which two are shared.
 SHARING = dataclasses.replace(DECODER, num_cached_prefixes=3, prefill_chunk_size=5)
 

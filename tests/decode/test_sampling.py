@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 
 from praxis_lite import ConfigError
-from praxis_lite.decode import Greedy, Sample
+from praxis_lite.decode import BeamSearch, Greedy, Sample
+from praxis_lite.decode.continuous_batching import ContinuousBatching
+from praxis_lite.decode.sampling_by_row import SampleByRow
 from praxis_lite.decode.stop_strings import cut_at_stop, for_tokenizer
 from praxis_lite.inputs.tokenizers.plain import ByteTokenizer
-from tests.decode.toy_models import Recurrent, logprobs_after, row_keys
+from tests.decode.toy_models import Recurrent, Summing, logprobs_after, row_keys
 
 V = 13
 TABLE = np.random.default_rng(9).normal(scale=1.5, size=(V, V)).astype(np.float32)
-NEVER = V  # No token: a row never ends by itself.
+NEVER = ()  # A row never ends by itself.
 NUM_DRAWS = 20_011
 
 
@@ -304,3 +306,39 @@ def test_stop_strings_become_tokens_and_cut_the_text():
 def test_a_value_out_of_range_names_the_setting(name, value):
     with pytest.raises(ConfigError, match=rf"Sample\.{name}"):
         Sample(**{name: value})
+
+
+BEYOND = {
+    "greedy": Greedy(eos_id=V),
+    "one of several": Sample(eos_id=(2, V)),
+    "beams": BeamSearch(eos_id=V),
+    "one of several, beams": BeamSearch(eos_id=(2, 10**6)),
+    "drafts": Greedy(eos_id=V, num_speculative_tokens=2),
+    "shared beginnings": Greedy(eos_id=V, num_cached_prefixes=2, prefill_chunk_size=2),
+    "rows with their own settings": SampleByRow(eos_id=V),
+    "a stop sequence": Greedy(eos_id=(), stop_sequences=((1,), (2, V))),
+    # A tokenizer's tokens need not be the model's; but a beam must end somewhere.
+    "beams of a tokenizer": for_tokenizer(BeamSearch(), ByteTokenizer()),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+@pytest.mark.parametrize("is_continuous", [False, True], ids=["batch", "continuous"])
+def test_a_token_that_the_model_lacks_is_refused(name, is_continuous):
+    decoder, model = BEYOND[name], Summing(V)
+    setting = "stop_sequences" if name == "a stop sequence" else "eos_id"
+    words = rf"{type(decoder).__name__}\.{setting}.*0 to {V - 1}"
+    if not is_continuous:
+        with pytest.raises(ConfigError, match=words):
+            decoded(decoder, model=model)
+    elif isinstance(decoder, Greedy):
+        batching = ContinuousBatching(decoder, lambda _: model, 2, 4)
+        with pytest.raises(ConfigError, match=words):
+            batching.rows(np.zeros(()))
+
+
+def test_a_tokenizers_end_that_the_model_lacks_ends_no_row():
+    decoder = for_tokenizer(Greedy(max_decode_steps=M, stop_strings=("~",)), ByteTokenizer())
+    assert decoder.eos_ids == (256,)
+    expected = decoded(Greedy(max_decode_steps=M, eos_id=NEVER))
+    np.testing.assert_array_equal(decoded(decoder)["output_ids"], expected["output_ids"])

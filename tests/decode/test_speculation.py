@@ -62,10 +62,10 @@ def decoded(decoder, **settings):
 
 
 DECODERS = {
-    "greedy": Greedy(max_decode_steps=M, eos_id=V),
+    "greedy": Greedy(max_decode_steps=M, eos_id=()),
     "ends": Greedy(max_decode_steps=M, eos_id=(0, 4), min_decode_steps=9),
-    "stop sequences": Greedy(max_decode_steps=M, eos_id=V, stop_sequences=((3, 2), (5,))),
-    "limits": Greedy(max_decode_steps=M, eos_id=V, seqlen=19),
+    "stop sequences": Greedy(max_decode_steps=M, eos_id=(), stop_sequences=((3, 2), (5,))),
+    "limits": Greedy(max_decode_steps=M, eos_id=(), seqlen=19),
     "sample": Sample(max_decode_steps=M, eos_id=2, k=0, temperature=0.7, num_samples=3),
     "penalties": Sample(
         max_decode_steps=M, eos_id=2, k=4, repetition_penalty=1.3, presence_penalty=0.2
@@ -150,7 +150,7 @@ def test_a_transformer_gives_the_same_tokens_up_to_its_last_position(shape, most
     """Its positions are learned and as many as there are tokens."""
     results, weights = [], None
     for num_drafts in (0, most):
-        decoder = Greedy(max_decode_steps=M, eos_id=V, num_speculative_tokens=num_drafts)
+        decoder = Greedy(max_decode_steps=M, eos_id=(), num_speculative_tokens=num_drafts)
         task = lm_task(decoder, **layer)
         partitioner = Partitioner(task, make_mesh(MeshConfig(ici_mesh_shape=shape)))
         if weights is None:

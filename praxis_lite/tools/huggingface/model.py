@@ -19,7 +19,6 @@ from praxis_lite.decode.sampling import Greedy
 from praxis_lite.host.host_memory import FirstRuns
 from praxis_lite.inputs.text.length_classes import length_of_prompts
 from praxis_lite.inputs.text.token_ids import padding_mask, token_ids, whole_number
-from praxis_lite.inputs.tokenizers.plain import TokenIds
 from praxis_lite.run.config.class_attributes import configured
 from praxis_lite.run.experiment import registry
 from praxis_lite.run.experiment.experiment import Job
@@ -168,7 +167,7 @@ class HuggingFaceModel:
         ids = np.zeros((len(lengths), padded), np.int32)
         for row, item in zip(ids, rows, strict=True):
             row[: len(item)] = item
-        eos_id = TokenIds.eos_id if eos_id is None else eos_id
+        eos_id = () if eos_id is None else eos_id
         form = self.partitioner.task.decoder.weights_form
         for name, expected in form.items():
             actual = settings.get(name, expected)

@@ -12,7 +12,7 @@ import numpy as np
 from praxis_lite.core.errors import ConfigError, did_you_mean
 from praxis_lite.decode.continuous_batching import ContinuousBatching, Prompt
 from praxis_lite.decode.sampling import Greedy, Sample
-from praxis_lite.decode.stop_strings import stops_in_text
+from praxis_lite.decode.stop_strings import for_tokenizer, stops_in_text
 from praxis_lite.inputs.text.length_classes import length_class
 from praxis_lite.inputs.text.token_ids import token_ids
 from praxis_lite.tools.lm_eval.evaluated_model import EvaluatedModel
@@ -64,12 +64,10 @@ class Continuations:
             )
         result: dict[str, Any] = {"max_decode_steps": max_new_tokens, **self._settings}
         result |= {our: settings[name] for name, our in GREEDY_SETTINGS.items() if name in settings}
-        if self._model.tokenizer.eos_ids:
-            result["eos_id"] = tuple(self._model.tokenizer.eos_ids)
         if not settings.get("do_sample") or not settings.get("temperature"):
-            return Greedy(**result)
+            return for_tokenizer(Greedy(**result), self._model.tokenizer)
         drawn = {our: settings[name] for name, our in SAMPLE_SETTINGS.items() if name in settings}
-        return Sample(**result, **{"k": 0, **drawn})
+        return for_tokenizer(Sample(**result, **{"k": 0, **drawn}), self._model.tokenizer)
 
     def max_context(self, max_new_tokens: int) -> int:
         """Returns the most ids of a context that leave room for the new tokens.

@@ -270,7 +270,7 @@ def test_a_scanned_stack_of_it_equals_an_unrolled_one_and_decodes():
 
 
 DECODERS = {
-    "greedy_prompt_in_one_pass": Greedy(max_decode_steps=3, eos_id=VOCAB),
+    "greedy_prompt_in_one_pass": Greedy(max_decode_steps=3, eos_id=()),
     "beams_prompt_by_tokens": BeamSearch(
         max_decode_steps=3, eos_id=0, beam_size=2, fprop_for_prefix=False
     ),

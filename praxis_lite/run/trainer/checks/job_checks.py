@@ -125,8 +125,7 @@ def check_decoder(task: Task) -> None:
     """Raises ConfigError if a task's decoder ends rows with a token that the model lacks."""
     size = task.num_ids().get("ids")
     if isinstance(task.decoder, Decoder) and size is not None:
-        of_tokenizer = () if task.tokenizer is None else task.tokenizer.eos_ids
-        task.decoder.check_vocabulary(size, of_tokenizer)
+        task.decoder.check_vocabulary(size)
 
 
 def check_first_batches(datasets: Mapping[str, InputPipeline]) -> None:
