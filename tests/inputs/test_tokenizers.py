@@ -204,6 +204,31 @@ def test_the_command_says_what_it_cannot_do(trained, tmp_path, capsys):
     assert command(["train", str(tmp_path / "none*"), str(tmp_path / "new")]) == 2
 
 
+@pytest.mark.parametrize("token", [
+    "a", "é", "Ġ", "7", "123", " ", "\n", "\t ", "", "\udcff", "<|a\ud83d|>", "the", " the", "@user",
+    "###", "hello world", "\u00a0", " <|a|>", "<|a|>\n", "🙂", "<|b|>", "<|end_of_text|>",
+], ids=ascii)  # fmt: skip
+def test_a_special_token_that_text_may_have_is_refused_before_anything_is_written(
+    trained, tmp_path, token, capsys
+):
+    options = ["--vocab-size=300", "--special", "<|b|>", token]
+    assert command(["train", str(trained.parent / "*.txt"), str(tmp_path / "new"), *options]) == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert "--special" in message
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_special_token_is_a_single_id_and_the_rest_of_a_text_as_without(trained, tmp_path):
+    special = ["<|done|>", "[INST]", "</s>", "<｜User｜>", "<s>", "[end of turn]"]
+    files = str(trained.parent / "*.txt")
+    assert command(["train", files, str(tmp_path / "new"), "--special", *special]) == 0
+    tokenizer = load_tokenizer(tmp_path / "new")
+    for token in special:
+        (number,) = tokenizer.encode(token)
+        assert number in tokenizer.special_ids
+        assert tokenizer.decode([number, *tokenizer.encode(" a the")]) == f"{token} a the"
+
+
 def test_a_corpus_and_its_prompts_have_the_tokens_of_their_tokenizer(trained):
     files = f"{trained.parent}/*.txt"
     corpus, of_bytes = TextCorpus(files, 0, str(trained)), TextCorpus(files, 0)

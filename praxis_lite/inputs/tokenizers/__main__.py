@@ -42,13 +42,17 @@ def train(
       files: globs, separated by commas.
       directory: a new or an empty one.
       vocab_size: of all tokens, special ones included.
-      special_tokens: further ones.
+      special_tokens: further ones, none of which ordinary text may contain.
       chat_template: a Jinja template.
 
     Raises:
-      ConfigError: no file matches, the directory has files, or the vocabulary is too small.
+      ConfigError: no file matches, the directory has files, the vocabulary is too small, or a
+        special token cannot be told from text.
     """
-    special = list(dict.fromkeys([END, BEGIN_TURN, END_TURN, *special_tokens]))
+    special = [END, BEGIN_TURN, END_TURN]
+    for token in special_tokens:
+        _check_special(token, special)
+        special.append(token)
     least = 256 + len(special)
     require(
         vocab_size >= least, "--vocab-size", vocab_size,
@@ -58,6 +62,24 @@ def train(
     with new_directory(directory, TOKENIZER_JSON) as target:
         _train(paths, target, vocab_size, special, chat_template)
     return JsonTokenizer(directory)
+
+
+def _check_special(token: str, before: Sequence[str]) -> None:
+    def check(holds: bool, expected: str) -> None:
+        require(holds, "--special", token, expected, "Write it like <|name|>.")
+
+    check(isinstance(token, str) and token != "", "a text that is not empty")
+    try:
+        token.encode()
+    except UnicodeEncodeError:
+        check(False, "a text without half of a character")
+    check(token not in before, f"another token than {', '.join(before)}, which there are already")
+    library = optional_module("tokenizers", "Training a tokenizer")
+    cut = library.pre_tokenizers.Split(library.Regex(PIECES), "isolated")
+    # The trainer may learn any single piece, which would then have the special token's id.
+    is_text = len(cut.pre_tokenize_str(token)) == 1 or token != token.strip()
+    is_text |= all(part.isalnum() for part in token.split())
+    check(not is_text, "a token that ordinary text does not contain")
 
 
 def _train(
