@@ -1,6 +1,5 @@
 """The task with another decoder, or with other settings of its own."""
 
-import copy
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -12,10 +11,10 @@ from praxis_lite.core.task import Task
 from praxis_lite.decode.decoder import Decoder
 
 
-def with_decoder(
+def changed_decoder(
     task: Task, config: fdl.Config, decoder: Decoder | None, settings: Mapping[str, Any]
-) -> Task:
-    """Returns the task with another decoder, or with other settings of its own.
+) -> Decoder:
+    """Returns another decoder, or a task's own, with some settings replaced.
 
     Args:
       config: of the task.
@@ -26,7 +25,6 @@ def with_decoder(
     """
     if not isinstance(task.decoder, Decoder):
         raise ConfigError(f"{type(task).__name__} has no decoder, so it takes no settings.")
-    config = copy.deepcopy(config)
     if decoder is None:
         # Not the task's: its tokenizer has put tokens into that.
         decoder = fdl.build(config.decoder) if config.decoder is not None else task.decoder
@@ -38,5 +36,12 @@ def with_decoder(
                 f"{did_you_mean(name, known)} Another decoder, such as Sample, is given as "
                 "decoder=Sample(...)."
             )
-    config.decoder = dataclasses.replace(decoder, **settings)
-    return fdl.build(config)
+    return dataclasses.replace(decoder, **settings)
+
+
+def with_decoder(
+    task: Task, config: fdl.Config, decoder: Decoder | None, settings: Mapping[str, Any]
+) -> Task:
+    """Returns a new task of a config with the result of `changed_decoder`; rebuilds the model."""
+    decoder = changed_decoder(task, config, decoder, settings)
+    return fdl.build(fdl.copy_with(config, decoder=decoder))

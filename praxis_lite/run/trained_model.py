@@ -16,7 +16,7 @@ from praxis_lite.inputs.batches import checked_spec
 from praxis_lite.inputs.text.token_ids import whole_number
 from praxis_lite.run.experiment.experiment import Job
 from praxis_lite.run.experiment.setting_of import naming_settings
-from praxis_lite.run.generation import with_decoder
+from praxis_lite.run.generation import changed_decoder, with_decoder
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.shown_model import html_of, text_of
 from praxis_lite.run.trainer.checks.datasets import check_reads
@@ -182,8 +182,12 @@ class TrainedModel:
         Raises:
           ConfigError: the task decodes nothing, or the job has no such dataset or setting.
         """
+        return self._decoded(data, self._decoding(decoder, settings), seed)
+
+    def _decoded(
+        self, data: str | InputPipeline, partitioner: Partitioner, seed: int | None
+    ) -> list[Record]:
         name, pipeline = self._pipeline("decode_datasets", data)
-        partitioner = self._decoding(decoder, settings)
         check_reads(partitioner.decode_step, checked_spec(pipeline, name), name)
         run = self.job.run
         mdl_vars = self._mdl_vars_for(partitioner, run.decode_use_ema_states)
@@ -212,8 +216,8 @@ class TrainedModel:
           ConfigError: the task continues no prompts, a prompt is empty, or the decoder has no such
             setting.
         """
-        batch = prompt_batch(self._decoding(decoder, settings).task, prompts)
-        return self.decode(batch, decoder=decoder, seed=seed, **settings)
+        partitioner = self._decoding(decoder, settings)
+        return self._decoded(prompt_batch(partitioner.task, prompts), partitioner, seed)
 
     def _mdl_vars_for(self, decoding: Partitioner, use_ema: bool) -> Any:
         """Returns the weights for a partitioner's decoding: once for each form of them."""
@@ -244,12 +248,14 @@ class TrainedModel:
         if decoder is None and not settings:
             check_decoder(self.partitioner.task)
             return self.partitioner
-        changed = with_decoder(self.partitioner.task, self._config.task, decoder, settings)
-        check_decoder(changed)
-        if changed.decoder not in self._with_decoder:
+        config = self._config.task
+        changed = changed_decoder(self.partitioner.task, config, decoder, settings)
+        if changed not in self._with_decoder:
+            task = with_decoder(self.partitioner.task, config, changed, {})
+            check_decoder(task)
             make = self.job.partitioner or Partitioner
-            self._with_decoder[changed.decoder] = make(changed, self.partitioner.mesh)
-        return self._with_decoder[changed.decoder]
+            self._with_decoder[changed] = make(task, self.partitioner.mesh)
+        return self._with_decoder[changed]
 
     @functools.cached_property
     def _forward(self) -> Callable[..., Any]:

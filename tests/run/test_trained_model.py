@@ -3,12 +3,15 @@
 import copy
 import json
 
+import jax
 import numpy as np
 import pytest
 
 import praxis_lite
 from praxis_lite import ConfigError, MeshConfig
-from praxis_lite.decode import BeamSearch, Greedy
+from praxis_lite.core import Partitioner
+from praxis_lite.core.models.nnx_model import NnxModel
+from praxis_lite.decode import BeamSearch, Greedy, Sample
 from praxis_lite.run.checkpoints.files.stored_arrays import stored_arrays
 from praxis_lite.run.checkpoints.tools import manifest_of
 from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
@@ -114,6 +117,32 @@ def test_predict_is_the_models_own_call(model, model_on_eight):
         np.testing.assert_allclose(logits, expected, atol=1e-5)
     hidden = model.predict(ids, paddings=np.zeros((5, 13), np.float32))[0]
     np.testing.assert_allclose(hidden, expected, atol=1e-5)
+
+
+def test_a_second_call_rebuilds_no_model_and_compiles_no_program(job, monkeypatch, caplog):
+    model = loaded(job)
+    batch = next(iter(model.job.datasets["heldout"].batches()))
+    calls = {
+        "plain": lambda: model.generate("The "),
+        "a setting": lambda: model.generate("The ", max_decode_steps=4),
+        "another seed": lambda: model.generate("The ", decoder=Sample(max_decode_steps=3), seed=1),
+        "a list": lambda: model.generate("The ", stop_strings=["e"], eos_id=[0, 1]),
+        "a dataset": lambda: model.decode("prompts", max_decode_steps=4),
+        "evaluate": lambda: model.evaluate(batch),
+        "predict": lambda: model.predict(batch["ids"]),
+    }
+    expected = {name: repr(call()) for name, call in calls.items()}
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("built again")
+
+    monkeypatch.setattr(NnxModel, "_built", refuse)
+    monkeypatch.setattr(Partitioner, "__init__", refuse)
+    caplog.clear()
+    with jax.log_compiles():
+        assert {name: repr(call()) for name, call in calls.items()} == expected
+    compiled = [x.getMessage() for x in caplog.records if "Compiling" in x.getMessage()]
+    assert not [line for line in compiled if "_step" in line or "forward" in line], compiled
 
 
 def without_scores(records):

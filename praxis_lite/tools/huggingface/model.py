@@ -22,7 +22,7 @@ from praxis_lite.inputs.text.token_ids import padding_mask, token_ids, whole_num
 from praxis_lite.run.config.class_attributes import configured
 from praxis_lite.run.experiment import registry
 from praxis_lite.run.experiment.experiment import Job
-from praxis_lite.run.generation import with_decoder
+from praxis_lite.run.generation import changed_decoder, with_decoder
 from praxis_lite.run.trainer.forward_pass import forward_pass
 from praxis_lite.tools.huggingface.pretrained import Pretrained
 from praxis_lite.tools.huggingface.tensors.writing import MAX_FILE_BYTES
@@ -92,7 +92,7 @@ class HuggingFaceModel:
         leaves = [arrays[leaf.path] for leaf in layout.leaves()]
         self.mdl_vars = jax.tree.unflatten(jax.tree.structure(layout.shapes), leaves)
         self._forward = forward_pass(partitioner)
-        self._decoding: dict[tuple[Decoder, str], Partitioner] = {}
+        self._decoding: dict[Decoder, Partitioner] = {}
         self._runs = FirstRuns("generate", "Give it fewer or shorter prompts.")
 
     def logits(
@@ -255,8 +255,9 @@ class HuggingFaceModel:
         return self.partitioner.task.num_ids()
 
     def _greedy(self, decoder: Greedy, settings: Mapping[str, Any]) -> Partitioner:
-        key = decoder, repr(sorted(settings.items()))
-        if key not in self._decoding:
-            task = with_decoder(self.partitioner.task, self.experiment.task, decoder, settings)
-            self._decoding[key] = Partitioner(task, self.partitioner.mesh)
-        return self._decoding[key]
+        task, config = self.partitioner.task, self.experiment.task
+        decoder = changed_decoder(task, config, decoder, settings)
+        if decoder not in self._decoding:
+            task = with_decoder(task, config, decoder, {})
+            self._decoding[decoder] = Partitioner(task, self.partitioner.mesh)
+        return self._decoding[decoder]

@@ -2,9 +2,12 @@
 
 import contextlib
 import math
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from praxis_lite.core.errors import ConfigError, OutOfMemory, format_bytes
@@ -106,7 +109,8 @@ def compile_step(
 ) -> jax.stages.Compiled:
     """Compiles a step for the batches of a dataset, before it runs: the first call finds it.
 
-    Products that XLA may permute are mended, and told.
+    Products that XLA may permute are mended, and told. For batches of the same shapes it returns
+    the same program, without checking memory again.
 
     Args:
       name: of the dataset, "datasets.train".
@@ -115,7 +119,13 @@ def compile_step(
     Raises:
       OutOfMemory: the devices are simulated, and this host cannot hold what the step makes.
     """
-    compiled = mended(step.lower(pipeline.element_spec()), step.where.mesh).compile()
+    spec = pipeline.element_spec()
+    leaves, structure = jax.tree.flatten(spec)
+    key = structure, *((x.shape, jnp.dtype(x.dtype)) for x in leaves)
+    programs = _compiled.setdefault(step, {})
+    if key in programs:
+        return programs[key]
+    compiled = mended(step.lower(spec), step.where.mesh).compile()
     devices = step.where.mesh.local_devices
     advice = f"Make {name}.batch_size, or its rows, smaller" + (
         f"; {_SMALLER_STEP}" if step.trains else ", or take fprop_dtype=bfloat16"
@@ -126,7 +136,13 @@ def compile_step(
         compiled, devices, f"{step.title} on {name}",
         f"{advice}; or hosts that have more memory.", num_processes,
     )
+    programs[key] = compiled
     return compiled
+
+
+_compiled: "weakref.WeakKeyDictionary[Step, dict[Any, jax.stages.Compiled]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def compile_init(partitioner: Partitioner, key: jax.Array) -> None:

@@ -1,0 +1,55 @@
+"""How the CPU time of `generate` grows with the number of calls with changed settings.
+
+`python benchmarks/growth_generate.py` trains a model for one step, calls it with settings that it
+has seen before, and prints what such a call costs relative to a plain one of the same program.
+"""
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import praxis_lite  # noqa: E402
+from benchmarks import growth  # noqa: E402
+
+SIZES = (20, 40, 80)
+SETTINGS = (
+    "mesh.ici_mesh_shape=1,1,1", "mesh.allow_unused_devices=True", "run.num_train_steps=1",
+    "run.evaluation.every_steps=None", "task.decoder.max_decode_steps=4",
+)
+
+
+def main() -> int:
+    """Returns the exit status: 1 if the cost of calls grows faster than their number."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = praxis_lite.train("lm.PyDocs", f"{folder}/job", settings=SETTINGS)
+        calls = {
+            "plain": {},
+            # Greedy ends no row of this model early, so that each call makes 4 steps.
+            "changed": {"min_decode_steps": 3},
+            "changed, with a list": {"stop_strings": ["none of these"]},
+        }
+
+        def generate(settings: dict, num_calls: int) -> None:
+            for _ in range(num_calls):
+                model.generate("The ", **settings)
+
+        seconds, is_linear = {}, True
+        for name, settings in calls.items():
+            generate(settings, 1)
+            is_linear &= growth.report(
+                f"generate, {name}", SIZES, lambda size, given=settings: generate(given, size)
+            )
+            start = time.process_time()
+            generate(settings, SIZES[-1])
+            seconds[name] = (time.process_time() - start) / SIZES[-1]
+    for name, each in seconds.items():
+        print(f"a call of generate, {name}: {1e3 * each:.1f} ms of CPU, "
+              f"{each / seconds['plain']:.2f} times a plain call")
+    return 0 if is_linear else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
