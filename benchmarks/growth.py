@@ -21,7 +21,8 @@ def report(
     Args:
       name: Name of the measurement, printed on each line.
       sizes: Three or more sizes, each twice the one before.
-      work: Does the measured work once, for a given size. Prepare its inputs beforehand.
+      work: Does the measured work once, for a given size. Prepare its inputs beforehand. A float
+        that it returns counts in place of the CPU seconds of the call.
       repeats: Runs per size; the fastest counts, because other load only adds time.
 
     Returns:
@@ -32,10 +33,11 @@ def report(
         runs = []
         for _ in range(repeats):
             start = time.process_time()
-            work(size)
-            runs.append(time.process_time() - start)
+            measured = work(size)
+            spent = time.process_time() - start
+            runs.append(measured if isinstance(measured, float) else spent)
         seconds.append(min(runs))
-        print(f"{name}: {size:>9,}  {seconds[-1]:8.3f} s", flush=True)
+        print(f"{name}: {size:>9,}  {seconds[-1]:9.4f} s", flush=True)
     # The constant part is the intercept of the line through the two smallest sizes.
     constant = max(0.0, 2 * seconds[0] - seconds[1])
     noise = max(1e-6, 0.05 * constant)  # A cost that does not grow has a ratio of 1.

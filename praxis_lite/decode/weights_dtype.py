@@ -14,6 +14,7 @@ from jax.extend import core
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.jaxprs import followed, of_loop
+from praxis_lite.core.models.model import abstract_mdl_vars
 from praxis_lite.core.models.nnx_model import NnxModel
 from praxis_lite.core.partitioner.steps import decode_step
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
@@ -112,7 +113,7 @@ def _casts(task: Task) -> dict[str, Cast]:
             )
     inputs = {name: _ROW[name] for name in task.required_decode_inputs}
     key = jax.eval_shape(lambda: jax.random.key(0))
-    shapes = jax.eval_shape(lambda: task.model.init(jax.random.key(0)))
+    shapes = abstract_mdl_vars(task.model.weight_specs())
     traced = jax.make_jaxpr(functools.partial(decode_step, task))(shapes, inputs, key)
     dtypes = {path: leaf.dtype for path, leaf in leaves_with_path(shapes)}
     uses: dict[str, set[Any]] = defaultdict(set)

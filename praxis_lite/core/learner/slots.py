@@ -9,8 +9,9 @@ split of its slots' own, as Flax's `optimizer_sharding` does (`extended_specs`).
 `host_slots` lie in the host's memory (`slot_memory`).
 """
 
+import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -139,7 +140,8 @@ def _group_slot_specs(group: Group, weight_specs: PyTree, partition_specs: PyTre
         return jax.eval_shape(group.optimizer.init, structs)
 
     slots = slots_if(lambda shape: shape)
-    probes = [(jax.tree.leaves(slots_if(resize)), resize)
+    # The second is traced only for a slot that the first does not explain.
+    probes = [(functools.cache(lambda resize=resize: jax.tree.leaves(slots_if(resize))), resize)
               for resize in (_distinct_above, _distinct_below)]
     specs = []
     for i, (path, slot) in enumerate(_leaves(slots)):
@@ -150,7 +152,7 @@ def _group_slot_specs(group: Group, weight_specs: PyTree, partition_specs: PyTre
             specs.append(PartitionSpec(*(None,) * (stack_rank + slot.ndim)))
             continue
         shape, spec = weight
-        candidates = [(probe[i].shape, resize(shape)) for probe, resize in probes]
+        candidates = ((probe()[i].shape, resize(shape)) for probe, resize in probes)
         dims = _recognise(slot.shape, shape, candidates)
         # A dim that comes twice, as in a preconditioner [d, d], splits once: an axis cannot split
         # two dims.
@@ -163,7 +165,7 @@ def _group_slot_specs(group: Group, weight_specs: PyTree, partition_specs: PyTre
 
 
 def _recognise(
-    slot_shape: Shape, shape: Shape, candidates: Sequence[tuple[Shape, Shape]]
+    slot_shape: Shape, shape: Shape, candidates: Iterable[tuple[Shape, Shape]]
 ) -> Sequence[int | None]:
     """Maps each slot dim to the weight dim it follows (None if the optimizer made it)."""
     for probed_slot, probed in candidates:

@@ -57,11 +57,13 @@ class Group:
         """Returns the tree after `fn`, which treats each weight by itself, a layer at a time."""
         if self.stack_ranks is None:
             return self.per_layer(fn)(tree)
-        results: dict[str, Any] = {}
-        for path, rank in self.stack_ranks.items():
-            of_weight = _vmapped(fn, rank)
-            results = merged(results, jax.tree.map(of_weight, select(tree, [path])))
-        return results
+
+        def applied(node: Any, path: Path) -> Any:
+            if isinstance(node, Mapping):
+                return {name: applied(child, (*path, name)) for name, child in node.items()}
+            return _vmapped(fn, self.stack_ranks[path])(node)
+
+        return applied(self.of(tree), ())
 
 
 @dataclasses.dataclass(frozen=True)

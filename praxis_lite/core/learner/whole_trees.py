@@ -224,11 +224,20 @@ class _Reader:
     def _results(self, eqn: Any, read: list[frozenset[int]]) -> list[frozenset[int]]:
         if eqn.primitive.name == "cond":
             branches = [self.read(branch, read[1:]) for branch in eqn.params["branches"]]
-            return [read[0].union(*ways) for ways in zip(*branches, strict=True)]
+            return [_union(read[0], *ways) for ways in zip(*branches, strict=True)]
         inner = list(jaxprs_in_params(eqn.params))
         is_call = eqn.primitive.name not in ("scan", "while") and len(inner) == 1
         if is_call and len(inner[0].invars) == len(read):
             return self.read(inner[0], read)
         is_random = any(item.primitive.name.startswith(_RANDOM) for item in with_inner([eqn]))
         self.draws |= is_random and any(read)
-        return [_NOTHING.union(*read)] * len(eqn.outvars)
+        return [_union(*read)] * len(eqn.outvars)
+
+
+def _union(*read: frozenset[int]) -> frozenset[int]:
+    """Returns the weights that any operand depends on, at most two: how many more is not asked.
+
+    All of them would cost the square of the number of weights after a norm of all gradients.
+    """
+    union = _NOTHING.union(*read)
+    return frozenset(sorted(union, reverse=True)[:2]) | (union & _OF_SLOTS)

@@ -99,13 +99,12 @@ def attribute_name(parent: nnx.Module, child: nnx.Module) -> str:
     A scan or a remat rebuilds a layer, so that it is no longer its parent's own: then this is the
     first attribute of its class.
     """
-    attributes = {}
+    first_of_class = ""
     for name, value in vars(parent).items():
-        if isinstance(value, nnx.List):
-            attributes |= {f"{name}/{i}": element for i, element in enumerate(value)}
-        else:
-            attributes[name] = value
-    for name, value in attributes.items():
-        if value is child:
-            return name
-    return next((name for name, value in attributes.items() if type(value) is type(child)), "")
+        is_list = isinstance(value, nnx.List)
+        for index, element in enumerate(value if is_list else (value,)):
+            if element is child:
+                return f"{name}/{index}" if is_list else name
+            if not first_of_class and type(element) is type(child):
+                first_of_class = f"{name}/{index}" if is_list else name
+    return first_of_class

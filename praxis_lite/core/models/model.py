@@ -82,6 +82,18 @@ class Model(abc.ABC):
         return None
 
 
+def abstract_mdl_vars(weight_specs: MdlVars) -> MdlVars:
+    """Returns a jax.ShapeDtypeStruct for each weight: the shapes of `Model.init`, without a trace.
+
+    Args:
+      weight_specs: of `Model.weight_specs`.
+    """
+    return jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), weight_specs,
+        is_leaf=lambda x: isinstance(x, WeightSpec),
+    )
+
+
 def spec_leaves(weight_specs: MdlVars) -> list[tuple[str, WeightSpec]]:
     """Returns (path, WeightSpec) for each leaf of `Model.weight_specs`."""
     return leaves_with_path(weight_specs, is_leaf=lambda x: isinstance(x, WeightSpec))

@@ -1,5 +1,6 @@
 """What each variable of an NNX module is to a step: a weight, state to keep, or neither."""
 
+import functools
 import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -7,13 +8,39 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx, traverse_util
+from flax.typing import MISSING
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.models.model import MdlVars
+from praxis_lite.core.sharding.padding import is_traced
 
 # A variable, or an array that a module has as a plain attribute; with its path.
 Leaf = nnx.Variable | jax.Array | jax.ShapeDtypeStruct
 Path = tuple[Any, ...]
+
+
+def _assigning_quickly(set_value: Callable[..., None]) -> Callable[..., None]:
+    """Returns `nnx.Variable.set_value`, whose cost under a trace does not grow with the program.
+
+    `variable[...] = x` asks both values for their shardings. A tracer has none, and before jax 0.12
+    it says so in a message for which JAX walks the whole program: the counts of `nnx.Rngs`, drawn
+    from once per weight, and batch statistics cost the square of the number of layers
+    (docs/upstream/tracer_sharding.md).
+    """
+
+    @functools.wraps(set_value)
+    def set_whole_value(variable: nnx.Variable, value: Any, *, index: Any = MISSING) -> None:
+        old = variable.get_raw_value()
+        are_traced = index is ... and is_traced(old) and is_traced(value)
+        if are_traced and (old.shape, old.dtype) == (value.shape, value.dtype):
+            index = MISSING  # What Flax does with two values of equal shardings.
+        set_value(variable, value, index=index)
+
+    return set_whole_value
+
+
+if jax.__version_info__ < (0, 12):
+    nnx.Variable.set_value = _assigning_quickly(nnx.Variable.set_value)
 
 
 def leaves_of(module: nnx.Module) -> list[tuple[Path, Leaf]]:

@@ -12,7 +12,7 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.learner.bound_learner import BoundLearner
 from praxis_lite.core.learner.slots import slot_memory, slot_specs
 from praxis_lite.core.models.layers_apart import HostWeight
-from praxis_lite.core.models.model import spec_leaves
+from praxis_lite.core.models.model import abstract_mdl_vars, spec_leaves
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.memory_spaces import DEVICE, HOST, is_on_host, to_device, to_host
@@ -224,8 +224,7 @@ def layout_and_learner(
     weight_specs, axis_names = decisions.weight_specs, tuple(axis_sizes)
     weights = dict(spec_leaves(weight_specs))
     spec_of = {path: weight.partition_spec(axis_names, path) for path, weight in weights.items()}
-    # The key inside: outside it would be an array, of two programs that had to be compiled.
-    mdl_shapes = jax.eval_shape(lambda: task.model.init(jax.random.key(0)))
+    mdl_shapes = abstract_mdl_vars(weight_specs)
     mdl_specs = jax.tree.map_with_path(lambda path, _: spec_of[path_of(path)], mdl_shapes)
     learner = task.learner.bind(weight_specs["params"], axis_sizes)
     groups, opt_shapes = learner.groups, jax.eval_shape(learner.init, mdl_shapes["params"])

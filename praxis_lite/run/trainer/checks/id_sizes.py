@@ -13,6 +13,7 @@ import jax
 from jax.extend.core import Literal, jaxprs_in_params
 
 from praxis_lite.core.jaxprs import followed
+from praxis_lite.core.models.model import abstract_mdl_vars
 from praxis_lite.core.partitioner.steps import eval_step
 from praxis_lite.core.task import Task
 
@@ -41,7 +42,7 @@ def num_ids_of(task: Task, spec: Mapping[str, jax.ShapeDtypeStruct]) -> Mapping[
 @functools.lru_cache(maxsize=16)
 def _traced(task: Task, spec: tuple[tuple[str, jax.ShapeDtypeStruct], ...]) -> dict[str, int]:
     try:
-        mdl_vars = jax.eval_shape(task.model.init, jax.random.key(0))
+        mdl_vars = abstract_mdl_vars(task.model.weight_specs())
         traced = jax.make_jaxpr(functools.partial(eval_step, task))(mdl_vars, dict(spec))
     except Exception:
         return {}  # What is wrong with the step, its own trace says, with the names of settings.

@@ -18,8 +18,9 @@ from praxis_lite.core.sharding.devices.xla_errors import without_xla_errors
 
 FOLDER = Path(__file__).parents[4] / "docs/upstream"
 PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py"))
-MENDED_SINCE = {"windows": (0, 11)}  # The first jax of the tested ones in which it is right.
-WITHOUT_A_DETOUR = {"matmul_rows", "sum_over_one_device"}
+# The first jax of the tested ones in which it is right.
+MENDED_SINCE = {"windows": (0, 11), "tracer_sharding": (0, 12)}
+WITHOUT_A_DETOUR = {"matmul_rows", "sum_over_one_device", "tracer_sharding"}
 
 
 def is_right(name, jit=jax.jit):

@@ -1,0 +1,204 @@
+"""How the time to prepare a model grows with its number of separate weights.
+
+`python benchmarks/growth_weights.py` prints CPU seconds and exponents (`growth`) of what a job does
+before and around its first step, for models of many small layers: building the `Partitioner`,
+tracing and lowering init, the train step and the evaluation, and for one model also the layout,
+saving and restoring. What XLA needs to compile is not counted. `--largest=5000` measures the goal
+of 20 s for the `Partitioner` of 5,000 weights.
+"""
+
+import argparse
+import functools
+import gc
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from praxis_lite.core import MeshConfig, make_mesh, simulate_devices  # noqa: E402
+
+simulate_devices(1)
+
+import fiddle as fdl  # noqa: E402
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from flax import linen, nnx  # noqa: E402
+
+from benchmarks.growth import report  # noqa: E402
+from praxis_lite.core import Learner, Partitioner, Task  # noqa: E402
+from praxis_lite.layers import Repeat, rotary_lm  # noqa: E402
+from praxis_lite.models import FunctionModel, LinenModel  # noqa: E402
+from praxis_lite.run.checkpoints.checkpoints import Checkpoints  # noqa: E402
+from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings  # noqa: E402
+from praxis_lite.run.trainer.layout_table import layout_json, layout_table  # noqa: E402
+from praxis_lite.tasks.language_model import LanguageModelTask  # noqa: E402
+from praxis_lite.tasks.loss import LossTask  # noqa: E402
+
+DIMS, ROWS = 4, 8
+XY = {name: jax.ShapeDtypeStruct((ROWS, DIMS), jnp.float32) for name in ("x", "y")}
+TOKENS = {
+    name: jax.ShapeDtypeStruct((ROWS, 16), dtype)
+    for name, dtype in (("ids", "int32"), ("labels", "int32"), ("weights", "float32"),
+                        ("segment_ids", "int32"), ("segment_pos", "int32"))
+}
+ADAM = Learner(optax.adam, 1e-3)
+
+
+class InARow(nnx.Module):
+    """Small layers in a row; each draws from the same streams."""
+
+    def __init__(self, layer: Callable[..., nnx.Module], num_layers: int, *, rngs: nnx.Rngs):
+        self.first = nnx.Linear(DIMS, DIMS, use_bias=False, rngs=rngs)
+        self.layers = nnx.List([layer(rngs=rngs) for _ in range(num_layers)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class LinenInARow(linen.Module):
+    """Small Linen layers in a row, of one weight each."""
+
+    num_layers: int
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(self.num_layers):
+            x = linen.Dense(DIMS, use_bias=False)(x)
+        return x
+
+
+def squared_error(model: Callable[..., jax.Array], inputs: Any, key: Any = None) -> jax.Array:
+    """Returns the mean of (model(x) - y) ** 2."""
+    return jnp.mean((model(inputs["x"]) - inputs["y"]) ** 2)
+
+
+def drawn(key: jax.Array, num_weights: int) -> list[jax.Array]:
+    """Returns the weights of a model of plain functions."""
+    return [jax.random.normal(item, (DIMS, DIMS)) for item in jax.random.split(key, num_weights)]
+
+
+def error_of_products(params: list[jax.Array], inputs: Any, key: Any = None) -> jax.Array:
+    """Returns the mean squared error of x times all weights."""
+    return squared_error(lambda x: functools.reduce(jnp.matmul, params, x), inputs)
+
+
+def of_nnx(layer: Callable[..., nnx.Module], learner: Learner, num_layers: int) -> Task:
+    """Returns a task of a Flax NNX model."""
+    return LossTask(functools.partial(InARow, layer, num_layers), squared_error, learner)
+
+
+def language_model(num_layers: int) -> Task:
+    """Returns a language model of the library's layers, unrolled: nine weights each."""
+    lm = rotary_lm(
+        num_layers=num_layers, vocab_size=37, model_dims=8, hidden_dims=16, num_heads=2,
+        dim_per_head=4,
+    )
+    lm.stacked_transformer_tpl = fdl.Partial(Repeat, unroll=True)
+    return LanguageModelTask(fdl.build(lm), ADAM)
+
+
+def clipped_adam(learning_rate: float) -> optax.GradientTransformation:
+    """Returns an optimizer whose update of a weight depends on all the others."""
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(learning_rate))
+
+
+LINEAR = functools.partial(nnx.Linear, DIMS, DIMS, use_bias=False)
+# By name: the task of a size, the shapes of its batches, and how many of the weights make 1 of it.
+MODELS: dict[str, tuple[Callable[[int], Task], Any, int]] = {
+    "nnx": (functools.partial(of_nnx, LINEAR, ADAM), XY, 1),
+    "nnx, norm of all": (
+        functools.partial(of_nnx, LINEAR, Learner(clipped_adam, 1e-3)), XY, 1,
+    ),
+    "nnx, batch norms": (functools.partial(of_nnx, functools.partial(nnx.BatchNorm, DIMS), ADAM),
+                         XY, 4),
+    "nnx, dropout": (functools.partial(of_nnx, functools.partial(nnx.Dropout, 0.1), ADAM), XY, 1),
+    "own layers, unrolled": (language_model, TOKENS, 10),
+    "linen": (
+        lambda num_layers: LossTask(
+            LinenModel(LinenInARow(num_layers), {"x": (ROWS, DIMS)}), squared_error, ADAM
+        ), XY, 1,
+    ),
+    "functions": (
+        lambda num_weights: LossTask(
+            FunctionModel(functools.partial(drawn, num_weights=num_weights)), error_of_products,
+            ADAM,
+        ), XY, 1,
+    ),
+}
+
+
+def measure(name: str, sizes: list[int], *, has_files: bool) -> bool:
+    """Prints the growth of each stage of a model; returns whether all reach the goal."""
+    task_of, batch, weights_per_layer = MODELS[name]
+    sizes = [size // weights_per_layer for size in sizes]
+    mesh, made, states = make_mesh(MeshConfig(ici_mesh_shape=(1, 1, 1))), {}, {}
+
+    def alone(work: Callable[[int], object]) -> Callable[[int], object]:
+        def call(size: int) -> None:
+            # Python's collector would walk what the sizes before have left.
+            gc.freeze()
+            work(size)
+
+        return call
+
+    def partitioner(size: int) -> None:
+        made[size] = Partitioner(task_of(size), mesh)
+
+    def init(size: int) -> None:
+        key = made[size].key(0)
+        made[size].init.trace(key).lower()
+
+    def layout(size: int) -> None:
+        layout_table(made[size].layout), layout_json(made[size].layout)
+
+    def save(size: int) -> None:
+        with Checkpoints(f"{folder}/{size}", saving=SaveSettings()) as checkpoints:
+            checkpoints.save(1, states[size], made[size].layout)
+
+    def restore(size: int) -> None:
+        with Checkpoints(f"{folder}/{size}") as checkpoints:
+            checkpoints.restore(made[size].layout, mesh)
+
+    partitioner(2), init(2)  # What the first of all costs.
+    stages = {
+        "Partitioner()": partitioner,
+        "init: trace, lower": init,
+        "train step: trace, lower": lambda size: made[size].train_step.lower(batch),
+        "evaluation: trace, lower": lambda size: made[size].eval_step.lower(batch),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        if has_files:
+            stages |= {"layout.txt, layout.json": layout, "save": save, "restore": restore}
+        are_good = []
+        for stage, work in stages.items():
+            if stage == "save":
+                for size in sizes:
+                    shapes = made[size].layout.abstract(mesh)
+                    states[size] = jax.tree.map(
+                        lambda x: jax.device_put(np.ones(x.shape, x.dtype), x.sharding), shapes
+                    )
+            are_good.append(report(f"{name}: {stage}", sizes, alone(work), repeats=1))
+    return all(are_good)
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--largest", type=int, default=2000, help="weights of the largest model")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    args = parser.parse_args()
+    sizes = [args.largest // 2**i for i in (3, 2, 1, 0)]
+    are_good = [measure(name, sizes, has_files=name == "functions") for name in args.models]
+    sys.exit(0 if all(are_good) else 1)
+
+
+if __name__ == "__main__":
+    main()
