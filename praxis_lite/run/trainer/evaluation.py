@@ -22,6 +22,7 @@ from praxis_lite.run.trainer.checks.id_sizes import num_ids_of
 from praxis_lite.run.trainer.checks.memory import compile_step
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh, compile_together
 from praxis_lite.run.trainer.metrics.json_lines import append_lines
+from praxis_lite.run.trainer.metrics.packed import Packed, packed
 from praxis_lite.run.trainer.metrics.progress import metric_text
 from praxis_lite.run.trainer.metrics.records import write_records
 from praxis_lite.run.trainer.metrics.weighted import WeightedMean, WeightedScalars
@@ -87,12 +88,12 @@ class Evaluator:
                 own.arrives()
                 with own.on_devices():
                     outputs = run(mdl_vars, batch, key)
-                outputs = (outputs,) if examples is None else outputs
+                metrics, *others = (outputs,) if examples is None else outputs
                 if pending is not None:
-                    _add(mean, records, *_on_host(pending))
-                pending = outputs
+                    _add(mean, records, *_on_host(*pending))
+                pending = packed(metrics), others
             if pending is not None:
-                _add(mean, records, *_on_host(pending))
+                _add(mean, records, *_on_host(*pending))
             if examples is not None and records:
                 examples[name] = records
             results[name] = {**mean.result(), **pipeline.baselines()}
@@ -109,9 +110,9 @@ class Evaluator:
                 return
 
 
-def _on_host(outputs: Any) -> Any:
+def _on_host(metrics: Packed, others: list[Any]) -> Any:
     with own.on_devices():
-        return jax.device_get(outputs)
+        return metrics.on_host(), *jax.device_get(others)
 
 
 def _add(

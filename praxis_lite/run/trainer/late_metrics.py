@@ -5,14 +5,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-import numpy as np
-
 from praxis_lite.run.goodput.kinds import EVALUATION, SAVE
 from praxis_lite.run.goodput.timeline import Timeline
 from praxis_lite.run.job.processes.stuck.progress import own
 from praxis_lite.run.trainer.hooks.hook import Hook, StepMetrics, overrides
 from praxis_lite.run.trainer.metrics.device_clock import OnDevices
+from praxis_lite.run.trainer.metrics.packed import Packed
 from praxis_lite.run.trainer.metrics.step_times import (
     DEVICE_TIME,
     DISPATCH_TIME,
@@ -28,6 +26,7 @@ class PendingStep:
     """A step whose outputs are still on the devices, and this process's rows of its batch.
 
     Attributes:
+      outputs: of the step, packed.
       batch: the index of the batch.
       inputs: its rows from `first_row` on, on the host.
       input_time: the seconds that the loop waited for them.
@@ -37,7 +36,7 @@ class PendingStep:
 
     step: int
     batch: int
-    outputs: Any
+    outputs: Packed
     inputs: Any
     first_row: int
     input_time: float
@@ -67,7 +66,7 @@ class LateMetrics:
             return
         pending, self.pending = self.pending, None
         with own.on_devices():
-            outputs = jax.device_get(pending.outputs)
+            outputs = pending.outputs.on_host()
         now = time.perf_counter()
         self._timeline.made(pending.step)
         before, self._spent = self._spent, self._timeline.clock.seconds()
@@ -94,5 +93,5 @@ class LateMetrics:
 
 def _line(pending: PendingStep, outputs: Mapping[str, Any]) -> dict[str, Any]:
     metrics = {name: float(value) for name, (value, _) in outputs["metrics"].items()}
-    learner = {name: np.asarray(value).item() for name, value in outputs["learner"].items()}
+    learner = {name: value.item() for name, value in outputs["learner"].items()}
     return {"step": pending.step, **metrics, **learner}

@@ -24,6 +24,7 @@ from praxis_lite.run.trainer.hooks.skipped_steps import num_skipped_in_a_row
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.run.trainer.late_metrics import LateMetrics, PendingStep
 from praxis_lite.run.trainer.metrics.device_clock import DeviceClock
+from praxis_lite.run.trainer.metrics.packed import packed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,11 +114,12 @@ def _run(loop: Loop, start: StartingPoint, device_clock: DeviceClock) -> Trained
                 state, outputs = partitioner.train_step(state, batch, key)
             dispatch_time = time.perf_counter() - called
             on_devices = device_clock.began(called, outputs["metrics"]["loss"])
+            on_the_way = packed(outputs)
             loop.stop.step_ended()
             loop.asked_to_stop()
             late.read()
             late.pending = PendingStep(
-                step, index, outputs, inputs, first_row, input_time, dispatch_time, on_devices
+                step, index, on_the_way, inputs, first_row, input_time, dispatch_time, on_devices
             )
             loop.results = None
             for hook in acting:
