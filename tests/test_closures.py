@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LIBRARY = ROOT / "praxis_lite"
-MOST_LINES, MOST_FILES = 8_000, 63
+MOST_LINES, MOST_FILES = 8_100, 63
 OUTSIDE_OF_CORE = {"jax", "flax", "optax", "numpy"}
 # What `import praxis_lite` itself brings.
 AT_THE_TOP = {
