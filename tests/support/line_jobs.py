@@ -1,5 +1,7 @@
 """Jobs that train in a second, on data with faults: `jobzoo.lines.Line`."""
 
+import json
+
 from tests.support.job_runs import home
 
 EXPERIMENTS = '''
@@ -25,7 +27,8 @@ from praxis_lite.tasks.loss import LossTask
 class Lines(IndexedPipeline):
     """Points on a line with noise; a poisoned batch's are far off it, or no numbers."""
 
-    def __init__(self, batch_size, poisoned=(), without=(), nan_at=(), weight=None):
+    def __init__(self, batch_size, poisoned=(), without=(), nan_at=(), weight=None,
+                 tokenizer=None):
         self.batch_size, self.poisoned, self.without = batch_size, poisoned, without
         self.nan_at, self.weight = nan_at, weight
 
@@ -58,6 +61,9 @@ class Lines(IndexedPipeline):
         if self.weight is not None:
             batch["weights"] = np.full(self.batch_size, self.weight, np.float32)
         return {name: leaf[rows] for name, leaf in batch.items()}
+
+
+TOKENIZER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "line_tokenizer")
 
 
 def init(key):
@@ -115,6 +121,22 @@ class Weightless(Line):
 
 
 @register
+class Evidenced(Line):
+    """A line that is evaluated and certified, whose data name a tokenizer."""
+
+    def datasets(self):
+        train = {**super().datasets()}["train"]
+        train.tokenizer = TOKENIZER
+        return {"train": train, "heldout": fdl.Config(Lines, batch_size=13)}
+
+    def run(self):
+        return fdl.Config(
+            RunConfig, num_train_steps=8, certify_every_steps=4,
+            evaluation=fdl.Config(EvaluationSettings, every_steps=3, max_batches=2),
+        )
+
+
+@register
 class Watched(Weightless):
     """A line that stops early."""
 
@@ -124,5 +146,15 @@ class Watched(Weightless):
         run.stopping = fdl.Config(StopSettings, early=early)
         return run
 '''
+# A tokenizer of the letters a and b.
+TOKENIZER = home() / "line_tokenizer"
+TOKENIZER.mkdir(exist_ok=True)
+(TOKENIZER / "tokenizer.json").write_text(json.dumps({
+    "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+    "pre_tokenizer": None, "post_processor": None, "decoder": None,
+    "model": {"type": "BPE", "dropout": None, "unk_token": None,
+              "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": False,
+              "byte_fallback": False, "vocab": {"a": 0, "b": 1}, "merges": []},
+}))
 LINE = "--exp=jobzoo.lines.Line"
 (home() / "jobzoo/lines.py").write_text(EXPERIMENTS)

@@ -69,6 +69,12 @@ def keep_tokenizers(config: fdl.Buildable, job_dir: JobDir) -> None:
         write_whole(target / CAME_FROM, os.fsencode(directory))
 
 
+def tokenizers_of(config: fdl.Buildable, job_dir: JobDir) -> dict[str, Path | None]:
+    """Returns the job's copy, or None, of each directory of a tokenizer that a config names."""
+    local = _kept_tokenizers(job_dir)
+    return {directory: local.get(directory) for _, directory in _tokenizers(config)}
+
+
 def check_tokenizers(config: fdl.Buildable) -> None:
     """Checks that the directories of tokenizers are there.
 

@@ -93,8 +93,8 @@ def test_a_certificate_has_what_the_files_have(original):
 def test_a_copy_elsewhere_is_the_same_in_every_line(original, job):
     status, verdicts, out = verify(original, job)
     assert status == 0, out
-    assert out.startswith("the certificate's own digest: same\n") and out.endswith("12 same\n")
-    assert len(verdicts) == 12
+    assert out.startswith("the certificate's own digest: same\n") and out.endswith("16 same\n")
+    assert len(verdicts) == 16
 
 
 @pytest.mark.slow
@@ -182,6 +182,79 @@ def test_a_difference_in_flight_fails_the_job(job):
     job.certificates_jsonl.write_text("".join(json.dumps(line) + "\n" for line in lines))
     status, out, _ = certify(job.path, "--recorded_only")
     assert status == 1 and "WRONG: step 20 is not certified: cause device, leaf w" in out
+
+
+def missing(path):
+    path.unlink()
+
+
+def cut_short(path):
+    content = path.read_bytes()
+    path.write_bytes(content[: 2 * len(content) // 3])
+
+
+def damaged(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 : len(content) // 2 + 4] = b"\0\xff\0\xff"
+    path.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def evidenced(tmp_path_factory):
+    """A job that was evaluated, certified in flight, and keeps a tokenizer; and its certificate."""
+    folder = tmp_path_factory.mktemp("evidenced")
+    job = JobDir(folder / "job")
+    succeed("--exp=jobzoo.lines.Evidenced", f"--job_log_dir={job.path}")
+    file = folder / "certificate.json"
+    actual = certify(job.path, f"--json={file}", "--recorded_only")
+    assert actual[0] == 0, actual
+    return job, file
+
+
+# The last two were written by hand, so that only the certificate knows that they belong there.
+BY_HAND = ("elastic.jsonl", "certificates.jsonl")
+FILES = [
+    *("config.json", "layout.json", "metrics.jsonl", "timeline.jsonl", "examples/0.jsonl"),
+    *("checkpoints/29/manifest.json", "checkpoints/29/commit.json", *BY_HAND),
+]
+MORE_FILES = [
+    *("eval_metrics.jsonl", "certificates.jsonl", "tokenizers/0/tokenizer.json"),
+    *("tokenizers/0/came_from.txt", "checkpoints/8/manifest.json"),
+]
+HARMS = [missing, cut_short, damaged]
+
+
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("file", FILES)
+def test_each_file_that_is_missing_or_damaged_is_wrong_and_differs(original, job, file, harm):
+    harm(job.path / file)
+    status, out, err = certify(job.path, f"--verify={original[1]}", "--recorded_only")
+    assert status != 0, out
+    status, out, err = certify(job.path, "--recorded_only")
+    assert (status != 0) == (file not in BY_HAND or harm is not missing), out
+    assert status != 1 or "WRONG" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("file", MORE_FILES)
+def test_so_is_each_file_of_a_job_with_all_evidence(evidenced, tmp_path, file, harm):
+    job = JobDir(shutil.copytree(evidenced[0].path, tmp_path / "elsewhere"))
+    harm(job.path / file)
+    status, out, _ = certify(job.path, "--recorded_only")
+    assert status != 0, out
+    status, out, _ = certify(job.path, f"--verify={evidenced[1]}", "--recorded_only")
+    assert status != 0, out
+
+
+@pytest.mark.slow
+def test_a_job_with_all_evidence_is_the_same_elsewhere_and_when_it_was_evaluated_later(
+    evidenced, tmp_path
+):
+    job = JobDir(shutil.copytree(evidenced[0].path, tmp_path / "elsewhere"))
+    succeed("--mode=eval", f"--job_log_dir={job.path}")
+    status, out, _ = certify(job.path, f"--verify={evidenced[1]}")
+    assert status == 0 and "DIFFERS" not in out, out
 
 
 @pytest.mark.parametrize("argv, words", [

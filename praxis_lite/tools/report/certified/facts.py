@@ -1,29 +1,38 @@
 """The facts that certify a job: each a value that whoever has the job's files can make again."""
 
+import contextlib
 import dataclasses
 import hashlib
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.files.json_text import opened
+from praxis_lite.files.json_text import content_of, opened
 from praxis_lite.run.checkpoints.digest import digest_of
-from praxis_lite.run.checkpoints.steps.step_dirs import committed_steps
+from praxis_lite.run.checkpoints.steps.step_dirs import committed_steps, numbered_steps
 from praxis_lite.run.experiment.recorded_examples import (
     ExamplesProof,
     proof_of_examples,
     train_pipeline,
 )
+from praxis_lite.run.goodput.stretches import read_stretches
 from praxis_lite.run.job.examples.history import Part
 from praxis_lite.run.job.job_dir import JobDir, recorded_experiment
-from praxis_lite.run.trainer.metrics.json_lines import each_training_line, strict_json
+from praxis_lite.run.trainer.metrics.json_lines import json_line, strict_json
 from praxis_lite.tools.report.certificates import certificates_of, failed
+from praxis_lite.tools.report.certified.job_files import (
+    JobFiles,
+    digest_of_folder,
+    faults_of_folder,
+    faults_of_lines,
+    told,
+)
 
 _MOST_CHECKPOINTS = 3
 # Files to which a job only adds: of one that went on, the beginning is compared.
 _GROWING = ("certificates.jsonl", "elastic.jsonl")
+_FOLDERS = ("tokenizers/", "huggingface")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +40,11 @@ class Fact:
     """A fact of a job.
 
     Attributes:
-      section: "config", "versions", "examples", "losses", "checkpoints", "certificates in flight"
-        or "changes of hands".
+      section: "config", "versions", "examples", "losses", "evaluations", "checkpoints",
+        "tokenizers", "certificates in flight", "time" or "changes of hands".
       name: within its section.
       value: for JSON; None: it cannot be made.
-      why_not: why it cannot, in words.
+      why_not: why it cannot, in words. Without a fault, because the job need not have it.
       faults: sentences on what is wrong with the job by this fact.
     """
 
@@ -58,7 +67,8 @@ class Scope:
     Attributes:
       last_step: the newest that is saved.
       checkpoints: the steps whose digests are taken.
-      sizes: bytes of the files that grow, by name.
+      sizes: bytes of the files that grow, by name; of eval_metrics.jsonl, to which later
+        evaluations of these steps are added, the lines up to the last step; of folders 0.
     """
 
     last_step: int
@@ -90,50 +100,92 @@ def scope_of(job_dir: JobDir) -> Scope:
             f"{job_dir.path} has no checkpoint, so there is nothing to certify. Train until a step "
             "is saved."
         )
+    # A folder without a commit, which had one when it got its number, is damaged.
+    newest = tuple(numbered_steps(job_dir.checkpoints)[-_MOST_CHECKPOINTS:])
     sizes = {
         name: path.stat().st_size for name in _GROWING
         if (path := job_dir.path / name).is_file()
     }
-    return Scope(steps[-1], tuple(steps[-_MOST_CHECKPOINTS:]), sizes)
+    if job_dir.timeline_jsonl.is_file():
+        sizes[job_dir.timeline_jsonl.name] = _closed_bytes(job_dir.timeline_jsonl)
+    files = JobFiles(job_dir, steps[-1], steps[-1])
+    if job_dir.eval_metrics_jsonl.is_file():
+        with contextlib.suppress(ConfigError):  # It is a fault of the file's fact.
+            sizes[job_dir.eval_metrics_jsonl.name] = len(files.evaluations())
+    sizes |= {name: 0 for name, _ in files.folders()}
+    return Scope(steps[-1], newest, sizes)
 
 
 def facts_of(job_dir: JobDir, scope: Scope, reading: Reading) -> list[Fact]:
     """Returns the facts of a job within a scope, in their order."""
+    proof, examples = _proof(job_dir, scope)
+    newest = max([scope.last_step, *committed_steps(job_dir.checkpoints)])
+    parts = proof.history.parts if proof is not None else ()
+    starts = [part.first_step - 1 for part in parts]
+    files = JobFiles(
+        job_dir, scope.last_step, newest, reading.packages, first_step=min(starts, default=0),
+        start=max(starts, default=scope.last_step),
+    )
+    if proof is None and not files.has_trained:
+        examples = [Fact(x.section, x.name, None, "the job made no step yet") for x in examples]
     return [
         _fact("config", "experiment", lambda: recorded_experiment(job_dir)),
-        _fact("config", "config.json", lambda: _sha256(job_dir.config_json)),
-        *_examples(job_dir, scope, reading),
-        _fact("losses", "steps and losses", lambda: _losses(job_dir, scope)),
-        *_checkpoints(job_dir, scope, reading),
-        _certificates(job_dir, scope),
-        _changes(job_dir, scope),
+        _fact(
+            "config", "config.json", lambda: _sha256(job_dir.config_json), files.faults_of_config
+        ),
+        _fact("config", "layout.json", files.layout, files.faults_of_layout),
+        *examples,
+        *([_examples_again(job_dir, proof, reading)] if proof is not None else []),
+        _fact("losses", "steps and losses", lambda: _losses(files), files.faults_of_metrics),
+        _evaluations(files, scope),
+        *_checkpoints(job_dir, scope, reading, newest),
+        *_folders(files, scope),
+        _certificates(files, scope),
+        _time(files, scope),
+        _changes(files, scope, parts),
     ]
 
 
-def _fact(section: str, name: str, value: Callable[[], Any], faults: Sequence[str] = ()) -> Fact:
+def _fact(
+    section: str, name: str, value: Callable[[], Any],
+    faults: Callable[[], Iterable[str]] = lambda: (), why_not: str = "the job has none",
+) -> Fact:
+    """Returns a fact; that its value cannot be made, because a file cannot be read, is a fault."""
+    found = told(faults)
     try:
-        return Fact(section, name, value(), faults=tuple(faults))
-    except ConfigError as error:
-        return Fact(section, name, None, str(error.args[0]), tuple(faults))
-    except OSError as error:
-        return Fact(section, name, None, str(error), tuple(faults))
+        made = value()
+    except (ConfigError, OSError) as error:
+        words = str(error.args[0] if isinstance(error, ConfigError) else error)
+        return Fact(section, name, None, "it cannot be read", tuple(dict.fromkeys([*found, words])))
+    return Fact(section, name, made, why_not if made is None else "", tuple(found))
 
 
-def _examples(job_dir: JobDir, scope: Scope, reading: Reading) -> Iterator[Fact]:
-    """Yields the versions that fed the job, and its examples: on record, and made again."""
+def _proof(job_dir: JobDir, scope: Scope) -> tuple[ExamplesProof | None, list[Fact]]:
+    """Returns the proof of the examples, and the facts: the versions, the examples on record."""
     try:
         proof = proof_of_examples(job_dir, recorded_only=True, last_step=scope.last_step)
     except ConfigError as error:
-        yield Fact("versions", "by their first step", None, str(error.args[0]))
-        yield Fact("examples", "on record", None, str(error.args[0]))
-        return
-    yield Fact("versions", "by their first step", _versions(proof.history.parts))
-    yield Fact("examples", "on record", {
-        "first_step": proof.history.first_step, "last_step": proof.history.last_step,
-        "rows": proof.history.num_rows, "left_out_batches": list(proof.history.skipped),
-        "digest": proof.history.digest,
-    }, faults=tuple(proof.faults))
-    yield _examples_again(job_dir, proof, reading)
+        words = str(error.args[0])
+        return None, [
+            Fact("versions", "by their first step", None, "there is no record", (words,)),
+            Fact("examples", "on record", None, "there is no record", (words,)),
+        ]
+    return proof, [
+        Fact("versions", "by their first step", _versions(proof.history.parts)),
+        Fact("examples", "on record", {
+            "first_step": proof.history.first_step, "last_step": proof.history.last_step,
+            "rows": proof.history.num_rows, "left_out_batches": list(proof.history.skipped),
+            "digest": proof.history.digest,
+        }, faults=(*proof.faults, *_damaged_examples(job_dir))),
+    ]
+
+
+def _damaged_examples(job_dir: JobDir) -> list[str]:
+    """Returns faults of lines that no kill has cut short."""
+    return [
+        f"{job_dir.examples.name}/{fault}" for path in sorted(job_dir.examples.glob("*.jsonl"))
+        for fault in told(lambda path=path: faults_of_lines(path, may_be_cut=True))
+    ]
 
 
 def _versions(parts: Sequence[Part]) -> list[dict[str, Any]]:
@@ -166,54 +218,112 @@ def _examples_again(job_dir: JobDir, proof: ExamplesProof, reading: Reading) -> 
     return Fact(section, name, {"digest": proof.history.digest})
 
 
-def _losses(job_dir: JobDir, scope: Scope) -> dict[str, Any]:
-    lines = [
-        [line["step"], strict_json(line["loss"], "loss")]
-        for line in each_training_line(job_dir.metrics_jsonl) if line["step"] <= scope.last_step
-    ]
-    digest = hashlib.sha256(json.dumps(lines).encode()).hexdigest()
-    return {"num": len(lines), "last": lines[-1][1] if lines else None, "sha256": digest}
+def _losses(files: JobFiles) -> dict[str, Any]:
+    lines = files.metrics()
+    digest = hashlib.sha256("".join(map(json_line, lines)).encode()).hexdigest()
+    last = strict_json(lines[-1]["loss"], "loss") if lines else None
+    return {"num": len(lines), "last": last, "sha256": digest}
 
 
-def _checkpoints(job_dir: JobDir, scope: Scope, reading: Reading) -> Iterator[Fact]:
+def _evaluations(files: JobFiles, scope: Scope) -> Fact:
+    path = files.job_dir.eval_metrics_jsonl
+
+    def value() -> dict[str, Any] | None:
+        if path.name not in scope.sizes:
+            return None
+        if not path.is_file():
+            raise ConfigError(f"{path.name} is missing")
+        lines = files.evaluations()[: scope.sizes[path.name]]
+        digest = hashlib.sha256("".join(lines).encode()).hexdigest()
+        return {"num": len(lines), "sha256": digest}
+
+    return _fact("evaluations", path.name, value, files.faults_of_evaluations)
+
+
+def _checkpoints(
+    job_dir: JobDir, scope: Scope, reading: Reading, newest: int
+) -> Iterator[Fact]:
     for step in scope.checkpoints:
         reading.progress(f"reading the checkpoint of step {step}")
         section, name, step_dir = "checkpoints", f"step {step}", job_dir.checkpoints / str(step)
-        if not step_dir.is_dir():
+        if not step_dir.is_dir() and newest > scope.last_step:
+            # The job went on, and deleted older steps.
             yield Fact(section, name, None, "it is no longer kept")
             continue
         try:
             yield Fact(section, name, digest_of(step_dir))
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:
             fault = f"the checkpoint of {name}: {error.args[0]}"
             yield Fact(section, name, None, "it is damaged", (fault,))
 
 
-def _certificates(job_dir: JobDir, scope: Scope) -> Fact:
-    section, path = "certificates in flight", job_dir.certificates_jsonl
-    if path.name not in scope.sizes:
-        return Fact(section, path.name, None, "the job made none (run.certify_every_steps)")
-    wrong = [item for item in failed(certificates_of(path)) if item.step <= scope.last_step]
+def _folders(files: JobFiles, scope: Scope) -> Iterator[Fact]:
+    """Yields the copies of tokenizers, and the files of the initial model."""
+    here = dict(files.folders())
+    yield _fact(
+        "tokenizers", "of the config", lambda: sorted(here) or None, files.faults_of_tokenizers
+    )
+    for name in sorted({*here, *(name for name in scope.sizes if name.startswith(_FOLDERS))}):
+        path = files.job_dir.path / name
+        yield _fact(
+            "tokenizers", name, lambda path=path: digest_of_folder(path),
+            lambda path=path: faults_of_folder(path),
+        )
+
+
+def _certificates(files: JobFiles, scope: Scope) -> Fact:
+    path = files.job_dir.certificates_jsonl
+
+    def faults() -> Iterator[str]:
+        yield from files.faults_of_certificates()
+        for item in failed(certificates_of(path)):
+            if item.step <= scope.last_step:
+                yield f"step {item.step} is not certified: {item.difference}"
+
     return _fact(
-        section, path.name, lambda: _beginning(path, scope),
-        [f"step {item.step} is not certified: {item.difference}" for item in wrong],
+        "certificates in flight", path.name, lambda: _beginning(path, scope), faults,
+        "the job made none (run.certify_every_steps)",
     )
 
 
-def _changes(job_dir: JobDir, scope: Scope) -> Fact:
-    section, path = "changes of hands", job_dir.elastic_jsonl
+def _time(files: JobFiles, scope: Scope) -> Fact:
+    path = files.job_dir.timeline_jsonl
+    return _fact("time", path.name, lambda: _beginning(path, scope), files.faults_of_timeline)
+
+
+def _changes(files: JobFiles, scope: Scope, parts: Sequence[Part]) -> Fact:
+    path = files.job_dir.elastic_jsonl
+
+    def faults() -> Iterator[str]:
+        if path.exists():
+            yield from faults_of_lines(path)
+        elif any(part.starts[0].generation is not None for part in parts):
+            yield f"{path.name} is missing, and the job is elastic"
+
+    return _fact(
+        "changes of hands", path.name, lambda: _beginning(path, scope), faults,
+        "the job is not elastic",
+    )
+
+
+def _beginning(path: Path, scope: Scope) -> dict[str, Any] | None:
+    """Returns the digest of what a file had when the job was certified; None: it was not there."""
     if path.name not in scope.sizes:
-        return Fact(section, path.name, None, "the job is not elastic")
-    return _fact(section, path.name, lambda: _beginning(path, scope))
-
-
-def _beginning(path: Path, scope: Scope) -> dict[str, Any]:
+        return None
     with opened(path) as file:
         content = file.read(scope.sizes[path.name])
     return {
         "lines": content.count(b"\n"), "bytes": len(content),
         "sha256": hashlib.sha256(content).hexdigest(),
     }
+
+
+def _closed_bytes(path: Path) -> int:
+    """Returns the bytes of a timeline but for its last line, if a launch may still rewrite that."""
+    lines = content_of(path).splitlines(keepends=True)
+    if lines and (stretches := read_stretches(path)) and stretches[-1].ended_by is None:
+        lines = lines[:-1]
+    return sum(map(len, lines))
 
 
 def _sha256(path: Path) -> str:
