@@ -146,6 +146,18 @@ def when_checkpoints_come(run: RunConfig, first_step: int) -> str:
     )
 
 
+def has_loss_curve(files: JobDir) -> bool:
+    """Returns True if the picture of a job's losses is newer than the lines that it shows."""
+    try:
+        drawn = files.loss_curve_png.stat().st_mtime_ns
+        return all(
+            path.stat().st_mtime_ns < drawn
+            for path in (files.metrics_jsonl, files.eval_metrics_jsonl) if path.exists()
+        )
+    except OSError:
+        return False
+
+
 def draw_loss_curve(files: JobDir, step: int, note: Callable[[str], None]) -> None:
     """Draws the job's losses up to its last step, or notes why the picture cannot be written."""
     if not processes.is_first():

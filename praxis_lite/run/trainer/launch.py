@@ -46,6 +46,7 @@ from praxis_lite.run.trainer.hooks.tracking import trackers_of
 from praxis_lite.run.trainer.job_history import (
     check_last_step,
     draw_loss_curve,
+    has_loss_curve,
     metrics_by_step,
     nothing_to_do,
     say_goodput,
@@ -138,7 +139,8 @@ def train(
         if reason := nothing_to_do(job, start.step, is_resumed=start.is_resumed):
             print(reason)
             timeline.take_back()
-            draw_loss_curve(files, start.step, print)
+            if not has_loss_curve(files):
+                draw_loss_curve(files, start.step, print)
             trained = Trained(start.step, num_skipped_in_a_row(start.state))
             check_last_step(files, trained.step, trained.num_skipped, job.eval_sets)
             return trained

@@ -56,8 +56,9 @@ def test_a_launch_that_was_stopped_in_the_middle_of_init_begins_anew(tmp_path, m
 @pytest.mark.slow
 def test_a_finished_job_has_nothing_to_do_and_more_steps_go_on(tmp_path):
     job = copy_of_trained(tmp_path / "job")
-    argv = (TINY, f"--job_log_dir={job.path}")
+    argv, drawn = (TINY, f"--job_log_dir={job.path}"), job.loss_curve_png.stat().st_mtime_ns
     done = succeed(*argv)
+    assert job.loss_curve_png.stat().st_mtime_ns == drawn  # Nothing new is in it.
     assert "has already made its 7 steps" in done.out and "raise run.num_train_steps" in done.out
     assert_as_if_never_interrupted(job)
     done = succeed(*argv, "--set", "run.num_train_steps=8")
