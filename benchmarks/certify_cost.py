@@ -1,10 +1,10 @@
 """The cost of a certificate in flight, as a share of the steps between two certificates.
 
 `python benchmarks/certify_cost.py` trains a language model on 8 simulated devices; after each few
-steps it makes a certificate and the digests of the state, as a job does. Prints the ratio of their
-seconds, on the median of the turns, to 500 steps: by the clock, and by the processor's time, which
-other programs of the machine do not lengthen. What compiles is printed apart: it is done once, in a
-thread beside training.
+steps it makes a certificate, with the copy of the state that the update is recomputed from, and the
+digests of the state, as a job does. Prints the ratio of their seconds, on the median of the turns,
+to 500 steps: by the clock, and by the processor's time, which other programs of the machine do not
+lengthen. What compiles is printed apart: it is done once, in a thread beside training.
 """
 
 import argparse
@@ -68,15 +68,23 @@ def main() -> int:
         state, outputs = own.train_step(state, batch, key)
         return outputs
 
+    def keep():
+        certifier.keep(state, len(steps))
+
     def certificate():
         assert not list(digests(state).stale())
-        assert not certifier.make(state, batch, key, len(certificates)).failed
+        made = certifier.make(state, batch, key, len(steps))
+        assert made.update is not None and not made.failed
 
-    step()
-    certificate()
-    for _ in range(args.turns):
-        steps += [_timed(step) for _ in range(2)]
-        certificates.append(_timed(certificate))
+    # The first one does what is done once.
+    for turn in range(1 + args.turns):
+        steps.append(_timed(step))
+        kept = _timed(keep)
+        steps.append(_timed(step))
+        made = _timed(certificate)
+        if turn:
+            certificates.append(tuple(map(sum, zip(kept, made, strict=True))))
+    del steps[:2]
     certifier.close()
     (clock, cpu), (clock_of_all, cpu_of_all) = (
         [statistics.median(x[i] for x in times) for i in (0, 1)] for times in (steps, certificates)

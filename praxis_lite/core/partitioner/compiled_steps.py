@@ -80,6 +80,11 @@ class Step:
         """Returns the step lowered; `given` as of `trace`."""
         return self.trace(*given).lower()
 
+    @property
+    def program(self) -> Callable[..., Any]:
+        """The step as `jax.jit` returns it: no argument is checked before a call."""
+        return self._compiled
+
     def num_compiled(self) -> int:
         """Returns how many programs the calls have compiled."""
         return self._compiled._cache_size()

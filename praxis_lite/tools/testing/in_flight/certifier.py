@@ -24,12 +24,14 @@ from praxis_lite.tools.testing.in_flight.collectives import are_repeatable
 from praxis_lite.tools.testing.in_flight.measured import scalars_of
 from praxis_lite.tools.testing.in_flight.memory import check_room
 from praxis_lite.tools.testing.in_flight.placements import (
+    bytes_of_weights,
     chosen_rows,
     other_meshes,
     reordered,
     rolled,
     take_rows,
 )
+from praxis_lite.tools.testing.in_flight.update import UpdateCheck, UpdateCompared
 from praxis_lite.tools.testing.runs.parts import devices_in_turn
 
 PyTree = Any
@@ -50,6 +52,7 @@ class Made:
       is_of_device: bits differed when devices changed places.
       draw: of these rows; after the first the meshes were compared on others before.
       drawn: returns other rows of the same step, by the number of a draw.
+      update: the state after the step, compared with the recomputed one; None: it was not.
     """
 
     comparisons: Sequence[Comparison]
@@ -60,6 +63,7 @@ class Made:
     is_of_device: bool
     draw: int
     drawn: Callable[[int], Rows]
+    update: UpdateCompared | None = None
 
     @property
     def failed(self) -> list[Comparison]:
@@ -82,6 +86,7 @@ class Certifier:
       places: the job's mesh, its devices moved, and, if there is a legal one, another mesh.
       order: of the devices that are moved.
       is_exact: True if sums between devices do not depend on the devices' places.
+      update: recomputes updates; None: it cannot be traced, or there is no memory for it.
       notes: what cannot be compared, in sentences.
 
     Raises:
@@ -93,6 +98,7 @@ class Certifier:
     ):
         self.own, self.build, self.seed = own, build, seed
         self.notes: list[str] = []
+        self._num_said = 0
         self.scalars = jax.eval_shape(lambda: scalars_of(state))
         size = own.mesh.size
         # Neighbours stay neighbours, and no device keeps its place.
@@ -103,6 +109,11 @@ class Certifier:
         self.places = [self.placed(own), self.placed(build(moved)), *self._on_another_mesh()]
         self.is_exact = are_repeatable(own.mesh, moved)
         self._take = take_rows(own.mesh, self.num_rows)
+        self.update: UpdateCheck | None = None
+        try:
+            self.update = UpdateCheck(own, element_spec, self.notes.append)
+        except REFUSALS as error:  # Such as an optimizer of which JAX cannot map what it does.
+            self.notes.append(f"Updates are not recomputed: {error}")
         self._ready: concurrent.futures.Future | None = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "certificates")
 
@@ -160,6 +171,8 @@ class Certifier:
         with explained_warnings(lambda warning: None):
             for item in self.places:
                 item.compile()
+            if self.update is not None:
+                self.update.compile()
 
     def check_memory(self) -> None:
         """Waits for the programs, and drops another mesh that the devices have no memory for.
@@ -171,7 +184,12 @@ class Certifier:
         for item in list(self.places):
             lack = ""
             try:
-                check_room(item)
+                check_room(
+                    item.compile(), item.mesh.local_devices,
+                    f"A certificate on the mesh {item.name}",
+                    # The weights once more, as they lie on another mesh.
+                    0 if item.is_own else bytes_of_weights(item.partitioner.layout),
+                )
             except OutOfMemory as error:
                 lack = str(error)
             if lack := next(filter(None, processes.exchange("room for certificates", lack)), ""):
@@ -179,6 +197,26 @@ class Certifier:
                     raise OutOfMemory(lack)
                 self.places.remove(item)
                 self.notes.append(f"{lack} So certificates are of moved devices alone.")
+        self._tried_update(UpdateCheck.check_memory)
+
+    def keep(self, state: TrainState, step: int) -> None:
+        """Copies of a state what the update of the next step is recomputed from."""
+        self._tried_update(UpdateCheck.check_copy)
+        if self.update is not None:
+            self.update.keep(state, step)
+
+    def _tried_update(self, check: Callable[[UpdateCheck], None]) -> None:
+        """Recomputes no update from here on if a check of the memory for it fails anywhere."""
+        lack = ""
+        if self.update is None:
+            return
+        try:
+            check(self.update)
+        except OutOfMemory as error:
+            lack = str(error)
+        if lack := next(filter(None, processes.exchange("room for updates", lack)), ""):
+            self.update = None
+            self.notes.append(f"{lack} So updates are not recomputed.")
 
     def rows(self, state: TrainState, batch: GlobalBatch, key: jax.Array, step: int,
              draw: int = 0) -> Rows:
@@ -189,7 +227,10 @@ class Certifier:
         return Rows(state, self._take(batch, chosen), key, salt)
 
     def make(self, state: TrainState, batch: GlobalBatch, key: jax.Array, step: int) -> Made:
-        """Returns the comparisons of a step made again; waits for the devices."""
+        """Returns the comparisons of a step made again; waits for the devices.
+
+        The update is compared if the state before the step was kept.
+        """
         drawn = functools.partial(self.rows, state, batch, key, step)
         for draw in range(_MOST_DRAWS):
             made = self._made(drawn(draw), draw, drawn)
@@ -197,7 +238,21 @@ class Certifier:
             # take the other one; that it does on other rows too has another cause.
             if made.is_of_device or not in_any_process(bool(made.failed)):
                 break
-        return made
+        if self.update is None or not self.update.has(step):
+            return made
+        if made.is_of_device or in_any_process(bool(made.failed)):
+            self.update.drop()
+            return made
+        self._ready.result()
+        update = self.update.compare(
+            state, batch, key, made.own, made.nudged[0], made.rows.salt, self.places[0].rounding,
+            in_any_process,
+        )
+        self.update.lower()
+        self._ready = self._thread.submit(self._compile)
+        return dataclasses.replace(
+            made, comparisons=[*made.comparisons, *update.comparisons], update=update
+        )
 
     def _made(self, rows: Rows, draw: int, drawn: Callable[[int], Rows]) -> Made:
         own, moved, *others = self.places
@@ -225,6 +280,11 @@ class Certifier:
             exact + result, first, nudged, third[0] if third else None, rows, is_of_device,
             draw, drawn,
         )
+
+    def notes_not_said(self) -> list[str]:
+        """Returns the notes that were added since the last call."""
+        new, self._num_said = self.notes[self._num_said :], len(self.notes)
+        return new
 
     def close(self) -> None:
         """Frees the thread; waits for the program that it compiles."""

@@ -18,6 +18,7 @@ from praxis_lite.tools.testing.in_flight.again import Measures, Placement, Rows
 from praxis_lite.tools.testing.in_flight.certifier import Certifier, Made, in_any_process
 from praxis_lite.tools.testing.in_flight.placements import reordered, reshaped, rolled
 from praxis_lite.tools.testing.in_flight.state_digests import Digests, differing
+from praxis_lite.tools.testing.in_flight.update import UpdateCompared
 
 DEVICE, PROGRAM = "device", "program"
 _NUM_DRAWS = 5
@@ -29,7 +30,8 @@ class Difference:
 
     Attributes:
       cause: "device" or "program".
-      what: the kind of thing that differs: "replicas", "restored state", "gradients", "loss".
+      what: the kind of thing that differs: "replicas", "restored state", "gradients", "loss",
+        "update of weights", "update of slots".
       device: in words, with its process; "" if the cause is the program, or it cannot be told.
       axis: of the mesh, joined by "+": those along which copies differ, or that must be split for
         it to be seen; of a device that computes wrongly its place along each. "" if none is.
@@ -138,10 +140,25 @@ class Search:
         A process that saw none itself looks with the others, and returns what it compared first.
         """
         made = self._made
+        if made.update is not None:
+            return self._of_update(made.update)
         moved = [x for x in made.failed if x.mesh == again.MOVED]
         if made.is_of_device or in_any_process(bool(moved)):
             return self._of_device(moved or made.comparisons[:1])
         return self._of_program(made.failed or made.comparisons[-1:])
+
+    def _of_update(self, update: UpdateCompared) -> Difference:
+        """Returns a wrong update: of a device if the others' blocks of the array are right."""
+        worst = next(iter(update.failed), update.comparisons[-1])
+        places = update.places.get(worst.leaf, ())
+        is_of_device = 0 < 2 * len(places) <= self._mesh.size
+        axis = place_text(self._mesh, places[0]) if is_of_device and len(places) == 1 else ""
+        return Difference(
+            DEVICE if is_of_device else PROGRAM, f"update of {worst.what}",
+            device_text(self._mesh, places) if is_of_device else "", axis,
+            layer_of_leaf(self._layout, worst.leaf), worst.leaf, mesh_name(self._mesh.shape),
+            worst.difference, worst.tolerance,
+        )
 
     # A device: what it computes goes where it goes.
 

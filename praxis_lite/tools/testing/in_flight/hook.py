@@ -80,6 +80,8 @@ class Certificates(Hook):
                     "anew; if it is the same device again, take that out."
                 )
         self._prepare(state)
+        if self._is_kept(loop.first_step):
+            self._certifier.keep(state, loop.first_step)
 
     def _prepare(self, state: TrainState) -> None:
         job, loop = self._job, self._loop
@@ -101,7 +103,14 @@ class Certificates(Hook):
 
     # Between steps.
 
+    def _is_kept(self, step: int) -> bool:
+        """Returns True if the update after a step is recomputed, from the state of the step."""
+        return self._certifier is not None and (step + 1) % self.every == 0
+
     def is_due(self, step: int, is_last: bool) -> bool:
+        return self._is_kept(step) or self._is_certified_or_saved(step, is_last)
+
+    def _is_certified_or_saved(self, step: int, is_last: bool) -> bool:
         # What is saved has digests: `Saves` asks the same.
         loop, run = self._loop, self._job.run
         every = (self.every, run.checkpoints.every_steps, run.peer_save_every_steps)
@@ -111,6 +120,14 @@ class Certificates(Hook):
         )
 
     def after_step(self, made: StepMade) -> str | None:
+        reason = None
+        if self._is_certified_or_saved(made.step, made.is_last):
+            reason = self._certify(made)
+        if self._is_kept(made.step) and not made.is_last:
+            self._certifier.keep(made.state, made.step)
+        return reason
+
+    def _certify(self, made: StepMade) -> str | None:
         began, loop = time.perf_counter(), self._loop
         with loop.watchdog.during(f"certifying step {made.step}"):
             self._digests, self._step = self._digests_of(made.state), made.step
@@ -140,10 +157,11 @@ class Certificates(Hook):
                 self._certifier.close()
                 self._certifier = None
                 return None
-            for note in self._certifier.notes:
-                self._loop.note(f"note: {note}")
             self._waited = time.perf_counter() - began
-        return self._certifier.make(made.state, made.batch, made.key, made.step)
+        result = self._certifier.make(made.state, made.batch, made.key, made.step)
+        for note in self._certifier.notes_not_said():
+            self._loop.note(f"note: {note}")
+        return result
 
     def _say_none(self, error: ConfigError) -> None:
         self._loop.note(
@@ -188,6 +206,10 @@ class Certificates(Hook):
             "num_comparisons": len(comparisons) + (number or len(self._digests.by_leaf)),
             "closest": None if closest is None else {
                 "leaf": closest.leaf, "share": closest.share, "mesh": closest.mesh,
+            },
+            "update": None if made is None or made.update is None else {
+                "arrays": made.update.num_arrays, "of_arrays": made.update.of_arrays,
+                "bits": made.update.is_exact,
             },
             "repeated": made is not None and made.draw > 0,
             "seconds": time.perf_counter() - began,

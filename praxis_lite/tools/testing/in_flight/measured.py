@@ -17,6 +17,7 @@ from praxis_lite.core.sharding.devices.xla_errors import without_xla_errors
 from praxis_lite.core.sharding.inputs import GlobalBatch
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.tools.testing.in_flight import bits
+from praxis_lite.tools.testing.in_flight.recomputed_update import nudged
 
 PyTree = Any
 NUM_PROJECTIONS = 4
@@ -85,7 +86,7 @@ class MeasuredStep:
         partitioner, bound = self.partitioner, self.partitioner.learner
         with partitioner.where.tracing():
             mdl_vars = self._mdl_layout.unpad(mdl_vars)
-            params = _nudged(mdl_vars["params"], nudge, salt[1])
+            params = nudged(mdl_vars["params"], nudge, salt[1])
             state = TrainState(
                 scalars["step"], {**mdl_vars, "params": params}, dict(scalars["opt_states"])
             )
@@ -121,18 +122,6 @@ def scalars_of(state: TrainState) -> dict[str, Any]:
     """Returns the numbers of a state, besides the weights, that a step's gradients depend on."""
     opt_states = {k: x for k, x in state.opt_states.items() if k == "loss_scale"}
     return {"step": state.step, "opt_states": opt_states}
-
-
-def _nudged(params: PyTree, nudge: jax.Array, salt: jax.Array) -> PyTree:
-    leaves, treedef = jax.tree.flatten(params)
-    moved = []
-    for number, x in enumerate(leaves):
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            moved.append(x)
-            continue
-        signs = bits.signs(bits.indices(x.shape, x.shape), bits.salted(salt, number), 1)[0]
-        moved.append((x.astype(jnp.float32) * (1.0 + nudge * signs)).astype(x.dtype))
-    return jax.tree.unflatten(treedef, moved)
 
 
 def rounding_of(jaxpr: Any, platform: str) -> float:

@@ -1,28 +1,32 @@
-"""Whether the devices have memory for a step that is made again."""
+"""Whether the devices have memory for what a certificate computes."""
 
 import math
+from collections.abc import Sequence
+
+import jax
 
 from praxis_lite.core.errors import OutOfMemory, format_bytes
 from praxis_lite.host.host_memory import check_program_fits
-from praxis_lite.tools.testing.in_flight.again import Placement
-from praxis_lite.tools.testing.in_flight.placements import bytes_of_weights
 
-_ADVICE = "Without run.certify_every_steps nothing is made again."
+_ADVICE = "Without run.certify_every_steps nothing is recomputed."
 
 
-def check_room(place: Placement) -> None:
-    """Raises OutOfMemory if the devices of this process cannot hold a certificate's arrays.
+def check_room(
+    compiled: jax.stages.Compiled, devices: Sequence[jax.Device], program: str, copies: int = 0
+) -> None:
+    """Raises OutOfMemory if devices of this process cannot hold a certificate's arrays.
 
-    Beside the state of training these are the weights once more, as they lie on another mesh, and
-    the gradients. To be called between steps, when nothing else is on the devices.
+    Beside the state of training these are what the program computes, and `copies`. To be called
+    between steps, when nothing else is on the devices.
+
+    Args:
+      program: as the subject of a sentence.
+      copies: bytes on each device of arrays that are made for it.
     """
-    compiled, devices = place.compile(), place.mesh.local_devices
-    program = f"A certificate on the mesh {place.name}"
     check_program_fits(compiled, devices, program, _ADVICE)
     stats = compiled.memory_analysis()
     if stats is None:
         return
-    copies = 0 if place.is_own else bytes_of_weights(place.partitioner.layout)
     needed = stats.temp_size_in_bytes + stats.output_size_in_bytes + copies
     for device in devices:
         memory = device.memory_stats() or {}

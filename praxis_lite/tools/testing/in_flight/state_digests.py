@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
 from praxis_lite.core.sharding.logical_axes import axes_of
+from praxis_lite.core.sharding.memory_spaces import to_device
 from praxis_lite.tools.testing.in_flight import bits
 
 PyTree = Any
@@ -43,7 +44,7 @@ class StateDigests:
             out_specs=PartitionSpec(axes), check_vma=False,
         )
         self._run = jax.jit(
-            lambda state: one(jax.tree.leaves(state)),
+            lambda state: one(jax.tree.leaves(to_device(state))),
             in_shardings=(layout.shardings(mesh),),
             out_shardings=NamedSharding(mesh, PartitionSpec()),
         )
@@ -152,6 +153,13 @@ class Digests:
                     ]
             if wrong:
                 yield Stale(leaf.path, tuple(sorted(wrong)), self._axes_of_copies(leaf))
+
+    def apart(self, other: "Digests") -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yields the arrays that differ from another state's, with the devices that differ."""
+        for number, leaf in enumerate(self._leaves):
+            differs = (self._by_device[:, number] != other._by_device[:, number]).any(-1)
+            if differs.any():
+                yield leaf.path, tuple(np.flatnonzero(differs).tolist())
 
     def _axes_of_copies(self, leaf: LeafLayout) -> tuple[str, ...]:
         split = {axis for entry in leaf.spec for axis in axes_of(entry)}

@@ -46,10 +46,13 @@ class Fault:
 
 
 def all_faults() -> list[Fault]:
-    """Returns all faults: devices, copies, restored states, programs."""
+    """Returns all faults: devices, copies, restored states, programs, updates."""
     from tests.tools.testing.in_flight import planted
 
-    return [*planted.devices(), *planted.copies(), *planted.restored(), *planted.programs()]
+    return [
+        *planted.devices(), *planted.copies(), *planted.restored(), *planted.programs(),
+        *planted.spoiled_states(), *planted.wrong_updates(),
+    ]
 
 
 def main() -> int:

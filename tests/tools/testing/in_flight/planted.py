@@ -11,9 +11,13 @@ import fiddle as fdl
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite import MeshConfig
+from praxis_lite.core.learner import bound_learner
+from praxis_lite.core.learner.bound_learner import BoundLearner
+from praxis_lite.core.learner.gradients import GradientLimits
 from praxis_lite.core.partitioner.task_on_mesh import TaskOnMesh
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of
 from praxis_lite.core.sharding.mesh import make_mesh
@@ -284,8 +288,7 @@ def restored() -> list[Fault]:
 
     def found(shape, leaf, places, now):
         job = Job(tiny.Points, shape)
-        stale = leaf_of(job.state, leaf)
-        blocks = {s.device: np.array(s.data) for s in stale.addressable_shards}
+        blocks = blocks_of(job.state, leaf)
         job.train()
         saved = StateDigests(job.own.layout, job.mesh)(job.state).to_save()
         there = Job(tiny.Points, now, num_steps=2)
@@ -315,6 +318,147 @@ def restored() -> list[Fault]:
     ]
 
 
+def update_difference(job: Job, spoil=lambda state: state, num_steps: int = 1):
+    """Returns the difference that certificates of steps find in the state after them, or None.
+
+    Args:
+      spoil: called with each new state; returns the one that is there instead.
+      num_steps: how many steps to certify, until one differs.
+    """
+    certifier, found = job.certifier(), None
+    for _ in range(num_steps):
+        certifier.keep(job.state, job.step)
+        job.train()
+        job.state = spoil(job.state)
+        digests = StateDigests(job.own.layout, job.mesh)(job.state)
+        found = next(iter(of_copies(job.own.layout, job.mesh, digests)), None)
+        made = certifier.make(job.state, job.batch, job.key, job.step)
+        if found is None and made.failed:
+            found = Search(certifier, made).difference()
+        if found is not None:
+            break
+    certifier.close()
+    return found
+
+
+def spoiled_states() -> list[Fault]:
+    """Returns states of which a device holds a wrong bit, or an old block, after an update."""
+
+    def found(experiment, shape, leaf, place, is_old):
+        job = Job(experiment, shape, num_steps=2)
+        old = blocks_of(job.state, leaf)
+        device = job.mesh.devices.flat[place]
+        change = (
+            (lambda x: replaced_blocks(x, [device], old)) if is_old
+            else (lambda x: with_copy(x, [place], one_bit))
+        )
+        return update_difference(job, lambda state: changed(state, leaf, change))
+
+    kinds = [
+        (tiny.Points, (2, 2), "mdl_vars/params/first/w", 3, False, "data 1, mdl 1"),
+        (tiny.Points, (2, 2), "mdl_vars/params/first/b", 1, False, "data"),
+        (tiny.Points, (2, 2), "opt_states/slots/unstacked/0/nu/last/w", 0, False, "data 0, mdl 0"),
+        (tiny.Points, (2, 2), "opt_states/ema/first/w", 2, False, "data 1, mdl 0"),
+        (tiny.Points, (2, 2), "opt_states/slots/unstacked/0/mu/first/w", 1, True, "data 0, mdl 1"),
+        (tiny.Points, (4, 2), "opt_states/ema/last/w", 5, True, "data 2, mdl 1"),
+        (tiny.Points, (4, 2), "opt_states/slots/unstacked/0/count", 6, True, "data+mdl"),
+        (tiny.Lm, (1, 2, 2), "mdl_vars/params/softmax/logits_ffn/linear/w", 2, False, "data 1"),
+    ]
+    return [
+        Fault(
+            f"{'an old block' if is_old else 'a wrong bit'} of {leaf} on device {place} of mesh "
+            f"{shape}, after an update",
+            functools.partial(found, experiment, shape, leaf, place, is_old), place, axis=axis,
+            leaf=leaf,
+        )
+        for experiment, shape, leaf, place, is_old, axis in kinds
+    ]
+
+
+def wrong_updates() -> list[Fault]:
+    """Returns programs whose update is wrong, on every device and mesh alike."""
+    update, of_optimizer = BoundLearner.update, BoundLearner._updates
+
+    def with_result(change):
+        """Returns a patch of updates: `change` of the new trees, and of those before."""
+        def changed_update(self, grads, opt_states, params, loss):
+            new, states, *rest = update(self, grads, opt_states, params, loss)
+            after = change({"params": new, **states}, {"params": params, **opt_states})
+            new = after.pop("params")
+            return new, after, *rest
+        return mock.patch.object(BoundLearner, "update", changed_update)
+
+    def kept(*ends):
+        """Returns a change that leaves arrays as they were before."""
+        return lambda new, old: jax.tree.map_with_path(
+            lambda path, a, b: b if path_of(path).endswith(ends) else a, new, old
+        )
+
+    def twice(self, grads, opt_states, params, loss):
+        once, states, *_ = update(self, grads, opt_states, params, loss)
+        return update(self, grads, states, once, loss)
+
+    def scaled(by):
+        def updates(self, *args):
+            result, slots = of_optimizer(self, *args)
+            return jax.tree.map(lambda u: by * u, result), slots
+        return mock.patch.object(BoundLearner, "_updates", updates)
+
+    def undecayed(end):
+        rate, decay = 0.01, 0.1  # Of tiny.learner.
+        return lambda new, old: jax.tree.map_with_path(
+            lambda path, a, b: a + rate * decay * b if path_of(path) == f"params/{end}" else a,
+            new, old,
+        )
+
+    def half(end):
+        """Returns a change that leaves the rows of half of the devices as they were before."""
+        def rows(path, a, b):
+            if not path_of(path).endswith(end):
+                return a
+            is_old = jax.lax.broadcasted_iota(jnp.int32, a.shape, 0) < a.shape[0] // 2
+            return jnp.where(is_old, b, a)
+        return lambda new, old: jax.tree.map_with_path(rows, new, old)
+
+    slots = "opt_states/slots/unstacked/0"
+    kinds = {
+        "an average that is not updated": (
+            mock.patch.object(bound_learner, "_moving_average", lambda average, *_: average),
+            "opt_states/ema/"),
+        "the average of one weight that is not updated": (
+            with_result(kept("ema/last/w")), "opt_states/ema/last/w"),
+        "an average of the new weights": (
+            with_result(lambda new, old: {**new, "ema": jax.tree.map(
+                lambda a, p: 0.9 * a + 0.1 * p, old["ema"], new["params"])}), "opt_states/ema/"),
+        "an update that is made twice": (mock.patch.object(BoundLearner, "update", twice), ""),
+        "weights that are updated twice": (
+            mock.patch.object(optax, "apply_updates", lambda params, updates: jax.tree.map(
+                lambda w, u: w + 2 * u, params, updates)), "mdl_vars/params/"),
+        "a learning rate of 1.01 times": (scaled(1.01), "mdl_vars/params/"),
+        "a weight without its decay": (with_result(undecayed("last/w")), "mdl_vars/params/last/w"),
+        "an optimizer's count that stays": (with_result(kept("0/count")), f"{slots}/count"),
+        "a count of updates that stays": (
+            with_result(kept("num_updates")), "opt_states/num_updates"),
+        "a first moment that stays": (with_result(kept("mu/first/b")), f"{slots}/mu/first/b"),
+        "a second moment that half of the devices leave": (
+            with_result(half("nu/first/w")), f"{slots}/nu/first/w"),
+        "gradients that are not clipped": (
+            mock.patch.object(GradientLimits, "clipped", lambda self, grads, grad_norm: grads),
+            ""),
+    }
+
+    def found(patch):
+        with patch:
+            return update_difference(Job(tiny.Points, (2, 2)))
+
+    # Two of the four devices hold the rows that the program leaves.
+    places = {"a second moment that half of the devices leave": 0}
+    return [
+        Fault(name, functools.partial(found, patch), places.get(name), leaf=leaf)
+        for name, (patch, leaf) in kinds.items()
+    ]
+
+
 def programs() -> list[Fault]:
     """Returns programs that are wrong on the job's mesh, and right on others."""
 
@@ -335,6 +479,11 @@ def programs() -> list[Fault]:
 def leaf_of(state, leaf: str) -> jax.Array:
     """Returns an array of a state by its path."""
     return dict(leaves_with_path(state))[leaf]
+
+
+def blocks_of(state, leaf: str) -> dict[jax.Device, np.ndarray]:
+    """Returns the blocks of an array of a state by device."""
+    return {s.device: np.array(s.data) for s in leaf_of(state, leaf).addressable_shards}
 
 
 def changed(state, leaf: str, change):

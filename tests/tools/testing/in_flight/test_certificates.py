@@ -4,18 +4,25 @@ import dataclasses
 import functools
 import json
 
+import fiddle as fdl
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import praxis_lite
 from praxis_lite import ConfigError
+from praxis_lite.core.learner.optimizer_groups import AuxiliaryOptimizer
+from praxis_lite.core.partitioner.compiled_steps import TrainStep
+from praxis_lite.optimizers import DynamicLossScale
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
 from praxis_lite.tools.testing import tolerances
 from praxis_lite.tools.testing.in_flight import again, bits
-from praxis_lite.tools.testing.in_flight.diagnosis import of_copies, of_restored
+from praxis_lite.tools.testing.in_flight.diagnosis import Search, of_copies, of_restored
+from praxis_lite.tools.testing.in_flight.measured import scalars_of
 from praxis_lite.tools.testing.in_flight.placements import other_meshes, rolled
 from praxis_lite.tools.testing.in_flight.state_digests import StateDigests
+from praxis_lite.tools.testing.in_flight.update import UpdateCheck
 from tests.tools.testing import tiny
 from tests.tools.testing.in_flight import planted
 from tests.tools.testing.in_flight.faults import all_faults
@@ -124,11 +131,28 @@ def test_a_right_step_is_certified_and_one_bit_of_a_gradient_is_not():
     assert certifier.is_exact
     assert certifier.places[2].name == "data 4"
     assert {x.mesh for x in made.comparisons} == {again.MOVED, "data 4"}
+    assert made.update is None  # The state before the step was not kept.
     digests = {k: x.copy() for k, x in made.own.digests.items()}
     digests["gradients/last/w"][0] ^= 1
     turned = dataclasses.replace(made.own, digests=digests)
     (failed,) = [x for x in again.compare_moved(made.own, turned) if not x.is_equal]
     assert failed.leaf == "gradients/last/w"
+
+    # The update too, and one bit of a block that no other device has.
+    for leaf in ("", "mdl_vars/params/first/w", "opt_states/slots/unstacked/0/nu/last/w"):
+        certifier.keep(job.state, job.step)
+        job.train()
+        if leaf:
+            job.state = planted.changed(
+                job.state, leaf, lambda x: planted.with_copy(x, [3], planted.one_bit)
+            )
+        made = certifier.make(job.state, job.batch, job.key, job.step)
+        assert (made.update.num_arrays, made.update.is_exact) == (17, True)
+        assert [x.leaf for x in made.failed] == ([leaf] if leaf else [])
+        if leaf:
+            difference = Search(certifier, made).difference()
+            assert (difference.device, difference.leaf) == ("device 3 (cpu) of process 0", leaf)
+            assert difference.axis == "data 1, mdl 1"
     certifier.close()
 
 
@@ -159,6 +183,8 @@ def test_a_job_is_certified_and_a_stale_block_after_a_restore_ends_it(tmp_path, 
     train()
     assert [(x["step"], x["certified"], x["rows"]) for x in lines_of(tmp_path)] == [
         (2, True, 4), (4, True, 4)]
+    updates = {"arrays": 17, "of_arrays": 17, "bits": True}
+    assert [x["update"] for x in lines_of(tmp_path)] == [updates] * 2
     restore = Checkpoints.restore
 
     def stale(*args, **named):
@@ -180,6 +206,25 @@ def test_a_job_is_certified_and_a_stale_block_after_a_restore_ends_it(tmp_path, 
     digests = {x["state_digest"] for x in lines_of(tmp_path) if x["step"] == 4 and x["certified"]}
     assert len(digests) == 1
     assert lines_of(tmp_path)[-1]["step"] == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_bit_that_flips_after_an_update_ends_the_job(tmp_path, monkeypatch, every):
+    make_step, leaf = TrainStep.__call__, "mdl_vars/params/last/w"
+
+    def flipped(self, *args):
+        state, outputs = make_step(self, *args)
+        change = functools.partial(planted.with_copy, places=[1], change=planted.one_bit)
+        return planted.changed(state, leaf, change), outputs
+
+    monkeypatch.setattr(TrainStep, "__call__", flipped)
+    with pytest.raises(ConfigError, match=f"Step {every} is not certified.*device 1 .*{leaf}"):
+        praxis_lite.train(
+            Certified, tmp_path, packages=["tests"],
+            settings={"run.certify_every_steps": every},
+        )
+    assert lines_of(tmp_path)[-1]["difference"]["what"] == "update of weights"
 
 
 class WideCertified(planted.Wide):
@@ -220,7 +265,101 @@ def test_a_bad_device_is_named_and_the_run_saves(tmp_path, action, capsys):
     assert ("4" in steps) == (action == "report")
 
 
-SAMPLE = ("psum on the other axis", "device 5 of mesh (2, 4)")
+def compared(job, check, place, spoil=lambda state: state):
+    """Makes a step, and returns the update that a check compares with the state after it."""
+    check.keep(job.state, job.step)
+    job.train()
+    job.state = spoil(job.state)
+    rows = again.Rows(job.state, job.batch, job.key, salt=11)
+    own, nudged = place.measure(rows), place.measure(rows, place.rounding)
+    return check.compare(
+        job.state, job.batch, job.key, own, nudged, 5, place.rounding, agree=lambda is_so: is_so
+    )
+
+
+def update_check(job, **settings):
+    """Returns what checks the updates of a job, and its placement on the job's own mesh."""
+    spec = job.pipeline.element_spec()
+    place = again.Placement(job.own, job.own)
+    place.lower(spec, scalars_of(job.state))
+    return UpdateCheck(job.own, spec, pytest.fail, **settings), place
+
+
+OPTIMIZERS = {
+    "sgd": {"optimizer": fdl.Partial(optax.sgd, momentum=0.9, nesterov=True)},
+    "adafactor": {"optimizer": fdl.Partial(optax.adafactor, min_dim_size_to_factor=4)},
+    "lamb": {"optimizer": fdl.Partial(optax.lamb)},
+    "lion": {"optimizer": fdl.Partial(optax.lion)},
+    "muon": {"optimizer": fdl.Partial(optax.contrib.muon)},
+    "prodigy": {"optimizer": fdl.Partial(optax.contrib.prodigy, estim_lr0=0.01)},
+    "schedule-free": {"optimizer": fdl.Partial(optax.contrib.schedule_free_adamw)},
+    "bfloat16 moments": {"optimizer": fdl.Partial(optax.adamw, mu_dtype=jnp.bfloat16)},
+    "micro-batches": {"gradient_accumulation_steps": 3},
+    "some steps skipped": {
+        "skip_step_gradient_norm_value": 0.9, "clip_gradient_norm_to_value": 0.0},
+    "clipped by weight": {
+        "clip_gradient_single_norm_to_value": 0.1, "clip_gradient_norm_to_value": 0.0},
+    "clipped by element": {"clip_gradient_to_value": 0.01, "clip_gradient_norm_to_value": 0.0},
+    "slots on another axis": {"slot_mesh_axes": ("data",)},
+    "slots on the host": {"host_slots": ".*"},
+    "frozen weights": {"bprop_variable_exclusion": "first/.*"},
+    "loss scale": {"loss_scale": fdl.Config(DynamicLossScale)},
+    "two optimizers": {
+        "auxiliary_optimizers": [fdl.Config(
+            AuxiliaryOptimizer, name="biases", optimizer=fdl.Partial(optax.sgd),
+            learning_rate=0.1, regex=".*/b")],
+        "apply_separate_scaling": True,
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_right_updates_of_each_optimizer_are_certified_and_an_old_block_is_not(name):
+    class Trained(tiny.Points):
+        def task(self):
+            task = super().task()
+            for setting, value in OPTIMIZERS[name].items():
+                setattr(task.learner, setting, value)
+            return task
+
+    job = planted.Job(Trained, (2, 2), num_steps=0)
+    check, place = update_check(job)
+    for _ in range(3):
+        made = compared(job, check, place)
+        assert not made.failed
+    leaf = "mdl_vars/params/last/w"
+    old = planted.blocks_of(job.state, leaf)
+    device = job.mesh.devices.flat[2]
+    made = compared(job, check, place, lambda state: planted.changed(
+        state, leaf, lambda x: planted.replaced_blocks(x, [device], old)))
+    # By its bits, and by hand.
+    assert [x.leaf for x in made.failed] == [leaf, leaf]
+    assert made.places == {leaf: (2,)}
+
+
+@pytest.mark.slow
+def test_arrays_take_turns_where_memory_is_bounded_and_every_one_is_covered():
+    job = planted.Job(tiny.Points, (2, 2), num_steps=0)
+    check, place = update_check(job, most_bytes=60)
+    assert len(check.parts) == 3 and not check.is_exact
+    leaf, seen = "opt_states/slots/unstacked/0/mu/last/w", set()
+    for _ in check.parts:
+        made = compared(job, check, place, lambda state: planted.changed(
+            state, leaf, lambda x: planted.with_copy(x, [1], lambda data: 2 * data)))
+        seen |= {item.leaf for item in made.comparisons}
+        assert {item.leaf for item in made.failed} <= {leaf}
+        # A moment that is wrong before a step too is what the update is made of.
+        assert (leaf in made.places) == (leaf in [item.leaf for item in made.comparisons])
+        check.lower()
+    assert seen == {x.path for x in job.own.layout.leaves()}
+
+
+SAMPLE = (
+    "psum on the other axis", "device 5 of mesh (2, 4)",
+    *(fault.name for fault in planted.spoiled_states()[-1:]),
+    *(fault.name for fault in planted.wrong_updates()),
+)
 
 
 @pytest.mark.slow
