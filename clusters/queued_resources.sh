@@ -17,8 +17,10 @@ TYPE="${TYPE:-v5litepod-16}"
 RUNTIME="${RUNTIME:-v2-alpha-tpuv5-lite}"
 POLL_SECONDS="${POLL_SECONDS:-60}"
 
-# Prints the script that each host runs whenever it starts. Docker starts a container that failed
-# again, and passes SIGTERM on to it; a host that is taken away has 30 s.
+# Prints the script that each host runs whenever it starts. A container that failed is started again,
+# up to 100 times, but not after status 2 (an error to be fixed by hand), 3 (trained, but the last
+# step was skipped), 4 (a certificate found a fault), 126 or 127 (the image lacks the program).
+# Docker passes SIGTERM on to the container; a host that is taken away has 30 s.
 startup_script() {
   cat <<EOS
 #!/bin/bash
@@ -26,49 +28,89 @@ set -eu
 mkdir -p /mnt/share
 mountpoint -q /mnt/share || mount -t nfs -o hard '${SHARE:?HOST:/PATH of an NFS share}' /mnt/share
 mkdir -p '/mnt/share/$NAME'
-docker rm --force train 2>/dev/null || true
-docker run --detach --name=train --init --restart=on-failure:100 --stop-timeout=25 \\
-  --user=root --privileged --network=host --ipc=host --volume='/mnt/share/$NAME:/job' \\
-  '${IMAGE:?the image of clusters/Dockerfile}' ${*@Q} --job_log_dir=/job --start_seconds=600 \\
-  --health_dir=/health --grace_seconds=25
+for try in {1..100}; do
+  docker rm --force train 2>/dev/null || true
+  status=0
+  docker run --name=train --init --stop-timeout=25 \\
+    --user=root --privileged --network=host --ipc=host --volume='/mnt/share/$NAME:/job' \\
+    '${IMAGE:?the image of clusters/Dockerfile}' ${*@Q} --job_log_dir=/job --start_seconds=600 \\
+    --health_dir=/health --grace_seconds=25 || status=\$?
+  case "\$status" in 0 | 2 | 3 | 4 | 126 | 127) break ;; esac
+  echo "the container ended with status \$status, try \$try of 100" >&2
+  sleep 10
+done
+exit "\$status"
 EOS
 }
 
 create() {
-  local script
+  local script status=0
   script="$(mktemp)"
   startup_script "$@" >"$script"
   gcloud compute tpus queued-resources create "$NAME" --zone="$ZONE" --node-id="$NAME" \
     --accelerator-type="$TYPE" --runtime-version="$RUNTIME" --spot \
-    --metadata-from-file=startup-script="$script"
+    --metadata-from-file=startup-script="$script" || status=$?
   rm -f "$script"
+  return "$status"
 }
 
 delete() {
   gcloud compute tpus queued-resources delete "$NAME" --zone="$ZONE" --force --quiet
 }
 
-state() {
+describe() {
   gcloud compute tpus queued-resources describe "$NAME" --zone="$ZONE" \
-    --format='value(state.state)' 2>/dev/null || true
+    --format='value(state.state)'
 }
 
-# Ends when the slice is deleted by hand.
+# Runs a command of gcloud. Sets `status`, and `errors` to what it wrote to standard error.
+call() {
+  local file
+  file="$(mktemp)"
+  status=0
+  "$@" 2>"$file" || status=$?
+  errors="$(cat "$file")"
+  rm -f "$file"
+  [[ -z "$errors" ]] || echo "$errors" >&2
+}
+
+# True if trying again cannot help: gcloud is missing or refuses its arguments, or Google refuses
+# the request. All else (503, a token that cannot be refreshed, a quota, the network) may pass.
+is_permanent() {
+  [[ $status -eq 2 || $status -eq 126 || $status -eq 127 ||
+    "$errors" =~ INVALID_ARGUMENT|PERMISSION_DENIED ]]
+}
+
+# Ends when the slice is deleted by hand, with status 0, or when trying again cannot help.
 keep() {
-  local now before="" is_wanted=yes
+  local now before="" is_wanted=yes has_answered="" status errors answer
+  answer="$(mktemp)"
   while true; do
-    now="$(state)"
-    [[ "$now" == "$before" ]] || echo "$(date +%H:%M:%S) $NAME: ${now:-absent}"
+    call describe >"$answer"
+    now="$(cat "$answer")"
+    if [[ $status -ne 0 && "$errors" == *NOT_FOUND* ]]; then
+      now=absent
+    elif [[ $status -ne 0 || -z "$now" ]]; then
+      # A slice that answered before is there: nothing but its own deletion ends the watch.
+      [[ -n "$has_answered" ]] || ! is_permanent || return "$status"
+      now=unknown
+    fi
+    [[ "$now" == unknown ]] || has_answered=yes
+    [[ "$now" == "$before" ]] || echo "$(date +%H:%M:%S) $NAME: $now"
     before="$now"
     case "$now" in
-      "")
+      absent)
         [[ -n "$is_wanted" ]] || return 0
-        create "$@"
-        is_wanted=""
+        call create "$@"
+        if [[ $status -eq 0 || "$errors" == *ALREADY_EXISTS* ]]; then
+          is_wanted=""
+        elif is_permanent || [[ "$errors" == *NOT_FOUND* ]]; then
+          return "$status"
+        fi
         ;;
       SUSPENDED | FAILED)
         is_wanted=yes
-        delete
+        call delete # If it fails, the next turn finds the same state.
         ;;
     esac
     sleep "$POLL_SECONDS"

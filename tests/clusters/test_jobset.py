@@ -107,6 +107,11 @@ def test_what_the_schemas_do_not_say():
     mounted = {mount["name"]: mount["mountPath"] for mount in CONTAINER["volumeMounts"]}
     assert set(mounted) == {volume["name"] for volume in POD["volumes"]}
     assert set(mounted.values()) == {"/job", "/health", "/dev/shm"}
+    # What fails the Job for its status is not restarted by JobSet.
+    (final,) = [rule for rule in JOB["podFailurePolicy"]["rules"] if rule["action"] == "FailJob"]
+    assert {2, 3, 127} <= set(final["onExitCodes"]["values"])
+    (rule,) = SPEC["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
     for rule in JOB["podFailurePolicy"]["rules"]:
         assert rule.get("onExitCodes", {}).get("containerName", "train") == CONTAINER["name"]
     labels = POD["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]

@@ -32,8 +32,7 @@ GCLOUD = {
 }
 # Of docker run(1).
 DOCKER = {
-    "detach": "", "name": r"\w+", "init": "",
-    "restart": r"no|always|unless-stopped|on-failure(:\d+)?",
+    "name": r"\w+", "init": "",
     "stop-timeout": r"\d+", "user": r"\w+", "privileged": "", "network": "host", "ipc": "host",
     "volume": r"/[^:]+:/[^:]+",
 }
@@ -92,28 +91,66 @@ def test_create_asks_for_a_slice_whose_hosts_train(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("states", "names"),
+    ("status", "num_tries"),
+    [(0, 1), (1, 100), (2, 1), (3, 1), (125, 100), (127, 1), (137, 100)],
+)
+def test_a_host_starts_its_container_again_unless_the_status_is_final(tmp_path, status, num_tries):
+    kept = tmp_path / "startup.sh"
+    gcloud = f'for w in "$@"; do [[ $w == *startup-script=* ]] && cp "${{w##*=}}" {kept}; done'
+    run(tmp_path / "bin", "create", "--exp=lm.PyDocs", gcloud=gcloud)
+    for other in ("mkdir", "mountpoint", "sleep"):
+        program(tmp_path / "bin", other, "exit 0")
+    program(tmp_path / "bin", "docker", f"[[ $1 != run ]] || exit {status}")
+    host = subprocess.run(["bash", kept], env=environment(tmp_path / "bin"), capture_output=True)
+    started = [call for call in calls(tmp_path / "bin", "docker") if call[0] == "run"]
+    assert (host.returncode, len(started)) == (status, num_tries)
+
+
+# The answers of `describe`: a state, or a line of an error; "": the slice is absent.
+@pytest.mark.parametrize(
+    ("states", "errors", "names", "status"),
     [
         # Taken away: requested again. Deleted by hand: it ends.
         (["", "ACCEPTED", "ACTIVE", "SUSPENDING", "SUSPENDED", "", "ACTIVE", "DELETING", ""],
-         ["create", "delete", "create"]),
-        (["ACTIVE", "FAILED", "DELETING", "", "ACTIVE", ""], ["delete", "create"]),
+         {}, ["create", "delete", "create"], 0),
+        (["ACTIVE", "FAILED", "DELETING", "", "ACTIVE", ""], {}, ["delete", "create"], 0),
+        # What may pass is asked again, and is no deletion.
+        (["ERROR: 503 Service Unavailable", "", "ACTIVE", "ERROR: refreshing auth tokens",
+          "ERROR: PERMISSION_DENIED", "ACTIVE", ""], {}, ["create"], 0),
+        (["", "", "ACTIVE", ""], {"create": ["UNAVAILABLE"]}, ["create", "create"], 0),
+        (["", "", "ACTIVE", ""], {"create": ["RESOURCE_EXHAUSTED"]}, ["create", "create"], 0),
+        (["", "ACTIVE", ""], {"create": ["ALREADY_EXISTS"]}, ["create"], 0),
+        (["FAILED", "FAILED", "", ""], {"delete": ["503"]}, ["delete", "delete", "create"], 0),
+        (["FAILED", "", ""], {"delete": ["NOT_FOUND"]}, ["delete", "create"], 0),
+        # What cannot pass ends it.
+        (["ERROR: INVALID_ARGUMENT: zone"], {}, [], 1),
+        (["ERROR: PERMISSION_DENIED"], {}, [], 1),
+        ([""], {"create": ["INVALID_ARGUMENT"]}, ["create"], 1),
+        ([""], {"create": ["PERMISSION_DENIED"]}, ["create"], 1),
+        ([""], {"create": ["NOT_FOUND: runtime version"]}, ["create"], 1),
     ],
 )  # fmt: skip
-def test_keep_asks_again_for_a_slice_that_is_lost(tmp_path, states, names):
+def test_keep_asks_again_for_a_slice_that_is_lost(tmp_path, states, errors, names, status):
     folder = tmp_path / "bin"
     folder.mkdir()
-    (folder / "states").write_text("".join(f"{state}\n" for state in states))
+    answers = [state or "ERROR: NOT_FOUND" for state in states]
+    for name, lines in {"describe": answers, "create": [], "delete": [], **errors}.items():
+        (folder / f"{name}.answers").write_text("".join(f"{line}\n" for line in lines))
     gcloud = f"""
-if [[ $4 == describe ]]; then
-  head -1 {folder}/states; sed -i 1d {folder}/states
-fi
+line=$(head -1 {folder}/$4.answers); sed -i 1d {folder}/$4.answers
+[[ $4 == describe && $line != ERROR* ]] && echo "$line" && exit 0
+[[ -z $line ]] || {{ echo "$line" >&2; exit 1; }}
 """
     done = run(folder, "keep", "--exp=lm.PyDocs", gcloud=gcloud)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == status, done.stderr
     made = [check_gcloud(call)[0] for call in calls(folder, "gcloud")]
     assert [name for name in made if name != "describe"] == names
     assert made.count("describe") == len(states)
+
+
+def test_keep_ends_where_gcloud_is_missing_or_refuses_its_arguments(tmp_path):
+    for status in (2, 127):
+        assert run(tmp_path / "bin", "keep", gcloud=f"exit {status}").returncode == status
 
 
 def test_a_command_goes_to_all_hosts_and_a_wrong_word_is_answered(tmp_path):

@@ -112,7 +112,9 @@ def test_each_host_has_a_step_whose_command_line_is_ours(tmp_path):
     assert ["requeue", "4711"] not in calls(tmp_path / "bin", "scontrol")
 
 
-@pytest.mark.parametrize(("status", "num_tries"), [(0, 1), (1, 3), (2, 1), (137, 3)])
+@pytest.mark.parametrize(
+    ("status", "num_tries"), [(0, 1), (1, 3), (2, 1), (3, 1), (127, 1), (137, 3)]
+)
 def test_a_step_that_fails_is_tried_again_unless_the_user_has_to_mend_it(
     tmp_path, status, num_tries
 ):
@@ -122,6 +124,41 @@ def test_a_step_that_fails_is_tried_again_unless_the_user_has_to_mend_it(
     run.communicate(timeout=60)
     assert run.returncode == status
     assert len(calls(tmp_path / "bin", "srun")) == num_tries
+
+
+@pytest.mark.parametrize(
+    ("failures", "status", "num_steps"), [(0, 0, 2), (5, 0, 2), (100, 1, 0)]
+)
+def test_the_hosts_are_asked_for_again_and_never_none(tmp_path, failures, status, num_steps):
+    folder = tmp_path / "bin"
+    program(folder, "sleep", "exit 0")
+    cluster(folder, "exit 0")
+    program(folder, "scontrol", f"""
+[[ $(grep -ao END "{folder}/scontrol.calls" | wc -l) -gt {failures} ]] || exit 1
+printf "127.0.0.1\\n%.0s" $3""")
+    run = script(folder, "--exp=a", hosts=2, PYTHON="py")
+    run.communicate(timeout=60)
+    assert run.returncode == status and len(calls(folder, "srun")) == num_steps
+
+
+@pytest.mark.parametrize(("status", "is_put_back"), [(0, True), (2, False), (143, True)])
+def test_before_the_limit_a_job_is_put_back_unless_it_would_fail_again(
+    tmp_path, status, is_put_back
+):
+    folder = tmp_path / "bin"
+    cluster(folder, f"touch {folder}/runs; while [[ ! -e {folder}/asked ]]; do sleep 0.05; done; "
+                    f"exit {status}")
+    # Busy at first: both are asked again.
+    busy = "[[ -e $0.busy ]] || { touch $0.busy; exit 1; }"
+    program(folder, "scancel", f"{busy}; touch {folder}/asked")
+    program(folder, "scontrol", f"[[ $1 == show ]] && echo 127.0.0.1 && exit; {busy}")
+    program(folder, "sleep", 'exec /bin/sleep "${1/5/0.05}"')
+    run = script(folder, "--exp=a", hosts=1, PYTHON="py")
+    wait_for(lambda: (folder / "runs").exists(), run)
+    run.send_signal(signal.SIGUSR1)
+    run.communicate(timeout=60)
+    assert run.returncode == status
+    assert calls(folder, "scontrol").count(["requeue", "4711"]) == 2 * is_put_back
 
 
 # As srun: the task is a process that scancel can signal.

@@ -208,7 +208,7 @@ def test_a_process_that_comes_a_second_time_leaves_the_job_alone(tmp_path):
 @pytest.mark.slow
 def test_a_process_that_the_first_one_does_not_know_is_told_so():
     first, second = unmatched()["unknown"]
-    assert (first.code, second.code) == (2, 2)
+    assert (first.code, second.code) == (1, 2)
     assert "does not take this one. See that --num_processes is the same" in second.err
 
 

@@ -303,7 +303,8 @@ def _connect(
                 "one's host and port. All need the same --job_log_dir, which all hosts share. "
                 "Where they start at very different times, give all of them --start_seconds=600.\n"
             ).encode())
-            os._exit(lost_status)
+            # A missing process may yet start, so clusters try again; a doubled number stays wrong.
+            os._exit(1 if lost_status == 2 and not doubled else lost_status)
 
     def say_refused() -> None:
         os.write(2, (
