@@ -10,7 +10,7 @@ import optax
 
 from praxis_lite import register
 from praxis_lite.core import Learner
-from praxis_lite.decode import Greedy
+from praxis_lite.decode import Sample
 from praxis_lite.experiments import lm
 from praxis_lite.experiments.finetune import LORA
 from praxis_lite.inputs import Documents, JsonLines, PackedText, PreferenceData, about_python
@@ -74,7 +74,7 @@ class CausalLm(lm.PyDocs):
             LanguageModelTask, model=set_sharding_params(model, PRESET),
             learner=learner,
             inputs_split_mapping=lm.BATCH_OVER_DATA, tokenizer=self.text.tokenizer,
-            decoder=fdl.Config(Greedy, max_decode_steps=32),
+            decoder=fdl.Config(Sample, max_decode_steps=32, temperature=0.0),
         )
 
     def run(self):

@@ -23,7 +23,7 @@ from praxis_lite.core import (
 )
 from praxis_lite.decode import (
     Decoder,
-    Greedy,
+    Sample,
     cache_length,
     cut_at_stop,
     for_tokenizer,
@@ -45,6 +45,8 @@ OPTIONAL_INPUTS = {
     "paddings": "paddings",
     "inputs_indicator": "inputs_indicator",
 }
+# The decoder of a task that names none; with a temperature it draws.
+LIKELIEST_TOKENS = Sample(temperature=0.0)
 PER_ROW_SETTINGS = ("temperature", "per_example_max_decode_steps")
 
 
@@ -63,8 +65,8 @@ class LanguageModelTask(Task):
         of dense layers, "nf4" and "int4" keep frozen weights in 4 bits; None: neither.
       tokenizer: for the text of what is decoded, or the directory of one; None: bytes. Its
         `token_unit` names the metric bits_per_..., and it is the one of the datasets.
-      decoder: how prompts are continued; None: greedily. Its eos_id and stop strings become tokens
-        of this tokenizer.
+      decoder: how prompts are continued; by default with the likeliest tokens, or with draws once
+        its temperature is set. Its eos_id and stop strings become tokens of this tokenizer.
     """
 
     weight_unit = "tokens"
@@ -81,7 +83,7 @@ class LanguageModelTask(Task):
         fprop_dtype: jnp.dtype | None = None,
         quantization: str | None = None,
         tokenizer: Tokenizer | str | None = None,
-        decoder: Decoder | None = None,
+        decoder: Decoder = LIKELIEST_TOKENS,
         metrics: Mapping[str, Metric] | None = None,
     ):
         super().__init__(
@@ -89,7 +91,7 @@ class LanguageModelTask(Task):
             inputs_split_mapping=inputs_split_mapping, fprop_dtype=fprop_dtype, metrics=metrics,
         )
         self.tokenizer, self._is_named = as_tokenizer(tokenizer), tokenizer is not None
-        self.decoder = for_tokenizer(decoder or Greedy(), self.tokenizer)
+        self.decoder = for_tokenizer(decoder, self.tokenizer)
 
     def check_inputs(self, inputs: Mapping[str, Any], required: tuple[str, ...], what: str) -> None:
         """Also checks that the model has a position for each token of a batch and its decoding."""

@@ -17,10 +17,14 @@ from praxis_lite.core import (
     require,
     share_outputs,
 )
-from praxis_lite.decode import Decoder, Greedy, cache_length, for_tokenizer, stored_forms
+from praxis_lite.decode import Decoder, cache_length, for_tokenizer, stored_forms
 from praxis_lite.inputs.tokenizers import Tokenizer, as_tokenizer
 from praxis_lite.layers import aux_loss
-from praxis_lite.tasks.language_model import paddings_with_filler, reports_of_batches
+from praxis_lite.tasks.language_model import (
+    LIKELIEST_TOKENS,
+    paddings_with_filler,
+    reports_of_batches,
+)
 
 __all__ = ["SequenceToSequenceTask"]
 
@@ -50,7 +54,7 @@ class SequenceToSequenceTask(Task):
         are given what the model's `compute_loss` returns.
       tokenizer: for the text of what is decoded, or the directory of one; None: records have
         tokens alone.
-      decoder: how targets are found; None: greedily.
+      decoder: how targets are found; by default by the likeliest tokens.
 
     Raises:
       ConfigError: the decoder has `num_cache_slots`, which mix rows of several batches, or
@@ -70,7 +74,7 @@ class SequenceToSequenceTask(Task):
         inputs_split_mapping: Mapping[str, Any] | None = None,
         fprop_dtype: jnp.dtype | None = None,
         tokenizer: Tokenizer | str | None = None,
-        decoder: Decoder | None = None,
+        decoder: Decoder = LIKELIEST_TOKENS,
         metrics: Mapping[str, Metric] | None = None,
     ):
         super().__init__(
@@ -78,7 +82,6 @@ class SequenceToSequenceTask(Task):
             inputs_split_mapping=inputs_split_mapping, fprop_dtype=fprop_dtype, metrics=metrics,
         )
         self.tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
-        decoder = decoder or Greedy()
         for name in ("num_cache_slots", "num_cached_prefixes"):
             actual = getattr(decoder, name, 0)
             require(

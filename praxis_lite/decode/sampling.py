@@ -197,6 +197,15 @@ class Sample(Greedy):
         return self.num_samples
 
     def choose(self, logits: jax.Array, state: DecodeState) -> jax.Array:
+        if self.temperature > 0:
+            return self._draw(logits, state)
+        # The cost of Greedy, unless a batch gives a row a temperature.
+        return jax.lax.cond(
+            jnp.any(state.temperature > 0),
+            lambda: self._draw(logits, state), lambda: super(Sample, self).choose(logits, state),
+        )
+
+    def _draw(self, logits: jax.Array, state: DecodeState) -> jax.Array:
         logits_RC, ids_RC = self.candidates(logits)
         logits_RC += state.temperature[:, None] * self.gumbel(state, logits_RC.shape)
         chosen_R1 = jnp.argmax(logits_RC, axis=-1, keepdims=True)

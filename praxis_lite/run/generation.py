@@ -9,6 +9,7 @@ import fiddle as fdl
 from praxis_lite.core.errors import ConfigError, did_you_mean
 from praxis_lite.core.task import Task
 from praxis_lite.decode.decoder import Decoder
+from praxis_lite.decode.sampling import Greedy, Sample
 
 
 def changed_decoder(
@@ -27,8 +28,14 @@ def changed_decoder(
         raise ConfigError(f"{type(task).__name__} has no decoder, so it takes no settings.")
     if decoder is None:
         # Not the task's: its tokenizer has put tokens into that.
-        decoder = fdl.build(config.decoder) if config.decoder is not None else task.decoder
+        decoder = config.decoder
+        if isinstance(decoder, fdl.Buildable):
+            decoder = fdl.build(decoder)
     known = [field.name for field in dataclasses.fields(decoder)]
+    if type(decoder) is Greedy and any(hasattr(Sample, name) for name in settings.keys() - known):
+        # The settings of draws are Sample's, which does all else as Greedy does.
+        decoder = Sample(**{name: getattr(decoder, name) for name in known})
+        known = [field.name for field in dataclasses.fields(decoder)]
     for name in settings:
         if name not in known:
             raise ConfigError(

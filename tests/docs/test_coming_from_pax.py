@@ -39,6 +39,7 @@ from praxis_lite.run.config.class_attributes import configured
 from praxis_lite.run.experiment import early_stopping, experiment, registry
 from praxis_lite.run.modes.options import parser_of
 from praxis_lite.run.trainer import decoding, evaluation, metrics, trainer
+from praxis_lite.run.trainer.decoding.user_prompts import prompt_batch
 from praxis_lite.tasks import image_classification, language_model, loss, sequence_to_sequence
 from praxis_lite.tools.pax import job as pax_job
 from tests.support.every_case import assert_each
@@ -151,6 +152,8 @@ def test_the_experiment_after_has_paxs_weights_and_its_step_traces(monkeypatch):
     job = fdl.build(names["MyLmSpmd2B"]().config())
     result = partitioner.Partitioner(job.task, make_mesh(job.mesh))
     result.train_step.trace(job.datasets["train"].element_spec())
+    result.eval_step.trace(job.datasets["heldout"].element_spec())
+    result.decode_step.trace(prompt_batch(job.task, [[1, 2, 3]]).element_spec())
     attention = 4 * 3072**2 + 128  # Queries, keys, values, the way out; a scale per dim of a head.
     feed_forward = 2 * 3072 * 12288 + 12288 + 3072
     a_layer = attention + feed_forward + 2 * 2 * 3072

@@ -1,7 +1,9 @@
 """docs/how_to_add.md: its blocks, saved under their names, do what their recipes say."""
 
+import dataclasses
 import functools
 import importlib
+import inspect
 import re
 import shutil
 import sys
@@ -16,7 +18,17 @@ import optax
 import pytest
 from flax import nnx
 
-from praxis_lite import ConfigError, inputs, layers, optimizers
+from praxis_lite import (
+    ConfigError,
+    Hook,
+    StepMade,
+    StepMetrics,
+    TrackedRun,
+    Tracker,
+    inputs,
+    layers,
+    optimizers,
+)
 from praxis_lite.core import (
     JobMesh,
     Leaf,
@@ -259,3 +271,19 @@ def test_the_mode_counts_the_weights_of_an_experiment(capsys, monkeypatch, folde
     total, *largest = done.out.splitlines()[-3:]
     assert total == "2,097,152 weights in 2 arrays"
     assert all("1,048,576  mdl_vars/params/" in text for text in largest) and len(largest) == 2
+
+
+@pytest.mark.parametrize("base", [Hook, Tracker])
+def test_each_method_of_a_hook_and_a_tracker_is_in_the_pages_table(base):
+    section = PAGE[PAGE.index(f"The methods of `{base.__name__}`") :].split("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(\w+)\(([^)]*)\)` \|", section, re.MULTILINE))
+    for name, member in inspect.getmembers(base, inspect.isfunction):
+        if name[0] != "_" or name == "__exit__":
+            _, *parameters = inspect.signature(member).parameters.values()
+            assert rows.pop(name) == ", ".join(str(item).partition(":")[0] for item in parameters)
+    assert list(rows) == ["__enter__"] * (base is Hook)
+    for named, argument in (("StepMade", StepMade), ("StepMetrics", StepMetrics),
+                            ("TrackedRun", TrackedRun)):
+        if named in section:
+            fields = re.search(rf"`{named}`: ((?:`\w+`(?:, )?)+)", section)[1]
+            assert re.findall(r"\w+", fields) == [x.name for x in dataclasses.fields(argument)]

@@ -36,9 +36,10 @@ parameter that leaves the page keeps working, with a DeprecationWarning, for one
 else may move at any time, files and folders too. The names are typed (`py.typed`): editors and type
 checkers see where each is defined.
 
-A parameter with `=...` has a default that is no plain value. A `config.json` and `--set` may name
-the classes here and the functions that compute, but not what reads files, starts devices or changes
-what is global.
+A class that you may subclass is followed by its methods; [how_to_add.md](how_to_add.md) has
+examples. A parameter with `=...` has a default that is no plain value. A `config.json` and `--set`
+may name the classes here and the functions that compute, but not what reads files, starts devices
+or changes what is global.
 """
 
 
@@ -47,12 +48,26 @@ def page() -> str:
     lines = [HEAD]
     for package in PACKAGES:
         lines += [f"## {package}", "", f"{first_line(importlib.import_module(package))}", ""]
-        lines += [f"- `{name}{signature(value)}`: {said_of(package, name, value)}"
-                  for name, value in public_values(package)] + [""]
+        for name, value in public_values(package):
+            lines.append(f"- `{name}{signature(value)}`: {said_of(package, name, value)}")
+            lines += [f"  - `{shown}`: {first_line(member)}" for shown, member in methods_of(value)]
+        lines.append("")
     lines += ["## Commands", ""]
     for module in COMMANDS:
         lines.append(f"- `python -m {module}`: {first_line(importlib.import_module(module))}")
     return "\n".join(lines) + "\n"
+
+
+def methods_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields (name with arguments, member) of the methods of a class that users subclass."""
+    is_base = isinstance(value, type) and (
+        inspect.isabstract(value) or "ubclass" in (value.__doc__ or "")
+    )
+    for name, member in vars(value).items() if is_base else ():
+        is_public = not name.startswith("_") and isinstance(member, _MEMBERS)
+        if is_public and getattr(member, "__doc__", None):
+            arguments = signature(member).replace("(self, ", "(").replace("(self)", "()")
+            yield f"{name}{arguments}", member
 
 
 def snapshot() -> str:

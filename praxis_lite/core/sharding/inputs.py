@@ -194,10 +194,11 @@ def check_inputs_split_mapping(
             continue
         key = f"map_{x.ndim}d"
         if key not in inputs_split_mapping:
+            of_rows = next((split[:1] for split in inputs_split_mapping.values() if split), None)
             raise ConfigError(
-                f"inputs_split_mapping has no entry for the batch leaf {path} of shape "
-                f"{x.shape}: it has {sorted(inputs_split_mapping)}. Add '{key}', a split-dims "
-                "mapping of that rank, or None to leave it as it comes."
+                f"inputs_split_mapping.{key} is missing, for the batch leaf {path} of shape "
+                f"{x.shape}; there is {', '.join(sorted(inputs_split_mapping)) or 'none'}. Add "
+                f"{key!r}: {of_rows}, the split dims of that rank; None leaves it as it comes."
             )
         if inputs_split_mapping[key] is not None:
             setting = f"inputs_split_mapping['{key}']"

@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import inspect
 import re
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import fiddle as fdl
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, few, shown
-from praxis_lite.run.config.paths import Field, children, iterate_fields
+from praxis_lite.run.config.paths import Field, children, iterate_fields, settings_of
 from praxis_lite.run.config.values import (
     UNKNOWN,
     WrongType,
@@ -123,7 +124,21 @@ def no_such_path(config: fdl.Buildable, path: str, attributes: Collection[str]) 
             f"In Pax a mapping is a field below {_last(below[1])}; here {_last(below[1])} is the "
             f"mapping itself, a plain sequence: --set {shown(below[1])}=data,mdl."
         )
-    return f"--set {shown(path)}: the config has no such field. {hint}"
+    return f"--set {shown(path)}: the config has no such field. {hint}{_subclass(path, fields)}"
+
+
+def _subclass(path: str, fields: Sequence[Field]) -> str:
+    """Returns the settings that put a subclass with the missing field in the place above it."""
+    last = _last(path)
+    above = path[: -len(last)].rstrip(".")
+    for field in fields:
+        owner = settings_of(field.value) if field.path == above else None
+        function = fdl.get_callable(owner) if isinstance(owner, fdl.Config) else None
+        for subclass in function.__subclasses__() if isinstance(function, type) else ():
+            if last in inspect.signature(subclass).parameters:
+                name = subclass.__name__
+                return f" {name} has it: --set {above}={name}() {path}=VALUE."
+    return ""
 
 
 def _nearest(path: str, fields: Sequence[Field]) -> list[str]:

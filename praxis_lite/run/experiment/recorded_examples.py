@@ -126,7 +126,7 @@ def train_pipeline(
 
     if TRAIN not in config.datasets:
         raise ConfigError(f"The config of {job_dir.path} has no dataset {TRAIN!r}.")
-    with naming_settings(config):
+    with naming_settings(config, job_dir.config_json):
         return build(config.datasets[TRAIN])
 
 

@@ -2,7 +2,9 @@
 
 import contextlib
 import fnmatch
+import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import fiddle as fdl
 
@@ -10,19 +12,69 @@ from praxis_lite.core.errors import ConfigError, few, printable
 from praxis_lite.run.config.paths import iterate_fields
 
 _MARKS = "'\"`,;:.()[]"
+# What Fiddle appends to an exception of a constructor.
+_FIDDLE = "\n\nFiddle context:"
+# A message that names more settings lists the names there are.
+_MOST_MENTIONED = 3
 _SHORTEST = 3  # A text of fewer characters stands in many messages by chance.
 
 
 @contextlib.contextmanager
-def naming_settings(config: fdl.Buildable) -> Iterator[None]:
-    """Adds to a ConfigError about a file the `--set` path of the field that names it."""
+def naming_settings(config: fdl.Buildable, recorded: Path | None = None) -> Iterator[None]:
+    """Adds to a ConfigError the settings that it is about, as `--set` names them.
+
+    For an error about a file they are the fields that name the file.
+
+    Args:
+      recorded: the config.json that the config was read from. An error about a setting then says
+        that this file was read, and not the experiment's class. None: the class made the config.
+    """
     try:
         yield
     except ConfigError as error:
-        paths = settings_named(config, str(error))
-        if paths and not any(path in str(error) for path in paths):
-            error.args = (f"{error} (Set by {few(paths)}.)", *error.args[1:])
+        message, fiddle, context = str(error).partition(_FIDDLE)
+        paths = settings_named(config, message)
+        if paths and not any(path in message for path in paths):
+            message += f" (Set by {few(paths)}.)"
+        if recorded is not None and recorded.name not in message:
+            message += _of_recorded(config, message, paths, recorded)
+        error.args = (f"{message}{fiddle}{context}", *error.args[1:])
         raise
+
+
+def _of_recorded(
+    config: fdl.Buildable, message: str, paths: Sequence[str], recorded: Path
+) -> str:
+    """Returns which config a message about settings is of, and how to change it; else ""."""
+    paths = paths or settings_mentioned(config, message)
+    has_set = "--set" in message
+    if not has_set and not 0 < len(paths) <= _MOST_MENTIONED:
+        return ""
+    here = ""
+    if not has_set and paths[0] not in ("datasets", "decode_datasets"):
+        here = f"--set {paths[0]}=VALUE (in Python settings=) changes it for this call; "
+    return (
+        f" Settings are read from {printable(str(recorded))}, which training wrote, and not from "
+        f"the experiment's class: {here}to record a change of the class, launch --mode=train again."
+    )
+
+
+def settings_mentioned(config: fdl.Buildable, message: str) -> Sequence[str]:
+    """Returns the paths of the settings that a message names, as `Sample.k` or `eos_id`."""
+    fields = [field.path for field in iterate_fields(config)]
+    found: dict[str, None] = {}
+    for token in re.findall(r"[A-Za-z_][\w.]*\w", message):
+        first, _, rest = token.partition(".")
+        name = token.rpartition(".")[2]
+        if not rest and "_" not in name and name != "datasets":
+            continue  # An ordinary word.
+        here = [path for path in fields if path == token] or [
+            path for path in fields if path.rpartition(".")[2] == name
+        ]
+        # A key that a dict lacks, such as inputs_split_mapping.map_1d.
+        lacking = [f"{path}.{rest}" for path in fields if path.rpartition(".")[2] == first]
+        found |= dict.fromkeys(here or (lacking if rest else ()))
+    return list(found)
 
 
 def settings_named(config: fdl.Buildable, message: str) -> Sequence[str]:

@@ -11,8 +11,10 @@ import pytest
 
 from praxis_lite import ConfigError, Job, RunConfig, StopSettings
 from praxis_lite.core import Learner, MeshConfig
+from praxis_lite.decode import Greedy
 from praxis_lite.run.config.overrides import apply_overrides, check_required
 from praxis_lite.run.config.paths import iterate_fields
+from praxis_lite.tasks.language_model import LanguageModelTask
 from tests.support import callables as zoo
 
 
@@ -379,3 +381,17 @@ def test_a_subclass_of_a_dataclass_with_its_own_constructor_has_its_types():
     inherited = fdl.Config(_Windows, seq_len=7)
     apply_overrides(inherited, ["stride=3"])
     assert inherited.stride == 3
+
+
+@pytest.mark.parametrize("setting", ["temperature=0.7", "k=5", "num_samples=2"])
+def test_a_field_of_a_subclass_is_told_with_the_settings_that_give_it(setting):
+    task = fdl.Config(LanguageModelTask, None, None)
+    config = fdl.Config(Job, None, task, datasets={}, decode_datasets={}, run=None)
+    name = setting.partition("=")[0]
+    apply_overrides(config, [f"task.decoder.{setting}"])  # The default takes it at once.
+    config.task.decoder = fdl.Config(Greedy, max_decode_steps=7)
+    with pytest.raises(ConfigError, match=r"Sample has it: --set (.*)=VALUE") as error:
+        apply_overrides(config, [f"task.decoder.{setting}"])
+    told = re.search("Sample has it: --set (.*)=VALUE", str(error.value))[1].split()
+    apply_overrides(config, [told[0], f"{told[1]}={setting.partition('=')[2]}"])
+    assert f"{getattr(fdl.build(config.task.decoder), name)}" == setting.partition("=")[2]

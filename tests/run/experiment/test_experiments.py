@@ -6,9 +6,11 @@ import pytest
 from praxis_lite.core import Partitioner, make_mesh
 from praxis_lite.inputs import SyntheticLm
 from praxis_lite.inputs.base import TRAIN
-from praxis_lite.run.config.overrides import check_required
+from praxis_lite.run.config.overrides import apply_overrides, check_required
 from praxis_lite.run.experiment import registry
 from praxis_lite.run.trainer.checks.job_checks import check_num_batches
+from praxis_lite.run.trainer.decoding.user_prompts import prompt_batch
+from praxis_lite.tasks.language_model import LanguageModelTask
 
 NAMES = list(registry.list_experiments())
 DATA_PARALLEL = {"explicit.NotebookDp", "explicit.DigitsDp"}  # Weights whole by design.
@@ -38,8 +40,11 @@ def test_its_steps_can_be_traced(name, tmp_path, monkeypatch):
     partitioner = (job.partitioner or Partitioner)(job.task, make_mesh(job.mesh))
     is_split = any(leaf.num_shards > 1 for leaf in partitioner.layout.leaves())
     assert is_split != (name in DATA_PARALLEL), "no weight is split"
-    train = {TRAIN: job.datasets[TRAIN]}
-    for step, datasets in (("train", train), ("decode", job.decode_datasets)):
+    train, prompts = {TRAIN: job.datasets[TRAIN]}, job.decode_datasets
+    if isinstance(job.task, LanguageModelTask):
+        prompts = {**prompts, "a user's": prompt_batch(job.task, [[1, 2, 3]])}
+        apply_overrides(config, ["task.decoder.temperature=0.5"])
+    for step, datasets in (("train", train), ("decode", prompts)):
         for pipeline in datasets.values():
             pipeline.check()
             partitioner.steps[step].check_batch(pipeline.element_spec())

@@ -9,12 +9,15 @@ import shutil
 import subprocess
 import sys
 
+import fiddle as fdl
 import pytest
 
 from praxis_lite import ConfigError
+from praxis_lite.core import Partitioner, make_mesh
 from praxis_lite.run.config.class_attributes import configured
 from praxis_lite.run.config.text import config_lines
 from praxis_lite.run.experiment import registry
+from praxis_lite.run.trainer.decoding.user_prompts import prompt_batch
 from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
 from tests.support.job_runs import CHECKOUT
 
@@ -32,6 +35,16 @@ def test_the_readmes_experiment_has_at_most_25_lines():
     ]
     first = experiment.decorator_list[0].lineno
     assert experiment.end_lineno - first + 1 <= 25
+
+
+def test_the_readmes_experiment_decodes(monkeypatch):
+    monkeypatch.setattr(registry, "registered", dict(registry.registered))
+    names = {"__name__": "readme"}
+    exec(compile(readme_block("MyLm"), "README.md", "exec"), names)
+    job = fdl.build(configured(names["MyLm"], ["task.decoder.temperature=0.7"]))
+    prompts = prompt_batch(job.task, "The class ").element_spec()
+    traced = Partitioner(job.task, make_mesh(job.mesh)).decode_step.trace(prompts)
+    assert traced.out_info["output_ids"].shape == (1, 1, job.task.decoder.max_decode_steps)
 
 
 def test_the_readmes_settings_apply_to_its_experiment(monkeypatch):
@@ -185,6 +198,16 @@ def test_a_users_package_runs_from_an_empty_folder_with_the_installed_library(si
     # A model that has only learned how often each byte comes stays near 3.2.
     assert steps[-1]["loss"] < 2.4
     assert "trained to step 50" in done.stdout and "heldout: " in done.stdout
+    # The README's next steps: a prompt, also with a temperature.
+    argv = ["--packages=mypackage", "--job_log_dir=jobs/my_lm", "--prompt", "The class ", "--set"]
+    for setting in ("task.decoder.temperature=0.7", "mesh.ici_mesh_shape=1,1,1"):
+        done = subprocess.run(
+            [sys.executable, "-m", "praxis_lite.main", "--mode=decode", *argv, setting,
+             "task.decoder.max_decode_steps=8"],
+            cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "decoded 1 record of command_line with the weights of step 50" in done.stdout
     # The library's own experiments are there as well.
     listed = subprocess.run(
         [sys.executable, "-m", "praxis_lite.main", "--list", "--packages=mypackage"],

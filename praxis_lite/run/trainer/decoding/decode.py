@@ -30,8 +30,8 @@ def decode(
     """
     if not job.decode_datasets:
         raise ConfigError(
-            "The experiment has no decode datasets. Add the method decode_datasets(), for "
-            'instance: return {"prompts": fdl.Config(TextPrompts, ...)}.'
+            "The job has no decode datasets. Give --prompt TEXT, or add a method decode_datasets() "
+            'to the experiment: return {"prompts": fdl.Config(TextPrompts, ...)}.'
         )
     compile_together(
         (job.partitioner.decode_step, pipeline, f"decode_datasets.{name}")
