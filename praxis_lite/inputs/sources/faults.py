@@ -15,6 +15,7 @@ FAULTS = {
     "missing_key": "an example lacks the key that is asked for",
     "id_beyond_vocabulary": "an id is negative, or not below the vocabulary's size",
     "no_answer": "a conversation has nothing to learn",
+    "unknown_key": "a row of a conversation has a key that is not read",
     "equal_answers": "the answers of a pair are the same",
 }
 

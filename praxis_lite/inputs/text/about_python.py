@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from praxis_lite.inputs.text.corpus import language_reference
-from praxis_lite.inputs.text.messages import ASSISTANT, USER
+from praxis_lite.inputs.tokenizers.chat_messages import ASSISTANT, USER
 
 
 def about_python(folder: str = "") -> Iterator[dict[str, Any]]:

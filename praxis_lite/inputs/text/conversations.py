@@ -1,13 +1,16 @@
 """Which tokens of a conversation are the answers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs.sources.faults import BadExample
-from praxis_lite.inputs.text.messages import ASSISTANT, Message, is_empty
+from praxis_lite.inputs.text.messages import Conversation, placed
 from praxis_lite.inputs.tokenizers.base import Tokenizer
+from praxis_lite.inputs.tokenizers.chat_messages import ASSISTANT, Message, as_messages, is_empty
+from praxis_lite.inputs.tokenizers.chat_template import Answers
 
 
 class Tokens(NamedTuple):
@@ -18,40 +21,68 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(
-    messages: Sequence[Message], tokenizer: Tokenizer, where: str, *, first: int = 0
+    conversation: Conversation | Sequence[Message], tokenizer: Tokenizer, where: str, *,
+    first: int = 0,
 ) -> Tokens:
     """Returns a conversation's tokens, and which are of the assistant, its turns' ends included.
 
     What the chat template puts between `{% generation %}` and `{% endgeneration %}` is the
     assistant's. If it has no such words: what a turn adds to the prompt for it. An empty answer
-    does not count: it would teach to say nothing.
+    does not count: it would teach to say nothing. Nor does a message with weight 0.
 
     Args:
       where: "file:line", for messages.
       first: only answers from this message on count.
 
     Raises:
-      BadExample: no message is the assistant's; the template writes a turn otherwise once others
-        follow, and has no `{% generation %}`.
-      ConfigError: there is no template, or it refuses the conversation.
+      BadExample: no message of the assistant is to be learned; the template writes a turn otherwise
+        once others follow, and has no `{% generation %}`; or there is a key that it does not read.
+      ConfigError: there is no template.
     """
-    answers = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
-    if not any(index >= first for index in answers):
-        roles = sorted({str(item["role"]) for item in messages[first:]})
-        raise BadExample(
-            "no_answer", f"{where}:", "no message has the role assistant, so nothing is to learn; "
-            f"its roles are {roles}", "Give what the model is to say the role assistant.",
-        )
-    text, spans = _answers(messages, answers, tokenizer, where)
+    with placed(where):
+        if not isinstance(conversation, Conversation):
+            conversation = Conversation(as_messages(conversation))
+        messages, chat = conversation.messages, tokenizer.chat
+        answers = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
+        if not any(index >= first for index in answers):
+            roles = sorted({str(item["role"]) for item in messages[first:]})
+            raise BadExample(
+                "no_answer", f"{where}:", "no message has the role assistant, so nothing is to be "
+                f"learned; its roles are {roles}",
+                "Give what the model is to say the role assistant.",
+            )
+        learned = [
+            index for index in answers
+            if index >= first and messages[index].get("weight") != 0
+            and not is_empty(messages[index])
+        ]
+        if not learned:
+            raise BadExample(
+                "no_answer", f"{where}:", "every message of the assistant has weight 0 or train "
+                "false, or is empty, so nothing is to be learned", "Leave the conversation out.",
+            )
+        variables = conversation.variables
+        if chat is not None:
+            messages = chat.prepared(messages)
+
+        def rendered(messages: Sequence[Message], asks: bool = False) -> str:
+            if chat is None:
+                return tokenizer.apply_chat_template(messages, asks, tokenize=False, **variables)
+            return chat.render_data(messages, asks, **variables)
+
+        if chat is not None and chat.marks_answers:
+            def marked(messages: Sequence[Message]) -> Answers:
+                return chat.answers(messages, **variables)
+
+            text, spans = chat.checked(messages, variables, marked)
+            chosen = _chosen(messages, answers, learned, first, spans, marked, where)
+        else:
+            text = rendered(messages) if chat is None else chat.checked(
+                messages, variables, rendered
+            )
+            chosen = [_span(messages, index, text, rendered, tokenizer, where) for index in learned]
     ids, places = tokenizer.encode_with_places(text)
     is_answer = np.zeros(len(ids), bool)
-    if len(spans) == len(answers):
-        chosen = [
-            span for span, index in zip(spans, answers, strict=True)
-            if index >= first and not is_empty(messages[index])
-        ]
-    else:  # A template may mark what others say, too.
-        chosen = spans[sum(index < first for index in answers) :]
     for start, stop in chosen:
         # A token of the blank before an answer and of its first word is the answer's: that word
         # would else never be learnt.
@@ -59,28 +90,48 @@ def tokens_of(
     return Tokens(ids, is_answer)
 
 
-def _answers(
-    messages: Sequence[Message], answers: Sequence[int], tokenizer: Tokenizer, where: str
-) -> tuple[str, list[tuple[int, int]]]:
-    """Returns the conversation's text, and the characters of its answers."""
-    if tokenizer.chat is not None and tokenizer.chat.marks_answers:
-        return tokenizer.chat.answers(messages)
+def _chosen(
+    messages: Sequence[Message], answers: Sequence[int], learned: Sequence[int], first: int,
+    spans: Sequence[tuple[int, int]], marked: Callable[[Sequence[Message]], Answers], where: str,
+) -> list[tuple[int, int]]:
+    """Returns the spans of the messages that are learned."""
+    if len(spans) == len(answers):
+        return [span for span, index in zip(spans, answers, strict=True) if index in learned]
+    if len(learned) == len(answers):
+        return list(spans)
+    # A template may mark several parts of an answer, or what others say: each message has the spans
+    # that it adds to those before it.
+    try:
+        counts = [len(marked(messages[: index + 1]).spans) for index in range(len(messages))]
+    except ConfigError:
+        counts = []
+    if sorted(counts) != counts or not counts or counts[-1] != len(spans):
+        raise BadExample(
+            "no_answer", f"{where}:", f"the chat template marks {len(spans)} answers of a "
+            f"conversation with {len(answers)}, so which are whose is not known",
+            "Put {% generation %} and {% endgeneration %} once around each answer.",
+        )
+    owners = np.searchsorted(counts, np.arange(len(spans)), side="right")
+    # What others say is learned where the template marks it.
+    skipped = set(answers) - set(learned)
+    return [
+        span for span, owner in zip(spans, owners, strict=True)
+        if owner >= first and owner not in skipped
+    ]
 
-    def rendered(count: int, asks: bool = False) -> str:
-        if tokenizer.chat is None:
-            return tokenizer.apply_chat_template(messages[:count], asks, tokenize=False)
-        return tokenizer.chat.render_data(messages[:count], asks)
 
-    text, spans = rendered(len(messages)), []
-    for index in answers:
-        before, with_answer = rendered(index, True), rendered(index + 1)
-        if not (with_answer.startswith(before) and text.startswith(with_answer)):
-            raise BadExample(
-                "no_answer", f"{where}:",
-                f"the chat template of {tokenizer} writes message {index} otherwise once others "
-                "follow it, so which tokens are its answer cannot be told",
-                "Put {% generation %} and {% endgeneration %} around an answer in the template.",
-            )
-        # What stands between turns is not the model's.
-        spans.append((len(before), len(with_answer.rstrip())))
-    return text, spans
+def _span(
+    messages: Sequence[Message], index: int, text: str, rendered: Callable[..., str],
+    tokenizer: Tokenizer, where: str,
+) -> tuple[int, int]:
+    """Returns the characters that a message adds to the prompt for it."""
+    before, with_answer = rendered(messages[:index], True), rendered(messages[: index + 1])
+    if not (with_answer.startswith(before) and text.startswith(with_answer)):
+        raise BadExample(
+            "no_answer", f"{where}:",
+            f"the chat template of {tokenizer} writes message {index} otherwise once others "
+            "follow it, so which tokens are its answer cannot be told",
+            "Put {% generation %} and {% endgeneration %} around an answer in the template.",
+        )
+    # What stands between turns is not the model's.
+    return len(before), len(with_answer.rstrip())

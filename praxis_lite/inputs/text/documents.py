@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,8 @@ class Documents:
       tokenizer: or its directory; None: bytes, and for ids no tokenizer.
       transform: an importable function from an example to an example, before all else.
       keep: an importable function that says of an example whether it is wanted.
+      ignored_keys: keys of examples that hold conversations or preferences that are not read, such
+        as "id"; any other key that is not known is an error.
       heldout_percent: of the documents, chosen by their content, which are the split "heldout".
       ahead: True: tokens are kept on disk. False: only lengths are, and a document is read and
         tokenised again whenever it is needed.
@@ -56,6 +58,7 @@ class Documents:
     tokenizer: Tokenizer | str | None = None
     transform: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     keep: Callable[[Mapping[str, Any]], bool] | None = None
+    ignored_keys: Sequence[str] = ()
     heldout_percent: int = 0
     ahead: bool = True
 
@@ -72,6 +75,10 @@ class Documents:
             has_names, "Documents.key", self.key, f"None: {self.holds} has names of its own",
             "Give them by a transform.",
         )
+        require(
+            not isinstance(self.ignored_keys, str), "Documents.ignored_keys", self.ignored_keys,
+            "a list of keys",
+        )
         require_percent("Documents.heldout_percent", self.heldout_percent)
         require(
             isinstance(self.source, Source), "Documents.source", self.source,
@@ -84,7 +91,8 @@ class Documents:
         """The kept record of each part of the source."""
         self.source.check()
         recipe = {
-            "version": 2, "holds": self.holds, "key": self.key, "ahead": self.ahead,
+            "version": 3, "holds": self.holds, "key": self.key, "ahead": self.ahead,
+            "ignored_keys": sorted(self.ignored_keys),
             "tokenizer": self.tokenizer.fingerprint(),
             "chat": None if self.tokenizer.chat is None else self.tokenizer.chat.source,
             "transform": code_of(self.transform), "keep": code_of(self.keep),
@@ -150,7 +158,9 @@ class Documents:
             example = applied(self.transform, example, where)
         if self.keep is not None and not applied(self.keep, example, where):
             return "filtered"
-        result = encoded(self.holds, self.key, example, self.tokenizer, where)
+        result = encoded(
+            self.holds, self.key, example, self.tokenizer, where, self.ignored_keys
+        )
         if result is None:
             return "empty"
         # Nothing to predict.

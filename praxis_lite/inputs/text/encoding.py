@@ -1,6 +1,6 @@
 """What an example of text is for a language model: its ids, and which of them it has to learn."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -9,10 +9,18 @@ from praxis_lite.core.errors import shown
 from praxis_lite.inputs.sources.faults import BadExample, missing_key
 from praxis_lite.inputs.sources.files.texts import checked, decoded
 from praxis_lite.inputs.text.conversations import Tokens, tokens_of
-from praxis_lite.inputs.text.messages import ASSISTANT, conversation, is_empty, of_alpaca
+from praxis_lite.inputs.text.messages import (
+    CONTEXT_KEYS,
+    Conversation,
+    conversation,
+    conversation_of,
+    require_known,
+    row_without_nulls,
+    with_context,
+)
 from praxis_lite.inputs.text.pairs import Pair, pair_of, prompted
 from praxis_lite.inputs.tokenizers.base import Tokenizer
-from praxis_lite.inputs.tokenizers.chat_template import RefusedConversation
+from praxis_lite.inputs.tokenizers.chat_messages import ASSISTANT, is_empty
 
 # What an example may hold, and where, unless told otherwise; None: under several names of its own.
 KEYS = {
@@ -22,7 +30,8 @@ KEYS = {
 
 
 def encoded(
-    holds: str, key: str | None, example: Mapping[str, Any], tokenizer: Tokenizer, where: str
+    holds: str, key: str | None, example: Mapping[str, Any], tokenizer: Tokenizer, where: str,
+    ignored_keys: Iterable[str] = (),
 ) -> Tokens | Pair | None:
     """Returns the ids of an example, with what begins and ends a text, and which are to be learnt.
 
@@ -32,28 +41,26 @@ def encoded(
       holds: a key of KEYS.
       key: where the example has it; None: where it is by custom.
       where: for messages: "file:line".
+      ignored_keys: keys of a conversation's or preference's example that are not read.
 
     Raises:
-      BadExample: the example lacks the key, holds something else there, or ids that are none.
+      BadExample: the example lacks the key, holds something else there, or ids that are none; or it
+        is a conversation with a key that is not known.
     """
-    try:
-        if holds == "preference":
-            return pair_of(example, tokenizer, where)
-        if holds == "alpaca":
-            return _of_messages(of_alpaca(example, where), tokenizer, where)
-        key = key or _key(holds, example)
-        value = _value(example, key, where)
-        if holds in ("messages", "sharegpt"):
-            return _of_messages(conversation(value, where), tokenizer, where)
-    except RefusedConversation as error:
-        raise BadExample("no_answer", where, "is no conversation", str(error)) from None
+    if holds == "preference":
+        return pair_of(example, tokenizer, where, ignored_keys)
+    if holds in ("messages", "sharegpt", "alpaca"):
+        conversation = conversation_of(
+            example, where, holds=holds, key=key, ignored_keys=ignored_keys
+        )
+        return _of_conversation(conversation, tokenizer, where)
+    key = key or KEYS[holds]
+    if holds == "completion":
+        return _of_completion(example, key, tokenizer, where, ignored_keys)
+    value = _value(example, key, where)
     if holds == "ids":
         return _of_ids(value, key, tokenizer.vocab_size, where)
-    text = _text(value, key, where)
-    if holds == "completion":
-        before = _text(_value(example, "prompt", where), "prompt", where)
-        return prompted(before, text, tokenizer) if text else None
-    ids = tokenizer.encode(text, False)
+    ids = tokenizer.encode(_text(value, key, where), False)
     if not len(ids):
         return None
     end = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
@@ -63,18 +70,33 @@ def encoded(
     return Tokens(ids, np.ones(len(ids), bool))
 
 
-def _key(holds: str, example: Mapping[str, Any]) -> str:
-    # TRL takes `conversations` for messages, too.
-    if holds == "messages" and "messages" not in example and "conversations" in example:
-        return "conversations"
-    return KEYS[holds]
+def _of_completion(
+    example: Mapping[str, Any], key: str, tokenizer: Tokenizer, where: str,
+    ignored_keys: Iterable[str],
+) -> Tokens | None:
+    """Returns the tokens of a prompt and its completion: two texts, or two lists of messages."""
+    for name in (key, "prompt"):
+        _value(example, name, where)
+    row = row_without_nulls(example, where, ignored_keys)
+    prompt, completion = _value(row, "prompt", where), _value(row, key, where)
+    if isinstance(completion, list):
+        require_known(row, ("prompt", key, *CONTEXT_KEYS), where)
+        before, after = conversation(prompt, where), conversation(completion, where)
+        both = with_context([*before, *after], row, where)
+        return _of_conversation(both, tokenizer, where, first=len(both.messages) - len(after))
+    require_known(row, ("prompt", key), where)
+    prompt, completion = _text(prompt, "prompt", where), _text(completion, key, where)
+    return prompted(prompt, completion, tokenizer) if completion else None
 
 
-def _of_messages(messages: list[Any], tokenizer: Tokenizer, where: str) -> Tokens | None:
+def _of_conversation(
+    conversation: Conversation, tokenizer: Tokenizer, where: str, first: int = 0
+) -> Tokens | None:
+    messages = conversation.messages[first:]
     answers = [message for message in messages if message["role"] == ASSISTANT]
     if not messages or (answers and all(map(is_empty, answers))):
         return None
-    return tokens_of(messages, tokenizer, where)
+    return tokens_of(conversation, tokenizer, where, first=first)
 
 
 def _value(example: Mapping[str, Any], key: str, where: str) -> Any:

@@ -1,81 +1,261 @@
-"""Conversations as lists of messages, in the forms in which data have them."""
+"""Conversations, read from rows in the formats in which datasets have them.
 
+This is the only place that knows the keys of a row: training data, preferences, prompts and
+requests are all read here. The page docs/finetuning.md lists the formats.
+"""
+
+import contextlib
+import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from praxis_lite.core.errors import shown
+from praxis_lite.core.errors import did_you_mean, shown
 from praxis_lite.inputs.sources.faults import BadExample, missing_key
 from praxis_lite.inputs.sources.files.texts import plain
+from praxis_lite.inputs.tokenizers.chat_messages import (
+    ASSISTANT,
+    USER,
+    Message,
+    RefusedConversation,
+    UnreadKey,
+    as_messages,
+    without_nulls,
+)
 
-USER, ASSISTANT = "user", "assistant"
-Message = Mapping[str, Any]
-# The roles of ShareGPT by their usual names; others stay as they are.
+# What a row of a conversation may have next to its messages.
+CONTEXT_KEYS = ("system", "tools", "documents", "chat_template_kwargs")
+_ALPACA_KEYS = ("instruction", "input", "output", "history")
+# The roles of ShareGPT, and of LLaMA-Factory, by their usual names; others stay as they are.
 _SHAREGPT_ROLES = {
     "human": USER, "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bing": ASSISTANT, "bard": ASSISTANT,
+    "observation": "tool", "function_response": "tool",
 }
 
 
-def conversation(value: Any, where: str) -> list[Message]:
-    """Returns messages, each with a "role" and a "content"; [] of an empty list.
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """Messages, and what the chat template is given with them.
 
-    Names whose value is null are left out, but a content, which is null where there is none: with
-    `tool_calls`, say. {"from", "value"} of ShareGPT become {"role", "content"}.
+    Attributes:
+      messages: as `as_messages`; those of the assistant with weight 0 are not learned.
+      variables: `tools`, `documents` and `chat_template_kwargs` of the row.
+      where: the conversation's place, for messages: "file:line".
+    """
+
+    messages: Sequence[Message]
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    where: str = ""
+
+
+@contextlib.contextmanager
+def placed(where: str) -> Iterator[None]:
+    """Makes RefusedConversation a BadExample that names `where` the conversation is."""
+    try:
+        yield
+    except RefusedConversation as error:
+        fault = "unknown_key" if isinstance(error, UnreadKey) else "no_answer"
+        found, is_fixable, fix = str(error).rpartition(". ")
+        if not is_fixable:
+            found, fix = fix.rstrip("."), "Correct it, or leave it out."
+        raise BadExample(fault, f"{where}:", found, fix) from None
+
+
+def row_without_nulls(
+    row: Mapping[str, Any], where: str, ignored_keys: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Returns a row as JSON has it, without null values and ignored keys."""
+    row = {name: item for name, item in row.items() if name not in ignored_keys}
+    return without_nulls(plain(row, where))
+
+
+def require_known(row: Mapping[str, Any], known: Iterable[str], where: str, fix: str = "") -> None:
+    """Checks that a row without nulls has only keys that are read.
+
+    Raises:
+      BadExample: `unknown_key`: names all keys that would be lost, and the keys that are known.
+    """
+    known = tuple(known)
+    unknown = [str(name) for name in row if name not in known]
+    if not unknown:
+        return
+    names = ", ".join(repr(shown(name, 40)) for name in unknown[:20])
+    fix = fix or (
+        f"Correct them, or have them ignored: ignored_keys=[{names}] of Documents or "
+        "PreferenceData."
+    )
+    raise BadExample(
+        "unknown_key", where,
+        f"has {names}, which {'is' if len(unknown) == 1 else 'are'} not read; known are "
+        f"{', '.join(known)}",
+        f"{did_you_mean(unknown[0], known).strip()} Variables of the chat template belong into "
+        f"chat_template_kwargs. {fix}".strip(),
+    )
+
+
+def conversation_of(
+    row: Mapping[str, Any], where: str, *, holds: str = "messages", key: str | None = None,
+    ignored_keys: Iterable[str] = (), fix: str = "",
+) -> Conversation:
+    """Returns the conversation of a row.
+
+    Args:
+      holds: the format: "messages", "sharegpt" or "alpaca".
+      key: of the messages; None: the usual one.
+      ignored_keys: of the row, which are not read.
+      fix: for unknown keys, what to change; "": ignored_keys of Documents.
+
+    Raises:
+      BadExample: the row has another form, or a key that is not known.
+    """
+    given, row = row, row_without_nulls(row, where, ignored_keys)
+    if holds == "alpaca":
+        require_known(row, (*_ALPACA_KEYS, *CONTEXT_KEYS), where, fix)
+        return with_context(_of_alpaca(row, where), row, where, wraps_tools=True)
+    if key is None:
+        # TRL takes `conversations` for messages, too.
+        is_usual = holds == "messages" and ("messages" in row or "conversations" not in row)
+        key = "messages" if is_usual else "conversations"
+    if key not in row:
+        raise missing_key(key, given, where)
+    require_known(row, (key, *CONTEXT_KEYS), where, fix)
+    return with_context(conversation(row[key], where), row, where, wraps_tools=holds == "sharegpt")
+
+
+def conversation(value: Any, where: str) -> list[Message]:
+    """Returns messages; [] of an empty list.
+
+    {"from", "value"} of ShareGPT become {"role", "content"}.
 
     Raises:
       BadExample: it is no list of messages, or a text has half of a character.
     """
     value = plain(value, where)
-    messages = [_message(item) for item in value] if isinstance(value, list) else [None]
-    if None in messages:
-        raise BadExample(
-            "no_answer", f"{where}:",
-            f'messages are {shown(json.dumps(value, default=repr))}; wanted is a list of {{"role": '
-            '"user", "content": ...}, with the roles system, user and assistant as a rule',
-            "Mend it, or name the key of the messages.",
+    with placed(where):
+        if isinstance(value, list):
+            value = [_of_sharegpt(item) for item in value]
+        return as_messages(value)
+
+
+def _of_sharegpt(message: Any) -> Any:
+    if not isinstance(message, dict) or not {"from", "value"} <= message.keys():
+        return message
+    result = without_nulls(message)
+    if {"role", "content"} & result.keys():
+        return message
+    role, content = result.pop("from", None), result.pop("value", None)
+    if role != "function_call":
+        return {"role": _SHAREGPT_ROLES.get(str(role), role), "content": content, **result}
+    # LLaMA-Factory: the calls as JSON text, one or a list.
+    try:
+        calls = json.loads(content)
+    except (TypeError, ValueError, RecursionError):
+        calls = None
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise RefusedConversation(
+            f"function_call is {shown(str(content))}; expected the JSON text of "
+            '{"name": ..., "arguments": {...}}, or of a list of them. Correct it.'
         )
-    return messages
+    calls = [{"type": "function", "function": call} for call in calls]
+    return {"role": ASSISTANT, "tool_calls": calls, **result}
 
 
-def _message(value: Any) -> Message | None:
-    if not isinstance(value, dict):
-        return None
-    result = {name: item for name, item in value.items() if item is not None}
-    if "from" in result and "value" in result and not {"role", "content"} & result.keys():
-        role = result.pop("from")
-        content = result.pop("value")
-        result = {"role": _SHAREGPT_ROLES.get(str(role), role), "content": content, **result}
-    has_more = bool(result.keys() - {"role", "content", "name"})
-    is_message = isinstance(result.get("role"), str) and ("content" in result or has_more)
-    return {"content": None, **result} if is_message else None
+def _of_alpaca(row: Mapping[str, Any], where: str) -> list[Message]:
+    """Returns the messages of {"instruction", "input", "output", "history"}.
+
+    The user says the instruction, and on a new line the input, if there is one. Before them are the
+    pairs of a question and an answer of `history`.
+    """
+    texts = {name: row.get(name, "") for name in _ALPACA_KEYS[:3]}
+    for name, text in texts.items():
+        if name not in row and name != "input":
+            raise missing_key(name, row, where)
+        if not isinstance(text, str):
+            raise _wrong(row, name, where, "a text")
+    pairs = row.get("history", [])
+    is_right = isinstance(pairs, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
+        for pair in pairs
+    )
+    if not is_right:
+        raise _wrong(row, "history", where, "a list of pairs of texts: [[question, answer], ...]")
+    asked = "\n".join(filter(None, (texts["instruction"], texts["input"])))
+    turns = [*pairs, (asked, texts["output"])]
+    return [
+        {"role": role, "content": text} for turn in turns
+        for role, text in zip((USER, ASSISTANT), turn, strict=True)
+    ]
 
 
-def is_empty(message: Message) -> bool:
-    """Returns True if a message says nothing: no content, and no call of a tool or the like."""
-    return not message["content"] and not message.keys() - {"role", "content", "name"}
+def with_context(
+    messages: Sequence[Message], row: Mapping[str, Any], where: str, *, wraps_tools: bool = False
+) -> Conversation:
+    """Returns messages with what else a row says of the conversation: the CONTEXT_KEYS.
 
-
-def of_alpaca(example: Mapping[str, Any], where: str) -> list[Message]:
-    """Returns the conversation of {"instruction", "input", "output"}, and perhaps "system".
-
-    The user says the instruction, and on a new line the input, if there is one.
+    Args:
+      row: without nulls.
+      wraps_tools: True: a tool that is a function alone gets {"type": "function"} around it, as in
+        LLaMA-Factory's formats; TRL passes it as it is.
 
     Raises:
-      BadExample: an instruction or an output is missing, or not a text.
+      BadExample: a value has another form; or there are two system messages.
     """
-    texts = {}
-    for name in ("system", "instruction", "input", "output"):
-        text = plain(example.get(name), where)
-        if text is None and name in ("instruction", "output"):
-            raise missing_key(name, example, where)
-        if not isinstance(text, str | None):
-            raise BadExample(
-                "missing_key", where, f"has {shown(repr(text))} as {name!r}; wanted is a text",
-                "Mend it, or leave it out.",
-            )
-        texts[name] = text or ""
-    asked = "\n".join(filter(None, (texts["instruction"], texts["input"])))
-    system = [{"role": "system", "content": texts["system"]}] if texts["system"] else []
-    return [
-        *system, {"role": USER, "content": asked}, {"role": ASSISTANT, "content": texts["output"]},
-    ]
+    messages = list(messages)
+    system = row.get("system", "")
+    if not isinstance(system, str):
+        raise _wrong(row, "system", where, "a text")
+    if system:
+        first = {"role": "system", "content": system}
+        if not messages or messages[0] != first:
+            if any(message["role"] == "system" for message in messages):
+                raise BadExample(
+                    "unknown_key", where, "has 'system' and another message of the system",
+                    "Leave one of them out.",
+                )
+            messages.insert(0, first)
+    variables = {}
+    for name in ("tools", "documents"):
+        value = _of_json(row.get(name), name, row, where)
+        if not isinstance(value, list | None):
+            raise _wrong(row, name, where, "a list of objects, or its JSON text")
+        items = [_of_json(item, name, row, where) for item in value or ()]
+        if not all(isinstance(item, dict) for item in items):
+            raise _wrong(row, name, where, "a list of objects, or its JSON text")
+        if name == "tools" and wraps_tools:
+            items = [
+                item if "function" in item else {"type": "function", "function": item}
+                for item in items
+            ]
+        if items:
+            variables[name] = items
+    more = _of_json(row.get("chat_template_kwargs"), "chat_template_kwargs", row, where) or {}
+    if not isinstance(more, dict):
+        raise _wrong(row, "chat_template_kwargs", where, "an object")
+    if taken := [name for name in more if name in (*variables, *_OF_RENDERING)]:
+        raise BadExample(
+            "unknown_key", where,
+            f"has {taken[0]!r} in chat_template_kwargs, which is set elsewhere", "Remove it there.",
+        )
+    return Conversation(messages, {**variables, **more}, where)
+
+
+# Variables that are not a conversation's to set.
+_OF_RENDERING = ("messages", "add_generation_prompt", "continue_final_message")
+
+
+def _of_json(value: Any, name: str, row: Mapping[str, Any], where: str) -> Any:
+    if not isinstance(value, str) or not value:
+        return value or None
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise _wrong(row, name, where, "JSON") from None
+
+
+def _wrong(row: Mapping[str, Any], name: str, where: str, expected: str) -> BadExample:
+    return BadExample(
+        "missing_key", where,
+        f"has {shown(json.dumps(row[name], default=repr))} as {name!r}; expected {expected}",
+        "Correct it, or leave it out.",
+    )

@@ -1,16 +1,24 @@
 """Pairs of answers in the forms in which TRL reads them, as tokens."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from praxis_lite.core.errors import shown
 from praxis_lite.inputs.sources.faults import BadExample
-from praxis_lite.inputs.sources.files.texts import plain
 from praxis_lite.inputs.text.conversations import Tokens, tokens_of
-from praxis_lite.inputs.text.messages import ASSISTANT, USER, conversation, is_empty
+from praxis_lite.inputs.text.messages import (
+    CONTEXT_KEYS,
+    conversation,
+    require_known,
+    row_without_nulls,
+    with_context,
+)
 from praxis_lite.inputs.tokenizers.base import Tokenizer
+from praxis_lite.inputs.tokenizers.chat_messages import ASSISTANT, USER, is_empty
+
+_KEYS = ("prompt", "chosen", "rejected")
 
 
 class Pair(NamedTuple):
@@ -20,19 +28,21 @@ class Pair(NamedTuple):
     rejected: Tokens
 
 
-def pair_of(example: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> Pair | None:
+def pair_of(
+    example: Mapping[str, Any], tokenizer: Tokenizer, where: str, ignored_keys: Iterable[str] = ()
+) -> Pair | None:
     """Returns the pair of {"prompt", "chosen", "rejected"}, or None if an answer is empty.
 
     Each is a text or a list of messages. Where there is no prompt, or a text beside whole
     conversations, the prompt is what both answers begin with (TRL's `maybe_extract_prompt`);
-    a prompt of messages with which both begin stands there once.
+    a prompt of messages with which both begin stands there once. With messages may be the
+    CONTEXT_KEYS; a message of an answer with weight 0 is not part of what is compared.
 
     Raises:
-      BadExample: it has another form, or the answers are equal.
+      BadExample: it has another form, or a key that is not known, or the answers are equal.
     """
-    prompt, *answers = (
-        plain(example.get(name), where) for name in ("prompt", "chosen", "rejected")
-    )
+    example = row_without_nulls(example, where, ignored_keys)
+    prompt, *answers = map(example.get, _KEYS)
     is_text = all(isinstance(answer, str) for answer in answers)
     is_right = is_text or all(isinstance(item, list) and item for item in answers)
     if not is_right or not isinstance(prompt, str | list | None):
@@ -48,7 +58,9 @@ def pair_of(example: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> Pai
             "equal_answers", where, "has the same answer as chosen and as rejected, so that "
             "neither is preferred", "Leave the pair out.",
         )
-    if is_text and not isinstance(prompt, list):
+    has_messages = not is_text or isinstance(prompt, list)
+    require_known(example, (*_KEYS, *(CONTEXT_KEYS if has_messages else ())), where)
+    if not has_messages:
         return _of_texts(prompt, answers, tokenizer)
     if is_text:
         answers = [[{"role": ASSISTANT, "content": element}] for element in answers]
@@ -57,8 +69,11 @@ def pair_of(example: Mapping[str, Any], tokenizer: Tokenizer, where: str) -> Pai
     if any(all(is_empty(turn) for turn in turns if turn["role"] == ASSISTANT)
            and any(one["role"] == ASSISTANT for one in turns) for turns in answers):
         return None
+    num_answers = [len(one) for one in answers]
+    both = [with_context([*before, *one], example, where) for one in answers]
     return Pair(*(
-        tokens_of([*before, *one], tokenizer, where, first=len(before)) for one in answers
+        tokens_of(one, tokenizer, where, first=len(one.messages) - count)
+        for one, count in zip(both, num_answers, strict=True)
     ))
 
 

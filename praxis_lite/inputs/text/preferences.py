@@ -40,6 +40,7 @@ class PreferenceData(OfDocuments):
         shuffle: True for endless batches, in another order each epoch; False for one pass.
         skip: names of faults that are left out and counted, where `files` are globs; a source has
             its own.
+        ignored_keys: keys of the examples that are not read, such as "score_chosen".
 
     Raises:
         ConfigError: from `check`: an example is no pair, or is longer than seq_len + 1 tokens;
@@ -56,6 +57,7 @@ class PreferenceData(OfDocuments):
     shuffle: bool
     heldout_percent: int = 10
     skip: tuple[str, ...] = ()
+    ignored_keys: tuple[str, ...] = ()
 
     def __post_init__(self):
         self.tokenizer = as_tokenizer(self.tokenizer)
@@ -93,15 +95,17 @@ class PreferenceData(OfDocuments):
     @functools.cached_property
     def documents(self) -> Documents:
         """The pairs of both splits."""
-        source = self.files
+        source, ignored_keys = self.files, tuple(self.ignored_keys)
         if source is None:
+            ignored_keys += ("messages",)  # The same questions in another format.
             # Each Python has a reference of its own.
             name = f"pairs-{platform.python_version()}.jsonl"
             source = JsonLines(f"~/.cache/praxis_lite/questions/{name}", make=about_python)
         elif isinstance(source, str):
             source = JsonLines(source, skip=tuple(self.skip))
         return Documents(
-            source, "preference", tokenizer=self.tokenizer, heldout_percent=self.heldout_percent
+            source, "preference", tokenizer=self.tokenizer, ignored_keys=ignored_keys,
+            heldout_percent=self.heldout_percent,
         )
 
     @functools.cached_property

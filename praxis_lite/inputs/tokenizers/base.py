@@ -118,20 +118,26 @@ class Tokenizer(abc.ABC):
         """Returns a conversation as the model was taught to read it: int32[num_tokens], or text.
 
         Args:
-          messages: each with a "role" and a "content".
+          messages: each with a "role" and a "content"; see `ChatTemplate.prepared`.
           add_generation_prompt: True: the answer of the model is to come next.
           tokenize: False: the text.
           variables: further ones of the template: `tools`, `enable_thinking`.
 
         Raises:
-          ConfigError: there is no template, or it refuses the conversation; says what it said.
+          ConfigError: there is no template, it refuses the conversation, or does not read a part of
+            it; says what it said.
         """
         if self.chat is None:
             raise ConfigError(
                 f"{self} has no chat template. Put one beside its files, as chat_template.jinja or "
                 "as chat_template in tokenizer_config.json, or give texts instead of messages."
             )
-        text = self.chat.render(messages, add_generation_prompt, **variables)
+        messages = self.chat.prepared(messages)
+
+        def rendered(messages: Sequence[Mapping[str, Any]]) -> str:
+            return self.chat.render(messages, add_generation_prompt, **variables)
+
+        text = self.chat.checked(messages, variables, rendered)
         return self.encode(text, False) if tokenize else text
 
     def __str__(self) -> str:

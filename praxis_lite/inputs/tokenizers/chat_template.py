@@ -7,19 +7,30 @@ transformers gives them: https://huggingface.co/docs/transformers/chat_templatin
 import datetime
 import functools
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.host.optional_packages import optional_module
+from praxis_lite.inputs.tokenizers.chat_messages import (
+    ASSISTANT,
+    USER,
+    Message,
+    RefusedConversation,
+    UnreadKey,
+    as_messages,
+    text_of,
+    unread_candidates,
+    with_text_arguments,
+)
 
 # Around what `{% generation %}` encloses. No text has them: Unicode keeps them for internal use.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 MOST_FORMAT = 100  # Characters of a form of dates.
+_PROBE = "praxislite"  # A content that no template has in it.
 
 
-class RefusedConversation(ConfigError):
-    """A template does not take a conversation, though it may take others."""
+Rendered = TypeVar("Rendered")
 
 
 class Answers(NamedTuple):
@@ -64,21 +75,134 @@ class ChatTemplate:
         text = self._rendered(messages, add_generation_prompt, **variables)
         return text.replace(_BEGIN, "").replace(_END, "")
 
+    def prepared(self, messages: Sequence[Message]) -> list[Message]:
+        """Returns messages as `as_messages`, without weights.
+
+        Parts of a content are joined, unless the template reads lists of them.
+        """
+        result = []
+        for message in as_messages(messages):
+            message = {key: item for key, item in message.items() if key != "weight"}
+            content = message.get("content")
+            if isinstance(content, list) and not self._reads_parts(message["role"]):
+                message["content"] = text_of(content)
+            result.append(message)
+        return result
+
+    def checked(
+        self, messages: Sequence[Message], variables: Mapping[str, Any],
+        rendered: Callable[[Sequence[Message]], Rendered],
+    ) -> Rendered:
+        """Returns what `rendered` makes of messages, if all parts of the conversation reach it.
+
+        A variable must be read by the template. A key of a message must be mentioned in its
+        source, or change the text; so must the role of a message that is neither user nor
+        assistant. A `name` must change the text, because templates mention names of tools, too.
+
+        Args:
+          messages: from `prepared`.
+          variables: which `rendered` gives the template.
+          rendered: returns the text of messages, or their Answers.
+
+        Raises:
+          UnreadKey: names what would be lost.
+          RefusedConversation: the template refuses the conversation.
+        """
+        for name, value in variables.items():
+            if value not in (None, "", [], {}) and name not in self._read_variables:
+                raise UnreadKey(
+                    f"{name} is given, but the chat template does not read it. Leave {name} out, "
+                    "or use a template that reads it."
+                )
+        try:
+            result, refusal = rendered(messages), None
+        except RefusedConversation as error:
+            refusal = error
+
+        def is_lost(number: int, *replacement: Message) -> bool:
+            if refusal is not None:
+                return True
+            try:
+                others = [*messages[:number], *replacement, *messages[number + 1 :]]
+                return rendered(others) == result
+            except ConfigError:
+                return False
+
+        for number, message in enumerate(messages):
+            role = message["role"]
+            for keys in unread_candidates(message):
+                is_mentioned = not self._mentioned.isdisjoint(keys)
+                if is_mentioned and (keys != ("name",) or refusal is not None):
+                    continue
+                without = {key: item for key, item in message.items() if key not in keys}
+                if is_lost(number, without):
+                    raise UnreadKey(
+                        f"message {number}, with the role {role!a:.40}, has {keys[-1]!a:.60}, "
+                        "which the chat template does not read. Remove it by a transform, or use a "
+                        "template that reads it."
+                    ) from refusal
+            if refusal is not None or role in (USER, ASSISTANT) or role in self._mentioned:
+                continue
+            if text_of(message.get("content")).strip() and is_lost(number):
+                raise UnreadKey(
+                    f"message {number} has the role {role!a:.40}, which the chat template leaves "
+                    "out. Write it as a message of the user, leave it out, or use another template."
+                )
+        if refusal is not None:
+            raise refusal
+        return result
+
+    @functools.cached_property
+    def _read_variables(self) -> frozenset[str]:
+        nodes = optional_module("jinja2.nodes", "A chat template")
+        names = self._compiled("parse").find_all(nodes.Name)
+        return frozenset(node.name for node in names if node.ctx == "load")
+
+    @functools.cached_property
+    def _mentioned(self) -> frozenset[str]:
+        """The names of attributes and the constant texts in the source."""
+        nodes = optional_module("jinja2.nodes", "A chat template")
+        found = self._compiled("parse").find_all((nodes.Getattr, nodes.Const))
+        names = (node.attr if isinstance(node, nodes.Getattr) else node.value for node in found)
+        return frozenset(name for name in names if isinstance(name, str))
+
+    def _reads_parts(self, role: str) -> bool:
+        """Returns True if the template reads the contents of a role as lists of parts, too."""
+        if role not in self._parts_read_of:
+            before = {ASSISTANT: [{"role": USER, "content": "a"}]}.get(role, [])
+            after = [{"role": USER, "content": "a"}] if role == "system" else []
+
+            def text(content: Any) -> str:
+                try:
+                    return self.render([*before, {"role": role, "content": content}, *after])
+                except ConfigError:
+                    return ""
+
+            joined, parts = text(_PROBE), text([{"type": "text", "text": _PROBE}])
+            is_same = parts == joined or _PROBE not in joined
+            self._parts_read_of[role] = _PROBE in parts and is_same
+        return self._parts_read_of[role]
+
+    @functools.cached_property
+    def _parts_read_of(self) -> dict[str, bool]:
+        return {}
+
     @property
     def marks_answers(self) -> bool:
         """True if the template marks the model's words with `{% generation %}`."""
         return "generation" in self.source and self._marks
 
     def render_data(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False,
+        **variables: Any,
     ) -> str:
         """Returns a text of training data: as `render`, on the same day whenever it is made."""
-        return self.render(messages, add_generation_prompt, **_OF_DATA)
+        return self.render(messages, add_generation_prompt, **{**_OF_DATA, **variables})
 
     def answers(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> Answers:
         """Returns a conversation's text and where in it are what `{% generation %}` encloses."""
         text, spans = "", []
-        for piece in self._rendered(messages, False, **_OF_DATA, **variables).split(_BEGIN):
+        for piece in self._rendered(messages, False, **{**_OF_DATA, **variables}).split(_BEGIN):
             inside, is_end, after = piece.partition(_END)
             if is_end:
                 spans.append((len(text), len(text) + len(inside)))
@@ -102,6 +226,10 @@ class ChatTemplate:
         except ConfigError:
             raise
         except Exception as error:
+            # Older templates join the arguments of calls with texts.
+            with_texts = with_text_arguments(messages) if isinstance(error, TypeError) else messages
+            if with_texts != messages:
+                return self._rendered(with_texts, add_generation_prompt, **variables)
             raise RefusedConversation(_why(error)) from error
 
     @functools.cached_property

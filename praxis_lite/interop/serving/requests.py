@@ -1,9 +1,13 @@
 """Requests of the two kinds, completions and chat, read from JSON into a single form."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.inputs.sources.faults import none_skipped
+from praxis_lite.inputs.text.messages import Conversation, conversation, conversation_of
+from praxis_lite.inputs.tokenizers.chat_messages import Message
 from praxis_lite.interop.serving.api_error import ApiError
 from praxis_lite.interop.serving.fields import FLAG, TEXT, Field, checked, number, only, read, whole
 
@@ -14,8 +18,7 @@ MOST_STOPS, MOST_STOP_CHARACTERS = 16, 256
 MOST_LOGPROBS = 20
 COMPLETION_TOKENS = 16  # Where max_tokens is not given, as in OpenAI's API.
 
-Message = Mapping[str, Any]
-Prompt = str | Sequence[int] | Sequence[Message]
+Prompt = str | Sequence[int] | Conversation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +27,7 @@ class Request:
 
     Attributes:
       is_chat: the answer is a message.
-      prompts: a text or token ids each; of a chat its messages.
+      prompts: a text or token ids each; of a chat its conversation.
       max_tokens: most new ones; None: of a chat as many as there is room for, else 16.
       seed: None: drawn.
       num_logprobs: of tokens beside the chosen one; None: no log-probs at all.
@@ -64,8 +67,16 @@ def chat(body: bytes) -> Request:
             400, "top_logprobs is given without logprobs; say logprobs: true.",
             param="top_logprobs", code="invalid_value",
         )
+    if given.get("tools") and given.get("tool_choice") != "none":
+        raise ApiError(
+            400, "tools are given without tool_choice; say tool_choice: none. The prompt names the "
+            "tools then, and a call is part of the answer's text.", param="tools",
+            code="invalid_value",
+        )
+    _required(given, "messages")
+    row = {name: given[name] for name in ("messages", *_CONTEXT) if name in given}
     return Request(
-        is_chat=True, prompts=[_required(given, "messages")],
+        is_chat=True, prompts=[_checked(lambda: conversation_of(row, "The request"), "messages")],
         max_tokens=given.get("max_completion_tokens", given.get("max_tokens")),
         num_logprobs=num_logprobs, **_common(given, 1),
     )
@@ -114,23 +125,15 @@ def _are_ids(x: Any) -> bool:
 def _messages(x: Any) -> Sequence[Message] | None:
     if not isinstance(x, list) or not x:
         return None
-    messages = [_message(item) for item in x]
-    return None if None in messages else messages
+    return _checked(lambda: conversation(x, "The request"), "messages")
 
 
-def _message(x: Any) -> Message | None:
-    if not isinstance(x, dict) or not isinstance(x.get("role"), str):
-        return None
-    content = x.get("content")
-    if isinstance(content, list):
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-            for part in content
-        ]
-        content = "".join(parts) if parts and all(isinstance(p, str) for p in parts) else None
-    # Without null: a template asks whether a name is there.
-    rest = {name: item for name, item in x.items() if item is not None and name != "content"}
-    return {**rest, "content": content} if isinstance(content, str) else None
+def _checked(made: Callable[[], Any], param: str) -> Any:
+    try:
+        with none_skipped():
+            return made()
+    except ConfigError as error:
+        raise ApiError(400, str(error), param=param, code="invalid_value") from None
 
 
 def _stops(x: Any) -> Sequence[str] | None:
@@ -176,6 +179,8 @@ _SAMPLING = {
     "presence_penalty": _PENALTY,
     "logit_bias": only({}, because="biases are not offered"),
 }
+# Next to the messages of a chat, as in vLLM; see docs/finetuning.md.
+_CONTEXT = ("tools", "documents", "chat_template_kwargs")
 _COMPLETION = {
     "prompt": Field(
         f"a text, token ids, or at most {MOST_CHOICES} of either", _prompts,
@@ -191,13 +196,13 @@ _CHAT = {
         'a list of {"role": TEXT, "content": TEXT}, at least one of them; of content in parts only '
         'those of {"type": "text"} are read', _messages,
     ),
+    **{name: Field("as in a row of training data", lambda x: x) for name in _CONTEXT},
     "max_completion_tokens": whole(1, 2**31 - 1),
     "logprobs": FLAG,
     "top_logprobs": whole(0, MOST_LOGPROBS),
     **_SAMPLING,
-    "tools": only([], because="tools are not offered"),
-    "tool_choice": only("none", because="tools are not offered"),
-    "parallel_tool_calls": only(True, False, because="tools are not offered"),
+    "tool_choice": only("none", because="calls stay in the answer's text"),
+    "parallel_tool_calls": only(True, False, because="calls stay in the answer's text"),
     "response_format": only({"type": "text"}, because="answers are free text"),
     "modalities": only(["text"], because="answers are text"),
     "store": only(False, because="nothing is stored"),

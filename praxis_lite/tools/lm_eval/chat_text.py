@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs.tokenizers.base import Tokenizer
+from praxis_lite.inputs.tokenizers.chat_messages import as_messages, text_of
 from praxis_lite.inputs.tokenizers.chat_template import RefusedConversation
 
 # Stands behind the message to go on with, to find its end in the text; as in transformers.
@@ -41,8 +42,8 @@ def _text(
 ) -> str:
     if add_generation_prompt:
         return tokenizer.apply_chat_template(messages, True, tokenize=False)
-    *before, last = messages or [{"role": "", "content": ""}]
-    tagged = [*before, {**last, "content": last["content"] + _TAG}]
+    *before, last = as_messages(messages) or [{"role": "", "content": ""}]
+    tagged = [*before, {**last, "content": text_of(last.get("content")) + _TAG}]
     text = tokenizer.apply_chat_template(tagged, False, tokenize=False)
     begin, tag, rest = text.rpartition(_TAG.strip())
     if not tag:

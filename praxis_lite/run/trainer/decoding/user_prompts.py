@@ -16,14 +16,24 @@ from praxis_lite.inputs.sources.files.plain import opened
 from praxis_lite.inputs.sources.files.texts import checked, decoded
 from praxis_lite.inputs.sources.json_lines import parsed
 from praxis_lite.inputs.text.length_classes import length_of_prompts
-from praxis_lite.inputs.text.messages import Message, conversation
+from praxis_lite.inputs.text.messages import (
+    CONTEXT_KEYS,
+    Conversation,
+    conversation,
+    conversation_of,
+    placed,
+    require_known,
+    row_without_nulls,
+)
 from praxis_lite.inputs.text.token_ids import token_ids
+from praxis_lite.inputs.tokenizers.chat_messages import Message, as_messages, text_of
 from praxis_lite.run.experiment.experiment import Job
 from praxis_lite.run.job.job_dir import COMMAND_LINE
 from praxis_lite.run.trainer.checks.job_checks import check_parts
 
-Prompt = str | Sequence[int] | Sequence[Message]
-Prompts = str | Sequence[Prompt]
+# A mapping is a row of a conversation, which may have tools and documents next to its messages.
+Prompt = str | Sequence[int] | Sequence[Message] | Mapping[str, Any] | Conversation
+Prompts = str | Mapping[str, Any] | Conversation | Sequence[Prompt]
 
 # Where a line of a file has its prompt.
 PROMPT_KEYS = ("prompt", "messages", "conversations")
@@ -32,8 +42,8 @@ PROMPT_KEYS = ("prompt", "messages", "conversations")
 def read_prompts(path: Path) -> list[Prompt]:
     """Returns the prompts of a file: lines, or of NAME.jsonl what stands under a key of each.
 
-    The key is "prompt", of a text or of messages, or "messages" or "conversations". Blank lines
-    are left out.
+    The key is "prompt", of a text or of messages, or "messages" or "conversations"; next to
+    messages may be the CONTEXT_KEYS. Blank lines are left out.
 
     Raises:
       ConfigError: the file cannot be read, has no prompt, or a line of it is something else.
@@ -63,15 +73,17 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def _of_json(line: bytes, where: str) -> Prompt:
-    result = parsed(line, where)
-    given = next((result[key] for key in PROMPT_KEYS if result.get(key) is not None), None)
-    if isinstance(given, str) and given is result.get("prompt"):
-        return checked(given, where, "prompt")
-    if _is_conversation(given):
-        return conversation(given, where)
+    row = row_without_nulls(parsed(line, where), where)
+    key = next((name for name in PROMPT_KEYS if name in row), None)
+    fix = "Remove them from the file."
+    if key == "prompt" and isinstance(row[key], str):
+        require_known(row, (key,), where, fix)
+        return checked(row[key], where, "prompt")
+    if key is not None and _is_conversation(row[key]):
+        return conversation_of(row, where, key=key, fix=fix)
     raise ConfigError(
-        f'{where} is {shown(line.decode())}; wanted is {{"prompt": TEXT}}, or {{"messages": '
-        '[{"role": "user", "content": TEXT}, ...]}.'
+        f'{where} is {shown(line.decode())}; expected {{"prompt": TEXT}}, or {{"messages": '
+        f'[{{"role": "user", "content": TEXT}}, ...]}}, perhaps with {", ".join(CONTEXT_KEYS)}.'
     )
 
 
@@ -95,7 +107,8 @@ def prompt_batch(task: Task, prompts: Prompts, what: str = "generate") -> InMemo
     Args:
       task: of a language model.
       prompts: texts, begun as documents are in training; conversations, by the tokenizer's chat
-        template; or token ids, taken as they are.
+        template, as lists of messages or as rows {"messages", "tools", ...}; or token ids, taken as
+        they are.
       what: was given the prompts, for messages.
 
     Raises:
@@ -109,8 +122,9 @@ def prompt_batch(task: Task, prompts: Prompts, what: str = "generate") -> InMemo
             "models; --mode=decode without any, or decode(NAME), decodes the job's datasets, "
             "predict(ARRAYS) gives the model's outputs."
         )
-    is_list = isinstance(prompts, Iterable) and not isinstance(prompts, str | bytes | Mapping)
-    given = [prompts] if isinstance(prompts, str) else list(prompts) if is_list else []
+    is_one = isinstance(prompts, str | Mapping | Conversation)
+    is_list = isinstance(prompts, Iterable) and not isinstance(prompts, bytes)
+    given = [prompts] if is_one else list(prompts) if is_list else []
     size = task.num_ids().get("ids")
     rows = [prompt_ids(item, tokenizer, what, size) for item in given]
     if not rows or not all(map(len, rows)):
@@ -146,9 +160,15 @@ def prompt_ids(
     with none_skipped():
         if isinstance(prompt, str):
             return tokenizer.encode_prompt(checked(prompt, what, "prompt"))
-        if _is_conversation(prompt):
-            messages = conversation(prompt, what)
-            return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        if isinstance(prompt, Mapping):
+            prompt = conversation_of(prompt, what, fix="Remove them.")
+        elif _is_conversation(prompt):
+            prompt = Conversation(conversation(prompt, what))
+        if isinstance(prompt, Conversation):
+            with placed(prompt.where or what):
+                return tokenizer.apply_chat_template(
+                    prompt.messages, add_generation_prompt=True, **prompt.variables
+                )
     try:
         ids = np.asarray(prompt)
         kind = f"{ids.dtype}{list(ids.shape)}"
@@ -168,8 +188,12 @@ def title(prompt: Prompt, tokenizer: Any) -> str:
     """Returns a prompt as a person reads it: of a conversation its last message."""
     if isinstance(prompt, str):
         return prompt
+    if isinstance(prompt, Mapping):
+        prompt = conversation_of(prompt, "prompt")
+    if isinstance(prompt, Conversation):
+        prompt = prompt.messages
     if _is_conversation(prompt):
-        return str(prompt[-1]["content"])
+        return text_of(as_messages(prompt)[-1].get("content"))
     return tokenizer.decode(prompt)
 
 

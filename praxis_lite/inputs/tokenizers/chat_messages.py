@@ -1,0 +1,218 @@
+"""Messages of a conversation, in the form in which chat templates read them."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from praxis_lite.core.errors import ConfigError, shown
+
+USER, ASSISTANT = "user", "assistant"
+Message = Mapping[str, Any]
+# Names of a model's reasoning, in the order in which transformers looks for them.
+REASONING = ("reasoning_content", "thinking", "reasoning")
+_TEXT_PARTS = ("text", "input_text", "output_text")
+# Keys that are no words of a message. Which call an answer is for is also told by their order.
+_LABELS = ("role", "id", "tool_call_id", "name", "weight", "train")
+
+
+class RefusedConversation(ConfigError):
+    """A conversation is malformed, or a template does not take it, though it may take others."""
+
+
+class UnreadKey(RefusedConversation):
+    """A part of a conversation that would not reach the model."""
+
+
+class _Arguments(dict):
+    """The arguments of a call that were given as JSON text, which `str` returns unchanged."""
+
+    def __init__(self, text: str, values: Mapping[str, Any]):
+        super().__init__(values)
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def as_messages(value: Any) -> list[Message]:
+    """Returns messages as chat templates read them.
+
+    Null values are left out at every depth, because Arrow gives each object the keys of all others.
+    Parts of a content become {"type": "text", "text": ...}, and arguments of calls that are JSON
+    text become objects. Reasoning has the names that transformers gives it. Of `weight` and `train`
+    only a weight of 0 remains.
+
+    Raises:
+      RefusedConversation: it is not a list of messages of text; names the message.
+    """
+    if not isinstance(value, list | tuple) or not all(isinstance(item, Mapping) for item in value):
+        raise RefusedConversation(
+            f"messages are {shown(json.dumps(value, default=repr))}; expected a list of "
+            '{"role": "user", "content": ...}, usually with the roles system, user and assistant. '
+            "Correct them, or name the key of the messages."
+        )
+    return [_message(item, f"message {number}") for number, item in enumerate(value)]
+
+
+def _message(value: Message, name: str) -> Message:
+    result = without_nulls(value)
+    if not isinstance(result.get("role"), str):
+        raise RefusedConversation(
+            f'{name} of messages is {shown(json.dumps(value, default=repr))}; expected {{"role": '
+            '"user", "content": ...}. Correct it, or name the key of the messages.'
+        )
+    role, is_learned = result["role"], _is_learned(result, name)
+    result = {key: item for key, item in result.items() if key not in ("weight", "train")}
+    if "content" in result:
+        result["content"] = _content(result["content"], name)
+    elif is_empty(result):
+        # A null content of an assistant is an empty answer; others must have said something.
+        if role != ASSISTANT or "content" not in value:
+            raise RefusedConversation(
+                f"{name} of messages, with the role {role!a:.40}, has no content. Write it, or "
+                "leave the message out."
+            )
+        result["content"] = ""
+    if (calls := result.get("tool_calls")) is not None:
+        calls = _of_json(calls, f"tool_calls of {name}")
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise RefusedConversation(f"tool_calls of {name} are not a list of objects.")
+        result["tool_calls"] = [
+            _call(call, f"tool_calls of {name}") for call in calls
+        ]
+    if isinstance(result.get("function_call"), dict):
+        result["function_call"] = _call(result["function_call"], f"function_call of {name}")
+    reasoning = next((result[key] for key in REASONING if key in result), None)
+    if reasoning is not None:
+        result = {"thinking": reasoning, **result, "reasoning_content": reasoning}
+    return result if is_learned else {**result, "weight": 0}
+
+
+def without_nulls(value: Any) -> Any:
+    """Returns a JSON value without the keys whose value is null, at every depth."""
+    if isinstance(value, _Arguments):
+        return value
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def _is_learned(message: Message, name: str) -> bool:
+    """Returns False if a message has weight 0 (OpenAI) or train false (axolotl)."""
+    weight, train = message.get("weight"), message.get("train")
+    if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
+        raise RefusedConversation(
+            f"weight of {name} is {weight!a:.40}; expected 0, for an answer that is not learned, "
+            "or 1. Weights between them are not supported."
+        )
+    if train is not None and not isinstance(train, bool):
+        raise RefusedConversation(f"train of {name} is {train!a:.40}; expected true or false.")
+    is_learned = weight != 0 and train is not False
+    is_marked = weight is not None or train is not None
+    if is_marked and is_learned and message["role"] != ASSISTANT:
+        raise RefusedConversation(
+            f"{name} has the role {message['role']!a:.40} and {'weight 1' if weight else 'train'}; "
+            "only messages of the assistant are learned. Remove it."
+        )
+    return is_learned
+
+
+def _content(value: Any, name: str) -> Any:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise RefusedConversation(
+            f"content of {name} is {shown(json.dumps(value, default=repr))}; expected a text, or a "
+            'list of {"type": "text", "text": ...}. Write other values as JSON text.'
+        )
+    return [_part(part, name) for part in value]
+
+
+def _part(part: Any, name: str) -> Message:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+        raise UnreadKey(
+            f"content of {name} has the part {shown(json.dumps(part, default=repr))}; expected "
+            '{"type": "text", "text": ...}, because the model reads text only. Leave it out.'
+        )
+    unread = [
+        key for key, item in part.items() if key not in ("type", "text") and not _is_nothing(item)
+    ]
+    if unread:
+        raise UnreadKey(
+            f"a part of the content of {name} has {', '.join(map(repr, unread))}, which nothing "
+            'reads; expected {"type": "text", "text": ...}. Remove it.'
+        )
+    return {"type": "text", "text": part["text"]}
+
+
+def _call(call: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _call(call["function"], name)}
+    arguments = call.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    values = _of_json(arguments, f"arguments in {name}") if arguments.strip() else {}
+    if not isinstance(values, dict):
+        raise RefusedConversation(
+            f"arguments in {name} are {shown(arguments)}; expected a JSON object, or its text."
+        )
+    return {**call, "arguments": _Arguments(arguments, values)}
+
+
+def _of_json(value: Any, name: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise RefusedConversation(f"{name} are not JSON: {error}. Correct them.") from None
+
+
+def with_text_arguments(messages: list[Message]) -> list[Message]:
+    """Returns messages whose calls have their arguments as JSON text, for older templates."""
+
+    def of_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
+        if isinstance(call.get("function"), dict):
+            return {**call, "function": of_call(call["function"])}
+        arguments = call.get("arguments")
+        if not isinstance(arguments, dict):
+            return call
+        is_given = isinstance(arguments, _Arguments)
+        text = arguments.text if is_given else json.dumps(arguments, ensure_ascii=False)
+        return {**call, "arguments": text}
+
+    return [
+        {**message, "tool_calls": [of_call(call) for call in message["tool_calls"]]}
+        if isinstance(message, Mapping) and isinstance(message.get("tool_calls"), list) else message
+        for message in messages
+    ]
+
+
+def text_of(content: Any) -> str:
+    """Returns the text of a content: of parts, their texts joined; of none, ''."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content or ())
+
+
+def is_empty(message: Message) -> bool:
+    """Returns True if a message says nothing: no text, and no call, reasoning or similar."""
+    others = (item for key, item in message.items() if key not in (*_LABELS, "content"))
+    return not text_of(message.get("content")).strip() and all(map(_is_nothing, others))
+
+
+def unread_candidates(message: Message) -> list[tuple[str, ...]]:
+    """Returns the keys of a message that a template must read, those with one meaning together."""
+    labels = {"content", *_LABELS}
+    if message["role"] in ("user", "assistant", "system", "developer"):
+        labels -= {"name"}  # Of a tool it only repeats the call.
+    keys = [key for key, item in message.items() if key not in labels and not _is_nothing(item)]
+    reasoning = tuple(key for key in keys if key in REASONING)
+    return [*([reasoning] if reasoning else []), *((key,) for key in keys if key not in REASONING)]
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or (isinstance(value, str | list | tuple | dict) and not value)
