@@ -109,11 +109,11 @@ def _prompts(folder: Path) -> None:
 
 
 def _read_prompts(folder: Path) -> None:
-    from praxis_lite.run.trainer.decoding.user_prompts import _ids, read_prompts
+    from praxis_lite.run.trainer.decoding.user_prompts import prompt_ids, read_prompts
 
     for name in ("a.txt", "b.jsonl"):
         for prompt in read_prompts(folder / name):
-            _ids(prompt, _ChatBytes(), "--prompts")
+            prompt_ids(prompt, _ChatBytes(), "--prompts")
 
 
 # Columns, records, arrays, images, and datasets that other libraries prepared.

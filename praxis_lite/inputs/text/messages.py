@@ -64,9 +64,10 @@ def placed(where: str) -> Iterator[None]:
 def row_without_nulls(
     row: Mapping[str, Any], where: str, ignored_keys: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Returns a row as JSON has it, without null values and ignored keys."""
-    row = {name: item for name, item in row.items() if name not in ignored_keys}
-    return without_nulls(plain(row, where))
+    """Returns a row as JSON has it, without keys that are null or ignored."""
+    return plain({
+        name: item for name, item in row.items() if item is not None and name not in ignored_keys
+    }, where)
 
 
 def require_known(row: Mapping[str, Any], known: Iterable[str], where: str, fix: str = "") -> None:
@@ -220,6 +221,8 @@ def with_context(
         if not isinstance(value, list | None):
             raise _wrong(row, name, where, "a list of objects, or its JSON text")
         items = [_of_json(item, name, row, where) for item in value or ()]
+        if not isinstance(row.get(name), str):
+            items = without_nulls(items)
         if not all(isinstance(item, dict) for item in items):
             raise _wrong(row, name, where, "a list of objects, or its JSON text")
         if name == "tools" and wraps_tools:
@@ -230,6 +233,7 @@ def with_context(
         if items:
             variables[name] = items
     more = _of_json(row.get("chat_template_kwargs"), "chat_template_kwargs", row, where) or {}
+    more = without_nulls(more)
     if not isinstance(more, dict):
         raise _wrong(row, "chat_template_kwargs", where, "an object")
     if taken := [name for name in more if name in (*variables, *_OF_RENDERING)]:

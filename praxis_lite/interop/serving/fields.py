@@ -73,13 +73,13 @@ def checked(given: Mapping[str, Any], known: Mapping[str, Field], within: str) -
     result = {}
     for name, value in given.items():
         path = shown(f"{within}{name}")
+        if value is None:
+            continue
         if name not in known:
             raise ApiError(
                 400, f"{path} is no field that is known here; known are {', '.join(known)}."
                 f"{did_you_mean(name, known)} Leave it out.", param=path, code="unknown_field",
             )
-        if value is None:
-            continue
         result[name] = known[name].check(value)
         if result[name] is None:
             raise ApiError(

@@ -67,7 +67,7 @@ def chat(body: bytes) -> Request:
             400, "top_logprobs is given without logprobs; say logprobs: true.",
             param="top_logprobs", code="invalid_value",
         )
-    if given.get("tools") and given.get("tool_choice") != "none":
+    if given.get("tools") and "tool_choice" not in given:
         raise ApiError(
             400, "tools are given without tool_choice; say tool_choice: none. The prompt names the "
             "tools then, and a call is part of the answer's text.", param="tools",

@@ -70,7 +70,8 @@ def test_a_file_of_prompts(tmp_path):
     path = tmp_path / "prompts.jsonl"
     message = [{"role": "user", "content": "Hello"}]
     path.write_text(f'{{"prompt": "The\\n"}}\n{json.dumps({"messages": message})}\n', "utf-8")
-    assert read_prompts(path) == ["The\n", message]
+    text, conversation = read_prompts(path)
+    assert text == "The\n" and conversation.messages == message
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def started(tmp_path_factory):
     for number in range(50):
         asked = {"role": "user", "content": f"What comes after {number % 9}?"}
         answer = {"role": "assistant", "content": f"{number % 9 + 1} comes."}
-        lines.append(json.dumps({"messages": [asked, answer], "line": number}))
+        lines.append(json.dumps({"messages": [asked, answer]}))
     (root / "chat.jsonl").write_text("\n".join(lines))
     assert tokenizers(
         ["train", str(root / "chat.jsonl"), str(root / "bpe"), f"--vocab-size={VOCAB - 3}"]
@@ -150,7 +150,7 @@ def test_the_other_ways_to_fine_tune_begin_with_the_models_weights(started, expe
         pairs = [json.loads(line) for line in (started / "chat.jsonl").read_text().splitlines()]
         text = "\n".join(
             json.dumps({"prompt": pair["messages"][:1], "chosen": pair["messages"][1:],
-                        "rejected": [{"role": "assistant", "content": "No."}], "line": number})
+                        "rejected": [{"role": "assistant", "content": f"No {number}."}]})
             for number, pair in enumerate(pairs)
         )
         (started / "pairs.jsonl").write_text(text)

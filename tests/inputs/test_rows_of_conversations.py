@@ -1,0 +1,295 @@
+"""Keys of rows with conversations: each is used, or refused by name, wherever rows are read."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from praxis_lite import ConfigError
+from praxis_lite.inputs import ByteTokenizer, Documents, JsonLines, Parquet, PreferenceData
+from praxis_lite.inputs.text.encoding import encoded
+from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
+from praxis_lite.interop.serving.api_error import ApiError
+from praxis_lite.interop.serving.requests import chat
+from praxis_lite.interop.serving.served_model import ServedModel
+from praxis_lite.run.trainer.decoding.user_prompts import prompt_ids, read_prompts
+from praxis_lite.tools.lm_eval.chat_text import chat_text
+
+
+class ReadsAll(ByteTokenizer):
+    chat = ChatTemplate(
+        "{% if tools %}{{ 'T' + (tools | tojson) }}{% endif %}"
+        "{% if documents %}{{ 'D' + documents[0].text }}{% endif %}"
+        "{% if enable_thinking %}{{ 'E' }}{% endif %}"
+        "{% for m in messages %}{{ '<' + m.role + (' ' + m.name if m.name else '') + '>' }}"
+        "{% if m.role == 'assistant' %}{% generation %}"
+        "{{ (m.reasoning_content or '') + (m.content or '') }}"
+        "{{ (m.tool_calls | tojson) if m.tool_calls }};{% endgeneration %}"
+        "{% else %}{{ m.content + ';' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    )
+
+
+class ReadsContent(ByteTokenizer):
+    chat = ChatTemplate(
+        "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}"
+        "{{ '<' + m.role + '>' + (m.content or '') + ';' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    )
+
+
+def text_of(ids):
+    return bytes(number for number in ids.tolist() if number < 256).decode()
+
+
+def trained(row, tokenizer, folder):
+    return text_of(encoded("messages", None, row, tokenizer, "here").ids)
+
+
+def preferred(row, tokenizer, folder):
+    *prompt, answer = row.pop("messages")
+    row |= {"prompt": prompt, "chosen": [answer], "rejected": [{**answer, "content": "other"}]}
+    pair = encoded("preference", None, row, tokenizer, "here")
+    return text_of(pair.chosen.ids)
+
+
+def of_file(row, tokenizer, folder):
+    path = folder / "prompts.jsonl"
+    path.write_text(json.dumps(row | {"messages": row["messages"][:-1]}) + "\n")
+    return text_of(prompt_ids(read_prompts(path)[0], tokenizer, "--prompts"))
+
+
+def of_python(row, tokenizer, folder):
+    return text_of(prompt_ids(row | {"messages": row["messages"][:-1]}, tokenizer, "generate"))
+
+
+def served(row, tokenizer, folder):
+    row = row | {"messages": row["messages"][:-1]}
+    if "tools" in row:
+        row["tool_choice"] = "none"
+    body = json.dumps({"model": "m", **row}).encode()
+    return text_of(ServedModel("m", tokenizer, None, 10_000, ()).ids_of(chat(body))[0])
+
+
+TRAINING, PROMPTS = (trained, preferred), (of_file, of_python, served)
+USER, MIDDLE, ANSWER = (
+    {"role": "user", "content": "q"}, {"role": "assistant", "content": "m"},
+    {"role": "assistant", "content": "a"},
+)
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"type": "function", "function": {"name": "f", "arguments": '{"x": "1"}'}}
+CALLED = 'T[{"type": "function", "function": {"name": "f"}}]'
+PLAIN = "<user>q;<assistant>m;<user>q;<assistant>"
+
+
+def row(middle=None, user=None, **more):
+    return {"messages": [USER, {**MIDDLE, **(middle or {})}, {**USER, **(user or {})}, ANSWER],
+            **more}
+
+
+# Name: a row, its text before the answer by hand, and the key that a template of contents lacks.
+USED = {
+    "nothing": (row(), PLAIN, None),
+    "nulls": (row({"tool_calls": None, "weight": None}, {"x": None}, tools=None, id=None), PLAIN,
+              None),
+    "tools": (row(tools=[TOOL | {"strict": None}]), CALLED + PLAIN, "tools"),
+    "tools, JSON text": (row(tools=json.dumps([TOOL])), CALLED + PLAIN, "tools"),
+    "tools, a list of JSON texts": (row(tools=[json.dumps(TOOL)]), CALLED + PLAIN, "tools"),
+    "documents": (row(documents=[{"title": "x", "text": "d"}]), "Dd" + PLAIN, "documents"),
+    "kwargs": (
+        row(chat_template_kwargs={"enable_thinking": True}), "E" + PLAIN, "enable_thinking"),
+    "a name": (row(user={"name": "Ann"}), PLAIN.replace(">m;<user", ">m;<user Ann"), "name"),
+    "parts": (
+        row(user={"content": ["q", {"type": "input_text", "text": "r", "image_url": None}]}),
+        PLAIN.replace("m;<user>q", "m;<user>qr"), None),
+    "reasoning": (row({"reasoning": "R"}), PLAIN.replace("m;", "Rm;"), "reasoning"),
+    "thinking": (row({"thinking": "R"}), PLAIN.replace("m;", "Rm;"), "reasoning_content"),
+    "calls": (
+        row({"content": None, "tool_calls": [CALL | {"id": None}]}),
+        PLAIN.replace("m;", '[{"type": "function", "function": {"name": "f", "arguments": '
+                      '{"x": "1"}}}];'), "tool_calls"),
+    "labels": (row({"id": "1"}, user={"id": "2", "tool_call_id": "3"}), PLAIN, None),
+    "weights": (row({"weight": 0}, user={"weight": 0}), PLAIN, None),
+    "train": (row({"train": False}, user={"train": False}), PLAIN, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", TRAINING + PROMPTS)
+@pytest.mark.parametrize("name", USED)
+def test_a_known_key_reaches_the_text_or_the_template_is_said_to_lack_it(name, way, tmp_path):
+    given, expected, lacked = USED[name]
+    expected += "a;" if way in TRAINING else ""
+    assert way(dict(given), ReadsAll(), tmp_path) == expected
+    if lacked is None:
+        assert way(dict(given), ReadsContent(), tmp_path) == expected
+    else:
+        with pytest.raises((ConfigError, ApiError), match=lacked):
+            way(dict(given), ReadsContent(), tmp_path)
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+REFUSED = {
+    "id": row(id=3), "weight": row(weight=0.5), "images": row(images=["x.png"]),
+    "videos": row(videos=["x"]), "response_format": row(response_format={"a": 1}),
+    "tool_choice": row(tool_choice="auto"), "enable_thinking": row(enable_thinking=True),
+    "audio": row({"audio": {"id": "x"}}),
+    "refusal": row({"refusal": "no"}), "function_call": row({"function_call": {"name": "f"}}),
+    "training": row({"training": False}), "image_url": row(user={"content": ["q", IMAGE]}),
+    "cache_control": row(user={"content": [{"type": "text", "text": "q", "cache_control": 1}]}),
+    "weight of message 1": row({"weight": 0.5}), "weight 1": row(user={"weight": 1}),
+    "train of message 1": row({"train": "no"}), "arguments": row({"tool_calls": [
+        {"function": {"name": "f", "arguments": "{"}},
+    ]}),
+    "content": row(user={"content": {"text": "q"}}), "tools": row(tools={"name": "f"}),
+    "chat_template_kwargs": row(chat_template_kwargs={"add_generation_prompt": True}),
+}
+
+
+@pytest.mark.parametrize("way", TRAINING + PROMPTS)
+@pytest.mark.parametrize("key", REFUSED)
+def test_any_other_key_or_value_is_refused_by_its_name(key, way, tmp_path):
+    with pytest.raises((ConfigError, ApiError), match=key):
+        way(dict(REFUSED[key]), ReadsAll(), tmp_path)
+
+
+def test_a_system_message_that_the_template_leaves_out_is_refused(tmp_path):
+    messages = [{"role": "system", "content": "s"}, USER, ANSWER]
+    for way in TRAINING + PROMPTS:
+        assert way({"messages": messages}, ReadsAll(), tmp_path).startswith("<system>s;")
+        with pytest.raises((ConfigError, ApiError), match="system"):
+            way({"messages": messages}, ReadsContent(), tmp_path)
+
+
+# Name: format, row, the text, and what of it is learned.
+FORMATS = {
+    "TRL's conversations": ("messages", {"conversations": [USER, ANSWER]}, "<user>q;<assistant>a;",
+                            "a;"),
+    "ShareGPT": ("sharegpt", {"conversations": [
+        {"from": "human", "value": "q"}, {"from": "gpt", "value": "m", "weight": 0},
+        {"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "markdown": None},
+    ], "system": "s"}, "<system>s;" + PLAIN + "a;", "a;"),
+    "LLaMA-Factory's tools": ("sharegpt", {"conversations": [
+        {"from": "human", "value": "q"},
+        {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+        {"from": "observation", "value": "o"}, {"from": "gpt", "value": "a"},
+    ], "tools": '[{"name": "f"}]', "system": ""}, CALLED + '<user>q;<assistant>[{"type": '
+        '"function", "function": {"name": "f", "arguments": {"x": 1}}}];<tool>o;<assistant>a;',
+        '[{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}];a;'),
+    "Alpaca": ("alpaca", {"instruction": "i", "input": "n", "output": "a", "system": "s",
+                          "history": [["q", "m"]]},
+               "<system>s;<user>q;<assistant>m;<user>i\nn;<assistant>a;", "m;a;"),
+    "prompt and completion": ("completion", {"prompt": [USER, MIDDLE, USER], "completion": [ANSWER],
+                                             "tools": [TOOL]}, CALLED + PLAIN + "a;", "a;"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_format_is_read_completely(name):
+    holds, given, text, learned = FORMATS[name]
+    tokens = encoded(holds, None, given, ReadsAll(), "here")
+    assert text_of(tokens.ids) == text
+    assert text_of(tokens.ids[tokens.is_answer]) == learned
+    with pytest.raises(ConfigError, match="'score'.*ignored_keys"):
+        encoded(holds, None, {**given, "score": 1}, ReadsAll(), "here")
+    same = encoded(holds, None, {**given, "score": 1}, ReadsAll(), "here", ["score"])
+    assert same.ids.tolist() == tokens.ids.tolist()
+
+
+@pytest.mark.parametrize(("holds", "given", "words"), [
+    ("sharegpt", {"conversations": [{"from": "system", "value": "s"},
+                                    {"from": "gpt", "value": "a"}], "system": "o"}, "system"),
+    ("sharegpt", {"conversations": [{"from": "function_call", "value": "f(1)"}]}, "function_call"),
+    ("alpaca", {"instruction": "i", "output": "a", "history": ["q"]}, "history"),
+    ("alpaca", {"instruction": "i", "output": "a", "outputs": "x"}, "Did you mean output"),
+    ("completion", {"prompt": "q", "completion": "a", "tools": [TOOL]}, "tools"),
+    ("completion", {"prompt": "q", "completion": [ANSWER]}, "messages"),
+    ("preference", {"prompt": "q", "chosen": "a", "rejected": "b", "tools": [TOOL]}, "tools"),
+    ("preference", {"prompt": [USER], "chosen": [{**ANSWER, "weight": 0}],
+                    "rejected": [MIDDLE]}, "weight 0"),
+])  # fmt: skip
+def test_a_format_that_is_not_followed_is_refused(holds, given, words):
+    with pytest.raises(ConfigError, match=words):
+        encoded(holds, None, given, ReadsAll(), "here")
+
+
+@pytest.mark.parametrize("answer", [
+    {"content": "", "id": "x"}, {"content": None, "id": "x"}, {"content": " \n"},
+    {"content": [{"type": "text", "text": ""}]}, {"content": [], "tool_calls": [], "audio": None},
+    {"content": "", "name": "bot", "weight": 1, "reasoning_content": ""},
+])  # fmt: skip
+def test_an_answer_that_says_nothing_is_empty_whatever_labels_it_has(answer):
+    empty = {"role": "assistant", **answer}
+    assert encoded("messages", None, {"messages": [USER, empty]}, ReadsAll(), "here") is None
+    row = {"prompt": [USER], "chosen": [ANSWER], "rejected": [empty]}
+    assert encoded("preference", None, row, ReadsAll(), "here") is None
+    row = {"messages": [USER, empty, USER, ANSWER]}
+    tokens = encoded("messages", None, row, ReadsAll(), "here")
+    assert text_of(tokens.ids[tokens.is_answer]) == "a;"
+
+
+def test_rows_with_unknown_keys_are_skipped_and_counted_and_nulls_of_arrow_are_absent(tmp_path):
+    lines = [row(), row(id=1), row(user={"name": "Ann"}), row({"training": True})]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def documents(source, **settings):
+        return Documents(source, "messages", tokenizer=ReadsAll(), heldout_percent=0, **settings)
+
+    with pytest.raises(ConfigError, match=r"a\.jsonl:2.*'id'.*ignored_keys"):
+        documents(JsonLines(f"{tmp_path}/a.jsonl")).check()
+    skipping = JsonLines(f"{tmp_path}/a.jsonl", skip=("unknown_key",))
+    assert documents(skipping).left_out == {"unknown_key": 2}
+    assert documents(skipping, ignored_keys=("id",)).left_out == {"unknown_key": 1}
+    pairs = [{"prompt": [USER], "chosen": [ANSWER], "rejected": [MIDDLE], "score": i}
+             for i in range(3)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    settings = {"tokenizer": ReadsAll(), "shuffle": False, "heldout_percent": 0}
+    with pytest.raises(ConfigError, match=r"p\.jsonl:1.*'score'"):
+        PreferenceData(f"{tmp_path}/p.jsonl", "train", 1, 99, **settings).check()
+    data = PreferenceData(
+        f"{tmp_path}/p.jsonl", "train", 1, 99, ignored_keys=("score",), **settings)
+    assert len(data.pairs) == 3
+
+    def called(arguments):
+        return {"messages": [USER, {"role": "assistant", "tool_calls": [
+            {"function": {"name": "f", "arguments": arguments}},
+        ]}], "tools": [{"name": "f", "parameters": arguments}]}
+
+    rows = [called({"x": 1}), called({"y": {"z": "2"}}), {"messages": [USER, ANSWER]}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rows))
+    of_arrow, of_lines = (
+        documents(source)
+        for source in (Parquet(f"{tmp_path}/a.parquet"), JsonLines(f"{tmp_path}/b.jsonl"))
+    )
+    assert [text_of(of_arrow[i].ids) for i in range(3)] == [
+        text_of(of_lines[i].ids) for i in range(3)
+    ]
+
+
+def test_tools_of_a_request_need_a_choice_of_none():
+    body = {"model": "m", "messages": [USER], "tools": [TOOL]}
+    with pytest.raises(ApiError, match="tool_choice"):
+        chat(json.dumps(body).encode())
+
+
+def test_arguments_stay_json_in_templates_that_join_or_print_them():
+    calls = [{"function": {"name": "f", "arguments": '{"x":1}'}}]
+    messages = [USER, {"role": "assistant", "tool_calls": calls}, USER]
+    for use in ("'' + c.function.arguments", "c.function.arguments"):
+        class Joins(ByteTokenizer):
+            chat = ChatTemplate(
+                "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ " + use + " }}"
+                "{% endfor %}{{ m.content or '' }}{% endfor %}"
+            )
+
+        assert Joins().apply_chat_template(messages, tokenize=False) == 'q{"x":1}q'
+
+
+def test_chats_of_lm_eval_are_read_alike():
+    asked = [{"role": "user", "content": ["q", {"type": "text", "text": "r"}], "name": None}]
+    assert chat_text(ReadsAll(), asked, True) == "<user>qr;<assistant>"
+    begun = [*asked, {"role": "assistant", "content": [{"type": "text", "text": "m"}]}]
+    assert chat_text(ReadsAll(), begun, False) == "<user>qr;<assistant>m"
+    with pytest.raises(ConfigError, match="name"):
+        chat_text(ReadsContent(), [{**USER, "name": "Ann"}], True)
