@@ -223,8 +223,9 @@ class TrainedModel:
 
         Args:
           prompts: a text or several, begun as documents are in training: with the tokenizer's
-            beginning or, without one, its end of text; conversations, lists of {"role", "content"},
-            by the tokenizer's chat template; or token ids, taken as they are.
+            beginning or, without one, its end of text; conversations, lists of {"role", "content"}
+            or rows {"messages", "tools", ...}, by the tokenizer's chat template; or token ids,
+            taken as they are.
           decoder, seed, settings: as `decode`: `generate("The ", temperature=0.7)`.
 
         Raises:

@@ -205,6 +205,7 @@ def test_each_format_is_read_completely(name):
     ("completion", {"prompt": "q", "completion": "a", "tools": [TOOL]}, "tools"),
     ("completion", {"prompt": "q", "completion": [ANSWER]}, "messages"),
     ("preference", {"prompt": "q", "chosen": "a", "rejected": "b", "tools": [TOOL]}, "tools"),
+    ("preference", {"prompt": "z", "chosen": [USER, ANSWER], "rejected": [USER, MIDDLE]}, "prompt"),
     ("preference", {"prompt": [USER], "chosen": [{**ANSWER, "weight": 0}],
                     "rejected": [MIDDLE]}, "weight 0"),
 ])  # fmt: skip

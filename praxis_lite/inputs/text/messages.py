@@ -89,7 +89,7 @@ def require_known(row: Mapping[str, Any], known: Iterable[str], where: str, fix:
         "unknown_key", where,
         f"has {names}, which {'is' if len(unknown) == 1 else 'are'} not read; known are "
         f"{', '.join(known)}",
-        f"{did_you_mean(unknown[0], known).strip()} Variables of the chat template belong into "
+        f"{did_you_mean(unknown[0], known).strip()} Variables of the chat template belong in "
         f"chat_template_kwargs. {fix}".strip(),
     )
 

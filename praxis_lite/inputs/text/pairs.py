@@ -16,7 +16,7 @@ from praxis_lite.inputs.text.messages import (
     with_context,
 )
 from praxis_lite.inputs.tokenizers.base import Tokenizer
-from praxis_lite.inputs.tokenizers.chat_messages import ASSISTANT, USER, is_empty
+from praxis_lite.inputs.tokenizers.chat_messages import ASSISTANT, USER, is_empty, text_of
 
 _KEYS = ("prompt", "chosen", "rejected")
 
@@ -92,6 +92,13 @@ def _split(
             one[0]["role"] == ASSISTANT for one in answers
         ):
             before = [{"role": USER, "content": prompt}]
+        elif prompt and prompt.strip() not in [
+            text_of(message.get("content")).strip() for message in before
+        ]:
+            raise BadExample(
+                "unknown_key", where, "has a prompt that is no message with which chosen and "
+                "rejected begin, so it would not be read", "Leave it out, or put it before both.",
+            )
     if not before:
         raise BadExample(
             "missing_key", where,

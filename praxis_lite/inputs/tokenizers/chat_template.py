@@ -138,8 +138,8 @@ class ChatTemplate:
                 if is_lost(number, without):
                     raise UnreadKey(
                         f"message {number}, with the role {role!a:.40}, has {keys[-1]!a:.60}, "
-                        "which the chat template does not read. Remove it by a transform, or use a "
-                        "template that reads it."
+                        "which the chat template does not read. Remove it, or use a template that "
+                        "reads it."
                     ) from refusal
             if refusal is not None or role in (USER, ASSISTANT) or role in self._mentioned:
                 continue
