@@ -11,7 +11,6 @@ from praxis_lite.inputs import ByteTokenizer
 from praxis_lite.inputs.text.conversations import tokens_of
 from praxis_lite.inputs.tokenizers import load_tokenizer
 from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate, chatml
-from praxis_lite.tools.huggingface.pretrained import write_turn_ends
 
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 PLAIN = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
@@ -56,20 +55,6 @@ def test_the_token_behind_an_answer_ends_decoding(bare, tmp_path, template, ends
     tokenizer = load_tokenizer(with_template(bare, tmp_path / "t", template))
     assert tokenizer.turn_end_ids == ends
     assert tokenizer.eos_ids == all_ends
-
-
-def test_it_is_exported_beside_what_generation_config_has(bare, tmp_path):
-    chat = chatml("<|im_start|>", "<|im_end|>")
-    folder = with_template(bare, tmp_path / "t", chat, {"eos_token_id": 1, "top_p": 0.5})
-    write_turn_ends(folder)
-    fields = json.loads((folder / "generation_config.json").read_text())
-    assert fields == {"eos_token_id": [1, 3], "top_p": 0.5}
-    before = (folder / "generation_config.json").read_bytes()
-    write_turn_ends(folder)
-    assert (folder / "generation_config.json").read_bytes() == before
-    plain = with_template(bare, tmp_path / "plain", PLAIN)
-    write_turn_ends(plain)
-    assert not (plain / "generation_config.json").exists()
 
 
 @pytest.mark.parametrize("marks", [True, False])

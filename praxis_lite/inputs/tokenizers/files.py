@@ -21,6 +21,8 @@ TOKENIZER_FILES = (
     TOKENIZER_JSON, TOKENIZER_CONFIG, *MODEL_FILES, SPECIAL_TOKENS, ADDED_TOKENS, "vocab.json",
     "merges.txt", TEMPLATE, GENERATION_CONFIG,
 )
+# Of transformers: further templates by name, such as tool_use.jinja.
+TEMPLATES = "additional_chat_templates"
 # The largest published, of vocabularies of 260,000 tokens, have 35 MB.
 MAX_BYTES = 100 * 2**20
 
@@ -151,6 +153,12 @@ def wrong_field(
 def has_tokenizer(directory: Path) -> bool:
     """Returns True if a directory has a tokenizer that `load_tokenizer` reads."""
     return any(os.path.isfile(directory / name) for name in (TOKENIZER_JSON, *MODEL_FILES))
+
+
+def names_of_tokenizer(directory: Path) -> tuple[str, ...]:
+    """Returns the paths within a directory of all files that a tokenizer may be read from."""
+    templates = sorted((directory / TEMPLATES).glob("*.jinja"))
+    return (*TOKENIZER_FILES, *(f"{TEMPLATES}/{path.name}" for path in templates))
 
 
 def names_in(directory: Path) -> str:

@@ -14,7 +14,7 @@ import fiddle as fdl
 from praxis_lite.core.errors import ConfigError, printable
 from praxis_lite.files.whole_files import not_written, write_whole
 from praxis_lite.inputs.base import TRAIN
-from praxis_lite.inputs.tokenizers.files import CONFIG, TOKENIZER_FILES, has_tokenizer
+from praxis_lite.inputs.tokenizers.files import CONFIG, has_tokenizer, names_of_tokenizer
 from praxis_lite.run.config.overrides import apply_overrides
 from praxis_lite.run.config.paths import iterate_fields
 from praxis_lite.run.config.text import LoadedConfig, load_config_file
@@ -58,8 +58,9 @@ def keep_tokenizers(config: fdl.Buildable, job_dir: JobDir) -> None:
         try:
             target.mkdir(parents=True, exist_ok=True)
             # config.json too, which may name the ends of a text.
-            for name in (CONFIG, *TOKENIZER_FILES):
+            for name in {CONFIG, *names_of_tokenizer(source), *names_of_tokenizer(target)}:
                 if (source / name).is_file():
+                    (target / name).parent.mkdir(exist_ok=True)
                     write_whole(target / name, (source / name).read_bytes())
                 else:
                     (target / name).unlink(missing_ok=True)

@@ -85,8 +85,8 @@ def export_job(
     )
     model = load(job_log_dir, step)
     kept = model.partitioner.layout.select("mdl_vars")
-    layout, mesh = whole_layout(kept), model.partitioner.mesh
-    layers = adapted_layers(model.partitioner.task.model.abstract_module())
+    layout, mesh, task = whole_layout(kept), model.partitioner.mesh, model.partitioner.task
+    layers = adapted_layers(task.model.abstract_module())
     if layers and adapters is None:
         raise ConfigError(
             f"export: the job's model has adapters in {few(list(layers))}, which are no weights of "
@@ -103,7 +103,9 @@ def export_job(
     pretrained = Pretrained(job_dir.huggingface, layout)
     if adapters == "peft":
         came_from = content_of(job_dir.huggingface / CAME_FROM).decode("utf-8", "replace").strip()
-        pretrained.write_adapters(directory, arrays, layers, mesh, dtype, base_model=came_from)
+        pretrained.write_adapters(
+            directory, arrays, layers, mesh, task, dtype, base_model=came_from, note=note
+        )
     else:
         arrays = merged_weights(arrays, list(layout.leaves()), layers)
-        pretrained.write(directory, arrays, mesh, dtype, note=note)
+        pretrained.write(directory, arrays, mesh, task, dtype, note=note)

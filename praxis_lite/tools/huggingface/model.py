@@ -207,8 +207,8 @@ class HuggingFaceModel:
           ConfigError: there are files in the directory, or the dtype is another.
         """
         self.pretrained.write(
-            directory, self.arrays, self.partitioner.mesh, dtype, max_file_bytes=max_file_bytes,
-            note=note,
+            directory, self.arrays, self.partitioner.mesh, self.partitioner.task, dtype,
+            max_file_bytes=max_file_bytes, note=note,
         )
 
     def _beside(

@@ -4,8 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,16 @@ from jax.sharding import Mesh
 
 from praxis_lite.core.errors import require_choice
 from praxis_lite.core.partitioner.train_state import StateLayout
+from praxis_lite.core.task import Task
 from praxis_lite.files.whole_files import new_directory
 from praxis_lite.host.optional_packages import require_package
-from praxis_lite.inputs.tokenizers.files import (
-    GENERATION_CONFIG,
-    TOKENIZER_FILES,
-    TokenizerFiles,
-    has_tokenizer,
-)
-from praxis_lite.inputs.tokenizers.loading import load_tokenizer
+from praxis_lite.inputs.tokenizers.files import names_of_tokenizer
 from praxis_lite.layers.whole_model.adapters import ADAPTER_WEIGHTS
 from praxis_lite.layers.whole_model.reference import REFERENCE
 from praxis_lite.run.checkpoints.init.kept_arrays import in_kept_form, kept_paths, whole_layout
 from praxis_lite.run.job.local_directory import local_directory
 from praxis_lite.tools.huggingface.adapters import Layers, write_peft
+from praxis_lite.tools.huggingface.exported_text import copy_files, write_text_files
 from praxis_lite.tools.huggingface.family import family_of, read_config
 from praxis_lite.tools.huggingface.same_model import check_same_model, weights_of
 from praxis_lite.tools.huggingface.tensors.reading import read_weights, stored
@@ -103,7 +98,7 @@ class Pretrained:
 
     def write(
         self, directory: str | os.PathLike[str], arrays: Mapping[str, jax.Array], mesh: Mesh,
-        dtype: str | None = None, *, max_file_bytes: int = MAX_FILE_BYTES,
+        task: Task, dtype: str | None = None, *, max_file_bytes: int = MAX_FILE_BYTES,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
         """Writes weights as Hugging Face keeps them: config.json, safetensors, the tokenizer.
@@ -111,6 +106,7 @@ class Pretrained:
         Args:
           directory: a new or an empty one.
           arrays: as `read` returns them.
+          task: whose tokenizer, template and ends of text are written.
           dtype: "float32", "bfloat16" or "float16"; None: of each tensor that of the files read.
           max_file_bytes: of each file.
           note: told how far it is.
@@ -131,18 +127,18 @@ class Pretrained:
                 target, self.parts, arrays, mesh, dtypes, max_file_bytes=max_file_bytes, note=note
             )
             if jax.process_index() == 0:
+                config = write_text_files(target, self.files.directory, task, config, note)
                 (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-                _copy(self.files.directory, target, TOKENIZER_FILES)
-                write_turn_ends(target)
 
     def write_adapters(
         self, directory: str | os.PathLike[str], arrays: Mapping[str, jax.Array], layers: Layers,
-        mesh: Mesh, dtype: str | None = None, *, base_model: str = "",
+        mesh: Mesh, task: Task, dtype: str | None = None, *, base_model: str = "",
+        note: Callable[[str], None] = lambda line: None,
     ) -> None:
         """Writes the adapters alone, as PEFT keeps them, and the tokenizer.
 
         Args:
-          directory, arrays, dtype: as of `write`; a dtype of None is float32.
+          directory, arrays, task, dtype, note: as of `write`; a dtype of None is float32.
           layers: those with adapters.
           base_model: the name or the directory of the model that they belong to.
 
@@ -154,8 +150,7 @@ class Pretrained:
         with _new_directory(directory, "adapter_config.json") as target:
             write_peft(target, self.parts, arrays, layers, mesh, kind, base_model)
             if jax.process_index() == 0:
-                _copy(self.files.directory, target, TOKENIZER_FILES)
-                write_turn_ends(target)
+                write_text_files(target, self.files.directory, task, self.config, note)
 
     def _leaves(self) -> list[Any]:
         leaves = self.layout.leaves()
@@ -173,7 +168,7 @@ def keep_description(directory: str | os.PathLike[str], target: Path) -> None:
     described = json.dumps(files.described(), indent=1)
     (target / DESCRIBED).write_text(f"{described}\n", "utf-8")
     (target / CAME_FROM).write_text(f"{files.directory.absolute()}\n", "utf-8")
-    _copy(files.directory, target, ("config.json", *TOKENIZER_FILES))
+    copy_files(files.directory, target, ("config.json", *names_of_tokenizer(files.directory)))
 
 
 def _check_dtype(dtype: str | None) -> None:
@@ -187,23 +182,3 @@ def _new_directory(
     path = local_directory(directory)
     # Of several processes the first one writes.
     return new_directory(path, last) if jax.process_index() == 0 else contextlib.nullcontext(path)
-
-
-def write_turn_ends(directory: Path) -> None:
-    """Adds to generation_config.json the end of a turn, with which a chat was taught to end."""
-    if not has_tokenizer(directory):
-        return
-    tokenizer = load_tokenizer(directory)
-    ends = (*tokenizer.model_eos_ids, *([] if tokenizer.eos_id is None else [tokenizer.eos_id]))
-    if set(tokenizer.turn_end_ids) <= set(tokenizer.model_eos_ids or ends):
-        return
-    path = directory / GENERATION_CONFIG
-    fields = TokenizerFiles(directory, "").json(GENERATION_CONFIG)
-    fields = {**fields, "eos_token_id": list(tokenizer.eos_ids)}
-    path.write_text(json.dumps(fields, indent=2) + "\n", "utf-8")
-
-
-def _copy(source: Path, target: Path, names: Iterable[str]) -> None:
-    for name in names:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
