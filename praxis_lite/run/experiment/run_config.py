@@ -47,7 +47,7 @@ class RunConfig:
             with a non-finite output. The loop then waits for each step.
         certify_every_steps: steps between certificates: the step is made again on a few of its
             rows, with the devices moved and on another mesh, its update is recomputed, and all
-            copies of the state are compared (docs/check.md). 500 costs about 1 %. None: none are
+            copies of the state are compared (docs/check.md). 500 costs about 1.1 %. None: none are
             made, as on one device.
         certify_action: after a difference, "stop" saves and ends the job with an error, "report"
             saves, says it and goes on.

@@ -42,8 +42,7 @@ class _Recording(BoundLearner):
 def recomputed(
     partitioner: Partitioner, old: TrainState, inputs: PyTree, key: jax.Array, *,
     actual_num_skipped: jax.Array, chosen: Collection[str], weights: Collection[str],
-    shares: Mapping[str, jax.Array],
-    salt: jax.Array, nudge: jax.Array, num_nudges: jax.Array,
+    shares: Mapping[str, jax.Array], salt: jax.Array, nudge: jax.Array, num_nudges: jax.Array,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the arrays of the state after a step, and each element's tolerance, by path.
 
@@ -65,12 +64,13 @@ def recomputed(
     made = functools.partial(_made, partitioner, old, inputs, key, weights)
     first, moved, norms, is_finite = _gradients(made, bound, salt, nudge, num_nudges)
     grads, loss = first["grads"], first["loss"]
-    worst = functools.reduce(jnp.maximum, shares.values(), jnp.float32(_LEAST_SHARE))
+    # The gradient of a single weight may be nothing but rounding.
+    usual = jnp.median(jnp.stack([*shares.values(), jnp.float32(_LEAST_SHARE)]))
     deltas = {
         path: _rounding_of(g, moved["grads"][path], shares[path], num_nudges)
         for path, g in grads.items()
     }
-    is_kept = _is_kept(bound, old, norms, is_finite, worst, actual_num_skipped)
+    is_kept = _is_kept(bound, old, norms, is_finite, usual, actual_num_skipped)
 
     def update(grads: dict[str, jax.Array]) -> dict[str, Any]:
         after = _updated(bound, old, grads, norms, loss)
@@ -84,7 +84,7 @@ def recomputed(
         new[path] = x if _is_key(x) else jnp.where(is_kept, x, before[path])
         if jnp.issubdtype(x.dtype, jnp.floating):
             change, by_nudges = jnp.abs(x - before[path]), moved["of_model"][path]
-            by_share = worst * (change.astype(jnp.float32) + _rms(change))
+            by_share = usual * (change.astype(jnp.float32) + _rms(change))
             tolerances[path] = _arithmetic(before[path], x) + TIMES_ROUNDING * jnp.where(
                 num_nudges > 0, by_nudges + _rms(by_nudges), by_share
             )

@@ -174,7 +174,7 @@ class UpdateCheck:
 
         apart = found(0)
         if agree(bool((apart[..., 0] > 1).any())):
-            # Perhaps rounding was at its work where the shares do not show it.
+            # The shares are of a few rows: measure the rounding of the whole batch's gradients.
             apart = found(_NUDGES)
         comparisons, places = [], {}
         for number, path in enumerate(paths):
@@ -202,7 +202,7 @@ class UpdateCheck:
         expected, actual = self._digests(run(before, batch, key)[0]), self._digests(state)
         wrong = dict(expected.apart(actual))
         if wrong and not self._has_repeated:
-            # A step that training does not make: whatever it is, it is to be the same twice.
+            # Does the program give the same bits twice? Run any step twice from one state.
             copies = (jax.tree.map(lambda x: x.copy(), state) for _ in range(2))
             first, second = (self._digests(run(copy, batch, key)[0]) for copy in copies)
             if list(first.apart(second)):
@@ -323,7 +323,7 @@ def _shares(own: Measures, nudged: Measures, weights: Sequence[str]) -> list[flo
     for path in weights:
         norm, *projections = own.leaves[f"gradients/{path}"]
         apart = nudged.leaves[f"gradients/{path}"][1:] - np.array(projections)
-        # A projection by random signs is on average as long as the gradient.
+        # The square of a projection by random signs is, on average, that of the norm.
         moved = float(np.sqrt(np.mean(np.square(apart))))
         shares.append(moved / float(norm) if norm > 0 else 0.0)
     usual = float(np.median(shares)) if shares else 0.0
