@@ -71,7 +71,7 @@ def train(
 
     return TrainedModel(
         job.partitioner, job.job, launched.config, job.files, ended.step,
-        experiment=launched.experiment, stopped_by=ended.stopped_by,
+        experiment=launched.experiment, stopped_by=ended.stopped_by or ended.ended_early,
     )
 
 

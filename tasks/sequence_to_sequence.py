@@ -17,19 +17,17 @@ from praxis_lite.core import (
     require,
     share_outputs,
 )
-from praxis_lite.decode import Decoder, cache_length, for_tokenizer, stored_forms
+from praxis_lite.decode import Decoder, Sample, cache_length, for_tokenizer, stored_forms
 from praxis_lite.inputs.tokenizers import Tokenizer, as_tokenizer
 from praxis_lite.layers import aux_loss
-from praxis_lite.tasks.language_model import (
-    LIKELIEST_TOKENS,
-    paddings_with_filler,
-    reports_of_batches,
-)
+from praxis_lite.tasks.language_model import paddings_with_filler, reports_of_batches
 
 __all__ = ["SequenceToSequenceTask"]
 
 # B batch, S time of the source, T time of the target, P longest prompt of a target.
 
+# The decoder of a task that names none.
+LIKELIEST_TOKENS = Sample(temperature=0.0)
 # What a batch may have besides, and what the model calls it.
 OPTIONAL_INPUTS = {
     "src_segment_ids": "input_segment_ids",

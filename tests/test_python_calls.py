@@ -279,6 +279,18 @@ class Interrupts(pl.Hook):
             signal.raise_signal(signal.SIGINT)
 
 
+class Ends(pl.Hook):
+    """Ends training at step 2, with a reason."""
+
+    def after_step(self, made):
+        return "bored" if made.step == 2 else None
+
+
+def test_the_reason_of_a_hook_that_ends_training_is_what_stopped_it(tmp_path, line):
+    model = train_line(tmp_path, hooks=[Ends()])
+    assert (model.stopped_by, model.step) == ("bored", 2)
+
+
 def test_an_interrupt_saves_the_step_and_the_call_returns_the_job(tmp_path, line):
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

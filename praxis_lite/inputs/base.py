@@ -103,6 +103,10 @@ class InputPipeline(abc.ABC):
         """Returns where the largest token stands, in a few words; "" if that is not known."""
         return ""
 
+    def example_of(self, index: int, row: int) -> str:
+        """Returns the example in a row of a batch, such as its file and line; "" if unknown."""
+        return ""
+
     def tokens_per_row(self) -> float | None:
         """Returns the mean number of tokens of a row; None: a mixture counts them."""
         return None
@@ -182,6 +186,13 @@ class NumberedPipeline(IndexedPipeline):
         """Returns int64: the examples of these rows of a batch; fewer at the end of a pass."""
         first, count = index * self.batch_size + rows.start, rows.stop - rows.start
         return examples_at(self.num_examples, first, count, seed=self.seed, shuffle=self.shuffle)
+
+    def example_of(self, index: int, row: int) -> str:
+        return "".join(map(self.where, self.numbers(index, slice(row, row + 1)).tolist()))
+
+    def where(self, number: int) -> str:
+        """Returns where an example is, for messages: its number, counted from 0, or its file."""
+        return f"example {number}"
 
 
 class ReplayedPipeline(InputPipeline):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -118,11 +118,14 @@ def checked_spec(pipeline: InputPipeline, name: str) -> Any:
     return spec
 
 
-def non_finite_rows(batch: Any, first_row: int = 0) -> str | None:
+def non_finite_rows(
+    batch: Any, first_row: int = 0, example_of: Callable[[int], str] = lambda row: ""
+) -> str | None:
     """Returns a sentence on the leaves and rows of a host batch with NaN or infinity, or None.
 
     Args:
       first_row: the number in the global batch of the batch's first row.
+      example_of: returns the example in a row of the global batch; "" if that is not known.
     """
     words = []
     for path, leaf in _leaves(batch).items():
@@ -139,7 +142,9 @@ def non_finite_rows(batch: Any, first_row: int = 0) -> str | None:
             continue
         rows = np.flatnonzero(bad.reshape(len(x), -1).any(axis=1)) + first_row
         more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
-        named = ", ".join(map(str, rows[:5]))
+        named = ", ".join(
+            f"{row} ({place})" if (place := example_of(int(row))) else f"{row}" for row in rows[:5]
+        )
         words.append(f"{kind} in '{path}', row{'s' * (len(rows) > 1)} {named}{more}")
     return "; ".join(words) or None
 

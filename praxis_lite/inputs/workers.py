@@ -67,6 +67,9 @@ class WithWorkers(IndexedPipeline):
     def element_spec(self) -> "dict[str, jax.ShapeDtypeStruct]":
         return self.pipeline.element_spec()
 
+    def example_of(self, index: int, row: int) -> str:
+        return self.pipeline.example_of(index, row)
+
     def baselines(self) -> dict[str, float]:
         return self.pipeline.baselines()
 

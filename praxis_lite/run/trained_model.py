@@ -58,8 +58,8 @@ class TrainedModel:
       job: as `fdl.build` made it of the job's config; its mesh is the one in use.
       partitioner: the job's task on that mesh.
       job_dir: the directory of the job, a `pathlib.Path`.
-      stopped_by: what asked the training to end early, such as "SIGINT"; None: nothing did, or the
-        model was loaded.
+      stopped_by: what ended the training early, such as "SIGINT", or the reason that early
+        stopping or a hook gave; None: nothing did, or the model was loaded.
     """
 
     def __init__(

@@ -190,6 +190,18 @@ class Mixture(IndexedPipeline):
         """Returns int16[count]: from which source, counted in order, rows of the stream are."""
         return self._schedule.sources_at(first, count)
 
+    def example_of(self, index: int, row: int) -> str:
+        place = index * self.batch_size + row
+        if self.stop == "first" and self._end is not None and place >= self._end:
+            return ""
+        number = int(self.sources_of(place, 1)[0])
+        (name, source), before = list(self.sources.items())[number], self._schedule
+        at = int(before.counts_before(place)[number])
+        if length := self._lengths[name]:
+            at %= length
+        found = source.example_of(*divmod(at, source.batch_size))
+        return f"{name}: {found}" if found else f"of the source {name}"
+
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
         first, count = index * self.batch_size + rows.start, rows.stop - rows.start
         batch = zero_rows(self.element_spec(), count)

@@ -105,6 +105,10 @@ class FromSource(NumberedPipeline):
         numbers, _ = self._wanted
         return len(self.source) if numbers is None else len(numbers)
 
+    def where(self, number: int) -> str:
+        numbers, _ = self._wanted
+        return self.source.where(int(number if numbers is None else numbers[number]))
+
     def _example(self, place: int) -> Mapping[str, Any]:
         numbers, _ = self._wanted
         number = int(place if numbers is None else numbers[place])

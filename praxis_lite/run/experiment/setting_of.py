@@ -8,7 +8,9 @@ from pathlib import Path
 
 import fiddle as fdl
 
+from praxis_lite.core.callables import callable_name
 from praxis_lite.core.errors import ConfigError, few, printable
+from praxis_lite.host.optional_packages import MissingPackage, install_line, is_installed
 from praxis_lite.run.config.paths import iterate_fields
 
 _MARKS = "'\"`,;:.()[]"
@@ -16,6 +18,24 @@ _MARKS = "'\"`,;:.()[]"
 _FIDDLE = "\n\nFiddle context:"
 # A message that names more settings lists the names there are.
 _MOST_MENTIONED = 3
+# Packages that classes and values of a config need, by their names.
+_PACKAGES_OF_CLASSES = {
+    f"praxis_lite.{place}.{name}": package
+    for place, name, package in (
+        ("run.trackers.mlflow", "MLflow", "mlflow"),
+        ("run.trackers.weights_and_biases", "WeightsAndBiases", "wandb"),
+        ("inputs.sources.columnar", "Parquet", "pyarrow"),
+        ("inputs.sources.columnar", "ArrowFiles", "pyarrow"),
+        ("inputs.sources.hub", "HuggingFaceDataset", "pyarrow"),
+        ("inputs.sources.hub", "Tfds", "tensorflow_datasets"),
+        ("inputs.sources.records", "TfRecords", "google_crc32c"),
+        ("inputs.sources.folders", "ImageFiles", "PIL"),
+    )
+}
+_PACKAGES_OF_VALUES = {
+    ("quantization", "int8"): "qwix", ("quantization", "float8"): "qwix",
+    ("atten_kernel", "tokamax"): "tokamax", ("expert_kernel", "tokamax"): "tokamax",
+}
 _SHORTEST = 3  # A text of fewer characters stands in many messages by chance.
 
 
@@ -33,6 +53,8 @@ def naming_settings(config: fdl.Buildable, recorded: Path | None = None) -> Iter
         yield
     except ConfigError as error:
         message, fiddle, context = str(error).partition(_FIDDLE)
+        if isinstance(error, MissingPackage):
+            message += _other_packages(config, error.package)
         paths = settings_named(config, message)
         if paths and not any(path in message for path in paths):
             message += f" (Set by {few(paths)}.)"
@@ -40,6 +62,28 @@ def naming_settings(config: fdl.Buildable, recorded: Path | None = None) -> Iter
             message += _of_recorded(config, message, paths, recorded)
         error.args = (f"{message}{fiddle}{context}", *error.args[1:])
         raise
+
+
+def _other_packages(config: fdl.Buildable, package: str) -> str:
+    """Returns which other packages of a config are missing, and what installs all; else ""."""
+    needed = {package: None}
+    for field in iterate_fields(config):
+        if isinstance(field.value, fdl.Buildable):
+            needed[_PACKAGES_OF_CLASSES.get(callable_name(fdl.get_callable(field.value)))] = None
+        elif isinstance(field.value, str):
+            last = field.path.rpartition(".")[2]
+            needed[_PACKAGES_OF_VALUES.get((last, field.value))] = None
+            if last == "init_from_huggingface":
+                needed["safetensors"] = None
+            if last == "tokenizer":
+                needed["tokenizers"] = None
+    missing = [name for name in needed if name and (name == package or not is_installed(name))]
+    if missing == [package]:
+        return ""
+    return (
+        f" The config also needs {', '.join(missing[1:])}, not installed either. For all: "
+        f"{install_line(missing)}."
+    )
 
 
 def _of_recorded(

@@ -11,6 +11,9 @@ from praxis_lite.run.job.elastic.changes import START, changes_of_hands
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.text_table import table_lines
 
+# The goodput of a first launch is reported from so many seconds on.
+_FIRST_SECONDS = 600
+
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
@@ -60,10 +63,18 @@ class Goodput:
         return sum(launch.num_lost_steps for launch in self.launches)
 
     def line(self) -> str:
-        """Returns a sentence: the share of useful steps, and where the most of the rest went."""
+        """Returns a sentence: the share of useful steps, and where the most of the rest went.
+
+        Of a single launch of less than `_FIRST_SECONDS` it has seconds and no share, because the
+        start takes most of a short run.
+        """
         others = sorted(
             ((value, kind) for kind, value in self.seconds.items() if kind != STEP), reverse=True
         )
+        if len(self.launches) == 1 and self.total_seconds < _FIRST_SECONDS:
+            parts = [f"{kind} {value:,.0f} s" for value, kind in others[:3] if value >= 0.5]
+            steps = f"steps took {self.seconds[STEP]:,.0f} of {self.total_seconds:,.0f} s"
+            return f"{steps}; {', '.join(parts)} (a short run is mostly its start)"
         rest = ", ".join(
             f"{kind} {self._share(value):.1%}"
             for value, kind in others[:3] if self._share(value) >= 0.001

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -105,7 +106,8 @@ class Evaluator:
         """Notes the first batch whose numbers are not finite; reads the data again up to it."""
         batches = self.pipelines[name].batches(rows=rows)
         for index, inputs in enumerate(itertools.islice(batches, self.max_eval_batches)):
-            if result := non_finite_rows(inputs, rows.start):
+            found = functools.partial(self.pipelines[name].example_of, index)
+            if result := non_finite_rows(inputs, rows.start, found):
                 self.note(f"datasets.{name}: batch {index} (counted from 0) has {result}")
                 return
 

@@ -56,13 +56,20 @@ def nothing_to_do(job: JobOnMesh, first_step: int, *, is_resumed: bool) -> str:
             f"The job has already made its {run.num_train_steps} steps; to go on, raise "
             "run.num_train_steps."
         )
-    values = watched_history(run.stopping.early, job.files, first_step)
-    if reason := run.stopping.early and run.stopping.early.reason_to_stop(values):
+    if reason := why_stopped_early(job, first_step):
         return (
             f"The job stopped early at step {first_step}: {reason}. To go on, raise "
             "run.stopping.early.patience, or set run.stopping.early=None."
         )
     return ""
+
+
+def why_stopped_early(job: JobOnMesh, step: int) -> str | None:
+    """Returns why early stopping ends the job after a step, by its evaluations, or None."""
+    early, total = job.run.stopping.early, job.run.num_train_steps
+    if early is None or step >= total:
+        return None
+    return early.reason_to_stop(watched_history(early, job.files, step))
 
 
 def watched_history(

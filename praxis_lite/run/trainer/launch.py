@@ -35,7 +35,11 @@ from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.job.job_lock import JobLock
 from praxis_lite.run.job.processes.stopping import StopRequest
 from praxis_lite.run.trainer import trainer
-from praxis_lite.run.trainer.checks.job_checks import check_batches_left, check_first_batches
+from praxis_lite.run.trainer.checks.job_checks import (
+    check_batches_left,
+    check_first_batches,
+    notes_on_batch_size,
+)
 from praxis_lite.run.trainer.checks.memory import compile_init
 from praxis_lite.run.trainer.checks.resume import check_resumable, check_same_seed, notes_on_resume
 from praxis_lite.run.trainer.checks.step_of_data import step_for
@@ -51,6 +55,7 @@ from praxis_lite.run.trainer.job_history import (
     nothing_to_do,
     say_goodput,
     when_checkpoints_come,
+    why_stopped_early,
 )
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh, compile_together
 from praxis_lite.run.trainer.layout_table import (
@@ -141,11 +146,12 @@ def train(
             timeline.take_back()
             if not has_loss_curve(files):
                 draw_loss_curve(files, start.step, print)
-            trained = Trained(start.step, num_skipped_in_a_row(start.state))
+            reason = why_stopped_early(job, start.step)
+            trained = Trained(start.step, num_skipped_in_a_row(start.state), None, reason)
             check_last_step(files, trained.step, trained.num_skipped, job.eval_sets)
             return trained
         check_first_batches(job.datasets)
-        for line in notes_on_resume(job.datasets):
+        for line in (*notes_on_batch_size(job.datasets[TRAIN]), *notes_on_resume(job.datasets)):
             print(line)
         trackers = held.enter_context(trackers_of(job, launched, start.step, _say))
         print(when_checkpoints_come(run, start.step))

@@ -54,11 +54,13 @@ class Trained:
       step: the last one made; its checkpoint is saved.
       num_skipped: how many steps in a row, up to the last, were skipped.
       stopped_by: what asked for an early end, such as "SIGTERM", or None.
+      ended_early: why a hook, such as early stopping, ended training; None: none did.
     """
 
     step: int
     num_skipped: int
     stopped_by: str | None = None
+    ended_early: str | None = None
 
 
 def train(
@@ -137,7 +139,7 @@ def _run(loop: Loop, start: StartingPoint, device_clock: DeviceClock) -> Trained
         loop.note(f"stopped early at step {step}: {loop.reason}")
     for hook in loop.hooks:
         hook.after_training(step)
-    return Trained(step, num_skipped_in_a_row(state), loop.stopped_by())
+    return Trained(step, num_skipped_in_a_row(state), loop.stopped_by(), loop.reason)
 
 
 def _batches(loop: Loop) -> Iterator[tuple[int, Any, Any, int, float]]:

@@ -262,7 +262,7 @@ def test_lines_of_strangers_are_left_out(job):
 def test_a_launch_without_a_second_has_no_share(job):
     line = Stretch(5.0, None, None, {}).line()
     job.timeline_jsonl.write_text(line)
-    assert goodput_of(job).line() == "goodput 0.0% of 0 s in 1 launch"
+    assert goodput_of(job).line().startswith("steps took 0 of 0 s")
     assert "goodput: 0.0%" in str(goodput_of(job))
 
 
@@ -330,3 +330,12 @@ def test_what_lies_between_launches_while_hands_change_is_no_idle_time(job):
     assert seconds_of(job) == {
         STEP: 8.0, RESTORE: 2.0, HANDS: 0.5 + 3.0 + 6.0, IDLE: 60 + 1.0,
     }
+
+
+@pytest.mark.parametrize(("seconds", "has_share"), [(40, False), (599, False), (601, True)])
+def test_a_short_first_run_has_seconds_and_no_share(job, seconds, has_share):
+    parts = {COMPILE: 35.0, STEP: seconds - 35.0}
+    job.timeline_jsonl.write_text(Stretch(5.0, None, None, parts).line())
+    line = goodput_of(job).line()
+    assert ("goodput" in line) == has_share
+    assert has_share or f"steps took {seconds - 35} of {seconds} s; compile 35 s" in line

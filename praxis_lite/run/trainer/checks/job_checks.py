@@ -148,6 +148,20 @@ def check_first_batches(datasets: Mapping[str, InputPipeline]) -> None:
             next(checked_batches(pipeline, f"datasets.{name}"), None)
 
 
+def notes_on_batch_size(pipeline: InputPipeline) -> list[str]:
+    """Returns a warning for each training pipeline whose batch is larger than its data."""
+    pipeline = _without_workers(pipeline)
+    if isinstance(pipeline, Mixture):
+        return []  # A source has its own length, and no batch of its own.
+    num_examples = getattr(pipeline, "num_examples", None)
+    if num_examples is None or num_examples >= pipeline.batch_size:
+        return []
+    return [
+        f"WARNING: datasets.{TRAIN} has {num_examples:,} examples and a batch_size of "
+        f"{pipeline.batch_size:,}: each batch repeats examples. Lower batch_size, or add data."
+    ]
+
+
 def check_averages(partitioner: Partitioner, run: RunConfig) -> None:
     """Raises ConfigError if averages of weights are to be evaluated and the learner keeps none."""
     opt_states = partitioner.layout.shapes.opt_states

@@ -10,6 +10,7 @@ import numpy as np
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.learner.optimizer_factories import MAX_LEARNING_RATE
 from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.inputs.base import TRAIN
 from praxis_lite.inputs.batches import non_finite_rows
 from praxis_lite.run.trainer.hooks.hook import Hook, StepMetrics
 from praxis_lite.run.trainer.hooks.loop import Loop
@@ -33,19 +34,30 @@ class SkippedSteps(Hook):
 
     def after_metrics(self, metrics: StepMetrics) -> None:
         step, in_a_row, data = metrics.step, metrics.line["num_skipped_in_a_row"], ""
-        if not in_a_row:
+        most = self._job.run.stopping.max_skipped_steps_in_a_row
+        is_end = most is not None and in_a_row >= most
+        # Of a long stretch the steps 1, 2, 4, 8, ... are reported.
+        if not in_a_row or (in_a_row & (in_a_row - 1) and not is_end):
             return
-        faults = [non_finite_rows(metrics.inputs, metrics.first_row), _without_weight(metrics)]
+        train, batch = self._job.datasets[TRAIN], metrics.batch
+        faults = [
+            non_finite_rows(
+                metrics.inputs, metrics.first_row, lambda row: train.example_of(batch, row)
+            ),
+            _without_weight(metrics),
+        ]
         if words := "; ".join(filter(None, faults)):
-            data = f"datasets.train: batch {metrics.batch} (counted from 0) has {words}"
+            data = f"datasets.train: batch {batch} (counted from 0) has {words}"
+        elif not self._job.run.debug_nans and in_a_row == 1:
+            data = "--set run.debug_nans=true names the layer where the number arises"
         self._loop.note(
             f"step {step} skipped: its loss, gradient or learning rate is not finite, or its "
-            f"gradient too large ({metrics.line['num_skipped_steps']} skipped so far); weights and "
-            "slots stay" + (f". {data}" if data else "")
+            f"gradient too large ({metrics.line['num_skipped_steps']} skipped so far"
+            + (f", {in_a_row} in a row" if in_a_row > 1 else "")
+            + "); weights and slots stay" + (f". {data}" if data else "")
         )
-        most = self._job.run.stopping.max_skipped_steps_in_a_row
-        if most is not None and in_a_row >= most:
-            raise ConfigError(self._too_many(step, in_a_row, data))
+        if is_end:
+            raise ConfigError(self._too_many(step, in_a_row, data if words else ""))
 
     def _too_many(self, step: int, in_a_row: int, data: str) -> str:
         last_good, checkpoints = step - in_a_row, self._loop.checkpoints
