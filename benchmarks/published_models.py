@@ -124,6 +124,8 @@ class DenseFirst(BaseLayer):
       repeat_tpl: called with (block, number, rngs=), once for each kind.
     """
 
+    cache_skips_padding = True
+
     def __init__(
         self, block: Callable[..., Any], num_layers: int, *, first_tpl: Callable[..., Any],
         num_first: int, repeat_tpl: Callable[..., Any] = Repeat, rngs: nnx.Rngs,

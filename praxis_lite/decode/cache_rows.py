@@ -1,10 +1,13 @@
-"""Rows of a cache, whatever its layout: repeated, reordered, and put into another cache."""
+"""Rows of a cache, whatever its layout: repeated, reordered, kept, and put into another cache."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.sharding.leaf_paths import path_of
 
 # B batch, K hypotheses per row.
 PyTree = Any
@@ -33,6 +36,26 @@ def repeat_rows(cache: PyTree, dims: PyTree, repeats: int) -> PyTree:
     return jax.tree.map(
         lambda x, dim: x if dim < 0 else jnp.repeat(x, repeats, axis=dim), cache, dims
     )
+
+
+def keep_rows(old: PyTree, new: PyTree, dims: PyTree, is_kept_B: jax.Array) -> PyTree:
+    """Returns the cache `new` with the rows `is_kept_B` of `old`.
+
+    Raises:
+      ConfigError: a leaf has no dim of the batch, so that no row of it can be kept; names its path.
+    """
+
+    def keep(path: tuple, before: jax.Array, after: jax.Array, dim: int) -> jax.Array:
+        if dim < 0:
+            raise ConfigError(
+                f"The cache's {path_of(path)} has the shape {after.shape}, whatever the number of "
+                "rows; expected a dim of the batch, because prompts differ in length. Give each "
+                "row its own value in init_cache, such as jnp.zeros((batch_size,), jnp.int32)."
+            )
+        shape = [-1 if d == dim else 1 for d in range(after.ndim)]
+        return jnp.where(is_kept_B.reshape(shape), before, after)
+
+    return jax.tree.map_with_path(keep, old, new, dims)
 
 
 def take_hyps(cache: PyTree, dims: PyTree, hyps_BK: jax.Array) -> PyTree:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.core.errors import require, require_choice
+from praxis_lite.decode.padding import check_has_rows
 from praxis_lite.decode.speculation import check_takes_back
 
 # B prompts, P longest prompt, S = num_hyps continuations of each, M = max_decode_steps new tokens.
@@ -131,6 +132,7 @@ class Decoder(abc.ABC):
         Raises:
           ConfigError: it cannot.
         """
+        check_has_rows(model)
         if self.num_speculative_tokens:
             setting = f"{type(self).__name__}.num_speculative_tokens"
             check_takes_back(model, setting, self.num_speculative_tokens)
@@ -182,7 +184,9 @@ class Decoder(abc.ABC):
 
         Args:
           model: has `init_cache(batch_size, length)` and
-            `(ids, positions=, paddings=, cache=) -> logits, cache`.
+            `(ids, positions=, paddings=, cache=) -> logits, cache`. An nnx.Module says by
+            `cache_skips_padding` of its layers which caches leave padding out, see `BaseLayer`;
+            any other object leaves it out of all.
           ids: int32 [B, P], padded on the right with anything.
           prefix_lengths: int32 [B], the length of each prompt without padding; 0 marks a row to
             leave empty.

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.collectives.varying import varying_alike
+from praxis_lite.collectives.varying import on_any_device, varying_alike
 from praxis_lite.decode.decoder import Decoder, Prompts
+from praxis_lite.decode.padding import layers_that_keep_padding, read, tell_of_slow_prompts
 from praxis_lite.layers.base.variables import rebuilt
 from praxis_lite.layers.embedding.rotary_scaling import DynamicRotary
 
@@ -39,12 +40,17 @@ def prefill(decoder: Decoder, model: Any, prompts: Prompts) -> Prefix:
 
     What padding leaves in an attention's cache is overwritten before anything attends to it,
     since a row's new tokens go to the positions right after its prompt; a recurrent layer skips
-    it by `paddings`, and so does a window's ring.
+    it by `paddings`, and so does a window's ring. If a layer does not declare that it skips
+    padding, the prompts are read a token at a time, and rows that have ended keep their cache.
     """
     ids, lengths = prompts.ids, prompts.lengths
     num_rows, prompt_length = ids.shape
     cache = model.init_cache(num_rows, cache_length(decoder, prompt_length))
     cache = varying_alike(cache, ids)  # A layer may carry it through a loop.
+    if decoder.fprop_for_prefix and (names := layers_that_keep_padding(model)):
+        tell_of_slow_prompts(tuple(names))
+        logits, cache = read_blocks(model, ids, lengths, cache, jnp.zeros((), jnp.int32), 1)
+        return Prefix(logits, cache, None, max_steps(decoder, prompts))
     is_padding = jnp.arange(prompt_length)[None, :] >= lengths[:, None]
     paddings = is_padding.astype(jnp.float32)
     last = jnp.maximum(lengths - 1, 0)
@@ -82,6 +88,45 @@ def max_steps(decoder: Decoder, prompts: Prompts) -> jax.Array:
     return jnp.where(lengths > 0, limits, 0)
 
 
+def read_blocks(
+    model: Any, ids: jax.Array, lengths: jax.Array, cache: Any, start: jax.Array, size: int
+) -> tuple[jax.Array, Any]:
+    """Returns float32 logits [B, V] after each prompt, and the cache with its tokens in it.
+
+    Args:
+      ids: int32 [B, P].
+      lengths: int32 [B].
+      cache: with the first `start` tokens of the prompts in it.
+      start: int32 [], a multiple of `size`, less than each length.
+      size: tokens of a block; single tokens are read instead if a cache may keep padding.
+    """
+    size = 1 if layers_that_keep_padding(model) else size
+    num_rows, length = ids.shape
+    ids = jnp.pad(ids, ((0, 0), (0, -length % size)))
+    end, rows = jnp.max(lengths), jnp.arange(num_rows)
+
+    def goes_on(carry: tuple[jax.Array, jax.Array, Any]) -> jax.Array:
+        return on_any_device(carry[0] < end)
+
+    def read_block(carry: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, jax.Array, Any]:
+        first, logits, cache = carry
+        positions = first + jnp.arange(size, dtype=jnp.int32)[None, :]
+        new, cache = read(
+            model, jax.lax.dynamic_slice_in_dim(ids, first, size, axis=1), positions,
+            (positions >= lengths[:, None]).astype(jnp.float32), cache,
+        )
+        place = lengths - 1 - first
+        is_last = (place >= 0) & (place < size)
+        newest = new[rows, jnp.clip(place, 0, size - 1)].astype(jnp.float32)
+        return first + size, jnp.where(is_last[:, None], newest, logits), cache
+
+    item = jax.eval_shape(lambda cache: rebuilt(model)(ids[:, :1], cache=cache)[0], cache)
+    logits = jnp.zeros((num_rows, item.shape[-1]), jnp.float32)
+    carry = varying_alike((jnp.asarray(start, jnp.int32), logits, cache), (ids, lengths))
+    _, logits, cache = jax.lax.while_loop(goes_on, read_block, carry)
+    return logits, cache
+
+
 def _in_chunks(
     model: Any, ids: jax.Array, paddings: jax.Array, last: jax.Array, cache: Any, size: int,
     has_logprobs: bool,
@@ -89,13 +134,13 @@ def _in_chunks(
     """Returns logits after each row's last token, the cache, and the prompts' log-probs or None."""
     (num_rows, length), rows = ids.shape, jnp.arange(ids.shape[0])
 
-    def read(carry: tuple, start: jax.Array, size: int) -> tuple[tuple, jax.Array | None]:
+    def read_chunk(carry: tuple, start: jax.Array, size: int) -> tuple[tuple, jax.Array | None]:
         logits, cache = carry
         chunk, hidden = (
             jax.lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in (ids, paddings)
         )
         positions = start + jnp.arange(size, dtype=jnp.int32)[None, :]
-        new, cache = rebuilt(model)(chunk, positions=positions, paddings=hidden, cache=cache)
+        new, cache = read(model, chunk, positions, hidden, cache)
         new, logprobs = new.astype(jnp.float32), None
         if has_logprobs:
             before = jnp.concatenate([logits[:, None], new[:, :-1]], axis=1)
@@ -110,9 +155,9 @@ def _in_chunks(
     logits = jnp.zeros((item.shape[0], item.shape[-1]), jnp.float32)
     carry, num_chunks = varying_alike((logits, cache), ids), length // size
     starts = size * jnp.arange(num_chunks, dtype=jnp.int32)
-    carry, logprobs = jax.lax.scan(functools.partial(read, size=size), carry, starts)
+    carry, logprobs = jax.lax.scan(functools.partial(read_chunk, size=size), carry, starts)
     if length % size:  # Not padded to a whole chunk, which might not fit into the cache.
-        carry, _ = read(carry, jnp.asarray(size * num_chunks, jnp.int32), length % size)
+        carry, _ = read_chunk(carry, jnp.asarray(size * num_chunks, jnp.int32), length % size)
     if not has_logprobs:
         return *carry, None
     # Of single tokens.

@@ -9,12 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from praxis_lite.collectives.varying import on_any_device, varying_alike
 from praxis_lite.core.errors import require
 from praxis_lite.decode.cache_rows import batch_dims, repeat_rows
 from praxis_lite.decode.decoder import Decoder, Prompts
-from praxis_lite.decode.prefill import Prefix, cache_length, max_steps
-from praxis_lite.layers.base.variables import rebuilt
+from praxis_lite.decode.prefill import Prefix, cache_length, max_steps, read_blocks
 
 # B batch, P longest prompt, V classes.
 PyTree = Any
@@ -80,44 +78,6 @@ def num_common(ids: jax.Array, lengths: jax.Array) -> jax.Array:
     num_equal = jnp.sum(jnp.cumprod(is_equal.astype(jnp.int32)))
     fewest = jnp.min(jnp.where(is_row, lengths, 1 + ids.shape[1]))
     return jnp.minimum(num_equal, jnp.where(jnp.any(is_row), fewest - 1, 0))
-
-
-def read_blocks(
-    model: Any, ids: jax.Array, lengths: jax.Array, cache: PyTree, start: jax.Array, size: int
-) -> tuple[jax.Array, PyTree]:
-    """Returns float32 logits [B, V] after each prompt, and the cache with its tokens in it.
-
-    Args:
-      ids: int32 [B, P].
-      lengths: int32 [B].
-      cache: with the first `start` tokens of the prompts in it.
-      start: int32 [], a multiple of `size`, less than each length.
-      size: `block_size`.
-    """
-    num_rows, length = ids.shape
-    ids = jnp.pad(ids, ((0, 0), (0, -length % size)))
-    end, rows = jnp.max(lengths), jnp.arange(num_rows)
-
-    def goes_on(carry: tuple[jax.Array, jax.Array, PyTree]) -> jax.Array:
-        return on_any_device(carry[0] < end)
-
-    def read(carry: tuple[jax.Array, jax.Array, PyTree]) -> tuple[jax.Array, jax.Array, PyTree]:
-        first, logits, cache = carry
-        positions = first + jnp.arange(size, dtype=jnp.int32)[None, :]
-        new, cache = rebuilt(model)(
-            jax.lax.dynamic_slice_in_dim(ids, first, size, axis=1), positions=positions,
-            paddings=(positions >= lengths[:, None]).astype(jnp.float32), cache=cache,
-        )
-        place = lengths - 1 - first
-        is_last = (place >= 0) & (place < size)
-        newest = new[rows, jnp.clip(place, 0, size - 1)].astype(jnp.float32)
-        return first + size, jnp.where(is_last[:, None], newest, logits), cache
-
-    item = jax.eval_shape(lambda cache: rebuilt(model)(ids[:, :1], cache=cache)[0], cache)
-    logits = jnp.zeros((num_rows, item.shape[-1]), jnp.float32)
-    carry = varying_alike((jnp.asarray(start, jnp.int32), logits, cache), (ids, lengths))
-    _, logits, cache = jax.lax.while_loop(goes_on, read, carry)
-    return logits, cache
 
 
 class OneRow:

@@ -9,6 +9,7 @@ from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.decode.cache_rows import batch_dims
+from praxis_lite.decode.padding import layers_that_keep_padding
 from praxis_lite.layers.attention.attentions import DotProductAttention
 from praxis_lite.layers.attention.cache import SPARE_PLACES
 from praxis_lite.layers.base.base_layer import BaseLayer
@@ -57,8 +58,8 @@ def check_takes_back(model: Any, setting: str, num_drafts: int) -> None:
       num_drafts: its value.
 
     Raises:
-      ConfigError: a layer's cache is a state that every token changes, a window's cannot take so
-        many tokens back, or a token sees later ones.
+      ConfigError: a layer's cache is a state that every token changes, or may keep padding; a
+        window's cannot take so many tokens back; or a token sees later ones.
     """
     states = [jax.tree_util.keystr(path, simple=True, separator="/") for path in _states(model)]
     if states:
@@ -66,6 +67,12 @@ def check_takes_back(model: Any, setting: str, num_drafts: int) -> None:
             f"{setting} needs a cache with a place for each token, so that wrong drafts can be "
             f"taken back; the model's cache has {', '.join(states[:3])}, which every token "
             f"changes, as a recurrent layer's does. Set {setting} to 0."
+        )
+    if names := layers_that_keep_padding(model):
+        raise ConfigError(
+            f"{setting} needs caches in which wrong drafts leave nothing; {', '.join(names)} does "
+            f"not declare cache_skips_padding. Set {setting} to 0, or declare it "
+            "(docs/how_to_add.md)."
         )
     module = model.model if isinstance(model, ConditionedDecoder) else model
     for path, layer in nnx.compat.iter_modules(module) if isinstance(module, nnx.Module) else ():

@@ -80,12 +80,12 @@ def test_the_layers_own_test_passes(folder):
 def test_the_layer_decodes_as_it_trains_and_refuses_in_words():
     layer = module("layers").ScaledSum(5, 7, rngs=nnx.Rngs(0))
     x = np.random.default_rng(1).normal(size=(2, 4, 5)).astype(np.float32)
-    cache, steps = layer.init_cache(2), []
+    cache, steps = layer.init_cache(2, 4, jnp.float32), []
     for t in range(4):
-        y, cache = layer.extend_step(x[:, t : t + 1], cache)
+        y, cache = layer(x[:, t : t + 1], cache=cache)
         steps.append(y)
     expected = np.cumsum(x @ np.asarray(layer.w[...]), axis=1) / np.arange(1, 5)[None, :, None]
-    np.testing.assert_allclose(layer(x), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(layer(x)[0], expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(jnp.concatenate(steps, axis=1), expected, rtol=1e-5, atol=1e-6)
     with pytest.raises(ConfigError, match="output_dims.*0"):
         module("layers").ScaledSum(5, 0, rngs=nnx.Rngs(0))

@@ -95,6 +95,8 @@ class DotProductAttention(AttentionHeads):
         that splits N: a name in TENSOR_PARALLEL. None, and calls with a cache: the compiler's.
     """
 
+    cache_skips_padding = True
+
     preset_settings = {
         "tensor_parallel": "attention_collectives", "context_parallel": "attention_context",
     }

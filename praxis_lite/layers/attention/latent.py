@@ -64,6 +64,8 @@ class MultiHeadLatentAttention(BaseLayer):
       ConfigError: sizes that are not positive; or, when called, an atten_mask or `encoded`.
     """
 
+    cache_skips_padding = True
+
     splits = OF_HEADS | splits(output=RESIDUAL)
     preset_settings = {"context_parallel": "attention_context"}
 

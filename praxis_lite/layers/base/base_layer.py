@@ -58,6 +58,10 @@ class BaseLayer(nnx.Module):
     # Of it, what lets a token depend on later ones of its row, such as "seats that tokens compete
     # for"; None in attention, whose mask says it.
     couples_tokens: str | None = None
+    # True: a call with a cache leaves the tokens of `paddings` out of it, for any number of tokens.
+    # False: decoding reads prompts a token at a time, and restores the cache of rows that have
+    # ended. A subclass with a new `__call__` or `init_cache` declares it again.
+    cache_skips_padding: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -95,6 +95,17 @@ def num_stacked_dims(variable: nnx.Variable) -> int:
     return len(metadata.get("stack_split_dims_mapping", ()))
 
 
+def one_of_stack(blocks: Tree, num_dims: int = 1) -> Tree:
+    """Returns a block of a stack, with shapes in place of arrays.
+
+    Args:
+      num_dims: of the stack, in front of each array's own.
+    """
+    return jax.eval_shape(
+        lambda blocks: jax.tree.map(lambda x: x[(0,) * num_dims], blocks), blocks
+    )
+
+
 def stacked(
     module: nnx.Module, stack_split: DimSplit, *, num_dims_apart: int = 0
 ) -> nnx.Module:

@@ -84,6 +84,8 @@ class RgLruBlock(BaseLayer):
       output_split_dims_mapping: of the outputs, [B, T, D].
     """
 
+    cache_skips_padding = True
+
     splits = OF_HEADS | splits(output=RESIDUAL)
 
     def __init__(

@@ -15,7 +15,7 @@ from praxis_lite.core.sharding.split_dims import DimSplit, constrain
 from praxis_lite.layers.base.base_layer import BaseLayer
 from praxis_lite.layers.base.calls import require_positive, scope_of
 from praxis_lite.layers.base.dims import RESIDUAL, splits
-from praxis_lite.layers.base.variables import assign, assigned_values, stacked
+from praxis_lite.layers.base.variables import assign, assigned_values, one_of_stack, stacked
 from praxis_lite.layers.stacking.checkpoint_policy import CheckpointPolicy, checked_policy, remat
 from praxis_lite.layers.stacking.pipelining.cut_models import cut_in_force
 from praxis_lite.layers.stacking.pipelining.forms import (
@@ -100,6 +100,8 @@ class Pipeline(BaseLayer):
       ConfigError: a setting is out of range or does not fit another.
     """
 
+    cache_skips_padding = True
+
     splits = splits(activation=RESIDUAL)
 
     def __init__(
@@ -154,8 +156,8 @@ class Pipeline(BaseLayer):
         """Returns the blocks' caches, stacked on [R, S, P]; a list if their weights are not."""
         if (layers := self._layers_apart()) is not None:
             return [layer.init_cache(*args, **kwargs) for layer in layers]
-        # A block's cache depends on its settings, not its weights: the stack serves as one block.
-        cache = self.blocks.init_cache(*args, **kwargs)
+        block = one_of_stack(self.blocks, len(self._stack_shape))
+        cache = block.init_cache(*args, **kwargs)
         stacks = jax.tree.map(
             lambda x: jnp.broadcast_to(x, (*self._stack_shape, *x.shape)), cache
         )

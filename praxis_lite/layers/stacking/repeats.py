@@ -14,7 +14,13 @@ from praxis_lite.core.sharding.split_dims import DimSplit
 from praxis_lite.layers.base.activation_names import named
 from praxis_lite.layers.base.base_layer import BaseLayer
 from praxis_lite.layers.base.calls import require_positive, scope_of
-from praxis_lite.layers.base.variables import assign, assigned_values, put_on_host, stacked
+from praxis_lite.layers.base.variables import (
+    assign,
+    assigned_values,
+    one_of_stack,
+    put_on_host,
+    stacked,
+)
 from praxis_lite.layers.stacking.checkpoint_policy import (
     CHECKPOINT_POLICIES,
     CheckpointPolicy,
@@ -53,6 +59,8 @@ class Repeat(BaseLayer):
         without a scan, or with what would keep all weights on the device for the backward pass; in
         a call, the layers have no activation of a name.
     """
+
+    cache_skips_padding = True
 
     def __init__(
         self,
@@ -96,8 +104,7 @@ class Repeat(BaseLayer):
             return [block.init_cache(*args, **kwargs) for block in blocks]
         return jax.tree.map(
             lambda x: jnp.broadcast_to(x, (self.num_layers, *x.shape)),
-            # It depends on a block's settings, not its weights: the stack serves as one block.
-            self.blocks.init_cache(*args, **kwargs),
+            one_of_stack(self.blocks).init_cache(*args, **kwargs),
         )
 
     def _blocks_apart(self) -> Sequence[Any] | None:
@@ -145,6 +152,8 @@ class StackedTransformer(BaseLayer):
     Raises:
       ConfigError: the pattern does not divide num_layers, or a setting is out of range.
     """
+
+    cache_skips_padding = True
 
     def __init__(
         self,

@@ -54,6 +54,8 @@ class TransformerEncoderDecoder(BaseLayer):
       encoder_ln_tpl, decoder_ln_tpl: the norm after each stack.
     """
 
+    cache_skips_padding = True
+
     def __init__(
         self,
         vocab_size: int,

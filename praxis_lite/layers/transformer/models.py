@@ -58,6 +58,8 @@ class TransformerLm(BaseLayer):
       final_ln_tpl: the norm before the softmax; None: no norm.
     """
 
+    cache_skips_padding = True
+
     def __init__(
         self,
         vocab_size: int,

@@ -35,6 +35,19 @@ def _given(**settings: Any) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value not in (None, 0.0)}
 
 
+def _has_cache(layer: Any) -> bool:
+    return hasattr(type(layer), "init_cache")
+
+
+def _outputs_and_cache(layer: Any, result: Any) -> tuple[jax.Array, Any]:
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ConfigError(
+            f"{type(layer).__name__} has an init_cache, and its call returns {type(result)}; "
+            "expected (outputs, cache), the cache None where none was given."
+        )
+    return result
+
+
 class Transformer(BaseLayer):
     """Returns a block's [B, T, D] and its cache: attention, cross-attention if any, feed-forward.
 
@@ -59,8 +72,11 @@ class Transformer(BaseLayer):
       ln_tpl: the norms, of the feed-forward too, called with (input_dims, rngs=).
       tr_atten_tpl: called with (input_dims, num_heads, dim_per_head=, rngs=).
       cross_atten_tpl: called with is_cross_attention=True besides; None: tr_atten_tpl.
-      tr_fflayer_tpl: called with (input_dims, hidden_dims, ln_tpl=, rngs=).
+      tr_fflayer_tpl: called with (input_dims, hidden_dims, ln_tpl=, rngs=). A layer with an
+        `init_cache` is called with cache= too, and returns (outputs, cache).
     """
+
+    cache_skips_padding = True
 
     def __init__(
         self,
@@ -143,16 +159,21 @@ class Transformer(BaseLayer):
         *,
         encoded_length: int | None = None,
     ) -> Any:
-        """Returns the attention's empty cache; with cross-attention both, by attribute name."""
-        cache = self.self_attention.init_cache(batch_size, max_seq_length, dtype)
-        if self.cross_attention is None:
-            return cache
-        if encoded_length is None:
-            return {"self_attention": cache}
-        cross = self.cross_attention.init_cache(
-            batch_size, max_seq_length, dtype, encoded_length=encoded_length
-        )
-        return {"self_attention": cache, "cross_attention": cross}
+        """Returns the attention's empty cache; of several layers with a cache all, by attribute."""
+        sizes = batch_size, max_seq_length, dtype
+        caches = {"self_attention": self.self_attention.init_cache(*sizes)}
+        if self.cross_attention is not None and encoded_length is not None:
+            caches["cross_attention"] = self.cross_attention.init_cache(
+                *sizes, encoded_length=encoded_length
+            )
+        if _has_cache(self.ff_layer):
+            caches["ff_layer"] = self.ff_layer.init_cache(*sizes)
+        return caches if self._has_caches else caches["self_attention"]
+
+    @property
+    def _has_caches(self) -> bool:
+        """True if the cache is of several layers, by attribute."""
+        return self.cross_attention is not None or _has_cache(self.ff_layer)
 
     def __call__(
         self,
@@ -200,8 +221,8 @@ class Transformer(BaseLayer):
                 local["segment_ids"] = (1.0 - paddings).astype(jnp.int32)
             if self.fold_padding_with_segment_mask:
                 local["paddings"] = None
-        has_both = self.cross_attention is not None
-        caches = dict(cache) if has_both and cache is not None else {"self_attention": cache}
+        has_caches = self._has_caches
+        caches = dict(cache) if has_caches and cache is not None else {"self_attention": cache}
 
         def attend(name: str, x: jax.Array, **inputs: Any) -> jax.Array:
             # No None is handed on: a layer in attention's place need not know every input.
@@ -235,14 +256,18 @@ class Transformer(BaseLayer):
                 outputs, lambda x: attend("cross_attention", x, **across),
                 functools.partial(join, name="cross_attention"), key,
             )
-        fed = self.ff_layer(
-            inputs if self.is_parallel else outputs, paddings=paddings, segment_ids=segment_ids,
-            key=keys["ff_layer"],
-        )
+        rows = {"paddings": paddings, "segment_ids": segment_ids, "key": keys["ff_layer"]}
+        x = inputs if self.is_parallel else outputs
+        if _has_cache(self.ff_layer):
+            fed, caches["ff_layer"] = _outputs_and_cache(
+                self.ff_layer, self.ff_layer(x, **rows, cache=caches.get("ff_layer"))
+            )
+        else:
+            fed = self.ff_layer(x, **rows)
         outputs = outputs + fed if self.is_parallel else fed
         if cache is None:
             return outputs, None
-        return outputs, caches if has_both else caches["self_attention"]
+        return outputs, caches if has_caches else caches["self_attention"]
 
     def _crosses(self, encoded: jax.Array | None, caches: dict[str, Any]) -> bool:
         if self.cross_attention is None:

@@ -1,0 +1,91 @@
+"""Prompts are padded on the right: which caches leave the padding out, and how the others are read.
+
+The invariant: after its prompt a row's cache is the one that the prompt alone gives.
+"""
+
+import functools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from praxis_lite.decode.cache_rows import batch_dims, keep_rows
+from praxis_lite.layers.base.variables import rebuilt
+
+# B batch, T time, V classes.
+PyTree = Any
+
+
+def read(
+    model: Any, ids: jax.Array, positions: jax.Array, paddings: jax.Array, cache: PyTree
+) -> tuple[jax.Array, PyTree]:
+    """Returns the logits [B, T, V] of tokens, and the cache after those that are no padding.
+
+    T is 1 where a layer of the model has a cache that may keep padding.
+
+    Args:
+      ids: int32 [B, T].
+      positions: int32 [B or 1, T].
+      paddings: [B, T], 1.0 for padding.
+    """
+    logits, new = rebuilt(model)(ids, positions=positions, paddings=paddings, cache=cache)
+    if layers_that_keep_padding(model):
+        assert ids.shape[1] == 1, "padding would stay in the cache"
+        new = keep_rows(cache, new, batch_dims(model.init_cache), paddings[:, 0] > 0.5)
+    return logits, new
+
+
+def layers_that_keep_padding(model: Any) -> list[str]:
+    """Returns the classes of layers whose caches may have padding in them after a call.
+
+    They are the layers with `init_cache` that do not declare `cache_skips_padding`, see
+    `BaseLayer`. A model that is not an nnx.Module itself leaves padding out, as `Decoder.__call__`
+    asks of it.
+    """
+    names = {
+        type(layer).__name__ for module in _modules(model)
+        for _, layer in nnx.compat.iter_modules(module)
+        if hasattr(type(layer), "init_cache") and not _declares(type(layer))
+    }
+    return sorted(names)
+
+
+def check_has_rows(model: Any) -> None:
+    """Checks that each row of the model's cache can be kept, where padding may get into it.
+
+    Raises:
+      ConfigError: a leaf has no dim of the batch; names its path.
+    """
+    if layers_that_keep_padding(model):
+        dims = batch_dims(model.init_cache)
+        cache = jax.eval_shape(lambda: model.init_cache(2, 1))
+        jax.eval_shape(lambda x: keep_rows(x, x, dims, jnp.zeros((2,), bool)), cache)
+
+
+def _modules(model: Any) -> Iterator[nnx.Module]:
+    if isinstance(model, nnx.Module):
+        yield model
+    else:  # An adapter, such as a ConditionedDecoder.
+        yield from (x for x in getattr(model, "__dict__", {}).values() if isinstance(x, nnx.Module))
+
+
+def _declares(layer_class: type) -> bool:
+    """Returns what the class declares; a base's word does not count for methods written anew."""
+    for owner in layer_class.__mro__:
+        if "cache_skips_padding" in vars(owner):
+            return bool(owner.cache_skips_padding)
+        if {"init_cache", "__call__"} & vars(owner).keys():
+            return False
+    return False
+
+
+@functools.cache
+def tell_of_slow_prompts(names: tuple[str, ...]) -> None:
+    """Logs once that prompts are read a token at a time, and what to declare."""
+    logging.getLogger("praxis_lite").info(
+        "prompts are read a token at a time, because %s does not declare cache_skips_padding "
+        "(docs/how_to_add.md)", ", ".join(names),
+    )
