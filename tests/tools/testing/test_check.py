@@ -131,6 +131,7 @@ SAMPLE = (
     "micro-batches: a mean of means", "experts: balance of a device", "resumed: a batch too far",
     "norms in bfloat16", "13 rows: a tenth more", "unroll of NNX: a layer twice",
     "tracker: an auxiliary loss that is read as 0",
+    "remat of a stack, scanned: another dropout key in the backward pass",
     "gathered keys: positions begin anew on each device", "1F1B: stages hand on the wrong way",
     "on the host: a slot left there",
 )

@@ -2,15 +2,20 @@
 
 import dataclasses
 import enum
+import functools
+from collections.abc import Callable
 from typing import Literal
 
 import fiddle as fdl
+import jax
 import pytest
+from flax import nnx
 
 from praxis_lite.tools.testing import check_on_meshes
 from praxis_lite.tools.testing.runs.how_settings import how_settings, switched
+from praxis_lite.tools.testing.runs.remat_attributes import remat_switched
 from tests.tools.testing import tiny
-from tests.tools.testing.defects import by_setting
+from tests.tools.testing.defects import by_pipeline, by_remat, by_setting
 from tests.tools.testing.defects.defect import replaced
 
 
@@ -118,3 +123,77 @@ def test_a_value_that_the_model_refuses_is_a_remark():
         )
     assert actual.certified and {item.what for item in actual.comparisons} >= {"loss, unroll 2"}
     assert "remat = True: not switched (False: no memory for it)." in actual.notes
+
+
+def remat_of_others(
+    activation_checkpointing: str = "full", recompute=False, remat_every=2,
+    checkpoint_policy: Callable | None = None, remat_saves=jax.checkpoint_policies.checkpoint_dots,
+    remat_layer: str | None = None, remat_places=(("context", "device"),), checkpoint_steps=3,
+):
+    """Is built of all kinds of settings of remat."""
+
+
+@pytest.mark.parametrize(
+    "template",
+    [remat_of_others, functools.partial(remat_of_others), fdl.Partial(remat_of_others)],
+    ids=["bare", "functools", "fiddle"],
+)
+def test_settings_of_remat_are_found_in_templates_of_every_kind(template):
+    job = Job()
+    job.task = fdl.Config(model, use_remat=None, remat_policy=None, more=[template])
+    found = {item.name: item for item in how_settings(job)}
+    policies = jax.checkpoint_policies
+    of_remat = [one for one in found.values() if one.is_of_remat and one.others]
+    assert {one.name: one.others[0] for one in of_remat} == {
+        "activation_checkpointing": "none", "recompute": True, "remat_every": 0,
+        "checkpoint_policy": policies.nothing_saveable, "remat_layer": "none",
+        "remat_places": "save_everything", "remat_saves": None,
+        "gradient_checkpointing": True,
+        "remat_policy": "none", "policy_of_remat": Policy.NONE,
+    }
+    changed = switched(job, found["recompute"], True).task.more[0]
+    assert changed.recompute is True and changed.remat_every == 2
+
+
+def _switched_of(experiment):
+    task = remat_switched(fdl.build(experiment().task()))
+    return {} if task is None else {
+        (*path, name): value
+        for path, layer in nnx.compat.iter_modules(task.model.abstract_module())
+        for name, value in vars(layer).items()
+        if name in ("remat", "checkpoint_policy", "split_backward", "config")
+    }
+
+
+@pytest.mark.parametrize("experiment, expected", [
+    (tiny.Lm, {("transformer", "checkpoint_policy"): "save_everything"}),
+    (tiny.RowOfLayers, {("transformer", "checkpoint_policy"): "save_nothing"}),
+    (by_pipeline.Split, {("transformer", "checkpoint_policy"): "save_everything",
+                         ("transformer", "split_backward"): False}),
+    (tiny.InnerRematOfOthers, {("stack", "remat"): False}),
+    (tiny.OfNnx, {("config",): tiny.HowConfig(remat=False)}),
+    (tiny.Norms, {}), (tiny.OfLinen, {}),
+], ids=lambda item: getattr(item, "__name__", ""))
+def test_attributes_of_remat_are_switched_in_the_built_model(experiment, expected):
+    assert _switched_of(experiment) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("defect", by_remat.DEFECTS, ids=lambda defect: defect.name)
+def test_remat_that_draws_or_counts_otherwise_is_caught(defect):
+    assert not defect.missed(defect.certificate().first_difference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experiment, mesh", [
+    (tiny.RematOfOthers, (2, 2)), (tiny.ScannedRematOfOthers, (2, 2)),
+    (tiny.BareRematOfOthers, (2, 2)), (tiny.InnerRematOfOthers, (2, 2)),
+    (tiny.RowOfLayers, (1, 2, 2)), (by_remat.Stages, (2, 1, 1)), (by_pipeline.Split, (2, 1, 1)),
+], ids=lambda item: getattr(item, "__name__", ""))
+def test_remat_that_is_right_is_certified(experiment, mesh):
+    parts = ("remat switched", "settings switched")
+    actual = check_on_meshes(experiment, [mesh], steps=1, parts=parts)
+    assert actual.certified, actual.summary()
+    assert {"gradients, remat switched", "weights, remat switched"} <= {
+        item.what for item in actual.comparisons
+    }

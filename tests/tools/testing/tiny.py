@@ -19,6 +19,7 @@ from praxis_lite.experiments.finetune import LORA
 from praxis_lite.inputs import InMemory
 from praxis_lite.layers import (
     BatchNorm,
+    StackedTransformer,
     TransformerFeedForwardMoe,
     adapted,
     rotary_lm,
@@ -385,3 +386,106 @@ class Collectives(Points):
             CollectivesTask, model, learner(),
             inputs_split_mapping={"map_1d": ("data",), "map_2d": ("data", None)},
         )
+
+
+class RematStack(nnx.Module):
+    """Three layers with dropout, a mean of their features, and counts of calls; remat by a field.
+
+    Args:
+      remat: compute each layer again in the backward pass.
+      scanned: the layers in a loop, or in a row.
+    """
+
+    def __init__(self, remat: bool = True, scanned: bool = False, *, rngs: nnx.Rngs):
+        self.remat, self.scanned = remat, scanned
+        self.hidden = nnx.Param(0.5 * jax.random.normal(rngs.params(), (3, 6, 6)))
+        self.last = nnx.Linear(6, 3, rngs=rngs)
+        self.mean = nnx.BatchStat(jnp.zeros(6))
+        self.num_calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x, key):
+        keys = None if key is None else jax.random.split(key, 3)
+        layer = rematted(dropped_layer) if self.remat else dropped_layer
+        if self.scanned:
+            x, _ = jax.lax.scan(lambda x, given: (layer(x, *given), None), x,
+                                (self.hidden[...], keys))
+        else:
+            for i in range(3):
+                x = layer(x, self.hidden[i], None if keys is None else keys[i])
+        if key is not None:
+            updated(self, x)
+        return self.last(x)
+
+
+def rematted(layer):
+    """Returns the layer, computed again in the backward pass."""
+    return jax.checkpoint(layer)
+
+
+def dropped_layer(x, w, key):
+    """Returns the features of a layer, some of them dropped."""
+    h = jnp.tanh(x @ w)
+    return h if key is None else h * jax.random.bernoulli(key, 0.7, h.shape)
+
+
+def updated(stack, x):
+    """Moves the stack's mean of the features, and counts the call."""
+    stack.mean[...] = 0.9 * stack.mean[...] + 0.1 * jnp.mean(jax.lax.stop_gradient(x), axis=0)
+    stack.num_calls[...] += 1
+
+
+class KeyedTask(PointsTask):
+    """PointsTask of a model that is called with a key."""
+
+    def logits(self, model, inputs, key):
+        """Returns logits [B, 3] of points [B, 6]."""
+        return model(inputs["inputs"], key)
+
+
+class RematOfOthers(Points):
+    """A stack with dropout, statistics and a count, whose field says remat."""
+
+    stack = fdl.Partial(RematStack)
+
+    def task(self):
+        return fdl.Config(
+            KeyedTask, self.stack, learner(),
+            inputs_split_mapping={"map_1d": ("data",), "map_2d": ("data", None)},
+        )
+
+
+class ScannedRematOfOthers(RematOfOthers):
+    """The same with its layers in a loop, off where the job has it."""
+
+    stack = fdl.Partial(RematStack, remat=False, scanned=True)
+
+
+class BareRematOfOthers(RematOfOthers):
+    """The same, the class itself in the config."""
+
+    stack = RematStack
+
+
+class FixedRemat(nnx.Module):
+    """A stack whose remat no setting says: an attribute of it does."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.stack = RematStack(rngs=rngs)
+
+    def __call__(self, x, key):
+        return self.stack(x, key)
+
+
+class InnerRematOfOthers(RematOfOthers):
+    """The same inside of a model whose config does not name it."""
+
+    stack = fdl.Partial(FixedRemat)
+
+
+class RowOfLayers(Lm):
+    """Lm with its layers in a row, which by default keep all."""
+
+    def task(self):
+        task = super().task()
+        task.model.stacked_transformer_tpl = fdl.Partial(StackedTransformer)
+        return task

@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import fiddle as fdl
 import numpy as np
 
 from praxis_lite.core.partitioner.partitioner import Partitioner
@@ -18,8 +17,8 @@ from praxis_lite.tools.testing.parts.by_hand import update_by_hand
 from praxis_lite.tools.testing.parts.resumed import resumed
 from praxis_lite.tools.testing.parts.switched import settings_switched
 from praxis_lite.tools.testing.parts.types import types_of
-from praxis_lite.tools.testing.runs import variants
-from praxis_lite.tools.testing.runs.on_mesh import OnMesh, reporting
+from praxis_lite.tools.testing.runs import remat_attributes, variants
+from praxis_lite.tools.testing.runs.on_mesh import OnMesh, leaves_of, reporting
 from praxis_lite.tools.testing.runs.parts import micro_batches_in_turn
 from praxis_lite.tools.testing.runs.states import restacked, stacked_like
 
@@ -143,7 +142,7 @@ def two_ways(
     if function is None:
         return
     length = batch["ids"].shape[1]
-    if property_of is properties.token_by_token and length > properties.MOST_TOKENS:
+    if property_of is not properties.packed and length > properties.MOST_TOKENS:
         check.remark(f"{what}: the first {properties.MOST_TOKENS} of {length} tokens.")
     result = check.tried(what, lambda: one.call(function, check.state.mdl_vars, batch))
     if result is None:
@@ -155,29 +154,48 @@ def two_ways(
     )
 
 
-def variant(
-    what: str, change: "Callable[[fdl.Config], fdl.Config | None]", check: Check, one: OnMesh
-) -> Iterator[list[Comparison]]:
-    """A step of a config that must compute the same."""
-    config = change(check.config)
+def remat(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
+    """A step and its state with remat on where it is off, and off where it is on.
+
+    Dropout is on in both: what is computed again draws the same masks, and updates nothing twice.
+    """
+    task = remat_attributes.remat_switched(check.task)
+    if task is None:
+        check.remark("remat switched: not checked, for no layer has an attribute that says that.")
+        return
+    other = check.tried("remat switched", lambda: check.on_mesh(check.own_shape, None, task))
+    if other is not None:
+        yield from _same_step("remat switched", check, one, other, with_state=True)
+
+
+def unrolled(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
+    """A step of the model with its scanned stacks in a row, and the other way."""
+    config = variants.unrolled(check.config)
     if config is None:
-        check.remark(f"{what}: not checked, for no layer's config says that.")
+        check.remark("unrolled: not checked, for no layer's config says that.")
         return
 
     def changed() -> OnMesh:
         return check.on_mesh(check.own_shape, None, reporting(build(config).task))
 
-    other = check.tried(what, changed)
-    if other is None:
-        return
+    other = check.tried("unrolled", changed)
+    if other is not None:
+        yield from _same_step("unrolled", check, one, other)
+
+
+def _same_step(
+    what: str, check: Check, one: OnMesh, other: OnMesh, with_state: bool = False
+) -> Iterator[list[Comparison]]:
     state = restacked(check.state, other)
     if state is None:
         check.remark(f"{what}: not checked, for its weights have other names.")
         return
     reference = check.reference_of(one)
-    (expected,), _ = check.trained_on_one(reference, 1)
-    (moved,), _ = check.trained_on_one(reference, 1, nudged=True)
-    (report,), _, _ = other.train(state, check.batches[:1], check.seed)
+    (expected,), last = check.trained_on_one(reference, 1)
+    (moved,), last_moved = check.trained_on_one(reference, 1, nudged=True)
+    (report,), new, _ = other.train(state, check.batches[:1], check.seed)
+    if with_state:
+        expected, moved, report = expected | last, moved | last_moved, report | leaves_of(new)
     actual = stacked_like(expected, report)
     yield tolerances.of(what, tolerances.by_kind(one.name, expected, actual, moved, 0))
 
@@ -191,14 +209,13 @@ PARTS: dict[str, Callable[[Check, OnMesh], Iterator[list[Comparison]]]] = {
     "decoding": decoding,
     **{
         what: functools.partial(two_ways, what, property_of) for what, property_of in (
-            ("token by token", properties.token_by_token), ("packed segments", properties.packed),
+            ("token by token", properties.token_by_token),
+            ("ragged prompts", properties.ragged_prompts),
+            ("packed segments", properties.packed),
         )
     },
-    **{
-        what: functools.partial(variant, what, change) for what, change in (
-            ("remat switched", variants.remat_switched), ("unrolled", variants.unrolled),
-        )
-    },
+    "remat switched": remat,
+    "unrolled": unrolled,
     "settings switched": settings_switched,
     "types": types_of,
     "as trained": as_trained,

@@ -10,6 +10,10 @@ import numpy as np
 from flax import nnx
 
 from praxis_lite.core.task import Task
+from praxis_lite.decode.decoder import Prompts
+from praxis_lite.decode.padding import check_has_rows
+from praxis_lite.decode.prefill import prefill
+from praxis_lite.decode.sampling import Greedy
 from praxis_lite.layers.base.variables import rebuilt
 
 Batch = Mapping[str, np.ndarray]
@@ -42,17 +46,7 @@ def token_by_token(task: Task, batch: Batch) -> Callable[..., Any] | None:
 
     Returns None if the task's model is no causal language model with a cache.
     """
-    model = task.model.abstract_module()
-    ids = batch.get("ids")
-    if ids is None or ids.ndim != 2 or getattr(model, "model_type", "causal") != "causal":
-        return None
-    if not {"cache", "positions"} <= set(_parameters(type(model).__call__)):
-        return None
-    required = {
-        name for name, parameter in _parameters(getattr(model, "init_cache", None)).items()
-        if parameter.default is inspect.Parameter.empty
-    }
-    if len(required) != 2:
+    if not _has_cache(task, batch):
         return None
 
     def logits(mdl_vars: Any, inputs: Any) -> dict[str, jax.Array]:
@@ -70,6 +64,51 @@ def token_by_token(task: Task, batch: Batch) -> Callable[..., Any] | None:
         _, steps = jax.lax.scan(step, model.init_cache(num_rows, length), jnp.arange(length))
         whole = rebuilt(model)(ids)[0].astype(jnp.float32)
         return {"whole": whole, "token_by_token": jnp.swapaxes(steps, 0, 1)}
+
+    return logits
+
+
+def ragged_prompts(task: Task, batch: Batch) -> Callable[..., Any] | None:
+    """Returns a function of (mdl_vars, inputs): logits of whole rows, and after ragged prompts.
+
+    The beginnings of rows, of several lengths, are read in two chunks, and continued a token at a
+    time. Returns None if the task's model is no causal language model with a cache.
+
+    Raises:
+      ConfigError: no row of its cache can be kept.
+    """
+    if not _has_cache(task, batch):
+        return None
+    num_rows, length = batch["ids"].shape
+    length = min(length, MOST_TOKENS)
+    chunk = length // 3
+    if not chunk:
+        return None
+    check_has_rows(task.model.abstract_module())
+    longest, num_steps = 2 * chunk, length - 2 * chunk
+    decoder = Greedy(max_decode_steps=num_steps, prefill_chunk_size=chunk)
+
+    def logits(mdl_vars: Any, inputs: Any) -> dict[str, jax.Array]:
+        model = task.module(mdl_vars)
+        ids, rows = inputs["ids"][:, :length], jnp.arange(num_rows)
+        lengths = 1 + (rows + longest // 2) % longest
+        keys = jax.random.split(jax.random.key(0), num_rows)
+        prefix = prefill(decoder, model, Prompts(ids[:, :longest], lengths, keys))
+
+        def step(cache: Any, t: jax.Array) -> tuple[Any, jax.Array]:
+            positions = lengths + t
+            item, cache = rebuilt(model)(
+                ids[rows, positions][:, None], positions=positions[:, None], cache=cache
+            )
+            return cache, item[:, 0].astype(jnp.float32)
+
+        _, steps = jax.lax.scan(step, prefix.cache, jnp.arange(num_steps))
+        whole = rebuilt(model)(ids)[0].astype(jnp.float32)
+        places = lengths[:, None] - 1 + jnp.arange(1 + num_steps)[None, :]
+        return {
+            "whole": whole[rows[:, None], places],
+            "ragged": jnp.concatenate([prefix.logits[:, None], jnp.swapaxes(steps, 0, 1)], axis=1),
+        }
 
     return logits
 
@@ -115,8 +154,26 @@ def packed(task: Task, batch: Batch) -> Callable[..., Any] | None:
     return losses
 
 
+def _has_cache(task: Task, batch: Batch) -> bool:
+    """Returns True if the task's model is a causal language model with a cache."""
+    model = task.model.abstract_module()
+    ids = batch.get("ids")
+    if ids is None or ids.ndim != 2 or getattr(model, "model_type", "causal") != "causal":
+        return False
+    if not {"cache", "positions"} <= set(_parameters(type(model).__call__)):
+        return False
+    required = {
+        name for name, parameter in _parameters(getattr(model, "init_cache", None)).items()
+        if parameter.default is inspect.Parameter.empty
+    }
+    return len(required) == 2
+
+
 # By what makes the function: the output to trust, and the other.
-TWO_WAYS = {token_by_token: ("whole", "token_by_token"), packed: ("alone", "packed")}
+TWO_WAYS = {
+    token_by_token: ("whole", "token_by_token"), ragged_prompts: ("whole", "ragged"),
+    packed: ("alone", "packed"),
+}
 
 
 def _parameters(function: Any) -> dict[str, inspect.Parameter]:

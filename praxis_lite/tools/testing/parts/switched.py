@@ -10,18 +10,22 @@ from praxis_lite.tools.testing.certificate import Comparison
 from praxis_lite.tools.testing.check import Check
 from praxis_lite.tools.testing.parts import data
 from praxis_lite.tools.testing.runs.how_settings import HowSetting, how_settings, switched
-from praxis_lite.tools.testing.runs.on_mesh import Leaves, OnMesh, reporting
+from praxis_lite.tools.testing.runs.on_mesh import Leaves, OnMesh, leaves_of, reporting
 from praxis_lite.tools.testing.runs.states import restacked, stacked_like
 
 
 def settings_switched(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
-    """A step, an evaluation and decoding with each such setting switched, against a device."""
+    """A step, an evaluation and decoding with each such setting switched, against a device.
+
+    A setting of remat changes no random draw, so the step is with dropout and its state compared.
+    """
 
     @functools.cache
-    def reference() -> Sequence[dict[str, Leaves]]:
+    def reference(is_of_remat: bool) -> Sequence[dict[str, Leaves]]:
         device = check.reference_of(one)
         return [
-            _results(check, device, state, check.plain_one) for state in (check.state, check.nudged)
+            _results(check, device, state, check.plain_one, is_of_remat)
+            for state in (check.state, check.nudged)
         ]
 
     for setting in how_settings(check.config):
@@ -36,7 +40,7 @@ def settings_switched(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
                 refusals.append(f"{value!r}: its weights have other names")
                 continue
             what = f"{setting.name} {value!r}"
-            yield from _compared(one.name, what, *reference(), result)
+            yield from _compared(one.name, what, *reference(setting.is_of_remat), result)
             break
         else:
             why = "; ".join(refusals) or "no other value of it is known"
@@ -48,17 +52,21 @@ def _with_value(check: Check, setting: HowSetting, value: object) -> dict[str, L
     task = reporting(build(switched(check.config, setting, value)).task)
     other = check.on_mesh(check.own_shape, None, task)
     state = restacked(check.state, other)
-    return None if state is None else _results(check, other, state, other)
+    if state is None:
+        return None
+    return _results(check, other, state, other, setting.is_of_remat)
 
 
 def _results(
-    check: Check, mesh: OnMesh, state: TrainState, decoding: OnMesh
+    check: Check, mesh: OnMesh, state: TrainState, decoding: OnMesh, is_of_remat: bool
 ) -> dict[str, Leaves]:
     """Returns the results of a step, an evaluation and decoding, by kind."""
     batch = check.batches[0]
-    (report,), _, _ = mesh.train(
-        state, [batch], check.seed, without_randomness=check.is_random
+    (report,), last, _ = mesh.train(
+        state, [batch], check.seed, without_randomness=check.is_random and not is_of_remat
     )
+    if is_of_remat:
+        report |= leaves_of(last)
     results = {"training": report, "evaluation": mesh.evaluate(state.mdl_vars, batch)}
     for name, prompts in _prompts(check).items():
         results[name] = decoding.decode(state.mdl_vars, prompts)

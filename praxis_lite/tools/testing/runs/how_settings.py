@@ -1,32 +1,43 @@
 """Settings of models of others that only change how a number is computed, known by their names."""
 
+import collections.abc
 import copy
 import dataclasses
 import enum
+import functools
 import inspect
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import fiddle as fdl
+import jax
+from fiddle import daglish
 
 from praxis_lite.tools.testing.runs.variants import buildables, parameters_of, settings_of
 
 # Parts of a name between its underscores. Of a switch, of a number, of a text.
 SWITCHES = {
-    "remat", "remats", "rematerialize", "rematerialization", "checkpoint", "checkpointing", "scan",
-    "scanned", "unroll", "unrolled", "flash", "fused", "fuse", "pallas", "chunked", "jit", "vmap",
-    "vectorize", "vectorized", "offload",
+    "scan", "scanned", "unroll", "unrolled", "flash", "fused", "fuse", "pallas", "chunked", "jit",
+    "vmap", "vectorize", "vectorized", "offload",
 }
 NUMBERS = {"unroll", "chunk", "chunks", "tile", "tiles", "microbatch", "microbatches"}
 BLOCKS = {"block", "blocks"}  # Beside what is cut into them: "blocks" alone are layers.
-REMAT = {"remat", "checkpoint", "checkpointing"}
+# Of what the backward pass computes again.
+ONLY_REMAT = {
+    "remat", "remats", "rematerialize", "rematerialise", "rematerialization", "rematerialisation",
+    "recompute", "recomputes", "recomputation",
+}
+REMAT = ONLY_REMAT | {"checkpoint", "checkpointing"}
 KERNELS = {"implementation", "impl", "kernel", "backend"}
 ATTENTION = {"attention", "attn", "atten", "flash", "q", "k", "kv", "query", "key"}
 # A name with one of these is about files, or about what is computed.
 OTHERS = {"load", "save", "restore", "path", "dir", "file", "init", "every", "freq", "name"}
 # Values to try of a text whose type does not say which there are; a refused one is no fault.
-POLICIES = ("none", "full", "minimal", "nothing", "nothing_saveable", "everything_saveable")
+POLICIES = (
+    "none", "save_everything", "save_nothing", "full", "minimal", "nothing", "nothing_saveable",
+    "everything_saveable",
+)
 IMPLEMENTATIONS = ("xla", "dot_product", "einsum", "eager", "reference", "naive", "default")
 FASTER = {
     "flash", "splash", "tokamax", "cudnn", "pallas", "triton", "fused", "chunked", "sdpa", "math",
@@ -47,14 +58,22 @@ class HowSetting:
     value: Any
     others: tuple[Any, ...]
 
+    @property
+    def is_of_remat(self) -> bool:
+        """True if it is about what the backward pass computes again: the draws stay the same."""
+        return is_of_remat(self.name)
+
+
+def is_of_remat(name: str) -> bool:
+    """Returns True if a setting's name says that it is about what is computed again."""
+    parts = set(name.lower().split("_"))
+    return bool(parts & ONLY_REMAT or (parts & REMAT and not parts & OTHERS))
+
 
 def how_settings(config: "fdl.Config") -> list[HowSetting]:
-    """Returns the settings of a task's models that are known by name, but for the library's own.
-
-    Those of layers with a `checkpoint_policy` are switched by `variants`.
-    """
+    """Returns the settings of a task's models that are known by name, but for the library's own."""
     result: dict[str, HowSetting] = {}
-    for other in _of_others(config):
+    for other in _of_others(_with_templates(config)):
         types = _types(fdl.get_callable(other))
         for name, value in _settings(other).items():
             for leaf, inner, kind in _leaves(str(name), value, types.get(name)):
@@ -69,7 +88,7 @@ def switched(config: "fdl.Config", setting: HowSetting, value: Any) -> "fdl.Conf
     def other(old: Any) -> Any:
         return not old if isinstance(old, bool) else value
 
-    config = copy.deepcopy(config)
+    config = _with_templates(config)
     for item in _of_others(config):
         for name, old in _settings(item).items():
             new = _with(str(name), old, setting.name, other)
@@ -80,6 +99,34 @@ def switched(config: "fdl.Config", setting: HowSetting, value: Any) -> "fdl.Conf
             else:
                 setattr(item, name, new)
     return config
+
+
+def _with_templates(config: "fdl.Config") -> "fdl.Config":
+    """Returns a copy in which bare classes and functions with such settings are an fdl.Partial."""
+
+    def opened(value: Any, state: daglish.State) -> Any:
+        if isinstance(value, functools.partial):
+            value = fdl.Partial(value.func, *value.args, **value.keywords)
+        elif _is_template(value):
+            value = fdl.Partial(value)
+        return state.map_children(value) if state.is_traversable(value) else value
+
+    config = copy.deepcopy(config)
+    config.task = daglish.MemoizedTraversal.run(opened, config.task)
+    return config
+
+
+def _is_template(value: Any) -> bool:
+    if not (inspect.isclass(value) or inspect.isfunction(value)) or _is_own(value):
+        return False
+    build = value.__init__ if inspect.isclass(value) else value
+    return any(_is_known(name, x.default) for name, x in parameters_of(build).items())
+
+
+def _is_own(build: Any) -> bool:
+    """Returns True for the library's classes and functions, but for those of its experiments."""
+    module = getattr(build, "__module__", None) or ""
+    return module.startswith("praxis_lite.") and not module.startswith("praxis_lite.experiments")
 
 
 def _settings(buildable: fdl.Buildable) -> dict[str | int, Any]:
@@ -96,15 +143,17 @@ def _settings(buildable: fdl.Buildable) -> dict[str | int, Any]:
 def _of_others(config: "fdl.Config") -> Iterator[fdl.Buildable]:
     """Yields the buildables of a task's config that are not the library's own."""
     for buildable in buildables(config.task):
-        build = fdl.get_callable(buildable)
-        is_own = getattr(build, "__module__", "").startswith("praxis_lite.")
-        is_model = not is_own or build.__module__.startswith("praxis_lite.experiments")
-        if is_model and "checkpoint_policy" not in parameters_of(build):
+        if not _is_own(fdl.get_callable(buildable)):
             yield buildable
 
 
 def _is_known(name: str, value: Any) -> bool:
     parts = set(name.lower().split("_"))
+    if is_of_remat(name):
+        if isinstance(value, int) and not isinstance(value, bool):
+            return bool(parts & ONLY_REMAT)
+        kinds = bool | str | enum.Enum | tuple | Mapping | None
+        return isinstance(value, kinds) or _is_policy(value)
     if parts & OTHERS:
         return False
     if isinstance(value, bool):
@@ -115,12 +164,23 @@ def _is_known(name: str, value: Any) -> bool:
         return False
     is_kernel = parts & KERNELS and parts & (ATTENTION | {"scan", "loss"})
     is_named = parts & (KERNELS | ATTENTION) and value in FASTER.union(IMPLEMENTATIONS[:-1])
-    return bool(is_kernel or is_named or parts & REMAT)
+    return bool(is_kernel or is_named)
+
+
+def _is_policy(value: Any) -> bool:
+    """Returns True for a function that could be a policy of `jax.checkpoint`."""
+    return callable(value) and not isinstance(value, type | fdl.Buildable)
 
 
 def _others(name: str, value: Any, kind: Any) -> Iterator[Any]:
     if isinstance(value, bool):
         yield not value
+    elif is_of_remat(name) and isinstance(value, int):
+        yield from (0, False) if value else (1, True)
+    elif isinstance(value, tuple | Mapping):
+        yield from ("save_everything", None)
+    elif _is_policy(value):
+        yield from (None, jax.checkpoint_policies.everything_saveable)
     elif isinstance(value, int):
         # A chunk is to divide what it is cut from, as a rule.
         yield from (x for x in (value // 2, value * 2, 1) if x > 0 and x != value)
@@ -128,10 +188,18 @@ def _others(name: str, value: Any, kind: Any) -> Iterator[Any]:
         yield from (x for x in type(value) if x is not value)
     else:
         choices = [x for x in _literals(kind) if isinstance(x, str)]
-        if not choices and isinstance(value, str):
-            of_remat = set(name.lower().split("_")) & REMAT
-            choices = POLICIES if of_remat else IMPLEMENTATIONS
+        if not choices and (isinstance(value, str) or str in typing.get_args(kind)):
+            choices = POLICIES if is_of_remat(name) else IMPLEMENTATIONS
+        if value is None and is_of_remat(name) and _names_functions(kind):
+            choices = [jax.checkpoint_policies.nothing_saveable]
         yield from (x for x in choices if x != value)
+
+
+def _names_functions(kind: Any) -> bool:
+    """Returns True for a type hint that has a Callable in it."""
+    if (typing.get_origin(kind) or kind) is collections.abc.Callable:
+        return True
+    return any(map(_names_functions, typing.get_args(kind)))
 
 
 def _literals(kind: Any) -> list[Any]:
@@ -147,7 +215,7 @@ def _leaves(name: str, value: Any, kind: Any) -> Iterator[tuple[str, Any, Any]]:
         types = _types(type(value))
         for inner, x in _fields(value).items():
             yield from _leaves(inner, x, types.get(inner))
-    elif isinstance(value, Mapping):
+    elif isinstance(value, Mapping) and not is_of_remat(name):
         for inner, x in value.items():
             yield from _leaves(str(inner), x, None)
     else:
@@ -161,7 +229,7 @@ def _with(name: str, value: Any, expected: str, other: Callable[[Any], Any]) -> 
         new = {key: _with(key, x, expected, other) for key, x in fields.items()}
         changed = {key: x for key, x in new.items() if x is not fields[key]}
         return dataclasses.replace(value, **changed) if changed else value
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and not is_of_remat(name):
         new = {key: _with(str(key), x, expected, other) for key, x in value.items()}
         return type(value)(new) if any(new[key] is not x for key, x in value.items()) else value
     return other(value) if name == expected and _is_known(name, value) else value

@@ -1,4 +1,4 @@
-"""Other forms of an experiment's config that must compute the same: unrolled, rematerialized."""
+"""Other forms of an experiment's config that must compute the same: stacks unrolled."""
 
 import copy
 import inspect
@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from fiddle import daglish
 
-KEEP_EVERYTHING = "save_everything"
 LOW_PRECISION = {np.dtype(jnp.bfloat16), np.dtype(jnp.float16)}
 
 
@@ -20,22 +19,6 @@ def unrolled(config: "fdl.Config") -> "fdl.Config | None":
         config, lambda name, value: not value if name == "unroll" else value,
         {"unroll", "checkpoint_policy"},
     )
-
-
-def remat_switched(config: "fdl.Config") -> "fdl.Config | None":
-    """Returns a config that keeps all activations where it kept some, and the other way.
-
-    Returns None if no layer of it has a `checkpoint_policy`.
-    """
-
-    def other(name: str, value: Any) -> Any:
-        if name == "remat":
-            return not value
-        if name == "checkpoint_policy":
-            return "save_nothing" if value == KEEP_EVERYTHING else KEEP_EVERYTHING
-        return value
-
-    return _with_settings(config, other, {"checkpoint_policy"})
 
 
 def low_precision_settings(config: "fdl.Config") -> list[str]:

@@ -13,6 +13,7 @@ from tests.tools.testing.defects import (
     by_part,
     by_pipeline,
     by_precision,
+    by_remat,
     by_row,
     by_saving,
     by_setting,
@@ -34,6 +35,7 @@ FAMILIES = {
     "saving and data": by_saving.DEFECTS,
     "precision and programs": by_precision.DEFECTS,
     "rows and sizes": by_row.DEFECTS,
+    "remat": by_remat.DEFECTS,
     "settings of how": by_setting.DEFECTS,
     "reported of others": by_tracker.DEFECTS,
 }
