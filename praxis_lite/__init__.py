@@ -4,7 +4,7 @@ The names below are loaded on first use, so that `import praxis_lite` and the er
 command cost no import of jax.
 """
 
-from praxis_lite import checkout, former_names
+from praxis_lite import checkout
 from praxis_lite.public_names import public_names
 
 __version__ = "0.1.0"
@@ -12,4 +12,3 @@ __version__ = "0.1.0"
 __getattr__, __dir__, __all__ = public_names(__name__)
 
 checkout.install()
-former_names.install()

@@ -10,12 +10,9 @@ hundred, and `import praxis_lite` does not import jax. Type checkers and editors
 
 import ast
 import importlib
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from praxis_lite import former_names
 
 PACKAGES = (
     "praxis_lite",
@@ -91,11 +88,6 @@ def public_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[
     homes = homes_of(package)
 
     def load(name: str) -> Any:
-        if (package, name) in former_names.NAMES:
-            home = former_names.NAMES[package, name]
-            former_names.warn(f"{package}.{name}", f"{home}.{name}")
-            vars(sys.modules[package])[name] = getattr(importlib.import_module(home), name)
-            return vars(sys.modules[package])[name]
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         if homes[name] == package:

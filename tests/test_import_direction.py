@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 ORDERS = {
     # The floors: core, the library, run, tools; and the programs, which are above them all.
     "praxis_lite": (
-        {"checkout", "former_names"},
+        {"checkout"},
         {"public_names"},
         {"core"},
         {"files", "lowered"},
@@ -175,14 +175,6 @@ def test_the_library_imports_only_what_comes_before():
                     assert is_below, f"{name_of(path)} imports {name}"
 
 
-def test_no_folder_of_the_library_holds_more_than_seventeen_entries():
-    counts = {
-        name_of(folder): len({item.stem for item in folder.iterdir() if item.name != "__pycache__"})
-        for folder in {path.parent for path in LIBRARY} - {ROOT / "praxis_lite"}
-    }
-    assert {name: count for name, count in counts.items() if count > 17} == {}
-
-
 def test_every_package_says_the_question_it_answers_and_what_it_never_sees():
     for path in LIBRARY:
         if path.name == "__init__.py":
@@ -202,7 +194,7 @@ def test_the_package_itself_imports_nothing_at_run_time():
     tree = ast.parse((ROOT / "praxis_lite" / "__init__.py").read_text())
     imported = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     names = {alias.name for node in imported for alias in node.names}
-    assert names == {"checkout", "former_names", "public_names"}
+    assert names == {"checkout", "public_names"}
 
 
 @pytest.mark.parametrize(

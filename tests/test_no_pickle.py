@@ -34,7 +34,6 @@ ALLOWED = {
     ("praxis_lite/run/experiment/registry.py", "import_module"): "of experiments, if allowed",
     ("praxis_lite/run/modes/options.py", "import_module"): "of a package of --packages",
     ("praxis_lite/public_names.py", "import_module"): "a package's own names, from its stub",
-    ("praxis_lite/former_names.py", "import_module"): "the library's own names, from its table",
     ("praxis_lite/host/optional_packages.py", "import_module"): "of packages in its table",
     ("praxis_lite/run/config/paths.py", "get_type_hints"): "annotations of code that is imported",
 }

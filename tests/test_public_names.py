@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from praxis_lite import former_names
 from praxis_lite.public_names import PACKAGES, homes_of
 from tests.support import api_page
 
@@ -70,11 +69,6 @@ def test_the_page_of_public_names_is_of_today():
     assert actual == expected, "run python -m tests.support.api_page --write"
 
 
-def test_no_public_name_and_no_parameter_of_it_is_lost():
-    assert api_page.lost() == []
-    assert len(api_page.SNAPSHOT.read_text(encoding="utf-8").splitlines()) > 300
-
-
 def test_each_task_and_experiment_of_ours_is_public():
     for folder in ("tasks", "experiments"):
         public = {name for name in PACKAGES if name.startswith(f"praxis_lite.{folder}.")}
@@ -88,10 +82,3 @@ def test_a_name_is_public_where_it_is_defined_or_shown():
             shown = getattr(importlib.import_module(package), name)
             if home != package:
                 assert shown is getattr(importlib.import_module(home), name), (package, name)
-
-
-def test_the_library_never_uses_a_former_name():
-    for path in sorted((ROOT / "praxis_lite").rglob("*.py")):
-        for module, name in imports(path.read_text(encoding="utf-8")):
-            assert former_names.module_today(module) is None, (path, module)
-            assert (module, name) not in former_names.NAMES, (path, module, name)

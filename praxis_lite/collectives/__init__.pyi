@@ -3,6 +3,3 @@
 from praxis_lite.collectives.explicit_collectives import (
     ExplicitCollectives as ExplicitCollectives,
 )
-from praxis_lite.collectives.shard_map_partitioner import (
-    ShardMapPartitioner as ShardMapPartitioner,
-)

@@ -107,7 +107,6 @@ from praxis_lite.layers.whole_model.reference import reference_of as reference_o
 from praxis_lite.layers.whole_model.reference import with_reference as with_reference
 from praxis_lite.layers.whole_model.rounded_products import quantized_einsum as quantized_einsum
 from praxis_lite.layers.whole_model.sharding_presets import COMPILER_OPTIONS as COMPILER_OPTIONS
-from praxis_lite.layers.whole_model.sharding_presets import LOGICAL_DIMS as LOGICAL_DIMS
 from praxis_lite.layers.whole_model.sharding_presets import SHARDING_PRESETS as SHARDING_PRESETS
 from praxis_lite.layers.whole_model.transformer_sharding import (
     set_sharding_params as set_sharding_params,

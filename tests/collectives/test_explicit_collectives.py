@@ -421,10 +421,10 @@ def test_layers_of_a_stack_are_not_split_by_hand():
 def test_rows_that_do_not_divide_need_weights():
     partitioner = regression_partitioner()
     spec = structs(DATA)
-    partitioner.check_batch(spec)
+    partitioner.train_step.check_batch(spec)
     del spec["weights"]
     with pytest.raises(ConfigError, match="11.*8.*'weights'.*16"):
-        partitioner.check_batch(spec)
+        partitioner.train_step.check_batch(spec)
     with pytest.raises(ConfigError, match="11 .*8 .* 1 .* 8,"):
         partitioner.eval_step.check_batch(spec)
     partitioner.decode_step.check_batch(spec)

@@ -14,7 +14,6 @@ import praxis_lite
 from praxis_lite import (
     core,
     decode,
-    former_names,
     inputs,
     layers,
     main,
@@ -105,7 +104,7 @@ def exists(name):
         owner, _, setting = name.partition(".")
         actual = [
             getattr(place, owner) for place in PLACES
-            if (place.__name__, owner) not in former_names.NAMES and hasattr(place, owner)
+            if hasattr(place, owner)
         ]
         assert actual, f"no module has {owner}"
         assert not setting or any(has(item, setting) for item in actual), name

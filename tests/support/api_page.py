@@ -1,25 +1,23 @@
-"""The page of public names and its snapshot, made from the code.
+"""The page of public names, made from the code.
 
-    python -m tests.support.api_page --write    # docs/api.md and tests/public_names.txt
+    python -m tests.support.api_page --write    # docs/api.md
 """
 
 import ast
 import functools
 import importlib
 import inspect
-import re
 import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from praxis_lite import former_names
 from praxis_lite.public_names import PACKAGES, homes_of
 
 ROOT = Path(__file__).parents[2]
 _MEMBERS = types.FunctionType | classmethod | property | functools.cached_property
-PAGE, SNAPSHOT = ROOT / "docs/api.md", ROOT / "tests/public_names.txt"
+PAGE = ROOT / "docs/api.md"
 COMMANDS = (
     "praxis_lite.main", "praxis_lite.run.checkpoints", "praxis_lite.inputs",
     "praxis_lite.inputs.tokenizers", "praxis_lite.tools.huggingface", "praxis_lite.tools.lm_eval",
@@ -31,9 +29,9 @@ HEAD = """\
 Made from the code by `python -m tests.support.api_page --write`; a test says when it is
 out of date.
 
-You may import the names on this page, each from the package that it stands under. A name or a
-parameter that leaves the page keeps working, with a DeprecationWarning, for one minor version. All
-else may move at any time, files and folders too. The names are typed (`py.typed`): editors and type
+You may import the names on this page, each from the package that it is listed under. Nothing is
+released yet: until then names may change, and CHANGELOG.md says how. All else may move at any time,
+files and folders too. The names are typed (`py.typed`): editors and type
 checkers see where each is defined.
 
 A class that you may subclass is followed by its methods; [how_to_add.md](how_to_add.md) has
@@ -70,63 +68,10 @@ def methods_of(value: Any) -> Iterator[tuple[str, Any]]:
             yield f"{name}{arguments}", member
 
 
-def snapshot() -> str:
-    """Returns a line for each public name and method: where it is imported from, its parameters."""
-    return "".join(
-        f"{package} {name}({', '.join(parameters(value))})\n"
-        for package in PACKAGES for name, value in with_methods(package)
-    )
-
-
-def lost() -> list[str]:
-    """Returns the names and parameters of the snapshot that the library has lost."""
-    actual = {(package, name): parameters(value)
-              for package in PACKAGES for name, value in with_methods(package)}
-    missing = []
-    for line in SNAPSHOT.read_text(encoding="utf-8").splitlines():
-        package, name, rest = re.fullmatch(r"(\S+) ([\w.]+)\((.*)\)", line).groups()
-        former = (package, name.partition(".")[0]) in former_names.NAMES
-        if former or former_names.module_today(package):
-            continue
-        if (package, name) not in actual and (inherited := _inherited(package, name)) is not None:
-            actual[package, name] = parameters(inherited)
-        if (package, name) not in actual:
-            missing.append(f"{package}.{name}")
-            continue
-        missing += [f"{package}.{name}({parameter})" for parameter in filter(None, rest.split(", "))
-                    if parameter not in actual[package, name]]
-    return missing
-
-
-def _inherited(package: str, name: str) -> Any:
-    """Returns the member of a public class that has moved into its base, or None."""
-    owner, _, member = name.rpartition(".")
-    if owner not in homes_of(package):
-        return None
-    return getattr(getattr(importlib.import_module(package), owner), member, None)
-
-
 def public_values(package: str) -> Iterator[tuple[str, Any]]:
     """Yields (name, value) of a package's public names, in the order of the alphabet."""
     for name in sorted(homes_of(package), key=str.lower):
         yield name, getattr(importlib.import_module(package), name)
-
-
-def with_methods(package: str) -> Iterator[tuple[str, Any]]:
-    """Yields `public_values`, and after each class its methods and properties: `Class.method`."""
-    for name, value in public_values(package):
-        yield name, value
-        if isinstance(value, type) and not package.startswith("praxis_lite.experiments."):
-            for method, member in sorted(vars(value).items()):
-                is_public = method == "__call__" or not method.startswith("_")
-                if is_public and isinstance(member, _MEMBERS):
-                    yield f"{name}.{method}", getattr(value, method, member)
-
-
-def parameters(value: Any) -> list[str]:
-    """Returns the names of the parameters of a function or class; of others none."""
-    signature = _signature(value)
-    return [] if signature is None else list(signature.parameters)
 
 
 def signature(value: Any) -> str:
@@ -189,10 +134,6 @@ class _Dots:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--write"]:
-        if gone := lost():
-            sys.exit(f"Former users need these: {', '.join(gone)}. Put them into former_names.py; "
-                     "after a minor version, delete their lines in tests/public_names.txt.")
         PAGE.write_text(page(), encoding="utf-8")
-        SNAPSHOT.write_text(snapshot(), encoding="utf-8")
     else:
         print(page())

@@ -1,14 +1,12 @@
 """A task on a mesh: sharded init, and compiled train, eval and decode steps. Nothing else."""
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from praxis_lite.core.errors import require_choice
 from praxis_lite.core.partitioner import arguments, steps
 from praxis_lite.core.partitioner.compiled_steps import Step, StepOfWeights, TrainStep
 from praxis_lite.core.partitioner.compiler_options import (
@@ -50,7 +48,6 @@ class Partitioner:
       gradients: how gradients and metrics are made, such as by ExplicitCollectives of
         `praxis_lite.collectives`; None: XLA splits what one device would do.
       compiler_options: as of `MeshConfig`.
-      value_and_grad, evaluate: former arguments: fields of `Gradients`.
 
     Attributes:
       mesh: of Auto axes, on which arrays lie.
@@ -70,17 +67,7 @@ class Partitioner:
         self, task: Task, mesh: Mesh, *,
         gradients: GradientStrategy | None = None,
         compiler_options: CompilerOptions | None = None,
-        value_and_grad: Callable[..., Any] | None = None,
-        evaluate: Callable[..., Any] | None = None,
     ):
-        if value_and_grad or evaluate:
-            warnings.warn(
-                "Partitioner(value_and_grad=..., evaluate=...) is Partitioner(gradients=Gradients("
-                "value_and_grad, evaluate)) now; the former arguments go with the next minor "
-                "version.", DeprecationWarning, stacklevel=2,
-            )
-            given = {"value_and_grad": value_and_grad, "evaluate": evaluate}
-            gradients = Gradients(**{name: x for name, x in given.items() if x})
         explicit_axes, mesh = explicit_axes_of(mesh), with_auto_axes(mesh)
         self.task, self.mesh = task, mesh
         self._num_ids = dict(task.num_ids())
@@ -221,33 +208,6 @@ class Partitioner:
         """Returns the rows of a global batch that this process feeds."""
         arguments.check_integers("process_rows", num_rows=num_rows)
         return process_rows(num_rows, self.mesh)
-
-    def check_batch(self, element_spec: PyTree, step: str | None = None) -> None:
-        """Raises a ConfigError as `train_step.check_batch` does; `step` is a former argument."""
-        (self.train_step if step is None else self._step_named(step)).check_batch(element_spec)
-
-    # Former ways, which go with the next minor version.
-
-    def lower(self, step: str, element_spec: PyTree) -> jax.stages.Lowered:
-        """Returns `train_step.lower(element_spec)`, or that of another step, and warns."""
-        return self._step_named(step).lower(element_spec)
-
-    def trace(self, step: str, element_spec: PyTree) -> jax.stages.Traced:
-        """Returns `train_step.trace(element_spec)`, or that of another step, and warns."""
-        return self._step_named(step).trace(element_spec)
-
-    def step_function(self, step: str) -> Callable[..., PyTree]:
-        """Returns `train_step.function`, or that of another step, and warns."""
-        return self._step_named(step).function
-
-    def _step_named(self, step: str) -> Step:
-        require_choice("Partitioner: step", step, tuple(self.steps))
-        warnings.warn(
-            f"A step is an object now: take partitioner.{self.steps[step].name} and its trace, "
-            f"lower, function or check_batch in place of the name {step!r}. The former way goes "
-            "with the next minor version.", DeprecationWarning, stacklevel=3,
-        )
-        return self.steps[step]
 
     def eval_mdl_vars(self, state: TrainState, *, use_ema: bool) -> PyTree:
         """Returns the mdl_vars to evaluate and decode with: a state's own, or averages of them.

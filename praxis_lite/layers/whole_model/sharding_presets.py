@@ -12,9 +12,7 @@ and a layer of your own splits as this library's do once it says what its dims a
         splits = splits(weight=("embed", "mlp"))
 """
 
-import warnings
 from collections.abc import Mapping
-from typing import Any
 
 from praxis_lite.core.sharding.mesh_config import CompilerOptions
 from praxis_lite.core.sharding.split_dims import DimSplit
@@ -146,21 +144,6 @@ OF_SETTINGS = {
     "attention_context": CONTEXT_PARALLEL,
 }
 
-
-class _FormerRows(dict[type, dict[str, Any]]):
-    """Rows by class; each that is added warns."""
-
-    def __setitem__(self, layer: type, row: dict[str, Any]) -> None:
-        warnings.warn(
-            f"LOGICAL_DIMS is a former way and goes with the next minor version. Say in the class "
-            f"{layer.__name__} what its dims are: splits = praxis_lite.layers.splits(weight=...).",
-            DeprecationWarning, stacklevel=2,
-        )
-        super().__setitem__(layer, row)
-
-
-# A former way: `{class: {field: logical dims}}`, by MRO, before what the classes themselves say.
-LOGICAL_DIMS: dict[type, dict[str, Any]] = _FormerRows()
 
 # Their weights are so small that all presets leave them whole, without a warning.
 LEFT_WHOLE = (Norm, WeightNormL2, RelativeBias)

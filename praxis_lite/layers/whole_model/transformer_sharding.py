@@ -19,7 +19,6 @@ from praxis_lite.layers.stacking.repeats import Repeat
 from praxis_lite.layers.transformer.transformers import Transformer
 from praxis_lite.layers.whole_model.sharding_presets import (
     LEFT_WHOLE,
-    LOGICAL_DIMS,
     OF_ACTIVATIONS,
     OF_SETTINGS,
     OF_WEIGHTS,
@@ -95,8 +94,8 @@ def _names(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rows() -> list[Mapping[str, Any]]:
-    """Returns the rows of LOGICAL_DIMS, and what all layers that are there say."""
-    rows, classes = list(LOGICAL_DIMS.values()), [BaseLayer]
+    """Returns the logical dims that the loaded layer classes declare."""
+    rows, classes = [], [BaseLayer]
     while classes:
         layer = classes.pop()
         rows += [layer.splits, layer.preset_settings, layer.template_splits]
@@ -183,9 +182,6 @@ def _row(layer: Any) -> Mapping[str, Any] | None:
     """Returns the names of a class's dims by setting, and by template; None: it says nothing."""
     if not (inspect.isclass(layer) and issubclass(layer, BaseLayer)):
         return None
-    for base in layer.__mro__:
-        if base in LOGICAL_DIMS:
-            return LOGICAL_DIMS[base]
     named = {name: dims for name, dims in layer.splits.items() if any(dims)}
     row = {**named, **layer.preset_settings, **layer.template_splits}
     return row or ({} if issubclass(layer, _HOLDERS) else None)

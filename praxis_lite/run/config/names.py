@@ -7,7 +7,6 @@ import types
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from praxis_lite import former_names
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.run.config.configurable import (
     ARRAY_LIBRARIES,
@@ -124,8 +123,7 @@ def name_of(value: Any) -> tuple[str, str] | None:
         return None
     if module != "builtins":
         for library in (*PUBLIC, *LIBRARIES):
-            former = {name for package, name in former_names.NAMES if package == library}
-            if (name := _name_in(_loaded(library), value, former)) is not None:
+            if (name := _name_in(_loaded(library), value)) is not None:
                 return library, name
     if module not in sys.modules:
         return None
@@ -171,19 +169,18 @@ def _loaded(library: str) -> Any:
     return sys.modules.get(library) or getattr(sys.modules.get(parent), last, None)
 
 
-def _name_in(holder: Any, value: Any, former: Collection[str] = ()) -> str | None:
+def _name_in(holder: Any, value: Any) -> str | None:
     # The first has the class before it, of a static method: `WeightInit.Xavier`.
     for attribute in ("__qualname__", "__name__"):
         name = getattr(value, attribute, None)
-        if not isinstance(name, str) or name.startswith("__") or name.partition(".")[0] in former:
+        if not isinstance(name, str) or name.startswith("__"):
             continue
         if _is_at(holder, name, value):
             return name
     # An instance at the top of a module, such as some of JAX's remat policies.
     names = vars(holder).items() if holder is not None else ()
     return next(
-        (name for name, item in names
-         if item is value and name not in former and not name.startswith("__")), None
+        (name for name, item in names if item is value and not name.startswith("__")), None
     )
 
 

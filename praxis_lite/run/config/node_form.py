@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, shown
-from praxis_lite.former_names import name_today
 from praxis_lite.run.config.configurable import is_allowed, refused
 
 SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
@@ -134,7 +133,6 @@ class _Checker:
         module, colon, name = text.partition(":") if type(text) is str else ("", "", "")
         if not colon:
             raise damaged(path, f"found {_text(text)}, wanted a name such as jax.nn:gelu")
-        module, name = name_today(module, name)
         if not is_allowed(module, name, self._packages):
             raise ConfigError(refused("config.json", module, name))
         self.names[text] = (module, name)

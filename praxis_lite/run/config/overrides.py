@@ -16,7 +16,6 @@ from praxis_lite.run.config.callables import (
     takes,
     text_of_value,
 )
-from praxis_lite.run.config.former_settings import settings_of_today
 from praxis_lite.run.config.override_errors import check_form, no_such_path, wanted_here
 from praxis_lite.run.config.paths import (
     UNSET,
@@ -57,7 +56,6 @@ def apply_overrides(
     Raises:
         ConfigError: no such path, or no value of that field's type. Settings before it are applied.
     """
-    settings = settings_of_today(settings, print)
     for number, setting in enumerate(settings, start=1):
         check_form(setting, settings[number:])
     return [_apply(config, setting, packages, attributes) for setting in settings]

@@ -57,9 +57,6 @@ def children(node: Any, annotation: Any) -> list[tuple[str | int, Any, Any]]:
     if isinstance(node, fdl.Buildable):
         hints = _parameter_types(node)
         arguments = fdl.ordered_arguments(node, include_defaults=True, include_unset=True)
-        for former in getattr(fdl.get_callable(node), "former_settings", ()):
-            if former not in node.__arguments__:
-                arguments.pop(former, None)
         return [
             (key, _value_or_default(node, key, value), hints.get(key, hints.get("**", UNKNOWN)))
             for key, value in arguments.items()
@@ -183,10 +180,7 @@ def _parameter_types(config: fdl.Buildable) -> dict[Any, Any]:
     parameters = config.__signature_info__.parameters
     resolved = _resolved_annotations(fdl.get_callable(config))
     types = {}
-    former = getattr(fdl.get_callable(config), "former_settings", ())
     for index, (name, parameter) in enumerate(parameters.items()):
-        if name in former:
-            continue
         hint = resolved.get(name, parameter.annotation)
         hint = UNKNOWN if isinstance(hint, str) else hint
         if parameter.kind is parameter.VAR_POSITIONAL:

@@ -16,7 +16,6 @@ from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.files.json_text import parse_json, read_json
 from praxis_lite.run.config import nodes
 from praxis_lite.run.config.callables import text_of_value
-from praxis_lite.run.config.former_settings import mark_options_of_presets, move_former_settings
 from praxis_lite.run.config.names import imported
 from praxis_lite.run.config.node_form import FORMAT, check, damaged
 from praxis_lite.run.config.paths import iterate_fields
@@ -92,9 +91,8 @@ def _loaded(parsed: Any, packages: Collection[str]) -> LoadedConfig:
         raise damaged("the text", "wanted an object with format, experiment, overrides and config")
     if parsed["format"] != FORMAT or type(parsed["format"]) is not int:
         raise ConfigError(
-            f"config.json has format {shown(json.dumps(parsed['format']))}, this praxis_lite reads "
-            f"{FORMAT}. Use the version that wrote it; commit d8700de writes format 2 anew, when "
-            "it goes on with the job."
+            f"config.json has format {shown(json.dumps(parsed['format']))}; this praxis_lite reads "
+            f"format {FORMAT}. Use the version that wrote it, or start the job anew."
         )
     experiment, overrides = parsed["experiment"], parsed.get("overrides")
     is_name = type(experiment) is str and re.fullmatch(r"\w+(\.\w+)+", experiment)
@@ -109,8 +107,6 @@ def _loaded(parsed: Any, packages: Collection[str]) -> LoadedConfig:
     if not isinstance(config, fdl.Buildable):
         raise damaged("config", "it is not a config")
     _check_parameters(config)
-    move_former_settings(getattr(config, "run", None))
-    mark_options_of_presets(getattr(config, "mesh", None))
     return LoadedConfig(config, experiment, tuple(overrides))
 
 

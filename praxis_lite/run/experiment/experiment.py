@@ -10,7 +10,6 @@ import fiddle as fdl
 
 from praxis_lite.core.callables import callable_name
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.run.config.former_settings import move_former_settings
 from praxis_lite.run.experiment.compiler_options import merged_options
 from praxis_lite.run.experiment.run_config import RunConfig
 
@@ -151,7 +150,6 @@ class Experiment:
             config.hooks = hooks
         # A copy, so that one job's --set does not reach a class's attribute, and so another job.
         config = copy.deepcopy(config)
-        move_former_settings(config.run)
         if self.SHARDING_PRESET is not None:
             _set_preset(config, self.SHARDING_PRESET)
         return config

@@ -1,14 +1,12 @@
 """How long a job runs, and how often it saves, evaluates and reports."""
 
 import dataclasses
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from praxis_lite.core.errors import require, require_choice
 from praxis_lite.run.checkpoints.init.loading_rules import CheckpointLoadingRules
 from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
-from praxis_lite.run.config.former_settings import takes_former_settings
 from praxis_lite.run.config.whole_numbers import CHANGE, check_whole_numbers
 from praxis_lite.run.experiment.run_settings import (
     EvaluationSettings,
@@ -20,7 +18,6 @@ from praxis_lite.run.trackers.settings import check_trackers, default_trackers
 from praxis_lite.run.trackers.tracker import Tracker
 
 
-@takes_former_settings
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """How long a job runs, and how often it saves, evaluates and reports.
@@ -115,16 +112,6 @@ class RunConfig:
             not isinstance(self.accept_changed_data, str), "run.accept_changed_data",
             self.accept_changed_data, "names in brackets",
         )
-
-    @property
-    def seconds_between_checkpoints(self) -> int | None:
-        """Returns `checkpoints.seconds_between`, and warns: its former name."""
-        warnings.warn(
-            "RunConfig.seconds_between_checkpoints is RunConfig.checkpoints.seconds_between now, "
-            "and the former name goes with the next minor version.",
-            DeprecationWarning, stacklevel=2,
-        )
-        return self.checkpoints.seconds_between
 
     @property
     def init_from(self) -> tuple[str, Any] | None:

@@ -10,7 +10,6 @@ from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.run.config.build import build
 from praxis_lite.run.config.class_attributes import value_after
-from praxis_lite.run.config.former_settings import settings_of_today
 from praxis_lite.run.config.overrides import check_required
 from praxis_lite.run.experiment import registry
 from praxis_lite.run.experiment.launched_config import config_of_experiment
@@ -107,7 +106,7 @@ def _settings(
     packages = registry.allowed_packages(command.packages)
     experiment = registry.get_experiment(command.exp, command.packages)
     space = space_of(
-        settings_of_today(command.settings, note),
+        command.settings,
         lambda settings, path: value_after(experiment, settings, path, packages),
     )
     if search == "grid":

@@ -1,12 +1,10 @@
-"""Steps as objects: traced for shapes, run without compiling again; the former calls by name."""
+"""Steps as objects: traced for shapes, run without compiling again."""
 
 import jax
 import numpy as np
 import pytest
 
-from praxis_lite import ConfigError
 from praxis_lite.core import Partitioner
-from praxis_lite.core.partitioner.accumulation import value_and_grad
 from tests.support.lm_runs import batches, partitioner_of, structs
 
 
@@ -43,34 +41,3 @@ def test_the_steps_by_their_kinds(partitioner):
         "eval_examples": ("eval_examples", False), "decode": ("decode_step", False),
     }
     assert all(getattr(partitioner, step.name) is step for step in partitioner.steps.values())
-
-
-def test_the_former_calls_by_a_name_work_and_warn(partitioner):
-    spec = structs(batches("uneven")[0])
-    for kind in ("train", "eval", "eval_examples"):
-        step = partitioner.steps[kind]
-        with pytest.warns(DeprecationWarning, match=f"partitioner.{step.name}"):
-            lowered = partitioner.lower(kind, spec)
-        assert lowered.as_text() == step.lower(spec).as_text()
-        with pytest.warns(DeprecationWarning, match=f"partitioner.{step.name}"):
-            assert str(partitioner.trace(kind, spec).jaxpr) == str(step.trace(spec).jaxpr)
-        with pytest.warns(DeprecationWarning, match=f"partitioner.{step.name}"):
-            assert partitioner.step_function(kind) is step.function
-        with pytest.warns(DeprecationWarning, match=f"partitioner.{step.name}"):
-            partitioner.check_batch(spec, kind)
-    with pytest.raises(ConfigError, match="'trian'.*train"):
-        partitioner.check_batch(spec, "trian")
-
-
-def test_the_former_argument_value_and_grad_works_and_warns(partitioner):
-    calls = []
-
-    def recorded(*args, **settings):
-        calls.append(settings["num_micro_batches"])
-        return value_and_grad(*args, **settings)
-
-    with pytest.warns(DeprecationWarning, match="gradients=Gradients"):
-        former = Partitioner(partitioner.task, partitioner.mesh, value_and_grad=recorded)
-    spec = structs(batches("uneven")[0])
-    text = former.train_step.lower(spec).as_text()
-    assert text == partitioner.train_step.lower(spec).as_text() and calls == [1]

@@ -14,7 +14,6 @@ from praxis_lite.core import NnxModel
 from praxis_lite.core.models.model import spec_leaves
 from praxis_lite.experiments import vision
 from praxis_lite.layers import (
-    LOGICAL_DIMS,
     SHARDING_PRESETS,
     BaseLayer,
     set_sharding_params,
@@ -261,15 +260,10 @@ class NamedFeedForward(OwnFeedForward):
 
 
 def test_a_users_layer_splits_once_it_names_its_dims(caplog):
-    for layer in (NamedFeedForward, OwnFeedForward):
-        if layer is OwnFeedForward:  # The former way.
-            with pytest.warns(DeprecationWarning, match=r"OwnFeedForward.*splits\(weight=\.\.\.\)"):
-                LOGICAL_DIMS[layer] = {"weight_split_dims_mapping": ("embed", "own")}
-        config = lm_with_block(tr_fflayer_tpl=layer)
-        set_sharding_params(config, {"embed": "data", "own": "mdl"})
-        actual = config.transformer_layer_tpl.tr_fflayer_tpl
-        assert actual == fdl.Partial(layer, weight_split_dims_mapping=("data", "mdl"))
-    del LOGICAL_DIMS[OwnFeedForward]
+    config = lm_with_block(tr_fflayer_tpl=NamedFeedForward)
+    set_sharding_params(config, {"embed": "data", "own": "mdl"})
+    actual = config.transformer_layer_tpl.tr_fflayer_tpl
+    assert actual == fdl.Partial(NamedFeedForward, weight_split_dims_mapping=("data", "mdl"))
     assert not caplog.messages
 
 

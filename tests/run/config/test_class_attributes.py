@@ -93,22 +93,6 @@ def test_a_preset_adds_its_compiler_options_to_the_meshs_own():
     assert not configured(Sized, []).mesh.compiler_options
 
 
-def test_a_former_jobs_options_of_its_preset_are_the_presets_and_others_the_users():
-    config = configured(Sized, ["SHARDING_PRESET=fsdp"])
-    of_preset = config.mesh.compiler_options
-    own = {"xla_of_the_user": 1, "xla_enable_async_all_reduce": False}
-    config.mesh.compiler_options = {
-        kind: {name.removesuffix("?"): value for name, value in given.items()}
-        for kind, given in of_preset.items()
-    } | {"tpu": own}
-    text = dump_config(config, "tests.Sized", packages=["tests"])
-    assert "?" not in text
-    again = load_config(text, packages=["tests"]).config
-    assert again.mesh.compiler_options == of_preset | {"tpu": own}
-    config.mesh.compiler_options = None
-    text = dump_config(config, "tests.Sized", packages=["tests"])
-    assert load_config(text, packages=["tests"]).config.mesh.compiler_options is None
-
 
 @pytest.mark.parametrize(
     ("setting", "words"),

@@ -128,7 +128,7 @@ OF_ACTING_PACKAGES = {
         LossSpikeSettings MLflow MeshConfig ProfileSettings PrometheusTextfile RunConfig
         SaveSettings SaveSettings.of StopSettings Task TensorBoard WeightsAndBiases
     """,
-    "praxis_lite.collectives": "ExplicitCollectives ShardMapPartitioner",
+    "praxis_lite.collectives": "ExplicitCollectives",
     "praxis_lite.core": """
         AuxiliaryOptimizer Fsdp GradientLimits Gradients Learner
         LogicalPartitioning MeshConfig MeshRules Model NnxModel Partitioner Replicate ShardDim

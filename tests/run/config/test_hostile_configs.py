@@ -335,7 +335,7 @@ def test_the_words_say_which_name_and_what_to_do(guarded):
         if "a dataset" in case:
             assert "The name of a dataset in " in message, case
         if "that is none" in case and case.startswith("text: a"):
-            assert "wanted a" in message or "this praxis_lite reads 3" in message, case
+            assert "wanted a" in message or "this praxis_lite reads format 3" in message, case
         if case.startswith("large"):
             assert "at most 100000 parts" in message, case
         if case.startswith("damaged"):

@@ -244,7 +244,7 @@ def test_damaged_text_is_said_to_be_damaged(text):
 
 
 def test_another_format_is_refused():
-    with pytest.raises(ConfigError, match=r"config\.json.* 7,"):
+    with pytest.raises(ConfigError, match=r"config\.json.* format 7"):
         load_config(dump_config(job(), NAME).replace('"format": 3', '"format": 7'))
 
 

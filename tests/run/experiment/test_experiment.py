@@ -6,20 +6,14 @@ import fiddle as fdl
 import pytest
 
 from praxis_lite import (
-    BestCheckpoints,
     ConfigError,
-    EarlyStopping,
     EvaluationSettings,
     Experiment,
     Job,
-    LossSpikeSettings,
     RunConfig,
     SaveSettings,
     StopSettings,
 )
-from praxis_lite.run.config.former_settings import FORMER
-from praxis_lite.run.config.overrides import apply_overrides
-from praxis_lite.run.config.text import config_lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,53 +133,3 @@ def test_a_part_of_another_class_and_one_checkpoint_alone_are_refused():
         RunConfig(num_train_steps=1, stopping=SaveSettings())
     with pytest.raises(ConfigError, match="run.checkpoints.max_to_keep.*1.*2"):
         RunConfig(num_train_steps=1, checkpoints=SaveSettings(max_to_keep=1))
-
-
-FORMER_VALUES = {
-    name: "roll_back" if name == "on_loss_spike" else True if name in (
-        "save_non_finite", "eval_use_ema_states", "watchdog_exits"
-    ) else EarlyStopping(metric="a/b") if name == "early_stopping"
-    else BestCheckpoints(metric="a/b") if name == "best_checkpoints" else 7
-    for name in FORMER
-}
-
-
-def test_the_former_settings_are_taken_in_python_with_a_warning_that_names_the_path():
-    for name, value in FORMER_VALUES.items():
-        part, today = FORMER[name]
-        more = {"loss_spikes": LossSpikeSettings(factor=3.0)} if name == "on_loss_spike" else {}
-        with pytest.warns(DeprecationWarning, match=f"run.{name}.*run.{part}.{today}"):
-            run = RunConfig(num_train_steps=7, **{name: value}, **more)
-        assert getattr(getattr(run, part), today) == value
-        with pytest.warns(DeprecationWarning, match=f"run.{part}.{today}"):
-            assert getattr(run, name) == value
-    run = RunConfig(num_train_steps=7)
-    with pytest.warns(DeprecationWarning, match="checkpoints.seconds_between"):
-        assert run.seconds_between_checkpoints == run.checkpoints.seconds_between == 600
-    with pytest.raises(TypeError, match="every_step"):
-        RunConfig(num_train_steps=7, every_step=7)
-
-
-def test_the_former_settings_of_a_config_move_to_their_parts(capsys):
-    class Former(Whole):
-        def run(self):
-            return fdl.Config(
-                RunConfig, num_train_steps=13, checkpoint_every_steps=5, loss_spike_factor=3.0,
-                checkpoints=fdl.Config(SaveSettings, retries=2),
-            )
-
-    config = Former().config()
-    assert config.run.checkpoints == fdl.Config(SaveSettings, retries=2, every_steps=5)
-    assert config.run.loss_spikes == fdl.Config(LossSpikeSettings, factor=3.0)
-    assert "checkpoint_every_steps" not in config.run.__arguments__
-    for name, value in (("early_stopping.patience", 5), ("max_checkpoints_to_keep", 9)):
-        if "patience" in name:
-            apply_overrides(config, ["run.stopping.early=EarlyStopping()"])
-        apply_overrides(config, [f"run.{name}={value}"])
-    out = capsys.readouterr().out
-    assert "note: run.early_stopping is run.stopping.early now" in out
-    assert "note: run.max_checkpoints_to_keep is run.checkpoints.max_to_keep now" in out
-    assert config.run.stopping.early.patience == 5 and config.run.checkpoints.max_to_keep == 9
-    paths = [line.partition("=")[0] for line in config_lines(config)]
-    assert "run.checkpoints.every_steps" in paths
-    assert not {f"run.{name}" for name in FORMER} & set(paths)
