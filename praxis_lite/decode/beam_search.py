@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -54,8 +55,8 @@ class BeamSearch(Decoder):
         )
         self._require("length_norm_alpha", math.isfinite(self.length_norm_alpha), "finite")
 
-    def check_vocabulary(self, size: int) -> None:
-        super().check_vocabulary(size)
+    def check_vocabulary(self, size: int, of_tokenizer: Collection[int] = ()) -> None:
+        super().check_vocabulary(size, of_tokenizer)
         expected = f"one of the model's tokens, 0 to {size - 1}: hypotheses end in nothing else"
         self._require("eos_id", any(i < size for i in self.eos_ids), expected)
 

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -109,22 +110,22 @@ class Decoder(abc.ABC):
         names = ("weights_dtype", "weights_outputs_first")
         return {name: getattr(self, name) for name in names}
 
-    def check_vocabulary(self, size: int) -> None:
+    def check_vocabulary(self, size: int, of_tokenizer: Collection[int] = ()) -> None:
         """Checks that a model has the tokens that the settings name; every decoding loop calls it.
 
         Args:
           size: number of ids of the model.
+          of_tokenizer: further ids of a tokenizer, in addition to those of `for_tokenizer`.
 
         Raises:
           ConfigError: it lacks one that is not a tokenizer's.
         """
-        self._check_tokens("eos_id", self.eos_id, size)
+        if not isinstance(self.eos_id, TokenizerIds):
+            self._check_tokens("eos_id", tuple(set(self.eos_ids) - set(of_tokenizer)), size)
 
-    def _check_tokens(self, name: str, ids: int | tuple[int, ...] | None, size: int) -> None:
-        if isinstance(ids, TokenizerIds) or ids is None:
-            return
+    def _check_tokens(self, name: str, ids: tuple[int, ...], size: int) -> None:
         expected = f"tokens from 0 to {size - 1}, because the model's vocab_size is {size}"
-        self._require(name, all(i < size for i in np.ravel(ids)), expected)
+        self._require(name, all(i < size for i in ids), expected)
 
     def check_model(self, model: Any) -> None:
         """Checks that a model can be decoded as the settings say.

@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
+from collections.abc import Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.decode.decoder import Decoder, Outputs, Prompts, is_token
+from praxis_lite.decode.decoder import Decoder, Outputs, Prompts, TokenizerIds, is_token
 from praxis_lite.decode.likely_logits import nucleus_end
 from praxis_lite.decode.loop import DecodeState, advance, sample_keys, start
 
@@ -77,10 +78,11 @@ class Greedy(Decoder):
             "0 with fprop_for_prefix=False, which reads a token at a time",
         )
 
-    def check_vocabulary(self, size: int) -> None:
-        super().check_vocabulary(size)
+    def check_vocabulary(self, size: int, of_tokenizer: Collection[int] = ()) -> None:
+        super().check_vocabulary(size, of_tokenizer)
         for sequence in self.stop_sequences:
-            self._check_tokens("stop_sequences", sequence, size)
+            if not isinstance(sequence, TokenizerIds):
+                self._check_tokens("stop_sequences", sequence, size)
 
     @property
     def num_hyps(self) -> int:

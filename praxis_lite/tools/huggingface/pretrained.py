@@ -22,8 +22,8 @@ from praxis_lite.layers.whole_model.reference import REFERENCE
 from praxis_lite.run.checkpoints.init.kept_arrays import in_kept_form, kept_paths, whole_layout
 from praxis_lite.run.job.local_directory import local_directory
 from praxis_lite.tools.huggingface.adapters import Layers, write_peft
-from praxis_lite.tools.huggingface.exported_text import copy_files, write_text_files
 from praxis_lite.tools.huggingface.family import family_of, read_config
+from praxis_lite.tools.huggingface.fields.exported_text import copy_files, write_text_files
 from praxis_lite.tools.huggingface.same_model import check_same_model, weights_of
 from praxis_lite.tools.huggingface.tensors.reading import read_weights, stored
 from praxis_lite.tools.huggingface.tensors.tensor_files import DESCRIBED, FLOATS, TensorFiles
