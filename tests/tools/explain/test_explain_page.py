@@ -409,7 +409,7 @@ def test_4096_devices_are_drawn_in_groups_and_a_plan_in_figures(browser):
         "document.getElementById('versions').textContent"
     )
     plan = item.run("document.querySelector('.figures').textContent")
-    assert "Plan of" in plan and "1.5 s (1.2 s to 1.9 s)" in plan
+    assert "Estimates for" in plan and "1.5 s (1.2 s to 1.9 s)" in plan
     assert item.complaints == []
 
 
