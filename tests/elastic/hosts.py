@@ -248,7 +248,10 @@ class Hosts(contextlib.AbstractContextManager):
             member["first_step_time"] for member in map(self.member, generation["members"])
             if member.get("generation") == generation["number"] and member.get("first_step_time")
         ]
-        return min(times, default=None)
+        if not times:
+            return None
+        # They are noted in seconds of the machine's time.monotonic.
+        return time.time() - (time.monotonic() - min(times))
 
 
 def wait_for(is_so: Callable[[], Any], seconds: float, poll: float = 0.1) -> Any:
