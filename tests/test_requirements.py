@@ -27,6 +27,7 @@ PIP_NAMES = {"orbax": "orbax-checkpoint", "array_record": "array-record", "googl
 # Modules that import a package of an extra at their top: nothing else imports them at its own.
 LATE = {
     "praxis_lite.inputs.tokenizers.templates.sandbox": "jinja2",
+    "praxis_lite.interop.serving.connections": "uvicorn",
     "praxis_lite.interop.serving.endpoints": "starlette",
     "praxis_lite.tools.lm_eval.lm": "lm_eval",
     "praxis_lite.tools.lm_eval.named_model": "lm_eval",

@@ -196,9 +196,9 @@ def check_inputs_split_mapping(
         if key not in inputs_split_mapping:
             of_rows = next((split[:1] for split in inputs_split_mapping.values() if split), None)
             raise ConfigError(
-                f"inputs_split_mapping.{key} is missing, for the batch leaf {path} of shape "
-                f"{x.shape}; there is {', '.join(sorted(inputs_split_mapping)) or 'none'}. Add "
-                f"{key!r}: {of_rows}, the split dims of that rank; None leaves it as it comes."
+                f"inputs_split_mapping.{key} is missing: the batch leaf {path} of shape {x.shape} "
+                f"needs it, and the mapping has {sorted(inputs_split_mapping)}. Add "
+                f"{key!r}: {of_rows}, or None to leave the array as it comes."
             )
         if inputs_split_mapping[key] is not None:
             setting = f"inputs_split_mapping['{key}']"

@@ -5,8 +5,6 @@ from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from praxis_lite.interop.serving.endpoints import BODY_SECONDS
-
 # Connections without a complete request. Of one more the oldest is closed.
 MOST_WAITING = 128
 # For a client to send the head of its request, from the connection or the answer before.
@@ -17,17 +15,23 @@ _LAST_SECONDS = 60.0  # To take the end of an answer.
 _LOOK_SECONDS = 1.0
 
 
-def limited(request_seconds: float) -> type[asyncio.Protocol]:
-    """Returns uvicorn's protocol with deadlines, for requests that take so many seconds at most."""
+def limited(request_seconds: float, body_seconds: float) -> type[asyncio.Protocol]:
+    """Returns uvicorn's protocol with deadlines.
+
+    Args:
+      request_seconds: the longest time that an answer may take.
+      body_seconds: for a client to send the body of a request.
+    """
 
     class Limited(_Limited):
         most_seconds = request_seconds + _LAST_SECONDS
+        most_body_seconds = body_seconds + HEAD_SECONDS
 
     return Limited
 
 
 class _Limited(AutoHTTPProtocol):
-    most_seconds = float("inf")
+    most_seconds = most_body_seconds = float("inf")
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -57,7 +61,7 @@ class _Limited(AutoHTTPProtocol):
         elif self.cycle is None or self.cycle.response_complete:
             seconds = HEAD_SECONDS
         else:
-            seconds = BODY_SECONDS + HEAD_SECONDS
+            seconds = self.most_body_seconds
         if now - self._since > seconds or now - self._writable_at > STALL_SECONDS:
             self.transport.abort()
         else:

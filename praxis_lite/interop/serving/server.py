@@ -83,7 +83,7 @@ class Running:
         uvicorn = optional_module("uvicorn", NEEDED_BY)
         optional_module("starlette", NEEDED_BY)
         from praxis_lite.interop.serving.connections import limited
-        from praxis_lite.interop.serving.endpoints import Limits, application
+        from praxis_lite.interop.serving.endpoints import BODY_SECONDS, Limits, application
 
         self._engine, self._socket = engine, listening
         host, port = listening.getsockname()[:2]
@@ -91,7 +91,7 @@ class Running:
         self._server = uvicorn.Server(uvicorn.Config(
             application(model, engine, Limits(request_seconds, api_key, hosts)),
             log_level="warning", access_log=False, server_header=False, lifespan="off",
-            http=limited(request_seconds), ws="none",
+            http=limited(request_seconds, BODY_SECONDS), ws="none",
             timeout_graceful_shutdown=LAST_SECONDS,
             limit_concurrency=engine.num_rows + engine.most_waiting + MORE_CONNECTIONS,
         ))

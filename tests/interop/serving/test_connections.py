@@ -40,13 +40,13 @@ async def app(scope, receive, send):
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setattr(connections, "HEAD_SECONDS", 0.5)
-    monkeypatch.setattr(connections, "BODY_SECONDS", 0.5)
     monkeypatch.setattr(connections, "STALL_SECONDS", 0.5)
     monkeypatch.setattr(connections, "_LAST_SECONDS", 1.0)
     monkeypatch.setattr(connections, "_LOOK_SECONDS", 0.05)
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listening:
         server = uvicorn.Server(uvicorn.Config(
-            app, http=connections.limited(0.5), lifespan="off", log_level="critical", ws="none",
+            app, http=connections.limited(0.5, 0.5), lifespan="off", ws="none",
+            log_level="critical",
             timeout_graceful_shutdown=1, limit_concurrency=connections.MOST_WAITING + 9,
         ))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
