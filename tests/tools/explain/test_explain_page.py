@@ -367,6 +367,20 @@ def test_it_does_not_scroll_sideways(browser, mesh_222, width):
     item.run(OPEN_ALL)
     item.wait(all_drawn(2))
     assert item.run("document.documentElement.scrollWidth <= innerWidth")
+    # A name breaks between its parts, and a part without a space is on one line.
+    assert item.run(BROKEN_WORDS) == []
+
+
+BROKEN_WORDS = """(() => {
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), broken = [];
+  while (walker.nextNode()) {
+    const text = walker.currentNode, range = document.createRange();
+    if (/\\s/.test(text.data) || text.parentNode.closest("p, script")) continue;
+    range.selectNode(text);
+    if (range.getClientRects().length > 1) broken.push(text.data);
+  }
+  return broken;
+})()"""
 
 
 def test_a_thousand_leaves_on_256_devices_are_drawn_as_they_come_into_sight(browser):
@@ -408,6 +422,8 @@ def test_4096_devices_are_drawn_in_groups_and_a_plan_in_figures(browser):
     assert "4096 devices: replica 1, data 512, mdl 8" in item.run(
         "document.getElementById('versions').textContent"
     )
+    # What was computed from nominal rates stands last.
+    assert item.run("document.getElementById('main').lastElementChild.className") == "figures"
     plan = item.run("document.querySelector('.figures').textContent")
     assert "Estimates for" in plan and "1.5 s (1.2 s to 1.9 s)" in plan
     assert item.complaints == []
