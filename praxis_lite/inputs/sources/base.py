@@ -196,9 +196,12 @@ class FileSource(GlobSource):
         "truncated" among the values says why the file's end cannot be read.
         """
 
-    @abc.abstractmethod
     def open_file(self, index: FileIndex) -> Any:
-        """Opens a file, or its copy; it is closed with the last reference to what is returned."""
+        """Opens a file, or its copy; it is closed with the last reference to what is returned.
+
+        A subclass that calls `opened` overrides it.
+        """
+        raise NotImplementedError
 
     @abc.abstractmethod
     def example(self, index: FileIndex, row: int) -> Example:
