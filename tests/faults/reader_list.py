@@ -322,7 +322,7 @@ def _read_template(folder: Path) -> None:
     from praxis_lite.inputs.tokenizers.files import TokenizerFiles
 
     class Bytes(inputs.ByteTokenizer):
-        chat = ChatTemplate(TokenizerFiles(folder, "").chat_template or "")
+        chat = ChatTemplate(TokenizerFiles(folder, "").chat_templates.get("default", ""))
 
     tokens_of(MESSAGES, Bytes(), "line 1")
 

@@ -3,9 +3,10 @@
 import functools
 import itertools
 import json
+import shutil
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from praxis_lite import ConfigError
 from praxis_lite.inputs.text.encoding import encoded
@@ -182,3 +183,25 @@ def test_an_answer_with_weight_0_keeps_its_ids_and_is_not_learned(name, mark):
     none = [{**turn, **mark} if turn["role"] == "assistant" else turn for turn in messages]
     with pytest.raises(ConfigError, match="weight 0"):
         encoded("messages", None, {**row, "messages": none}, ours, "here")
+
+
+@pytest.mark.parametrize("form", ["a list", "files"])
+def test_a_conversation_with_tools_takes_the_template_named_tool_use(form, tmp_path):
+    template, of_tools = TEMPLATES["zephyr, marked"], TEMPLATES["qwen2.5"]
+    shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
+    config = json.loads((FOLDER / "tokenizer_config.json").read_text())
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    if form == "a list":
+        named = {"default": template, "tool_use": of_tools}
+        config["chat_template"] = [{"name": k, "template": v} for k, v in named.items()]
+    else:
+        config.pop("chat_template", None)
+        (tmp_path / "chat_template.jinja").write_text(template)
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates/tool_use.jinja").write_text(of_tools)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    for row in ({"messages": TURNS}, {"messages": TURNS, "tools": TOOLS}):
+        given = dict(row)
+        expected = theirs.apply_chat_template(given.pop("messages"), **given)["input_ids"]
+        assert encoded("messages", None, row, ours, "here").ids.tolist() == expected

@@ -42,7 +42,8 @@ def tokens_of(
     with placed(where):
         if not isinstance(conversation, Conversation):
             conversation = Conversation(as_messages(conversation))
-        messages, chat = conversation.messages, tokenizer.chat
+        messages, variables = conversation.messages, conversation.variables
+        chat = None if tokenizer.chat is None else tokenizer.chat.chosen(variables)
         answers = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
         if not any(index >= first for index in answers):
             roles = sorted({str(item["role"]) for item in messages[first:]})
@@ -61,7 +62,6 @@ def tokens_of(
                 "no_answer", f"{where}:", "every message of the assistant has weight 0 or train "
                 "false, or is empty, so nothing is to be learned", "Leave the conversation out.",
             )
-        variables = conversation.variables
         if chat is not None:
             messages = chat.prepared(messages)
 

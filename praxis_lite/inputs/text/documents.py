@@ -94,7 +94,7 @@ class Documents:
             "version": 3, "holds": self.holds, "key": self.key, "ahead": self.ahead,
             "ignored_keys": sorted(self.ignored_keys),
             "tokenizer": self.tokenizer.fingerprint(),
-            "chat": None if self.tokenizer.chat is None else self.tokenizer.chat.source,
+            "chat": None if self.tokenizer.chat is None else self.tokenizer.chat.sources,
             "transform": code_of(self.transform), "keep": code_of(self.keep),
         }
         kind = "tokens" if self.ahead else "lengths"

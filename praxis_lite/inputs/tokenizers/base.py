@@ -132,12 +132,13 @@ class Tokenizer(abc.ABC):
                 f"{self} has no chat template. Put one beside its files, as chat_template.jinja or "
                 "as chat_template in tokenizer_config.json, or give texts instead of messages."
             )
-        messages = self.chat.prepared(messages)
+        chat = self.chat.chosen(variables)
+        messages = chat.prepared(messages)
 
         def rendered(messages: Sequence[Mapping[str, Any]]) -> str:
-            return self.chat.render(messages, add_generation_prompt, **variables)
+            return chat.render(messages, add_generation_prompt, **variables)
 
-        text = self.chat.checked(messages, variables, rendered)
+        text = chat.checked(messages, variables, rendered)
         return self.encode(text, False) if tokenize else text
 
     def __str__(self) -> str:

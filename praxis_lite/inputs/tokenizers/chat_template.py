@@ -58,10 +58,23 @@ class ChatTemplate:
     Args:
       source: its text.
       variables: the texts of special tokens by name, such as bos_token.
+      tool_use: the source of the template named "tool_use", for conversations with tools.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, Any] | None = None):
+    def __init__(
+        self, source: str, variables: Mapping[str, Any] | None = None, tool_use: str | None = None
+    ):
         self.source, self.variables = source, dict(variables or {})
+        self.tool_use = None if tool_use is None else ChatTemplate(tool_use, variables)
+
+    @property
+    def sources(self) -> list[str]:
+        """The text of this template, and that of `tool_use` if there is one."""
+        return [self.source, *([self.tool_use.source] if self.tool_use else [])]
+
+    def chosen(self, variables: Mapping[str, Any]) -> "ChatTemplate":
+        """Returns the template of a conversation with these variables, as transformers chooses."""
+        return self.tool_use if self.tool_use and variables.get("tools") else self
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False,

@@ -87,8 +87,11 @@ class DirectoryTokenizer(Tokenizer):
 
     @functools.cached_property
     def chat(self) -> ChatTemplate | None:
-        source = self._files.chat_template
-        return None if source is None else ChatTemplate(source, self.special.texts)
+        sources = self._files.chat_templates
+        default = sources.get("default", sources.get("tool_use"))
+        if default is None:
+            return None
+        return ChatTemplate(default, self.special.texts, sources.get("tool_use"))
 
     @functools.cached_property
     def turn_end_ids(self) -> tuple[int, ...]:

@@ -61,30 +61,33 @@ class TokenizerFiles:
         }
 
     @property
-    def chat_template(self) -> str | None:
-        """The template in chat_template.jinja, or that of tokenizer_config.json, or None.
+    def chat_templates(self) -> dict[str, str]:
+        """The chat templates by name, such as "default" and "tool_use", as in transformers.
+
+        Files chat_template.jinja and additional_chat_templates/*.jinja come before the field of
+        tokenizer_config.json.
 
         Raises:
-          ConfigError: it is no text in UTF-8, nor a list of templates by name.
+          ConfigError: one is no text in UTF-8, or the field has another form.
         """
-        path = self.directory / TEMPLATE
-        if os.path.lexists(path):
-            try:
-                return read_file(path).decode()
-            except UnicodeDecodeError as error:
-                raise ConfigError(f"The chat template {path} is not UTF-8: {error}.") from None
+        folder = self.directory / TEMPLATES
+        paths = {path.stem: path for path in sorted(folder.glob("*.jinja"))}
+        if os.path.lexists(self.directory / TEMPLATE):
+            paths["default"] = self.directory / TEMPLATE
+        if paths:
+            return {name: _template(path) for name, path in paths.items()}
         source = self.json(TOKENIZER_CONFIG).get("chat_template")
         if isinstance(source, list):  # Several, by name.
             entries = [entry for entry in source if isinstance(entry, dict)]
             source = {str(entry.get("name")): entry.get("template") for entry in entries}
-        if isinstance(source, dict):
-            source = source.get("default")
         if source is None or isinstance(source, str):
-            return source
-        raise wrong_field(
-            self.directory / TOKENIZER_CONFIG, "chat_template", source,
-            'a text, a list of {"name": ..., "template": ...}, or an object of texts by name',
-        )
+            source = {} if source is None else {"default": source}
+        if not isinstance(source, dict) or not all(isinstance(x, str) for x in source.values()):
+            raise wrong_field(
+                self.directory / TOKENIZER_CONFIG, "chat_template", source,
+                'a text, a list of {"name": ..., "template": ...}, or an object of texts by name',
+            )
+        return source
 
     def sha256(self, decided_besides: str = "") -> str:
         """Returns a hash of what decides the ids of a text.
@@ -101,6 +104,13 @@ class TokenizerFiles:
                 digest.update(f"{name} {len(content)} ".encode() + content)
         digest.update(decided_besides.encode())
         return digest.hexdigest()
+
+
+def _template(path: Path) -> str:
+    try:
+        return read_file(path).decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"The chat template {path} is not UTF-8: {error}.") from None
 
 
 def read_file(path: Path) -> bytes:
