@@ -105,7 +105,7 @@ def _with_templates(config: "fdl.Config") -> "fdl.Config":
     """Returns a copy in which bare classes and functions with such settings are an fdl.Partial."""
 
     def opened(value: Any, state: daglish.State) -> Any:
-        if isinstance(value, functools.partial):
+        if isinstance(value, functools.partial) and _is_template(value.func):
             value = fdl.Partial(value.func, *value.args, **value.keywords)
         elif _is_template(value):
             value = fdl.Partial(value)
@@ -167,6 +167,11 @@ def _is_known(name: str, value: Any) -> bool:
     return bool(is_kernel or is_named)
 
 
+def _is_of_policies(name: str, value: Any) -> bool:
+    """Returns True for a policy of remat that is an object: a place by name, or a function."""
+    return is_of_remat(name) and (isinstance(value, Mapping) or _is_policy(value))
+
+
 def _is_policy(value: Any) -> bool:
     """Returns True for a function that could be a policy of `jax.checkpoint`."""
     return callable(value) and not isinstance(value, type | fdl.Buildable)
@@ -211,11 +216,13 @@ def _literals(kind: Any) -> list[Any]:
 
 def _leaves(name: str, value: Any, kind: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yields (name, value, type) of a setting; of an object or a dict of settings, of each."""
-    if _is_object(value):
+    if _is_of_policies(name, value):
+        yield name, value, kind
+    elif _is_object(value):
         types = _types(type(value))
         for inner, x in _fields(value).items():
             yield from _leaves(inner, x, types.get(inner))
-    elif isinstance(value, Mapping) and not is_of_remat(name):
+    elif isinstance(value, Mapping):
         for inner, x in value.items():
             yield from _leaves(str(inner), x, None)
     else:
@@ -224,12 +231,12 @@ def _leaves(name: str, value: Any, kind: Any) -> Iterator[tuple[str, Any, Any]]:
 
 def _with(name: str, value: Any, expected: str, other: Callable[[Any], Any]) -> Any:
     """Returns a setting's value with the setting called `wanted` in it exchanged; or itself."""
-    if _is_object(value):
+    if _is_object(value) and not _is_of_policies(name, value):
         fields = _fields(value)
         new = {key: _with(key, x, expected, other) for key, x in fields.items()}
         changed = {key: x for key, x in new.items() if x is not fields[key]}
         return dataclasses.replace(value, **changed) if changed else value
-    if isinstance(value, Mapping) and not is_of_remat(name):
+    if isinstance(value, Mapping) and not _is_of_policies(name, value):
         new = {key: _with(str(key), x, expected, other) for key, x in value.items()}
         return type(value)(new) if any(new[key] is not x for key, x in value.items()) else value
     return other(value) if name == expected and _is_known(name, value) else value
