@@ -27,7 +27,7 @@ from praxis_lite.tasks.preference import DpoTask
 from praxis_lite.tools.huggingface import DecoderSettings, lm_config, settings_in
 
 __all__ = [
-    "CausalLm", "ChatDpo", "ChatDpoLora", "ChatFull", "ChatLora", "former_chat_data",
+    "CausalLm", "ChatDpo", "ChatDpoLora", "ChatFull", "ChatLora",
     "questions",
 ]
 
@@ -103,15 +103,6 @@ def lines_of(files, folder):
     if files is not None:
         return {"files": files}
     return {"files": f"{folder}/{QUESTIONS}", "make": questions}
-
-
-def former_chat_data(files, split, batch_size, seq_len, tokenizer=None, heldout_percent=10, **more):
-    """Returns the data that jobs of before were configured with, under the name ChatData."""
-    source = JsonLines(**lines_of(files, ChatFull.folder))
-    documents = Documents(
-        source, "messages", tokenizer=tokenizer, heldout_percent=heldout_percent
-    )
-    return PackedText(documents, split, batch_size, seq_len, **{"too_long": "refuse", **more})
 
 
 @register

@@ -59,10 +59,8 @@ def licences() -> Texts:
                     yield f"{package.name}/{file.name}", text
 
 
-def examples_of(
-    folder: str, texts: Callable[[], Texts], name: str | None = None
-) -> Iterator[dict[str, str]]:
-    """Yields texts as examples of a source; jobs of before give the name of the file as well."""
+def examples_of(folder: str, texts: Callable[[], Texts]) -> Iterator[dict[str, str]]:
+    """Yields texts as examples of a source."""
     for title, text in texts():
         yield {"name": title, "text": text}
 

@@ -58,7 +58,7 @@ def may_be_named():
 MAY_READ = {
     "ArrayRecords", "ArrowFiles", "CheckpointLoadingRules", "FileSource", "HuggingFaceDataset",
     "ImageFiles", "JsonLines", "NpyFiles", "Parquet", "PreferenceData", "TextCorpus", "TextFiles",
-    "TfRecords", "Tfds", "examples_of", "former_chat_data", "questions",
+    "TfRecords", "Tfds", "examples_of", "questions",
 }
 
 # Trackers write and connect when a job trains, whose config comes from code and never from a file.
