@@ -2,7 +2,6 @@
 
 import abc
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -191,13 +190,6 @@ class Task(abc.ABC):
             scalars (value, weight), "loss" among them, and outputs with the batch's rows; or a
             metric of `metrics` does; names what was found.
         """
-        if isinstance(method, str):
-            warnings.warn(
-                f"Task.outputs takes the method itself now, task.{method}, and a name until the "
-                "next minor version.", DeprecationWarning, stacklevel=2,
-            )
-            methods = (self.compute_loss, self.compute_eval_loss)
-            method = dict(zip(("compute_loss", "compute_eval_loss"), methods, strict=True))[method]
         name = f"{type(self).__name__}.{callable_name(method).rpartition('.')[2]}"
         check_takes(name, method, "model", "inputs", "key")
         with sharing() as shared:

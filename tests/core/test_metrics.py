@@ -200,14 +200,6 @@ def _on_device(inputs):
     return jax.tree.map(jnp.asarray, inputs)
 
 
-def test_outputs_by_the_name_of_a_method_come_with_a_warning():
-    task, params, inputs = task_of(), init(jax.random.key(0)), _on_device(batch())
-    by_method = task.outputs(task.compute_loss, params, inputs, None)
-    with pytest.warns(DeprecationWarning, match="task.compute_loss"):
-        by_name = task.outputs("compute_loss", params, inputs, None)
-    jax.tree.map(np.testing.assert_array_equal, by_name, by_method)
-
-
 def test_a_batch_of_scalars_alone_has_metrics_of_scalars():
     inputs = {"temperature": jnp.float32(2)}
     assert weights_of(inputs).shape == ()

@@ -1,7 +1,6 @@
 """Settings of how weights are trained: optimizers, limits, averages, frozen weights."""
 
 import functools
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -195,34 +194,6 @@ class Learner:
         if use_ema:
             return {"ema": opt_states["ema"]}
         return {"slots": opt_states["slots"]} if has_averages(opt_states["slots"]) else {}
-
-    # Former ways, which go with the next minor version.
-
-    def groups(self, weight_specs: PyTree, axis_sizes: Any = None) -> WeightGroups:
-        """Returns `bind(weight_specs, axis_sizes).groups`, and warns."""
-        return self._bound_as_before("groups", weight_specs, axis_sizes).groups
-
-    def init(self, params: PyTree, weights: PyTree) -> dict[str, PyTree]:
-        """Returns `bind(weights).init(params)`, and warns."""
-        return self._bound_as_before("init", weights).init(params)
-
-    def update(self, grads: PyTree, opt_states: PyTree, params: PyTree, weights: PyTree, loss: Any):
-        """Returns `bind(weights).update(grads, opt_states, params, loss)`, and warns."""
-        return self._bound_as_before("update", weights).update(grads, opt_states, params, loss)
-
-    def eval_params(self, params: PyTree, opt_states: PyTree, weights: PyTree, use_ema: bool):
-        """Returns `bind(weights).eval_params(params, opt_states, use_ema=use_ema)`, and warns."""
-        bound = self._bound_as_before("eval_params", weights)
-        return bound.eval_params(params, opt_states, use_ema=use_ema)
-
-    def _bound_as_before(self, name: str, weights: PyTree, axis_sizes: Any = None) -> BoundLearner:
-        warnings.warn(
-            f"Learner.{name} is .{name} of what Learner.bind(weight_specs) returns, and its former "
-            "name goes with the next minor version.", DeprecationWarning, stacklevel=3,
-        )
-        if isinstance(weights, WeightGroups):
-            return BoundLearner(self, weights)
-        return self.bind(weights, axis_sizes)
 
 
 def _patterns(patterns: Patterns) -> tuple[str, ...]:

@@ -574,24 +574,6 @@ def test_training_adapters_only_takes_no_gradient_of_a_frozen_weight():
         np.testing.assert_array_equal(new_params[name]["w"], before["w"])
 
 
-def test_the_former_ways_without_bind_still_update_and_warn():
-    learner = Learner(optax.adam, 0.1, ema_decay=0.9, bprop_variable_exclusion="logits/b")
-    params, bound, loss = jax.tree.map(jnp.asarray, tree(1)), learner.bind(SPECS), jnp.float32(1)
-    grads, _ = bound.groups.split(jax.tree.map(jnp.asarray, GRADS[0]))
-    expected = bound.update(grads, bound.init(params), params, loss)
-    with pytest.warns(DeprecationWarning, match="Learner.groups.*Learner.bind"):
-        groups = learner.groups(SPECS)
-    for weights in (SPECS, groups):
-        with pytest.warns(DeprecationWarning, match="Learner.(init|update|eval_params)"):
-            actual = learner.update(grads, learner.init(params, weights), params, weights, loss)
-            averages = learner.eval_params(params, actual[1], weights, use_ema=True)
-        jax.tree.map(np.testing.assert_array_equal, actual, expected)
-        jax.tree.map(
-            np.testing.assert_array_equal, averages,
-            bound.eval_params(params, expected[1], use_ema=True),
-        )
-
-
 def test_slot_mesh_axes_state_a_layout_of_every_gradient_and_new_weight(mesh_of):
     learner = Learner(SGD, 0.1, slot_mesh_axes=("data",), bprop_variable_exclusion="logits/b")
     params = jax.tree.map(jnp.asarray, tree(1))
