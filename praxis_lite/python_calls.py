@@ -14,7 +14,7 @@ from praxis_lite.run.config.python_settings import Settings, as_texts
 from praxis_lite.run.experiment import registry
 from praxis_lite.run.job.processes.interrupts import Interrupt
 from praxis_lite.run.modes.mode import CommandLine
-from praxis_lite.run.modes.train import trained
+from praxis_lite.run.modes.train import begun, trained
 from praxis_lite.tools.modes.check import checked
 from praxis_lite.tools.modes.explain import explained
 from praxis_lite.tools.modes.plan import STEPS, planned
@@ -63,8 +63,9 @@ def train(
     command.job_log_dir = os.fspath(job_log_dir)
     if threading.current_thread() is not threading.main_thread():
         print("not in the main thread: no signal, such as Ctrl-C, stops this training", flush=True)
-    job, launched, ended = trained(
-        command, SOURCES, hooks_of_tools, hooks=hooks, stop_request=Interrupt
+    clock, launched = begun(command)
+    job, ended = trained(
+        command, launched, clock, SOURCES, hooks_of_tools, hooks=hooks, stop_request=Interrupt
     )
 
     from praxis_lite.run.trained_model import TrainedModel

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from praxis_lite.core.errors import require
 from praxis_lite.run.goodput.kinds import IMPORT, INIT
 from praxis_lite.run.goodput.phase_clock import PhaseClock
+from praxis_lite.run.job import processes
 from praxis_lite.run.job.elastic import order
 from praxis_lite.run.job.processes.stopping import StopRequest
 from praxis_lite.run.job.processes.stuck.progress import own
@@ -96,9 +97,15 @@ class Train(Mode):
             trackers["--metrics_port"] = MetricsEndpoint(metrics_port, metrics_host or LOOPBACK)
         with contextlib.ExitStack() as held:
             hooks = _hooks_on_clusters(command, health_dir, grace_seconds, held)
+            clock, launched = begun(command)
+            if processes.count() == 1 and order.current() is None:
+                from praxis_lite.run.trainer.job_history import is_finished
+
+                if is_finished(launched, command.job_dir, print):
+                    return
             trained(
-                command, self._sources, self._more_hooks, hooks=hooks, trackers=trackers,
-                choose=self._choose,
+                command, launched, clock, self._sources, self._more_hooks, hooks=hooks,
+                trackers=trackers, choose=self._choose,
             )
 
 
@@ -126,14 +133,28 @@ def _hooks_on_clusters(
     return hooks
 
 
+def begun(command: CommandLine) -> "tuple[PhaseClock, LaunchedConfig]":
+    """Returns the clock of a launch, and the config of its experiment, checked.
+
+    Raises:
+      ConfigError: as `experiment_of`.
+    """
+    clock = PhaseClock(command.began, told=_begins)
+    launched = experiment_of(command, trains=True)
+    clock.begins(INIT)
+    return clock, launched
+
+
 def trained(
-    command: CommandLine, sources: "Mapping[str, Source]", more_hooks: "MoreHooks", *,
+    command: CommandLine, launched: "LaunchedConfig", clock: PhaseClock,
+    sources: "Mapping[str, Source]", more_hooks: "MoreHooks", *,
     hooks: "Sequence[Hook]" = (), trackers: "Mapping[str, Tracker] | None" = None,
     stop_request: type[StopRequest] = StopRequest, choose: "MeshChooser | None" = None,
-) -> "tuple[JobOnMesh, LaunchedConfig, Trained]":
-    """Trains the experiment of a command line; returns its job, its config, and how it ended.
+) -> "tuple[JobOnMesh, Trained]":
+    """Trains the experiment of a command line; returns its job, and how it ended.
 
     Args:
+      launched, clock: of `begun`.
       sources, more_hooks, stop_request: as for `launch.train`.
       hooks, trackers: besides those of the experiment, after them.
       choose: as for `job_on_mesh`.
@@ -141,9 +162,6 @@ def trained(
     Raises:
       ConfigError: as `launch.train`.
     """
-    clock = PhaseClock(command.began, told=_begins)
-    launched = experiment_of(command, trains=True)
-    clock.begins(INIT)
     with job_on_mesh(command, launched, "train", choose=choose) as job:
         mesh = job.partitioner.mesh
         order.report(mesh=dict(mesh.shape), num_devices=mesh.size)
@@ -160,7 +178,7 @@ def trained(
             job, launched, sources, more_hooks, clock=clock, stop_request=stop_request
         )
     order.report(ended="stopped" if ended.stopped_by else "trained")
-    return job, launched, ended
+    return job, ended
 
 
 def _begins(kind: str) -> None:

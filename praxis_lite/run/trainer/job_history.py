@@ -2,20 +2,25 @@
 
 import math
 from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
 
 from praxis_lite.core.errors import ConfigError, is_number
+from praxis_lite.inputs.base import TRAIN
+from praxis_lite.run.checkpoints.steps import step_dirs, step_files
 from praxis_lite.run.config.build import build
-from praxis_lite.run.config.text import load_config_file
+from praxis_lite.run.config.text import config_difference, load_config_file
 from praxis_lite.run.experiment.early_stopping import EarlyStopping
 from praxis_lite.run.experiment.run_config import RunConfig
 from praxis_lite.run.goodput.goodput import goodput_of
 from praxis_lite.run.job import processes
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.job.processes.broadcast import from_first
-from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.run.trainer.loss_spikes import losses_of_newest
 from praxis_lite.run.trainer.metrics.json_lines import evaluation_lines, newest_lines
 from praxis_lite.run.trainer.metrics.loss_curve import plot_loss_curve
+
+if TYPE_CHECKING:
+    from praxis_lite.run.experiment.launched_config import LaunchedConfig
 
 
 class LastStepUnsound(ConfigError):
@@ -42,21 +47,22 @@ def lacks_evaluation(
     )
 
 
-def nothing_to_do(job: JobOnMesh, first_step: int, *, is_resumed: bool) -> str:
+def nothing_to_do(
+    run: RunConfig, eval_sets: Collection[str], files: JobDir, first_step: int, *, is_resumed: bool
+) -> str:
     """Returns why a job makes no more steps and what to change, or "" if it makes some.
 
     Args:
       is_resumed: True if `first_step` is the job's own, and not of an initial state.
     """
-    run = job.run
-    if is_resumed and lacks_evaluation(run, job.eval_sets, job.files, first_step):
+    if is_resumed and lacks_evaluation(run, eval_sets, files, first_step):
         return ""
     if first_step >= run.num_train_steps:
         return (
             f"The job has already made its {run.num_train_steps} steps; to go on, raise "
             "run.num_train_steps."
         )
-    if reason := why_stopped_early(job, first_step):
+    if reason := why_stopped_early(run, files, first_step):
         return (
             f"The job stopped early at step {first_step}: {reason}. To go on, raise "
             "run.stopping.early.patience, or set run.stopping.early=None."
@@ -64,12 +70,45 @@ def nothing_to_do(job: JobOnMesh, first_step: int, *, is_resumed: bool) -> str:
     return ""
 
 
-def why_stopped_early(job: JobOnMesh, step: int) -> str | None:
+def is_finished(launched: "LaunchedConfig", files: JobDir, note: Callable[[str], None]) -> bool:
+    """Returns True, and notes why, if the command that made a job has nothing left to train.
+
+    Only files are read: no model is built, traced or restored. The newest checkpoint is verified as
+    before a restore. False for everything out of the ordinary, which a launch reports or repairs:
+    other settings, a damaged checkpoint, leftovers of a kill, a last step that was skipped.
+
+    Raises:
+      LastStepUnsound: as `check_last_step`.
+    """
+    steps = step_dirs.numbered_steps(files.checkpoints)
+    leftovers = step_dirs.set_aside(files.checkpoints, *step_dirs.LEFTOVERS)
+    if not steps or leftovers or not files.config_json.is_file():
+        return False
+    step, newest = steps[-1], next(newest_lines(files.metrics_jsonl), {})
+    if newest.get("step") != step or newest.get("num_skipped_in_a_row") != 0:
+        return False
+    recorded = load_config_file(files.config_json, packages=launched.packages).config
+    if config_difference(recorded, launched.config):
+        return False
+    run = build(launched.config.run)
+    eval_sets = [name for name in launched.config.datasets if name != TRAIN]
+    reason = nothing_to_do(run, eval_sets, files, step, is_resumed=True)
+    # Last, because it reads every byte of the checkpoint.
+    if not reason or step_files.verify(files.checkpoints / str(step)):
+        return False
+    note(reason)
+    if not has_loss_curve(files):
+        draw_loss_curve(files, step, note)
+    check_last_step(files, step, 0, eval_sets)
+    return True
+
+
+def why_stopped_early(run: RunConfig, files: JobDir, step: int) -> str | None:
     """Returns why early stopping ends the job after a step, by its evaluations, or None."""
-    early, total = job.run.stopping.early, job.run.num_train_steps
+    early, total = run.stopping.early, run.num_train_steps
     if early is None or step >= total:
         return None
-    return early.reason_to_stop(watched_history(early, job.files, step))
+    return early.reason_to_stop(watched_history(early, files, step))
 
 
 def watched_history(

@@ -141,12 +141,14 @@ def train(
         if processes.is_first():
             keep_tokenizers(launched.config, files)
         _print_layout(job.partitioner, files)
-        if reason := nothing_to_do(job, start.step, is_resumed=start.is_resumed):
+        if reason := nothing_to_do(
+            run, job.eval_sets, files, start.step, is_resumed=start.is_resumed
+        ):
             print(reason)
             timeline.take_back()
             if not has_loss_curve(files):
                 draw_loss_curve(files, start.step, print)
-            reason = why_stopped_early(job, start.step)
+            reason = why_stopped_early(run, files, start.step)
             trained = Trained(start.step, num_skipped_in_a_row(start.state), None, reason)
             check_last_step(files, trained.step, trained.num_skipped, job.eval_sets)
             return trained
