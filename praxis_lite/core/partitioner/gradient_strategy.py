@@ -26,8 +26,8 @@ class Gradients:
       check_rows: called with the shapes of a batch and the number of micro-batches; raises
         ConfigError if the rows cannot be divided.
       num_parts: how many devices work on rows and with a key of their own; None: the batch is one.
-      num_micro_batches: into how many it cuts each micro-batch of accumulation, row r into r % N;
-        None: into none, or as many as a batch needs.
+      num_micro_batches: called with a batch and its number of micro-batches of accumulation;
+        returns into how many N it cuts the batch in all, row r into r % N. None: into those.
       sums_in_a_loop: gradients are summed in a loop, without accumulation too.
     """
 
@@ -35,7 +35,7 @@ class Gradients:
     evaluate: Callable[..., Any] = steps.eval_step
     check_rows: Callable[[PyTree, int], None] = lambda element_spec, num_micro_batches: None
     num_parts: int | None = None
-    num_micro_batches: int | None = None
+    num_micro_batches: Callable[[PyTree, int], int] | None = None
     sums_in_a_loop: bool = False
 
     def on(self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner) -> "Gradients":

@@ -152,22 +152,25 @@ class Check:
         """
         gradients = one.partitioner.gradients
         if gradients.num_micro_batches is not None:
-            number = gradients.num_micro_batches * self.task.learner.gradient_accumulation_steps
-            return self._reference(number, micro_batches_in_turn)
+            return self._reference(
+                "micro-batches", lambda: micro_batches_in_turn(gradients.num_micro_batches)
+            )
         if gradients.num_parts is not None:
-            return self._reference(gradients.num_parts, devices_in_turn)
+            return self._reference(
+                gradients.num_parts, lambda: devices_in_turn(gradients.num_parts)
+            )
         return self.plain_one
 
     def _reference(
-        self, num_parts: int | None, in_turn: Callable[[int], Gradients] | None = None
+        self, parts: int | str | None, in_turn: Callable[[], Gradients] | None = None
     ) -> OnMesh:
-        if (num_parts, in_turn) not in self._references:
+        if parts not in self._references:
             build_one = Partitioner
             if in_turn is not None:
-                build_one = functools.partial(Partitioner, gradients=in_turn(num_parts))
+                build_one = functools.partial(Partitioner, gradients=in_turn())
             shape = (1,) * len(self._axis_names)
-            self._references[num_parts, in_turn] = self.on_mesh(shape, build_one)
-        return self._references[num_parts, in_turn]
+            self._references[parts] = self.on_mesh(shape, build_one)
+        return self._references[parts]
 
     def on_mesh(self, shape: Shape, build_one: Any = None, task: Task | None = None) -> OnMesh:
         """Returns the task, or another task, on a mesh; `build_one` as in `on_mesh`.

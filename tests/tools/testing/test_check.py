@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from praxis_lite import ConfigError
+from praxis_lite.layers import Pipeline
 from praxis_lite.main import main
 from praxis_lite.models import FunctionModel
 from praxis_lite.tools.testing import check_on_meshes
 from tests.tools.testing import tiny
+from tests.tools.testing.defects import by_pipeline
 from tests.tools.testing.defects.families import FAMILIES
 
 DEFECTS = {defect.name: defect for defects in FAMILIES.values() for defect in defects}
@@ -52,6 +54,23 @@ def test_an_experiment_that_is_right_is_certified():
 )
 def test_every_part_of_what_is_right_is_certified(experiment, mesh):
     actual = check_on_meshes(experiment, [mesh], steps=2)
+    assert actual.certified, actual.summary()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline, steps", [
+    (dict(num_microbatches=4), 1), (dict(num_microbatches=1), 1), (dict(num_microbatches=5), 1),
+    (dict(microbatch_size=4), 1), (dict(num_microbatches=2), 2),
+], ids=["four", "one", "five that do not divide", "by size", "accumulated"])
+def test_1f1b_with_dropout_is_certified(pipeline, steps):
+    class Cut(by_pipeline.OneForward):
+        def task(self):
+            task = super().task()
+            task.model.stacked_transformer_tpl = fdl.Partial(Pipeline, num_stages=2, **pipeline)
+            task.learner.gradient_accumulation_steps = steps
+            return task
+
+    actual = check_on_meshes(Cut, [(2, 1, 1)], steps=1, parts=("training",))
     assert actual.certified, actual.summary()
 
 

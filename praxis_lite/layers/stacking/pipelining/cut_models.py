@@ -45,6 +45,13 @@ def cutting(cut: Cut) -> Iterator[None]:
         _CUT.reset(token)
 
 
+def in_one_microbatch() -> contextlib.AbstractContextManager[None]:
+    """Makes a pipeline take all rows that it is called with as one microbatch."""
+    return cutting(lambda pipeline, x, key, inputs: pipeline.applied(
+        x, 1, key=key, cache=None, **inputs
+    )[0])
+
+
 class CutModel:
     """A model's loss of a microbatch, as functions of what is before its pipeline and behind it.
 

@@ -25,7 +25,7 @@ from praxis_lite.core.sharding.inputs import num_rows_of
 from praxis_lite.core.task import Task
 from praxis_lite.layers.base.variables import assigned_values
 from praxis_lite.layers.stacking.pipelines import Pipeline
-from praxis_lite.layers.stacking.pipelining.cut_models import CutModel, cutting
+from praxis_lite.layers.stacking.pipelining.cut_models import CutModel, in_one_microbatch
 from praxis_lite.layers.stacking.pipelining.interleaved_ticks import InterleavedTicks
 from praxis_lite.layers.stacking.pipelining.microbatches import num_microbatches_of
 from praxis_lite.layers.stacking.pipelining.schedules import InterleavedSchedule
@@ -59,7 +59,7 @@ class OneForwardOneBackward:
         return Gradients(
             value_and_grad=functools.partial(_value_and_grad, pipeline),
             check_rows=functools.partial(_num_missing_rows, pipeline),
-            num_micro_batches=pipeline.num_microbatches,
+            num_micro_batches=functools.partial(_num_microbatches, pipeline),
             sums_in_a_loop=True,
         )
 
@@ -136,10 +136,7 @@ def _grads_in_ticks(
     num_microbatches = _num_microbatches(pipeline, inputs, num_micro_batches)
     inputs = with_filler(inputs, _num_missing_rows(pipeline, inputs, num_micro_batches))
     if not pipeline.is_in_ticks:
-        whole = lambda pipeline, x, key, inputs: pipeline.applied(  # noqa: E731
-            x, 1, key=key, cache=None, **inputs
-        )[0]
-        with cutting(whole):
+        with in_one_microbatch():
             return accumulation.value_and_grad(
                 loss_fn, fixed, params, non_trainable, inputs, key,
                 num_micro_batches=num_microbatches, inputs_split_mapping=inputs_split_mapping,

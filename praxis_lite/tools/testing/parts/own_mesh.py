@@ -101,7 +101,8 @@ def micro_batches(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
             continue
         task = reporting(check.job.task, number)
         if check.couplings:
-            in_turn = functools.partial(Partitioner, gradients=micro_batches_in_turn(number))
+            gradients = micro_batches_in_turn(one.partitioner.gradients.num_micro_batches)
+            in_turn = functools.partial(Partitioner, gradients=gradients)
             reference = check.on_mesh(whole, in_turn, task)
         trained = check.tried(
             f"{number} micro-batches",

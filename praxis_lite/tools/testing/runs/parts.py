@@ -1,7 +1,8 @@
 """A single device's results of a batch part by part: a step in parts promises to equal them."""
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,16 +12,30 @@ from praxis_lite.core.partitioner import accumulation, steps
 from praxis_lite.core.partitioner.gradient_strategy import Gradients
 from praxis_lite.core.sharding.inputs import num_rows_of
 from praxis_lite.core.task import Task, WeightedScalars
+from praxis_lite.layers.stacking.pipelining.cut_models import in_one_microbatch
 
 PyTree = Any
 
 
-def micro_batches_in_turn(num_parts: int) -> Gradients:
+def micro_batches_in_turn(num_micro_batches: Callable[[PyTree, int], int] | None) -> Gradients:
     """Returns a strategy that takes rows r, r + N, r + 2 N, ... together, in turn.
 
     Each part is a batch of its own; what comes of them is added by the weight of "loss".
+
+    Args:
+      num_micro_batches: as of `Gradients`, of a strategy whose parts are a pipeline's microbatches:
+        the pipeline cuts them no further.
     """
-    return Gradients(functools.partial(_value_and_grad, num_parts=num_parts, is_strided=True))
+
+    def value_and_grad(*args: Any, **settings: Any) -> tuple[Any, PyTree, PyTree]:
+        number, inputs = settings["num_micro_batches"], args[4]
+        if num_micro_batches is not None:
+            number = num_micro_batches(inputs, number)
+        whole = contextlib.nullcontext() if num_micro_batches is None else in_one_microbatch()
+        with whole:
+            return _value_and_grad(*args, num_parts=number, is_strided=True, **settings)
+
+    return Gradients(value_and_grad)
 
 
 def devices_in_turn(num_parts: int) -> Gradients:
@@ -44,10 +59,12 @@ def _value_and_grad(
     del inputs_split_mapping, lay_out  # There is one device.
     parts = _parts(inputs, num_parts, is_strided, num_micro_batches)
     total, by_part, grad_sums, changes = 0.0, [], None, None
+    is_whole = is_strided and num_parts == 1  # As of accumulation in one part: its key is as it is.
     state = non_trainable
     for index, part in enumerate(parts):
         metrics, new, grads = accumulation.value_and_grad(
-            loss_fn, fixed, params, state, part, jax.random.fold_in(key, index),
+            loss_fn, fixed, params, state, part,
+            key if is_whole else jax.random.fold_in(key, index),
             num_micro_batches=1 if is_strided else num_micro_batches,
         )
         metrics = _counted(metrics, part)
