@@ -27,7 +27,7 @@ from praxis_lite.python_calls import train  # noqa: E402
 LIMIT = 0.01
 FEW_TOKENS = [
     "datasets.train.batch_size=4", "datasets.train.seq_len=64", "datasets.heldout.seq_len=64",
-    "run.max_eval_batches=4",
+    "run.evaluation.max_batches=4",
 ]
 
 

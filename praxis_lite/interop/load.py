@@ -78,7 +78,7 @@ class Archive:
             raise Refused(f"jax {jax.__version__} cannot read what {wrote} wrote.") from error
         return program
 
-    def weights(self, avals: Sequence[jax.core.ShapedArray]) -> Iterator[np.ndarray]:
+    def weights(self, avals: Sequence) -> Iterator[np.ndarray]:
         """Yields the weights, of the shapes and dtypes that the program takes."""
         with self.reading("weights.npz"), np.load(self.folder / "weights.npz") as arrays:
             for name in {*arrays} ^ {*self.about["weights"]}:

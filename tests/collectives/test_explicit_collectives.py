@@ -428,7 +428,7 @@ def test_rows_that_do_not_divide_need_weights():
     with pytest.raises(ConfigError, match="11 .*8 .* 1 .* 8,"):
         partitioner.eval_step.check_batch(spec)
     partitioner.decode_step.check_batch(spec)
-    partitioner.check_batch({"x": jax.ShapeDtypeStruct((16, DIMS), np.float32)})
+    partitioner.train_step.check_batch({"x": jax.ShapeDtypeStruct((16, DIMS), np.float32)})
 
 
 def test_a_constraint_over_a_data_axis_is_named():

@@ -26,7 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from praxis_lite import Experiment, MeshConfig, RunConfig, register
+from praxis_lite import (
+    EvaluationSettings, Experiment, MeshConfig, RunConfig, SaveSettings, register
+)
 from praxis_lite.inputs import InMemory
 from praxis_lite.core.learner.learner import Learner
 from praxis_lite.models import FunctionModel
@@ -98,8 +100,9 @@ class Tiny(Experiment):
 
     def run(self):
         return fdl.Config(
-            RunConfig, num_train_steps=40, checkpoint_every_steps=3, eval_every_steps=6,
-            max_checkpoints_to_keep=2, eval_use_ema_states=True,
+            RunConfig, num_train_steps=40,
+            checkpoints=fdl.Config(SaveSettings, every_steps=3, max_to_keep=2),
+            evaluation=fdl.Config(EvaluationSettings, every_steps=6, use_ema_states=True),
         )
 '''
 

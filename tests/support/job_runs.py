@@ -44,7 +44,7 @@ import optax
 
 from praxis_lite.layers import rotary_lm
 from praxis_lite import (
-    EvaluationSettings, Experiment, MeshConfig, RunConfig, SaveSettings, register,
+    EvaluationSettings, Experiment, MeshConfig, RunConfig, SaveSettings, StopSettings, register,
 )
 from praxis_lite.run.checkpoints.steps.best_checkpoints import BestCheckpoints
 from praxis_lite.decode import Sample
@@ -140,10 +140,15 @@ class Averaged(Tiny):
 
     def run(self):
         return fdl.Config(
-            RunConfig, num_train_steps=9, checkpoint_every_steps=2, eval_every_steps=1,
-            max_checkpoints_to_keep=2, eval_use_ema_states=True, decode_use_ema_states=True,
-            best_checkpoints=fdl.Config(BestCheckpoints, metric="heldout/loss", max_to_keep=1),
-            early_stopping=fdl.Config(EarlyStopping, metric="heldout/loss", patience=2),
+            RunConfig, num_train_steps=9, decode_use_ema_states=True,
+            checkpoints=fdl.Config(
+                SaveSettings, every_steps=2, max_to_keep=2,
+                best=fdl.Config(BestCheckpoints, metric="heldout/loss", max_to_keep=1),
+            ),
+            evaluation=fdl.Config(EvaluationSettings, every_steps=1, use_ema_states=True),
+            stopping=fdl.Config(
+                StopSettings, early=fdl.Config(EarlyStopping, metric="heldout/loss", patience=2)
+            ),
         )
 
 

@@ -28,7 +28,7 @@ import optax
 from flax import nnx
 
 from praxis_lite.experiments.nnx_guide import noise, squared_error
-from praxis_lite import Experiment, MeshConfig, RunConfig, register
+from praxis_lite import Experiment, MeshConfig, RunConfig, SaveSettings, register
 from praxis_lite.inputs import InMemory
 from praxis_lite.core.learner.learner import Learner
 from praxis_lite.tasks.loss import LossTask
@@ -86,7 +86,9 @@ class Deep(Experiment):
                 "heldout": fdl.Config(InMemory, arrays, batch_size=8, shuffle=False)}
 
     def run(self):
-        return fdl.Config(RunConfig, num_train_steps=7, checkpoint_every_steps=3)
+        return fdl.Config(
+            RunConfig, num_train_steps=7, checkpoints=fdl.Config(SaveSettings, every_steps=3)
+        )
 '''
 
 SETTINGS = ("--exp=nnxzoo.experiments.Deep", "--packages=nnxzoo")

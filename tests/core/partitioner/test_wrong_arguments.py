@@ -153,9 +153,10 @@ WRONG = {
     "a key by a text": (lambda p, s, b, k: p.key("a"), "key.*seed.*'a'"),
     "a batch's key": (lambda p, s, b, k: p.batch_key(0, None, 0), "batch_key.*step.*None"),
     "no number of rows": (lambda p, s, b, k: p.process_rows(1.5), "num_rows.*1.5"),
-    "an unknown former step": (lambda p, s, b, k: p.lower("evaluate", rows()), r"'evaluate'.*eval"),
     "a batch to lower for": (lambda p, s, b, k: p.train_step.trace(b), "^trace .*GlobalBatch"),
-    "a list to check": (lambda p, s, b, k: p.check_batch([1]), "check_batch.*list.*NumPy"),
+    "a list to check": (
+        lambda p, s, b, k: p.train_step.check_batch([1]), "check_batch.*list.*NumPy",
+    ),
     "state for a function's": (
         lambda p, s, b, k: jax.jit(p.with_mdl_vars(lambda m: m["params"]))(s),
         "with_mdl_vars.*mdl_vars.*TrainState",

@@ -40,8 +40,8 @@ def test_a_source_that_the_run_does_not_know_gives_the_weights(tmp_path, monkeyp
     command = CommandLine(
         exp="jobzoo.experiments.Tiny", packages=["jobzoo"], job_log_dir=str(tmp_path),
         settings=[
-            "run.num_train_steps=1", "task.learner.learning_rate=0.0", "run.max_eval_batches=1",
-            "run.init_from_huggingface=seven",
+            "run.num_train_steps=1", "task.learner.learning_rate=0.0",
+            "run.evaluation.max_batches=1", "run.init_from_huggingface=seven",
         ],
     )
     sources = {"init_from_huggingface": Sevens}

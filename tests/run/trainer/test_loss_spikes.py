@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from praxis_lite import ConfigError, RunConfig
+from praxis_lite import ConfigError, LossSpikeSettings, RunConfig
 from praxis_lite.core import Partitioner, make_mesh
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
 from praxis_lite.run.config.text import load_config_file
@@ -75,16 +75,16 @@ def test_without_a_factor_or_above_no_positive_median_nothing_is_a_spike():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"loss_spike_factor": 1}, r"run\.loss_spikes\.factor.* 1;"),
-        ({"loss_spike_factor": math.nan}, r"run\.loss_spikes\.factor.*nan"),
-        ({"loss_spike_factor": "3"}, r"run\.loss_spikes\.factor.*'3'"),
-        ({"on_loss_spike": "roll_back"}, "run.loss_spikes.factor.*None.*'roll_back'"),
-        ({"on_loss_spike": "rollback"}, r"run\.loss_spikes\.action.*'rollback'.*'roll_back'"),
+        ({"factor": 1}, r"run\.loss_spikes\.factor.* 1;"),
+        ({"factor": math.nan}, r"run\.loss_spikes\.factor.*nan"),
+        ({"factor": "3"}, r"run\.loss_spikes\.factor.*'3'"),
+        ({"action": "roll_back"}, "run.loss_spikes.factor.*None.*'roll_back'"),
+        ({"action": "rollback"}, r"run\.loss_spikes\.action.*'rollback'.*'roll_back'"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(settings, words):
     with pytest.raises(ConfigError, match=words):
-        RunConfig(num_train_steps=7, **settings)
+        LossSpikeSettings(**settings)
 
 
 def test_going_back_ends_where_leaving_out_batches_does_not_help():
