@@ -80,11 +80,15 @@ class Archive:
 
     def weights(self, avals: Sequence) -> Iterator[np.ndarray]:
         """Yields the weights, of the shapes and dtypes that the program takes."""
-        with self.reading("weights.npz"), np.load(self.folder / "weights.npz") as arrays:
-            for name in {*arrays} ^ {*self.about["weights"]}:
+        # Not np.load, which leaves the file open where an array is damaged.
+        with self.reading("weights.npz"), zipfile.ZipFile(self.folder / "weights.npz") as archive:
+            names = [file.removesuffix(".npy") for file in archive.namelist()]
+            for name in {*names} ^ {*self.about["weights"]}:
                 raise ValueError(f"{name} is not in both this file and the manifest")
-            for name, aval in zip(arrays, avals, strict=True):
-                x, raw = arrays[name], np.dtype(f"V{aval.dtype.itemsize}")  # Of bfloat16, say.
+            for name, aval in zip(names, avals, strict=True):
+                with archive.open(f"{name}.npy") as file:
+                    x = np.lib.format.read_array(file, allow_pickle=False)
+                raw = np.dtype(f"V{aval.dtype.itemsize}")  # Of bfloat16, say.
                 if x.shape != aval.shape or x.dtype not in (aval.dtype, raw):
                     raise ValueError(f"{name} is {x.dtype}{[*x.shape]}; the program takes "
                                      f"{aval.dtype}{[*aval.shape]}")
