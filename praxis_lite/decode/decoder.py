@@ -33,7 +33,7 @@ class Prompts(NamedTuple):
 
 
 class TokenizerIds(tuple[int, ...]):
-    """Ids that a tokenizer gave, not the user: a model may have no row for some of them."""
+    """Token ids that come from a tokenizer; the model may have no row for some of them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ class Decoder(abc.ABC):
         return {name: getattr(self, name) for name in names}
 
     def check_vocabulary(self, size: int, of_tokenizer: Collection[int] = ()) -> None:
-        """Checks that a model has the tokens that the settings name; every decoding loop calls it.
+        """Checks that the model has the token ids of the settings; every decoding loop calls it.
 
         Args:
           size: number of ids of the model.

@@ -1,4 +1,4 @@
-"""Prompts are padded on the right: which caches leave the padding out, and how the others are read.
+"""Keeps the right padding of prompts out of the caches of layers that do not skip it themselves.
 
 The invariant: after its prompt a row's cache is the one that the prompt alone gives.
 """
@@ -22,7 +22,7 @@ PyTree = Any
 def read(
     model: Any, ids: jax.Array, positions: jax.Array, paddings: jax.Array, cache: PyTree
 ) -> tuple[jax.Array, PyTree]:
-    """Returns the logits [B, T, V] of tokens, and the cache after those that are no padding.
+    """Returns the logits [B, T, V], and the cache updated by the tokens that are not padding.
 
     T is 1 where a layer of the model has a cache that may keep padding.
 
@@ -73,7 +73,7 @@ def _modules(model: Any) -> Iterator[nnx.Module]:
 
 
 def _declares(layer_class: type) -> bool:
-    """Returns what the class declares; a base's word does not count for methods written anew."""
+    """Returns the declared value; a subclass that overrides a method must declare it again."""
     for owner in layer_class.__mro__:
         if "cache_skips_padding" in vars(owner):
             return bool(owner.cache_skips_padding)
@@ -84,7 +84,7 @@ def _declares(layer_class: type) -> bool:
 
 @functools.cache
 def tell_of_slow_prompts(names: tuple[str, ...]) -> None:
-    """Logs once that prompts are read a token at a time, and what to declare."""
+    """Logs once that prompts are read a token at a time, and what the layer can declare."""
     logging.getLogger("praxis_lite").info(
         "prompts are read a token at a time, because %s does not declare cache_skips_padding "
         "(docs/how_to_add.md)", ", ".join(names),

@@ -167,7 +167,7 @@ _then = ""
 
 @contextlib.contextmanager
 def launched_again(then: str) -> Iterator[None]:
-    """Lets the errors of files, within, promise what the same command does then."""
+    """Sets, within the context, what errors about files say that the same command will do next."""
     global _then
     before, _then = _then, then
     try:

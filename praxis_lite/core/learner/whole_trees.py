@@ -235,7 +235,7 @@ class _Reader:
 
 
 def _union(*read: frozenset[int]) -> frozenset[int]:
-    """Returns the weights that any operand depends on, at most two: how many more is not asked.
+    """Returns at most two of the weights that any operand depends on.
 
     All of them would cost the square of the number of weights after a norm of all gradients.
     """

@@ -117,7 +117,7 @@ def indexes_of(
 
 
 def small_together(items: Sequence[_Item], size_of: Callable[[_Item], int]) -> list[list[_Item]]:
-    """Returns the items in their order, small ones that follow each other in one list.
+    """Groups small neighbouring items into lists, in the same order.
 
     Thousands of small files so have some cached files, and not thousands. Up to 100 items are
     apart, so that only what is changed is made again.
@@ -140,7 +140,7 @@ def small_together(items: Sequence[_Item], size_of: Callable[[_Item], int]) -> l
 
 
 class _Job(NamedTuple):
-    """Files that have an entry in the cache together."""
+    """Files that share one cache entry."""
 
     folder: str
     kind: str

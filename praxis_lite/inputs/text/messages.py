@@ -192,7 +192,7 @@ def _of_alpaca(row: Mapping[str, Any], where: str) -> list[Message]:
 def with_context(
     messages: Sequence[Message], row: Mapping[str, Any], where: str, *, wraps_tools: bool = False
 ) -> Conversation:
-    """Returns messages with what else a row says of the conversation: the CONTEXT_KEYS.
+    """Returns a conversation: messages with the row's CONTEXT_KEYS.
 
     Args:
       row: without nulls.

@@ -1,4 +1,4 @@
-"""Connections of a server that a silent or slow client cannot hold: uvicorn's, with deadlines."""
+"""uvicorn's HTTP connections with deadlines, so that silent or slow clients are closed."""
 
 import asyncio
 from typing import Any

@@ -159,7 +159,7 @@ class Transformer(BaseLayer):
         *,
         encoded_length: int | None = None,
     ) -> Any:
-        """Returns the attention's empty cache; of several layers with a cache all, by attribute."""
+        """Returns the attention's empty cache; a dict by attribute if several layers have one."""
         sizes = batch_size, max_seq_length, dtype
         caches = {"self_attention": self.self_attention.init_cache(*sizes)}
         if self.cross_attention is not None and encoded_length is not None:
@@ -172,7 +172,7 @@ class Transformer(BaseLayer):
 
     @property
     def _has_caches(self) -> bool:
-        """True if the cache is of several layers, by attribute."""
+        """Whether several layers have a cache, so that it is a dict by attribute."""
         return self.cross_attention is not None or _has_cache(self.ff_layer)
 
     def __call__(

@@ -135,7 +135,7 @@ class OrbaxWrite:
 
 
 def _wait_for_threads() -> None:
-    """Waits for what Orbax leaves at work when a part of a save has failed: the other parts.
+    """Waits for the writes that Orbax leaves running after another part of the save failed.
 
     A part that has not begun waits, for an hour, for a signal of the part that failed. It is given
     the signal, and ends as the others do.

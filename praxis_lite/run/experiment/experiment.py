@@ -208,7 +208,7 @@ class Experiment:
 
 
 def _line_for_data(value: Any, what: str) -> str | None:
-    """Returns the line to write in datasets() for data of the kinds that people have, or None."""
+    """Returns the line to write in datasets() for arrays and similar data, or None."""
     root, kind = type(value).__module__.partition(".")[0], type(value)
     name, order = what.strip("['\"]") or "train", "True" if "train" in what else "False"
     entry = f'{{"{name}": fdl.Config('

@@ -65,7 +65,7 @@ def naming_settings(config: fdl.Buildable, recorded: Path | None = None) -> Iter
 
 
 def _other_packages(config: fdl.Buildable, package: str) -> str:
-    """Returns which other packages of a config are missing, and what installs all; else ""."""
+    """Returns a note on other missing packages and the command that installs all, or ""."""
     needed = {package: None}
     for field in iterate_fields(config):
         if isinstance(field.value, fdl.Buildable):
@@ -89,7 +89,7 @@ def _other_packages(config: fdl.Buildable, package: str) -> str:
 def _of_recorded(
     config: fdl.Buildable, message: str, paths: Sequence[str], recorded: Path
 ) -> str:
-    """Returns which config a message about settings is of, and how to change it; else ""."""
+    """Returns a sentence that names the config a message is about and how to change it, or ""."""
     paths = paths or settings_mentioned(config, message)
     has_set = "--set" in message
     if not has_set and not 0 < len(paths) <= _MOST_MENTIONED:

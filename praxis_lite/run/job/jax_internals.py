@@ -14,7 +14,7 @@ def distributed_state() -> Any:
 
 
 def detected_processes(method: str | None, seconds: int) -> tuple[str, int, int, list[int] | None]:
-    """Returns coordinator, number of processes, own index and own devices, as the launcher says."""
+    """Returns the coordinator, number of processes, own index and devices that JAX detects."""
     from jax._src import clusters
 
     return clusters.ClusterEnv.auto_detect_unset_distributed_params(

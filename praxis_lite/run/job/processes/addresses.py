@@ -1,4 +1,4 @@
-"""The addresses of a job's hosts: on which its ports listen, and by which others reach them."""
+"""Addresses of a job's hosts: where its ports listen, and how other hosts reach them."""
 
 import contextlib
 import ipaddress

@@ -1,4 +1,4 @@
-"""The gate before JAX's coordination service, which itself asks nobody for a key.
+"""An authenticating gate in front of JAX's coordination service, which has no authentication.
 
 The service listens on a Unix socket that its user alone can open. On the first process's host a
 gate takes connections to the coordinator's address, and passes on those that prove that they have

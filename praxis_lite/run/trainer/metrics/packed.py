@@ -1,4 +1,4 @@
-"""Scalars on the devices as one array per dtype: each transfer costs more than what it carries."""
+"""Packs scalars on the devices into one array per dtype, because each transfer has a cost."""
 
 import dataclasses
 import functools

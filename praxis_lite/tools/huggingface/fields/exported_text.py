@@ -77,7 +77,7 @@ def _ends(task: Task) -> tuple[list[int], bool]:
 def _stated_ends(
     tokenizer: Tokenizer, generation: Mapping[str, Any], config: Mapping[str, Any]
 ) -> set[int | None]:
-    """Returns the ends that transformers finds: config.json's, unless there are generation's."""
+    """Returns the end tokens of generation_config.json, else config.json, as transformers does."""
     for fields in [generation] if generation else _parts(config):
         if (ends := fields.get("eos_token_id")) is not None:
             return set(ends if isinstance(ends, list) else [ends])

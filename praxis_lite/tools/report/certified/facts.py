@@ -150,7 +150,7 @@ def _fact(
     section: str, name: str, value: Callable[[], Any],
     faults: Callable[[], Iterable[str]] = lambda: (), why_not: str = "the job has none",
 ) -> Fact:
-    """Returns a fact; that its value cannot be made, because a file cannot be read, is a fault."""
+    """Returns a fact; a file that cannot be read makes it a fault."""
     found = told(faults)
     try:
         made = value()

@@ -186,7 +186,7 @@ class JobFiles:
             yield f"{path.name} lacks evaluations of the steps {few(missing, 8)}"
 
     def faults_of_certificates(self) -> Iterator[str]:
-        """Yields what is wrong with certificates.jsonl but for differences that it tells of."""
+        """Yields the faults of certificates.jsonl, without the differences that it reports."""
         path = self.job_dir.certificates_jsonl
         if path.exists():
             yield from faults_of_lines(path)
@@ -242,7 +242,7 @@ class JobFiles:
 
 
 def faults_of_lines(path: Path, *, may_be_cut: bool = False) -> Iterator[str]:
-    """Yields which lines of a file are no objects of JSON, and if its end is cut short.
+    """Yields a fault for each line that is not a JSON object, and for a truncated end.
 
     Args:
       may_be_cut: lines may lack their end, because a kill cut them short.
@@ -258,7 +258,7 @@ def faults_of_lines(path: Path, *, may_be_cut: bool = False) -> Iterator[str]:
 
 
 def faults_of_folder(folder: Path) -> Iterator[str]:
-    """Yields which files of a tokenizer's folder are empty or, as JSON, damaged."""
+    """Yields a fault for each empty or damaged file of a tokenizer's folder."""
     from praxis_lite.inputs.tokenizers.files import has_tokenizer
 
     for path in _files(folder):
@@ -317,7 +317,7 @@ def _digest(value: Any) -> str:
 
 
 def told(faults: Callable[[], Iterator[str]]) -> list[str]:
-    """Returns the faults; that a file cannot be read is one."""
+    """Returns the faults, among them that a file cannot be read."""
     result = []
     try:
         for fault in faults():

@@ -200,7 +200,7 @@ class Certifier:
         self._tried_update(UpdateCheck.check_memory)
 
     def keep(self, state: TrainState, step: int) -> None:
-        """Copies of a state what the update of the next step is recomputed from."""
+        """Copies the part of the state from which the next step's update is recomputed."""
         self._tried_update(UpdateCheck.check_copy)
         if self.update is not None:
             self.update.keep(state, step)

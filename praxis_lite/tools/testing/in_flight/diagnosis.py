@@ -148,7 +148,7 @@ class Search:
         return self._of_program(made.failed or made.comparisons[-1:])
 
     def _of_update(self, update: UpdateCompared) -> Difference:
-        """Returns a wrong update: of a device if the others' blocks of the array are right."""
+        """Returns the difference of a wrong update; of one device if the others are right."""
         worst = next(iter(update.failed), update.comparisons[-1])
         places = update.places.get(worst.leaf, ())
         is_of_device = 0 < 2 * len(places) <= self._mesh.size

@@ -141,7 +141,7 @@ def _gradients(
     made: Callable[..., dict[str, Any]], bound: BoundLearner, salt: jax.Array, nudge: jax.Array,
     num_nudges: jax.Array,
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, jax.Array], jax.Array]:
-    """Returns what `made` makes, how far nudges move it, the norms, and if all is finite."""
+    """Returns the result of `made`, how far nudges move it, the norms, and if it is finite."""
     shapes = jax.eval_shape(made, salt, nudge)
 
     def apart(a: Any, b: Any) -> jax.Array:
@@ -298,7 +298,7 @@ def _with_tolerances(
 
 
 def _mask_of(path: str, shape: tuple[int, ...], masks: Mapping[str, jax.Array]) -> Any:
-    """Returns which elements of an array are of the moved ones of its weight's gradient."""
+    """Returns which elements of an array belong to nudged elements of the gradient."""
     for start in range(len(path)):
         if (start == 0 or path[start - 1] == "/") and path[start:] in masks:
             mask = masks[path[start:]]

@@ -133,7 +133,7 @@ class UpdateCheck:
             )
 
     def keep(self, state: TrainState, step: int) -> None:
-        """Copies what of a state the update is recomputed from, before the next step donates it."""
+        """Copies the part of the state that is recomputed, before the next step donates it."""
         kept = self._to_keep()
         self._kept_step = step
         self._kept = {path: x.copy() for path, x in leaves_with_path(state) if path in kept}
@@ -334,7 +334,7 @@ def _shares(own: Measures, nudged: Measures, weights: Sequence[str]) -> list[flo
 def _parts(
     own: Partitioner, leaves: Mapping[str, Any], most_bytes: int | None
 ) -> list[tuple[list[str], list[str]]]:
-    """Returns the parts: weights with what belongs to them, as many as may be kept at a time."""
+    """Returns groups of weights with their slots, each small enough to be copied at once."""
     groups = own.learner.groups
     trained = {"/".join(path) for group in groups.by_name.values() for path in group.paths}
     owner = {path: path for path in trained}

@@ -17,7 +17,7 @@ KEEP_EVERYTHING = "save_everything"
 
 
 def remat_switched(task: Task) -> Task | None:
-    """Returns a task whose layers keep all activations where they kept some, and the other way.
+    """Returns a task with remat switched off where it was on, and on where it was off.
 
     An attribute counts if its name is about remat and its value is a bool, or a policy of the
     library. Returns None if no layer has such an attribute, or the model is not of NNX.
