@@ -43,6 +43,15 @@ class OneForward(Split):
         return fdl.Partial(Partitioner, gradients=fdl.Config(OneForwardOneBackward))
 
 
+class ThreeStages(OneForward):
+    """The same on three stages: of two, each is next to the other both ways."""
+
+    def task(self):
+        task = super().task()
+        task.model.stacked_transformer_tpl.num_stages = 3
+        return task
+
+
 def _phases(change):
     """Returns a planter of other phases of 1F1B."""
     return replaced(
@@ -88,7 +97,6 @@ def _of_other_rows(split, *_):
 
 
 IN_1F1B = {
-    "stages hand on the wrong way": replaced(f"{TICKS}:shift", lambda old: _a_wrong_way),
     "the last tick is dropped": _phases(_without_its_last),
     "inputs that are kept are overwritten": replaced(
         f"{INTERLEAVED}.num_kept", lambda old: property(lambda self: 1)),
@@ -137,6 +145,11 @@ IN_THE_LAYER = {
         lambda old: lambda self: jax.tree.map(lambda a: jnp.flip(a, 1), old(self))),
 }
 DEFECTS = [
+    Defect(
+        "1F1B: stages hand on the wrong way", ThreeStages,
+        replaced(f"{TICKS}:shift", lambda old: _a_wrong_way), (3, 1, 1),
+    ),
+] + [
     Defect(f"1F1B: {what}", OneForward, planted, MESH) for what, planted in IN_1F1B.items()
 ] + [
     Defect(f"split backward pass: {what}", Split, planted, MESH)
