@@ -52,6 +52,15 @@ class ThreeStages(OneForward):
         return task
 
 
+class InOnePart(OneForward):
+    """The same with a backward pass in one part: of two, no stage is idle in the second."""
+
+    def task(self):
+        task = super().task()
+        task.model.stacked_transformer_tpl.split_backward = False
+        return task
+
+
 def _phases(change):
     """Returns a planter of other phases of 1F1B."""
     return replaced(
@@ -107,9 +116,6 @@ IN_1F1B = {
             lambda a, b: jnp.where(t == ticks.schedule.first_weights, 2 * b - a, b),
             old.of_floats, new.of_floats,
         ))),
-    "weights' gradients of idle stages are let in": after(
-        f"{INTERLEAVED}.backward",
-        lambda work, *_: _places(work, is_valid=lambda x: x | True)),
     "weights' gradients are those of another microbatch": replaced(
         f"{TICKS}:InterleavedTicks.weights",
         lambda old: lambda self, carry, t: old(self, carry._replace(residuals=[
@@ -148,6 +154,11 @@ DEFECTS = [
     Defect(
         "1F1B: stages hand on the wrong way", ThreeStages,
         replaced(f"{TICKS}:shift", lambda old: _a_wrong_way), (3, 1, 1),
+    ),
+    Defect(
+        "1F1B: weights' gradients of idle stages are let in", InOnePart,
+        after(f"{INTERLEAVED}.backward",
+              lambda work, *_: _places(work, is_valid=lambda x: x | True)), MESH,
     ),
 ] + [
     Defect(f"1F1B: {what}", OneForward, planted, MESH) for what, planted in IN_1F1B.items()
