@@ -132,14 +132,14 @@ COMMANDS = [  # JOB is a trained job, OUT a new directory.
     ("main --mode=check --exp=classify.Spirals --meshes=1x2x1", 0),
     ("main --mode=eval --job_log_dir=OUT", 2),
     ("main --no_such_option", 2),
-    ("checkpoints ls JOB", 0),
-    ("checkpoints digest JOB", 0),
-    ("checkpoints verify OUT", 2),
+    ("run.checkpoints ls JOB", 0),
+    ("run.checkpoints digest JOB", 0),
+    ("run.checkpoints verify OUT", 2),
     ("inputs digest --exp=classify.Spirals", 0),
     ("inputs.tokenizers train TEXTS/t0.txt OUT --vocab-size=270", 0),
     ("inputs.tokenizers show OUT", 2),
-    ("interop.huggingface export JOB OUT", 2),
-    ("interop.pax_job --exp=lm.Synthetic --pax=OUT --job_log_dir=OUT", 2),
+    ("tools.huggingface export JOB OUT", 2),
+    ("tools.pax.job --exp=lm.Synthetic --pax=OUT --job_log_dir=OUT", 2),
 ]
 # The first of each module, which all begin alike: streams are seen to before the options are.
 BEGINNINGS = {item[0].split()[0]: item for item in reversed(COMMANDS)}.values()
