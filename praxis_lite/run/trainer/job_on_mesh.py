@@ -189,5 +189,3 @@ def use_compilation_cache() -> None:
     if jax.config.jax_compilation_cache_dir is None:
         cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "praxis_lite"
         jax.config.update("jax_compilation_cache_dir", str(cache / "xla"))
-        # JAX stores only programs that took a second; small ones are compiled in each launch.
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
