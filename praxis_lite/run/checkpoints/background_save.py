@@ -11,29 +11,20 @@ import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.files.open_folder import OpenFolder, own_names
 from praxis_lite.run.checkpoints.files.origin import Origin
 from praxis_lite.run.checkpoints.files.stored_arrays import stored_arrays
+from praxis_lite.run.checkpoints.orbax_write import CancelledWrite, OrbaxWrite
 from praxis_lite.run.checkpoints.steps import step_dirs, step_files
 from praxis_lite.run.job import processes
-
-if TYPE_CHECKING:
-    from praxis_lite.run.checkpoints.orbax_write import OrbaxWrite
 
 _MEET_SECONDS = 3600.0
 # How long a process that cancels waits for the others' parts, so that all of them can be removed.
 _CANCEL_SECONDS = 10.0
-
-
-class CancelledWrite(Exception):
-    """A write was cancelled before it was whole."""
-
-    def __init__(self) -> None:
-        super().__init__("it was cancelled by a signal")
 
 
 class FailedSave(ConfigError):
@@ -81,9 +72,6 @@ class BackgroundSave:
 
         An exception that a signal raises here cancels the save, and goes on.
         """
-        # Takes a quarter of a second to import, which a job that only reads never needs.
-        from praxis_lite.run.checkpoints.orbax_write import OrbaxWrite
-
         try:
             if processes.is_first():
                 self._clear()
@@ -127,8 +115,6 @@ class BackgroundSave:
     def _run(self) -> None:
         try:
             self._writing.wait()
-            if self._writing.was_cancelled:
-                raise CancelledWrite
             if processes.is_first():
                 self._check_readable()
                 self._manifest["files"] = step_files.synced_digests(self._folder)

@@ -73,6 +73,13 @@ for _module in (async_checkpointer, future, signaling_client):
     _module.time = _SteadyTime()
 
 
+class CancelledWrite(Exception):
+    """A write was cancelled before it was whole."""
+
+    def __init__(self) -> None:
+        super().__init__("it was cancelled by a signal")
+
+
 class OrbaxWrite:
     """A state that is being written to a new folder, by all processes.
 
@@ -104,19 +111,15 @@ class OrbaxWrite:
         """Waits until `folder` is there, or nothing writes to it any more; raises what failed."""
         try:
             self._checkpointer.wait_until_finished()
+            # Orbax says nothing then, as of a write that is whole. After the second barrier it is.
+            if self._is_cancelled and self._num_met < 2:
+                raise CancelledWrite
         except BaseException:
             _wait_for_threads()
             raise
-        if self.was_cancelled:
-            _wait_for_threads()
-
-    @property
-    def was_cancelled(self) -> bool:
-        """True if the write was cancelled before it was complete; Orbax reports no error then."""
-        return self._is_cancelled and self._num_met < 2  # Complete after the second barrier.
 
     def cancel(self) -> None:
-        """Makes `wait` end early, unless the write is complete; from any thread."""
+        """Makes `wait` end early and raise CancelledWrite, unless it is over; from any thread."""
         self._is_cancelled = True
         self._checkpointer.cancel()
         # Orbax knows of its writes only once `begin` is over.
