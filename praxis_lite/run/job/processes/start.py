@@ -61,8 +61,10 @@ def start(
     if settings is None:
         return
     settings = _complete(settings, start_seconds)
+    # Before the key is written: a second process 0 would remove the first one's.
+    claimed = ClaimedId(settings["coordinator_address"], settings["process_id"])
     with _key_file(settings, job_log_dir) as file:
-        _connect(settings, start_seconds, file)
+        _connect(settings, start_seconds, file, claimed)
         peers.watch()
         processes.learn_hosts(start_seconds)
     if processes.is_first():
@@ -271,22 +273,21 @@ def _key_file(settings: Mapping[str, Any], job_log_dir: str | None) -> Iterator[
 
 
 def _connect(
-    settings: Mapping[str, Any], seconds: int, key: bytes | Path | None, lost_status: int = 2
+    settings: Mapping[str, Any], seconds: int, key: bytes | Path | None,
+    claimed: ClaimedId | None = None, lost_status: int = 2,
 ) -> None:
     """Connects this process with the others.
 
     Args:
       key: of the job, or the file that will have it; None: anyone who reaches the first process's
         port is taken for a process of the job.
+      claimed: this process's number on its host; None in an elastic job.
     """
     import jax
 
     # It would swallow SIGTERM.
     jax.config.update("jax_enable_preemption_service", False)
     is_connected, process_id = threading.Event(), settings["process_id"]
-    claimed = None
-    if lost_status == 2:
-        claimed = ClaimedId(settings["coordinator_address"], process_id)
 
     def give_up() -> None:
         if not is_connected.wait(seconds):
