@@ -27,7 +27,7 @@ NUM_SOURCES = (50, 100, 200, 400)
 
 
 def mixed(num_sources: int) -> None:
-    """Checks a mixture, takes its fingerprint, and reads a batch far from its beginning."""
+    """Checks a mixture, computes its fingerprint, and reads a batch at a high index."""
     rng = np.random.default_rng(num_sources)
     sources = {
         f"source {number}": InMemory({"x": np.arange(7)}, 1, shuffle=True)

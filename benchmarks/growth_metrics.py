@@ -89,7 +89,7 @@ def rows(num_rows: int) -> InMemory:
 
 
 class Clock(Hook):
-    """Notes the processor time of the loop's thread, every so many steps."""
+    """Records the CPU time of the loop's thread at a fixed number of steps."""
 
     every, waits = PER_TURN, False
 

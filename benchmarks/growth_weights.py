@@ -96,7 +96,7 @@ def of_nnx(layer: Callable[..., nnx.Module], learner: Learner, num_layers: int) 
 
 
 def language_model(num_layers: int) -> Task:
-    """Returns a language model of the library's layers, unrolled: nine weights each."""
+    """Returns an unrolled language model; each layer has nine weights."""
     lm = rotary_lm(
         num_layers=num_layers, vocab_size=37, model_dims=8, hidden_dims=16, num_heads=2,
         dim_per_head=4,

@@ -151,7 +151,7 @@ def trained(
     hooks: "Sequence[Hook]" = (), trackers: "Mapping[str, Tracker] | None" = None,
     stop_request: type[StopRequest] = StopRequest, choose: "MeshChooser | None" = None,
 ) -> "tuple[JobOnMesh, Trained]":
-    """Trains the experiment of a command line; returns its job, and how it ended.
+    """Trains the experiment of a command line; returns its job and the result.
 
     Args:
       launched, clock: of `begun`.

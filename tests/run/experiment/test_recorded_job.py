@@ -114,7 +114,7 @@ def test_an_error_about_a_file_names_the_setting(recorded):
         ("There are no decode datasets. Add decode_datasets().", "to record a change"),
         ("--set task.decoder.temprature: no such field.", "to record a change"),
         ("/more/a.txt cannot be read.", "--set datasets.train.corpus.files=VALUE"),
-        # Of something else than a setting of the job.
+        # Errors that are not about a setting of the job.
         ("There is no checkpoint of step 3.", None), ("The prompt is empty.", None),
         ("It has no such name; it has eos_id, batch_size, max_decode_steps, num_heads.", None),
     ],

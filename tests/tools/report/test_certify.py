@@ -211,7 +211,7 @@ def evidenced(tmp_path_factory):
     return job, file
 
 
-# The last two were written by hand, so that only the certificate knows that they belong there.
+# The last two files were added by hand, so only the certificate records them.
 BY_HAND = ("elastic.jsonl", "certificates.jsonl")
 FILES = [
     *("config.json", "layout.json", "metrics.jsonl", "timeline.jsonl", "examples/0.jsonl"),

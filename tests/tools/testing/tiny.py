@@ -477,7 +477,7 @@ class FixedRemat(nnx.Module):
 
 
 class InnerRematOfOthers(RematOfOthers):
-    """The same inside of a model whose config does not name it."""
+    """The same layer, built inside a model whose config does not mention it."""
 
     stack = fdl.Partial(FixedRemat)
 

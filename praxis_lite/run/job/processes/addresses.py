@@ -25,7 +25,7 @@ def own_address(coordinator: str | None) -> str:
     may have no address: in Kubernetes while its pod is not there.
     """
     host = (coordinator or "").rpartition(":")[0].strip("[]")
-    # At last the way to other networks (RFC 5737).
+    # The last address stands for any other network (RFC 5737).
     for target in filter(None, (host, socket.gethostname(), "192.0.2.1")):
         with contextlib.suppress(OSError):
             family, _, _, _, to = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]

@@ -288,7 +288,7 @@ def _with_tolerances(
     tolerances = {}
     for path, x in first.items():
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            # A count is exact; what a number was rounded to may be the next one.
+            # Integers must be equal; a rounded float may be off by one unit.
             tolerances[path] = 2.0 * own[path] + (1.0 if x.ndim > 1 else 0.0)
             continue
         tolerances[path] = (
