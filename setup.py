@@ -59,8 +59,12 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11,<3.15",
-    # tasks and experiments are in it, through links, so that --exp=lm.PyDocs works from a wheel.
-    packages=find_packages(include=["praxis_lite", "praxis_lite.*"]),
+    # tasks/ and experiments/ are at the top of a checkout, and installed inside the package.
+    packages=[
+        *find_packages(include=["praxis_lite", "praxis_lite.*"]),
+        "praxis_lite.tasks", "praxis_lite.experiments",
+    ],
+    package_dir={"praxis_lite.tasks": "tasks", "praxis_lite.experiments": "experiments"},
     package_data={
         # Its types, for type checkers of code that imports it: stubs say where names are defined.
         "": ["*.pyi"],

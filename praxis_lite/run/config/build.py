@@ -2,16 +2,14 @@
 
 import re
 import traceback
-from pathlib import Path
 from typing import Any
 
 import fiddle as fdl
 
 from praxis_lite.core.errors import ConfigError, shown
-from praxis_lite.core.user_lines import user_line
+from praxis_lite.core.user_lines import LIBRARY_FOLDERS, user_line
 from praxis_lite.host.user_errors import own_words
 
-_PACKAGE = Path(__file__).parents[2]
 _PLACE = re.compile(r"\n\nFiddle context: failed to construct or call (.+?) at <root>(\S*) with ")
 
 
@@ -28,7 +26,7 @@ def build(config: fdl.Config) -> Any:
     except Exception as error:
         place = _PLACE.search(str(error))
         innermost = traceback.extract_tb(error.__traceback__)[-1].filename
-        is_ours = isinstance(error, ConfigError) or Path(innermost).is_relative_to(_PACKAGE)
+        is_ours = isinstance(error, ConfigError) or innermost.startswith(LIBRARY_FOLDERS)
         if not place or is_ours or user_line(error):
             raised = _without_fiddle(error)
             raise raised.with_traceback(error.__traceback__) from raised.__cause__

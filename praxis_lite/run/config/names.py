@@ -7,6 +7,7 @@ import types
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from praxis_lite.core.callables import imported_module
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.run.config.configurable import (
     ARRAY_LIBRARIES,
@@ -142,12 +143,7 @@ def _holder(module: str) -> Any:
     """Returns a module, or None if there is none by that name."""
     if module == "jax.checkpoint_policies":  # An attribute, not a module.
         return importlib.import_module("jax").checkpoint_policies
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # The module is there, but something that it imports is not.
-        return None
+    return imported_module(module)
 
 
 def _is_defined_in(value: Any, module: str, depth: int) -> bool:

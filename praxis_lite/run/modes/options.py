@@ -2,14 +2,13 @@
 
 import argparse
 import dataclasses
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from praxis_lite.core.callables import imported_module
 from praxis_lite.core.errors import ConfigError, did_you_mean, require_choice
 from praxis_lite.run.command import Parser
-from praxis_lite.run.experiment import source_scan
 from praxis_lite.run.experiment.registry import allowed_packages
 from praxis_lite.run.modes.mode import CommandLine, Mode
 
@@ -156,15 +155,12 @@ def _users_mode(name: str, packages: Sequence[str], modes: Modes) -> Mode:
             f"--mode={name} names a class of the package {top}, which is not listed: add "
             f"--packages={top}."
         )
-    if source_scan.find(name) is None:
-        classes = [binding.name for binding in source_scan.classes_of(top)]
-        raise ConfigError(
-            f"--mode={name}: the source of {top} has no such class.{did_you_mean(name, classes)}"
-        )
-    kind = getattr(importlib.import_module(module), class_name, None)
+    kinds = vars(imported_module(module) or object)
+    kind = kinds.get(class_name)
     if not (isinstance(kind, type) and issubclass(kind, Mode)):
         raise ConfigError(
-            f"--mode={name} is {kind!r}; wanted is a subclass of praxis_lite.run.Mode."
+            f"--mode={name} is {kind!r}; expected a subclass of praxis_lite.run.Mode."
+            f"{did_you_mean(class_name, kinds)}"
         )
     return kind()
 
