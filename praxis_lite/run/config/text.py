@@ -16,8 +16,7 @@ from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.files.json_text import parse_json, read_json
 from praxis_lite.run.config import nodes
 from praxis_lite.run.config.callables import text_of_value
-from praxis_lite.run.config.names import imported
-from praxis_lite.run.config.node_form import FORMAT, check, damaged
+from praxis_lite.run.config.nodes import FORMAT, damaged
 from praxis_lite.run.config.paths import iterate_fields
 
 
@@ -63,7 +62,7 @@ def dump_config(
 def load_config(text: str, *, packages: Collection[str] = ()) -> LoadedConfig:
     """Returns the config that `dump_config` wrote.
 
-    Nothing is imported before every name in the text has been checked.
+    A name is imported only after it has been checked.
 
     Args:
         text: of `config.json`.
@@ -100,10 +99,7 @@ def _loaded(parsed: Any, packages: Collection[str]) -> LoadedConfig:
         raise damaged("experiment", "it is not module.Class")
     if type(overrides) is not list or not all(type(override) is str for override in overrides):
         raise damaged("overrides", "they are not a list of texts")
-    names = check(parsed["config"], packages)
-    for name in sorted(set(names.values())):
-        imported(*name)
-    config = nodes.read(parsed["config"], names)
+    config = nodes.read(parsed["config"], packages)
     if not isinstance(config, fdl.Buildable):
         raise damaged("config", "it is not a config")
     _check_parameters(config)

@@ -108,7 +108,7 @@ def _add_common(parser: Parser, modes: Modes) -> None:
         help="packages of your own, in which --exp is looked up besides praxis_lite.experiments",
     )
     parser.add_argument(
-        "--job_log_dir", metavar="DIR", action=_Once, help="where the job keeps its files"
+        "--job_log_dir", metavar="DIR", help="where the job keeps its files"
     )
     parser.add_argument(
         "--mode", metavar="MODE", type=_mode,
@@ -176,21 +176,6 @@ def _described(name: str, mode: Mode) -> str:
     parser = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
     mode.add_options(parser.add_argument_group(f"--mode={name}", mode.summary))
     return parser.format_help()
-
-
-class _Once(argparse.Action):
-    """Stores an option that may be given once: of two directories the first would be forgotten."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        before = getattr(namespace, self.dest)
-        if before is not None and before != values:
-            raise argparse.ArgumentError(
-                self, f"it is given twice, as {before} and as {values}; give it once"
-            )
-        setattr(namespace, self.dest, values)
 
 
 class _OfOtherModes(argparse.Action):
