@@ -110,48 +110,19 @@ BAD_SETTINGS = {
         ["run.num_train_step:"],
         ["run.num_train_steps"],
     ),
-    "a wrong path below a layer": (
-        "task.model.num_head=7",
-        ["task.model.num_head:"],
-        ["task.model.num_heads"],
-    ),
-    "a wrong path like no other": (
-        "datasets.train.xyzzy=7",
-        ["datasets.train.xyzzy:"],
-        ["datasets.train.corpus", "datasets.train.seq_len"],
-    ),
     "a wrong type of --set": (
         "run.num_train_steps=many",
         ["run.num_train_steps:", "'many'"],
         [" int", " 7"],
     ),
-    "a wrong type below a layer": (
-        "task.model.num_heads=three",
-        ["task.model.num_heads:", "'three'"],
-        [" int", " 3"],
-    ),
-    "--set without a value": (
-        "run.num_train_steps",
-        ["run.num_train_steps ", "'='"],
-        ["path=value", "run.seed=7"],
-    ),
     "a number out of range": (
         "run.num_train_steps=0", ["run.num_train_steps", " 0;"], [" 1 "]
-    ),
-    "a batch size out of range": (
-        "datasets.train.batch_size=0", ["batch_size", " 0;"], [" 1 "]
     ),
     "a layer's size out of range": (
         "task.model.num_heads=0", ["num_heads", " 0;"], ["positive"]
     ),
     "a learning rate that is no number": (
         "task.learner.learning_rate=nan", ["Learner.learning_rate", "nan"], ["1e+06"]
-    ),
-    "a learning rate without end": (
-        "task.learner.learning_rate=inf", ["Learner.learning_rate", "inf"], ["1e+06"]
-    ),
-    "a learning rate beyond all measure": (
-        "task.learner.learning_rate=1e30", ["Learner.learning_rate", "1e+30"], ["1e+06"]
     ),
     "integers for activations": (
         "task.model.fprop_dtype=int8",

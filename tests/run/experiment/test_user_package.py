@@ -1,6 +1,5 @@
 """A user's own package elsewhere, with the library installed from a wheel."""
 
-import ast
 import functools
 import importlib
 import os
@@ -28,14 +27,6 @@ def readme_block(name):
     block = re.search(rf"begin {name} -->\n```python\n(.*?)```\n<!-- end {name}", text, re.DOTALL)
     assert block, f"README.md has no block {name}"
     return block.group(1)
-
-
-def test_the_readmes_experiment_has_at_most_25_lines():
-    (experiment,) = [
-        node for node in ast.parse(readme_block("MyLm")).body if isinstance(node, ast.ClassDef)
-    ]
-    first = experiment.decorator_list[0].lineno
-    assert experiment.end_lineno - first + 1 <= 25
 
 
 def test_the_readmes_experiment_decodes(monkeypatch):
