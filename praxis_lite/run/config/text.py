@@ -1,6 +1,5 @@
 """A config as text: JSON from which it is rebuilt, and lines for people."""
 
-import ast
 import dataclasses
 import json
 import re
@@ -117,7 +116,11 @@ def config_lines(config: fdl.Config) -> list[str]:
 
 def config_values(config: fdl.Config) -> dict[str, str | int | float | bool]:
     """Returns the value of every field by path; texts, but for numbers and true or false."""
-    return {path: _plain(text) for path, text in _texts(config).items()}
+    values = {field.path: field.value for field in iterate_fields(config)}
+    return {
+        path: values[path] if isinstance(values[path], bool | int | float) else text
+        for path, text in _texts(config).items()
+    }
 
 
 def config_difference(old: fdl.Config, new: fdl.Config) -> list[str]:
@@ -139,14 +142,6 @@ def _texts(config: fdl.Config) -> dict[str, str]:
     texts = ((field.path, text_of_value(field.value, field.annotation))
              for field in iterate_fields(config))
     return {path: text for path, text in texts if text is not None}
-
-
-def _plain(text: str) -> str | int | float | bool:
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return text
-    return value if isinstance(value, bool | int | float) else text
 
 
 def _check_parameters(config: fdl.Config) -> None:
