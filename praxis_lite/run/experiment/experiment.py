@@ -171,7 +171,7 @@ class Experiment:
         elif isinstance(result, type):
             name = result.__name__
             message = f"the class {name}, wanted its config: write fdl.Config({name}, ...)."
-        elif method.endswith("datasets") and not hasattr(result, "element_spec"):
+        elif method.endswith("datasets") and not hasattr(result, "fingerprint"):
             message = f"a {name}, expected the config of a pipeline{_OF_DATA}"
         elif type(result).__module__ == "builtins":
             message = f"a {name}, wanted an fdl.Config, such as {_EXAMPLES.get(method, '')}."
