@@ -91,8 +91,7 @@ ORDERS = {
         {"launch"},
     ),
     "praxis_lite/run/checkpoints": (
-        {"steps"},
-        {"files"},
+        {"steps", "stored_arrays"},
         {"orbax_write", "save_checks", "sharded_reading", "tools"},
         {"background_save"},
         {"save_queue"},

@@ -5,7 +5,6 @@ import gzip
 import json
 import shutil
 import struct
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -274,38 +273,6 @@ def _read_description(folder: Path) -> None:
     TensorFiles(folder)
 
 
-def _pax(name: str, folder: Path) -> None:
-    with zipfile.ZipFile(GOLDENS / "pax_checkpoints" / f"{name}.zip") as file:
-        file.extractall(folder / "job")
-
-
-def _read_pax(folder: Path) -> None:
-    from praxis_lite.tools.pax.checkpoints import read_pax_checkpoint
-
-    dict(read_pax_checkpoint(folder / "job"))
-
-
-def _nnx(folder: Path) -> None:
-    import orbax.checkpoint as ocp
-
-    with ocp.StandardCheckpointer() as checkpointer:
-        tree = {"up": {"kernel": np.ones((7, 13)), "bias": np.zeros(13)}}
-        checkpointer.save(folder / "state", tree)
-
-
-def _orbax_v1(folder: Path) -> None:
-    from tests.tools.orbax_v1 import v1
-
-    v1.save(folder / "state", {"up": {"kernel": np.ones((7, 13)), "bias": np.zeros(13)}, "n": 3})
-
-
-def _read_nnx(folder: Path) -> None:
-    from praxis_lite.tools.foreign_checkpoints.nnx_checkpoint import NnxCheckpoint
-
-    for array in NnxCheckpoint(folder / "state").arrays().values():
-        array.read()
-
-
 def _train(job: Path) -> None:
     from praxis_lite.main import main
     from tests.faults.zoo import train_argv
@@ -402,11 +369,6 @@ READERS: tuple[Reader, ...] = (
                0.1, 60.0)
         for family in ("llama", "mixtral")
     ),
-    Reader("pax, gda", functools.partial(_pax, "scanned_gda"), _read_pax, 0.5),
-    Reader("pax, ocdbt", functools.partial(_pax, "unrolled_ocdbt"), _read_pax, 0.5),
-    Reader("pax, flax", functools.partial(_pax, "scanned_flax"), _read_pax, 0.5),
-    Reader("nnx checkpoint", _nnx, _read_nnx, 0.5),
-    Reader("orbax v1", _orbax_v1, _read_nnx, 0.5),
     Reader("job", _job_texts, _read_job),
     Reader("checkpoint", _checkpoint, _read_checkpoint),
 )

@@ -12,7 +12,6 @@ from flax import nnx
 from praxis_lite import CheckpointLoadingRules, ConfigError
 from praxis_lite.core import NnxModel
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
-from praxis_lite.run.checkpoints.files.zarr_formats import DTYPES, np_dtype
 from praxis_lite.run.checkpoints.init.planning import plan_init
 from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.tools.foreign_checkpoints.nnx_checkpoint import NnxCheckpoint
@@ -124,13 +123,12 @@ def test_several_trees_are_refused_by_their_names(saved):
 def test_folders_that_are_none_or_ambiguous_are_refused(saved, tmp_path):
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "orbax.checkpoint").touch()
-    (tmp_path / "linked").symlink_to(saved[1] / "pure")
     (tmp_path / "steps").mkdir()
     for name in ("7", "step_07"):
         (tmp_path / "steps" / name).mkdir()
         (tmp_path / "steps" / name / "orbax.checkpoint").touch()
     for name, words in (
-        ("none", "no arrays of Orbax"), ("linked", "symbolic link"), ("steps", "7 and step_07"),
+        ("none", "no arrays of Orbax"), ("steps", "7 and step_07"),
         ("absent", "no checkpoint of Orbax"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -146,10 +144,17 @@ def test_the_steps_of_a_job_are_not_taken_for_orbaxs(tmp_path, mesh_of):
         assert not NnxCheckpoint.is_at(folder)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "bool", "int4", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
+        "float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "complex64",
+        "complex128",
+    ],
+)
 def test_every_dtype_is_read_as_it_was_saved(dtype, tmp_path):
     with jax.enable_x64(True):
-        x = np.arange(6).reshape(3, 2).astype(np_dtype(dtype))
+        x = np.arange(6).reshape(3, 2).astype(np.dtype(dtype))
         v1.save(tmp_path / "x", {"a": x})
     actual = NnxCheckpoint(tmp_path / "x").arrays()["a"].read()
     assert actual.dtype == x.dtype
@@ -161,7 +166,7 @@ def test_shards_with_inner_chunks_are_whole(tmp_path):
     x = np.random.default_rng(0).normal(size=(8, 24)).astype(np.float32)
     write_sharded(tmp_path, x, shard=[4, 12], inner=[2, 3])
     array = NnxCheckpoint(tmp_path).arrays()["a"]
-    assert array._array.chunk_layout.read_chunk.shape == (2, 3)
+    assert array.array.chunk_layout.read_chunk.shape == (2, 3)
     np.testing.assert_array_equal(array.read(), x)
     np.testing.assert_array_equal(array.read(slice(3, 5)), x[3:5])
 

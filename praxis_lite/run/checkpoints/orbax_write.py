@@ -1,26 +1,24 @@
 """A state's arrays written as files: what Orbax does for us, and nothing else of it.
 
 Only OCDBT is written. Orbax's CheckpointManager is not used: it takes a stray folder for the
-newest step, deletes in place, and tells of a failed save late or never. Nor does Orbax restore:
-it believes the JSON files that it finds.
+newest step, deletes in place, and reports a failed save late or never. Nor does Orbax restore:
+`sharded_reading` reads each shard's part of the logical arrays.
 """
 
 import asyncio
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
 from orbax.checkpoint._src import asyncio_utils
-from orbax.checkpoint._src.checkpointers import async_checkpointer
-from orbax.checkpoint._src.futures import future, signaling_client
+from orbax.checkpoint._src.futures import future
 
 from praxis_lite.core.partitioner.train_state import TrainState
-from praxis_lite.run.checkpoints.files.step_names import ITEMS
+from praxis_lite.run.checkpoints.stored_arrays import ITEMS
 from praxis_lite.run.job import processes
 
 _TIMEOUT_SECONDS = 3600
@@ -57,20 +55,6 @@ def _run_to_the_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 asyncio_utils._run_sync_via_new_loop = _run_to_the_end
-
-
-class _SteadyTime:
-    """The module `time`, with a `time()` that no change of the system's clock moves."""
-
-    time = staticmethod(time.monotonic)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(time, name)
-
-
-# Orbax computes deadlines from the wall clock: where that is set, a save fails or never ends.
-for _module in (async_checkpointer, future, signaling_client):
-    _module.time = _SteadyTime()
 
 
 class CancelledWrite(Exception):

@@ -12,11 +12,9 @@ from jax.sharding import Mesh
 
 from praxis_lite.core.errors import ConfigError, few
 from praxis_lite.core.partitioner.train_state import LeafLayout
-from praxis_lite.run.checkpoints.files.origin import Origin
-from praxis_lite.run.checkpoints.files.stored_arrays import StoredArray
 from praxis_lite.run.checkpoints.sharded_reading import read_arrays
+from praxis_lite.run.checkpoints.stored_arrays import StoredArray, orbax_arrays
 from praxis_lite.run.job.local_directory import local_directory
-from praxis_lite.tools.foreign_checkpoints.arrays import foreign_arrays
 from praxis_lite.tools.foreign_checkpoints.orbax_folders import (
     STRINGS,
     folder_of_arrays,
@@ -24,7 +22,6 @@ from praxis_lite.tools.foreign_checkpoints.orbax_folders import (
     step_folders,
 )
 
-_ADVICE = "It is not as Orbax writes it, or damaged: save it again."
 # Which of the two a variable is, the model knows, and the files do not.
 COLLECTIONS = ("params", "non_trainable")
 
@@ -32,7 +29,7 @@ COLLECTIONS = ("params", "non_trainable")
 class NnxCheckpoint:
     """The arrays of a folder, a `ForeignCheckpoint` for the rules of a new job.
 
-    Nothing in it is trusted: see `foreign_arrays`. Orbax's JSON files are not read.
+    Orbax's JSON files are not read.
 
     Attributes:
       directory: the checkpoint, or the folder of its steps.
@@ -63,8 +60,7 @@ class NnxCheckpoint:
           step: its number, or None for the latest, or where there are no steps.
 
         Raises:
-          ConfigError: there is no such step, it is damaged, has a symbolic link in it, or several
-            trees of arrays.
+          ConfigError: there is no such step, it is damaged, or has several trees of arrays.
         """
         return self._arrays_of(self._folder(step))
 
@@ -125,9 +121,7 @@ class NnxCheckpoint:
 
     def _arrays_of(self, folder: Path) -> dict[str, StoredArray]:
         if folder not in self._arrays:
-            origin = Origin(folder, _ADVICE)
-            with origin.refusing():
-                result = foreign_arrays(folder, origin)
+            result = orbax_arrays(folder)
             by_variable = {path.removesuffix("/value"): x for path, x in result.items()}
             self._arrays[folder] = by_variable | result
         return self._arrays[folder]

@@ -15,9 +15,7 @@ import re
 from pathlib import Path
 
 from praxis_lite.core.errors import ConfigError, few, shown
-from praxis_lite.run.checkpoints.files.ocdbt import DATABASE
-from praxis_lite.run.checkpoints.files.step_names import ITEMS
-from praxis_lite.run.checkpoints.files.zarr_formats import ZARR_2, ZARR_3
+from praxis_lite.run.checkpoints.stored_arrays import DATABASE, ITEMS, METADATA_FILES
 
 STRINGS = "_strings.json"
 # Either is in a folder with items: v1's own mark, and what Orbax writes of every checkpoint.
@@ -30,9 +28,8 @@ def has_arrays(directory: Path) -> bool:
     """Returns True if a folder is a database, or has folders that are arrays."""
     if (directory / DATABASE).is_file():
         return True
-    files = ZARR_2.metadata_file, ZARR_3.metadata_file
     return directory.is_dir() and any(
-        (path / file).is_file() for path in directory.iterdir() for file in files
+        (path / file).is_file() for path in directory.iterdir() for file in METADATA_FILES
     )
 
 
@@ -69,8 +66,6 @@ def folder_of_arrays(checkpoint: Path) -> Path:
     Raises:
       ConfigError: there is none, or there are several: names them.
     """
-    if checkpoint.is_symlink():
-        raise ConfigError(f"{checkpoint} is a symbolic link, and nothing is read through it.")
     if has_arrays(checkpoint):
         return checkpoint
     # The part of a database that a process wrote is one too, and not all of it.
