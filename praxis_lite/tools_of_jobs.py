@@ -28,9 +28,8 @@ def _from_checkpoints(
     rules: "Mapping[str, CheckpointLoadingRules]", layout: "StateLayout"
 ) -> "InitialState":
     from praxis_lite.run.checkpoints.init.init_from_checkpoint import FromCheckpoints
-    from praxis_lite.tools.foreign_checkpoints.nnx_checkpoint import NnxCheckpoint
 
-    return FromCheckpoints(rules, layout, forms=[NnxCheckpoint])
+    return FromCheckpoints(rules, layout)
 
 
 # By the setting of `run` that names them.

@@ -15,15 +15,12 @@ from flax import nnx
 from praxis_lite import CheckpointLoadingRules, ConfigError, RunConfig
 from praxis_lite.core import Learner, NnxModel, Partitioner, infer_sharding
 from praxis_lite.experiments.nnx_guide import DotReluDotModel
-from praxis_lite.main import MODES
 from praxis_lite.run.checkpoints.init.loading_rules import LOAD_ALL
 from praxis_lite.run.checkpoints.init.planning import plan_init
 from praxis_lite.tasks.loss import LossTask
-from praxis_lite.tools.foreign_checkpoints.nnx_checkpoint import NnxCheckpoint
 from praxis_lite.tools.nnx import mdl_vars_from_nnx
 from tests.run.checkpoints.test_init_from_checkpoint import init
 
-FORMS = [NnxCheckpoint]
 LOAD = {"load_rules": [LOAD_ALL]}
 
 
@@ -86,23 +83,13 @@ def test_a_job_begins_with_the_weights_on_any_mesh(saved, form, shape, mesh_of):
     model, folder = saved
     rules = {str(folder / form): CheckpointLoadingRules(**LOAD)}
     assert RunConfig(num_train_steps=1, init_from_checkpoint_rules=rules)
-    actual, plan = init(rules, partitioner(mesh_of(*shape)), FORMS)
+    actual, plan = init(rules, partitioner(mesh_of(*shape)))
     expected = wanted_of(model)
     assert len(expected) == 11
     for path, x in expected.items():
         np.testing.assert_array_equal(actual[path], x, err_msg=path)
     assert not any(x.any() for path, x in actual.items() if path.startswith("opt_states/slots"))
     assert "mdl_vars: 11 from " in plan.summary()[0] and "step: 0" in plan.summary()
-
-
-def test_the_command_line_knows_the_form(saved, mesh_of):
-    layout, rules = partitioner(mesh_of(1, 1, 1)).layout, CheckpointLoadingRules(**LOAD)
-    source = MODES["train"]._sources["init_from_checkpoint_rules"]
-    initial = source({str(saved[1] / "state"): rules}, layout)
-    assert {*initial.paths} == {*wanted_of(saved[0])}
-    # The run alone knows the checkpoints of jobs.
-    with pytest.raises(ConfigError, match=r"main\.py"):
-        plan_init(layout, {str(saved[1] / "state"): rules})
 
 
 def test_a_model_in_hand_has_the_weights_and_gives_the_same_outputs(saved):
@@ -118,9 +105,9 @@ def test_a_part_of_a_state_gives_what_it_has(saved, mesh_of):
     model, folder = saved
     target = partitioner(mesh_of(1, 1, 1))
     with pytest.raises(ConfigError, match="norm/mean"):
-        plan_init(target.layout, {str(folder / "weights"): CheckpointLoadingRules(**LOAD)}, FORMS)
+        plan_init(target.layout, {str(folder / "weights"): CheckpointLoadingRules(**LOAD)})
     rules = CheckpointLoadingRules(load_rules=[(r"params/(.*)", "params/{}")])
-    plan = plan_init(target.layout, {str(folder / "weights"): rules}, FORMS)
+    plan = plan_init(target.layout, {str(folder / "weights"): rules})
     assert plan.sources.keys() == {p for p in wanted_of(model) if p.startswith("mdl_vars/params")}
     with pytest.raises(ConfigError, match="norm/mean"):
         mdl_vars_from_nnx(NnxModel(Net), folder / "weights")
@@ -184,7 +171,7 @@ def test_rules_that_it_cannot_meet_are_refused(saved, mesh_of, settings, rules, 
     key = str(saved[1] / "state")
     target = partitioner(mesh_of(1, 1, 1), **settings)
     with pytest.raises(ConfigError, match=words):
-        plan_init(target.layout, {key: CheckpointLoadingRules(**LOAD, **rules)}, FORMS)
+        plan_init(target.layout, {key: CheckpointLoadingRules(**LOAD, **rules)})
 
 
 def damaged(folder, name):

@@ -16,7 +16,7 @@ from typing import Any
 import flax.serialization
 import numpy as np
 
-from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.files.json_text import read_json
 from praxis_lite.run.checkpoints.stored_arrays import DATABASE, StoredArray, orbax_arrays
 from praxis_lite.run.job.local_directory import local_directory
@@ -69,7 +69,7 @@ class PaxCheckpoint(Mapping[str, np.ndarray]):
         cut = array[tuple(map(slice, self.shape_of(path)))]
         if np.count_nonzero(cut) != np.count_nonzero(array):
             raise ConfigError(
-                f"{shown(path, 300)} in {self._directory} has shape {array.shape}, and {cut.shape} "
+                f"{path} in {self._directory} has shape {array.shape}, and {cut.shape} "
                 "by its metadata, but beyond that not all is zeros. The checkpoint is damaged."
             )
         return cut

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from praxis_lite.core.errors import ConfigError, few
 from praxis_lite.run.checkpoints.steps import step_dirs, step_files
-from praxis_lite.run.checkpoints.steps.best_checkpoints import BestCheckpoints
+from praxis_lite.run.checkpoints.steps.save_settings import BestCheckpoints
 
 Step = int | Literal["best"] | None  # None stands for the newest.
 Metrics = Mapping[int, Mapping[str, float]]
