@@ -1,8 +1,8 @@
 """A single save: the state taken to the host at once, all else in a thread of its own.
 
-Orbax writes `N.saving`; then all arrays are looked for in it, every file is digested and made
-sure to be on disk, the manifest and the commit are written, and the folder gets its number. What
-fails on one process fails on all of them, and leaves nothing behind.
+Orbax writes `N.saving`. Then the first process checks that all arrays are in it, digests and
+syncs every file, writes the manifest and the commit, and renames the folder to its number. A
+failure on one process is a failure on all of them, and leaves nothing behind.
 """
 
 import contextlib

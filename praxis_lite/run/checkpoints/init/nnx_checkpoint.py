@@ -1,7 +1,7 @@
-"""What Orbax wrote of `nnx.state(model)`: StandardCheckpointer, `checkpoint.v1`, or in steps.
+"""Reads checkpoints of `nnx.state(model)` that Orbax wrote.
 
-The names of its arrays are the paths of the module's variables. The same is read of
-`nnx.to_pure_dict(nnx.state(model))`, of any part of a state, and of other nested dicts.
+The names of the arrays are the paths of the module's variables. Checkpoints of
+`nnx.to_pure_dict(nnx.state(model))`, of a part of a state and of other nested dicts are read too.
 
 The arrays are in one of three places, found by names of files alone; Orbax's JSON is not read:
 
@@ -33,7 +33,7 @@ from praxis_lite.run.checkpoints.stored_arrays import (
 )
 from praxis_lite.run.job.local_directory import local_directory
 
-# Which of the two a variable is, the model knows, and the files do not.
+# The files do not say in which of the two a variable belongs; the model does.
 COLLECTIONS = ("params", "non_trainable")
 _STRINGS = "_strings.json"
 # Either is in a folder with items: v1's own mark, and what Orbax writes of every checkpoint.
@@ -86,11 +86,11 @@ class NnxCheckpoint:
         return self._arrays[folder]
 
     def strings(self, step: object = None) -> list[str]:
-        """Returns [] or a text that says there are strings: their names only Orbax's JSON has."""
+        """Returns a note if strings were saved; only Orbax's JSON has their names."""
         return [f"the strings in {_STRINGS}"] * (self._folder(step) / _STRINGS).is_file()
 
     def left_out(self, taken: Collection[str], step: int | None = None) -> list[str]:
-        """Returns the names of all in a checkpoint that is not among `taken`.
+        """Returns the names of everything in a checkpoint that is not in `taken`.
 
         Args:
           taken: paths as `leaves()` has them.
@@ -101,7 +101,7 @@ class NnxCheckpoint:
         return [*sorted(path.removesuffix("/value") for path in left), *self.strings(step)]
 
     def leaves(self, step: object = None) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns shapes and dtypes by path, each array as of both collections; reads none."""
+        """Returns shapes and dtypes by path, each array in both collections; reads no values."""
         return {
             f"mdl_vars/{collection}/{path}": jax.ShapeDtypeStruct(x.shape, x.dtype)
             for collection in COLLECTIONS for path, x in self.arrays(step).items()
@@ -117,8 +117,8 @@ class NnxCheckpoint:
         """Returns arrays in their shards.
 
         Args:
-          leaves: by path as `leaves()` has it, how each is wanted; its shape and dtype are those
-            of the checkpoint.
+          leaves: the layout of each array by its path in `leaves()`; shape and dtype are those of
+            the checkpoint.
         """
         arrays = self.arrays(step)
         return read_arrays({path: arrays[path.split("/", 2)[2]] for path in leaves}, leaves, mesh)
