@@ -38,7 +38,7 @@ ORDERS = {
         {"partitioner"},
     ),
     "praxis_lite/run": (
-        {"config", "text_table"},
+        {"config", "events", "text_table"},
         {"job"},
         {"checkpoints", "generation", "goodput", "trackers"},
         {"experiment"},
@@ -51,7 +51,7 @@ ORDERS = {
     "praxis_lite/tools": (
         {"explain", "foreign_checkpoints", "interpreter"},
         {"huggingface", "nnx", "non_finite", "pax", "plan", "sweep"},
-        {"lm_eval", "profile", "testing", "utilization"},
+        {"lm_eval", "peer_saves", "profile", "testing", "utilization"},
         {"report"},
         {"modes"},
     ),
@@ -89,8 +89,10 @@ ORDERS = {
         {"restored_weights"},
         {"evaluation"},
         {"decoding", "hooks"},
-        {"late_metrics"},
+        {"other_saves"},
+        {"job_tools", "late_metrics", "starting_point"},
         {"trainer"},
+        {"job_files"},
         {"launch"},
     ),
     "praxis_lite/run/checkpoints": (

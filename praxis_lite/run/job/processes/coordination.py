@@ -12,8 +12,8 @@ import time
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.run.events import MEETING, events
 from praxis_lite.run.job.jax_internals import distributed_state
-from praxis_lite.run.job.processes.stuck.progress import MEETING, own
 
 _hosts: list[str] = []
 _first_address: tuple[str, int] | None = None
@@ -94,8 +94,7 @@ def exchange(name: str, text: str, timeout_seconds: float = 300.0) -> list[str]:
         return [text]
     if threading.current_thread() is not threading.main_thread():
         return _exchanged(service, name, text, timeout_seconds)
-    own.arrives()
-    with own.during(MEETING):
+    with events.phase(MEETING):
         return _exchanged(service, name, text, timeout_seconds)
 
 

@@ -12,17 +12,17 @@ from typing import Any, TextIO
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.host.http_endpoint import is_loopback
 from praxis_lite.run.job import processes
-from praxis_lite.run.job.elastic.order import LOST_PEER_STATUS, Order
 from praxis_lite.run.job.jax_internals import detected_processes
 from praxis_lite.run.job.local_directory import local_directory
 from praxis_lite.run.job.processes import addresses, peers
 from praxis_lite.run.job.processes.aborts import speaking_before_aborts
+from praxis_lite.run.job.processes.beats import Beats
 from praxis_lite.run.job.processes.claimed_id import ClaimedId
 from praxis_lite.run.job.processes.coordination import PeerLost
 from praxis_lite.run.job.processes.exits import end_now
 from praxis_lite.run.job.processes.gate import Gate, user_folder, write_key
+from praxis_lite.run.job.processes.membership import Membership, join
 from praxis_lite.run.job.processes.standard_output import to_nothing
-from praxis_lite.run.job.processes.stuck.worker import tell_supervisor
 
 START_SECONDS = 45
 _MOST_PROCESSES = 100_000  # JAX's service makes room for all of them before one has come.
@@ -42,6 +42,7 @@ def start(
     process_id: int | None,
     start_seconds: int = START_SECONDS,
     job_log_dir: str | None = None,
+    beats: type[Beats] = Beats,
 ) -> None:
     """Connects this process with the others of its job, and makes the first process speak for it.
 
@@ -52,6 +53,7 @@ def start(
       coordinator, num_processes, process_id, start_seconds: the options of these names.
       job_log_dir: the job's directory, by which its processes tell each other a key. Without it
         they need none if they are reached over the network, and the network must be isolated.
+      beats: what they tell each other every few seconds, and look for.
 
     Raises:
       ConfigError: a flag is wrong or missing, or the processes cannot be connected.
@@ -65,7 +67,7 @@ def start(
     claimed = ClaimedId(settings["coordinator_address"], settings["process_id"])
     with _key_file(settings, job_log_dir) as file:
         _connect(settings, start_seconds, file, claimed)
-        peers.watch()
+        peers.watch(beats)
         processes.learn_hosts(start_seconds)
     if processes.is_first():
         hosts = len({processes.host(k) for k in range(processes.count())})
@@ -74,32 +76,30 @@ def start(
         _speak_as_another(processes.index())
 
 
-def connect_worker(order: Order, start_seconds: int) -> None:
-    """Connects the worker of an elastic job with the others of its generation.
+def connect_member(part: Membership, start_seconds: int) -> None:
+    """Connects a process with the others of its generation.
 
     Its supervisor watches it, so `peers` does not. Raises PeerLost if they cannot be connected.
     """
-    if len(order.members) > 1:
-        import jax
+    join(part)
+    if len(part.members) == 1:
+        return
+    import jax
 
-        # Else JAX ends those that live when one is gone, before their supervisors act.
-        jax.config.update("jax_enable_recoverability", True)
-        settings = {
-            "coordinator_address": order.coordinator, "num_processes": len(order.members),
-            "process_id": order.index, "cluster_detection_method": "deactivate",
-        }
-        peers.end_when_aborted()
-        try:
-            _connect(settings, start_seconds, order.store_key, lost_status=LOST_PEER_STATUS)
-            processes.learn_hosts(start_seconds)
-        except ConfigError as error:
-            raise PeerLost(str(error)) from error
-        if not processes.is_first():
-            _speak_as_another(processes.index())
-    tell_supervisor(order.index, len(order.members))
-    if processes.is_first():
-        names = ", ".join(map(str, order.members))
-        print(f"generation {order.generation}: processes {names} of {order.num_slots}", flush=True)
+    # Else JAX ends those that live when one is gone, before their supervisors act.
+    jax.config.update("jax_enable_recoverability", True)
+    settings = {
+        "coordinator_address": part.coordinator, "num_processes": len(part.members),
+        "process_id": part.index, "cluster_detection_method": "deactivate",
+    }
+    peers.end_when_aborted(part.lost_status)
+    try:
+        _connect(settings, start_seconds, part.key, lost_status=part.lost_status)
+        processes.learn_hosts(start_seconds)
+    except ConfigError as error:
+        raise PeerLost(str(error)) from error
+    if not processes.is_first():
+        _speak_as_another(processes.index())
 
 
 def own_number(
