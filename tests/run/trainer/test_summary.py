@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from praxis_lite.run.goodput.goodput import time_section
 from praxis_lite.run.job.job_dir import COMMAND_LINE, JobDir
 from praxis_lite.run.trainer.metrics.records import add_records
 from praxis_lite.run.trainer.summary import summary
