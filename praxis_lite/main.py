@@ -31,18 +31,10 @@ from praxis_lite.tools.modes.sweep import Sweep
 from praxis_lite.tools_of_jobs import TOOLS
 
 MODES: Mapping[str, Mode] = {
-    "train": Train(TOOLS),
-    "eval": Evaluate(),
-    "decode": Decode(),
-    "explain": Explain(),
-    "plan": Plan(),
-    "check": Check(),
-    "sweep": Sweep(),
-    "summary": Summary(time_section),
-    "profile": Profile(),
-    "report": Report(),
-    "certify": Certify(),
-    "serve": Serve(),
+    mode.name: mode for mode in (
+        Train(TOOLS), Evaluate(), Decode(), Explain(), Plan(), Check(), Sweep(),
+        Summary(time_section), Profile(), Report(), Certify(), Serve(),
+    )
 }
 
 

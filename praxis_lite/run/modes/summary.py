@@ -14,6 +14,7 @@ class Summary(Mode):
       more: another section, as for `summary`.
     """
 
+    name = "summary"
     summary = "prints a job's losses, evaluations, goodput and continuations"
 
     def __init__(self, more: Callable[[JobDir], str] = lambda job: ""):

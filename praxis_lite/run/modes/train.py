@@ -35,6 +35,7 @@ class Train(Mode):
       tools: as for `launch.train`.
     """
 
+    name = "train"
     summary = "trains an experiment, or goes on with its job"
     goes_on = True
     is_of_many_processes = True
