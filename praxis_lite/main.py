@@ -7,9 +7,9 @@ from praxis_lite.core.errors import require
 from praxis_lite.files.whole_files import TRAINING_CONTINUES, launched_again
 from praxis_lite.interop.serving.mode import Serve
 from praxis_lite.run.command import run
+from praxis_lite.run.events import process_start
 from praxis_lite.run.experiment import registry
 from praxis_lite.run.goodput.goodput import time_section
-from praxis_lite.run.goodput.process_start import process_start
 from praxis_lite.run.job import processes
 from praxis_lite.run.job.processes.standard_output import print_log, without_lines_of_gloo
 from praxis_lite.run.job.processes.start import start

@@ -11,7 +11,7 @@ from praxis_lite.run.events import Listener, events
 from praxis_lite.run.goodput.goodput import say_goodput
 from praxis_lite.run.goodput.timeline import Timeline
 from praxis_lite.run.job.elastic import order
-from praxis_lite.run.trainer.job_tools import JobTools
+from praxis_lite.run.trainer.job_tools import JobTools, OtherSaves
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from praxis_lite.run.job.job_dir import JobDir
     from praxis_lite.run.trainer.hooks.hook import Hook
     from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
-    from praxis_lite.run.trainer.other_saves import OtherSaves
 
 
 def _from_huggingface(directory: str, layout: "StateLayout") -> "InitialState":
@@ -54,10 +53,8 @@ def goodput_recorder(files: "JobDir", note: "Note") -> Iterator[Listener]:
         say_goodput(files, note)
 
 
-def peer_saves(job: "JobOnMesh", note: "Note") -> "OtherSaves":
+def peer_saves(job: "JobOnMesh", note: "Note") -> OtherSaves:
     """Returns the saves of an elastic job in the memory of hosts, if `run` asks for them."""
-    from praxis_lite.run.trainer.other_saves import OtherSaves
-
     if job.run.peer_save_every_steps is None:
         return OtherSaves()
     if (taken := order.current()) is None:

@@ -14,7 +14,7 @@ from praxis_lite.run.trainer.hooks.hook import Hook, StepMade
 from praxis_lite.run.trainer.hooks.loop import Loop
 from praxis_lite.run.trainer.hooks.saves import data_to_save
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
-from praxis_lite.run.trainer.other_saves import OtherSaves, SavedState
+from praxis_lite.run.trainer.job_tools import OtherSaves, SavedState
 
 
 class PeerSaves(OtherSaves):

@@ -7,14 +7,30 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.run.events import IMPORT, STEP
-from praxis_lite.run.goodput.kinds import HANDS, IDLE, KINDS, LOST_STEP
+from praxis_lite.run.events import (
+    COMPILE,
+    EVALUATION,
+    IMPORT,
+    INIT,
+    INPUT_WAIT,
+    RESTORE,
+    SAVE,
+    STEP,
+)
 from praxis_lite.run.goodput.stretches import Stretch, read_stretches
 from praxis_lite.run.job import processes
 from praxis_lite.run.job.elastic.changes import START, changes_of_hands
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.text_table import table_lines
 
+# Kinds of seconds that no launch knows of itself.
+LOST_STEP = "lost step"  # Steps that were made, not saved, and made again later.
+HANDS = "change of hands"  # Of an elastic job: another process is gone, leaves or comes; agreed.
+IDLE = "idle"  # Between launches, and from the last sign of life of a launch that was killed.
+KINDS = (
+    IMPORT, INIT, COMPILE, RESTORE, INPUT_WAIT, STEP, LOST_STEP, EVALUATION, SAVE, HANDS,
+    IDLE,
+)
 # The goodput of a first launch is reported from so many seconds on.
 _FIRST_SECONDS = 600
 

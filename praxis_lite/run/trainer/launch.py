@@ -41,10 +41,9 @@ from praxis_lite.run.trainer.job_history import (
     why_stopped_early,
 )
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh, compile_together
-from praxis_lite.run.trainer.job_tools import JobTools
+from praxis_lite.run.trainer.job_tools import JobTools, OtherSaves, SavedState
 from praxis_lite.run.trainer.loss_spikes import LossSpike, RollBacks
 from praxis_lite.run.trainer.metrics.progress import ProgressLine
-from praxis_lite.run.trainer.other_saves import OtherSaves, SavedState
 from praxis_lite.run.trainer.starting_point import StartingPoint, States
 from praxis_lite.run.trainer.trainer import Trained
 
@@ -156,7 +155,6 @@ def _trained(
                 break
             roll_backs.add(ended)
             skipped = tuple(sorted({*start.skipped_batches, ended.batch}))
-            del start  # Its state goes before another one is restored.
             start = states.rolled_back(checkpoints, ended, skipped)
             _say(_roll_back_line(ended, start))
         events.report(ended_by=ended.stopped_by)

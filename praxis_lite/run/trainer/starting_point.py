@@ -15,17 +15,17 @@ from praxis_lite.run.events import COMPILE, RESTORE, events
 from praxis_lite.run.trainer.checks.memory import compile_init
 from praxis_lite.run.trainer.checks.resume import check_resumable, check_same_seed
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
+from praxis_lite.run.trainer.job_tools import SavedState
 from praxis_lite.run.trainer.loss_spikes import LossSpike
-from praxis_lite.run.trainer.other_saves import SavedState
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class StartingPoint:
     """Where training begins.
 
     Attributes:
       step: the number of steps that were made before.
-      state: of that step; the first step donates it.
+      state: of that step; None once it was taken.
       skipped_batches: indices of the training batches that are left out.
       hooks: what hooks saved with the state, by their names.
       source: "new"; or where the job itself saved the state: "disk", or "peers", the memory of
@@ -33,7 +33,7 @@ class StartingPoint:
     """
 
     step: int
-    state: TrainState
+    state: TrainState | None
     skipped_batches: tuple[int, ...] = ()
     hooks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     source: str = "new"
@@ -42,6 +42,11 @@ class StartingPoint:
     def is_resumed(self) -> bool:
         """True if the job itself saved the state."""
         return self.source != "new"
+
+    def take_state(self) -> TrainState:
+        """Returns the state and keeps no reference: the first step donates it."""
+        state, self.state = self.state, None
+        return state
 
 
 class States:

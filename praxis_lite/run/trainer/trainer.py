@@ -78,7 +78,8 @@ def train(
 
 
 def _run(loop: Loop, start: StartingPoint, device_clock: DeviceClock) -> Trained | LossSpike:
-    job, partitioner, state, step = loop.job, loop.job.partitioner, start.state, start.step
+    job, partitioner, step = loop.job, loop.job.partitioner, start.step
+    state = start.take_state()
     for name, hook in by_name(loop.hooks).items():
         hook.restore(start.hooks.get(name))
         hook.before_training(loop, state)

@@ -6,21 +6,17 @@ import os
 import pytest
 
 from praxis_lite import ConfigError
-from praxis_lite.run.goodput.goodput import goodput_of, say_goodput
-from praxis_lite.run.goodput.kinds import (
+from praxis_lite.run.events import (
     COMPILE,
     EVALUATION,
-    HANDS,
-    IDLE,
     IMPORT,
     INIT,
     INPUT_WAIT,
-    KINDS,
-    LOST_STEP,
     RESTORE,
     SAVE,
     STEP,
 )
+from praxis_lite.run.goodput.goodput import HANDS, IDLE, KINDS, LOST_STEP, goodput_of, say_goodput
 from praxis_lite.run.goodput.stretches import Stretch, read_stretches
 from praxis_lite.run.job.job_dir import JobDir
 from tests.run.goodput.launches import Clocks, FakeLaunch
