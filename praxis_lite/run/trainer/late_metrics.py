@@ -8,6 +8,7 @@ from typing import Any
 from praxis_lite.run.events import EVALUATION, ON_DEVICES, SAVE, events
 from praxis_lite.run.trainer.hooks.hook import StepMetrics, overrides
 from praxis_lite.run.trainer.hooks.loop import Loop
+from praxis_lite.run.trainer.loss_spikes import LossSpike
 from praxis_lite.run.trainer.metrics.device_clock import OnDevices
 from praxis_lite.run.trainer.metrics.packed import Packed
 from praxis_lite.run.trainer.metrics.step_times import (
@@ -59,13 +60,14 @@ class LateMetrics:
         self.pending: PendingStep | None = None
         self.last_time = time.perf_counter()
 
-    def read(self) -> None:
+    def read(self) -> LossSpike | None:
         """Waits for the pending step, if any, and tells the hooks its numbers.
 
-        No hook after the one that finds a loss spike to roll back from hears of the step.
+        Returns:
+          The loss spike for which the run is to go back: no other hook hears of the step then.
         """
         if self.pending is None:
-            return
+            return None
         pending, self.pending = self.pending, None
         with events.phase(ON_DEVICES):
             outputs = pending.outputs.on_host()
@@ -92,7 +94,8 @@ class LateMetrics:
         for hook in self._told:
             hook.after_metrics(metrics)
             if self._loop.spike is not None:
-                return
+                return self._loop.spike
+        return None
 
 
 def _line(pending: PendingStep, outputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -103,28 +103,24 @@ def _run(loop: Loop, start: StartingPoint, device_clock: DeviceClock) -> Trained
             on_the_way = packed(outputs)
             loop.stop.step_ended()
             loop.asked_to_stop()
-            late.read()
-            if loop.spike is not None:
-                return loop.spike
+            if spike := late.read():
+                return spike
             late.pending = PendingStep(
                 step, index, on_the_way, inputs, first_row, input_time, dispatch_time, on_devices
             )
             loop.results = None
             for hook in acting:
                 if hook.is_due(step, loop.is_last(step)):
-                    if hook.waits:
-                        late.read()
-                        if loop.spike is not None:
-                            return loop.spike
+                    if hook.waits and (spike := late.read()):
+                        return spike
                     step_made = StepMade(step, state, batch, key, outputs, loop.is_last(step))
                     with events.phase(f"hook {type(hook).__name__}"):
                         loop.end(hook.after_step(step_made))
                     if hook.waits:
                         late.last_time = time.perf_counter()
             loop.watchdog.step_ended(step)
-        late.read()
-        if loop.spike is not None:
-            return loop.spike
+        if spike := late.read():
+            return spike
     if loop.reason and not loop.stops:
         loop.note(f"stopped early at step {step}: {loop.reason}")
     for hook in loop.hooks:
