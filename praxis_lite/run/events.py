@@ -17,7 +17,7 @@ Facts that the run reports:
     trains_from         the loop begins after this step, also after a roll-back
     made                the metrics of this step are known
     lost_to             steps up to this one were made before, and are made again
-    ended_by            how training ended: "the end", or the signal that stopped it
+    ended_by            what stopped training, such as "SIGTERM"; None: it made its last step
     nothing_to_do       why the launch makes no step
     mesh, num_devices   of the job
     ended               "trained" or "stopped", once all is saved

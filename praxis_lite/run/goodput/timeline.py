@@ -63,7 +63,7 @@ class Timeline(Listener, contextlib.AbstractContextManager):
             elif name == "lost_to":
                 self.loses(value)
             elif name == "ended_by":
-                self.ended_by = value
+                self.ended_by = value or THE_END
             elif name == "nothing_to_do":
                 self.take_back()
 
