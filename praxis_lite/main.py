@@ -10,7 +10,7 @@ from praxis_lite.run.command import run
 from praxis_lite.run.experiment import registry
 from praxis_lite.run.goodput.process_start import process_start
 from praxis_lite.run.job import processes
-from praxis_lite.run.job.processes.standard_output import print_log, without_lines_of_gloo
+from praxis_lite.run.job.processes.standard_output import print_log
 from praxis_lite.run.job.processes.start import start
 from praxis_lite.run.modes.decode import Decode
 from praxis_lite.run.modes.elastic import begin_elastic
@@ -70,8 +70,6 @@ def main(argv: Sequence[str] | None = None) -> None:
                 command.coordinator, command.num_processes, command.process_id,
                 command.start_seconds, command.job_log_dir,
             )
-        if processes.count() > 1:
-            without_lines_of_gloo()
         require(
             mode.is_of_many_processes or processes.count() == 1,
             f"The number of processes of --mode={command.mode}", processes.count(), "1",

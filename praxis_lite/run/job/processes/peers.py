@@ -21,9 +21,9 @@ from praxis_lite.host.lack_of_memory import causes
 from praxis_lite.run.job import processes
 from praxis_lite.run.job.elastic import order
 from praxis_lite.run.job.elastic.order import LOST_PEER_STATUS
-from praxis_lite.run.job.processes.aborts import speaking_before_aborts
 from praxis_lite.run.job.processes.coordination import PeerLost
 from praxis_lite.run.job.processes.exits import end_now, tell_ends
+from praxis_lite.run.job.processes.gate import wait_until_lost
 from praxis_lite.run.job.processes.stuck.beats import Beat, Beats, say
 from praxis_lite.run.job.processes.stuck.progress import Progress, own
 from praxis_lite.run.job.processes.stuck.stacks import AlarmOfLock, stacks
@@ -44,27 +44,33 @@ _NONE = -1  # No process has failed: all have ended well.
 _threads: list[threading.Thread] = []
 _seen: list[Beats] = []  # Of this process, once its beats began.
 _num_answers = 0  # Of the service, to this process's beats.
-_last_words = contextlib.ExitStack()
 _is_over = threading.Event()  # Training has ended well, on all processes.
 _is_failing = threading.Event()  # This process says itself why it ends.
 
 
 def watch() -> None:
     """Starts to watch the other processes, and to let them see this process."""
-    _last_words.enter_context(speaking_before_aborts(_say_that_first_is_gone))
     tell_ends(_tell_of_own_end)
+    end_with_connection()
     for work in (_beat, _listen, _watch_service):
         _threads.append(threading.Thread(target=work, name=f"peers{work.__name__}", daemon=True))
         _threads[-1].start()
 
 
-def _say_that_first_is_gone() -> None:
-    """Says so even if JAX's own thread hears of it first.
+def end_with_connection() -> None:
+    """Ends this process when its connection to the first one is lost.
 
-    JAX then aborts, from the very thread that would bring _listen its answer.
+    JAX, which hears of it later, would abort this process and name no host.
     """
-    if not processes.is_first() and not processes.first_answers():
-        _first_is_gone()
+    def watch() -> None:
+        wait_until_lost()
+        if order.current() is not None:
+            end_now(LOST_PEER_STATUS)
+        if not (_is_over.is_set() or _is_failing.is_set()):
+            _first_is_gone()
+
+    if not processes.is_first():
+        threading.Thread(target=watch, name="peers_connection", daemon=True).start()
 
 
 def _first_is_gone() -> NoReturn:
@@ -120,11 +126,6 @@ def _let_the_first_end_last() -> None:
             processes.client().blocking_key_value_get(
                 f"{_ENDED}/{process}", int(1000 * _LINGER_SECONDS)
             )
-
-
-def end_when_aborted() -> None:
-    """Lets a worker of an elastic job end as if a peer were lost, if JAX aborts it."""
-    _last_words.enter_context(speaking_before_aborts(lambda: end_now(LOST_PEER_STATUS)))
 
 
 def _end_worker(error: BaseException) -> NoReturn:

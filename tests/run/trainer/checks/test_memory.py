@@ -3,7 +3,6 @@
 import errno
 import itertools
 import re
-import signal
 import subprocess
 import sys
 import types
@@ -336,23 +335,6 @@ def test_a_worker_without_memory_ends_the_job_in_a_paragraph(tmp_path):
     pipeline = WithWorkers(TooMuch(batch_size=7), num_workers=1)
     with pytest.raises(ConfigError, match="num_workers"):
         next(iter(pipeline.batches()))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("left", "code"), [(2**20, 2), (2**40, -signal.SIGABRT)])
-def test_an_abort_where_little_memory_is_left_is_said_in_a_paragraph(left, code):
-    program = f"""
-import os
-from praxis_lite.run.command import run
-from praxis_lite.run.job.processes import aborts
-aborts.available_bytes = lambda: {left}
-run(os.abort, goes_on=True)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == code
-    assert ("for want of memory: 1.0 MiB are left here" in done.stderr) == (code == 2)
 
 
 def test_a_batch_that_no_host_holds_is_refused_before_a_row_is_made():
