@@ -2,7 +2,6 @@
 
 import json
 import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -45,14 +44,8 @@ def is_nested(value: Any, most: int) -> bool:
 
 
 def opened(path: str | os.PathLike[str]) -> IO[bytes]:
-    """Opens a plain file to read. Raises OSError for all else: a pipe would be waited for."""
-    return os.fdopen(descriptor(path, os.O_RDONLY), "rb")
-
-
-def content_of(path: str | os.PathLike[str]) -> bytes:
-    """Returns the bytes of a plain file; raises OSError as `opened`."""
-    with opened(path) as file:
-        return file.read()
+    """Opens a file to read its bytes."""
+    return open(path, "rb")
 
 
 def lines_of(path: Path, newest: int | None = None) -> list[str]:
@@ -65,7 +58,7 @@ def lines_of(path: Path, newest: int | None = None) -> list[str]:
       ConfigError: it cannot be read, or is too large to be a job's.
     """
     try:
-        with opened(path) as file:
+        with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if newest is None and size > _MOST_LINES_BYTES:
                 raise ConfigError(
@@ -129,21 +122,6 @@ def is_json(text: bytes) -> bool:
     return True
 
 
-def opened_to_append(path: str | os.PathLike[str]) -> IO[str]:
-    """Opens a plain file to add text to it, new or old; raises OSError as `opened` does."""
-    number = descriptor(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    return os.fdopen(number, "a", encoding="utf-8")
-
-
-def descriptor(path: str | os.PathLike[str], flags: int) -> int:
-    """Returns the descriptor of a plain file, opened; raises OSError as `opened` does."""
-    number = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
-        raise OSError(f"{os.path.basename(path)} is no plain file")
-    return number
-
-
 def read_json(path: Path) -> Any:
     """Returns the value in a file of at most `MAX_BYTES`.
 
@@ -152,7 +130,7 @@ def read_json(path: Path) -> Any:
     """
     wanted = "Restore the file or start a new job."
     try:
-        with opened(path) as file:
+        with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size > MAX_BYTES:
                 raise ConfigError(

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.files.json_text import content_of, parse_json
 
 TRAINED, STOPPED, LOST_PEER, DIED, FAILED, REFUSED = (
     "trained", "stopped", "lost peer", "died", "failed", "refused",
@@ -147,7 +146,7 @@ class Meeting:
         with contextlib.suppress(FileExistsError):
             os.link(temporary, path)
         temporary.unlink()
-        return content_of(path)
+        return path.read_bytes()
 
     def write(self, member: Member) -> None:
         """Writes a member's file; raises OSError."""
@@ -159,7 +158,7 @@ class Meeting:
     def read(self, member: int) -> Member | None:
         """Returns a member as its file says, or None if it has none that can be read."""
         try:
-            fields = parse_json(content_of(self._members / f"{member}.json").decode())
+            fields = json.loads((self._members / f"{member}.json").read_text())
             end = fields.pop("end")
             return Member(
                 **{**fields, "phases": tuple(map(tuple, fields["phases"]))},
@@ -190,7 +189,7 @@ class Meeting:
         """Returns a generation; raises ConfigError if its file is damaged."""
         path = self._generations / f"{number}.json"
         try:
-            fields = parse_json(content_of(path).decode())
+            fields = json.loads(path.read_text())
             lists = {
                 name: tuple(fields[name]) for name in ("who", "members", "incarnations")
             }
@@ -240,6 +239,6 @@ class Meeting:
 
     def _read(self, name: str, field: str) -> Any:
         try:
-            return parse_json(content_of(self._generations / name).decode())[field]
+            return json.loads((self._generations / name).read_text())[field]
         except FileNotFoundError:
             return None
