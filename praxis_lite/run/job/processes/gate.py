@@ -125,6 +125,16 @@ class _Program:
 
     async def run(self) -> None:
         try:
+            await self._serve()
+        finally:
+            # While the signal of the parent's death is handled; afterwards it ends this process.
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+            with contextlib.suppress(OSError):
+                os.rmdir(os.path.dirname(self._path))
+
+    async def _serve(self) -> None:
+        try:
             if self._is_first:
                 host, port = self._address
                 await asyncio.start_server(self._take, host, port, backlog=1024)
@@ -243,13 +253,7 @@ def _main() -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)
     settings = json.loads(sys.stdin.readline())
-    try:
-        asyncio.run(_Program(settings).run())
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(settings["path"])
-        with contextlib.suppress(OSError):
-            os.rmdir(os.path.dirname(settings["path"]))
+    asyncio.run(_Program(settings).run())
     os._exit(0)
 
 
