@@ -1,7 +1,8 @@
-"""JSON with a single reading: no key twice, no NaN; and the lines of a file that grows."""
+"""Plain files: opened without waiting, JSON with a single reading, lines of a file that grows."""
 
 import json
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -41,8 +42,14 @@ def is_nested(value: Any, most: int) -> bool:
 
 
 def opened(path: str | os.PathLike[str]) -> IO[bytes]:
-    """Opens a file to read its bytes."""
-    return open(path, "rb")
+    """Opens a plain file to read. Raises OSError for all else: a pipe would be waited for."""
+    return os.fdopen(descriptor(path, os.O_RDONLY), "rb")
+
+
+def content_of(path: str | os.PathLike[str]) -> bytes:
+    """Returns the bytes of a plain file; raises OSError as `opened`."""
+    with opened(path) as file:
+        return file.read()
 
 
 def lines_of(path: Path, newest: int | None = None) -> list[str]:
@@ -55,7 +62,7 @@ def lines_of(path: Path, newest: int | None = None) -> list[str]:
       ConfigError: it cannot be read.
     """
     try:
-        with open(path, "rb") as file:
+        with opened(path) as file:
             if newest is not None:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - newest))
             content = file.read()
@@ -114,6 +121,21 @@ def is_json(text: bytes) -> bool:
     return True
 
 
+def opened_to_append(path: str | os.PathLike[str]) -> IO[str]:
+    """Opens a plain file to add text to it, new or old; raises OSError as `opened` does."""
+    number = descriptor(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    return os.fdopen(number, "a", encoding="utf-8")
+
+
+def descriptor(path: str | os.PathLike[str], flags: int) -> int:
+    """Returns the descriptor of a plain file, opened; raises OSError as `opened` does."""
+    number = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(f"{os.path.basename(path)} is no plain file")
+    return number
+
+
 def read_json(path: Path) -> Any:
     """Returns the value in a file.
 
@@ -122,7 +144,7 @@ def read_json(path: Path) -> Any:
     """
     wanted = "Restore the file or start a new job."
     try:
-        return parse_json(path.read_text("utf-8"))
+        return parse_json(content_of(path).decode())
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror or error}). {wanted}") from None
     except ValueError as error:

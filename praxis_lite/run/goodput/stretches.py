@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, shown
-from praxis_lite.files.json_text import parse_json
+from praxis_lite.files.json_text import opened, parse_json
 from praxis_lite.run.goodput.kinds import OF_LAUNCH
 
 # How a launch ends that made all its steps, or those until an early stop.
@@ -56,7 +56,7 @@ def read_stretches(path: Path) -> list[Stretch]:
     """
     advice = "A job that trains writes it; take away what lies in its place."
     try:
-        with open(path, "rb") as file:
+        with opened(path) as file:
             if os.fstat(file.fileno()).st_size > _MOST_BYTES:
                 raise ConfigError(f"{path} has more than {_MOST_BYTES} bytes. {advice}")
             lines = file.read(_MOST_BYTES).decode("utf-8", "replace").splitlines()

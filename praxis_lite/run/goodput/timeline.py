@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.files.json_text import descriptor
 from praxis_lite.run.goodput.phase_clock import PhaseClock
 from praxis_lite.run.goodput.stretches import THE_END, Stretch
 
@@ -122,7 +123,7 @@ class Timeline(contextlib.AbstractContextManager):
                 self._note(f"{self._path} can be written again")
 
     def _open(self) -> None:
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._file = descriptor(self._path, os.O_RDWR | os.O_CREAT)
         self._start = self._offset = os.fstat(self._file).st_size
         if self._start and os.pread(self._file, 1, self._start - 1) != b"\n":
             self._closed = b"\n" + self._closed  # After a line that was cut short.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from praxis_lite.core.errors import ConfigError, few
 from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.files.json_text import opened_to_append
 from praxis_lite.files.whole_files import not_written
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
@@ -72,7 +73,7 @@ def _marked(job_dir: JobDir) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(JobLock(job_dir.path, print))
-            open(job_dir.beginning, "a", encoding="utf-8").close()
+            opened_to_append(job_dir.beginning).close()
         except OSError as error:
             raise not_written(job_dir.beginning, error) from error
         try:

@@ -7,6 +7,7 @@ import jax
 
 from praxis_lite.core.errors import ConfigError, few, require, require_choice
 from praxis_lite.core.partitioner.partitioner import Partitioner
+from praxis_lite.files.json_text import content_of
 from praxis_lite.layers.whole_model.adapters import adapted_layers
 from praxis_lite.run.checkpoints.init.kept_arrays import whole_arrays, whole_layout
 from praxis_lite.run.experiment.experiment import Job
@@ -101,7 +102,7 @@ def export_job(
     arrays = whole_arrays(kept, arrays, mesh)
     pretrained = Pretrained(job_dir.huggingface, layout)
     if adapters == "peft":
-        came_from = (job_dir.huggingface / CAME_FROM).read_text("utf-8", "replace").strip()
+        came_from = content_of(job_dir.huggingface / CAME_FROM).decode("utf-8", "replace").strip()
         pretrained.write_adapters(
             directory, arrays, layers, mesh, task, dtype, base_model=came_from, note=note
         )

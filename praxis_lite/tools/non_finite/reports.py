@@ -17,6 +17,7 @@ from praxis_lite.core.partitioner import accumulation
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.core.sharding.leaf_paths import path_of
+from praxis_lite.files.json_text import opened_to_append
 from praxis_lite.layers.stacking.pipelining import ticks as pipeline_ticks
 from praxis_lite.tools.explain.hlo_layers import (
     GRADIENT_OF,
@@ -70,7 +71,7 @@ class NonFiniteReports:
         if not self._num_left:
             lines.append(f"  (no more steps are looked into: this was the {self._max_reports}th)")
         try:
-            with open(self._path, "a", encoding="utf-8") as file:
+            with opened_to_append(self._path) as file:
                 file.writelines(f"{line}\n" for line in lines)
         except OSError as error:  # A full disk, say: no reason to end the run.
             lines.append(f"  (not written to {self._path}: {error.strerror or error})")

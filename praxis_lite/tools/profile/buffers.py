@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.files.json_text import content_of
 
 
 def largest_temporaries(file: Path) -> list[tuple[str, int]]:
@@ -23,7 +24,7 @@ def largest_temporaries(file: Path) -> list[tuple[str, int]]:
       ConfigError: the file is missing or damaged.
     """
     try:
-        return _largest(file.read_bytes())
+        return _largest(content_of(file))
     except (IndexError, KeyError, OSError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{file} is damaged, or praxis_lite did not write it ({error}). Make another profile."

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.files.json_text import content_of
 from praxis_lite.run.trainer.hooks.profile_facts import HLO_TXT, ProfileFacts, read_facts
 from praxis_lite.tools.explain import hlo
 from praxis_lite.tools.explain.hlo_layers import layers_of, together
@@ -122,7 +123,7 @@ def text_of_step(folder: Path) -> str:
     """Returns the text of the compiled step; raises ConfigError if it is missing or damaged."""
     path = folder / HLO_TXT
     try:
-        text = path.read_bytes().decode()
+        text = content_of(path).decode()
         parse(text)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read ({error}). Make another profile.") from None

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.files.json_text import content_of
 from praxis_lite.tools.profile.graphs import Schedule
 
 _DEVICE = re.compile(r"/device:(?:TPU|GPU):(\d+)")
@@ -85,7 +86,7 @@ def read_trace(
       ConfigError: it cannot be read, or the program is not in it.
     """
     try:
-        trace = jax.profiler.ProfileData.from_serialized_xspace(file.read_bytes())
+        trace = jax.profiler.ProfileData.from_serialized_xspace(content_of(file))
         planes = list(trace.planes)
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(

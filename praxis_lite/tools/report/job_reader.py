@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.files.json_text import opened
 from praxis_lite.run.goodput.goodput import Goodput, goodput_of
 from praxis_lite.run.goodput.stretches import THE_END
 from praxis_lite.run.job.elastic.changes import START, ChangeOfHands, changes_of_hands
@@ -166,7 +167,7 @@ class JobReader:
 
     def _settings(self) -> dict[str, str]:
         try:
-            with open(self._files.config_txt, "rb") as file:
+            with opened(self._files.config_txt) as file:
                 return config_of(file.read(_MOST_SETTINGS).decode("utf-8", "replace"))
         except OSError:  # A job that was begun by others may lack it.
             return {}

@@ -1,5 +1,6 @@
 """The tables of a job's profiles, which set what was measured beside its plan."""
 
+from praxis_lite.files.json_text import opened
 from praxis_lite.run.job.job_dir import JobDir
 
 _MOST_PROFILES, _MOST_BYTES = 3, 20_000
@@ -14,7 +15,7 @@ def profile_texts(files: JobDir) -> dict[int, str]:
     texts = {}
     for step, file in sorted(found)[-_MOST_PROFILES:]:
         try:
-            with open(file, "rb") as content:
+            with opened(file) as content:
                 texts[step] = content.read(_MOST_BYTES).decode("utf-8", "replace")
         except OSError:  # It was removed just now, or is no plain file.
             continue

@@ -12,6 +12,7 @@ import numpy as np
 
 import praxis_lite
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.files.json_text import opened
 from praxis_lite.run.checkpoints.steps.step_dirs import committed_steps
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.job.job_lock import is_training
@@ -156,7 +157,7 @@ class TrialJob:
         """Returns the error that the job's last launch ended with, or its last line."""
         if not self.output.exists():
             return ""
-        with open(self.output, "rb") as file:
+        with opened(self.output) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_OUTPUT))
             launch = file.read().decode("utf-8", "replace").rpartition("\n$ ")[2]
         before, error, paragraph = launch.rpartition("\nerror: ")

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 
 from praxis_lite import ConfigError
+from praxis_lite.files.json_text import opened_to_append
 from praxis_lite.run.experiment import registry
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.trackers.tensorboard import TensorBoard
@@ -128,9 +129,9 @@ def test_a_limited_number_of_lines_is_kept_and_the_others_are_counted(
 def test_a_disk_that_stays_full_is_tried_once_a_second(tmp_path, monkeypatch):
     path, now = tmp_path / "metrics.jsonl", [100.0]
     monkeypatch.setattr(kept_lines.time, "monotonic", lambda: now[0])
-    opens = mock.Mock(side_effect=kept_lines._opened)
+    opens = mock.Mock(side_effect=opened_to_append)
     with JsonLinesWriter(path, None, lambda line: None) as writer:
-        monkeypatch.setattr(kept_lines, "_opened", opens)
+        monkeypatch.setattr(kept_lines, "opened_to_append", opens)
         with files_of_at_most(0):
             for step in range(1, 101):
                 writer.write({"step": step})

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.files.json_text import content_of, parse_json
 
 TRAINED, STOPPED, LOST_PEER, DIED, FAILED, REFUSED = (
     "trained", "stopped", "lost peer", "died", "failed", "refused",
@@ -146,7 +147,7 @@ class Meeting:
         with contextlib.suppress(FileExistsError):
             os.link(temporary, path)
         temporary.unlink()
-        return path.read_bytes()
+        return content_of(path)
 
     def write(self, member: Member) -> None:
         """Writes a member's file; raises OSError."""
@@ -158,7 +159,7 @@ class Meeting:
     def read(self, member: int) -> Member | None:
         """Returns a member as its file says, or None if it has none that can be read."""
         try:
-            fields = json.loads((self._members / f"{member}.json").read_text())
+            fields = parse_json(content_of(self._members / f"{member}.json").decode())
             end = fields.pop("end")
             return Member(
                 **{**fields, "phases": tuple(map(tuple, fields["phases"]))},
@@ -189,7 +190,7 @@ class Meeting:
         """Returns a generation; raises ConfigError if its file is damaged."""
         path = self._generations / f"{number}.json"
         try:
-            fields = json.loads(path.read_text())
+            fields = parse_json(content_of(path).decode())
             lists = {
                 name: tuple(fields[name]) for name in ("who", "members", "incarnations")
             }
@@ -239,6 +240,6 @@ class Meeting:
 
     def _read(self, name: str, field: str) -> Any:
         try:
-            return json.loads((self._generations / name).read_text())[field]
+            return parse_json(content_of(self._generations / name).decode())[field]
         except FileNotFoundError:
             return None

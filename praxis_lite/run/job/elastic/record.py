@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from praxis_lite.files.json_text import opened_to_append
 from praxis_lite.run.job.elastic.members import Generation, Member
 
 # Parts of the seconds from an event to the next step whose names are not the phase's.
@@ -70,5 +71,5 @@ def _seconds(generation: Generation, worker: Member | None) -> dict[str, float]:
 
 def record(path: Path, line: Mapping[str, Any]) -> None:
     """Appends a line, in a single write."""
-    with open(path, "a", encoding="utf-8") as file:
+    with opened_to_append(path) as file:
         file.write(json.dumps(line) + "\n")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Set
 from pathlib import Path
 
+from praxis_lite.files.json_text import opened_to_append
 from praxis_lite.run.job.elastic.members import Generation, Member
 from praxis_lite.run.job.elastic.worker_process import WorkerProcess
 from praxis_lite.run.job.processes.stuck import Decision, Progress
@@ -86,5 +87,5 @@ def report_stuck(worker: WorkerProcess, why: str, stacks_txt: Path) -> None:
     )
     report = f"stuck: {why}. It is ended and replaced. {where}\n"
     os.write(2, report.encode(errors="replace"))
-    with contextlib.suppress(OSError), open(stacks_txt, "a", encoding="utf-8") as file:
+    with contextlib.suppress(OSError), opened_to_append(stacks_txt) as file:
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {report}")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from praxis_lite.files.json_text import opened_to_append
 from praxis_lite.run.job.processes.exits import end_now
 from praxis_lite.run.job.processes.stuck.progress import own
 from praxis_lite.run.job.processes.stuck.stacks import stacks
@@ -161,7 +162,7 @@ class Watchdog(contextlib.AbstractContextManager):
         self._write(report)
         if self._stacks_txt is not None:
             # A report that cannot be written there has been said already.
-            with contextlib.suppress(OSError), self._stacks_txt.open("a", encoding="utf-8") as file:
+            with contextlib.suppress(OSError), opened_to_append(self._stacks_txt) as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {report}")
 
 

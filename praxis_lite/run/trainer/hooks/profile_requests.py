@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from praxis_lite.core.errors import shown
+from praxis_lite.files.json_text import opened
 from praxis_lite.run.job import processes
 from praxis_lite.run.job.processes.stopping import StopRequest
 
@@ -42,7 +43,7 @@ class ProfileRequests:
         """Returns the number of steps that the file asks for; 0, and a line, if it is none."""
         try:
             try:
-                with open(self._file, "rb") as file:
+                with opened(self._file) as file:
                     text = file.read(81).decode(errors="replace").strip()
             finally:
                 self._file.unlink()

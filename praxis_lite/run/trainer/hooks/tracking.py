@@ -11,6 +11,7 @@ import jax
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.files.json_text import content_of
 from praxis_lite.run.config.text import config_values
 from praxis_lite.run.experiment.launched_config import LaunchedConfig
 from praxis_lite.run.job import processes
@@ -82,7 +83,7 @@ class Trackers(contextlib.AbstractContextManager):
         except ConfigError as error:
             self._note(f"note: trackers get no decoded samples: {error}")
         with contextlib.suppress(OSError):  # There is none, as a note said.
-            png = self._files.loss_curve_png.read_bytes()
+            png = content_of(self._files.loss_curve_png)
             for thread in self._threads:
                 thread.image(step, "loss_curve", png)
 

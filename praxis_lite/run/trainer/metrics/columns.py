@@ -11,6 +11,7 @@ import numpy as np
 import orjson
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.files.json_text import opened
 from praxis_lite.run.trainer.metrics.json_lines import is_step, with_non_finite
 
 Columns = dict[str, np.ndarray]
@@ -43,7 +44,7 @@ class MetricsColumns:
           ConfigError: there is something that cannot be read.
         """
         try:
-            with open(self._path, "rb") as file:
+            with opened(self._path) as file:
                 status = os.fstat(file.fileno())
                 is_another = (status.st_dev, status.st_ino) != self._identity
                 file.seek(max(0, self._offset - _END))

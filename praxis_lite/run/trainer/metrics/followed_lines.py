@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from praxis_lite.files.json_text import lines_from_end
+from praxis_lite.files.json_text import lines_from_end, opened
 from praxis_lite.run.trainer.metrics.json_lines import with_non_finite
 
 _STEP = re.compile(rb'\{"step": (\d+)[,}]')
@@ -35,7 +35,7 @@ class FollowedLines:
         """
         if self._file is None:
             try:
-                self._file = open(self._path, "rb")  # noqa: SIM115
+                self._file = opened(self._path)
             except FileNotFoundError:
                 return
             if after is not None:

@@ -15,7 +15,14 @@ import numpy as np
 import orjson
 
 from praxis_lite.core.errors import ConfigError, is_number
-from praxis_lite.files.json_text import finish_last_line, is_json, lines_from_end
+from praxis_lite.files.json_text import (
+    descriptor,
+    finish_last_line,
+    is_json,
+    lines_from_end,
+    opened,
+    opened_to_append,
+)
 from praxis_lite.files.whole_files import not_written, write_whole
 from praxis_lite.run.trainer.metrics.kept_lines import KeptLines
 
@@ -117,7 +124,7 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
 
     def num_lines(self) -> int:
         """Returns how many lines the file has, by reading all of it."""
-        with open(self.path, "rb") as file:
+        with opened(self.path) as file:
             return sum(1 for _ in file)
 
     def write(self, line: Mapping[str, Any]) -> None:
@@ -143,7 +150,7 @@ def append_lines(path: pathlib.Path, lines: Sequence[Mapping[str, Any]]) -> None
             while next(lines_from_end(file))[1] and time.monotonic() < deadline:
                 time.sleep(0.02)
             finish_last_line(file)
-            with open(path, "a", encoding="utf-8") as end:
+            with opened_to_append(path) as end:
                 end.write(text)
     except OSError as error:
         raise not_written(path, error) from error
@@ -151,13 +158,13 @@ def append_lines(path: pathlib.Path, lines: Sequence[Mapping[str, Any]]) -> None
 
 def _opened_to_change(path: pathlib.Path) -> IO[bytes]:
     """Opens a plain file, new or old, to read and to write it."""
-    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+    return os.fdopen(descriptor(path, os.O_RDWR | os.O_CREAT), "r+b")
 
 
 def _last_line(path: pathlib.Path) -> bytes | None:
     """Returns the last line that is complete, without its line break; None if there is none."""
     try:
-        with open(path, "rb") as file:
+        with opened(path) as file:
             return next((text for offset, text in itertools.islice(lines_from_end(file), 1, 2)),
                         None)
     except FileNotFoundError:
@@ -170,7 +177,7 @@ def _ends_with(path: pathlib.Path, file: IO[bytes], start: int, stop: int) -> bo
     """Returns True if the last complete lines of `path` are the bytes from start to stop."""
     file.seek(start)
     expected = file.read(stop - start)
-    with open(path, "rb") as other:
+    with opened(path) as other:
         offset, _ = next(lines_from_end(other))
         other.seek(max(0, offset - len(expected)))
         return other.read(len(expected)) == expected
@@ -185,7 +192,7 @@ def _adding_to(path: pathlib.Path) -> Iterator[IO[bytes]]:
             finish_last_line(file)
             size = os.fstat(file.fileno()).st_size
         try:
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND, 0o666), "ab") as file:
+            with os.fdopen(descriptor(path, os.O_WRONLY | os.O_APPEND), "ab") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -314,7 +321,7 @@ def _no_line(path: pathlib.Path, number: int, text: bytes) -> ConfigError:
 def _opened_lines(path: pathlib.Path) -> Iterator[IO[bytes]]:
     """Opens a file of lines to read it. Raises ConfigError if that is not possible."""
     try:
-        with open(path, "rb") as file:
+        with opened(path) as file:
             yield file
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; a run writes it in its job_log_dir.") from None

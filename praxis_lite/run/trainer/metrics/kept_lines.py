@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import IO
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.files.json_text import opened_to_append
 
 _MOST_LINES = 10_000  # Some megabytes.
 _RETRY_SECONDS = 1.0
@@ -32,7 +33,7 @@ class KeptLines:
 
     def __init__(self, path: pathlib.Path, note: Callable[[str], None]):
         self._path, self._note = path, note
-        self._file: IO[str] | None = _opened(path)
+        self._file: IO[str] | None = opened_to_append(path)
         self._lines = collections.deque[tuple[int, str]](maxlen=_MOST_LINES)
         self._num_dropped = 0
         self._error: OSError | None = None
@@ -97,7 +98,7 @@ class KeptLines:
                 if os.path.samestat(os.stat(self._path), status):
                     return
             self._drop_file()
-        self._file = _opened(self._path)
+        self._file = opened_to_append(self._path)
 
     def _failed(self, error: OSError, size: int | None) -> None:
         self._drop_file()
@@ -139,7 +140,3 @@ class KeptLines:
 
 def _reason(error: OSError) -> str:
     return error.strerror or str(error)
-
-
-def _opened(path: pathlib.Path) -> IO[str]:
-    return open(path, "a", encoding="utf-8")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.files.json_text import MOST_NESTED, is_nested
+from praxis_lite.files.json_text import MOST_NESTED, content_of, is_nested, opened
 from praxis_lite.files.whole_files import not_written, write_whole
 from praxis_lite.run.job.job_dir import COMMAND_LINE, JobDir
 from praxis_lite.run.trainer.metrics.json_lines import no_other_changes, strict_json
@@ -29,7 +29,7 @@ def write_records(
     """
     content = b"".join(_lines(path, records))
     with _alone(path):
-        if path.exists() and path.read_bytes() != content:
+        if path.exists() and content_of(path) != content:
             number = 1
             while (former := path.with_name(f"{path.name}.{number}")).exists():
                 number += 1
@@ -44,7 +44,7 @@ def add_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     The file is written whole, in the form of `write_records`.
     """
     with _alone(path):
-        before = path.read_bytes() if path.exists() else b""
+        before = content_of(path) if path.exists() else b""
         if before and not before.endswith(b"\n"):
             before += b"\n"
         known = set(before.splitlines(keepends=True))  # Of bytes: at line breaks alone.
@@ -108,7 +108,7 @@ class DecodedFile:
         """
         # A command line adds its records to those of others before.
         takes_newest = self.dataset == COMMAND_LINE
-        with open(self.path, "rb") as file:
+        with opened(self.path) as file:
             size = os.fstat(file.fileno()).st_size
             begin = max(0, size - _MOST_READ) if takes_newest else 0
             file.seek(begin)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.files.json_text import lines_of, parse_json
+from praxis_lite.files.json_text import lines_of, opened_to_append, parse_json
 from praxis_lite.tools.plan.step_plan import Correction, StepPlan
 
 
@@ -56,7 +56,7 @@ def append_residual(file: Path, residual: Residual) -> None:
       ConfigError: the file cannot be written.
     """
     try:
-        with open(file, "a", encoding="utf-8") as stream:
+        with opened_to_append(file) as stream:
             stream.write(json.dumps(dataclasses.asdict(residual)) + "\n")
     except OSError as error:
         raise ConfigError(

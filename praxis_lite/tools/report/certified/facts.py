@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.files.json_text import content_of, opened
 from praxis_lite.run.checkpoints.digest import digest_of
 from praxis_lite.run.checkpoints.steps.step_dirs import committed_steps, numbered_steps
 from praxis_lite.run.experiment.recorded_examples import (
@@ -309,7 +310,7 @@ def _beginning(path: Path, scope: Scope) -> dict[str, Any] | None:
     """Returns the digest of what a file had when the job was certified; None: it was not there."""
     if path.name not in scope.sizes:
         return None
-    with open(path, "rb") as file:
+    with opened(path) as file:
         content = file.read(scope.sizes[path.name])
     return {
         "lines": content.count(b"\n"), "bytes": len(content),
@@ -319,12 +320,12 @@ def _beginning(path: Path, scope: Scope) -> dict[str, Any] | None:
 
 def _closed_bytes(path: Path) -> int:
     """Returns the bytes of a timeline but for its last line, if a launch may still rewrite that."""
-    lines = path.read_bytes().splitlines(keepends=True)
+    lines = content_of(path).splitlines(keepends=True)
     if lines and (stretches := read_stretches(path)) and stretches[-1].ended_by is None:
         lines = lines[:-1]
     return sum(map(len, lines))
 
 
 def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
+    with opened(path) as file:
         return hashlib.sha256(file.read()).hexdigest()

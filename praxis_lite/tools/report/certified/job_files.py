@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, few, shown
-from praxis_lite.files.json_text import parse_json, read_json
+from praxis_lite.files.json_text import content_of, parse_json, read_json
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.run.checkpoints.files.zarr_formats import np_dtype
 from praxis_lite.run.checkpoints.steps.manifest import digest_of_config
@@ -263,7 +263,7 @@ def faults_of_folder(folder: Path) -> Iterator[str]:
 
     for path in _files(folder):
         try:
-            content = path.read_bytes()
+            content = content_of(path)
             if not content:
                 yield f"{folder.name}/{path.name} is empty"
             elif path.suffix == ".json":
@@ -279,7 +279,7 @@ def faults_of_folder(folder: Path) -> Iterator[str]:
 def digest_of_folder(folder: Path) -> str:
     """Returns the SHA-256 of a folder's files and their names."""
     return _digest([
-        [path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in _files(folder)
+        [path.name, hashlib.sha256(content_of(path)).hexdigest()] for path in _files(folder)
     ])
 
 
@@ -295,7 +295,7 @@ def _cut_short(path: Path) -> Iterator[str]:
 
 def _content(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return content_of(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror or error}).") from None
 
