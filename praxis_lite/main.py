@@ -11,7 +11,7 @@ from praxis_lite.run.events import process_start
 from praxis_lite.run.experiment import registry
 from praxis_lite.run.goodput.goodput import time_section
 from praxis_lite.run.job import processes
-from praxis_lite.run.job.processes.standard_output import print_log, without_lines_of_gloo
+from praxis_lite.run.job.processes.standard_output import print_log
 from praxis_lite.run.job.processes.start import start
 from praxis_lite.run.job.processes.stuck.beats import StuckBeats
 from praxis_lite.run.modes.decode import Decode
@@ -64,8 +64,6 @@ def main(argv: Sequence[str] | None = None) -> None:
                 command.coordinator, command.num_processes, command.process_id,
                 command.start_seconds, command.job_log_dir, StuckBeats,
             )
-        if processes.count() > 1:
-            without_lines_of_gloo()
         require(
             mode.is_of_many_processes or processes.count() == 1,
             f"The number of processes of --mode={command.mode}", processes.count(), "1",

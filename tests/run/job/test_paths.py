@@ -70,7 +70,7 @@ def test_dots_and_slashes_name_the_same_directory(tmp_path, monkeypatch, given):
         ("gs://bucket/x", r"\(gs\)"), ("s3:/b", r"\(s3\)"), ("", "''"),
         ("a\0b", "NUL"), (b"run\xff".decode(errors="surrogateescape"), "UTF-8"),
         ("x" * 256, "x.*long"), ("loop", "^loop .*links"), ("dangling", "/dangling "),
-        ("file/job", "/file"), ("y/" * 1_900, "y.*long"),
+        ("file/job", "/file"),
     ],
 )
 def test_a_path_that_holds_no_job_is_refused_before_anything_is_written(

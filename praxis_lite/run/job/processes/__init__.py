@@ -8,8 +8,6 @@ from praxis_lite.run.job.processes.coordination import (
     count,
     count_on_this_host,
     exchange,
-    first_answers,
-    first_is_at,
     host,
     index,
     is_first,
@@ -19,6 +17,6 @@ from praxis_lite.run.job.processes.coordination import (
 from praxis_lite.run.job.processes.membership import membership
 
 __all__ = [
-    "client", "count", "count_on_this_host", "exchange", "first_answers", "first_is_at", "host",
-    "index", "is_first", "learn_hosts", "membership", "name",
+    "client", "count", "count_on_this_host", "exchange", "host", "index", "is_first",
+    "learn_hosts", "membership", "name",
 ]

@@ -16,7 +16,6 @@ from praxis_lite.run.events import MEETING, events
 from praxis_lite.run.job.jax_internals import distributed_state
 
 _hosts: list[str] = []
-_first_address: tuple[str, int] | None = None
 _uses: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()
 
@@ -63,23 +62,6 @@ def learn_hosts(timeout_seconds: float) -> None:
 def count_on_this_host() -> int:
     """Returns how many processes of the job run here; hosts with the same name count together."""
     return max(1, sum(host(process) == host(index()) for process in range(count())))
-
-
-def first_is_at(address: tuple[str, int]) -> None:
-    """Takes host and port at which the first process is reached, for `first_answers`."""
-    global _first_address
-    _first_address = address
-
-
-def first_answers() -> bool:
-    """Returns True if the first process, which has the coordination service, can be reached."""
-    for _ in range(3):  # Its gate ends a moment later than itself.
-        try:
-            socket.create_connection(_first_address, timeout=1.0).close()
-        except OSError:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def exchange(name: str, text: str, timeout_seconds: float = 300.0) -> list[str]:

@@ -20,10 +20,10 @@ from praxis_lite.core.errors import OutOfMemory
 from praxis_lite.host.lack_of_memory import causes
 from praxis_lite.run.events import events
 from praxis_lite.run.job import processes
-from praxis_lite.run.job.processes.aborts import speaking_before_aborts
 from praxis_lite.run.job.processes.beats import Beats, value_of
 from praxis_lite.run.job.processes.coordination import PeerLost
 from praxis_lite.run.job.processes.exits import end_now, tell_ends
+from praxis_lite.run.job.processes.gate import wait_until_lost
 from praxis_lite.run.job.processes.stacks import AlarmOfLock
 
 BEAT_SECONDS = 2.0
@@ -42,7 +42,6 @@ _NONE = -1  # No process has failed: all have ended well.
 _threads: list[threading.Thread] = []
 _seen: list[Beats] = []  # By this process, once it watches.
 _num_answers = 0  # Of the service, to this process's beats.
-_last_words = contextlib.ExitStack()
 _is_over = threading.Event()  # Training has ended well, on all processes.
 _is_failing = threading.Event()  # This process says itself why it ends.
 
@@ -50,20 +49,27 @@ _is_failing = threading.Event()  # This process says itself why it ends.
 def watch(beats: type[Beats] = Beats) -> None:
     """Starts to watch the other processes, and to let them see this process."""
     _seen.append(beats(BEAT_SECONDS))
-    _last_words.enter_context(speaking_before_aborts(_say_that_first_is_gone))
     tell_ends(_tell_of_own_end)
+    end_with_connection()
     for work in (_beat, _listen, _watch_service):
         _threads.append(threading.Thread(target=work, name=f"peers{work.__name__}", daemon=True))
         _threads[-1].start()
 
 
-def _say_that_first_is_gone() -> None:
-    """Says so even if JAX's own thread hears of it first.
+def end_with_connection() -> None:
+    """Ends this process when its connection to the first one is lost.
 
-    JAX then aborts, from the very thread that would bring _listen its answer.
+    JAX, which hears of it later, would abort this process and name no host.
     """
-    if not processes.is_first() and not processes.first_answers():
-        _first_is_gone()
+    def watch() -> None:
+        wait_until_lost()
+        if (part := processes.membership()) is not None:
+            end_now(part.lost_status)
+        if not (_is_over.is_set() or _is_failing.is_set()):
+            _first_is_gone()
+
+    if not processes.is_first():
+        threading.Thread(target=watch, name="peers_connection", daemon=True).start()
 
 
 def _first_is_gone() -> NoReturn:
@@ -119,11 +125,6 @@ def _let_the_first_end_last() -> None:
             processes.client().blocking_key_value_get(
                 f"{_ENDED}/{process}", int(1000 * _LINGER_SECONDS)
             )
-
-
-def end_when_aborted(status: int) -> None:
-    """Lets this process end with `status`, as if a peer were lost, if JAX aborts it."""
-    _last_words.enter_context(speaking_before_aborts(lambda: end_now(status)))
 
 
 def _end_member(error: BaseException) -> NoReturn:
