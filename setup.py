@@ -103,6 +103,8 @@ setup(
         "tensorstore",
         "array-record",
         "protobuf",
+        # The memory of the host, in the version that orbax-checkpoint brings.
+        "psutil",
         # tf.data, for text and records on disk; loaded only when such a pipeline is built. On
         # Python 3.14 NumPy stands in, until there is a release with wheels for it (2.22.0rc0 is the
         # first to have one).

@@ -20,7 +20,7 @@ from praxis_lite.tools.modes.check import checked
 from praxis_lite.tools.modes.explain import explained
 from praxis_lite.tools.modes.plan import STEPS, planned
 from praxis_lite.tools.modes.report import reader_of
-from praxis_lite.tools_of_jobs import SOURCES, hooks_of_tools
+from praxis_lite.tools_of_jobs import TOOLS
 
 if TYPE_CHECKING:
     from praxis_lite.run.experiment.experiment import Experiment
@@ -63,10 +63,8 @@ def train(
     command.job_log_dir = os.fspath(job_log_dir)
     if threading.current_thread() is not threading.main_thread():
         print("not in the main thread: no signal, such as Ctrl-C, stops this training", flush=True)
-    clock, launched = begun(command)
-    job, ended = trained(
-        command, launched, clock, SOURCES, hooks_of_tools, hooks=hooks, stop_request=Interrupt
-    )
+    launched = begun(command)
+    job, ended = trained(command, launched, TOOLS, hooks=hooks, stop_request=Interrupt)
 
     from praxis_lite.run.trained_model import TrainedModel
 

@@ -35,7 +35,7 @@ ORDERS = {
         {"partitioner"},
     ),
     "praxis_lite/run": (
-        {"config", "text_table"},
+        {"config", "events", "text_table"},
         {"job"},
         {"checkpoints", "generation", "goodput", "trackers"},
         {"experiment"},
@@ -48,7 +48,7 @@ ORDERS = {
     "praxis_lite/tools": (
         {"explain", "foreign_checkpoints", "interpreter"},
         {"huggingface", "nnx", "non_finite", "pax", "plan", "sweep"},
-        {"lm_eval", "profile", "testing", "utilization"},
+        {"lm_eval", "peer_saves", "profile", "testing", "utilization"},
         {"report"},
         {"modes"},
     ),
@@ -86,8 +86,10 @@ ORDERS = {
         {"restored_weights"},
         {"evaluation"},
         {"decoding", "hooks"},
-        {"late_metrics"},
+        {"job_tools", "late_metrics"},
+        {"starting_point"},
         {"trainer"},
+        {"job_files"},
         {"launch"},
     ),
     "praxis_lite/run/checkpoints": (

@@ -23,6 +23,7 @@ LOOPBACK = "127.0.0.1"
 class Serve(Mode):
     """Serves completions and chats over HTTP until a signal comes: docs/serving.md."""
 
+    name = "serve"
     summary = "serves completions and chats over HTTP, as OpenAI's API does"
     goes_on = True
 

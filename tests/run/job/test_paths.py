@@ -71,7 +71,7 @@ def test_dots_and_slashes_name_the_same_directory(tmp_path, monkeypatch, given):
         ("a\0b", "NUL"), ("a\\b", "backslash"),
         (b"run\xff".decode(errors="surrogateescape"), "UTF-8"),
         ("x" * 256, "x.*long"), ("loop", "^loop .*links"), ("dangling", "/dangling "),
-        ("file/job", "/file"), ("y/" * 1_900, "y.*long"),
+        ("file/job", "/file"),
     ],
 )
 def test_a_path_that_holds_no_job_is_refused_before_anything_is_written(

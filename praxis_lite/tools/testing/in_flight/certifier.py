@@ -20,10 +20,10 @@ from praxis_lite.tools.testing.bisect import REFUSALS
 from praxis_lite.tools.testing.certificate import Comparison
 from praxis_lite.tools.testing.in_flight import again
 from praxis_lite.tools.testing.in_flight.again import Measures, Placement, Rows
-from praxis_lite.tools.testing.in_flight.collectives import are_repeatable
 from praxis_lite.tools.testing.in_flight.measured import scalars_of
 from praxis_lite.tools.testing.in_flight.memory import check_room
 from praxis_lite.tools.testing.in_flight.placements import (
+    are_repeatable,
     bytes_of_weights,
     chosen_rows,
     other_meshes,

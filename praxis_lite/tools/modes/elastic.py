@@ -6,11 +6,15 @@ import time
 from collections.abc import Sequence
 
 from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.run.events import events
+from praxis_lite.run.job import processes
 from praxis_lite.run.job.elastic import order
 from praxis_lite.run.job.health_files import HealthFiles, directory_of
 from praxis_lite.run.job.job_dir import open_for_meeting
 from praxis_lite.run.job.processes.addresses import own_address
-from praxis_lite.run.job.processes.start import connect_worker, own_number
+from praxis_lite.run.job.processes.start import connect_member, own_number
+from praxis_lite.run.job.processes.stuck.progress import own
+from praxis_lite.run.job.processes.stuck.worker import tell_supervisor
 from praxis_lite.run.modes.launched import job_log_dir
 from praxis_lite.run.modes.mode import CommandLine
 
@@ -29,8 +33,16 @@ def begin_elastic(
         return _supervise(command, sys.argv[1:] if argv is None else argv, health_dir)
     taken = order.wait_for_order(lambda: _import(command))
     command.began = time.time()
-    order.phase("connect")
-    connect_worker(taken, command.start_seconds)
+    events.tell(order.ToSupervisor())
+    events.tell(own)
+    order.tell_phase("connect")
+    connect_member(taken.membership, command.start_seconds)
+    tell_supervisor(taken.index, len(taken.members))
+    if processes.is_first():
+        names = ", ".join(map(str, taken.members))
+        print(
+            f"generation {taken.generation}: processes {names} of {taken.num_slots}", flush=True
+        )
     return None
 
 
