@@ -251,6 +251,7 @@ def text_files():
         "overrides that are none": good.replace('"overrides": []', '"overrides": {"a": 1}'),
         "another root": good.replace("praxis_lite:Job", "builtins:dict"),
         "a root that is a list": json.dumps({**json.loads(good), "config": {"list": []}}),
+        "too large": good + " " * 2**24,
         "not UTF-8": good.replace("Spirals", "\udcff"),
         "a task that is none": config_text(7),
         "a mesh that is none": good.replace(MESH, "builtins:dict"),
