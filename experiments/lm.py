@@ -45,8 +45,7 @@ class PyDocs(Experiment):
     four data-parallel ones, 47 held-out windows a batch over all eight, the last batch with fewer
     true rows than there are devices. To train on other text:
     --set datasets.train.corpus.files=GLOB (the held-out text and the prompts come from the same).
-    Of other tokens than bytes: --set corpus.tokenizer=DIRECTORY, of a tokenizer.json or a
-    tokenizer.model.
+    Of other tokens than bytes: --set corpus.tokenizer=DIRECTORY, of any tokenizer of transformers.
     """
 
     corpus = fdl.Config(TextCorpus)

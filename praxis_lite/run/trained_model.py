@@ -14,9 +14,9 @@ from praxis_lite.decode.decoder import Decoder
 from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.inputs.batches import checked_spec
 from praxis_lite.inputs.text.token_ids import whole_number
+from praxis_lite.run.config.build import naming_settings
 from praxis_lite.run.experiment.experiment import Job
-from praxis_lite.run.experiment.setting_of import naming_settings
-from praxis_lite.run.generation import changed_decoder, with_decoder
+from praxis_lite.run.generation import changed_decoder
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.shown_model import html_of, text_of
 from praxis_lite.run.trainer.checks.datasets import check_reads
@@ -31,17 +31,6 @@ from praxis_lite.run.trainer.metrics.json_lines import lines_if_any
 from praxis_lite.run.trainer.restored_weights import restored_weights
 
 Record = dict[str, Any]
-
-
-def _naming_settings(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes errors of a method name the settings that they are about."""
-
-    @functools.wraps(method)
-    def named(self: "TrainedModel", *args: Any, **kwargs: Any) -> Any:
-        with naming_settings(self._config, self._files.config_json):
-            return method(self, *args, **kwargs)
-
-    return named
 
 
 class TrainedModel:
@@ -128,7 +117,6 @@ class TrainedModel:
             for leaf, x in zip(leaves, jax.tree.leaves(self.mdl_vars), strict=True)
         }
 
-    @_naming_settings
     def predict(self, *arrays: Any, **named: Any) -> Any:
         """Returns the result of the model's call with these arguments, as NumPy arrays.
 
@@ -147,7 +135,6 @@ class TrainedModel:
         check_call(self.partitioner.task, arrays, named)
         return self._forward(self.mdl_vars, *arrays, **named)
 
-    @_naming_settings
     def evaluate(
         self, data: str | InputPipeline | Batch | Iterable[Batch]
     ) -> dict[str, float]:
@@ -176,7 +163,6 @@ class TrainedModel:
         evaluator = Evaluator(self.partitioner, {name: pipeline}, limit, seed=self.job.run.seed)
         return evaluator.run(self.step, self.mdl_vars)[name]
 
-    @_naming_settings
     def decode(
         self,
         data: str | InputPipeline,
@@ -208,7 +194,6 @@ class TrainedModel:
         seed = run.seed if seed is None else whole_number(seed, "seed", 0, 2**32 - 1)
         return PromptDecoder(partitioner, mdl_vars, self.step, seed).records(name, pipeline)
 
-    @_naming_settings
     def generate(
         self,
         prompts: Prompts,
@@ -255,7 +240,8 @@ class TrainedModel:
             data, name = known[data], f"{root}.{data}"
         else:
             name = type(data).__name__
-        data.check()
+        with naming_settings(self._config):
+            data.check()
         return name, data
 
     def _decoding(self, decoder: Decoder | None, settings: Mapping[str, Any]) -> Partitioner:
@@ -266,7 +252,7 @@ class TrainedModel:
         config = self._config.task
         changed = changed_decoder(self.partitioner.task, config, decoder, settings)
         if changed not in self._with_decoder:
-            task = with_decoder(self.partitioner.task, config, changed, {})
+            task = fdl.build(fdl.copy_with(config, decoder=changed))
             check_decoder(task)
             make = self.job.partitioner or Partitioner
             self._with_decoder[changed] = make(task, self.partitioner.mesh)

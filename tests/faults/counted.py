@@ -1,4 +1,4 @@
-"""Hostile checkpoints and names: cases that other tests hold, run and counted here."""
+"""Hostile checkpoints: cases that other tests hold, run and counted here."""
 
 import re
 import subprocess
@@ -10,15 +10,12 @@ from tests.faults.zoo import CHECKOUT
 
 
 def run() -> list[Row]:
-    """Returns a row for the checkpoints and one for the names."""
+    """Returns a row for the checkpoints."""
     from tests.run.checkpoints.hostile_steps import CASES
-    from tests.run.experiment.test_hostile_names import NAMES
 
     return [
         _row("hostile checkpoints: no escape, no abort", len(CASES),
              Path("tests/run/checkpoints/test_hostile.py")),
-        _row("hostile names: nothing imported", len(NAMES),
-             Path("tests/run/experiment/test_hostile_names.py")),
     ]
 
 

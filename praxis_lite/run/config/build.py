@@ -1,17 +1,20 @@
-"""A config becomes objects; a constructor's refusal is reported with the config's path."""
+"""A config becomes objects; errors of constructors and of files name the path in the config."""
 
+import contextlib
 import re
 import traceback
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import fiddle as fdl
 
-from praxis_lite.core.errors import ConfigError, shown
-from praxis_lite.core.user_lines import user_line
+from praxis_lite.core.errors import ConfigError, few, shown
+from praxis_lite.core.user_lines import LIBRARY_FOLDERS, user_line
 from praxis_lite.host.user_errors import own_words
+from praxis_lite.run.config.paths import iterate_fields
 
-_PACKAGE = Path(__file__).parents[2]
+# What Fiddle appends to an exception of a constructor.
+_FIDDLE = "\n\nFiddle context:"
 _PLACE = re.compile(r"\n\nFiddle context: failed to construct or call (.+?) at <root>(\S*) with ")
 
 
@@ -28,7 +31,7 @@ def build(config: fdl.Config) -> Any:
     except Exception as error:
         place = _PLACE.search(str(error))
         innermost = traceback.extract_tb(error.__traceback__)[-1].filename
-        is_ours = isinstance(error, ConfigError) or Path(innermost).is_relative_to(_PACKAGE)
+        is_ours = isinstance(error, ConfigError) or innermost.startswith(LIBRARY_FOLDERS)
         if not place or is_ours or user_line(error):
             raised = _without_fiddle(error)
             raise raised.with_traceback(error.__traceback__) from raised.__cause__
@@ -41,6 +44,22 @@ def build(config: fdl.Config) -> Any:
         raise ConfigError(
             f"{path}: {name} cannot be made: {shown(words, 1000).rstrip('.')}. {hint}"
         ) from error
+
+
+@contextlib.contextmanager
+def naming_settings(config: fdl.Buildable) -> Iterator[None]:
+    """Adds to a ConfigError about a file the paths of the settings that name the file."""
+    try:
+        yield
+    except ConfigError as error:
+        message, fiddle, context = str(error).partition(_FIDDLE)
+        paths = [
+            field.path for field in iterate_fields(config)
+            if isinstance(field.value, str) and "/" in field.value and field.value in message
+        ]
+        if paths and not any(path in message for path in paths):
+            error.args = (f"{message} (Set by {few(paths)}.){fiddle}{context}", *error.args[1:])
+        raise
 
 
 def _without_fiddle(error: Exception) -> Exception:

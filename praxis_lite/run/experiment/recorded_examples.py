@@ -121,12 +121,11 @@ def train_pipeline(
     """Returns the training data of a job's config; raises ConfigError if there are none."""
     config = config_of_job(job_dir, None, settings, packages).config
 
-    from praxis_lite.run.config.build import build
-    from praxis_lite.run.experiment.setting_of import naming_settings
+    from praxis_lite.run.config.build import build, naming_settings
 
     if TRAIN not in config.datasets:
         raise ConfigError(f"The config of {job_dir.path} has no dataset {TRAIN!r}.")
-    with naming_settings(config, job_dir.config_json):
+    with naming_settings(config):
         return build(config.datasets[TRAIN])
 
 

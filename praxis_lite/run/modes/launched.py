@@ -84,8 +84,8 @@ def job_on_mesh(
 ) -> Iterator["JobOnMesh"]:
     """Yields the job on its mesh, all of it checked, nothing compiled.
 
-    Within, an error about a file names the setting of the file, an error about a setting that a job
-    recorded names its config.json, and an error of memory the arrays that are large.
+    Within, an error about a file names the setting of the file, and an error of memory the arrays
+    that are large.
 
     Args:
       checked_for: the mode of `partitioner_of`.
@@ -99,10 +99,9 @@ def job_on_mesh(
     """
     _check_same_command(command, launched, same or {})
 
-    from praxis_lite.run.config.build import build
-    from praxis_lite.run.experiment.setting_of import naming_settings
+    from praxis_lite.run.config.build import build, naming_settings
 
-    with naming_settings(launched.config, launched.recorded):
+    with naming_settings(launched.config):
         job = build(launched.config)
         taken = order.current()
         if taken is not None and choose is not None:
@@ -148,11 +147,9 @@ def _announce(command: CommandLine, launched: LaunchedConfig) -> None:
 def _check(launched: LaunchedConfig) -> None:
     from praxis_lite.run.config.overrides import check_required
     from praxis_lite.run.experiment.recorded_job import check_tokenizers
-    from praxis_lite.run.experiment.setting_of import naming_settings
 
-    with naming_settings(launched.config, launched.recorded):
-        check_required(launched.config)
-        check_tokenizers(launched.config)
+    check_required(launched.config)
+    check_tokenizers(launched.config)
 
 
 def _check_same_command(
