@@ -15,10 +15,10 @@ from praxis_lite.files.json_text import opened_to_append
 from praxis_lite.run.experiment import registry
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.trackers.tensorboard import TensorBoard
+from praxis_lite.run.trackers.tracker_thread import TrackerThread
 from praxis_lite.run.trainer.metrics import kept_lines
 from praxis_lite.run.trainer.metrics.json_lines import JsonLinesWriter, read_json_lines
 from praxis_lite.run.trainer.metrics.loss_curve import plot_loss_curve
-from praxis_lite.run.trainer.metrics.tracker_thread import TrackerThread
 from tests.support.job_runs import launch, lines_of, succeed
 from tests.support.line_jobs import LINE
 from tests.support.marks import slow_but
@@ -197,22 +197,20 @@ def test_lines_that_cannot_be_mended_stay(tmp_path):
 
 
 def test_tensorboard_says_so_once_and_training_goes_on(tmp_path):
-    job = JobDir(tmp_path)
-    job.trackers.mkdir()
-    with JsonLinesWriter(job.metrics_jsonl, None) as writer:
-        for step in range(1, 5):
-            writer.write({"step": step, "loss": 2.5})
-    thread = TrackerThread("tensorboard", TensorBoard(), run_in(tmp_path), job, lambda step: True)
-    with files_of_at_most(600):
+    thread = TrackerThread("tensorboard", TensorBoard(), run_in(tmp_path), lambda step: True)
+    with files_of_at_most(1500):
+        thread.go_on_from(0, 0, 0)
         thread.start()
-        thread.go_on_from(4)
+        for step in range(1, 50):
+            thread.made(step, {"step": step, "loss": 2.5})
         while not thread.notes:
             time.sleep(0.01)
-        thread.end("finished")
-        thread.join(10)
-    first, last = thread.notes
-    assert first.startswith("note: the tracker tensorboard failed, and training goes on: OSError: ")
-    assert "File too large" in first and "File too large" in last
+    thread.end("finished")
+    thread.join(10)
+    assert not thread.is_alive()
+    (note,) = thread.notes
+    assert note.startswith("note: the tracker tensorboard failed: OSError: ")
+    assert "File too large" in note
 
 
 def test_a_picture_that_cannot_be_drawn_leaves_the_old_one(tmp_path):

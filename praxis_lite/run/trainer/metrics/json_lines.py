@@ -76,7 +76,7 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
     ):
         self.path = pathlib.Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.lost_path = self.path.with_name(f"{self.path.stem}.lost.jsonl")
+        self.lost_path = lost_path(self.path)
         self.newest_kept, self.lost_steps = 0, None
         with no_other_changes(self.path):
             try:
@@ -135,6 +135,11 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         self._lines.close(is_last_word=kind is None)
+
+
+def lost_path(path: pathlib.Path) -> pathlib.Path:
+    """Returns the file of the lines that were moved out of a file."""
+    return path.with_name(f"{path.stem}.lost.jsonl")
 
 
 def append_lines(path: pathlib.Path, lines: Sequence[Mapping[str, Any]]) -> None:
