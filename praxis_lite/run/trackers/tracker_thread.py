@@ -1,7 +1,6 @@
 """A thread that calls a tracker, so that training never waits for it."""
 
 import collections
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -21,6 +20,18 @@ MOST_WAITING = 10_000
 NEWEST_SECONDS = 1.0
 
 
+def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the numbers in a line of metrics.jsonl by name, without its step."""
+    numbers = {}
+    for name, value in line.items():
+        if name != "step" and not isinstance(value, str):
+            try:
+                numbers[name] = float(value)
+            except TypeError:  # None, a list or a mapping.
+                continue
+    return numbers
+
+
 class TrackerThread(threading.Thread):
     """Calls the methods of a tracker in the order in which a run asks for them.
 
@@ -33,6 +44,7 @@ class TrackerThread(threading.Thread):
 
     Attributes:
       notes: lines for the user, which the loop prints.
+      is_due: as above.
     """
 
     def __init__(
@@ -43,7 +55,7 @@ class TrackerThread(threading.Thread):
         # A copy, because a tracker among the settings may be in those of another job too.
         self._tracker, self._label = copy.copy(tracker), name
         self._run = dataclasses.replace(run, note=self.notes.append)
-        self._is_due, self._newest_at = is_due, -math.inf
+        self.is_due, self._newest_at = is_due, -math.inf
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._has_failed = self._is_off = self._is_behind = False
         self._recorded_step = self._recorded_evaluation = 0
@@ -60,20 +72,15 @@ class TrackerThread(threading.Thread):
             self._recorded_step, self._recorded_evaluation = recorded_step, recorded_evaluation
         self._call(self._tracker.go_on_from, step)
 
-    def made(self, step: int, line: Mapping[str, Any]) -> None:
+    def made(self, step: int, numbers: Mapping[str, float]) -> None:
         """Gives the tracker the numbers of a step, if their turn has come."""
-        if step <= self._recorded_step or not self._is_due(step):
+        if step <= self._recorded_step or not self.is_due(step):
             return
         if self._tracker.newest_alone:
             now = time.monotonic()
             if now < self._newest_at + NEWEST_SECONDS:
                 return
             self._newest_at = now
-        numbers: dict[str, float] = {}
-        for name, value in line.items():
-            if name != "step" and not isinstance(value, str):
-                with contextlib.suppress(TypeError):  # None, a list or a mapping.
-                    numbers[name] = float(value)
         self._call(self._tracker.scalars, step, numbers)
 
     def evaluated(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:

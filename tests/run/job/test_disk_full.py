@@ -174,7 +174,7 @@ def test_tensorboard_says_so_once_and_training_goes_on(tmp_path):
         thread.go_on_from(0, 0, 0)
         thread.start()
         for step in range(1, 50):
-            thread.made(step, {"step": step, "loss": 2.5})
+            thread.made(step, {"loss": 2.5})
         while not thread.notes:
             time.sleep(0.01)
     thread.end("finished")

@@ -9,7 +9,7 @@ import pytest
 from praxis_lite import ConfigError
 from praxis_lite.run.trackers import tracker_thread
 from praxis_lite.run.trackers.tracker import Tracker
-from praxis_lite.run.trackers.tracker_thread import TrackerThread
+from praxis_lite.run.trackers.tracker_thread import TrackerThread, numbers_of
 from tests.support.tracked_runs import Hangs, Raises, Remembers, Replaces, run_in
 
 
@@ -22,7 +22,7 @@ def launch(tracker, first_step, last_step, *, offset=0.0, evaluates=(), made=0, 
     thread.go_on_from(first_step, made, evaluated)
     thread.start()
     for step in range(first_step + 1, last_step + 1):
-        thread.made(step, {"step": step, "loss": offset + step})
+        thread.made(step, {"loss": offset + step})
         if step in evaluates:
             loss = {"loss": offset - step}
             thread.evaluated(step, {"heldout": loss, "other": loss})
@@ -86,7 +86,7 @@ def test_one_that_hangs_costs_the_loop_nothing_and_holds_bounded_memory(monkeypa
     thread.go_on_from(0, 0, 0)
     thread.start()
     for step in range(1, 200):
-        thread.made(step, {"step": step, "loss": 1.0})
+        thread.made(step, {"loss": 1.0})
     thread.end("finished")
     assert time.monotonic() - began < 5 and thread.is_alive()
     (note,) = thread.notes
@@ -110,16 +110,8 @@ def test_the_newest_alone_comes_to_one_that_wants_no_other():
     ("3", None), ([1.0], None), ({"a": 1.0}, None), (None, None),
 ])  # fmt: skip
 def test_numbers_alone_are_given(value, expected):
-    tracker = Remembers()
-    thread = TrackerThread("t", tracker, run_in("/nowhere"), lambda step: True)
-    thread.go_on_from(0, 0, 0)
-    thread.start()
-    thread.made(1, {"step": 1, "x": value})
-    thread.end("failed")
-    thread.join(10)
-    ((_, values),) = tracker.points
-    assert values == ({} if expected is None else {"x": pytest.approx(expected, nan_ok=True)})
-    assert tracker.ending == ["failed"]
+    numbers = numbers_of({"step": 1, "x": value})
+    assert numbers == ({} if expected is None else {"x": pytest.approx(expected, nan_ok=True)})
 
 
 def test_the_settings_stay_as_they_are():

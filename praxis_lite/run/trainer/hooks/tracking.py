@@ -22,7 +22,7 @@ from praxis_lite.run.experiment.launched_config import LaunchedConfig
 from praxis_lite.run.job import processes
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.trackers.tracker import Ending, TrackedRun, Tracker
-from praxis_lite.run.trackers.tracker_thread import TrackerThread
+from praxis_lite.run.trackers.tracker_thread import TrackerThread, numbers_of
 from praxis_lite.run.trainer.hooks.hook import Hook, StepMetrics
 from praxis_lite.run.trainer.hooks.loop import Loop
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
@@ -63,8 +63,10 @@ class Trackers(contextlib.AbstractContextManager):
 
     def made(self, step: int, line: Mapping[str, Any]) -> None:
         """Gives the trackers the numbers of a step."""
-        for thread in self._threads:
-            thread.made(step, line)
+        if any(thread.is_due(step) for thread in self._threads):
+            numbers = numbers_of(line)
+            for thread in self._threads:
+                thread.made(step, numbers)
 
     def evaluated(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
         """Gives the trackers the metrics of an evaluation, by dataset."""
