@@ -94,6 +94,8 @@ setup(
         "xxhash>=4.1,<5",
         # Metrics of long jobs as columns: json.loads takes three times as long.
         "orjson>=3.11.5,<4",
+        # The newest metrics of a run for Prometheus; Orbax brings it too.
+        "prometheus-client>=0.26,<1",
         # Datasets whose examples are found by their number, and ArrayRecord files of them.
         "grain>=0.2.18,<0.3",
         # Imported by name, in the versions that jax, orbax-checkpoint and grain bring: bfloat16 of
@@ -142,8 +144,6 @@ setup(
             "kubernetes-validate>=1.37,<2",
             # The client that --mode=serve is tested with.
             "openai>=3.57,<4",
-            # Reads Prometheus' text format.
-            "prometheus-client>=0.26,<1",
             # The suite, on two cores.
             "pytest>=9.2,<10",
             "pytest-xdist>=3.8,<4",

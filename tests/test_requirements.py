@@ -23,7 +23,10 @@ FILES = sorted(
 )  # fmt: skip
 OURS = {"praxis_lite", "tasks", "experiments"}
 # pip's names of packages that are imported by another name.
-PIP_NAMES = {"orbax": "orbax-checkpoint", "array_record": "array-record", "google": "protobuf"}
+PIP_NAMES = {
+    "orbax": "orbax-checkpoint", "array_record": "array-record", "google": "protobuf",
+    "prometheus_client": "prometheus-client",
+}
 # Modules that import a package of an extra at their top: nothing else imports them at its own.
 LATE = {
     "praxis_lite.interop.serving.connections": "uvicorn",

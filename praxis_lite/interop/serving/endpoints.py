@@ -15,7 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from praxis_lite.host.http_endpoint import asks_for
+from praxis_lite.host.host_names import asks_for
 from praxis_lite.interop.serving import bodies, requests
 from praxis_lite.interop.serving.answer import Answer, Delta
 from praxis_lite.interop.serving.api_error import ApiError

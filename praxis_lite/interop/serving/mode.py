@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.host.http_endpoint import LOOPBACK_HOSTS, is_loopback
+from praxis_lite.host.host_names import LOOPBACK_HOSTS, is_loopback
 from praxis_lite.host.optional_packages import require_package
 from praxis_lite.run.modes.evaluate import add_step
 from praxis_lite.run.modes.launched import job_on_mesh, recorded_job_of

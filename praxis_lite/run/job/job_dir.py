@@ -50,7 +50,7 @@ class JobDir:
       tensorboard: the folder of TensorBoard's summaries.
       profiles: the folder of profiles, each by the first step that it traces.
       profile_request: a file that asks for a profile; its text may say of how many steps.
-      trackers: the folder of the run's id, and of what each tracker has recorded.
+      trackers: the folder of the run's id.
       checkpoints: the folder of checkpoints by step.
       beginning: a mark, there while a command begins the job with weights of another system.
     """

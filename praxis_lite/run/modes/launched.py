@@ -114,12 +114,9 @@ def job_on_mesh(
 
         partitioner = partitioner_of(job, checked_for)
 
-        from praxis_lite.run.trainer.checks.memory import (
-            saying_what_is_large,
-            saying_what_this_cpu_lacks,
-        )
+        from praxis_lite.run.trainer.checks.memory import saying_what_is_large
 
-        with saying_what_is_large(partitioner.layout), saying_what_this_cpu_lacks():
+        with saying_what_is_large(partitioner.layout):
             yield JobOnMesh(partitioner, job, command.job_dir)
 
 

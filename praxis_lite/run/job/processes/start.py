@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.host.http_endpoint import is_loopback
+from praxis_lite.host.host_names import is_loopback
 from praxis_lite.run.job import processes
 from praxis_lite.run.job.jax_internals import detected_processes
 from praxis_lite.run.job.local_directory import local_directory

@@ -33,7 +33,7 @@ def hooks_of(
         # Files come first: what is said or raised after them is on disk.
         MetricsFiles(job), Examples(job), Tracking(trackers), Progress(job, progress),
         LossSpikes(job), SkippedSteps(job), EarlyStops(job),
-        Evaluations(job), FollowedEvaluations(job),
+        Evaluations(job), FollowedEvaluations(job, trackers),
         *job.hooks,
         # Sooner done than the disk's: at a stop they are what is left if time runs out.
         *other_saves,
