@@ -128,8 +128,11 @@ def _of_texts(prompt: str | None, answers: Sequence[str], tokenizer: Tokenizer) 
 
 def prompted(prompt: str, answer: str, tokenizer: Tokenizer) -> Tokens:
     """Returns a prompt, and an answer with the end of the text, which alone are learnt."""
-    end = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
-    before = tokenizer.encode_prompt(prompt)
-    after = np.array([*tokenizer.encode(answer, False), *end], np.int32)
-    is_answer = np.arange(len(before) + len(after)) >= len(before)
-    return Tokens(np.concatenate([before, after]), is_answer)
+    # Both are one text, so that no tokenizer puts a space between them.
+    ids, places = tokenizer.encode_with_places(prompt + answer)
+    start = tokenizer.document_start
+    start = () if tuple(ids[: len(start)].tolist()) == start else start
+    end = () if tokenizer.eos_id is None or ids[-1] == tokenizer.eos_id else (tokenizer.eos_id,)
+    # A token that has some of both is the answer's, whose beginning would else not be learned.
+    is_learned = [False] * len(start) + (places[:, 1] > len(prompt)).tolist() + [True] * len(end)
+    return Tokens(np.array([*start, *ids, *end], np.int32), np.array(is_learned))

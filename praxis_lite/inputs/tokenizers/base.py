@@ -66,6 +66,10 @@ class Tokenizer(abc.ABC):
         """Returns False for an id that `decode` passes over."""
         return not (skip_special_tokens and token in self.special_ids)
 
+    def name_of(self, token: int) -> str | None:
+        """Returns a token as its vocabulary has it, "<0xE2>" for a byte, or None."""
+        return None
+
     def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns the ids of a text without special tokens around it, and where each stands.
 

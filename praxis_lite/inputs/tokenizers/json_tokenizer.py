@@ -65,6 +65,9 @@ class JsonTokenizer(DirectoryTokenizer):
         with errors_of_rust(self._file):
             return self._tokenizer.decode(given, skip_special_tokens=skip_special_tokens)
 
+    def name_of(self, token: int) -> str | None:
+        return self._tokenizer.id_to_token(token)
+
     def has_text(self, token: int, skip_special_tokens: bool = False) -> bool:
         is_known = 0 <= token < _MOST and self._tokenizer.id_to_token(token) is not None
         return is_known and super().has_text(token, skip_special_tokens)

@@ -33,6 +33,9 @@ class ByteTokenizer(Tokenizer):
         first = np.repeat(np.arange(len(text)), sizes)
         return self.encode(text), np.stack([first, first + 1], axis=-1)
 
+    def name_of(self, token: int) -> str | None:
+        return f"<0x{token:02X}>" if 0 <= token < 256 else None
+
     def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Returns the bytes of each text as they are."""
         return [self.encode(text) for text in texts]
