@@ -129,8 +129,6 @@ def test_pieces_of_a_stream_are_whole_characters_and_add_up(tokenizer):
     # Bytes end with the first end of a text.
     limit = 256 if isinstance(tokenizer, ByteTokenizer) else tokenizer.vocab_size
     streams += [rng.integers(0, limit, 40).tolist() for _ in range(20)]
-    if tokenizer.run_ids:
-        streams += [rng.choice([*tokenizer.run_ids], 9).tolist() for _ in range(5)]
     for skips in (False, True):
         for ids in streams:
             stream = StreamingDecoder(tokenizer, skips)
