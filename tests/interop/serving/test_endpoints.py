@@ -150,7 +150,7 @@ def test_models_health_and_numbers(client, url):
     with urllib.request.urlopen(f"{url}/health") as answer:
         assert json.load(answer) == {"status": "ok"}
     with urllib.request.urlopen(f"{url}/metrics") as answer:
-        assert b"\npraxis_lite_serve_rows 3\n" in answer.read()
+        assert b"\npraxis_lite_serve_rows 3.0\n" in answer.read()
 
 
 @pytest.mark.parametrize("settings, param, words", [
