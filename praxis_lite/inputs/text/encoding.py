@@ -63,10 +63,7 @@ def encoded(
     ids = tokenizer.encode(_text(value, key, where), False)
     if not len(ids):
         return None
-    end = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
-    ids = np.concatenate([
-        np.array(tokenizer.document_start, np.int32), ids, np.array(end, np.int32),
-    ])
+    ids = tokenizer.with_end(tokenizer.with_start(ids))
     return Tokens(ids, np.ones(len(ids), bool))
 
 
