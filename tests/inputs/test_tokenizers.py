@@ -10,6 +10,7 @@ import pytest
 from praxis_lite import ConfigError
 from praxis_lite.inputs import TextCorpus, TextPrompts
 from praxis_lite.inputs.numpy_data import TextWindows
+from praxis_lite.inputs.text.encoding import encoded
 from praxis_lite.inputs.tokenizers import (
     ByteTokenizer,
     StreamingDecoder,
@@ -229,6 +230,12 @@ def test_a_model_with_a_beginning_of_a_text_has_it_before_each_document(tmp_path
     item = tokenizer.encode("one", False).tolist()
     assert tokens.tolist() == [tokenizer.eos_id, tokenizer.bos_id, *item, tokenizer.eos_id]
     assert tokenizer.encode_prompt("one").tolist() == [tokenizer.bos_id, *item]
+    # A text that a template has rendered has its BOS and its EOS once.
+    (tmp_path / "a.txt").write_text("<|begin_of_text|>one<|eot_id|>")
+    rendered = TextCorpus(f"{tmp_path}/*.txt", 0, str(LLAMA)).tokens("train")
+    assert rendered.tolist() == tokens.tolist()
+    document = encoded("text", None, {"text": "<|begin_of_text|>one<|eot_id|>"}, tokenizer, "here")
+    assert document.ids.tolist() == [tokenizer.bos_id, *item, tokenizer.eos_id]
     assert TokenIds().decode([3, 17]) == "3 17"
 
 

@@ -234,7 +234,7 @@ def test_add_bos_token_and_add_eos_token_are_those_of_transformers(
     start, *_ = theirs.encode("the fox")
     begin = [ours.bos_id] if start == ours.bos_id else []
     assert ours.encode_prompt("the fox").tolist() == [*begin, *ids]
-    assert ours.encode_document("the fox").tolist() == [*begin, *ids, ours.eos_id]
+    assert ours.with_end(ours.encode_prompt("the fox")).tolist() == [*begin, *ids, ours.eos_id]
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -283,7 +283,7 @@ def test_a_rendered_text_does_not_get_a_second_bos_or_eos(tmp_path):
     ids = tokenizer.encode(text, False).tolist()
     assert ids[0] == tokenizer.bos_id and ids[-1] == tokenizer.eos_id
     assert tokenizer.encode_prompt(text).tolist() == ids
-    assert tokenizer.encode_document(text).tolist() == ids
+    assert tokenizer.with_end(tokenizer.encode_prompt(text)).tolist() == ids
 
 
 @pytest.mark.parametrize("kind", ["Qwen", "GPT-2"])
@@ -292,7 +292,8 @@ def test_a_tokenizer_without_a_bos_puts_nothing_before_a_prompt(tmp_path, kind):
     tokenizer = load_tokenizer(directory)
     ids = tokenizer.encode("the fox", False).tolist()
     assert tokenizer.encode_prompt("the fox").tolist() == ids
-    assert tokenizer.encode_document("the fox").tolist() == [*ids, tokenizer.eos_id]
+    document = tokenizer.with_end(tokenizer.encode_prompt("the fox"))
+    assert document.tolist() == [*ids, tokenizer.eos_id]
     # Unless the job says so, for documents and prompts alike.
     tokenizer = JsonTokenizer(directory, documents_start_with_eos=True)
     assert tokenizer.encode_prompt("the fox").tolist() == [tokenizer.eos_id, *ids]

@@ -125,10 +125,6 @@ class Tokenizer(abc.ABC):
         """Returns the ids of a text to continue, from `document_start` on."""
         return self.with_start(self.encode(text, False))
 
-    def encode_document(self, text: str) -> np.ndarray:
-        """Returns the ids of a complete text, from `document_start` to `document_end`."""
-        return self.with_end(self.encode_prompt(text))
-
     def without_start(self, ids: np.ndarray) -> np.ndarray:
         """Returns the ids of a prompt without `document_start`, if they begin with it."""
         start = self.document_start

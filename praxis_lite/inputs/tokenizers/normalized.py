@@ -140,12 +140,12 @@ def normalized_copy(directory: Path) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            write_normalized(directory, Path(folder))
-            # Another process may have written the same meanwhile.
-            if not target.exists():
-                shutil.copytree(folder, f"{folder}.new")
-                os.rename(f"{folder}.new", target)
+            new = Path(folder, "new")
+            new.mkdir()
+            write_normalized(directory, new)
+            os.rename(new, target)
     except OSError as error:
+        # Another process may have written the same meanwhile.
         if not (target / TOKENIZER_JSON).is_file():
             raise ConfigError(
                 f"The normalized tokenizer of {directory} cannot be written to {target.parent}: "
@@ -193,6 +193,8 @@ def _mark_special(path: Path, tokenizer: Any) -> None:
 
 
 def _of_transformers(directory: Path) -> Any:
+    # Without it transformers warns that PyTorch is missing, which tokenizers do not need.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     transformers = optional_module(
         "transformers", f"The first use of {directory}, which is not a plain tokenizer.json,"
     )
