@@ -221,13 +221,19 @@ def test_ids_special_tokens_and_chats_are_those_of_transformers(tmp_path, kind, 
 
 @pytest.mark.parametrize("adds_eos", [None, False, True])
 @pytest.mark.parametrize("adds_bos", [None, False, True])
-@pytest.mark.parametrize("template", [None, "<s> $A", "<s> $A </s>"])
+@pytest.mark.parametrize("template", [None, "$A", "<s> $A", "<s> $A </s>"])
 def test_add_bos_token_and_add_eos_token_are_those_of_transformers(
     tmp_path, template, adds_bos, adds_eos
 ):
     flags = {"add_bos_token": adds_bos, "add_eos_token": adds_eos}
     flags = {name: value for name, value in flags.items() if value is not None}
-    directory = write(tmp_path, **json_file(byte_level(template=template), **flags))
+    if template is None:  # The flags decide where there is no tokenizer.json.
+        directory = write(
+            tmp_path, tokenizer__model=sentencepiece_model(**LLAMA),
+            tokenizer_config__json=NAMES | flags | {"tokenizer_class": "LlamaTokenizer"},
+        )
+    else:
+        directory = write(tmp_path, **json_file(byte_level(template=template), **flags))
     ours, theirs = load_tokenizer(directory), AutoTokenizer.from_pretrained(directory)
     check_equal(ours, theirs)
     ids = theirs.encode("the fox", add_special_tokens=False)

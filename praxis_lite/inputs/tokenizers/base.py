@@ -90,8 +90,8 @@ class Tokenizer(abc.ABC):
         """Returns the first bytes of a text, at most `length`, without a part of a character."""
         return text[:length].decode(errors="ignore").encode()
 
-    # What precedes and follows a text: the only rule for prompts, documents and answers. It is that
-    # of transformers: add_special_tokens, which follows add_bos_token and add_eos_token.
+    # What precedes and follows a text: the only rule for prompts, documents and answers. It starts
+    # from what transformers puts around a text for this directory, `begin_ids` and `end_ids`.
 
     @property
     def document_start(self) -> tuple[int, ...]:
