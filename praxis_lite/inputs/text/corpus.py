@@ -23,7 +23,7 @@ class TextCorpus:
 
     The rule: the last two decimal digits of sha256(name), read backwards, are below
     heldout_percent; at 10 that is `sha256(name) % 10 == 0`. It depends on nothing but the name, so
-    adding documents moves none of the others to the other side. A paragraph that also stands in a
+    adding documents moves none of the others to the other side. A paragraph that is also in a
     held-out document is left out of training: the language reference repeats itself, and 19% of
     the held-out text would otherwise have been seen.
 

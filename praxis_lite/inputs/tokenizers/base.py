@@ -175,7 +175,7 @@ def checked_text(text: object) -> str:
       ConfigError: it is something else, or has half of a character.
     """
     if not isinstance(text, str):
-        raise ConfigError(f"A text to encode is {shown(repr(text))}; wanted is a str.")
+        raise ConfigError(f"A text to encode is {shown(repr(text))}; expected a str.")
     try:
         text.encode()
     except UnicodeEncodeError as error:
