@@ -10,9 +10,13 @@ it, until Python itself ends it (October 2027) or another dependency no longer i
 
 from setuptools import find_packages, setup
 
-# Tokenizers of files: what writes every tokenizer.json, and what made the older tokenizer.model;
-# nothing else gives the same ids. And the language of chat templates.
-TEXT = ["tokenizers>=0.22,<0.24", "sentencepiece>=0.2.3,<0.3", "jinja2>=3.1,<4"]
+# Tokenizers of files: what writes every tokenizer.json, and the language of chat templates. Any
+# other directory is converted to a tokenizer.json by transformers, which needs sentencepiece for
+# its models, and works without torch.
+TEXT = [
+    "tokenizers>=0.22,<0.24", "jinja2>=3.1,<4", "transformers>=5.24,<6",
+    "sentencepiece>=0.2.3,<0.3",
+]
 # Models of Hugging Face: their files' headers are checked, and tensors written.
 HF = [*TEXT, "safetensors>=0.8,<0.9"]
 SOURCES = [
@@ -143,8 +147,6 @@ setup(
             "tensorboard>=2.21,<3",
             # Writes the datasets that HuggingFaceDataset is tested with.
             "datasets>=5.2,<6",
-            # What chat templates and exported tokenizers are compared with; works without torch.
-            "transformers>=5.24,<6",
         ],
     },
 )

@@ -26,7 +26,6 @@ OURS = {"praxis_lite", "tasks", "experiments"}
 PIP_NAMES = {"orbax": "orbax-checkpoint", "array_record": "array-record", "google": "protobuf"}
 # Modules that import a package of an extra at their top: nothing else imports them at its own.
 LATE = {
-    "praxis_lite.inputs.tokenizers.templates.sandbox": "jinja2",
     "praxis_lite.interop.serving.connections": "uvicorn",
     "praxis_lite.interop.serving.endpoints": "starlette",
     "praxis_lite.tools.lm_eval.lm": "lm_eval",
@@ -147,7 +146,7 @@ def test_a_command_says_the_pip_line_before_it_compiles(plain):
 
 @pytest.mark.parametrize("feature, pip_line", {
     "tokenizer.json": "'praxis_lite[text]' (or: pip install tokenizers)",
-    "tokenizer.model": "'praxis_lite[text]' (or: pip install sentencepiece)",
+    "tokenizer.model": "'praxis_lite[text]' (or: pip install transformers)",
     "training a tokenizer": "'praxis_lite[text]' (or: pip install tokenizers)",
     "a chat template": "'praxis_lite[text]' (or: pip install jinja2)",
     "Parquet": "'praxis_lite[sources]' (or: pip install pyarrow)",

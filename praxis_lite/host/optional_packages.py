@@ -14,6 +14,7 @@ PACKAGES: dict[str, tuple[str, str | None]] = {
     "grain": ("grain", None),
     "tokenizers": ("tokenizers", "text"),
     "sentencepiece": ("sentencepiece", "text"),
+    "transformers": ("transformers", "text"),
     "jinja2": ("jinja2", "text"),
     "safetensors": ("safetensors", "hf"),
     "pyarrow": ("pyarrow", "sources"),

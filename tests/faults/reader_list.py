@@ -249,84 +249,6 @@ def _read_kept(folder: Path) -> None:
     packed.rows(0, slice(0, 2))
 
 
-# Tokenizers and chat templates.
-
-
-def _json_tokenizer(folder: Path) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=330, special_tokens=["<s>", "</s>", IM_START, IM_END], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    tokenizer.save(f"{folder}/tokenizer.json")
-    _tokenizer_files(folder)
-
-
-def _sentencepiece(folder: Path) -> None:
-    import sentencepiece
-
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS), model_prefix=f"{folder}/tokenizer", vocab_size=70,
-        model_type="bpe", character_coverage=1.0, minloglevel=2,
-    )
-    (folder / "tokenizer.vocab").unlink()
-    size = sentencepiece.SentencePieceProcessor(f"{folder}/tokenizer.model").vocab_size()
-    added = {IM_START: size, IM_END: size + 1}
-    (folder / "added_tokens.json").write_text(json.dumps(added))
-    _tokenizer_files(folder)
-
-
-def _tokenizer_files(folder: Path) -> None:
-    special = {"bos_token": "<s>", "eos_token": {"content": IM_END, "lstrip": False},
-               "additional_special_tokens": [IM_START, IM_END]}
-    for name, content in {
-        "tokenizer_config.json": {
-            **special, "chat_template": CHAT, "tokenizer_class": "LlamaTokenizer",
-            "model_max_length": 64, "add_bos_token": True,
-        },
-        "special_tokens_map.json": special,
-        "generation_config.json": {"eos_token_id": [1, 3], "bos_token_id": 0},
-        "config.json": {"model_type": "llama", "eos_token_id": 1, "bos_token_id": 0},
-    }.items():
-        (folder / name).write_text(json.dumps(content))
-
-
-def _read_tokenizer(folder: Path) -> None:
-    from praxis_lite.inputs.text.conversations import tokens_of
-    from praxis_lite.inputs.tokenizers import StreamingDecoder, load_tokenizer
-
-    tokenizer = load_tokenizer(folder)
-    tokenizer.fingerprint()
-    for text in (*TEXTS[:3], f"{IM_START}user\nhello{IM_END}", ""):
-        ids = tokenizer.encode(text).tolist()
-        tokenizer.decode(ids, skip_special_tokens=True)
-        stream = StreamingDecoder(tokenizer)
-        for token in [*ids, 10**6]:
-            stream.push(token)
-    if tokenizer.chat is not None:
-        tokens_of(MESSAGES, tokenizer, "line 1")
-
-
-def _template(folder: Path) -> None:
-    (folder / "chat_template.jinja").write_text(CHAT.replace("{% endfor %}", "\n{% endfor %}"))
-
-
-def _read_template(folder: Path) -> None:
-    from praxis_lite.inputs.text.conversations import tokens_of
-    from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
-    from praxis_lite.inputs.tokenizers.files import TokenizerFiles
-
-    class Bytes(inputs.ByteTokenizer):
-        chat = ChatTemplate(TokenizerFiles(folder, "").chat_templates.get("default", ""))
-
-    tokens_of(MESSAGES, Bytes(), "line 1")
-
-
 # Models, checkpoints and jobs.
 
 
@@ -471,9 +393,6 @@ READERS: tuple[Reader, ...] = (
         {"chosen": MESSAGES, "rejected": [MESSAGES[0], {"role": "assistant", "content": "no"}]},
     ]), _read_preferences),
     Reader("prompts", _prompts, _read_prompts),
-    Reader("tokenizer.json", _json_tokenizer, _read_tokenizer, 2.0),
-    Reader("tokenizer.model", _sentencepiece, _read_tokenizer, 2.0),
-    Reader("chat template", _template, _read_template),
     *(
         Reader(f"config of {family}", functools.partial(_hugging_face, family), _read_description)
         for family in sorted(path.name for path in (GOLDENS / "hf").iterdir())

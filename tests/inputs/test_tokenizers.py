@@ -10,9 +10,9 @@ import pytest
 from praxis_lite import ConfigError
 from praxis_lite.inputs import TextCorpus, TextPrompts
 from praxis_lite.inputs.numpy_data import TextWindows
+from praxis_lite.inputs.text.encoding import encoded
 from praxis_lite.inputs.tokenizers import (
     ByteTokenizer,
-    SentencePieceTokenizer,
     StreamingDecoder,
     TokenIds,
     as_tokenizer,
@@ -109,8 +109,6 @@ def test_what_is_no_text_is_refused(tokenizer):
 
 def test_tokens_know_where_they_stand_in_the_text(tokenizer):
     text = "né 😀 the fox"
-    if isinstance(tokenizer, SentencePieceTokenizer):
-        text = f"</s>{text}</s> the"
     ids, spans = tokenizer.encode_with_places(text)
     assert ids.tolist() == tokenizer.encode(text, False).tolist()
     places = spans[:, 0]
@@ -140,31 +138,6 @@ def test_pieces_of_a_stream_are_whole_characters_and_add_up(tokenizer):
     whole = "é 😀"
     stream = StreamingDecoder(tokenizer)
     assert not any("\ufffd" in stream.push(element) for element in tokenizer.encode(whole).tolist())
-
-
-def test_a_sentencepiece_model_has_its_special_tokens_and_the_blanks_of_transformers(pieces):
-    tokenizer = SentencePieceTokenizer(pieces)
-    assert tokenizer.begin_ids == (1,) and tokenizer.end_ids == () and tokenizer.eos_id == 2
-    plain = tokenizer.encode("the fox", False).tolist()
-    # Behind a special token no blank is put before a text; at its beginning one is.
-    assert tokenizer.encode("</s>the fox", False).tolist()[1:] != plain
-    assert tokenizer.encode("</s> the fox", False).tolist() == [2, *plain]
-    assert tokenizer.decode([1, *plain, 2]) == "<s> the fox</s>"
-    assert tokenizer.decode([1, *plain, 2], True).strip() == "the fox"
-
-
-def test_what_is_no_tokenizer_is_refused_with_what_is_there(tmp_path):
-    (tmp_path / "vocab.json").write_text("{}")
-    for path, message in (
-        (tmp_path / "absent", f"{tmp_path}/absent "), (tmp_path, "vocab.json"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            load_tokenizer(path)
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"tokenizer\.json.*char 1"):
-        load_tokenizer(tmp_path).encode("a")
-    with pytest.raises(ConfigError, match="7.*Tokenizer.*None"):
-        as_tokenizer(7)
 
 
 @pytest.mark.parametrize(
@@ -248,8 +221,7 @@ def test_a_corpus_and_its_prompts_have_the_tokens_of_their_tokenizer(trained):
     prompts = TextPrompts(corpus, "train", 2, 1, 10, 40)
     (batch,) = prompts.batches()
     prompt = batch["ids"][0, : batch["prefix_lengths"][0]]
-    assert prompt[0] == tokenizer.eos_id
-    assert any(text.startswith(tokenizer.decode(prompt[1:]).encode()) for text in texts)
+    assert any(text.startswith(tokenizer.decode(prompt).encode()) for text in texts)
 
 
 def test_a_model_with_a_beginning_of_a_text_has_it_before_each_document(tmp_path):
@@ -259,9 +231,18 @@ def test_a_model_with_a_beginning_of_a_text_has_it_before_each_document(tmp_path
     item = tokenizer.encode("one", False).tolist()
     assert tokens.tolist() == [tokenizer.eos_id, tokenizer.bos_id, *item, tokenizer.eos_id]
     assert tokenizer.encode_prompt("one").tolist() == [tokenizer.bos_id, *item]
+    # A text that a template has rendered has its BOS and its EOS once.
+    (tmp_path / "a.txt").write_text("<|begin_of_text|>one<|eot_id|>")
+    rendered = TextCorpus(f"{tmp_path}/*.txt", 0, str(LLAMA)).tokens("train")
+    assert rendered.tolist() == tokens.tolist()
+    document = encoded("text", None, {"text": "<|begin_of_text|>one<|eot_id|>"}, tokenizer, "here")
+    assert document.ids.tolist() == [tokenizer.bos_id, *item, tokenizer.eos_id]
     assert TokenIds().decode([3, 17]) == "3 17"
 
 
+def test_a_setting_that_is_no_tokenizer_is_refused():
+    with pytest.raises(ConfigError, match="7.*Tokenizer.*None"):
+        as_tokenizer(7)
 
 
 @pytest.mark.parametrize("text", ["1,2,3", "hello", "3 99999999999", "1.5"])

@@ -23,7 +23,7 @@ class TextCorpus:
 
     The rule: the last two decimal digits of sha256(name), read backwards, are below
     heldout_percent; at 10 that is `sha256(name) % 10 == 0`. It depends on nothing but the name, so
-    adding documents moves none of the others to the other side. A paragraph that also stands in a
+    adding documents moves none of the others to the other side. A paragraph that is also in a
     held-out document is left out of training: the language reference repeats itself, and 19% of
     the held-out text would otherwise have been seen.
 
@@ -65,19 +65,23 @@ class TextCorpus:
     def tokens(self, split: str) -> np.ndarray:
         """Returns the stream EOS, document, EOS, document, ..., EOS as int32.
 
-        All but the first are labels; of bytes these are num_bytes + one EOS per document. Where the
-        tokenizer has a beginning of a text, that stands before each document as well.
+        All but the first are labels; of bytes these are num_bytes + one EOS per document. A BOS
+        that the tokenizer puts before a text is before each document as well.
         """
         if split not in self._tokens:
             tokenizer = self.tokenizer
             texts = [text for _, text in self.documents(split)]
-            end = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
-            between = np.array([*end, *tokenizer.begin_ids], np.int32)
-            pieces = [between]
+            end = np.array(tokenizer.document_end, np.int32)
+            pieces = [end]
             for ids in tokenizer.encode_documents(texts):
-                pieces += [ids, between]
+                # An EOS that starts documents is the one that ends the document before.
+                starts_with_end = tokenizer.document_start == tokenizer.document_end
+                pieces.append(tokenizer.with_end(
+                    ids if starts_with_end else tokenizer.with_start(ids)
+                ))
             # The stream is read as a circle: it ends with what it begins with.
-            pieces[-1] = between[:1]
+            if not len(end):
+                pieces.append(np.array(tokenizer.document_start[:1], np.int32))
             self._tokens[split] = np.concatenate(pieces)
         return self._tokens[split]
 

@@ -231,7 +231,7 @@ class Documents:
         ))
 
     def where(self, number: int) -> str:
-        """Returns where a document stands in the source: "file:line"."""
+        """Returns where a document is in the source: "file:line"."""
         return self.source.where(self._row_of(number))
 
     def _place_of(self, number: int) -> tuple[int, int]:

@@ -63,10 +63,7 @@ def encoded(
     ids = tokenizer.encode(_text(value, key, where), False)
     if not len(ids):
         return None
-    end = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
-    ids = np.concatenate([
-        np.array(tokenizer.document_start, np.int32), ids, np.array(end, np.int32),
-    ])
+    ids = tokenizer.with_end(tokenizer.with_start(ids))
     return Tokens(ids, np.ones(len(ids), bool))
 
 
@@ -111,8 +108,8 @@ def _text(value: Any, key: str, where: str) -> str:
     if isinstance(value, str):
         return checked(value, where, repr(key))
     raise BadExample(
-        "missing_key", where, f"has {shown(repr(value))} as {key!r}; wanted is a text",
-        "Mend it, or set key to another.",
+        "missing_key", where, f"has {shown(repr(value))} as {key!r}; expected a text",
+        "Correct it, or set key to another.",
     )
 
 
@@ -125,14 +122,14 @@ def _of_ids(value: Any, key: str, vocab_size: int | None, where: str) -> Tokens 
         return None
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise BadExample(
-            "missing_key", where, f"has {shown(repr(value))} as {key!r}; wanted is a list of ids",
-            "Mend it, or set key to another.",
+            "missing_key", where, f"has {shown(repr(value))} as {key!r}; expected a list of ids",
+            "Correct it, or set key to another.",
         )
     most = np.iinfo(np.int32).max if vocab_size is None else vocab_size - 1
     if ids.min() < 0 or ids.max() > most:
         wrong = ids[(ids < 0) | (ids > most)][0]
         raise BadExample(
-            "id_beyond_vocabulary", where, f"has the id {wrong}; wanted are ids from 0 to {most}",
-            "Tokenise it with the tokenizer of the model.",
+            "id_beyond_vocabulary", where, f"has the id {wrong}; expected ids from 0 to {most}",
+            "Tokenize it with the tokenizer of the model.",
         )
     return Tokens(ids.astype(np.int32), np.ones(len(ids), bool))

@@ -3,7 +3,8 @@
     python -m praxis_lite.inputs.tokenizers train --help    # makes one of your own text
     python -m praxis_lite.inputs.tokenizers show DIR        # special tokens, and what ends a text
 
-`tokenizers`, `sentencepiece` and `jinja2` are imported when a tokenizer reads its files.
+`tokenizers`, `jinja2` and, for directories without a plain tokenizer.json, `transformers` are
+imported when a tokenizer reads its files.
 """
 
 from praxis_lite.public_names import public_names

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from praxis_lite.core.errors import ConfigError, require, shown
@@ -11,11 +11,9 @@ from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.inputs.sources.files.paths import matching_files
 from praxis_lite.inputs.text.files import read_documents
 from praxis_lite.inputs.tokenizers.chat_template import chatml
-from praxis_lite.inputs.tokenizers.directory_tokenizer import DirectoryTokenizer
 from praxis_lite.inputs.tokenizers.files import TEMPLATE, TOKENIZER_CONFIG, TOKENIZER_JSON
 from praxis_lite.inputs.tokenizers.json_tokenizer import JsonTokenizer
 from praxis_lite.inputs.tokenizers.loading import load_tokenizer
-from praxis_lite.inputs.tokenizers.special.tokenizer_classes import ROLES
 from praxis_lite.run.command import Parser, status_of
 from praxis_lite.run.job.local_directory import local_directory
 
@@ -118,44 +116,28 @@ def _train(
     (target / "generation_config.json").write_text(json.dumps(ends) + "\n", "utf-8")
 
 
-def description(tokenizer: DirectoryTokenizer) -> str:
-    """Returns lines on a tokenizer: its size, roles, ends, and each special or added token."""
+def description(tokenizer: JsonTokenizer) -> str:
+    """Returns lines on a tokenizer: its size, the roles and ids of special tokens, and ends."""
     return "\n".join(_lines(tokenizer))
 
 
-def _lines(tokenizer: DirectoryTokenizer) -> Iterator[str]:
-    special = tokenizer.special
-    inside = f"{tokenizer.directory}/"
-    yield f"{tokenizer}: ids from 0 to {special.vocab_size - 1}"
-    for role in sorted(special.roles, key=[*ROLES, *sorted(special.roles)].index):
-        number = special.roles[role]
-        text = shown(repr(special.texts[role])) if role in special.texts else ""
-        said_by = special.said_by[role].removeprefix(inside)
-        yield f"  {role:12} {number:7} {text:24} {said_by}"
-    for name, ids in (
-        ("before a text", tokenizer.begin_ids), ("behind a text", tokenizer.end_ids),
-        ("end a document", () if tokenizer.eos_id is None else (tokenizer.eos_id,)),
-        ("end an answer", tokenizer.eos_ids),
-    ):
-        yield f"  {name}: {', '.join(_named(tokenizer, number) for number in ids) or 'none'}"
-    if special.model_eos_ids:
-        ends = ", ".join(map(str, special.model_eos_ids))
-        yield f"  of these by {special.model_eos_said_by.removeprefix(inside)}: {ends}"
-    yield f"{len(special.tokens)} tokens that are no pieces of text:"
-    for number, token in sorted(special.tokens.items()):
-        kind = "special" if number in tokenizer.special_ids else "added"
-        flags = " ".join(name for name, is_set in token.flags.items() if is_set)
-        text, said_by = shown(repr(token.text)), token.said_by.removeprefix(inside)
-        yield f"  {number:7} {text:24} {kind:8} {flags:12} {said_by}"
+def _lines(tokenizer: JsonTokenizer) -> Iterator[str]:
+    def named(ids: Iterable[int]) -> str:
+        texts = (f"{number} {shown(repr(tokenizer.decode([number])))}" for number in ids)
+        return ", ".join(texts) or "none"
 
-
-def _named(tokenizer: DirectoryTokenizer, number: int) -> str:
-    token = tokenizer.special.tokens.get(number)
-    return str(number) if token is None else f"{number} {shown(repr(token.text))}"
+    yield f"{tokenizer}: ids from 0 to {tokenizer.vocab_size - 1}"
+    for role, text in tokenizer.roles.items():
+        yield f"  {role:12} {shown(repr(text))}"
+    yield f"  before a text: {named(tokenizer.begin_ids)}"
+    yield f"  after a text: {named(tokenizer.end_ids)}"
+    yield f"  end a document: {named(tokenizer.document_end)}"
+    yield f"  end an answer: {named(tokenizer.eos_ids)}"
+    yield f"{len(tokenizer.special_ids)} special tokens: {named(sorted(tokenizer.special_ids))}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 2, and a paragraph, for errors that the user can mend."""
+    """Returns the exit status: 2, and a paragraph, for errors that the user can fix."""
     return status_of(lambda: _run(argv), goes_on=True)
 
 

@@ -24,6 +24,7 @@ class Tokenizer(abc.ABC):
       bos_id, pad_id: of the beginning of a text and of padding; None if there is none.
       special_ids: of tokens that stand for no text, and are left out where those are skipped.
       begin_ids, end_ids: the special tokens that `encode` puts before and after a text.
+      document_start, document_end: the ids around a document; prompts begin with the former.
       run_ids: ids of single bytes of which a run is decoded as a whole, so that the text of a run
         is final only when another id follows; empty for most tokenizers.
       closing_ids: what comes behind one of them is no text; empty for most tokenizers.
@@ -93,18 +94,40 @@ class Tokenizer(abc.ABC):
         """Returns the first bytes of a text, at most `length`, without a part of a character."""
         return text[:length].decode(errors="ignore").encode()
 
-    def encode_prompt(self, text: str) -> np.ndarray:
-        """Returns the ids of a text to continue, begun as documents begin in training.
-
-        That is with `begin_ids`, or without any with the end of the text before it.
-        """
-        return np.array([*self.document_start, *self.encode(text, False)], np.int32)
+    # What precedes and follows a text: the only rule for prompts, documents and answers. It starts
+    # from what transformers puts around a text for this directory, `begin_ids` and `end_ids`.
 
     @property
     def document_start(self) -> tuple[int, ...]:
-        """The ids before the first token of a document; empty if the tokenizer has none."""
-        end_before = () if self.eos_id is None else (self.eos_id,)
-        return tuple(self.begin_ids) or end_before
+        """The ids before the first token of a prompt or a document: `begin_ids` unless overridden.
+
+        Most models without a BOS, such as Qwen and GPT-2, have none.
+        """
+        return tuple(self.begin_ids)
+
+    @property
+    def document_end(self) -> tuple[int, ...]:
+        """The ids after the last token of a document: the EOS, else `end_ids`."""
+        return tuple(self.end_ids) if self.eos_id is None else (self.eos_id,)
+
+    def with_start(self, ids: np.ndarray) -> np.ndarray:
+        """Returns ids that begin with `document_start`, which is not repeated.
+
+        A text that a chat template rendered has its BOS already.
+        """
+        start = self.document_start
+        has_start = tuple(ids[: len(start)].tolist()) == start
+        return ids if has_start else np.concatenate([np.array(start, np.int32), ids])
+
+    def with_end(self, ids: np.ndarray) -> np.ndarray:
+        """Returns ids that end with `document_end`, which is not repeated."""
+        end = self.document_end
+        has_end = tuple(ids[len(ids) - len(end) :].tolist()) == end
+        return ids if has_end else np.concatenate([ids, np.array(end, np.int32)])
+
+    def encode_prompt(self, text: str) -> np.ndarray:
+        """Returns the ids of a text to continue, from `document_start` on."""
+        return self.with_start(self.encode(text, False))
 
     def without_start(self, ids: np.ndarray) -> np.ndarray:
         """Returns the ids of a prompt without `document_start`, if they begin with it."""
@@ -156,7 +179,7 @@ def checked_text(text: object) -> str:
       ConfigError: it is something else, or has half of a character.
     """
     if not isinstance(text, str):
-        raise ConfigError(f"A text to encode is {shown(repr(text))}; wanted is a str.")
+        raise ConfigError(f"A text to encode is {shown(repr(text))}; expected a str.")
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,7 +1,7 @@
 """Chat templates: conversations as the text that a model was taught to read.
 
-They are programs of the files of a model, so they run in Jinja's sandbox. They find what
-transformers gives them: https://huggingface.co/docs/transformers/chat_templating_writing.
+They run in Jinja's immutable sandbox, with the variables and functions of transformers:
+https://huggingface.co/docs/transformers/chat_templating_writing.
 """
 
 import datetime
@@ -26,9 +26,7 @@ from praxis_lite.inputs.tokenizers.chat_messages import (
 
 # Around what `{% generation %}` encloses. No text has them: Unicode keeps them for internal use.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
-MOST_FORMAT = 100  # Characters of a form of dates.
 _PROBE = "praxislite"  # A content that no template has in it.
-
 
 Rendered = TypeVar("Rendered")
 
@@ -225,25 +223,28 @@ class ChatTemplate:
     def _rendered(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, **variables: Any
     ) -> str:
-        from praxis_lite.inputs.tokenizers.templates.budget import bounded
-
         given = {"tools": None, "documents": None} | self.variables | variables
         template = self._template
         try:
-            with bounded([messages, given]):
-                text = template.render(
-                    messages=messages, add_generation_prompt=add_generation_prompt, **given
-                )
-            text.encode()
-            return text
-        except ConfigError:
-            raise
-        except Exception as error:
+            return template.render(
+                messages=messages, add_generation_prompt=add_generation_prompt, **given
+            )
+        except Exception as error:  # A template may do anything.
             # Older templates join the arguments of calls with texts.
             with_texts = with_text_arguments(messages) if isinstance(error, TypeError) else messages
             if with_texts != messages:
                 return self._rendered(with_texts, add_generation_prompt, **variables)
-            raise RefusedConversation(_why(error)) from error
+            jinja2 = optional_module("jinja2", "A chat template")
+            message = shown(str(error), 300).rstrip(".")
+            if isinstance(error, jinja2.TemplateError):
+                message = f"The chat template refuses the conversation: {message}"
+            else:
+                message = (
+                    "The chat template cannot read the conversation: "
+                    f"{type(error).__name__}: {message}. Each message is "
+                    '{"role": ..., "content": ...}.'
+                )
+            raise RefusedConversation(message) from error
 
     @functools.cached_property
     def _template(self) -> Any:
@@ -251,14 +252,13 @@ class ChatTemplate:
 
     def _compiled(self, how: str) -> Any:
         """Returns the template as a method of the environment makes it."""
+        jinja2 = optional_module("jinja2", "A chat template")
         try:
             return getattr(_environment(), how)(self.source)
-        except ConfigError:
-            raise
-        # Of one that is nested too deeply Python's own compiler raises nearly anything.
-        except Exception as error:
+        except jinja2.TemplateError as error:
             raise ConfigError(
-                f"The chat template is no Jinja template: {_said(error)}. Mend it, or take another."
+                f"The chat template is not a valid Jinja template: {shown(str(error), 300)}. "
+                "Correct it, or use another."
             ) from error
 
     @functools.cached_property
@@ -275,32 +275,14 @@ _marked_name = "_marked"
 # A template may ask for the day. Data made tomorrow have to be those of today: this is the day that
 # Llama 3.1's template writes where it is told none.
 _OF_DATA = {
-    "strftime_now": lambda form: datetime.datetime(2024, 7, 26).strftime(form[:MOST_FORMAT])
+    "strftime_now": lambda form: datetime.datetime(2024, 7, 26).strftime(form)
 }
-
-
-def _why(error: Exception) -> str:
-    """Returns the message for an error of a template that runs."""
-    jinja2 = optional_module("jinja2", "A chat template")
-    if isinstance(error, jinja2.TemplateError):
-        return f"The chat template refuses the conversation: {_said(error)}"
-    return (
-        f"The chat template cannot read the conversation: {type(error).__name__}: {_said(error)}. "
-        'Each message is {"role": ..., "content": ...}.'
-    )
-
-
-def _said(error: Exception) -> str:
-    try:
-        return shown(str(error) or type(error).__name__, 300).rstrip(".")
-    except Exception:  # Texts of a stranger's making.
-        return type(error).__name__
 
 
 @functools.cache
 def _environment() -> Any:
     jinja2 = optional_module("jinja2", "A chat template")
-    from praxis_lite.inputs.tokenizers.templates.sandbox import Sandbox
+    sandbox = optional_module("jinja2.sandbox", "A chat template")
 
     class Generation(optional_module("jinja2.ext", "A chat template").Extension):
         """Marks the text between `{% generation %}` and `{% endgeneration %}`."""
@@ -314,16 +296,15 @@ def _environment() -> Any:
             call = jinja2.nodes.Call(name, [], [], None, None, lineno=line)
             return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
 
-    environment = Sandbox(
+    environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
     environment.globals |= {
         "raise_exception": _refuse,
-        "strftime_now": lambda form: datetime.datetime.now().strftime(form[:MOST_FORMAT]),
+        "strftime_now": lambda form: datetime.datetime.now().strftime(form),
         _marked_name: lambda caller: f"{_BEGIN}{caller()}{_END}",
     }
-    environment.bound_filters()
     return environment
 
 

@@ -1,76 +1,133 @@
-"""A tokenizer.json, as the library `tokenizers` writes it and most models of the hub have it."""
+"""The tokenizer of a directory, read with the library `tokenizers`."""
 
 import functools
+import hashlib
+import json
+import os
+import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from praxis_lite.core.errors import ConfigError, shown
-from praxis_lite.host.optional_packages import optional_module
-from praxis_lite.inputs.tokenizers.base import checked_text
-from praxis_lite.inputs.tokenizers.directory_tokenizer import DirectoryTokenizer
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.inputs.tokenizers.base import Tokenizer, checked_text
+from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
 from praxis_lite.inputs.tokenizers.files import (
-    GENERATION_CONFIG,
     TOKENIZER_CONFIG,
     TOKENIZER_JSON,
-    TokenizerFiles,
+    chat_templates,
+    model_eos_ids,
+    read_fields,
+    special_tokens,
 )
-from praxis_lite.inputs.tokenizers.rust_library import errors_of_rust, read_tokenizer
-from praxis_lite.inputs.tokenizers.special.named_tokens import FLAGS, Token
-from praxis_lite.inputs.tokenizers.special.special_tokens import (
-    SpecialTokens,
-    Vocabulary,
-    resolved,
-)
+from praxis_lite.inputs.tokenizers.normalized import opened
 
-_MOST = 2**32  # Ids are so many to the library; it leaves out those that stand for no token.
+_MAX_ID = 2**32 - 1  # The library's ids are unsigned; it leaves out those that stand for no token.
+# An answer that no template has in it; and a token that may stand behind it.
+_ANSWER = "praxislite"
+_MARK = re.compile(r"\s*(<[^<>\s]+>|\[[^\[\]\s]+\])")
 
 
-class JsonTokenizer(DirectoryTokenizer):
-    """The tokenizer of a directory with a tokenizer.json; the others beside it say the rest.
+class JsonTokenizer(Tokenizer):
+    """The tokenizer of a directory: that of transformers' AutoTokenizer, in ids and templates.
 
-    Special tokens that stand in a text become their ids, as in transformers. Decoding adds and
-    removes no blanks: `clean_up_tokenization_spaces` is not followed, which loses text. What a
-    tokenizer.json says of dropout, truncation and padding is not followed: a text has one
-    encoding, of all of it.
+    A tokenizer.json that transformers takes as it is is read directly. Any other directory is
+    first normalized by transformers; see `normalized`. Decoding adds and removes no blanks:
+    `clean_up_tokenization_spaces` is not followed, which loses text.
 
     Args:
-      path: the directory.
+      path: the directory; its files are read when they are first needed.
+      documents_start_with_eos: True: where the tokenizer puts no BOS before a text, documents of
+        training and prompts of decoding begin with the EOS.
 
     Raises:
-      ConfigError: a file is absent or damaged, when it is first needed.
+      ConfigError: a file is damaged, or transformers is needed; when a file is first needed.
     """
 
+    def __init__(
+        self, path: str | os.PathLike[str], *, documents_start_with_eos: bool = False
+    ):
+        self.path = Path(os.path.expanduser(os.fspath(path)))
+        self.documents_start_with_eos = documents_start_with_eos
+
     def encode(self, text: str, add_special_tokens: bool = True) -> np.ndarray:
-        text = checked_text(text)
-        with errors_of_rust(self._file):
-            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        encoding = self._tokenizer.encode(
+            checked_text(text), add_special_tokens=add_special_tokens
+        )
         return np.array(encoding.ids, np.int32)
 
     def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        text = checked_text(text)
-        with errors_of_rust(self._file):
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        encoding = self._tokenizer.encode(checked_text(text), add_special_tokens=False)
         return np.array(encoding.ids, np.int32), np.array(encoding.offsets, int).reshape(-1, 2)
 
     def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         decoded = [text.decode(errors="replace") for text in texts]
-        with errors_of_rust(self._file):
-            encodings = self._tokenizer.encode_batch(decoded, add_special_tokens=False)
+        encodings = self._tokenizer.encode_batch(decoded, add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
-        given = [number for number in map(int, ids) if 0 <= number < _MOST]
-        with errors_of_rust(self._file):
-            return self._tokenizer.decode(given, skip_special_tokens=skip_special_tokens)
+        given = [number for number in map(int, ids) if 0 <= number <= _MAX_ID]
+        return self._tokenizer.decode(given, skip_special_tokens=skip_special_tokens)
 
     def name_of(self, token: int) -> str | None:
         return self._tokenizer.id_to_token(token)
 
     def has_text(self, token: int, skip_special_tokens: bool = False) -> bool:
-        is_known = 0 <= token < _MOST and self._tokenizer.id_to_token(token) is not None
+        is_known = 0 <= token <= _MAX_ID and self._tokenizer.id_to_token(token) is not None
         return is_known and super().has_text(token, skip_special_tokens)
+
+    @property
+    def directory(self) -> Path:
+        """The normalized directory: `path`, or its copy in the cache."""
+        return self._opened[0]
+
+    @property
+    def _tokenizer(self) -> Any:
+        return self._opened[1]
+
+    @functools.cached_property
+    def _opened(self) -> tuple[Path, Any]:
+        directory, tokenizer = opened(self.path)
+        fields = read_fields(directory / TOKENIZER_CONFIG)
+        tokenizer.encode_special_tokens = bool(fields.get("split_special_tokens"))
+        return directory, tokenizer
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    @functools.cached_property
+    def roles(self) -> dict[str, str]:
+        """The special tokens by role, such as "eos_token"; they are variables of the template."""
+        return special_tokens(self.directory)
+
+    @property
+    def eos_id(self) -> int | None:
+        # Where no file names the token, the model may know what ends a text.
+        token = self._id_of("eos_token")
+        return next(iter(self.model_eos_ids), None) if token is None else token
+
+    @property
+    def bos_id(self) -> int | None:
+        return self._id_of("bos_token")
+
+    @property
+    def pad_id(self) -> int | None:
+        return self._id_of("pad_token")
+
+    def _id_of(self, role: str) -> int | None:
+        return self._tokenizer.token_to_id(self.roles[role]) if role in self.roles else None
+
+    @functools.cached_property
+    def model_eos_ids(self) -> tuple[int, ...]:
+        return model_eos_ids(self.directory)
+
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return frozenset(number for number, token in added.items() if token.special)
 
     @property
     def begin_ids(self) -> tuple[int, ...]:
@@ -81,90 +138,60 @@ class JsonTokenizer(DirectoryTokenizer):
         return self._around[1]
 
     @functools.cached_property
+    def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The special tokens before and after a text."""
+        full, plain = self.encode("a").tolist(), self.encode("a", False).tolist()
+        places = range(len(full) - len(plain) + 1)
+        at = next((i for i in places if full[i : i + len(plain)] == plain), 0)
+        return tuple(full[:at]), tuple(full[at + len(plain) :])
+
+    @property
+    def document_start(self) -> tuple[int, ...]:
+        if self.documents_start_with_eos and not self.begin_ids and self.eos_id is not None:
+            return (self.eos_id,)
+        return self.begin_ids
+
+    @functools.cached_property
     def run_ids(self) -> frozenset[int]:
         # Its decoder joins them, whether or not its model makes them.
-        decoder = self._own.decoder
+        decoder = self._tokenizer.decoder
         if decoder is None or b'"ByteFallback"' not in decoder.__getstate__():
             return frozenset()
         forms = ("<0x{:02X}>", "<0x{:02x}>")
         names = {form.format(byte) for form in forms for byte in range(256)}
-        numbers = map(self._own.token_to_id, names)
+        numbers = map(self._tokenizer.token_to_id, names)
         return frozenset(number for number in numbers if number is not None)
 
     @functools.cached_property
-    def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What stands before and after a text."""
-        whole, plain = self.encode("a").tolist(), self.encode("a", False).tolist()
-        places = range(len(whole) - len(plain) + 1)
-        at = next((i for i in places if whole[i : i + len(plain)] == plain), 0)
-        return tuple(whole[:at]), tuple(whole[at + len(plain) :])
+    def chat(self) -> ChatTemplate | None:
+        sources = chat_templates(self.directory)
+        default = sources.get("default", sources.get("tool_use"))
+        if default is None:
+            return None
+        return ChatTemplate(default, self.roles, sources.get("tool_use"))
 
     @functools.cached_property
-    def _files(self) -> TokenizerFiles:
-        return TokenizerFiles(self.path, TOKENIZER_JSON)
+    def turn_end_ids(self) -> tuple[int, ...]:
+        # The first thing behind an answer, if it is one token by itself: <|im_end|>, </s>.
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
+        try:
+            text = "" if self.chat is None else self.chat.render(messages)
+        except ConfigError:
+            return ()  # Reported where a conversation is to be read.
+        mark = _MARK.match(text.rpartition(_ANSWER)[2]) if _ANSWER in text else None
+        if mark is None:
+            return ()
+        ids = self.encode(mark[1], False).tolist()
+        return tuple(ids) if len(ids) == 1 else ()
 
-    @property
-    def _file(self) -> Any:
-        return self.path / TOKENIZER_JSON
-
-    @functools.cached_property
-    def _own(self) -> Any:
-        """The library's tokenizer, of tokenizer.json alone."""
-        return read_tokenizer(self._file)
-
-    @functools.cached_property
-    def _own_tokens(self) -> dict[int, Token]:
-        return {
-            number: Token(
-                token.content, f"{self._file}: added_tokens", None, token.special,
-                {flag: getattr(token, flag) for flag in FLAGS},
-            )
-            for number, token in self._own.get_added_tokens_decoder().items()
-        }
+    def fingerprint(self) -> dict[str, Any]:
+        return {"tokenizer": type(self).__name__, "sha256": self._sha256}
 
     @functools.cached_property
-    def _own_ids(self) -> list[int]:
-        return list(self._own.get_vocab(with_added_tokens=True).values())
-
-    @functools.cached_property
-    def special(self) -> SpecialTokens:
-        self._say_what_is_not_followed()
-        local = self._own
-        size = max([local.get_vocab_size(with_added_tokens=False), *(i + 1 for i in self._own_ids)])
-        return resolved(self._files, Vocabulary(local.token_to_id, size, self._own_tokens))
-
-    @functools.cached_property
-    def _tokenizer(self) -> Any:
-        added_token = optional_module("tokenizers", f"The tokenizer {self._file}").AddedToken
-        local = self._own_tokens
-        new = {
-            number: added_token(token.text, special=token.is_special, **token.flags)
-            for number, token in sorted(self.special.tokens.items())
-            if number not in local or token is not local[number]
-        }
-        # All at once: the library goes through all of the vocabulary's added tokens each time.
-        with errors_of_rust(self._file):
-            self._own.add_tokens([*new.values()])
-        for number, token in new.items():
-            given = self._own.token_to_id(token.content)
-            if given != number:
-                raise ConfigError(
-                    f"The tokenizer's files disagree: {shown(repr(token.content))} is {number} in "
-                    f"{self.special.tokens[number].said_by}, and {given} by {self._file}, which "
-                    "skips ids. Let transformers write the directory anew."
-                )
-        return self._own
-
-    def _former_tokens(self) -> dict[int, Token]:
-        added = self._files.json(TOKENIZER_CONFIG).get("added_tokens_decoder") or {}
-        size = max([-1, *self._own_ids]) + 1
-        new = {int(i): self.special.tokens[int(i)] for i in added if int(i) >= size}
-        return new | self._own_tokens
-
-    def _former_role(self, role: str, text: object) -> int | None:
-        if role == "bos_token":  # What begins a text is the file's own.
-            return self.special.roles.get(role)
-        if isinstance(text, str) and text:
-            return self._tokenizer.token_to_id(text)
-        ends = self._files.json(GENERATION_CONFIG).get("eos_token_id")
-        return next(iter(ends), None) if isinstance(ends, list) else ends
+    def _sha256(self) -> str:
+        settings = [
+            self.roles, self.eos_ids, self.document_start, self._tokenizer.encode_special_tokens
+        ]
+        digest = hashlib.sha256((self.directory / TOKENIZER_JSON).read_bytes())
+        digest.update(json.dumps(settings, sort_keys=True).encode())
+        return digest.hexdigest()

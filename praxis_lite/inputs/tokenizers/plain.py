@@ -20,6 +20,7 @@ class ByteTokenizer(Tokenizer):
     vocab_size = 257
     eos_id = 256
     special_ids = closing_ids = frozenset({eos_id})
+    document_start = (eos_id,)
     chat = ChatTemplate(chatml("\x02", "\x03"))  # The start and the end of a text, in ASCII.
 
     def encode(self, text: str | bytes, add_special_tokens: bool = True) -> np.ndarray:

@@ -1,7 +1,7 @@
 """The config of a trained job, with the job's own tokenizers and the data that a mode reads.
 
 A job stands alone. When training begins, each directory of a tokenizer that its config names is
-copied into the job's own, and eval, decode and load() read the copy.
+copied into the job's own, normalized, and eval, decode and load() read the copy.
 """
 
 import os
@@ -15,6 +15,7 @@ from praxis_lite.core.errors import ConfigError, printable
 from praxis_lite.files.whole_files import not_written, write_whole
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.inputs.tokenizers.files import CONFIG, has_tokenizer, names_of_tokenizer
+from praxis_lite.inputs.tokenizers.json_tokenizer import JsonTokenizer
 from praxis_lite.run.config.overrides import apply_overrides
 from praxis_lite.run.config.paths import iterate_fields
 from praxis_lite.run.config.text import LoadedConfig, load_config_file
@@ -45,6 +46,8 @@ def recorded_config(job_dir: JobDir, packages: Collection[str]) -> LoadedConfig:
 def keep_tokenizers(config: fdl.Buildable, job_dir: JobDir) -> None:
     """Copies the tokenizers that a config names into its job's directory, as they are now.
 
+    A copy is in the normalized form, which needs no transformers.
+
     Raises:
       ConfigError: a file cannot be read or written.
     """
@@ -54,6 +57,7 @@ def keep_tokenizers(config: fdl.Buildable, job_dir: JobDir) -> None:
         source = Path(directory).expanduser()
         if not has_tokenizer(source):
             continue
+        source = JsonTokenizer(source).directory
         target = local.setdefault(directory, job_dir.tokenizers / str(len(local)))
         try:
             target.mkdir(parents=True, exist_ok=True)
@@ -66,7 +70,7 @@ def keep_tokenizers(config: fdl.Buildable, job_dir: JobDir) -> None:
                     (target / name).unlink(missing_ok=True)
         except OSError as error:
             raise not_written(target, error) from error
-        # Last: with it the copy is whole.
+        # Last: it makes the copy complete.
         write_whole(target / CAME_FROM, os.fsencode(directory))
 
 

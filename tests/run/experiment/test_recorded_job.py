@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -53,6 +54,24 @@ def test_a_job_keeps_its_tokenizers_and_reads_its_own(recorded):
     assert load_tokenizer(local.task.tokenizer).fingerprint() == before
     # The corpus is one for all datasets, as before.
     assert local.datasets["train"].corpus is local.datasets["heldout"].corpus
+
+
+def test_a_job_needs_no_transformers_for_its_copy_of_a_tokenizer(recorded, monkeypatch):
+    job, config, tokenizer = recorded
+    monkeypatch.setenv("XDG_CACHE_HOME", str(job.path / "cache"))
+    (tokenizer / "config.json").write_text('{"model_type": "llama", "eos_token_id": [7, 5]}')
+    fields = json.loads((tokenizer / "tokenizer_config.json").read_text())
+    fields |= {"tokenizer_class": "LlamaTokenizer"}
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(fields))
+    expected = load_tokenizer(tokenizer)
+    ids, ends = expected.encode("né fox").tolist(), expected.eos_ids
+    assert expected.directory != tokenizer and set(ends) == {7, 5, expected.eos_id}
+    keep_tokenizers(config, job)
+    shutil.rmtree(tokenizer)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    local = load_tokenizer(recorded_config(job, ()).config.task.tokenizer)
+    assert local.encode("né fox").tolist() == ids and local.eos_ids == ends
+    assert local.fingerprint() == expected.fingerprint()
 
 
 def test_a_tokenizer_that_has_changed_is_copied_again(recorded):

@@ -9,14 +9,13 @@ from typing import Any
 from praxis_lite.core.task import Task
 from praxis_lite.decode.decoder import Decoder, TokenizerIds
 from praxis_lite.inputs.tokenizers.base import Tokenizer
-from praxis_lite.inputs.tokenizers.directory_tokenizer import DirectoryTokenizer
 from praxis_lite.inputs.tokenizers.files import (
     GENERATION_CONFIG,
-    TokenizerFiles,
     has_tokenizer,
     names_of_tokenizer,
-    read_file,
+    read_fields,
 )
+from praxis_lite.inputs.tokenizers.json_tokenizer import JsonTokenizer
 
 # Endings of fields of generation_config.json that name ids of a tokenizer.
 _OF_IDS = ("_token_id", "_token_ids", "_words_ids", "suppress_tokens")
@@ -40,12 +39,12 @@ def write_text_files(
       `config`, with the task's special tokens where they are not those of `base`.
     """
     tokenizer = task.tokenizer
-    is_named = isinstance(tokenizer, DirectoryTokenizer)
-    fields = TokenizerFiles(base, "").json(GENERATION_CONFIG)
+    is_named = isinstance(tokenizer, JsonTokenizer)
+    fields = read_fields(base / GENERATION_CONFIG)
     ends, is_set = _ends(task)
     size = next((x["vocab_size"] for x in _parts(config) if x.get("vocab_size")), None)
     ends = [i for i in ends if size is None or i < size]
-    if is_named and not _is_same(tokenizer.directory, base):
+    if is_named and not _is_of(base, tokenizer):
         _copy(tokenizer.directory, target)
         ids = {
             "bos_token_id": tokenizer.bos_id, "eos_token_id": ends or None,
@@ -60,7 +59,7 @@ def write_text_files(
         note(f"the export has no tokenizer, because the job's, {tokenizer}, has no files")
         copy_files(base, target, [GENERATION_CONFIG])
     else:
-        _copy(tokenizer.directory if is_named else base, target)
+        _copy(base, target)
     if is_set or (is_named and ends and set(ends) != _stated_ends(tokenizer, fields, config)):
         _write_generation(target, fields | {"eos_token_id": ends})
     return _with_ids(config, {"eos_token_id": ends}) if is_set else dict(config)
@@ -84,14 +83,15 @@ def _stated_ends(
     return set() if generation else {tokenizer.eos_id}
 
 
-def _is_same(a: Path, b: Path) -> bool:
-    """Returns True if two directories have the same files of a tokenizer, byte for byte."""
-
-    def content(path: Path) -> bytes | None:
-        return read_file(path) if path.is_file() else None
-
-    names = {*names_of_tokenizer(a), *names_of_tokenizer(b)}
-    return all(content(a / name) == content(b / name) for name in names)
+def _is_of(base: Path, tokenizer: JsonTokenizer) -> bool:
+    """Returns True if a directory has a tokenizer with the same ids, ends and chat template."""
+    if not has_tokenizer(base):
+        return False
+    ours, others = tokenizer, JsonTokenizer(base)
+    if ours.fingerprint() != others.fingerprint():
+        return False
+    sources = [item.chat.sources if item.chat else None for item in (ours, others)]
+    return sources[0] == sources[1]
 
 
 def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -1,0 +1,229 @@
+"""Directories of tokenizers in the one form that is read here; transformers rewrites all others.
+
+The form is that of a plain fast tokenizer of transformers: tokenizer.json has every token and what
+is put around a text, and tokenizer_config.json names the special tokens. Other directories (a
+SentencePiece model, vocab.json and merges.txt, vocab.txt, or a tokenizer.json that a class of
+transformers changes when it loads it) are read once by AutoTokenizer, so ids, special tokens and
+templates are those of transformers by construction.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from praxis_lite.core.errors import ConfigError, few, shown
+from praxis_lite.host.optional_packages import optional_module, require_package
+from praxis_lite.inputs.tokenizers.files import (
+    ADDED_TOKENS,
+    CONFIG,
+    GENERATION_CONFIG,
+    SPECIAL_TOKENS,
+    TOKENIZER_CONFIG,
+    TOKENIZER_JSON,
+    model_eos_ids,
+    names_of_tokenizer,
+    read_fields,
+    special_tokens,
+)
+
+# Classes of transformers that take a tokenizer.json as it is.
+_PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
+# A field of tokenizer_config.json that marks a normalized directory; changes when the form does.
+_MARK, _VERSION = "normalized_by_praxis_lite", 1
+
+
+def opened(directory: Path) -> tuple[Path, Any]:
+    """Returns the normalized directory, which may be the given one, and the library's tokenizer.
+
+    Raises:
+      ConfigError: a file is damaged, transformers cannot read the directory, or it is needed and
+        is not installed.
+    """
+    if _is_plain(directory):
+        tokenizer = read_tokenizer(directory / TOKENIZER_JSON)
+        is_normalized = read_fields(directory / TOKENIZER_CONFIG).get(_MARK) == _VERSION
+        if is_normalized or _has_all_settings(directory, tokenizer):
+            return directory, tokenizer
+    directory = normalized_copy(directory)
+    return directory, read_tokenizer(directory / TOKENIZER_JSON)
+
+
+def read_tokenizer(path: Path) -> Any:
+    """Returns the library's tokenizer of a tokenizer.json, which gives a text one encoding.
+
+    Truncation, padding and dropout are not applied: they belong to training, not to the tokenizer.
+
+    Raises:
+      ConfigError: the file is damaged.
+    """
+    library = optional_module("tokenizers", f"The tokenizer {path}")
+    try:
+        tokenizer = library.Tokenizer.from_file(str(path))
+    except Exception as error:  # The library raises nothing narrower.
+        raise ConfigError(
+            f"The tokenizer's file {path} cannot be read: {shown(str(error), 200)}. Copy it again."
+        ) from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None):
+        tokenizer.model.dropout = None
+    return tokenizer
+
+
+def _is_plain(directory: Path) -> bool:
+    """Returns True if transformers takes the directory's tokenizer.json as it is."""
+    if not (directory / TOKENIZER_JSON).is_file():
+        return False
+    fields = read_fields(directory / TOKENIZER_CONFIG)
+    name = fields.get("tokenizer_class")
+    if name is None:
+        model = read_fields(directory / CONFIG)
+        return not {"model_type", "tokenizer_class"} & model.keys()
+    return name in _PLAIN and "auto_map" not in fields
+
+
+def _has_all_settings(directory: Path, tokenizer: Any) -> bool:
+    """Returns True if tokenizer.json has all that the files next to it add in transformers."""
+    fields = read_fields(directory / TOKENIZER_CONFIG)
+    added = tokenizer.get_added_tokens_decoder()
+    if "added_tokens_decoder" in fields:
+        for number, token in fields["added_tokens_decoder"].items():
+            known = added.get(int(number))
+            if known is None or known.content != token["content"] or any(
+                getattr(known, name) != value for name, value in token.items()
+                if name in ("special", "lstrip", "rstrip", "single_word", "normalized")
+            ):
+                return False
+    elif (directory / ADDED_TOKENS).exists():
+        return False
+    roles = special_tokens(directory)
+    special = {token.content for token in added.values() if token.special}
+    extra = [*_texts(fields, "extra_special_tokens"), *_texts(fields, "additional_special_tokens")]
+    if not special.issuperset([*roles.values(), *extra]):
+        return False
+    for role, value in read_fields(directory / SPECIAL_TOKENS).items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, list) or text != roles.get(role):
+            return False
+    # transformers does not read add_bos_token and add_eos_token next to a tokenizer.json.
+    return True
+
+
+def _texts(fields: dict[str, Any], name: str) -> list[str]:
+    tokens = fields.get(name) or []
+    tokens = tokens.values() if isinstance(tokens, dict) else tokens
+    return [token["content"] if isinstance(token, dict) else token for token in tokens]
+
+
+def normalized_copy(directory: Path) -> Path:
+    """Returns the normalized copy of a directory, which is cached by the content of its files.
+
+    Raises:
+      ConfigError: as `write_normalized`; or the cache cannot be written.
+    """
+    digest = hashlib.sha256(f"{_VERSION}".encode())
+    for name in (*names_of_tokenizer(directory), CONFIG):
+        if (directory / name).is_file():
+            content = (directory / name).read_bytes()
+            digest.update(f"{name} {len(content)} ".encode() + content)
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    target = cache / "praxis_lite" / "tokenizers" / digest.hexdigest()[:32]
+    if (target / TOKENIZER_JSON).is_file():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            new = Path(folder, "new")
+            new.mkdir()
+            write_normalized(directory, new)
+            os.rename(new, target)
+    except OSError as error:
+        # Another process may have written the same meanwhile.
+        if not (target / TOKENIZER_JSON).is_file():
+            raise ConfigError(
+                f"The normalized tokenizer of {directory} cannot be written to {target.parent}: "
+                f"{error}. Set XDG_CACHE_HOME to a folder that you can write."
+            ) from error
+    return target
+
+
+def write_normalized(source: Path, target: Path) -> None:
+    """Writes a tokenizer in the normalized form, as transformers reads it.
+
+    Raises:
+      ConfigError: transformers is not installed, or cannot read the directory.
+    """
+    tokenizer = _of_transformers(source)
+    tokenizer.save_pretrained(target)
+    _mark_special(target / TOKENIZER_JSON, tokenizer)
+    written = read_fields(target / TOKENIZER_CONFIG)
+    fields = {
+        _MARK: _VERSION, "tokenizer_class": _PLAIN[0], **tokenizer.special_tokens_map,
+        "additional_special_tokens": [str(token) for token in tokenizer.extra_special_tokens],
+    }
+    kept = ("model_max_length", "clean_up_tokenization_spaces", "split_special_tokens")
+    fields |= {name: written[name] for name in kept if name in written}
+    (target / TOKENIZER_CONFIG).write_text(json.dumps(fields, indent=2) + "\n", "utf-8")
+    generation = read_fields(source / GENERATION_CONFIG)
+    if ends := model_eos_ids(source):
+        generation["eos_token_id"] = list(ends)
+    if generation:
+        (target / GENERATION_CONFIG).write_text(json.dumps(generation, indent=2) + "\n", "utf-8")
+
+
+def _mark_special(path: Path, tokenizer: Any) -> None:
+    """Marks the tokens in a tokenizer.json as special that a tokenizer of transformers skips.
+
+    It also skips tokens that are named by a role and whose entry in added_tokens is not special.
+    """
+    fields = read_fields(path)
+    for token in fields["added_tokens"]:
+        skipped, text = (
+            tokenizer.decode([token["id"]], skip_special_tokens=skips) for skips in (True, False)
+        )
+        token["special"] = skipped == "" and text != ""
+    path.write_text(json.dumps(fields, ensure_ascii=False, indent=2), "utf-8")
+
+
+def _of_transformers(directory: Path) -> Any:
+    # Without it transformers warns that PyTorch is missing, which tokenizers do not need.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    transformers = optional_module(
+        "transformers", f"The first use of {directory}, which is not a plain tokenizer.json,"
+    )
+
+    def read(directory: Path) -> Any:
+        return transformers.AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+
+    models = [*directory.glob("*.model"), *directory.glob("*.spm")]
+    if models and not (directory / TOKENIZER_JSON).is_file():
+        require_package("sentencepiece", f"The first use of {models[0]}")
+    try:
+        if len(models) == 1 and len(names_of_tokenizer(directory)) == 1:
+            # A bare model of SentencePiece: transformers wants the usual name.
+            with tempfile.TemporaryDirectory() as folder:
+                shutil.copyfile(models[0], f"{folder}/tokenizer.model")
+                if (directory / CONFIG).is_file():
+                    shutil.copyfile(directory / CONFIG, f"{folder}/{CONFIG}")
+                tokenizer = read(Path(folder))
+        else:
+            tokenizer = read(directory)
+    except Exception as error:  # Its classes raise anything.
+        raise ConfigError(
+            f"transformers cannot read the tokenizer in {directory}, which has "
+            f"{few(names_of_tokenizer(directory))}: {type(error).__name__}: "
+            f"{shown(str(error), 300)}. Give the directory the files with which the model was "
+            "published."
+        ) from error
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"The tokenizer in {directory} is a {type(tokenizer).__name__}, which has no "
+            "tokenizer.json. Convert it to one."
+        )
+    return tokenizer

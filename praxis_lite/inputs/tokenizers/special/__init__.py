@@ -1,1 +1,0 @@
-"""Which tokens are special, and which end a text: from every file that may say it."""

@@ -1,1 +1,0 @@
-"""Chat templates of strangers, run: Jinja's sandbox, and how much a template may do in it."""
