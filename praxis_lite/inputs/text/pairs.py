@@ -130,9 +130,11 @@ def prompted(prompt: str, answer: str, tokenizer: Tokenizer) -> Tokens:
     """Returns a prompt, and an answer with the end of the text, which alone are learnt."""
     # Both are one text, so that no tokenizer puts a space between them.
     ids, places = tokenizer.encode_with_places(prompt + answer)
-    start = tokenizer.document_start
-    start = () if tuple(ids[: len(start)].tolist()) == start else start
-    end = () if tokenizer.eos_id is None or ids[-1] == tokenizer.eos_id else (tokenizer.eos_id,)
+    started = tokenizer.with_start(ids)
+    ended = tokenizer.with_end(started)
     # A token that has some of both is the answer's, whose beginning would else not be learned.
-    is_learned = [False] * len(start) + (places[:, 1] > len(prompt)).tolist() + [True] * len(end)
-    return Tokens(np.array([*start, *ids, *end], np.int32), np.array(is_learned))
+    is_answer = np.concatenate([
+        np.zeros(len(started) - len(ids), bool), places[:, 1] > len(prompt),
+        np.ones(len(ended) - len(started), bool),
+    ])
+    return Tokens(ended, is_answer)

@@ -19,7 +19,7 @@ class ByteTokenizer(Tokenizer):
     token_unit = "byte"
     vocab_size = 257
     eos_id = 256
-    special_ids = closing_ids = frozenset({eos_id})
+    special_ids = frozenset({eos_id})
     document_start = (eos_id,)
     chat = ChatTemplate(chatml("\x02", "\x03"))  # The start and the end of a text, in ASCII.
 
