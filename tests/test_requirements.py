@@ -32,7 +32,6 @@ LATE = {
     "praxis_lite.interop.serving.connections": "uvicorn",
     "praxis_lite.interop.serving.endpoints": "starlette",
     "praxis_lite.tools.lm_eval.lm": "lm_eval",
-    "praxis_lite.tools.lm_eval.named_model": "lm_eval",
 }
 # Late imports after `require_package`.
 ASKED_FOR = {"experiments.vision": "sklearn"}

@@ -26,12 +26,12 @@ from praxis_lite.inputs.sources.hub import Tfds as Tfds
 from praxis_lite.inputs.sources.json_lines import JsonLines as JsonLines
 from praxis_lite.inputs.sources.records import ArrayRecords as ArrayRecords
 from praxis_lite.inputs.sources.records import TfRecords as TfRecords
-from praxis_lite.inputs.text.about_python import about_python as about_python
 from praxis_lite.inputs.text.corpus import TextCorpus as TextCorpus
 from praxis_lite.inputs.text.corpus import language_reference as language_reference
 from praxis_lite.inputs.text.documents import Documents as Documents
 from praxis_lite.inputs.text.packed_text import PackedText as PackedText
 from praxis_lite.inputs.text.preferences import PreferenceData as PreferenceData
+from praxis_lite.inputs.text.preferences import about_python as about_python
 from praxis_lite.inputs.text.prompts import TextPrompts as TextPrompts
 from praxis_lite.inputs.tokenizers.plain import ByteTokenizer as ByteTokenizer
 from praxis_lite.inputs.tokenizers.plain import TokenIds as TokenIds

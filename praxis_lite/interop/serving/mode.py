@@ -117,10 +117,10 @@ def _serve_job(
 ) -> None:
     launched = recorded_job_of(command, "decode", has_prompts=True)
     with job_on_mesh(command, launched, "load") as job:
-        from praxis_lite.interop.serving.served_model import check_language_model
+        from praxis_lite.run.trainer.decoding.user_prompts import check_language_model
         from praxis_lite.run.trainer.restored_weights import restored_weights
 
-        check_language_model(job.partitioner)
+        check_language_model(job.partitioner.task, "--mode=serve")
         step, mdl_vars = restored_weights(
             job.partitioner, job.files, step, job.run.decode_use_ema_states
         )
