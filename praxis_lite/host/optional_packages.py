@@ -12,11 +12,12 @@ from praxis_lite.core.errors import ConfigError
 PACKAGES: dict[str, tuple[str, str | None]] = {
     "tensorflow": ("tensorflow", None),
     "grain": ("grain", None),
+    "datasets": ("datasets", None),
+    "pyarrow": ("pyarrow", None),
     "tokenizers": ("tokenizers", "text"),
     "sentencepiece": ("sentencepiece", "text"),
     "jinja2": ("jinja2", "text"),
     "safetensors": ("safetensors", "hf"),
-    "pyarrow": ("pyarrow", "sources"),
     "google_crc32c": ("google-crc32c", "sources"),
     "PIL": ("pillow", "sources"),
     "tensorflow_datasets": ("tensorflow-datasets", "sources"),

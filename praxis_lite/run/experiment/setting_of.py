@@ -24,9 +24,6 @@ _PACKAGES_OF_CLASSES = {
     for place, name, package in (
         ("run.trackers.mlflow", "MLflow", "mlflow"),
         ("run.trackers.weights_and_biases", "WeightsAndBiases", "wandb"),
-        ("inputs.sources.columnar", "Parquet", "pyarrow"),
-        ("inputs.sources.columnar", "ArrowFiles", "pyarrow"),
-        ("inputs.sources.hub", "HuggingFaceDataset", "pyarrow"),
         ("inputs.sources.hub", "Tfds", "tensorflow_datasets"),
         ("inputs.sources.records", "TfRecords", "google_crc32c"),
         ("inputs.sources.folders", "ImageFiles", "PIL"),

@@ -175,7 +175,7 @@ REFUSED = """
     praxis_lite.run.job.job_dir:open_for_training praxis_lite.run.job.job_dir:JobDir
     praxis_lite.run.checkpoints.checkpoints:Checkpoints praxis_lite.run.checkpoints.tools:listing
     praxis_lite.tools.pax.job:begin_job praxis_lite.tools.huggingface:load
-    praxis_lite.run.trainer.launch:train praxis_lite.inputs.sources.kept:write
+    praxis_lite.run.trainer.launch:train praxis_lite.inputs.sources.cache:write
     praxis_lite.inputs.sources.files.paths:make_files praxis_lite.inputs.tokenizers:load_tokenizer
     praxis_lite.inputs:JsonLines.check praxis_lite.inputs:TextCorpus.__call__
     praxis_lite.inputs:sources praxis_lite.inputs.numpy_data:random_bits
