@@ -3,29 +3,29 @@
 import contextlib
 import json
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pyarrow
-import xxhash
 
 from praxis_lite.core.errors import ConfigError, format_bytes, shown
 from praxis_lite.files.whole_files import not_written
 from praxis_lite.inputs.processes.all_cores import require_guarded_main
 from praxis_lite.inputs.sources.base import digest_of_file, unreadable
 from praxis_lite.inputs.sources.copied import ROWS_PER_BATCH, CopiedFiles
-from praxis_lite.inputs.sources.derived import code_of
 
 _WORTH_A_LINE = 64 << 20  # Bytes of files.
 
 
-def arrow_copy(source: CopiedFiles) -> dict[str, Any]:
-    """Returns the `paths` of a source's copy, and `counts` and `digests` of its files.
+def write_copy(source: CopiedFiles, key: str) -> Path:
+    """Copies a source's rows, and returns the folder of the copy. Nothing is read from the network.
 
-    The copy is made now if there is none of these files. Nothing is read from the network.
+    Another process that copies the same rows is waited for.
+
+    Args:
+      key: of the copy, for the folder's name.
 
     Raises:
       ConfigError: a file or the folder cannot be read or written; and what `source.tables` raises.
@@ -33,20 +33,13 @@ def arrow_copy(source: CopiedFiles) -> dict[str, Any]:
     require_guarded_main()
     folder = source.cache_folder()
     size = sum(state.size for state in source.states)
-    # What determines the copy. Relative paths: a folder may be moved together with its cache.
-    key = json.dumps([
-        source.settings(), code_of(type(source).tables), code_of(getattr(source, "records", None)),
-        [(os.path.relpath(path, folder), *state)
-         for path, state in zip(source.paths, source.states, strict=True)],
-    ], default=repr)
     try:
         builder = _Copy(
-            source, cache_dir=folder, dataset_name=type(source).__name__,
-            hash=xxhash.xxh3_128_hexdigest(key.encode(errors="surrogateescape")),
+            source, cache_dir=folder, dataset_name=source.name_of_copy, hash=key,
             writer_batch_size=ROWS_PER_BATCH,
         )
         is_large = size > _WORTH_A_LINE
-        if is_large and not os.path.exists(builder.cache_dir):
+        if is_large:
             _log.info(
                 "copying %s in %d files into %s, where any row is found by its number",
                 format_bytes(size), len(source.paths), builder.cache_dir,
@@ -54,7 +47,7 @@ def arrow_copy(source: CopiedFiles) -> dict[str, Any]:
         with _progress_bar(is_large):
             builder.download_and_prepare()
     except datasets.exceptions.DatasetGenerationError as error:
-        cause = error.__cause__
+        cause = error.__cause__ or error
         if isinstance(cause, OSError):
             raise not_written(folder, cause) from None
         if isinstance(cause, pyarrow.ArrowException) or type(cause) is ValueError:
@@ -68,8 +61,7 @@ def arrow_copy(source: CopiedFiles) -> dict[str, Any]:
             f"{folder} cannot be written ({error.strerror or error}); a copy of {source.location} "
             "is stored there. Set the source's cache_dir to a folder that can be written."
         ) from None
-    content = json.loads(builder.info.description)
-    return {**content, "paths": sorted(map(str, Path(builder.cache_dir).glob("*.arrow")))}
+    return Path(builder.cache_dir)
 
 
 class _Copy(datasets.ArrowBasedBuilder):

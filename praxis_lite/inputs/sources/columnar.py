@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from praxis_lite.core.errors import ConfigError, did_you_mean, require, shown
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.inputs.sources.base import Example
-from praxis_lite.inputs.sources.copied import ROWS_PER_BATCH, CopiedFiles
+from praxis_lite.inputs.sources.copied import BYTES_PER_BATCH, ROWS_PER_BATCH, CopiedFiles
 from praxis_lite.inputs.sources.faults import BadExample
 
 if TYPE_CHECKING:
@@ -100,9 +100,10 @@ class Parquet(ArrowFiles):
     def batches(self, path: str) -> "tuple[pyarrow.Schema, Iterable[pyarrow.RecordBatch]]":
         parquet = optional_module("pyarrow.parquet", path)
         file = parquet.ParquetFile(path, page_checksum_verification=True)
-        return file.schema_arrow, file.iter_batches(
-            ROWS_PER_BATCH, columns=list(self.columns) or None
-        )
+        groups = (file.metadata.row_group(k) for k in range(file.num_row_groups))
+        size = sum(group.total_byte_size for group in groups) / max(1, file.metadata.num_rows)
+        num_rows = max(1, min(ROWS_PER_BATCH, int(BYTES_PER_BATCH / max(1, size))))
+        return file.schema_arrow, file.iter_batches(num_rows, columns=list(self.columns) or None)
 
 
 def _plain(table: "pyarrow.Table") -> "pyarrow.Table":

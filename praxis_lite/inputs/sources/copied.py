@@ -4,19 +4,24 @@ import abc
 import dataclasses
 import functools
 import json
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import xxhash
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.inputs.sources.base import Example, RowsOfFiles, settings_alone
+from praxis_lite.inputs.sources.derived import code_of
 from praxis_lite.inputs.sources.faults import BadExample
 
 if TYPE_CHECKING:
     import pyarrow
 
 # Of a batch in the copy. Fewer make more batches to search, more take more memory to write.
-ROWS_PER_BATCH, _BYTES_PER_BATCH = 4096, 8 << 20
+ROWS_PER_BATCH, BYTES_PER_BATCH = 4096, 8 << 20
 
 
 @dataclasses.dataclass(eq=False)
@@ -33,11 +38,44 @@ class CopiedFiles(RowsOfFiles):
 
     @functools.cached_property
     def copy(self) -> dict[str, Any]:
-        """The paths of the copy's Arrow files, and the rows and digest of each file."""
-        # Imported late: it takes a second, which worker processes do not need.
-        from praxis_lite.inputs.sources.arrow_copy import arrow_copy
+        """The `paths` of the copy's Arrow files, and the `counts` and `digests` of the files."""
+        key = self._key()
+        # Where `datasets` writes it. It takes a second to import, and locks the folder, so it is
+        # left out if the copy is there.
+        folder = Path(self.cache_folder(), self.name_of_copy, "default", "0.0.0", key)
+        if not (folder / "dataset_info.json").exists():
+            from praxis_lite.inputs.sources.arrow_copy import write_copy
 
-        return arrow_copy(self)
+            folder = write_copy(self, key)
+        try:
+            info = json.loads((folder / "dataset_info.json").read_text())
+            content = json.loads(info["description"])
+        except (OSError, ValueError, KeyError) as error:
+            raise self._damaged(error) from None
+        return {**content, "paths": sorted(map(str, folder.glob("*.arrow")))}
+
+    @property
+    def name_of_copy(self) -> str:
+        """The name of the folder of copies of such files."""
+        return type(self).__name__.lower()
+
+    def _key(self) -> str:
+        """Returns a hash of what determines the copy: the files, and how they are read."""
+        folder = self.cache_folder()
+        # Relative paths, for a folder may be moved together with its cache.
+        files = [
+            (os.path.relpath(path, folder), *state)
+            for path, state in zip(self.paths, self.states, strict=True)
+        ]
+        code = [code_of(getattr(type(self), name, None)) for name in ("tables", "records")]
+        text = json.dumps([self.settings(), code, files], default=repr)
+        return xxhash.xxh3_128_hexdigest(text.encode())
+
+    def _damaged(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"The copy of {self.files} in {self.cache_folder()} cannot be read ({error}). Delete "
+            "that folder, and launch again, which makes the copy again."
+        )
 
     @property
     def counts(self) -> list[int]:
@@ -59,10 +97,7 @@ class CopiedFiles(RowsOfFiles):
             if table.num_rows != len(self):
                 raise OSError(f"it has {table.num_rows:,} rows of {len(self):,}")
         except (OSError, pyarrow.ArrowInvalid) as error:
-            raise ConfigError(
-                f"The copy of {self.files} in {self.cache_folder()} cannot be read ({error}). "
-                "Delete that folder, and launch again, which makes the copy again."
-            ) from None
+            raise self._damaged(error) from None
         return table
 
     def check(self) -> None:
@@ -107,7 +142,7 @@ class FileSource(CopiedFiles):
                 records.append(record)
                 faults.append(None)
                 size += len(record)
-                if len(rows) == ROWS_PER_BATCH or size > _BYTES_PER_BATCH:
+                if len(rows) == ROWS_PER_BATCH or size > BYTES_PER_BATCH:
                     yield table()
                     rows, records, faults, size = [], [], [], 0
         except BadExample as error:

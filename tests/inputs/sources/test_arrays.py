@@ -66,3 +66,9 @@ def test_arrays_without_rows_are_told(tmp_path):
     np.save(tmp_path / "one.npy", np.float32(7))
     with pytest.raises(ConfigError, match=r"\(2 files"):
         NpyFiles(f"{tmp_path}/*.npy").check()
+
+
+def test_arrays_of_other_lengths_are_named(tmp_path):
+    np.savez(tmp_path / "b.npz", x=np.arange(6), y=np.arange(5))
+    with pytest.raises(ConfigError, match="b.npz.*{'x'.*6.*'y'.*5}"):
+        NpyFiles(f"{tmp_path}/b.npz").check()

@@ -23,20 +23,16 @@ from praxis_lite.inputs import (
     ArrowFiles,
     FromGrain,
     FromSource,
-    HuggingFaceDataset,
-    ImageFiles,
     JsonLines,
     Mixture,
     NpyFiles,
     Parquet,
-    TextFiles,
     TfRecords,
 )
 from praxis_lite.inputs.base import digest_of
 from praxis_lite.inputs.batches import check_data
 from praxis_lite.inputs.sources import opened
 from praxis_lite.inputs.sources.faults import BadExample
-from tests.support.marks import needs_tensorflow
 
 ROWS = 600
 
@@ -298,103 +294,6 @@ def test_a_checksum_that_is_wrong_is_named_with_its_row(tmp_path):
     assert plain(source[0]) == row(0)
     with pytest.raises(BadExample, match="a.tfrecord.*1"):
         source[1]
-
-
-@needs_tensorflow
-@pytest.mark.slow
-def test_examples_of_tensorflow_are_decoded_as_tensorflow_wrote_them(tmp_path):
-    import tensorflow as tf
-
-    def feature(**kind):
-        return tf.train.Feature(**kind)
-
-    example = tf.train.Example(features=tf.train.Features(feature={
-        "ids": feature(int64_list=tf.train.Int64List(value=[3, -4])),
-        "x": feature(float_list=tf.train.FloatList(value=[0.5])),
-        "text": feature(bytes_list=tf.train.BytesList(value=[b"a\xff"])),
-    }))
-    path = str(tmp_path / "a.tfrecord")
-    with tf.io.TFRecordWriter(path) as writer:
-        writer.write(example.SerializeToString())
-    actual = TfRecords(path)[0]
-    assert actual["ids"].tolist() == [3, -4] and actual["x"].tolist() == [0.5]
-    assert actual["text"] == b"a\xff"
-
-
-def test_columns_are_chosen_and_a_wrong_one_is_named(tmp_path):
-    write_parquet(tmp_path / "a.parquet", 0, 9)
-    assert Parquet(f"{tmp_path}/a.parquet", columns=("n",))[4] == {"n": 4}
-    with pytest.raises(ConfigError, match="'txt'.*text"):
-        Parquet(f"{tmp_path}/a.parquet", columns=("txt",))[4]
-
-
-def test_npy_files_are_rows_of_one_array(tmp_path):
-    x = np.arange(24.0).reshape(6, 4)
-    np.save(tmp_path / "a.npy", x)
-    source = NpyFiles(f"{tmp_path}/*.npy", name="features")
-    assert np.array_equal([source[k]["features"] for k in range(6)], x)
-    np.savez(tmp_path / "b.npz", x=x, y=np.arange(5))
-    with pytest.raises(ConfigError, match="{'x'.*6.*'y'.*5}"):
-        NpyFiles(f"{tmp_path}/b.npz").check()
-
-
-def test_folders_of_texts_and_images(tmp_path):
-    from PIL import Image
-
-    for name in ("cat/1.png", "dog/2.png", "dog/3.png"):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        Image.fromarray(np.full((3, 5, 3), int(name[4]), np.uint8)).save(path)
-    images = ImageFiles(f"{tmp_path}/*/*.png")
-    found = map(images.__getitem__, range(3))
-    assert [(x["name"], x["label"], x["image"][2, 4, 1]) for x in found] == [
-        ("cat/1.png", 0, 1), ("dog/2.png", 1, 2), ("dog/3.png", 1, 3)
-    ]
-    (tmp_path / "dog/2.png").write_bytes(b"no image")
-    with pytest.raises(ConfigError, match="dog/2.png"):
-        images[1]
-    with pytest.raises(BadExample, match="dog/2.png"):
-        ImageFiles(f"{tmp_path}/*/*.png")[1]
-    (tmp_path / "a.txt").write_bytes("é".encode())
-    (tmp_path / "b.txt").write_bytes("é".encode("latin-1"))
-    texts = TextFiles(f"{tmp_path}/*.txt")
-    assert texts[0] == {"name": "a.txt", "text": "é"}
-    with pytest.raises(BadExample, match="b.txt:1.*UTF-8"):
-        texts[1]
-
-
-@pytest.mark.slow
-def test_datasets_of_hugging_face(tmp_path):
-    import datasets
-
-    item = datasets.Dataset.from_list([{"n": n, "ids": list(range(n))} for n in range(40)])
-    datasets.DatasetDict(train=item, test=item.select(range(7))).save_to_disk(tmp_path / "d")
-    source = HuggingFaceDataset(str(tmp_path / "d"), "test")
-    source.check()
-    assert len(source) == 7 and source[5]["n"] == 5 and source[5]["ids"].tolist() == [0, 1, 2, 3, 4]
-    assert pickle.loads(pickle.dumps(source))[6]["n"] == 6
-    with pytest.raises(ConfigError, match="'tests'.*test"):
-        HuggingFaceDataset(str(tmp_path / "d"), "tests").check()
-
-
-@pytest.mark.slow
-@needs_tensorflow
-def test_datasets_of_tfds(tmp_path):
-    import tensorflow_datasets as tfds
-
-    from praxis_lite.inputs import Tfds
-
-    for kind in ("array_record", "tfrecord"):
-        tfds.dataset_builders.store_as_tfds_dataset(
-            name="numbers", version="1.0.0", data_dir=str(tmp_path / kind), file_format=kind,
-            features=tfds.features.FeaturesDict({"n": np.int64}),
-            split_datasets={"train": [(n, {"n": n}) for n in range(30)]},
-        )
-    source = Tfds(str(tmp_path / "array_record/numbers/1.0.0"), "train")
-    source.check()
-    assert sorted(int(source[k]["n"]) for k in range(len(source))) == list(range(30))
-    with pytest.raises(ConfigError, match="tfrecord.*array_record"):
-        Tfds(str(tmp_path / "tfrecord/numbers/1.0.0"), "train").check()
 
 
 def is_odd(example):

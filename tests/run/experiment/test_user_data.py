@@ -75,10 +75,10 @@ def test_all_missing_packages_of_a_config_are_in_one_error():
     config = Synthetic().config()
     trackers = {"a": fdl.Config(praxis_lite.MLflow), "b": fdl.Config(praxis_lite.WeightsAndBiases)}
     config.run.trackers = trackers
-    source = fdl.Config(inputs.Parquet, "x.parquet")
+    source = fdl.Config(inputs.TfRecords, "x.tfrecord")
     config.datasets["train"] = fdl.Config(inputs.FromSource, source, 3, shuffle=True)
     config.task.quantization = "int8"
-    missing = {"mlflow", "wandb", "pyarrow", "qwix"}
+    missing = {"mlflow", "wandb", "google_crc32c", "qwix"}
     for first in sorted(missing):
         with (
             mock.patch.object(optional_packages, "is_installed", lambda name: name not in missing),
