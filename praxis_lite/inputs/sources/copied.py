@@ -4,9 +4,11 @@ import abc
 import dataclasses
 import functools
 import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -22,6 +24,12 @@ if TYPE_CHECKING:
 
 # Of a batch in the copy. Fewer make more batches to search, more take more memory to write.
 ROWS_PER_BATCH, BYTES_PER_BATCH = 4096, 8 << 20
+
+
+def import_datasets(needed_by: str) -> ModuleType:
+    """Returns Hugging Face's `datasets`, imported without its lines on the frameworks it finds."""
+    logging.getLogger("datasets").setLevel(logging.WARNING)  # As it does once it is imported.
+    return optional_module("datasets", needed_by)
 
 
 @dataclasses.dataclass(eq=False)
@@ -44,6 +52,7 @@ class CopiedFiles(RowsOfFiles):
         # left out if the copy is there.
         folder = Path(self.cache_folder(), self.name_of_copy, "default", "0.0.0", key)
         if not (folder / "dataset_info.json").exists():
+            import_datasets(type(self).__name__)
             from praxis_lite.inputs.sources.arrow_copy import write_copy
 
             folder = write_copy(self, key)

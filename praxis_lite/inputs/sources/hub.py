@@ -15,6 +15,7 @@ from praxis_lite.host.optional_packages import optional_module, require_package
 from praxis_lite.inputs.mixing.same_classes import class_clashes
 from praxis_lite.inputs.sources.base import Example, Part, Source, ranges_of_parts, settings_alone
 from praxis_lite.inputs.sources.columnar import without_nulls
+from praxis_lite.inputs.sources.copied import import_datasets
 from praxis_lite.inputs.sources.faults import BadExample
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class HuggingFaceDataset(_Prepared):
     @functools.cached_property
     def saved(self) -> "datasets.Dataset":
         """The split as it was saved."""
-        library = optional_module("datasets", "HuggingFaceDataset")
+        library = import_datasets("HuggingFaceDataset")
         try:
             result = library.load_from_disk(str(self.folder))
         except FileNotFoundError as error:
@@ -137,7 +138,7 @@ class HuggingFaceDataset(_Prepared):
 
     @functools.cached_property
     def rows(self) -> "datasets.Dataset":
-        library, result = optional_module("datasets", "HuggingFaceDataset"), self.saved
+        library, result = import_datasets("HuggingFaceDataset"), self.saved
         result = result.with_format(None, columns=result.format["columns"])
         for name, feature in result.features.items():
             if isinstance(feature, library.Audio | library.Video):
@@ -168,7 +169,7 @@ def _value(feature: Any, value: Any) -> Any:
 
 
 def _classes(dataset: "datasets.Dataset") -> dict[str, tuple[str, ...]]:
-    label = optional_module("datasets", "HuggingFaceDataset").ClassLabel
+    label = import_datasets("HuggingFaceDataset").ClassLabel
     return {
         name: tuple(feature.names) for name, feature in dataset.features.items()
         if isinstance(feature, label) and feature.names
