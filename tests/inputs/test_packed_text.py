@@ -302,13 +302,11 @@ def stream(folder, **settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start, numbers", [(0, (1, 3, 8)), (7, (1, 2, 5))])
-def test_the_stream_is_the_same_for_any_number_of_processes(folder, start, numbers):
-    actual = {
-        number: stream_digest(stream(folder), 16, start=start, num_processes=number)
-        for number in numbers
-    }
-    assert len(set(actual.values())) == 1
+def test_the_stream_is_the_same_for_any_number_of_processes(folder):
+    one, three = (
+        stream_digest(stream(folder), 16, start=7, num_processes=number) for number in (1, 3)
+    )
+    assert one == three
 
 
 def test_the_stream_is_the_same_through_twenty_switches_of_hosts_and_workers(folder):
