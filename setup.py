@@ -20,8 +20,6 @@ TEXT = [
 # Models of Hugging Face: their files' headers are checked, and tensors written.
 HF = [*TEXT, "safetensors>=0.8,<0.9"]
 SOURCES = [
-    # Parquet and Arrow files, and .zst ones.
-    "pyarrow>=26.0.1,<27",
     # The checksums of TFRecord files, without loading tensorflow.
     "google-crc32c>=1.9,<2",
     # Images in files and in datasets.
@@ -98,6 +96,13 @@ setup(
         "prometheus-client>=0.26,<1",
         # Datasets whose examples are found by their number, and ArrayRecord files of them.
         "grain>=0.2.18,<0.3",
+        # JSON lines, Parquet, Arrow and saved datasets: rows found by their number in memory-mapped
+        # Arrow files, and the cache of these. 280 MB with all that it brings (pyarrow 170, pandas
+        # 84), next to tensorflow's 1.9 GB; without it there would be no text but whole files.
+        "datasets>=5.2,<6",
+        "pyarrow>=26.0.1,<27",
+        # One process at a time prepares data in a folder.
+        "filelock>=3.20,<5",
         # Imported by name, in the versions that jax, orbax-checkpoint and grain bring: bfloat16 of
         # NumPy's arrays, the arrays in a checkpoint, records that are found by their number, and
         # the examples in records, tf.train.Example, without loading tensorflow.
@@ -116,7 +121,6 @@ setup(
         "text": TEXT,
         "hf": HF,
         "sources": SOURCES,
-        "data": SOURCES,  # Its former name.
         "plots": PLOTS,
         "quantization": QUANTIZATION,
         "tokamax": TOKAMAX,
@@ -151,8 +155,6 @@ setup(
             "ruff>=0.17.5,<0.18",
             # Reads back what the TensorBoard writer wrote; tensorflow no longer brings it.
             "tensorboard>=2.21,<3",
-            # Writes the datasets that HuggingFaceDataset is tested with.
-            "datasets>=5.2,<6",
         ],
     },
 )

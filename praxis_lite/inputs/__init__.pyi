@@ -11,10 +11,10 @@ from praxis_lite.inputs.mixing.shuffle import random_bits as random_bits
 from praxis_lite.inputs.numpy_data import InMemory as InMemory
 from praxis_lite.inputs.numpy_data import SyntheticLm as SyntheticLm
 from praxis_lite.inputs.sources.arrays import NpyFiles as NpyFiles
-from praxis_lite.inputs.sources.base import FileSource as FileSource
 from praxis_lite.inputs.sources.base import Source as Source
 from praxis_lite.inputs.sources.columnar import ArrowFiles as ArrowFiles
 from praxis_lite.inputs.sources.columnar import Parquet as Parquet
+from praxis_lite.inputs.sources.copied import FileSource as FileSource
 from praxis_lite.inputs.sources.faults import BadExample as BadExample
 from praxis_lite.inputs.sources.folders import ImageFiles as ImageFiles
 from praxis_lite.inputs.sources.folders import TextFiles as TextFiles

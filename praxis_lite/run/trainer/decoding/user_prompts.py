@@ -11,9 +11,9 @@ import numpy as np
 
 from praxis_lite.core.errors import ConfigError, require, shown
 from praxis_lite.core.task import Task
+from praxis_lite.files.json_text import opened
 from praxis_lite.inputs.numpy_data import InMemory
 from praxis_lite.inputs.sources.faults import none_skipped
-from praxis_lite.inputs.sources.files.plain import opened
 from praxis_lite.inputs.sources.files.texts import checked, decoded
 from praxis_lite.inputs.sources.json_lines import parsed
 from praxis_lite.inputs.text.length_classes import length_of_prompts
