@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from types import ModuleType
 
 from praxis_lite.core.errors import ConfigError
@@ -35,6 +36,16 @@ PACKAGES: dict[str, tuple[str, str | None]] = {
     "starlette": ("starlette", "serve"),
     "uvicorn": ("uvicorn", "serve"),
 }
+
+
+class MissingPackage(ConfigError):
+    """An optional package that a feature needs is not installed.
+
+    Attributes:
+      package: the name under which it is imported.
+    """
+
+    package: str
 
 
 def optional_module(name: str, needed_by: str) -> ModuleType:
@@ -80,11 +91,19 @@ def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def _missing(package: str, needed_by: str) -> ConfigError:
+def install_line(packages: Sequence[str]) -> str:
+    """Returns the command that installs packages, by their extras where they have any."""
+    known = [PACKAGES.get(package, (package, None)) for package in packages]
+    extras = ",".join(dict.fromkeys(extra for _, extra in known if extra is not None))
+    of_extras = [f"'praxis_lite[{extras}]'"] if extras else []
+    return " ".join(["pip install", *of_extras, *(name for name, extra in known if extra is None)])
+
+
+def _missing(package: str, needed_by: str) -> MissingPackage:
     pip_name, extra = PACKAGES.get(package, (package, None))
-    line = f"pip install {pip_name}"
-    if extra is not None:
-        line = f"pip install 'praxis_lite[{extra}]' (or: {line})"
-    return ConfigError(
+    line = install_line([package]) + (f" (or: pip install {pip_name})" if extra else "")
+    error = MissingPackage(
         f"{needed_by} needs {package}, which is not installed here. Install it: {line}."
     )
+    error.package = package
+    return error

@@ -53,7 +53,7 @@ def load(
     launched = config_of_job(job_dir, None, as_texts(settings), packages)
     check_required(launched.config)
     check_tokenizers(launched.config)
-    with naming_settings(launched.config):
+    with naming_settings(launched.config, launched.recorded):
         job = build(launched.config)
         check_parts(job)
         if mesh != "job":

@@ -33,6 +33,17 @@ from praxis_lite.run.trainer.restored_weights import restored_weights
 Record = dict[str, Any]
 
 
+def _naming_settings(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes errors of a method name the settings that they are about."""
+
+    @functools.wraps(method)
+    def named(self: "TrainedModel", *args: Any, **kwargs: Any) -> Any:
+        with naming_settings(self._config, self._files.config_json):
+            return method(self, *args, **kwargs)
+
+    return named
+
+
 class TrainedModel:
     """The weights of a job's checkpoint on a mesh, and the calls of the job's task.
 
@@ -117,6 +128,7 @@ class TrainedModel:
             for leaf, x in zip(leaves, jax.tree.leaves(self.mdl_vars), strict=True)
         }
 
+    @_naming_settings
     def predict(self, *arrays: Any, **named: Any) -> Any:
         """Returns the result of the model's call with these arguments, as NumPy arrays.
 
@@ -135,6 +147,7 @@ class TrainedModel:
         check_call(self.partitioner.task, arrays, named)
         return self._forward(self.mdl_vars, *arrays, **named)
 
+    @_naming_settings
     def evaluate(
         self, data: str | InputPipeline | Batch | Iterable[Batch]
     ) -> dict[str, float]:
@@ -163,6 +176,7 @@ class TrainedModel:
         evaluator = Evaluator(self.partitioner, {name: pipeline}, limit, seed=self.job.run.seed)
         return evaluator.run(self.step, self.mdl_vars)[name]
 
+    @_naming_settings
     def decode(
         self,
         data: str | InputPipeline,
@@ -194,6 +208,7 @@ class TrainedModel:
         seed = run.seed if seed is None else whole_number(seed, "seed", 0, 2**32 - 1)
         return PromptDecoder(partitioner, mdl_vars, self.step, seed).records(name, pipeline)
 
+    @_naming_settings
     def generate(
         self,
         prompts: Prompts,
@@ -240,8 +255,7 @@ class TrainedModel:
             data, name = known[data], f"{root}.{data}"
         else:
             name = type(data).__name__
-        with naming_settings(self._config):
-            data.check()
+        data.check()
         return name, data
 
     def _decoding(self, decoder: Decoder | None, settings: Mapping[str, Any]) -> Partitioner:

@@ -9,13 +9,15 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
 from orbax.checkpoint._src import asyncio_utils
-from orbax.checkpoint._src.futures import future
+from orbax.checkpoint._src.checkpointers import async_checkpointer
+from orbax.checkpoint._src.futures import future, signaling_client
 
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.run.checkpoints.stored_arrays import ITEMS
@@ -55,6 +57,20 @@ def _run_to_the_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 asyncio_utils._run_sync_via_new_loop = _run_to_the_end
+
+
+class _SteadyTime:
+    """The module `time`, with a `time()` that no change of the system's clock moves."""
+
+    time = staticmethod(time.monotonic)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+
+# Orbax computes deadlines from the wall clock: where that is set, a save fails or never ends.
+for _module in (async_checkpointer, future, signaling_client):
+    _module.time = _SteadyTime()
 
 
 class CancelledWrite(Exception):

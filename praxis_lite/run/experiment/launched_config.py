@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from praxis_lite.core.errors import ConfigError
@@ -21,6 +22,7 @@ class LaunchedConfig:
       settings: those of --set.
       packages: whose functions and classes the config may name, besides the library's.
       mesh_for: the experiment's; None: of a job's own config.
+      recorded: the config.json that the config was read from; None: the class made it.
     """
 
     config: "fdl.Config"
@@ -28,6 +30,7 @@ class LaunchedConfig:
     settings: Sequence[str] = ()
     packages: Sequence[str] = ()
     mesh_for: "Callable[[int], fdl.Config | None] | None" = None
+    recorded: Path | None = None
 
 
 def config_of_experiment(
@@ -66,6 +69,7 @@ def config_of_job(
     Raises:
       ConfigError: the job is of another experiment; or as `recorded_config` and `apply_overrides`.
     """
+    from praxis_lite.run.config.build import naming_settings
     from praxis_lite.run.config.overrides import apply_overrides
     from praxis_lite.run.experiment.recorded_job import recorded_config
 
@@ -78,5 +82,8 @@ def config_of_job(
                 f"{job_dir.path} belongs to {loaded.experiment}, but --exp names {given}. Leave "
                 "--exp out, or name that experiment's directory."
             )
-    apply_overrides(loaded.config, settings, allowed)
-    return LaunchedConfig(loaded.config, loaded.experiment, settings, allowed)
+    with naming_settings(loaded.config, job_dir.config_json):
+        apply_overrides(loaded.config, settings, allowed)
+    return LaunchedConfig(
+        loaded.config, loaded.experiment, settings, allowed, recorded=job_dir.config_json
+    )

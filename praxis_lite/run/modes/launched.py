@@ -101,7 +101,7 @@ def job_on_mesh(
 
     from praxis_lite.run.config.build import build, naming_settings
 
-    with naming_settings(launched.config):
+    with naming_settings(launched.config, launched.recorded):
         job = build(launched.config)
         if on_devices is not None:
             job = on_devices(job, launched)

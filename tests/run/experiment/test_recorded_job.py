@@ -116,6 +116,46 @@ def test_an_error_about_a_file_names_the_setting(recorded):
         raise ConfigError("/data/*.jsonl matches no file.")
 
 
+@pytest.mark.parametrize(
+    ("message", "is_about_setting"),
+    [
+        ("Sample.temperature is -1; wanted is 0 or more.", True),
+        ("inputs_split_mapping.map_1d: no.", True),
+        ("The mesh of mesh.ici_mesh_shape needs 8.", True),
+        ("There are no decode datasets. Add decode_datasets().", True),
+        ("--set task.decoder.temprature: no such field.", True),
+        ("There is no checkpoint of step 3.", False), ("The prompt is empty.", False),
+        ("It has no such name; it has eos_id, batch_size, max_decode_steps, num_heads.", False),
+    ],
+)
+def test_an_error_about_a_recorded_setting_says_where_it_is_read(
+    recorded, message, is_about_setting
+):
+    job, config, _ = recorded
+    with (
+        pytest.raises(ConfigError) as error,
+        naming_settings(config, job.config_json), naming_settings(config, job.config_json),
+    ):
+        raise ConfigError(message)
+    assert str(error.value).count(str(job.config_json)) == is_about_setting
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--mode=decode", "--prompt=7", "--set", "task.inputs_split_mapping={'map_2d': None}"),
+        ("--mode=decode", "--set", "task.decoder.temprature=3"),
+        ("--mode=eval", "--set", "task.learner.clip_gradient_norm_to_value=-1"),
+    ],
+)
+def test_a_mode_that_reads_a_job_names_its_config_in_errors(tmp_path, argv):
+    job = copy_of_trained(tmp_path / "job")
+    done = launch(*argv[:1], f"--job_log_dir={job.path}", *argv[1:])
+    assert (done.code, done.num_compiled) == (2, 0)
+    assert str(job.config_json) in done.err.replace("\n", " ")
+    assert "not from the experiment's class" in " ".join(done.err.split())
+
+
 def test_moved_data_is_refused_by_its_setting_before_anything_compiles(tmp_path):
     job = copy_of_trained(tmp_path / "job")
     done = launch("--mode=eval", f"--job_log_dir={job.path}", "--set", GONE)
