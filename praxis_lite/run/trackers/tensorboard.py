@@ -1,5 +1,6 @@
 """TensorBoard as a tracker: curves, the config, and hyperparameters beside the run's losses."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Mapping
@@ -33,11 +34,16 @@ class TensorBoard(Tracker):
         log_dir.mkdir(exist_ok=True)
         # tensorboardX names files by the second: a run that resumes at once would overwrite one.
         self._events = writer.EventsWriter(str(log_dir / "events"), f".{time.time_ns()}")
-        for title, values in (("config", run.config), ("facts", run.facts)):
-            self.text(run.first_step, title, "\n".join(f"{k}={v}" for k, v in values.items()))
-        losses = ["loss", *(f"{dataset}/loss" for dataset in run.evaluated)]
-        for summary in self._summary.hparams(dict(run.config), dict.fromkeys(losses))[:2]:
-            self._add(0, summary)
+        try:
+            for title, values in (("config", run.config), ("facts", run.facts)):
+                self.text(run.first_step, title, "\n".join(f"{k}={v}" for k, v in values.items()))
+            losses = ["loss", *(f"{dataset}/loss" for dataset in run.evaluated)]
+            for summary in self._summary.hparams(dict(run.config), dict.fromkeys(losses))[:2]:
+                self._add(0, summary)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._close()
+            raise
 
     def go_on_from(self, step: int) -> None:
         """Lets TensorBoard hide the events of later steps."""
@@ -66,7 +72,14 @@ class TensorBoard(Tracker):
 
     def end(self, ending: Ending) -> None:
         """Closes the file."""
-        self._events.close()
+        self._close()
+
+    def _close(self) -> None:
+        try:
+            self._events.flush()
+        finally:
+            # EventsWriter.close() leaves the file open if a flush fails, as on a full disk.
+            self._events._py_recordio_writer.close()
 
     def _add(self, step: int, summary: Any) -> None:
         self._write(self._event_pb2.Event(step=step, summary=summary))

@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.modes.mode import CommandLine
 from praxis_lite.run.modes.train import Train
+from praxis_lite.run.trainer.job_tools import JobTools
 from tests.support.job_runs import home, loaded
 
 PATH = "mdl_vars/params/softmax/logits_ffn/linear/w"
@@ -45,7 +46,7 @@ def test_a_source_that_the_run_does_not_know_gives_the_weights(tmp_path, monkeyp
         ],
     )
     sources = {"init_from_huggingface": Sevens}
-    Train(sources, lambda job: [], lambda job, devices: job.mesh).run(command)
+    Train(JobTools(sources=sources)).run(command)
     assert (tmp_path / "kept.txt").read_text() == "seven"
     assert "reading sevens" in capsys.readouterr().out
     params = loaded(JobDir(tmp_path)).mdl_vars["params"]
