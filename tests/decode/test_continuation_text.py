@@ -51,7 +51,7 @@ def library(kind):
         result = Tokenizer(models.WordPiece(unk_token="<unk>"))
         result.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         result.decoder, trainer = decoders.WordPiece(), trainers.WordPieceTrainer
-    # A long line would be one token without a pre-tokenizer.
+    # Without a pre-tokenizer a long line would become a single token.
     lines = [word for line in LINES for word in line.split()] if name == "llama" else LINES
     result.train_from_iterator([*lines, "\n", ":", ", "], trainer(**settings))
     if name == "llama":  # Bytes are ordinary tokens.

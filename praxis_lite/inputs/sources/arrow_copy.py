@@ -65,7 +65,7 @@ def write_copy(source: CopiedFiles, key: str) -> Path:
 
 
 class _Copy(datasets.ArrowBasedBuilder):
-    """Builder of one split, which has the rows of all files in order."""
+    """Builds a dataset of one split with the rows of all files in order."""
 
     def __init__(self, source: CopiedFiles, **settings: Any):
         self._source = source

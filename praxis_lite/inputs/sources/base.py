@@ -86,14 +86,14 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def cache_folder(self) -> str:
-        """Returns the folder of what is derived from the examples: copies, tokens, rows."""
+        """Returns the folder that caches copies, tokens and rows of the examples."""
 
     @abc.abstractmethod
     def fingerprint(self) -> dict[str, Any]:
         """Returns JSON that identifies the examples, without paths of this machine."""
 
     def has(self, where: str) -> bool:
-        """Returns True if a place, as messages name it, is in this source."""
+        """Returns whether `where`, a place as given in messages, is in this source."""
         return where.startswith(self.location)
 
     def classes_of_labels(self) -> dict[str, tuple[str, ...]]:
@@ -233,7 +233,7 @@ class RowsOfFiles(GlobSource):
 
     @functools.cached_property
     def paths(self) -> list[str]:
-        """The files, sorted by name, made now if there are none and `make` is set."""
+        """The files, sorted by name; `make` creates them first if there are none."""
         try:
             return matching_files(self.files, type(self).__name__)
         except ConfigError:

@@ -1,4 +1,4 @@
-"""Arrays and values that are derived from data: computed once, and stored in a folder."""
+"""A cache on disk for arrays and values that are computed from data."""
 
 import contextlib
 import json
@@ -73,8 +73,8 @@ def read(folder: str, name: str) -> Entry | None:
         arrays = {key: _array(os.path.join(place, f"{key}.npy")) for key in content["digests"]}
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"{place}, which is derived from data, cannot be read ({error}). Delete it, and launch "
-            "again, which makes it again."
+            f"{place}, which is derived from data, cannot be read ({error}). Delete it and launch "
+            "again; it is then recomputed."
         ) from None
     return Entry(content["values"], arrays, content["digests"])
 
@@ -88,7 +88,7 @@ def _array(path: str) -> np.ndarray:
 def write(
     folder: str, name: str, values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
 ) -> None:
-    """Writes an entry, which is there when it is complete. Raises ConfigError if the disk fails."""
+    """Writes an entry atomically. Raises ConfigError if it cannot be written."""
     place = os.path.join(folder, name)
     partial = os.path.join(folder, f".{secrets.token_hex(8)}.partial")
     digests = {
@@ -108,7 +108,7 @@ def write(
 
 @contextlib.contextmanager
 def locked(folder: str) -> Iterator[None]:
-    """Makes a folder, and keeps other processes from writing there meanwhile; logs if it waits.
+    """Creates a folder and locks it against writes of other processes; logs if it has to wait.
 
     Raises:
       ConfigError: the folder cannot be made or written; or this process imports a script that

@@ -94,7 +94,7 @@ def _chosen(
     messages: Sequence[Message], answers: Sequence[int], learned: Sequence[int], first: int,
     spans: Sequence[tuple[int, int]], marked: Callable[[Sequence[Message]], Answers], where: str,
 ) -> list[tuple[int, int]]:
-    """Returns the character spans of the messages that are trained on."""
+    """Returns the character spans of the messages that get a loss."""
     if len(spans) == len(answers):
         return [span for span, index in zip(spans, answers, strict=True) if index in learned]
     if len(learned) == len(answers):

@@ -90,7 +90,7 @@ class Tokenizer(abc.ABC):
 
     @property
     def document_start(self) -> tuple[int, ...]:
-        """The ids before the first token of a prompt or a document: `begin_ids` unless overridden.
+        """The ids that precede a prompt or a document: `begin_ids` unless overridden.
 
         Most models without a BOS, such as Qwen and GPT-2, have none.
         """

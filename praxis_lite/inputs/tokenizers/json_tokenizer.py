@@ -101,7 +101,7 @@ class JsonTokenizer(Tokenizer):
 
     @property
     def eos_id(self) -> int | None:
-        # Where no file names the token, the model may know what ends a text.
+        # If no tokenizer file names an EOS, the model's configs may.
         token = self._id_of("eos_token")
         return next(iter(self.model_eos_ids), None) if token is None else token
 

@@ -61,7 +61,7 @@ class StreamingDecoder:
         return new
 
     def text_of(self, token: int) -> str:
-        """Returns the text of a token in the next place, with U+FFFD for part of a character."""
+        """Returns the text that a token would add next, with U+FFFD for an incomplete character."""
         return self._not_sent(self._decode([*self._ids[: self._num_context], int(token)]))
 
     def _not_sent(self, text: str) -> str:

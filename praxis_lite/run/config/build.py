@@ -63,10 +63,10 @@ _PACKAGES_OF_PATHS = {"init_from_huggingface": "safetensors", "tokenizer": "toke
 
 @contextlib.contextmanager
 def naming_settings(config: fdl.Buildable, recorded: Path | None = None) -> Iterator[None]:
-    """Adds to a ConfigError what the config tells about it.
+    """Adds details from the config to a ConfigError.
 
-    To an error about a file, the paths of the settings that name the file; to one about a missing
-    package, the others that the config needs; to one about a setting of a job, where it is read.
+    An error about a file gets the paths of the settings that name it; one about a missing package,
+    the other missing packages that the config needs; one about a setting, where it was read.
 
     Args:
       recorded: the config.json that `config` was read from; None: the experiment's class made it.
@@ -96,7 +96,7 @@ def naming_settings(config: fdl.Buildable, recorded: Path | None = None) -> Iter
 
 
 def _other_missing_packages(config: fdl.Buildable, package: str) -> str:
-    """Returns a note on other missing packages with the command that installs all, or ""."""
+    """Returns a sentence on further missing packages and how to install all of them, or ""."""
     needed = []
     for field in iterate_fields(config):
         name = field.path.rpartition(".")[2]

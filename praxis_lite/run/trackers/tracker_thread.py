@@ -101,7 +101,7 @@ class TrackerThread(threading.Thread):
         self._call(self._tracker.image, step, name, png)
 
     def end(self, ending: Ending) -> None:
-        """Asks the tracker to end, after all other calls."""
+        """Ends the tracker once all earlier calls are done."""
         self._calls.put(functools.partial(self._tracker.end, ending))
         self._calls.put(None)
 

@@ -142,7 +142,7 @@ class NnxCheckpoint:
 
 
 def _has_arrays(directory: Path) -> bool:
-    """Returns True if a folder is a database, or has folders that are arrays."""
+    """Returns whether a folder is an OCDBT database or contains Zarr arrays."""
     if (directory / DATABASE).is_file():
         return True
     return directory.is_dir() and any(

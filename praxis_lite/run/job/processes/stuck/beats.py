@@ -21,7 +21,7 @@ _STACKS = "praxis_lite/stacks"
 
 
 class StuckBeats(Beats):
-    """Beats that tell the progress of their processes, by which the first one sees who is stuck.
+    """Heartbeats with the progress of each process, from which the first one finds stuck ones.
 
     It asks a stuck process for its stacks: "asks" in its own beat.
     """
