@@ -19,6 +19,11 @@ DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 PARTIAL = ".partial"
 
 
+def user_cache() -> Path:
+    """Returns the folder of this user's caches of praxis_lite, by the XDG base directories."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "praxis_lite"
+
+
 def write_whole(path: Path, content: bytes) -> None:
     """Writes a file next to `path`, on disk, and then gives it that name.
 

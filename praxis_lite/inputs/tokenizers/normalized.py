@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, few, shown
+from praxis_lite.files.whole_files import user_cache
 from praxis_lite.host.optional_packages import optional_module, require_package
 from praxis_lite.inputs.tokenizers.files import (
     ADDED_TOKENS,
@@ -130,8 +131,7 @@ def normalized_copy(directory: Path) -> Path:
         if (directory / name).is_file():
             content = (directory / name).read_bytes()
             digest.update(f"{name} {len(content)} ".encode() + content)
-    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
-    target = cache / "praxis_lite" / "tokenizers" / digest.hexdigest()[:32]
+    target = user_cache() / "tokenizers" / digest.hexdigest()[:32]
     if (target / TOKENIZER_JSON).is_file():
         return target
     try:

@@ -1,9 +1,7 @@
 """A job on its mesh: all of it checked, nothing compiled."""
 
 import dataclasses
-import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +12,7 @@ from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.sharding.mesh import filled_mesh, make_mesh, simulate_devices
 from praxis_lite.core.sharding.mesh_config import CompilerOptions
+from praxis_lite.files.whole_files import user_cache
 from praxis_lite.host.host_memory import check_room_for_devices
 from praxis_lite.inputs.base import TRAIN, InputPipeline
 from praxis_lite.inputs.tokenizers.base import Tokenizer
@@ -187,5 +186,4 @@ def compile_together(steps: Iterable[tuple[Step, InputPipeline, str]]) -> None:
 def use_compilation_cache() -> None:
     """Lets JAX keep compiled programs, so that the second launch of a job starts at once."""
     if jax.config.jax_compilation_cache_dir is None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "praxis_lite"
-        jax.config.update("jax_compilation_cache_dir", str(cache / "xla"))
+        jax.config.update("jax_compilation_cache_dir", str(user_cache() / "xla"))
