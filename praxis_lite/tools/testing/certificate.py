@@ -154,13 +154,13 @@ class Certificate:
             "certified": self.certified,
             "num_comparisons": len(self.comparisons),
             "comparisons": [
-                {**_finite(dataclasses.asdict(item)), "number": number}
+                {**finite_fields(dataclasses.asdict(item)), "number": number}
                 for item, number in self.rows()
             ],
             "meshes": [{"name": name, "shape": shape} for name, shape in self.meshes.items()],
             "notes": self.notes,
             "not_certified": self.not_certified,
-            "first_difference": None if first is None else _finite(dataclasses.asdict(first)),
+            "first_difference": None if first is None else finite_fields(dataclasses.asdict(first)),
         }
 
 
@@ -209,8 +209,8 @@ def _number(x: float) -> str:
     return f"{x:.2g}" if x else "0"
 
 
-def _finite(fields: dict[str, Any]) -> dict[str, Any]:
-    # JSON knows no infinity.
+def finite_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns fields for JSON, which has no infinity: it and NaN as text."""
     is_infinite = lambda x: isinstance(x, float) and not math.isfinite(x)  # noqa: E731
     return {key: str(x) if is_infinite(x) else x for key, x in fields.items()}
 

@@ -21,6 +21,7 @@ from praxis_lite.tools.testing import tolerances
 from praxis_lite.tools.testing.certificate import Certificate, Comparison
 from praxis_lite.tools.testing.meshes import Shape
 from praxis_lite.tools.testing.parts import data, properties
+from praxis_lite.tools.testing.runs.batch_parts import devices_in_turn, micro_batches_in_turn
 from praxis_lite.tools.testing.runs.on_mesh import (
     Batch,
     Leaves,
@@ -30,13 +31,12 @@ from praxis_lite.tools.testing.runs.on_mesh import (
     on_mesh,
     reporting,
 )
-from praxis_lite.tools.testing.runs.parts import devices_in_turn, micro_batches_in_turn
 from praxis_lite.tools.testing.runs.states import first_state, nudged
 
 T = TypeVar("T")
 
 
-class Differs(Exception):
+class CheckFailed(Exception):
     """Ends a check: comparisons failed.
 
     Attributes:
@@ -56,7 +56,7 @@ class Check:
       config: of the job.
       experiment: its full name.
       num_steps: of training on the experiment's own mesh.
-      parts: names of `course.PARTS`, which alone are made; None: all.
+      parts: names of `on_meshes.PARTS`, which alone are made; None: all.
       packages: whose functions and classes the config may name, besides the library's.
       print_text: told what is being done, a line each.
 
@@ -127,7 +127,7 @@ class Check:
         return whole
 
     def makes(self, part: str) -> bool:
-        """Returns True if a part of `course.PARTS` is to be made."""
+        """Returns True if a part of `on_meshes.PARTS` is to be made."""
         return self._parts is None or part in self._parts
 
     def known(self, batch: Batch) -> Batch:
@@ -288,10 +288,10 @@ class Check:
         """Takes comparisons into the certificate.
 
         Raises:
-          Differs: one of them failed.
+          CheckFailed: one of them failed.
         """
         comparisons = list(comparisons)
         self.found.comparisons += comparisons
         failed = [x for x in comparisons if not x.is_equal]
         if failed:
-            raise Differs(one, failed)
+            raise CheckFailed(one, failed)

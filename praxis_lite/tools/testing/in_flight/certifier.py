@@ -1,4 +1,4 @@
-"""The certificates of a job in flight: the steps made again, their meshes, the comparisons."""
+"""Certificates of a job that trains: its steps re-run on other meshes, and compared."""
 
 import concurrent.futures
 import dataclasses
@@ -18,12 +18,8 @@ from praxis_lite.run.job import processes
 from praxis_lite.tools.explain.compiler_warnings import explained_warnings
 from praxis_lite.tools.testing.bisect import REFUSALS
 from praxis_lite.tools.testing.certificate import Comparison
-from praxis_lite.tools.testing.in_flight import again
-from praxis_lite.tools.testing.in_flight.again import Measures, Placement, Rows
-from praxis_lite.tools.testing.in_flight.collectives import are_repeatable
-from praxis_lite.tools.testing.in_flight.measured import scalars_of
-from praxis_lite.tools.testing.in_flight.memory import check_room
 from praxis_lite.tools.testing.in_flight.placements import (
+    are_repeatable,
     bytes_of_weights,
     chosen_rows,
     other_meshes,
@@ -31,8 +27,18 @@ from praxis_lite.tools.testing.in_flight.placements import (
     rolled,
     take_rows,
 )
-from praxis_lite.tools.testing.in_flight.update import UpdateCheck, UpdateCompared
-from praxis_lite.tools.testing.runs.parts import devices_in_turn
+from praxis_lite.tools.testing.in_flight.rerun import (
+    MOVED,
+    Measures,
+    Rerun,
+    Rows,
+    check_room,
+    compare_meshes,
+    compare_moved,
+    scalars_of,
+)
+from praxis_lite.tools.testing.in_flight.update import UpdateCheck, UpdateComparison
+from praxis_lite.tools.testing.runs.batch_parts import devices_in_turn
 
 PyTree = Any
 Build = Callable[[Mesh], Partitioner]
@@ -41,8 +47,8 @@ _MOST_PARTS = 64  # Of a batch that other devices work on in turn: each is in th
 
 
 @dataclasses.dataclass(frozen=True)
-class Made:
-    """The comparisons of a certificate, and the measures that a search goes on from.
+class CertifiedStep:
+    """The comparisons of a certificate, and the measures that a search continues from.
 
     Attributes:
       comparisons: in the order in which they were made.
@@ -63,7 +69,7 @@ class Made:
     is_of_device: bool
     draw: int
     drawn: Callable[[int], Rows]
-    update: UpdateCompared | None = None
+    update: UpdateComparison | None = None
 
     @property
     def failed(self) -> list[Comparison]:
@@ -83,7 +89,7 @@ class Certifier:
 
     Attributes:
       spec, num_rows: the shapes of the rows that a certificate is made of, and how many.
-      places: the job's mesh, its devices moved, and, if there is a legal one, another mesh.
+      reruns: on the job's mesh, with its devices moved, and, if there is a legal one, on another.
       order: of the devices that are moved.
       is_exact: True if sums between devices do not depend on the devices' places.
       update: recomputes updates; None: it cannot be traced, or there is no memory for it.
@@ -106,7 +112,7 @@ class Certifier:
         self.order = rolled(range(size), size, by)
         self.spec, self.num_rows = self._few_rows(element_spec)
         moved = reordered(own.mesh, self.order)
-        self.places = [self.placed(own), self.placed(build(moved)), *self._on_another_mesh()]
+        self.reruns = [self.rerun_on(own), self.rerun_on(build(moved)), *self._on_another_mesh()]
         self.is_exact = are_repeatable(own.mesh, moved)
         self._take = take_rows(own.mesh, self.num_rows)
         self.update: UpdateCheck | None = None
@@ -117,13 +123,13 @@ class Certifier:
         self._ready: concurrent.futures.Future | None = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "certificates")
 
-    def placed(self, partitioner: Partitioner) -> Placement:
+    def rerun_on(self, partitioner: Partitioner) -> Rerun:
         """Returns the task on a mesh, traced for the rows; raises the model's refusals."""
-        place = Placement(self.own, partitioner)
-        place.lower(self.spec, self.scalars)
-        return place
+        rerun = Rerun(self.own, partitioner)
+        rerun.lower(self.spec, self.scalars)
+        return rerun
 
-    def _on_another_mesh(self) -> list[Placement]:
+    def _on_another_mesh(self) -> list[Rerun]:
         """Returns the task on a legal mesh that splits other axes than the job's, if any is."""
         parts, by_hand = self.own.gradients.num_parts, []
         for mesh in other_meshes(self.own.mesh):
@@ -131,14 +137,14 @@ class Certifier:
                 item = self.build(mesh)
                 if item.gradients.num_parts == parts:
                     item.train_step.check_batch(self.spec)
-                    return [self.placed(item)]
+                    return [self.rerun_on(item)]
                 by_hand.append(mesh)
             except REFUSALS:
                 continue
         if by_hand and parts is not None and parts <= _MOST_PARTS:
             # Each device's rows are a batch with a key of its own, and there have to be as many.
             gradients = devices_in_turn(parts)
-            return [self.placed(Partitioner(self.own.task, by_hand[0], gradients=gradients))]
+            return [self.rerun_on(Partitioner(self.own.task, by_hand[0], gradients=gradients))]
         self.notes.append(
             "There is no other mesh that this job can be computed on, so certificates are of moved "
             "devices alone."
@@ -162,14 +168,14 @@ class Certifier:
                     raise
         raise AssertionError(batch_size)
 
-    def compile_beside(self) -> None:
-        """Begins to compile what was traced, in a thread beside training."""
+    def compile_in_thread(self) -> None:
+        """Starts to compile what was traced, in a separate thread."""
         self._ready = self._thread.submit(self._compile)
 
     def _compile(self) -> None:
         # What a mesh reshards at a cost is said of the training step alone.
         with explained_warnings(lambda warning: None):
-            for item in self.places:
+            for item in self.reruns:
                 item.compile()
             if self.update is not None:
                 self.update.compile()
@@ -181,40 +187,31 @@ class Certifier:
           OutOfMemory: they have none for the job's own mesh.
         """
         self._ready.result()
-        for item in list(self.places):
-            lack = ""
-            try:
-                check_room(
-                    item.compile(), item.mesh.local_devices,
-                    f"A certificate on the mesh {item.name}",
-                    # The weights once more, as they lie on another mesh.
-                    0 if item.is_own else bytes_of_weights(item.partitioner.layout),
-                )
-            except OutOfMemory as error:
-                lack = str(error)
-            if lack := next(filter(None, processes.exchange("room for certificates", lack)), ""):
-                if item in self.places[:2]:
+        for rerun in list(self.reruns):
+            check = functools.partial(
+                check_room, rerun.compile(), rerun.mesh.local_devices,
+                f"A certificate on the mesh {rerun.name}",
+                # The weights once more, in the layout of another mesh.
+                0 if rerun.is_own else bytes_of_weights(rerun.partitioner.layout),
+            )
+            if lack := _lack_of_memory("room for certificates", check):
+                if rerun in self.reruns[:2]:
                     raise OutOfMemory(lack)
-                self.places.remove(item)
+                self.reruns.remove(rerun)
                 self.notes.append(f"{lack} So certificates are of moved devices alone.")
-        self._tried_update(UpdateCheck.check_memory)
+        self._recompute_if(UpdateCheck.check_memory)
 
     def keep(self, state: TrainState, step: int) -> None:
         """Copies the part of the state from which the next step's update is recomputed."""
-        self._tried_update(UpdateCheck.check_copy)
+        self._recompute_if(UpdateCheck.check_copy)
         if self.update is not None:
             self.update.keep(state, step)
 
-    def _tried_update(self, check: Callable[[UpdateCheck], None]) -> None:
+    def _recompute_if(self, check: Callable[[UpdateCheck], None]) -> None:
         """Recomputes no update from here on if a check of the memory for it fails anywhere."""
-        lack = ""
         if self.update is None:
             return
-        try:
-            check(self.update)
-        except OutOfMemory as error:
-            lack = str(error)
-        if lack := next(filter(None, processes.exchange("room for updates", lack)), ""):
+        if lack := _lack_of_memory("room for updates", functools.partial(check, self.update)):
             self.update = None
             self.notes.append(f"{lack} So updates are not recomputed.")
 
@@ -226,48 +223,48 @@ class Certifier:
         salt = int(np.random.default_rng(seed).integers(2**32))
         return Rows(state, self._take(batch, chosen), key, salt)
 
-    def make(self, state: TrainState, batch: GlobalBatch, key: jax.Array, step: int) -> Made:
-        """Returns the comparisons of a step made again; waits for the devices.
+    def certify(
+        self, state: TrainState, batch: GlobalBatch, key: jax.Array, step: int
+    ) -> CertifiedStep:
+        """Returns the comparisons of a step with its re-runs; waits for the devices.
 
         The update is compared if the state before the step was kept.
         """
         drawn = functools.partial(self.rows, state, batch, key, step)
         for draw in range(_MOST_DRAWS):
-            made = self._made(drawn(draw), draw, drawn)
+            certified = self._compared(drawn(draw), draw, drawn)
             # Where rounding decides between two ways, such as between two experts, a mesh may
             # take the other one; that it does on other rows too has another cause.
-            if made.is_of_device or not in_any_process(bool(made.failed)):
+            if certified.is_of_device or not in_any_process(bool(certified.failed)):
                 break
         if self.update is None or not self.update.has(step):
-            return made
-        if made.is_of_device or in_any_process(bool(made.failed)):
+            return certified
+        if certified.is_of_device or in_any_process(bool(certified.failed)):
             self.update.drop()
-            return made
+            return certified
         self._ready.result()
         update = self.update.compare(
-            state, batch, key, made.own, made.nudged[0], made.rows.salt, self.places[0].rounding,
-            in_any_process,
+            state, batch, key, certified.own, certified.nudged[0], certified.rows.salt,
+            self.reruns[0].rounding, in_any_process,
         )
         self.update.lower()
         self._ready = self._thread.submit(self._compile)
         return dataclasses.replace(
-            made, comparisons=[*made.comparisons, *update.comparisons], update=update
+            certified, comparisons=[*certified.comparisons, *update.comparisons], update=update
         )
 
-    def _made(self, rows: Rows, draw: int, drawn: Callable[[int], Rows]) -> Made:
-        own, moved, *others = self.places
+    def _compared(self, rows: Rows, draw: int, drawn: Callable[[int], Rows]) -> CertifiedStep:
+        own, moved, *others = self.reruns
         first, second = own.measure(rows), moved.measure(rows)
         third = [other.measure(rows) for other in others]
         nudged = [own.measure(rows, own.rounding)]
-        exact = again.compare_moved(first, second) if self.is_exact else []
+        exact = compare_moved(first, second) if self.is_exact else []
         is_of_device = in_any_process(any(not x.is_equal for x in exact))
 
         def compared() -> list[Comparison]:
-            by_rounding = [] if self.is_exact else again.compare_meshes(
-                again.MOVED, first, nudged, second
-            )
+            by_rounding = [] if self.is_exact else compare_meshes(MOVED, first, nudged, second)
             for other, actual in zip(others, third, strict=True):
-                by_rounding += again.compare_meshes(other.name, first, nudged, actual)
+                by_rounding += compare_meshes(other.name, first, nudged, actual)
             return by_rounding
 
         result = compared()
@@ -276,7 +273,7 @@ class Certifier:
             patterns = range(1, 1 + _MORE_NUDGES)
             nudged += [own.measure(rows, own.rounding, pattern) for pattern in patterns]
             result = compared()
-        return Made(
+        return CertifiedStep(
             exact + result, first, nudged, third[0] if third else None, rows, is_of_device,
             draw, drawn,
         )
@@ -291,11 +288,19 @@ class Certifier:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 
+def _lack_of_memory(topic: str, check: Callable[[], None]) -> str:
+    """Returns the message of the OutOfMemory that a check raises in any process, or ""."""
+    message = ""
+    try:
+        check()
+    except OutOfMemory as error:
+        message = str(error)
+    return next(filter(None, processes.exchange(topic, message)), "")
+
+
 def in_any_process(is_so: bool) -> bool:
     """Returns True, on all processes alike, if it is so in any.
 
     A device that computes wrongly may tell its own process something else than the others hear.
     """
     return any(processes.exchange("certificate", "yes" if is_so else ""))
-
-

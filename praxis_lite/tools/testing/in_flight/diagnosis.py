@@ -12,13 +12,25 @@ from jax.sharding import Mesh
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.tools.testing import tolerances
 from praxis_lite.tools.testing.bisect import REFUSALS, layer_of
-from praxis_lite.tools.testing.certificate import Comparison, mesh_name, split_axes
-from praxis_lite.tools.testing.in_flight import again, layers
-from praxis_lite.tools.testing.in_flight.again import Measures, Placement, Rows
-from praxis_lite.tools.testing.in_flight.certifier import Certifier, Made, in_any_process
+from praxis_lite.tools.testing.certificate import (
+    Comparison,
+    finite_fields,
+    mesh_name,
+    split_axes,
+)
+from praxis_lite.tools.testing.in_flight import layers
+from praxis_lite.tools.testing.in_flight.certifier import CertifiedStep, Certifier, in_any_process
 from praxis_lite.tools.testing.in_flight.placements import reordered, reshaped, rolled
+from praxis_lite.tools.testing.in_flight.rerun import (
+    MOVED,
+    Measures,
+    Rerun,
+    Rows,
+    compare_meshes,
+    compare_moved,
+)
 from praxis_lite.tools.testing.in_flight.state_digests import Digests, differing
-from praxis_lite.tools.testing.in_flight.update import UpdateCompared
+from praxis_lite.tools.testing.in_flight.update import UpdateComparison
 
 DEVICE, PROGRAM = "device", "program"
 _NUM_DRAWS = 5
@@ -122,16 +134,16 @@ def layer_of_leaf(layout: StateLayout, leaf: str) -> str:
 
 
 class Search:
-    """Looks for the cause of a difference, by making the step again elsewhere.
+    """Looks for the cause of a difference, by re-running the step elsewhere.
 
     Args:
       certifier: of the job.
-      made: the certificate.
+      certified: the certificate.
     """
 
-    def __init__(self, certifier: Certifier, made: Made):
-        self._certifier, self._made, self._rows = certifier, made, made.rows
-        self._own, self._mesh = certifier.places[0], certifier.own.mesh
+    def __init__(self, certifier: Certifier, certified: CertifiedStep):
+        self._certifier, self._certified, self._rows = certifier, certified, certified.rows
+        self._own, self._mesh = certifier.reruns[0], certifier.own.mesh
         self._layout = certifier.own.layout
 
     def difference(self) -> Difference:
@@ -139,15 +151,15 @@ class Search:
 
         A process that saw none itself looks with the others, and returns what it compared first.
         """
-        made = self._made
-        if made.update is not None:
-            return self._of_update(made.update)
-        moved = [x for x in made.failed if x.mesh == again.MOVED]
-        if made.is_of_device or in_any_process(bool(moved)):
-            return self._of_device(moved or made.comparisons[:1])
-        return self._of_program(made.failed or made.comparisons[-1:])
+        certified = self._certified
+        if certified.update is not None:
+            return self._of_update(certified.update)
+        moved = [x for x in certified.failed if x.mesh == MOVED]
+        if certified.is_of_device or in_any_process(bool(moved)):
+            return self._of_device(moved or certified.comparisons[:1])
+        return self._of_program(certified.failed or certified.comparisons[-1:])
 
-    def _of_update(self, update: UpdateCompared) -> Difference:
+    def _of_update(self, update: UpdateComparison) -> Difference:
         """Returns the difference of a wrong update; of one device if the others are right."""
         worst = next(iter(update.failed), update.comparisons[-1])
         places = update.places.get(worst.leaf, ())
@@ -220,7 +232,7 @@ class Search:
         moved = self._placed(rolled(places, self._mesh.size))
         return self._differing_rows(moved) is not None
 
-    def _differing_rows(self, place: Placement) -> Rows | None:
+    def _differing_rows(self, place: Rerun) -> Rows | None:
         """Returns rows whose results differ between a placement and the job's own, or None.
 
         Of several draws, for a device may have rows that do not count.
@@ -228,8 +240,8 @@ class Search:
         for rows, expected, nudged in self._draws:
             actual = place.measure(rows)
             compared = (
-                again.compare_moved(expected, actual) if self._certifier.is_exact
-                else again.compare_meshes(again.MOVED, expected, nudged, actual)
+                compare_moved(expected, actual) if self._certifier.is_exact
+                else compare_meshes(MOVED, expected, nudged, actual)
             )
             if in_any_process(any(not x.is_equal for x in compared)):
                 return rows
@@ -238,20 +250,20 @@ class Search:
     @functools.cached_property
     def _draws(self) -> list[tuple[Rows, Measures, list[Measures]]]:
         """Rows of several draws, their measures, and those with weights moved by rounding."""
-        own, drawn = self._own, self._made.drawn
+        own, drawn = self._own, self._certified.drawn
         rows = [self._rows, *(drawn(draw) for draw in range(10, 10 + _NUM_DRAWS))]
         return [(item, own.measure(item), [own.measure(item, own.rounding)]) for item in rows]
 
-    def _placed(self, order: Sequence[int]) -> Placement:
+    def _placed(self, order: Sequence[int]) -> Rerun:
         return self._on(reordered(self._mesh, order))
 
-    def _on(self, mesh: Mesh) -> Placement:
-        return self._certifier.placed(self._certifier.build(mesh))
+    def _on(self, mesh: Mesh) -> Rerun:
+        return self._certifier.rerun_on(self._certifier.build(mesh))
 
     # The program: another mesh says so, and the meshes that split one axis say which.
 
     def _of_program(self, failed: Sequence[Comparison]) -> Difference:
-        other = self._certifier.places[-1]
+        other = self._certifier.reruns[-1]
         axes = self._axes()
         layer = self._tried(
             lambda: layers.first_layer_of_mesh(other, self._own, self._rows)
@@ -281,13 +293,13 @@ class Search:
 
     def _is_wrong(self, actual: Measures) -> bool:
         """Returns True if measures are not those of the other mesh."""
-        made = self._made
+        own, other = self._certified.own, self._certified.other
         # How much rounding moves is known of the job's own mesh.
         nudged = [
-            {k: x + item.leaves[k] - made.own.leaves[k] for k, x in made.other.leaves.items()}
-            for item in made.nudged
+            {k: x + item.leaves[k] - own.leaves[k] for k, x in other.leaves.items()}
+            for item in self._certified.nudged
         ]
-        compared = tolerances.by_rounding("", made.other.leaves, nudged, actual.leaves)
+        compared = tolerances.by_rounding("", other.leaves, nudged, actual.leaves)
         return in_any_process(any(not x.is_equal for x in compared))
 
     def _leaf(self, failed: Sequence[Comparison], layer: str) -> Comparison:
@@ -304,8 +316,4 @@ class Search:
 
 def as_json(difference: Difference | None) -> Mapping[str, Any] | None:
     """Returns a difference as values for JSON."""
-    if difference is None:
-        return None
-    fields = dataclasses.asdict(difference)
-    return {k: str(x) if isinstance(x, float) and not np.isfinite(x) else x
-            for k, x in fields.items()}
+    return None if difference is None else finite_fields(dataclasses.asdict(difference))

@@ -16,7 +16,7 @@ from praxis_lite.run.trainer.hooks.loop import Loop
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh, partitioner_on
 from praxis_lite.run.trainer.metrics.json_lines import append_lines
 from praxis_lite.tools.testing.certificate import Comparison
-from praxis_lite.tools.testing.in_flight.certifier import Certifier, Made, in_any_process
+from praxis_lite.tools.testing.in_flight.certifier import CertifiedStep, Certifier, in_any_process
 from praxis_lite.tools.testing.in_flight.diagnosis import (
     Difference,
     Search,
@@ -99,7 +99,7 @@ class Certificates(Hook):
     def compiling(self) -> Iterator[None]:
         yield
         if self._certifier is not None:
-            self._certifier.compile_beside()
+            self._certifier.compile_in_thread()
 
     # Between steps.
 
@@ -134,17 +134,17 @@ class Certificates(Hook):
             found = self._agreed(of_copies(self._layout, self._mesh, self._digests))
             if made.step % self.every and not found:
                 return None
-            again = None if found else self._made_again(made)
-            if again is not None and in_any_process(bool(again.failed)):
+            certified = None if found else self._certified(made)
+            if certified is not None and in_any_process(bool(certified.failed)):
                 loop.note(f"step {made.step} is not certified; looking for the cause")
-                found = self._agreed([Search(self._certifier, again).difference()])
-            self._record(made.step, began + self._waited, found, again)
+                found = self._agreed([Search(self._certifier, certified).difference()])
+            self._record(made.step, began + self._waited, found, certified)
             self._waited = 0.0
         if not found:
             return None
         return self._act(made.step, found[0])
 
-    def _made_again(self, made: StepMade) -> Made | None:
+    def _certified(self, made: StepMade) -> CertifiedStep | None:
         if self._certifier is None:
             return None
         if not self._has_room:
@@ -158,7 +158,7 @@ class Certificates(Hook):
                 self._certifier = None
                 return None
             self._waited = time.perf_counter() - began
-        result = self._certifier.make(made.state, made.batch, made.key, made.step)
+        result = self._certifier.certify(made.state, made.batch, made.key, made.step)
         for note in self._certifier.notes_not_said():
             self._loop.note(f"note: {note}")
         return result
@@ -191,37 +191,37 @@ class Certificates(Hook):
         return {"step": self._step, **self._digests.to_save()}
 
     def _record(
-        self, step: int, began: float, found: Sequence[Difference], made: Made | None = None,
-        number: int | None = None,
+        self, step: int, began: float, found: Sequence[Difference],
+        certified: CertifiedStep | None = None, number: int | None = None,
     ) -> None:
         if not self._loop.is_first:
             return
-        comparisons: Sequence[Comparison] = [] if made is None else made.comparisons
+        comparisons: Sequence[Comparison] = [] if certified is None else certified.comparisons
         closest = max(comparisons, key=lambda x: x.share, default=None)
         append_lines(self._job.files.certificates_jsonl, [{
             "step": step, "time": time.time(),
-            "rows": 0 if made is None else self._certifier.num_rows,
-            "meshes": self._meshes(made),
+            "rows": 0 if certified is None else self._certifier.num_rows,
+            "meshes": self._meshes(certified),
             "certified": not found,
             "num_comparisons": len(comparisons) + (number or len(self._digests.by_leaf)),
             "closest": None if closest is None else {
                 "leaf": closest.leaf, "share": closest.share, "mesh": closest.mesh,
             },
-            "update": None if made is None or made.update is None else {
-                "arrays": made.update.num_arrays, "of_arrays": made.update.of_arrays,
-                "bits": made.update.is_exact,
+            "update": None if certified is None or certified.update is None else {
+                "arrays": certified.update.num_arrays, "of_arrays": certified.update.of_arrays,
+                "bits": certified.update.is_exact,
             },
-            "repeated": made is not None and made.draw > 0,
+            "repeated": certified is not None and certified.draw > 0,
             "seconds": time.perf_counter() - began,
             "state_digest": self._digests.of_state,
             "difference": as_json(found[0] if found else None),
         }])
 
-    def _meshes(self, made: Made | None) -> dict[str, Any]:
+    def _meshes(self, certified: CertifiedStep | None) -> dict[str, Any]:
         meshes: dict[str, Any] = {"own": dict(self._mesh.shape)}
-        if made is not None:
+        if certified is not None:
             meshes["moved"] = {"order": self._certifier.order, "exact": self._certifier.is_exact}
-            for other in self._certifier.places[2:]:
+            for other in self._certifier.reruns[2:]:
                 meshes["other"] = dict(other.mesh.shape)
         return meshes
 
@@ -240,4 +240,3 @@ class Certificates(Hook):
     def __exit__(self, *exc_info: object) -> None:
         if self._certifier is not None:
             self._certifier.close()
-

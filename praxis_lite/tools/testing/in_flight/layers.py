@@ -9,12 +9,11 @@ import numpy as np
 from praxis_lite.tools.explain.hlo_layers import GRADIENT_OF
 from praxis_lite.tools.interpreter import CALLS, Interpreter, bound
 from praxis_lite.tools.testing.bisect import first_of_layers, layer_of_key
-from praxis_lite.tools.testing.in_flight import bits
-from praxis_lite.tools.testing.in_flight.again import Placement, Rows
-from praxis_lite.tools.testing.runs.float64 import Run
+from praxis_lite.tools.testing.in_flight import element_hash
+from praxis_lite.tools.testing.in_flight.rerun import Rerun, Rows
+from praxis_lite.tools.testing.runs.float64 import Run, widened
 from praxis_lite.tools.testing.runs.on_mesh import Leaves
 from praxis_lite.tools.testing.runs.states import NUDGE
-from praxis_lite.tools.testing.runs.wide_types import widened
 
 
 class _InOwnTypes(Run):
@@ -24,7 +23,7 @@ class _InOwnTypes(Run):
         super().__init__(without_randomness=False, by_layer=True)
 
     def fingerprint(self, x: jax.Array) -> jax.Array:
-        return bits.digest(x, bits.indices(x.shape, x.shape))
+        return element_hash.digest(x, element_hash.indices(x.shape, x.shape))
 
     def constant(self, value: Any, aval: Any) -> Any:
         return value if isinstance(value, jax.Array) else np.asarray(value, aval.dtype)
@@ -39,7 +38,7 @@ class _InOwnTypes(Run):
         return bound(eqn, operands)
 
 
-def first_layer_moved(one: Placement, other: Placement, rows: Rows) -> str:
+def first_layer_moved(one: Rerun, other: Rerun, rows: Rows) -> str:
     """Returns the layer whose bits differ first between two orders of the devices, or ""."""
     expected, actual = (_seen(item, rows, _InOwnTypes, 0.0) for item in (one, other))
     for key in sorted(expected):
@@ -49,7 +48,7 @@ def first_layer_moved(one: Placement, other: Placement, rows: Rows) -> str:
     return ""
 
 
-def first_layer_of_mesh(expected: Placement, actual: Placement, rows: Rows) -> str:
+def first_layer_of_mesh(expected: Rerun, actual: Rerun, rows: Rows) -> str:
     """Returns the layer that differs first between two meshes in float64, or "".
 
     It is "" too on devices that have no float64.
@@ -65,11 +64,11 @@ def first_layer_of_mesh(expected: Placement, actual: Placement, rows: Rows) -> s
         )
 
 
-def _seen(place: Placement, rows: Rows, run_of: Callable[[], Run], nudge: float) -> Leaves:
+def _seen(rerun: Rerun, rows: Rows, run_of: Callable[[], Run], nudge: float) -> Leaves:
     """Returns the records of a step's layers, by "NUMBER|LAYER"."""
     with jax.enable_x64(False):
-        given = place.given(rows, nudge)
-        closed = jax.make_jaxpr(place.function)(*given)
+        given = rerun.arguments(rows, nudge)
+        closed = jax.make_jaxpr(rerun.function)(*given)
 
     def recorded(*args: Any) -> dict[str, jax.Array]:
         run = run_of()
@@ -78,4 +77,4 @@ def _seen(place: Placement, rows: Rows, run_of: Callable[[], Run], nudge: float)
         run.call(closed, [widened(x) for x in leaves] if is_wide else leaves)
         return {f"{i:06d}|{name}": x for i, (name, x) in enumerate(run.seen)}
 
-    return jax.device_get(jax.jit(recorded, out_shardings=place.partitioner.replicated)(*given))
+    return jax.device_get(jax.jit(recorded, out_shardings=rerun.partitioner.replicated)(*given))

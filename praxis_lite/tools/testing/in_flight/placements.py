@@ -1,4 +1,4 @@
-"""Where a step is made again: on the same devices in another order, and on another legal mesh."""
+"""Where a step is re-run: on the same devices in another order, and on another legal mesh."""
 
 import itertools
 import math
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout
@@ -17,6 +17,7 @@ from praxis_lite.core.sharding.inputs import GlobalBatch, batch_spec
 
 PyTree = Any
 COPIES = "copies"  # An axis that splits nothing but the rows of a batch on their way in.
+_SUMMED_ELEMENTS = 1000  # Of each device, in `are_repeatable`.
 
 
 def reordered(mesh: Mesh, order: Sequence[int]) -> Mesh:
@@ -64,6 +65,35 @@ def other_meshes(mesh: Mesh) -> list[Mesh]:
         return same, both, -sum(size > 1 for size in shape), tuple(-x for x in shape)
 
     return [*(reshaped(mesh, shape) for shape in sorted(shapes, key=unlike)), whole]
+
+
+def are_repeatable(mesh: Mesh, moved: Mesh) -> bool:
+    """Returns whether sums over each axis, and over all, have the same bits on both meshes.
+
+    Args:
+      moved: of the same shape and devices, in another order.
+    """
+    return _sums(mesh) == _sums(moved)
+
+
+def _sums(mesh: Mesh) -> list[bytes]:
+    axes, split = mesh.axis_names, PartitionSpec(mesh.axis_names)
+    drawn = np.random.default_rng(0).normal(size=(mesh.size, mesh.size * _SUMMED_ELEMENTS))
+    x = jax.make_array_from_callback(
+        drawn.shape, NamedSharding(mesh, split), lambda index: drawn[index].astype(np.float32)
+    )
+
+    def on_each_device(x: jax.Array) -> jax.Array:
+        over = [axis for axis in axes if mesh.shape[axis] > 1]
+        sums = [jax.lax.psum(x, axis) for axis in over] + [jax.lax.psum(x, axes)]
+        scattered = jax.lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True)
+        return jnp.concatenate([*sums, jnp.tile(scattered, (1, mesh.size))])[None]
+
+    run = jax.jit(
+        jax.shard_map(on_each_device, mesh=mesh, in_specs=split, out_specs=split),
+        out_shardings=NamedSharding(mesh, PartitionSpec()),
+    )
+    return [np.asarray(run(x)).tobytes()]
 
 
 def bytes_of_weights(layout: StateLayout) -> int:

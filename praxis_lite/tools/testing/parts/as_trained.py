@@ -8,7 +8,7 @@ from praxis_lite.lowered.mended_products import mended
 from praxis_lite.tools.testing import tolerances
 from praxis_lite.tools.testing.certificate import Comparison, differences, largest
 from praxis_lite.tools.testing.check import Check
-from praxis_lite.tools.testing.runs import variants
+from praxis_lite.tools.testing.runs import config_variants
 from praxis_lite.tools.testing.runs.on_mesh import Leaves, OnMesh, report
 from praxis_lite.tools.testing.runs.states import nudged
 from praxis_lite.tools.testing.tolerances import kind_of
@@ -29,7 +29,7 @@ def as_trained(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
     expected, local, actual = (
         {leaf: x[leaf] for leaf in measured} for x in (expected, local, actual)
     )
-    low = variants.low_precision_settings(check.config)
+    low = config_variants.low_precision_settings(check.config)
     if low:
         check.remark(f"Sums are not held against float32, for {low[0]} is of fewer bits.")
         yield tolerances.in_own_types(name, expected, local, actual, {})

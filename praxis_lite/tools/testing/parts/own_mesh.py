@@ -4,28 +4,28 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from praxis_lite.core.learner.weight_groups import Group
 from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.run.config.build import build
-from praxis_lite.tools.testing import tolerances
+from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of
+from praxis_lite.tools.testing import plain_update, tolerances
 from praxis_lite.tools.testing.certificate import Comparison
 from praxis_lite.tools.testing.check import Check
 from praxis_lite.tools.testing.parts import data, properties, rows
 from praxis_lite.tools.testing.parts.as_trained import as_trained
-from praxis_lite.tools.testing.parts.by_hand import update_by_hand
+from praxis_lite.tools.testing.parts.implementations import remat, settings_switched, unrolled
 from praxis_lite.tools.testing.parts.resumed import resumed
-from praxis_lite.tools.testing.parts.switched import settings_switched
 from praxis_lite.tools.testing.parts.types import types_of
-from praxis_lite.tools.testing.runs import remat_attributes, variants
-from praxis_lite.tools.testing.runs.on_mesh import OnMesh, leaves_of, reporting
-from praxis_lite.tools.testing.runs.parts import micro_batches_in_turn
-from praxis_lite.tools.testing.runs.states import restacked, stacked_like
-
-Batch = dict[str, np.ndarray]
+from praxis_lite.tools.testing.runs.batch_parts import micro_batches_in_turn
+from praxis_lite.tools.testing.runs.float64 import in_float64
+from praxis_lite.tools.testing.runs.on_mesh import OnMesh, leaves_of, names_of, reporting
 
 
-def check(check: Check, one: OnMesh) -> None:
+def check_parts(check: Check, one: OnMesh) -> None:
     """Adds the comparisons on a mesh to a check, in the order of the time they take."""
     for what, compare in PARTS.items():
         if not check.makes(what):
@@ -52,6 +52,60 @@ def evaluation(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
             )
             yield list(map(tolerances.with_epsilon, actual))
     yield from rows.in_evaluation(check, one)
+
+
+def update_by_hand(check: Check, _: OnMesh) -> Iterator[list[Comparison]]:
+    """Weights and averages after the steps of a single device, recomputed from its gradients."""
+    plain, number = check.plain_one, check.num_steps
+    bound, shapes = plain.partitioner.learner, plain.layout.shapes
+
+    def step(state: TrainState, grads: dict[str, jax.Array], loss: jax.Array) -> TrainState:
+        squares = {path: jnp.sum(g * g) for path, g in grads.items()}
+        norm, norms = plain_update.grad_norms(bound, squares)
+        is_finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+        is_kept = plain_update.is_step_kept(bound, state.opt_states, norms, is_finite)
+        before = dict(leaves_with_path(state))
+        new = plain_update.updated_weights(bound, state, grads, norms, loss, _layer_by_layer)
+        new = {path: jnp.where(is_kept, x, before[path]) for path, x in new.items()}
+        new |= plain_update.updated_counts(bound, state, is_kept, is_finite)
+        return jax.tree.map_with_path(lambda keys, x: new.get(path_of(keys), x), state)
+
+    reports, expected = check.trained_on_one(plain, number)
+    _, moved = check.trained_on_one(plain, number, nudged=True)
+    trained, _ = bound.groups.split(shapes.mdl_vars["params"])
+    paths, state = names_of(trained), check.state
+    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
+    like = {
+        path: jax.ShapeDtypeStruct(x.shape, jnp.float32) for path, x in leaves_with_path(trained)
+    }
+    # An optimizer may run its own shard_map: the mesh is set as in a step.
+    in_context = jax.sharding.use_abstract_mesh(plain.mesh.abstract_mesh)
+    with in_context, jax.enable_x64(True):
+        run = jax.jit(in_float64(step, given, like, jax.ShapeDtypeStruct((), jnp.float32)))
+        for report in reports:
+            grads = {path: report[f"gradients/{path}"] for path in paths}
+            state = run(state, grads, report["metrics/loss/value"])
+        actual = leaves_of(jax.device_get(state))
+    names = [name for name in expected if name.startswith(("mdl_vars/params/", "opt_states/ema/"))]
+    expected, actual, moved = ({name: x[name] for name in names} for x in (expected, actual, moved))
+    yield tolerances.in_float64(
+        "one device", "update by hand", expected, actual, moved, number - 1
+    )
+
+
+def _layer_by_layer(group: Group, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `fn`, of a layer's trees, applied to one layer after the other without jax.vmap."""
+
+    def applied(*trees: Any) -> Any:
+        layers = [
+            fn(*jax.tree.map(lambda x, index=index: x[index], trees))
+            for index in np.ndindex(group.stack_shape)
+        ]
+        return jax.tree.map(
+            lambda *xs: jnp.stack(xs).reshape(*group.stack_shape, *xs[0].shape), *layers
+        )
+
+    return applied
 
 
 def filler(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
@@ -153,52 +207,6 @@ def two_ways(
     yield tolerances.in_float64(
         one.name, what, {other: result[trusted]}, {other: result[other]}, {other: moved[trusted]}
     )
-
-
-def remat(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
-    """A step and its state with remat on where it is off, and off where it is on.
-
-    Dropout is on in both: what is computed again draws the same masks, and updates nothing twice.
-    """
-    task = remat_attributes.remat_switched(check.task)
-    if task is None:
-        check.remark("remat switched: not checked, for no layer has an attribute that says that.")
-        return
-    other = check.tried("remat switched", lambda: check.on_mesh(check.own_shape, None, task))
-    if other is not None:
-        yield from _same_step("remat switched", check, one, other, with_state=True)
-
-
-def unrolled(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
-    """A step of the model with its scanned stacks in a row, and the other way."""
-    config = variants.unrolled(check.config)
-    if config is None:
-        check.remark("unrolled: not checked, for no layer's config says that.")
-        return
-
-    def changed() -> OnMesh:
-        return check.on_mesh(check.own_shape, None, reporting(build(config).task))
-
-    other = check.tried("unrolled", changed)
-    if other is not None:
-        yield from _same_step("unrolled", check, one, other)
-
-
-def _same_step(
-    what: str, check: Check, one: OnMesh, other: OnMesh, with_state: bool = False
-) -> Iterator[list[Comparison]]:
-    state = restacked(check.state, other)
-    if state is None:
-        check.remark(f"{what}: not checked, for its weights have other names.")
-        return
-    reference = check.reference_of(one)
-    (expected,), last = check.trained_on_one(reference, 1)
-    (moved,), last_moved = check.trained_on_one(reference, 1, nudged=True)
-    (report,), new, _ = other.train(state, check.batches[:1], check.seed)
-    if with_state:
-        expected, moved, report = expected | last, moved | last_moved, report | leaves_of(new)
-    actual = stacked_like(expected, report)
-    yield tolerances.of(what, tolerances.by_kind(one.name, expected, actual, moved, 0))
 
 
 PARTS: dict[str, Callable[[Check, OnMesh], Iterator[list[Comparison]]]] = {

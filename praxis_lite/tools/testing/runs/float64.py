@@ -9,26 +9,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import primitives
 from jax.sharding import PartitionSpec
 
 from praxis_lite.core.jaxprs import of_loop, with_inner
 from praxis_lite.tools.explain.hlo_layers import PACKAGE_FOLDER, layers_of_name, own_frames
 from praxis_lite.tools.interpreter import CALLS, Interpreter, bound, mapped
-from praxis_lite.tools.testing.runs.wide_types import (
-    SCATTERS,
-    as_dtype,
-    scattered,
-    wide_dtype,
-    wide_param,
-    widened,
-)
 
 PyTree = Any
-_MOST_TURNS = 128  # Of a scan whose turns are told apart: a stack's, and not a sequence's.
+_MOST_ITERATIONS = 128  # Of a scan that is recorded by iteration: one over layers, not over tokens.
 # What computes in the types it was written for: callbacks, kernels, draws by their bits.
 _KEEPS_TYPES = {
     "bitcast_convert_type", "random_gamma", "pure_callback", "io_callback", "debug_callback",
     "pallas_call", "ffi_call", "custom_partitioning", "custom_linear_solve",
+}
+_WIDE = {
+    np.dtype(narrow): np.dtype(wide)
+    for narrow, wide in (
+        (jnp.float16, np.float64), (jnp.bfloat16, np.float64), (np.float32, np.float64),
+        (np.complex64, np.complex128),
+    )
+}
+_SCATTERS = {
+    primitives.scatter_p: lax.scatter,
+    primitives.scatter_add_p: lax.scatter_add,
+    primitives.scatter_mul_p: lax.scatter_mul,
+    primitives.scatter_min_p: lax.scatter_min,
+    primitives.scatter_max_p: lax.scatter_max,
 }
 
 
@@ -120,14 +127,14 @@ class Run(Interpreter):
         name = eqn.primitive.name
         if name == "reduce_precision":  # It rounds to what float32 holds.
             return operands
-        if eqn.primitive in SCATTERS:
-            return [scattered(eqn, operands)]
+        if eqn.primitive in _SCATTERS:
+            return [_scattered(eqn, operands)]
         if name in _KEEPS_TYPES:
             narrow = [
-                as_dtype(x, atom.aval.dtype) for x, atom in zip(operands, eqn.invars, strict=True)
+                _as_dtype(x, atom.aval.dtype) for x, atom in zip(operands, eqn.invars, strict=True)
             ]
             return [widened(x) for x in bound(eqn, narrow)]
-        params = {key: wide_param(x) for key, x in eqn.params.items()}
+        params = {key: _wide_param(x) for key, x in eqn.params.items()}
         results = bound(eqn, operands, params)
         if name == "random_bits" and self._without_randomness:
             results = [lax.bitwise_and(x, lax.full_like(x, 0)) for x in results]
@@ -148,7 +155,7 @@ class Run(Interpreter):
             reverse=params["reverse"], unroll=params["unroll"],
         )
         turns = range(params["length"])
-        if len(turns) > _MOST_TURNS:
+        if len(turns) > _MOST_ITERATIONS:
             self.seen += zip(layers, seen, strict=True)
             return [*last, *ys]
         for turn in reversed(turns) if params["reverse"] else turns:
@@ -211,3 +218,45 @@ def _users_line(eqn: Any) -> str:
     frames = [] if traceback is None else [(x.file_name, x.line_num) for x in traceback.frames]
     users = [x for x in own_frames(frames) if not x[0].startswith(PACKAGE_FOLDER)]
     return f"{os.path.basename(users[0][0])}:{users[0][1]}" if users else ""
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """Returns float64 for a float of up to 32 bits, complex128 for complex64, else `dtype`."""
+    is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
+    return dtype if is_key else _WIDE.get(np.dtype(dtype), np.dtype(dtype))
+
+
+def wide_structs(tree: PyTree) -> PyTree:
+    """Returns a tree of ShapeDtypeStructs with floats in float64; shardings stay."""
+
+    def one(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = getattr(x, "sharding", None)
+        return jax.ShapeDtypeStruct(x.shape, wide_dtype(x.dtype), sharding=sharding)
+
+    return jax.tree.map(one, tree)
+
+
+def _wide_param(value: Any) -> Any:
+    """Returns an operation's parameter for float64: a dtype widened, no algorithm of few bits."""
+    if isinstance(value, lax.DotAlgorithm | lax.DotAlgorithmPreset):
+        return None
+    is_dtype = isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(
+        value, np.generic))
+    return wide_dtype(value) if is_dtype else value
+
+
+def widened(x: Any) -> Any:
+    """Returns an array in its wide dtype; other values as they are."""
+    return _as_dtype(x, wide_dtype(x.dtype)) if hasattr(x, "dtype") else x
+
+
+def _as_dtype(x: Any, dtype: Any) -> Any:
+    """Returns an array in a dtype; a key as it is."""
+    is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
+    return x if is_key or x.dtype == dtype else lax.convert_element_type(x, dtype)
+
+
+def _scattered(eqn: Any, args: list[Any]) -> Any:
+    """Returns the result of a scatter of wide arrays; its parameters hold a narrow program."""
+    names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+    return _SCATTERS[eqn.primitive](*args, **{name: eqn.params[name] for name in names})

@@ -22,8 +22,7 @@ from praxis_lite.core.task import Task
 from praxis_lite.lowered.mended_products import MendedFunction
 from praxis_lite.run.experiment.experiment import Job
 from praxis_lite.tools.testing.certificate import mesh_name
-from praxis_lite.tools.testing.runs.float64 import in_float64
-from praxis_lite.tools.testing.runs.wide_types import wide_dtype, wide_structs
+from praxis_lite.tools.testing.runs.float64 import in_float64, wide_dtype, wide_structs
 
 PyTree = Any
 Batch = Mapping[str, np.ndarray]

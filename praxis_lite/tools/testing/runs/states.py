@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.tools.testing.runs.float64 import wide_dtype
 from praxis_lite.tools.testing.runs.on_mesh import Leaves, OnMesh, leaves_of, names_of
-from praxis_lite.tools.testing.runs.wide_types import wide_dtype
 
 # Weights are moved by this, relatively, to see what rounding does: four units of float64.
 NUDGE = 2.0**-50

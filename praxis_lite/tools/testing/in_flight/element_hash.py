@@ -1,4 +1,4 @@
-"""Digests of arrays by the bits of their elements and their places: the same however they lie."""
+"""Hashes of elements by their bits and positions, the same on every mesh; random signs likewise."""
 
 from typing import Any
 

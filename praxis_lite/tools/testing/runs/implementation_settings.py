@@ -1,4 +1,7 @@
-"""Settings of models of others that only change how a number is computed, known by their names."""
+"""Settings that only change how a model computes: of custom models by their names, remat of any.
+
+Settings of a config are switched there; attributes of remat in the built NNX model.
+"""
 
 import collections.abc
 import copy
@@ -13,9 +16,14 @@ from typing import Any
 import fiddle as fdl
 import jax
 from fiddle import daglish
+from flax import nnx
 
-from praxis_lite.tools.testing.runs.variants import buildables, parameters_of, settings_of
+from praxis_lite.core.models.nnx_model import NnxModel
+from praxis_lite.core.task import Task
+from praxis_lite.layers.stacking.checkpoint_policy import CHECKPOINT_POLICIES
+from praxis_lite.tools.testing.runs.config_variants import buildables, parameters_of, settings_of
 
+KEEP_EVERYTHING = "save_everything"
 # Parts of a name between its underscores. Of a switch, of a number, of a text.
 SWITCHES = {
     "scan", "scanned", "unroll", "unrolled", "flash", "fused", "fuse", "pallas", "chunked", "jit",
@@ -45,7 +53,7 @@ FASTER = {
 
 
 @dataclasses.dataclass(frozen=True)
-class HowSetting:
+class ImplementationSetting:
     """A setting that is switched, wherever it stands in a task's config.
 
     Attributes:
@@ -70,19 +78,20 @@ def is_of_remat(name: str) -> bool:
     return bool(parts & ONLY_REMAT or (parts & REMAT and not parts & OTHERS))
 
 
-def how_settings(config: "fdl.Config") -> list[HowSetting]:
+def implementation_settings(config: "fdl.Config") -> list[ImplementationSetting]:
     """Returns the settings of a task's models that are known by name, but for the library's own."""
-    result: dict[str, HowSetting] = {}
+    result: dict[str, ImplementationSetting] = {}
     for other in _of_others(_with_templates(config)):
         types = _types(fdl.get_callable(other))
         for name, value in _settings(other).items():
             for leaf, inner, kind in _leaves(str(name), value, types.get(name)):
                 if leaf not in result and _is_known(leaf, inner):
-                    result[leaf] = HowSetting(leaf, inner, tuple(_others(leaf, inner, kind)))
+                    others = tuple(_others(leaf, inner, kind))
+                    result[leaf] = ImplementationSetting(leaf, inner, others)
     return list(result.values())
 
 
-def switched(config: "fdl.Config", setting: HowSetting, value: Any) -> "fdl.Config":
+def switched(config: "fdl.Config", setting: ImplementationSetting, value: Any) -> "fdl.Config":
     """Returns a copy of a config in which a setting has another value, wherever it stands."""
 
     def other(old: Any) -> Any:
@@ -259,3 +268,66 @@ def _types(build: Any) -> dict[str, Any]:
     local = inspect.get_annotations(build) if callable(build) else {}
     init = getattr(build, "__init__", None) if isinstance(build, type) else None
     return {**(inspect.get_annotations(init) if inspect.isfunction(init) else {}), **local}
+
+
+def remat_switched(task: Task) -> Task | None:
+    """Returns a task with remat switched off where it was on, and on where it was off.
+
+    An attribute counts if its name is about remat and its value is a bool, or a policy of the
+    library. Returns None if no layer has such an attribute, or the model is not of NNX.
+    """
+    module = task.model.abstract_module()
+    if not isinstance(task.model, NnxModel) or module is None:
+        return None
+    if not any(_switched_remat(layer) for _, layer in nnx.compat.iter_modules(module)):
+        return None
+    task = copy.copy(task)
+    task.model = NnxModel(_RematSwitched(task.model.build))
+    return task
+
+
+@dataclasses.dataclass(frozen=True)
+class _RematSwitched:
+    """Builds the modules of `build`, remat switched."""
+
+    build: Callable[..., nnx.Module]
+
+    def __call__(self, **rngs: Any) -> nnx.Module:
+        module = self.build(**rngs)
+        for _, layer in nnx.compat.iter_modules(module):
+            for name, value in _switched_remat(layer).items():
+                setattr(layer, name, value)
+        return module
+
+
+def _switched_remat(layer: nnx.Module) -> dict[str, Any]:
+    """Returns new values of a layer's attributes, of its class or of an object of settings."""
+    result = {}
+    of_class = filter(is_of_remat, dir(type(layer)))
+    for name in {*vars(layer), *of_class}:
+        if isinstance(inspect.getattr_static(type(layer), name, None), property):
+            continue
+        value = getattr(layer, name)
+        new = _other_remat(name, value)
+        if new is not value:
+            result[name] = new
+    if getattr(layer, "split_backward", False) and result:
+        result["split_backward"] = False  # It computes all again, whatever the policy.
+    return result
+
+
+def _other_remat(name: str, value: Any) -> Any:
+    """Returns the other value of an attribute, or the same object if there is none."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type | nnx.Module):
+        fields = {x.name: getattr(value, x.name) for x in dataclasses.fields(value) if x.init}
+        new = {key: _other_remat(key, x) for key, x in fields.items()}
+        changed = {key: x for key, x in new.items() if x is not fields[key]}
+        return dataclasses.replace(value, **changed) if changed else value
+    if not is_of_remat(name):
+        return value
+    if isinstance(value, bool):
+        return not value
+    is_places = isinstance(value, tuple) and all(isinstance(x, tuple) for x in value)
+    if is_places or (isinstance(value, str) and value in CHECKPOINT_POLICIES):
+        return "save_nothing" if value == KEEP_EVERYTHING else KEEP_EVERYTHING
+    return value

@@ -1,4 +1,4 @@
-"""The same numbers however a model computes them: settings of models of others, switched."""
+"""The same numbers however a model computes them: remat, unrolled stacks, other settings."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -9,9 +9,61 @@ from praxis_lite.tools.testing import tolerances
 from praxis_lite.tools.testing.certificate import Comparison
 from praxis_lite.tools.testing.check import Check
 from praxis_lite.tools.testing.parts import data
-from praxis_lite.tools.testing.runs.how_settings import HowSetting, how_settings, switched
+from praxis_lite.tools.testing.runs import config_variants
+from praxis_lite.tools.testing.runs.implementation_settings import (
+    ImplementationSetting,
+    implementation_settings,
+    remat_switched,
+    switched,
+)
 from praxis_lite.tools.testing.runs.on_mesh import Leaves, OnMesh, leaves_of, reporting
 from praxis_lite.tools.testing.runs.states import restacked, stacked_like
+
+
+def remat(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
+    """A step and its state with remat on where it is off, and off where it is on.
+
+    Dropout is on in both: what is computed again draws the same masks, and updates nothing twice.
+    """
+    task = remat_switched(check.task)
+    if task is None:
+        check.remark("remat switched: not checked, for no layer has an attribute that says that.")
+        return
+    other = check.tried("remat switched", lambda: check.on_mesh(check.own_shape, None, task))
+    if other is not None:
+        yield from _same_step("remat switched", check, one, other, with_state=True)
+
+
+def unrolled(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
+    """A step of the model with its scanned stacks in a row, and the other way."""
+    config = config_variants.unrolled(check.config)
+    if config is None:
+        check.remark("unrolled: not checked, for no layer's config says that.")
+        return
+
+    def changed() -> OnMesh:
+        return check.on_mesh(check.own_shape, None, reporting(build(config).task))
+
+    other = check.tried("unrolled", changed)
+    if other is not None:
+        yield from _same_step("unrolled", check, one, other)
+
+
+def _same_step(
+    what: str, check: Check, one: OnMesh, other: OnMesh, with_state: bool = False
+) -> Iterator[list[Comparison]]:
+    state = restacked(check.state, other)
+    if state is None:
+        check.remark(f"{what}: not checked, for its weights have other names.")
+        return
+    reference = check.reference_of(one)
+    (expected,), last = check.trained_on_one(reference, 1)
+    (moved,), last_moved = check.trained_on_one(reference, 1, nudged=True)
+    (report,), new, _ = other.train(state, check.batches[:1], check.seed)
+    if with_state:
+        expected, moved, report = expected | last, moved | last_moved, report | leaves_of(new)
+    actual = stacked_like(expected, report)
+    yield tolerances.of(what, tolerances.by_kind(one.name, expected, actual, moved, 0))
 
 
 def settings_switched(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
@@ -28,7 +80,7 @@ def settings_switched(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
             for state in (check.state, check.nudged)
         ]
 
-    for setting in how_settings(check.config):
+    for setting in implementation_settings(check.config):
         refusals = []
         for value in setting.others:
             try:
@@ -47,7 +99,9 @@ def settings_switched(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
             check.remark(f"{setting.name} = {setting.value!r}: not switched ({why}).")
 
 
-def _with_value(check: Check, setting: HowSetting, value: object) -> dict[str, Leaves] | None:
+def _with_value(
+    check: Check, setting: ImplementationSetting, value: object
+) -> dict[str, Leaves] | None:
     """Returns the results with another value, by kind; None if it has other weights."""
     task = reporting(build(switched(check.config, setting, value)).task)
     other = check.on_mesh(check.own_shape, None, task)

@@ -1,4 +1,4 @@
-"""Other forms of an experiment's config that must compute the same: stacks unrolled."""
+"""Settings in an experiment's config: found, and changed to what must compute the same."""
 
 import copy
 import inspect
