@@ -74,15 +74,10 @@ def in_own_types(
       moved: how far rounding may move each leaf besides: where a ReLU's input is 0 but for
         rounding, it may be one device, the mesh or neither that is off by much.
     """
-    off, scales = differences(wanted, one_device), {k: largest(x) for k, x in wanted.items()}
-    # The largest share by which a leaf of each kind is off, but for those that are rounding alone.
-    largest_of, shares = {}, {}
-    for leaf, scale in scales.items():
-        largest_of[kind_of(leaf)] = max(largest_of.get(kind_of(leaf), 0.0), scale)
-    for leaf, apart in off.items():
-        kind, scale = kind_of(leaf), scales.get(leaf, 0.0)
-        if scale > 1e-4 * largest_of.get(kind, 0.0) and np.isfinite(apart):
-            shares[kind] = max(shares.get(kind, 0.0), apart / scale)
+    off, scales = differences(wanted, one_device), _scales(wanted)
+    shares: dict[str, float] = {}
+    for leaf, share in _shares(off, scales).items():
+        shares[kind_of(leaf)] = max(shares.get(kind_of(leaf), 0.0), share)
     of_all = 1e-6 * max(scales.values(), default=0.0)
     why = "own types: 1e-5 of the leaf, 16 x what one device is off"
 
@@ -111,17 +106,9 @@ def by_rounding(
       nudged: the same, each time with weights moved by a unit of rounding.
     """
     each = [differences(wanted, item) for item in nudged]
-    moved = {leaf: max(item[leaf] for item in each) for leaf in wanted}
-    scales = {leaf: largest(x) for leaf, x in wanted.items()}
-    largest_of: dict[str, float] = {}
-    for leaf, scale in scales.items():
-        largest_of[kind_of(leaf)] = max(largest_of.get(kind_of(leaf), 0.0), scale)
-    # But for leaves that are rounding alone.
-    shares = [
-        apart / scales[leaf] for leaf, apart in moved.items()
-        if scales.get(leaf, 0.0) > 1e-4 * largest_of[kind_of(leaf)] and np.isfinite(apart)
-    ]
-    share = 1e-5 + TIMES_NUDGED * max(shares, default=0.0)
+    moved, scales = {leaf: max(item[leaf] for item in each) for leaf in wanted}, _scales(wanted)
+    largest_of = _largest_by_kind(scales)
+    share = 1e-5 + TIMES_NUDGED * max(_shares(moved, scales).values(), default=0.0)
 
     def tolerance(leaf: str) -> float:
         of_all = 1e-6 * largest_of.get(kind_of(leaf), 0.0)
@@ -131,6 +118,26 @@ def by_rounding(
         Comparison(mesh, kind_of(leaf), leaf, None, apart, tolerance(leaf), OWN_TYPES)
         for leaf, apart in differences(wanted, found).items()
     ]
+
+
+def _scales(leaves: Leaves) -> dict[str, float]:
+    return {leaf: largest(x) for leaf, x in leaves.items()}
+
+
+def _largest_by_kind(scales: Mapping[str, float]) -> dict[str, float]:
+    result: dict[str, float] = {}
+    for leaf, scale in scales.items():
+        result[kind_of(leaf)] = max(result.get(kind_of(leaf), 0.0), scale)
+    return result
+
+
+def _shares(apart: Mapping[str, float], scales: Mapping[str, float]) -> dict[str, float]:
+    """Returns differences as shares of the leaves, but for leaves that are rounding alone."""
+    largest_of = _largest_by_kind(scales)
+    return {
+        leaf: x / scales[leaf] for leaf, x in apart.items()
+        if scales.get(leaf, 0.0) > 1e-4 * largest_of.get(kind_of(leaf), 0.0) and np.isfinite(x)
+    }
 
 
 def _is_float(x: np.ndarray) -> bool:

@@ -12,7 +12,7 @@ from praxis_lite.core.learner.bound_learner import BoundLearner
 from praxis_lite.core.models.model import MdlVars
 from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.core.partitioner.train_state import StateLayout, TrainState
 from praxis_lite.core.sharding.devices.xla_errors import without_xla_errors
 from praxis_lite.core.sharding.inputs import GlobalBatch, abstract_global_batch, batch_spec
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of
@@ -45,16 +45,9 @@ class OnMesh:
 
     def stored(self, state: TrainState) -> TrainState:
         """Returns a NumPy state of true shapes in its own types, padded by zeros, on the mesh."""
-
-        def place(x: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
-            if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
-                return jax.device_put(x, like.sharding)
-            filled = np.zeros(like.shape, like.dtype)
-            filled[tuple(map(slice, np.shape(x)))] = x
-            # A copy of JAX's own: a view of NumPy's buffer would not be donated.
-            return jax.device_put(filled, like.sharding).copy()
-
-        return jax.tree.map(place, state, self.layout.abstract(self.mesh))
+        placed = _padded(state, self.layout.abstract(self.mesh), 0.0)
+        # Copies of JAX's own: views of NumPy's buffers would not be donated.
+        return jax.tree.map(lambda x: x.copy(), placed)
 
     def init(self, seed: int) -> TrainState:
         """Returns the initial state as the partitioner makes it, padded, on the mesh."""
@@ -177,19 +170,21 @@ class OnMesh:
         )
         return MendedFunction(jitted, self.mesh)
 
-    def _placed(self, layout: Any, tree: PyTree) -> PyTree:
+    def _placed(self, layout: StateLayout, tree: PyTree) -> PyTree:
         """Returns NumPy arrays of true shapes, padded by FILLER, on the mesh."""
-
-        def place(x: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
-            if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
-                return jax.device_put(x, like.sharding)
-            x = np.asarray(x)
-            filled = np.full(like.shape, FILLER, like.dtype)
-            filled[tuple(map(slice, x.shape))] = x
-            return jax.device_put(filled, like.sharding)
-
         with jax.enable_x64(True):
-            return jax.tree.map(place, tree, wide_structs(layout.abstract(self.mesh)))
+            return _padded(tree, wide_structs(layout.abstract(self.mesh)), FILLER)
+
+
+def _padded(tree: PyTree, like: PyTree, padding: float) -> PyTree:
+    def place(x: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
+        if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
+            return jax.device_put(x, like.sharding)
+        padded = np.full(like.shape, padding, like.dtype)
+        padded[tuple(map(slice, np.shape(x)))] = x
+        return jax.device_put(padded, like.sharding)
+
+    return jax.tree.map(place, tree, like)
 
 
 def _options(mesh: Mesh) -> dict[str, int] | None:
@@ -198,7 +193,7 @@ def _options(mesh: Mesh) -> dict[str, int] | None:
     return {"xla_backend_optimization_level": 0} if is_cpu else None
 
 
-def cut(layout: Any, tree: PyTree) -> tuple[PyTree, dict[str, float]]:
+def cut(layout: StateLayout, tree: PyTree) -> tuple[PyTree, dict[str, float]]:
     """Returns padded NumPy arrays cut to true shapes, and by path the largest number cut off.
 
     Only what has padding is among the latter.

@@ -12,6 +12,7 @@ import pytest
 
 import praxis_lite
 from praxis_lite import ConfigError
+from praxis_lite.core import simulate_devices
 from praxis_lite.core.learner.optimizer_groups import AuxiliaryOptimizer
 from praxis_lite.core.partitioner.compiled_steps import TrainStep
 from praxis_lite.optimizers import DynamicLossScale
@@ -27,6 +28,13 @@ from tests.tools.testing.in_flight import planted
 from tests.tools.testing.in_flight.faults import all_faults
 
 RNG = np.random.default_rng(7)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def eight_devices():
+    """The first test may need fewer; JAX cannot add devices later."""
+    simulate_devices(8)
+
 
 
 def digest_by_hand(x):
