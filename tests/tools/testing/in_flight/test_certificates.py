@@ -5,6 +5,7 @@ import functools
 import json
 
 import fiddle as fdl
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -12,7 +13,6 @@ import pytest
 
 import praxis_lite
 from praxis_lite import ConfigError
-from praxis_lite.core import simulate_devices
 from praxis_lite.core.learner.optimizer_groups import AuxiliaryOptimizer
 from praxis_lite.core.partitioner.compiled_steps import TrainStep
 from praxis_lite.optimizers import DynamicLossScale
@@ -32,8 +32,8 @@ RNG = np.random.default_rng(7)
 
 @pytest.fixture(autouse=True, scope="module")
 def eight_devices():
-    """The first test may need fewer; JAX cannot add devices later."""
-    simulate_devices(8)
+    """Starts JAX with the devices of conftest.py, before a job simulates fewer."""
+    jax.devices()
 
 
 
