@@ -170,13 +170,13 @@ def _row(tag: str, cells: Sequence[str]) -> str:
 
 
 def differences(
-    wanted: Mapping[str, Any], found: Mapping[str, Any]
+    expected: Mapping[str, Any], actual: Mapping[str, Any]
 ) -> dict[str, float]:
     """Returns by leaf the largest absolute difference; inf for a leaf of only either of them."""
-    names = [*wanted, *(name for name in found if name not in wanted)]
+    names = [*expected, *(name for name in actual if name not in expected)]
     return {
-        name: _difference(wanted[name], found[name])
-        if name in wanted and name in found else math.inf
+        name: _difference(expected[name], actual[name])
+        if name in expected and name in actual else math.inf
         for name in names
     }
 

@@ -25,11 +25,12 @@ from praxis_lite.tools.testing.runs.batch_parts import devices_in_turn, micro_ba
 from praxis_lite.tools.testing.runs.on_mesh import (
     Batch,
     Leaves,
-    OnMesh,
+    TaskRunner,
     cut,
     leaves_of,
     on_mesh,
     reporting,
+    structs,
 )
 from praxis_lite.tools.testing.runs.states import first_state, nudged
 
@@ -40,13 +41,13 @@ class CheckFailed(Exception):
     """Ends a check: comparisons failed.
 
     Attributes:
-      mesh: on which they failed; None: no mesh was in use.
+      runner: on the mesh on which they failed; None: no mesh was in use.
       failed: in the order in which they were made.
     """
 
-    def __init__(self, mesh: OnMesh | None, failed: Sequence[Comparison]):
+    def __init__(self, runner: TaskRunner | None, failed: Sequence[Comparison]):
         super().__init__(failed)
-        self.mesh, self.failed = mesh, failed
+        self.runner, self.failed = runner, failed
 
 
 class Check:
@@ -61,7 +62,7 @@ class Check:
       print_text: told what is being done, a line each.
 
     Attributes:
-      found: the certificate, as far as it is made.
+      certificate: of what was compared so far.
       batches: the first of the training data, cut to few rows.
       whole: the first of them with all of its rows; None if none was cut off.
       evaluated: the first of `batches`, and by what is said of it each batch of another form that
@@ -79,14 +80,14 @@ class Check:
         parts: Sequence[str] | None, packages: Sequence[str], print_text: Callable[[str], None],
     ):
         self.config, self.job, self.packages = config, build(config), packages
-        self.found, self.meshes = Certificate(experiment), {}
+        self.certificate, self.meshes = Certificate(experiment), {}
         self.num_steps, self._parts, self._print = num_steps, parts, print_text
         self._axis_names = tuple(self.job.mesh.axis_names)
         self._start = time.monotonic()
         self.seed, self.task = self.job.run.seed, reporting(self.job.task)
         self.couplings = properties.couplings(self.task)
-        self._references: dict[Any, OnMesh] = {}
-        self._on_meshes: dict[Shape, OnMesh] = {}
+        self._references: dict[Any, TaskRunner] = {}
+        self._on_meshes: dict[Shape, TaskRunner] = {}
         self._trained: dict[Any, tuple[list[Leaves], Leaves]] = {}
         self.whole: Batch | None = None
 
@@ -95,7 +96,7 @@ class Check:
         self.own_shape = own_shape
         pipeline = self.job.datasets[TRAIN]
         batches = data.first_batches(pipeline, self.num_steps)
-        partitioners = [self.plain_one.partitioner, self.on_mesh(own_shape).partitioner]
+        partitioners = [self.one_device.partitioner, self.on_mesh(own_shape).partitioner]
         self.num_rows = data.num_rows_to_check(partitioners, batches[0], pipeline.batch_size)
         if self.num_rows != pipeline.batch_size:
             self.whole = self.known(batches[0])
@@ -111,19 +112,19 @@ class Check:
                 "one device that works on the same parts in turn."
             )
         self.note("one device: initial weights")
-        self.initial = jax.device_get(self.plain_one.init(self.seed))
-        self.state = first_state(self.initial, self.plain_one)
+        self.initial = jax.device_get(self.one_device.init(self.seed))
+        self.state = first_state(self.initial, self.one_device)
         self.nudged = nudged(self.state)
 
     def _own_sizes(self) -> dict[str, Batch]:
         """Returns the first batch of each form that the job evaluates, and the training batch."""
         whole = {} if self.whole is None else {f", all {num_rows_of(self.whole)} rows": self.whole}
-        seen = [data.structs(item) for item in (self.batches[0], *whole.values())]
+        seen = [structs(item) for item in (self.batches[0], *whole.values())]
         for name, pipeline in self.job.datasets.items():
             if name != TRAIN and pipeline.element_spec() not in seen:
                 (batch,) = data.first_batches(pipeline, 1)
                 whole[f" of {name}"] = self.known(batch)
-                seen.append(data.structs(batch))
+                seen.append(structs(batch))
         return whole
 
     def makes(self, part: str) -> bool:
@@ -140,17 +141,17 @@ class Check:
     # What is computed.
 
     @property
-    def plain_one(self) -> OnMesh:
+    def one_device(self) -> TaskRunner:
         """The task on a single device."""
         return self._reference(None)
 
-    def reference_of(self, one: OnMesh) -> OnMesh:
+    def reference_of(self, runner: TaskRunner) -> TaskRunner:
         """Returns the single device that a mesh is held against.
 
         Of ExplicitCollectives it works on the rows of each device in turn, of 1F1B on those of each
         micro-batch.
         """
-        gradients = one.partitioner.gradients
+        gradients = runner.partitioner.gradients
         if gradients.num_micro_batches is not None:
             return self._reference(
                 "micro-batches", lambda: micro_batches_in_turn(gradients.num_micro_batches)
@@ -159,11 +160,11 @@ class Check:
             return self._reference(
                 gradients.num_parts, lambda: devices_in_turn(gradients.num_parts)
             )
-        return self.plain_one
+        return self.one_device
 
     def _reference(
         self, parts: int | str | None, in_turn: Callable[[], Gradients] | None = None
-    ) -> OnMesh:
+    ) -> TaskRunner:
         if parts not in self._references:
             build_one = Partitioner
             if in_turn is not None:
@@ -172,7 +173,7 @@ class Check:
             self._references[parts] = self.on_mesh(shape, build_one)
         return self._references[parts]
 
-    def on_mesh(self, shape: Shape, build_one: Any = None, task: Task | None = None) -> OnMesh:
+    def on_mesh(self, shape: Shape, build_one: Any = None, task: Task | None = None) -> TaskRunner:
         """Returns the task, or another task, on a mesh; `build_one` as in `on_mesh`.
 
         The experiment's own task and partitioner are put on a mesh once.
@@ -183,25 +184,21 @@ class Check:
             self._on_meshes[shape] = on_mesh(self.job, self.task, shape)
         return self._on_meshes[shape]
 
-    def typed(self, shape: Shape) -> OnMesh:
-        """Returns the experiment's own task on a mesh whose axes are Explicit."""
-        return on_mesh(self.job, self.task, shape, axis_types="explicit")
-
     @functools.cached_property
     def is_random(self) -> bool:
         """True if a training step draws random numbers."""
-        return self.plain_one.traced(
-            self.plain_one.partitioner.train_step, self.batches[0]
+        return self.one_device.traced(
+            self.one_device.partitioner.train_step, self.batches[0]
         ).draws
 
     def trained_on_one(
-        self, one: OnMesh, num_steps: int, *, nudged: bool = False
+        self, runner: TaskRunner, num_steps: int, *, nudged: bool = False
     ) -> tuple[list[Leaves], Leaves]:
         """Returns the reports of each step, and the leaves of the last state; computed once."""
-        key = id(one), num_steps, nudged
+        key = id(runner), num_steps, nudged
         if key not in self._trained:
             state = self.nudged if nudged else self.state
-            reports, last, _ = one.train(state, self.batches[:num_steps], self.seed)
+            reports, last, _ = runner.train(state, self.batches[:num_steps], self.seed)
             losses = [report["metrics/loss/value"] for report in reports]
             require(
                 np.isfinite(losses).all(), "The loss on one device", losses, "finite numbers",
@@ -216,53 +213,53 @@ class Check:
             self._trained[key] = reports, leaves_of(last)
         return self._trained[key]
 
-    def compare_whole_batch(self, one: OnMesh) -> list[Comparison]:
+    def compare_whole_batch(self, runner: TaskRunner) -> list[Comparison]:
         """Returns comparisons of a step of all rows of a batch, if batches were cut to fewer."""
         if self.whole is None:
             return []
-        reference = self.reference_of(one)
-        runs = ((reference, self.state), (one, self.state), (reference, self.nudged))
+        reference = self.reference_of(runner)
+        runs = ((reference, self.state), (runner, self.state), (reference, self.nudged))
         expected, actual, moved = (
             on.train(state, [self.whole], self.seed)[0][0] for on, state in runs
         )
-        compared = tolerances.by_kind(one.name, expected, actual, moved, 0)
-        return tolerances.of(f"all {num_rows_of(self.whole)} rows", compared)
+        compared = tolerances.by_kind(runner.name, expected, actual, moved, 0)
+        return tolerances.with_what(f"all {num_rows_of(self.whole)} rows", compared)
 
     def train_once(
-        self, one: OnMesh, batch: Batch, *, nudged: bool = False
+        self, runner: TaskRunner, batch: Batch, *, nudged: bool = False
     ) -> tuple[Leaves, Leaves]:
         """Returns the report and the leaves of the state after a step that draws nothing."""
         state = self.nudged if nudged else self.state
-        (report,), last, _ = one.train(
+        (report,), last, _ = runner.train(
             state, [batch], self.seed, without_randomness=self.is_random
         )
         return report, leaves_of(last)
 
-    def compare_initial(self, one: OnMesh) -> list[Comparison]:
+    def compare_initial(self, runner: TaskRunner) -> list[Comparison]:
         """Returns comparisons of the initial state on a mesh with that of a single device."""
-        result, padding = cut(one.layout, jax.device_get(one.init(self.seed)))
+        result, padding = cut(runner.layout, jax.device_get(runner.init(self.seed)))
         return tolerances.exact(
-            one.name, "initial state", leaves_of(self.initial), leaves_of(result)
-        ) + tolerances.padding(one.name, padding)
+            runner.name, "initial state", leaves_of(self.initial), leaves_of(result)
+        ) + tolerances.padding(runner.name, padding)
 
-    def compare_training(self, one: OnMesh, num_steps: int) -> list[Comparison]:
+    def compare_training(self, runner: TaskRunner, num_steps: int) -> list[Comparison]:
         """Returns comparisons of training on a mesh with a single device.
 
         Of the reports of the first and the last step, then of the last state.
         """
-        reference = self.reference_of(one)
+        reference = self.reference_of(runner)
         expected, wanted_state = self.trained_on_one(reference, num_steps)
         moved, moved_state = self.trained_on_one(reference, num_steps, nudged=True)
-        reports, last, padding = one.train(self.state, self.batches[:num_steps], self.seed)
+        reports, last, padding = runner.train(self.state, self.batches[:num_steps], self.seed)
         actual = []
         for step in dict.fromkeys((0, num_steps - 1)):
             actual += tolerances.by_kind(
-                one.name, expected[step], reports[step], moved[step], step
+                runner.name, expected[step], reports[step], moved[step], step
             )
         actual += tolerances.by_kind(
-            one.name, wanted_state, leaves_of(last), moved_state, num_steps - 1
+            runner.name, wanted_state, leaves_of(last), moved_state, num_steps - 1
         )
-        return actual + tolerances.padding(one.name, padding, num_steps - 1)
+        return actual + tolerances.padding(runner.name, padding, num_steps - 1)
 
     # What is said.
 
@@ -272,8 +269,8 @@ class Check:
 
     def remark(self, text: str) -> None:
         """Puts a sentence into the certificate, once."""
-        if text not in self.found.notes:
-            self.found.notes.append(text)
+        if text not in self.certificate.notes:
+            self.certificate.notes.append(text)
             self._print(f"note: {text}")
 
     def tried(self, what: str, make: Callable[[], T]) -> T | None:
@@ -284,14 +281,14 @@ class Check:
             self.remark(f"{what}: not checked. {str(error).splitlines()[0]}")
             return None
 
-    def add(self, one: OnMesh | None, comparisons: Iterable[Comparison]) -> None:
+    def add(self, runner: TaskRunner | None, comparisons: Iterable[Comparison]) -> None:
         """Takes comparisons into the certificate.
 
         Raises:
           CheckFailed: one of them failed.
         """
         comparisons = list(comparisons)
-        self.found.comparisons += comparisons
+        self.certificate.comparisons += comparisons
         failed = [x for x in comparisons if not x.is_equal]
         if failed:
-            raise CheckFailed(one, failed)
+            raise CheckFailed(runner, failed)

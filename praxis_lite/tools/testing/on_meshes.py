@@ -28,6 +28,7 @@ from praxis_lite.tools.testing.meshes import (
     reduced,
 )
 from praxis_lite.tools.testing.parts import data, own_mesh
+from praxis_lite.tools.testing.runs.on_mesh import structs
 from praxis_lite.tools.testing.shrink import shrunk
 
 # What a check is made of, in its order.
@@ -121,7 +122,7 @@ def _run(check: Check, meshes: Sequence[Shape] | None) -> Certificate:
             f"The experiment's mesh {mesh.shape} is larger than the {num_devices} "
             f"devices; it is checked as {smaller}."
         )
-    shapes = meshes or chosen_meshes(smaller, check.plain_one.layout, num_devices)
+    shapes = meshes or chosen_meshes(smaller, check.one_device.layout, num_devices)
     try:
         if check.makes("data"):
             check.note("the data, twice")
@@ -133,8 +134,8 @@ def _run(check: Check, meshes: Sequence[Shape] | None) -> Certificate:
             own_mesh.check_parts(check, check.meshes[check.own_shape])
     except CheckFailed as error:
         check.note(f"{error.failed[0].what} differs; looking for where")
-        check.found.first_difference = first_difference(check, error.mesh, error.failed)
-    return check.found
+        check.certificate.first_difference = first_difference(check, error.runner, error.failed)
+    return check.certificate
 
 
 def _check_mesh(check: Check, shape: Shape) -> None:
@@ -142,24 +143,24 @@ def _check_mesh(check: Check, shape: Shape) -> None:
     check.note(f"mesh {name}")
     first, is_own = [], shape == check.own_shape
     try:
-        mesh = check.on_mesh(shape)
-        mesh.partitioner.train_step.trace(data.structs(check.batches[0]))
+        runner = check.on_mesh(shape)
+        runner.partitioner.train_step.trace(structs(check.batches[0]))
         if check.makes("initial weights"):
-            first += check.compare_initial(mesh)
+            first += check.compare_initial(runner)
         if check.makes("training"):
-            first += check.compare_training(mesh, 1)
+            first += check.compare_training(runner, 1)
             if is_own:
-                first += check.compare_whole_batch(mesh)
+                first += check.compare_whole_batch(runner)
     except REFUSALS as error:
         message = str(error.args[0]).splitlines()[0]
         if is_own:
             raise ConfigError(f"The mesh {name} cannot be checked. {message}") from error
         check.remark(f"The mesh {name} is left out. {message}")
         return
-    check.found.meshes[name], check.meshes[shape] = dict(mesh.mesh.shape), mesh
-    check.add(mesh, first)
+    check.certificate.meshes[name], check.meshes[shape] = dict(runner.mesh.shape), runner
+    check.add(runner, first)
     # On the other meshes a few steps show what there is to see.
     longest = check.num_steps if is_own else min(check.num_steps, FEW_STEPS)
     if check.makes("training") and longest > 1:
         check.note(f"mesh {name}: {longest} steps")
-        check.add(mesh, check.compare_training(mesh, longest))
+        check.add(runner, check.compare_training(runner, longest))

@@ -15,31 +15,31 @@ OWN_TYPES = "own types: 1e-5 of the leaf, 16 x what rounding moves"
 TIMES_NUDGED = 16.0
 
 
-def exact(mesh: str, what: str, wanted: Leaves, found: Leaves) -> list[Comparison]:
+def exact(mesh: str, what: str, expected: Leaves, actual: Leaves) -> list[Comparison]:
     """Returns comparisons that allow no difference."""
     return [
         Comparison(mesh, what, leaf, None, apart, 0.0, EXACT)
-        for leaf, apart in differences(wanted, found).items()
+        for leaf, apart in differences(expected, actual).items()
     ]
 
 
-def with_epsilon(one: Comparison) -> Comparison:
+def with_epsilon(comparison: Comparison) -> Comparison:
     """Returns a comparison of a sum in parts with the whole, as `in_float64` made it.
 
     Losses, Pax's too, add 1e-6 to the sum of weights that they divide by: parts differ by it.
     """
     why = "float64: 1e-6 of the leaf, which losses add to a sum of weights"
     times = 1e-6 / RELATIVE
-    return dataclasses.replace(one, tolerance=times * one.tolerance, why=why)
+    return dataclasses.replace(comparison, tolerance=times * comparison.tolerance, why=why)
 
 
-def of(what: str, comparisons: Iterable[Comparison]) -> list[Comparison]:
+def with_what(what: str, comparisons: Iterable[Comparison]) -> list[Comparison]:
     """Returns comparisons whose kinds are called "KIND, WHAT"."""
     return [dataclasses.replace(x, what=f"{x.what}, {what}") for x in comparisons]
 
 
 def in_float64(
-    mesh: str, what: str, wanted: Leaves, found: Leaves, nudged: Leaves | None = None,
+    mesh: str, what: str, expected: Leaves, actual: Leaves, nudged: Leaves | None = None,
     step: int | None = None,
 ) -> list[Comparison]:
     """Returns comparisons of runs in float64, which differ by the order of sums alone.
@@ -48,33 +48,33 @@ def in_float64(
       nudged: what one device gives for weights moved by rounding. A gradient that is zero but for
         rounding, and what an optimizer makes of it, is known by it.
     """
-    moved = {} if nudged is None else differences(wanted, nudged)
-    of_all = OF_ALL * max((largest(x) for x in wanted.values() if _is_float(x)), default=0.0)
+    moved = {} if nudged is None else differences(expected, nudged)
+    of_all = OF_ALL * max((largest(x) for x in expected.values() if _is_float(x)), default=0.0)
 
     def tolerance(leaf: str) -> float:
-        if leaf not in wanted or not _is_float(wanted[leaf]):
+        if leaf not in expected or not _is_float(expected[leaf]):
             # A count, or a token, that rounding changes says nothing.
             return np.inf if moved.get(leaf, 0.0) else 0.0
-        return RELATIVE * largest(wanted[leaf]) + of_all + TIMES_ROUNDING * moved.get(leaf, 0.0)
+        return RELATIVE * largest(expected[leaf]) + of_all + TIMES_ROUNDING * moved.get(leaf, 0.0)
 
     return [
         Comparison(mesh, what, leaf, step, apart, tolerance(leaf), FLOAT64)
-        for leaf, apart in differences(wanted, found).items()
+        for leaf, apart in differences(expected, actual).items()
     ]
 
 
 def in_own_types(
-    mesh: str, wanted: Leaves, one_device: Leaves, found: Leaves, moved: Mapping[str, float]
+    mesh: str, expected: Leaves, one_device: Leaves, actual: Leaves, moved: Mapping[str, float]
 ) -> list[Comparison]:
     """Returns comparisons of a step as trained with the same in float64 on a single device.
 
     Args:
-      wanted: in float64.
+      expected: in float64.
       one_device: in the experiment's own types; how far it is off is the measure.
       moved: how far rounding may move each leaf besides: where a ReLU's input is 0 but for
         rounding, it may be one device, the mesh or neither that is off by much.
     """
-    off, scales = differences(wanted, one_device), _scales(wanted)
+    off, scales = differences(expected, one_device), _scales(expected)
     shares: dict[str, float] = {}
     for leaf, share in _shares(off, scales).items():
         shares[kind_of(leaf)] = max(shares.get(kind_of(leaf), 0.0), share)
@@ -88,12 +88,12 @@ def in_own_types(
 
     return [
         Comparison(mesh, f"{kind_of(leaf)} as trained", leaf, 0, apart, tolerance(leaf), why)
-        for leaf, apart in differences(wanted, found).items()
+        for leaf, apart in differences(expected, actual).items()
     ]
 
 
 def by_rounding(
-    mesh: str, wanted: Leaves, nudged: Iterable[Leaves], found: Leaves
+    mesh: str, expected: Leaves, nudged: Iterable[Leaves], actual: Leaves
 ) -> list[Comparison]:
     """Returns comparisons of a step in its own types, made again on another mesh.
 
@@ -102,11 +102,11 @@ def by_rounding(
     counts for all.
 
     Args:
-      wanted: of the job's own mesh.
+      expected: of the job's own mesh.
       nudged: the same, each time with weights moved by a unit of rounding.
     """
-    each = [differences(wanted, item) for item in nudged]
-    moved, scales = {leaf: max(item[leaf] for item in each) for leaf in wanted}, _scales(wanted)
+    each = [differences(expected, item) for item in nudged]
+    moved, scales = {leaf: max(item[leaf] for item in each) for leaf in expected}, _scales(expected)
     largest_of = _largest_by_kind(scales)
     share = 1e-5 + TIMES_NUDGED * max(_shares(moved, scales).values(), default=0.0)
 
@@ -116,7 +116,7 @@ def by_rounding(
 
     return [
         Comparison(mesh, kind_of(leaf), leaf, None, apart, tolerance(leaf), OWN_TYPES)
-        for leaf, apart in differences(wanted, found).items()
+        for leaf, apart in differences(expected, actual).items()
     ]
 
 
@@ -145,16 +145,16 @@ def _is_float(x: np.ndarray) -> bool:
 
 
 def by_kind(
-    mesh: str, wanted: Leaves, found: Leaves, nudged: Leaves, step: int
+    mesh: str, expected: Leaves, actual: Leaves, nudged: Leaves, step: int
 ) -> list[Comparison]:
     """Returns `in_float64` of reports or states, the leaves of each kind apart."""
     kinds: dict[str, list[str]] = {}
-    for leaf in dict.fromkeys([*wanted, *found]):
+    for leaf in dict.fromkeys([*expected, *actual]):
         kinds.setdefault(kind_of(leaf), []).append(leaf)
     comparisons = []
     for what in sorted(kinds, key=ORDER.index):
         leaves = kinds[what]
-        some = [{k: x[k] for k in leaves if k in x} for x in (wanted, found, nudged)]
+        some = [{k: x[k] for k in leaves if k in x} for x in (expected, actual, nudged)]
         comparisons += in_float64(mesh, what, *some, step=step)
     return comparisons
 

@@ -9,7 +9,7 @@ from praxis_lite.tools.testing import tolerances
 from praxis_lite.tools.testing.certificate import Comparison, differences, largest
 from praxis_lite.tools.testing.check import Check
 from praxis_lite.tools.testing.runs import config_variants
-from praxis_lite.tools.testing.runs.on_mesh import Leaves, OnMesh, report
+from praxis_lite.tools.testing.runs.on_mesh import Leaves, TaskRunner, report
 from praxis_lite.tools.testing.runs.states import nudged
 from praxis_lite.tools.testing.tolerances import kind_of
 
@@ -19,11 +19,11 @@ FLOAT32_ROUNDING = 2.0**-24
 _MORE_PATTERNS = 9
 
 
-def as_trained(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
+def as_trained(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
     """The first step, as the experiment's own types make it."""
-    name, reference = one.name, check.reference_of(one)
+    name, reference = runner.name, check.reference_of(runner)
     (expected, *_), _ = check.trained_on_one(reference, 1)
-    actual = _report(check, one)
+    actual = _report(check, runner)
     local = _report(check, reference)
     measured = [leaf for leaf in expected if kind_of(leaf) in ("loss", "metrics", "gradients")]
     expected, local, actual = (
@@ -47,7 +47,7 @@ def as_trained(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
 
 
 def _moved(
-    check: Check, reference: OnMesh, expected: Leaves, patterns: Iterable[int]
+    check: Check, reference: TaskRunner, expected: Leaves, patterns: Iterable[int]
 ) -> dict[str, float]:
     """Returns how far rounding in float32 moves each leaf: in float64, by moving the weights."""
     moved: dict[str, float] = {}
@@ -59,7 +59,7 @@ def _moved(
     return moved
 
 
-def _report(check: Check, mesh: OnMesh) -> Leaves:
+def _report(check: Check, mesh: TaskRunner) -> Leaves:
     """Returns the report of the first step."""
     partitioner = mesh.partitioner
     placed, key = partitioner.global_batch(check.batches[0]), partitioner.key(check.seed)

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Mapping
 
-import jax
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError
@@ -11,14 +10,14 @@ from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.run.experiment.experiment import Job
 from praxis_lite.tools.testing.certificate import Comparison
+from praxis_lite.tools.testing.runs.on_mesh import Batch, structs
 from praxis_lite.tools.testing.tolerances import exact
 
-Batch = dict[str, np.ndarray]
 # Few rows, which divide by 4 micro-batches and not by 3 or 8 devices, if the task takes them.
 ROWS = (20, 12, 28, 24, 16, 40, 32, 48, 64, 128)
 
 
-def first_batches(pipeline: InputPipeline, number: int) -> list[Batch]:
+def first_batches(pipeline: InputPipeline, number: int) -> list[dict[str, np.ndarray]]:
     """Returns the first batches; those of a short pass come again."""
     result = [
         {name: np.asarray(x) for name, x in batch.items()}
@@ -27,12 +26,12 @@ def first_batches(pipeline: InputPipeline, number: int) -> list[Batch]:
     return [result[i % len(result)] for i in range(number)] if result else []
 
 
-def with_rows(batch: Mapping[str, np.ndarray], rows: slice) -> Batch:
+def with_rows(batch: Batch, rows: slice) -> dict[str, np.ndarray]:
     """Returns some rows of a batch."""
     return {name: x[rows] if x.ndim else x for name, x in batch.items()}
 
 
-def folded(batch: Mapping[str, np.ndarray], num_ids: Mapping[str, int]) -> tuple[Batch, str]:
+def folded(batch: Batch, num_ids: Mapping[str, int]) -> tuple[dict[str, np.ndarray], str]:
     """Returns a batch with ids modulo how many there are, and which leaves that changed.
 
     Args:
@@ -65,11 +64,6 @@ def num_rows_to_check(partitioners: list[Partitioner], batch: Batch, batch_size:
     return batch_size
 
 
-def structs(batch: Mapping[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the spec of a batch."""
-    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
-
-
 def repeatable(job: Job) -> list[Comparison]:
     """Returns whether each dataset gives the same again: whole, from a later batch, by rows."""
     result = []
@@ -99,7 +93,7 @@ def repeatable(job: Job) -> list[Comparison]:
 
 
 def _compared(name: str, expected: list[Batch], actual: list[Batch]) -> list[Comparison]:
-    def leaves(batches: list[Batch]) -> Batch:
+    def leaves(batches: list[Batch]) -> dict[str, np.ndarray]:
         return {
             f"{name}: batch {i}, {key}": np.asarray(x)
             for i, batch in enumerate(batches) for key, x in batch.items()

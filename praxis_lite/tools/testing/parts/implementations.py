@@ -16,11 +16,11 @@ from praxis_lite.tools.testing.runs.implementation_settings import (
     remat_switched,
     switched,
 )
-from praxis_lite.tools.testing.runs.on_mesh import Leaves, OnMesh, leaves_of, reporting
+from praxis_lite.tools.testing.runs.on_mesh import Leaves, TaskRunner, leaves_of, reporting
 from praxis_lite.tools.testing.runs.states import restacked, stacked_like
 
 
-def remat(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
+def remat(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
     """A step and its state with remat on where it is off, and off where it is on.
 
     Dropout is on in both: what is computed again draws the same masks, and updates nothing twice.
@@ -31,42 +31,42 @@ def remat(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
         return
     other = check.tried("remat switched", lambda: check.on_mesh(check.own_shape, None, task))
     if other is not None:
-        yield from _same_step("remat switched", check, one, other, with_state=True)
+        yield from _same_step("remat switched", check, runner, other, with_state=True)
 
 
-def unrolled(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
+def unrolled(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
     """A step of the model with its scanned stacks in a row, and the other way."""
     config = config_variants.unrolled(check.config)
     if config is None:
         check.remark("unrolled: not checked, for no layer's config says that.")
         return
 
-    def changed() -> OnMesh:
+    def changed() -> TaskRunner:
         return check.on_mesh(check.own_shape, None, reporting(build(config).task))
 
     other = check.tried("unrolled", changed)
     if other is not None:
-        yield from _same_step("unrolled", check, one, other)
+        yield from _same_step("unrolled", check, runner, other)
 
 
 def _same_step(
-    what: str, check: Check, one: OnMesh, other: OnMesh, with_state: bool = False
+    what: str, check: Check, runner: TaskRunner, other: TaskRunner, with_state: bool = False
 ) -> Iterator[list[Comparison]]:
     state = restacked(check.state, other)
     if state is None:
         check.remark(f"{what}: not checked, for its weights have other names.")
         return
-    reference = check.reference_of(one)
+    reference = check.reference_of(runner)
     (expected,), last = check.trained_on_one(reference, 1)
     (moved,), last_moved = check.trained_on_one(reference, 1, nudged=True)
     (report,), new, _ = other.train(state, check.batches[:1], check.seed)
     if with_state:
         expected, moved, report = expected | last, moved | last_moved, report | leaves_of(new)
     actual = stacked_like(expected, report)
-    yield tolerances.of(what, tolerances.by_kind(one.name, expected, actual, moved, 0))
+    yield tolerances.with_what(what, tolerances.by_kind(runner.name, expected, actual, moved, 0))
 
 
-def settings_switched(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
+def settings_switched(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
     """A step, an evaluation and decoding with each such setting switched, against a device.
 
     A setting of remat changes no random draw, so the step is with dropout and its state compared.
@@ -74,9 +74,9 @@ def settings_switched(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
 
     @functools.cache
     def reference(is_of_remat: bool) -> Sequence[dict[str, Leaves]]:
-        device = check.reference_of(one)
+        device = check.reference_of(runner)
         return [
-            _results(check, device, state, check.plain_one, is_of_remat)
+            _results(check, device, state, check.one_device, is_of_remat)
             for state in (check.state, check.nudged)
         ]
 
@@ -92,7 +92,7 @@ def settings_switched(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
                 refusals.append(f"{value!r}: its weights have other names")
                 continue
             what = f"{setting.name} {value!r}"
-            yield from _compared(one.name, what, *reference(setting.is_of_remat), result)
+            yield from _compared(runner.name, what, *reference(setting.is_of_remat), result)
             break
         else:
             why = "; ".join(refusals) or "no other value of it is known"
@@ -112,7 +112,7 @@ def _with_value(
 
 
 def _results(
-    check: Check, mesh: OnMesh, state: TrainState, decoding: OnMesh, is_of_remat: bool
+    check: Check, mesh: TaskRunner, state: TrainState, decoding: TaskRunner, is_of_remat: bool
 ) -> dict[str, Leaves]:
     """Returns the results of a step, an evaluation and decoding, by kind."""
     batch = check.batches[0]
@@ -132,7 +132,7 @@ def _compared(
     actual: dict[str, Leaves],
 ) -> Iterator[list[Comparison]]:
     report = stacked_like(expected["training"], actual["training"])
-    yield tolerances.of(
+    yield tolerances.with_what(
         what, tolerances.by_kind(mesh, expected["training"], report, moved["training"], 0)
     )
     for kind in [kind for kind in actual if kind != "training"]:

@@ -22,27 +22,27 @@ from praxis_lite.tools.testing.parts.resumed import resumed
 from praxis_lite.tools.testing.parts.types import types_of
 from praxis_lite.tools.testing.runs.batch_parts import micro_batches_in_turn
 from praxis_lite.tools.testing.runs.float64 import in_float64
-from praxis_lite.tools.testing.runs.on_mesh import OnMesh, leaves_of, names_of, reporting
+from praxis_lite.tools.testing.runs.on_mesh import TaskRunner, leaves_of, names_of, reporting
 
 
-def check_parts(check: Check, one: OnMesh) -> None:
+def check_parts(check: Check, runner: TaskRunner) -> None:
     """Adds the comparisons on a mesh to a check, in the order of the time they take."""
     for what, compare in PARTS.items():
         if not check.makes(what):
             continue
-        check.note(f"mesh {one.name}: {what}")
-        for comparisons in compare(check, one):
-            check.add(one, comparisons)
+        check.note(f"mesh {runner.name}: {what}")
+        for comparisons in compare(check, runner):
+            check.add(runner, comparisons)
 
 
-def evaluation(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
+def evaluation(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
     """Metrics and outputs of each row; and that a batch's metrics are the means of its halves'."""
-    plain, reference = check.plain_one, check.reference_of(one)
+    plain, reference = check.one_device, check.reference_of(runner)
     mdl_vars, nudged = check.state.mdl_vars, check.nudged.mdl_vars
     for of_what, batch in check.evaluated.items():
         expected, moved = reference.evaluate(mdl_vars, batch), reference.evaluate(nudged, batch)
         yield tolerances.in_float64(
-            one.name, f"evaluation{of_what}", expected, one.evaluate(mdl_vars, batch), moved
+            runner.name, f"evaluation{of_what}", expected, runner.evaluate(mdl_vars, batch), moved
         )
         if "weights" in batch and not check.couplings:
             parts = [plain.evaluate(mdl_vars, half) for half in rows.halves(batch)]
@@ -51,12 +51,12 @@ def evaluation(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
                 plain.name, f"metrics of halves{of_what}", metrics, rows.sums(parts), moved
             )
             yield list(map(tolerances.with_epsilon, actual))
-    yield from rows.in_evaluation(check, one)
+    yield from rows.in_evaluation(check, runner)
 
 
-def update_by_hand(check: Check, _: OnMesh) -> Iterator[list[Comparison]]:
+def update_by_hand(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
     """Weights and averages after the steps of a single device, recomputed from its gradients."""
-    plain, number = check.plain_one, check.num_steps
+    plain, number = check.one_device, check.num_steps
     bound, shapes = plain.partitioner.learner, plain.layout.shapes
 
     def step(state: TrainState, grads: dict[str, jax.Array], loss: jax.Array) -> TrainState:
@@ -108,9 +108,9 @@ def _layer_by_layer(group: Group, fn: Callable[..., Any]) -> Callable[..., Any]:
     return applied
 
 
-def filler(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
+def filler(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
     """A batch whose last rows have no weight: their contents enter nothing."""
-    batch, reference = check.batches[0], check.reference_of(one)
+    batch, reference = check.batches[0], check.reference_of(runner)
     if "weights" not in batch:
         check.remark("Rows of filler: not checked, for batches have no weights.")
         return
@@ -124,38 +124,39 @@ def filler(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
         if kind == "other" and properties.STATISTICS in check.couplings:
             check.remark("Batch statistics see rows of filler: their contents are not exchanged.")
             continue
-        actual, _ = check.train_once(one, filled)
-        compared = tolerances.by_kind(one.name, expected, actual, moved, 0)
-        yield tolerances.of(f"{kind} rows of filler", compared)
+        actual, _ = check.train_once(runner, filled)
+        compared = tolerances.by_kind(runner.name, expected, actual, moved, 0)
+        yield tolerances.with_what(f"{kind} rows of filler", compared)
     if not check.couplings:
-        one, plain = (one if reference is check.plain_one else check.plain_one), check.plain_one
+        plain = check.one_device
+        runner = runner if reference is plain else plain
         fewer = data.with_rows(same, slice(len(batch["weights"]) - num_filler))
         what, mdl_vars = "evaluation of fewer rows", check.state.mdl_vars
         expected = check.tried(what, lambda: plain.evaluate(mdl_vars, fewer))
         if expected is not None:
             moved = plain.evaluate(check.nudged.mdl_vars, fewer)
-            actual = one.evaluate(mdl_vars, other)
-            yield tolerances.in_float64(one.name, what, expected, actual, moved)
+            actual = runner.evaluate(mdl_vars, other)
+            yield tolerances.in_float64(runner.name, what, expected, actual, moved)
 
 
-def micro_batches(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
+def micro_batches(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
     """A batch worked on in 1, 2 and 4 parts, without dropout, which differs by part."""
-    batch, whole = check.batches[0], (1,) * len(one.mesh.shape)
+    batch, whole = check.batches[0], (1,) * len(runner.mesh.shape)
     num_steps = check.job.task.learner.gradient_accumulation_steps
     num_rows = check.num_rows
-    reference = check.plain_one
+    reference = check.one_device
     if num_steps != 1:
         reference = check.on_mesh(whole, Partitioner, reporting(check.job.task, 1))
     for number in (1, 2, 4):
         if number == num_steps and not check.is_random:
             continue  # It was trained so.
-        by_hand = one.partitioner.gradients.num_parts is not None
+        by_hand = runner.partitioner.gradients.num_parts is not None
         if num_rows % number or (by_hand and check.couplings):
             check.remark(f"{number} micro-batches: not checked.")
             continue
         task = reporting(check.job.task, number)
         if check.couplings:
-            gradients = micro_batches_in_turn(one.partitioner.gradients.num_micro_batches)
+            gradients = micro_batches_in_turn(runner.partitioner.gradients.num_micro_batches)
             in_turn = functools.partial(Partitioner, gradients=gradients)
             reference = check.on_mesh(whole, in_turn, task)
         trained = check.tried(
@@ -169,27 +170,27 @@ def micro_batches(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
         actual, state = trained
         expected, right = check.train_once(reference, batch)
         moved, moved_state = check.train_once(reference, batch, nudged=True)
-        compared = tolerances.by_kind(one.name, expected, actual, moved, 0)
-        compared += tolerances.by_kind(one.name, right, state, moved_state, 0)
+        compared = tolerances.by_kind(runner.name, expected, actual, moved, 0)
+        compared += tolerances.by_kind(runner.name, right, state, moved_state, 0)
         if not check.couplings:
             compared = list(map(tolerances.with_epsilon, compared))
-        yield tolerances.of(f"{number} micro-batches", compared)
+        yield tolerances.with_what(f"{number} micro-batches", compared)
 
 
-def decoding(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
+def decoding(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
     """The task's decoded outputs of the first batch of each of its prompts."""
-    reference, mdl_vars = check.plain_one, check.state.mdl_vars
+    reference, mdl_vars = check.one_device, check.state.mdl_vars
     for pipeline in check.job.decode_datasets.values():
         batch = check.known(data.first_batches(pipeline, 1)[0])
         yield tolerances.in_float64(
-            one.name, "decoding", reference.decode(mdl_vars, batch), one.decode(mdl_vars, batch),
-            reference.decode(check.nudged.mdl_vars, batch),
+            runner.name, "decoding", reference.decode(mdl_vars, batch),
+            runner.decode(mdl_vars, batch), reference.decode(check.nudged.mdl_vars, batch),
         )
-    yield from rows.in_decoding(check, one)
+    yield from rows.in_decoding(check, runner)
 
 
 def two_ways(
-    what: str, property_of: Callable[..., Any], check: Check, one: OnMesh
+    what: str, property_of: Callable[..., Any], check: Check, runner: TaskRunner
 ) -> Iterator[list[Comparison]]:
     """A function of `properties`, computed in two ways: the first is to be trusted."""
     batch = check.batches[0]
@@ -199,17 +200,17 @@ def two_ways(
     length = batch["ids"].shape[1]
     if property_of is not properties.packed and length > properties.MOST_TOKENS:
         check.remark(f"{what}: the first {properties.MOST_TOKENS} of {length} tokens.")
-    result = check.tried(what, lambda: one.call(function, check.state.mdl_vars, batch))
+    result = check.tried(what, lambda: runner.call(function, check.state.mdl_vars, batch))
     if result is None:
         return
-    moved = one.call(function, check.nudged.mdl_vars, batch)
+    moved = runner.call(function, check.nudged.mdl_vars, batch)
     trusted, other = properties.TWO_WAYS[property_of]
     yield tolerances.in_float64(
-        one.name, what, {other: result[trusted]}, {other: result[other]}, {other: moved[trusted]}
+        runner.name, what, {other: result[trusted]}, {other: result[other]}, {other: moved[trusted]}
     )
 
 
-PARTS: dict[str, Callable[[Check, OnMesh], Iterator[list[Comparison]]]] = {
+PARTS: dict[str, Callable[[Check, TaskRunner], Iterator[list[Comparison]]]] = {
     "training": rows.in_training,
     "evaluation": evaluation,
     "update by hand": update_by_hand,

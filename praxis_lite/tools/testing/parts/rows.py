@@ -83,13 +83,13 @@ def in_training(check: Check, _: Any) -> Iterator[list[Comparison]]:
     """Metrics and gradients of rows that change places and batches, and of all in a batch."""
     yield from _sums_over_rows(
         check, "", check.batches[:2], check.whole,
-        lambda batch, nudged: check.train_once(check.plain_one, batch, nudged=nudged)[0],
+        lambda batch, nudged: check.train_once(check.one_device, batch, nudged=nudged)[0],
     )
 
 
 def in_evaluation(check: Check, _: Any) -> Iterator[list[Comparison]]:
     """The same of an evaluation; and the outputs of each row, wherever it stands."""
-    plain = check.plain_one
+    plain = check.one_device
     for what, local in check.evaluated.items():
         batches, whole = (check.batches[:2], check.whole) if what == "" else ([local], None)
         is_random = plain.traced(plain.partitioner.eval_examples, batches[0]).draws
@@ -110,7 +110,7 @@ def in_decoding(check: Check, _: Any) -> Iterator[list[Comparison]]:
 
 
 def _of_prompts(check: Check, batches: Batches) -> Iterator[list[Comparison]]:
-    plain, num_rows = check.plain_one, num_rows_of(batches[0])
+    plain, num_rows = check.one_device, num_rows_of(batches[0])
     is_random = plain.traced(plain.partitioner.decode_step, batches[0]).draws
 
     def run(batch: Batch, is_nudged: bool = False) -> Leaves:
@@ -174,9 +174,9 @@ def _compared(
     expected, nudged = ([run(batch, is_nudged) for batch in batches] for is_nudged in (False, True))
     actual = [run(other, False) for other in others]
     kinds = tolerances.by_kind(
-        check.plain_one.name, sums(expected), sums(actual), sums(nudged), 0
+        check.one_device.name, sums(expected), sums(actual), sums(nudged), 0
     )
-    comparisons = list(map(tolerances.with_epsilon, tolerances.of(what, kinds)))
+    comparisons = list(map(tolerances.with_epsilon, tolerances.with_what(what, kinds)))
     examples = _examples(expected)
     if examples:
         is_true = np.concatenate([is_true_row(item) for item in batches])
@@ -184,7 +184,7 @@ def _compared(
         places = np.cumsum(is_true) - 1
         kept = places[order[is_true[order]]]
         comparisons += tolerances.in_float64(
-            check.plain_one.name, f"outputs, {what}", _rows(examples, kept), _examples(actual),
+            check.one_device.name, f"outputs, {what}", _rows(examples, kept), _examples(actual),
             _rows(_examples(nudged), kept),
         )
     return comparisons

@@ -30,7 +30,7 @@ Leaves = dict[str, np.ndarray]
 FILLER = 3.0  # What the padding of an array holds on its way in: it must enter nothing.
 
 
-class OnMesh:
+class TaskRunner:
     """A task on a mesh, with the compiled steps that a check needs.
 
     Args:
@@ -114,7 +114,7 @@ class OnMesh:
         batch, given = self.batch(inputs), self._placed(layout, mdl_vars)
         wide = in_float64(
             self.partitioner.with_mdl_vars(function), layout.abstract(self.mesh),
-            self._abstract_batch(inputs),
+            abstract_global_batch(structs(inputs), self.mesh),
         )
         run = self._jitted(wide, self.partitioner.replicated)
         with jax.enable_x64(True):
@@ -146,10 +146,6 @@ class OnMesh:
 
         with jax.enable_x64(True):
             return GlobalBatch({name: place(x) for name, x in inputs.items()}, num_rows)
-
-    def _abstract_batch(self, inputs: Batch) -> GlobalBatch:
-        spec = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs.items()}
-        return abstract_global_batch(spec, self.mesh)
 
     def _program(self, step: Step, inputs: Batch, **settings: Any) -> Callable[..., Any]:
         shapes = tuple((name, x.shape) for name, x in inputs.items())
@@ -193,6 +189,11 @@ def _options(mesh: Mesh) -> dict[str, int] | None:
     return {"xla_backend_optimization_level": 0} if is_cpu else None
 
 
+def structs(batch: Batch) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes and dtypes of a batch."""
+    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
+
+
 def cut(layout: StateLayout, tree: PyTree) -> tuple[PyTree, dict[str, float]]:
     """Returns padded NumPy arrays cut to true shapes, and by path the largest number cut off.
 
@@ -216,7 +217,7 @@ def cut(layout: StateLayout, tree: PyTree) -> tuple[PyTree, dict[str, float]]:
 def on_mesh(
     job: Job, task: Task, shape: Sequence[int], build: Any = None,
     axis_types: str | Sequence[str] | None = None,
-) -> OnMesh:
+) -> TaskRunner:
     """Returns `task` on a mesh of the job's axes.
 
     Args:
@@ -227,7 +228,7 @@ def on_mesh(
         ici_mesh_shape=tuple(shape), axis_names=tuple(job.mesh.axis_names),
         allow_unused_devices=True, axis_types=axis_types or job.mesh.axis_types,
     )
-    return OnMesh((build or job.partitioner or Partitioner)(task, make_mesh(config)))
+    return TaskRunner((build or job.partitioner or Partitioner)(task, make_mesh(config)))
 
 
 def reporting(task: Task, num_micro_batches: int | None = None) -> Task:
@@ -268,7 +269,7 @@ def names_of(tree: PyTree) -> list[str]:
 
 
 def report(outputs: Mapping[str, Any]) -> Leaves:
-    """Returns the report of a step, in the names of `OnMesh.train`."""
+    """Returns the report of a step, in the names of `TaskRunner.train`."""
     result = {}
     for name, (value, weight) in outputs["metrics"].items():
         result[f"metrics/{name}/value"] = np.asarray(value)
