@@ -47,7 +47,7 @@ class Rounding:
 
 def recomputed(
     partitioner: Partitioner, old: TrainState, inputs: PyTree, key: jax.Array, rounding: Rounding,
-    *, actual_num_skipped: jax.Array, chosen: Collection[str], weights: Collection[str],
+    *, actual_num_skipped: jax.Array, chosen: Collection[str],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the arrays of the state after a step, and each element's tolerance, by path.
 
@@ -58,11 +58,10 @@ def recomputed(
       key: of the run.
       actual_num_skipped: how many steps were skipped, after the step. It decides where a norm is so
         near to the limit that rounding does.
-      chosen: paths of the arrays to return.
-      weights: paths, among the parameters, of the trained weights that these belong to.
+      chosen: paths of the arrays to return; with a trained weight its slots and average.
     """
     bound, before = partitioner.learner, dict(leaves_with_path(old))
-    gradients = functools.partial(_gradients, partitioner, old, inputs, key, weights)
+    gradients = functools.partial(_gradients, partitioner, old, inputs, key, chosen)
     first, moved = _moved_by_nudges(gradients, rounding)
     norm, norms = plain_update.grad_norms(bound, first["squares"])
     is_finite = jnp.isfinite(norm) & jnp.isfinite(first["loss"])
@@ -118,11 +117,12 @@ class _Recording(BoundLearner):
 
 def _gradients(
     partitioner: Partitioner, old: TrainState, inputs: PyTree, key: jax.Array,
-    weights: Collection[str], salt: jax.Array, nudge: jax.Array,
+    chosen: Collection[str], salt: jax.Array, nudge: jax.Array,
 ) -> dict[str, Any]:
     """Returns a step's loss, gradients, their sums of squares, and what the model itself changes.
 
     Args:
+      chosen: paths of arrays of the state; of other weights no gradients are returned.
       salt, nudge: as of `nudged`, for the weights that the gradients are taken at.
     """
     bound = partitioner.learner
@@ -143,7 +143,7 @@ def _gradients(
     }
     grads = dict(leaves_with_path(outputs["learner"]["grads"]))
     return {
-        "grads": {path: g for path, g in grads.items() if path in weights},
+        "grads": {path: g for path, g in grads.items() if f"mdl_vars/params/{path}" in chosen},
         "squares": {path: jnp.sum(jnp.square(g)) for path, g in grads.items()},
         "loss": outputs["learner"]["loss"], "of_model": of_model,
     }

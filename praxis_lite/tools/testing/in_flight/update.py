@@ -7,6 +7,7 @@ rounding.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -39,7 +40,6 @@ UPDATE = "update"
 LEAST_BYTES = 2**30
 _NUDGES = 8
 _SAME_BITS, _BY_HAND = "the same program, the same bits", "by hand: what rounding moves"
-_PARAMS = "mdl_vars/params/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +76,8 @@ class UpdateCheck:
         weight are kept whatever it takes. None: as much as the weights take, or LEAST_BYTES.
 
     Attributes:
-      parts: the paths of the arrays that are compared in a certificate, and of the trained weights
-        that they belong to, for one certificate after the other.
+      parts: the paths of the arrays that a certificate compares, for one certificate after the
+        other.
       is_exact: the bits are compared, because a copy of the complete state is kept.
     """
 
@@ -104,7 +104,7 @@ class UpdateCheck:
     def lower(self) -> None:
         """Traces the program of the next certificate's part."""
         if self._part not in self._programs:
-            self._programs[self._part] = self._lowered(*self.parts[self._part])
+            self._programs[self._part] = self._lowered(self.parts[self._part])
 
     def compile(self) -> jax.stages.Compiled:
         """Compiles what was traced; it may be called in another thread."""
@@ -163,7 +163,7 @@ class UpdateCheck:
           rounding: the unit by which weights are moved to measure rounding by.
           agree: returns if it is so in any process.
         """
-        paths, _ = self.parts[self._part]
+        paths = self.parts[self._part]
         kept, self._kept = self._kept, None
         before = jax.tree.map_with_path(lambda p, x: kept.get(path_of(p), x), state)
         shares = np.array(_shares(own, nudged, self._trained), np.float32)
@@ -227,20 +227,18 @@ class UpdateCheck:
         return ["/".join(path) for group in groups for path in group.paths]
 
     def _to_keep(self) -> set[str]:
-        paths, _ = self.parts[self._part]
+        paths = self.parts[self._part]
         # Gradients depend on all weights, and on the scale of the loss.
         return {
             path for path in self._leaves
             if path in paths or path.startswith(("mdl_vars/", "opt_states/loss_scale/"))
         }
 
-    def _lowered(self, paths: Sequence[str], weights: Sequence[str]) -> jax.stages.Lowered:
+    def _lowered(self, paths: Sequence[str]) -> jax.stages.Lowered:
         own, mesh, replicated = self._own, self._own.mesh, self._own.replicated
         state = self._layout.abstract(mesh)
         run = jax.jit(
-            without_xla_errors(
-                lambda *given: self._apart(paths, weights, *given), also=narrow_scans
-            ),
+            without_xla_errors(functools.partial(self._apart, paths), also=narrow_scans),
             in_shardings=(*(self._layout.shardings(mesh),) * 2, None, *(replicated,) * 5),
             out_shardings=replicated, compiler_options=own.compiler_options,
         )
@@ -257,8 +255,8 @@ class UpdateCheck:
         return mended(traced.lower(), mesh)
 
     def _apart(
-        self, paths: Sequence[str], weights: Sequence[str], before: TrainState, state: TrainState,
-        batch: GlobalBatch, key: jax.Array, shares: jax.Array, *rounding: jax.Array,
+        self, paths: Sequence[str], before: TrainState, state: TrainState, batch: GlobalBatch,
+        key: jax.Array, shares: jax.Array, *rounding: jax.Array,
     ) -> jax.Array:
         """Returns [devices, arrays, 3]: share of the tolerance, difference and tolerance.
 
@@ -269,7 +267,7 @@ class UpdateCheck:
         with own.where.tracing():
             expected, allowed = recomputed(
                 own, self._layout.unpad(before), own.where.inputs(batch), key,
-                Rounding(by_weight, *rounding), chosen=set(paths), weights=weights,
+                Rounding(by_weight, *rounding), chosen=set(paths),
                 actual_num_skipped=state.opt_states["num_skipped_steps"],
             )
         actual = dict(leaves_with_path(to_device(state)))
@@ -332,8 +330,8 @@ def _shares(own: Measures, nudged: Measures, weights: Sequence[str]) -> list[flo
 
 def _parts(
     own: Partitioner, leaves: Mapping[str, LeafLayout], most_bytes: int | None
-) -> list[tuple[list[str], list[str]]]:
-    """Returns groups of weights with their slots, each small enough to be copied at once."""
+) -> list[list[str]]:
+    """Returns paths of weights with those of their slots, few enough to be copied at once."""
     groups = own.learner.groups.by_name.values()
     owners = {}
     for group in groups:
@@ -361,8 +359,4 @@ def _parts(
         if bins[-1] and num_bytes([*bins[-1], *unit]) > most_bytes:
             bins.append([])
         bins[-1] += unit
-    trained = {f"{_PARAMS}{path}": path for path in owners}
-    return [
-        ([*always, *paths], [trained[path] for path in paths if path in trained])
-        for paths in bins
-    ]
+    return [[*always, *paths] for paths in bins]
