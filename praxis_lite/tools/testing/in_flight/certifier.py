@@ -3,7 +3,7 @@
 import concurrent.futures
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -235,11 +235,11 @@ class Certifier:
             certified = self._compared(drawn(draw), draw, drawn)
             # Where rounding decides between two ways, such as between two experts, a mesh may
             # take the other one; that it does on other rows too has another cause.
-            if certified.is_of_device or not in_any_process(bool(certified.failed)):
+            if certified.is_of_device or not differ_anywhere(certified.comparisons):
                 break
         if self.update is None or not self.update.has(step):
             return certified
-        if certified.is_of_device or in_any_process(bool(certified.failed)):
+        if certified.is_of_device or differ_anywhere(certified.comparisons):
             self.update.drop()
             return certified
         self._ready.result()
@@ -258,25 +258,31 @@ class Certifier:
         first, second = own.measure(rows), moved.measure(rows)
         third = [other.measure(rows) for other in others]
         nudged = [own.measure(rows, own.rounding)]
-        exact = compare_moved(first, second) if self.is_exact else []
-        is_of_device = in_any_process(any(not x.is_equal for x in exact))
 
         def compared() -> list[Comparison]:
-            by_rounding = [] if self.is_exact else compare_meshes(MOVED, first, nudged, second)
+            result = self.compare_order(first, nudged, second)
             for other, actual in zip(others, third, strict=True):
-                by_rounding += compare_meshes(other.name, first, nudged, actual)
-            return by_rounding
+                result += compare_meshes(other.name, first, nudged, actual)
+            return result
 
         result = compared()
-        if not is_of_device and in_any_process(any(not x.is_equal for x in result)):
+        is_of_device = self.is_exact and differ_anywhere(x for x in result if x.mesh == MOVED)
+        if not is_of_device and differ_anywhere(result):
             # Perhaps rounding was at its work where it seldom is.
             patterns = range(1, 1 + _MORE_NUDGES)
             nudged += [own.measure(rows, own.rounding, pattern) for pattern in patterns]
             result = compared()
         return CertifiedStep(
-            exact + result, first, nudged, third[0] if third else None, rows, is_of_device,
-            draw, drawn,
+            result, first, nudged, third[0] if third else None, rows, is_of_device, draw, drawn
         )
+
+    def compare_order(
+        self, expected: Measures, nudged: Sequence[Measures], actual: Measures
+    ) -> list[Comparison]:
+        """Returns comparisons of the step with the devices in another order."""
+        if self.is_exact:
+            return compare_moved(expected, actual)
+        return compare_meshes(MOVED, expected, nudged, actual)
 
     def notes_not_said(self) -> list[str]:
         """Returns the notes that were added since the last call."""
@@ -296,6 +302,11 @@ def _lack_of_memory(topic: str, check: Callable[[], None]) -> str:
     except OutOfMemory as error:
         message = str(error)
     return next(filter(None, processes.exchange(topic, message)), "")
+
+
+def differ_anywhere(comparisons: Iterable[Comparison]) -> bool:
+    """Returns True, on all processes alike, if a comparison failed in any."""
+    return in_any_process(any(not x.is_equal for x in comparisons))
 
 
 def in_any_process(is_so: bool) -> bool:

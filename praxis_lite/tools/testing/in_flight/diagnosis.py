@@ -1,5 +1,6 @@
 """Where a difference has its cause: the device, or the axis and the layer of the program."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -19,16 +20,13 @@ from praxis_lite.tools.testing.certificate import (
     split_axes,
 )
 from praxis_lite.tools.testing.in_flight import layers
-from praxis_lite.tools.testing.in_flight.certifier import CertifiedStep, Certifier, in_any_process
-from praxis_lite.tools.testing.in_flight.placements import reordered, reshaped, rolled
-from praxis_lite.tools.testing.in_flight.rerun import (
-    MOVED,
-    Measures,
-    Rerun,
-    Rows,
-    compare_meshes,
-    compare_moved,
+from praxis_lite.tools.testing.in_flight.certifier import (
+    CertifiedStep,
+    Certifier,
+    differ_anywhere,
 )
+from praxis_lite.tools.testing.in_flight.placements import reordered, reshaped, rolled
+from praxis_lite.tools.testing.in_flight.rerun import MOVED, Measures, Rerun, Rows
 from praxis_lite.tools.testing.in_flight.state_digests import Digests, differing
 from praxis_lite.tools.testing.in_flight.update import UpdateComparison
 
@@ -155,7 +153,7 @@ class Search:
         if certified.update is not None:
             return self._of_update(certified.update)
         moved = [x for x in certified.failed if x.mesh == MOVED]
-        if certified.is_of_device or in_any_process(bool(moved)):
+        if certified.is_of_device or differ_anywhere(moved):
             return self._of_device(moved or certified.comparisons[:1])
         return self._of_program(certified.failed or certified.comparisons[-1:])
 
@@ -164,39 +162,40 @@ class Search:
         worst = next(iter(update.failed), update.comparisons[-1])
         places = update.places.get(worst.leaf, ())
         is_of_device = 0 < 2 * len(places) <= self._mesh.size
-        axis = place_text(self._mesh, places[0]) if is_of_device and len(places) == 1 else ""
+        found = self._located([worst], "", places if is_of_device else ())
+        return dataclasses.replace(found, what=f"update of {worst.what}")
+
+    def _located(
+        self, failed: Sequence[Comparison], layer: str, places: Sequence[int], axes: str = ""
+    ) -> Difference:
+        """Returns the difference of the leaf that differs most, in the layer if one is known.
+
+        Args:
+          places: of the devices that are its cause; (): the program is.
+        """
+        here = [x for x in failed if layer and f"/{layer}/" in f"/{x.leaf}/"]
+        first = [x for x in failed if x.what == failed[0].what]
+        leaf = max(here or first, key=lambda item: (item.share, item.difference))
         return Difference(
-            DEVICE if is_of_device else PROGRAM, f"update of {worst.what}",
-            device_text(self._mesh, places) if is_of_device else "", axis,
-            layer_of_leaf(self._layout, worst.leaf), worst.leaf, mesh_name(self._mesh.shape),
-            worst.difference, worst.tolerance,
+            DEVICE if places else PROGRAM, leaf.what, device_text(self._mesh, places),
+            place_text(self._mesh, places[0]) if len(places) == 1 else axes,
+            layer or layer_of_leaf(self._layout, leaf.leaf), leaf.leaf,
+            mesh_name(self._mesh.shape), leaf.difference, leaf.tolerance,
         )
 
     # A device: what it computes goes where it goes.
 
     def _of_device(self, failed: Sequence[Comparison]) -> Difference:
-        try:
+        places, layer = list(range(self._mesh.size)), ""
+        with contextlib.suppress(*REFUSALS):  # Such as a lack of memory for one more program.
             places = self._wrong_places()
-        except REFUSALS:  # Such as a lack of memory for one more program.
-            places = list(range(self._mesh.size))
-        layer = ""
         if len(places) == 1:
-            order = rolled([*places, *self._others(places)[:1]], self._mesh.size)
-            moved = self._placed(order)
-            rows = self._differing_rows(moved)
-            layer = rows and self._tried(
-                lambda: layers.first_layer_moved(self._own, moved, rows)
-            )
-        leaf = self._leaf(failed, layer or "")
-        axis = place_text(self._mesh, places[0]) if len(places) == 1 else ""
-        return Difference(
-            DEVICE, leaf.what, device_text(self._mesh, places), axis,
-            layer or layer_of_leaf(self._layout, leaf.leaf), leaf.leaf,
-            mesh_name(self._mesh.shape), leaf.difference, leaf.tolerance,
-        )
-
-    def _others(self, places: Sequence[int]) -> list[int]:
-        return [x for x in range(self._mesh.size) if x not in places]
+            (place,) = places
+            moved = self._with_rolled([place, (place + 1) % self._mesh.size])
+            if rows := self._differing_rows(moved):
+                with contextlib.suppress(*REFUSALS):  # Its layers cannot be looked at.
+                    layer = layers.first_layer_moved(self._own, moved, rows)
+        return self._located(failed, layer, places)
 
     def _wrong_places(self) -> list[int]:
         """Returns the places of the devices that compute something else than the others.
@@ -227,23 +226,20 @@ class Search:
         return wrong or alone or every
 
     def _differs(self, places: Sequence[int]) -> bool:
-        """Returns True if the result changes with the devices at these places moved round.
-        """
-        moved = self._placed(rolled(places, self._mesh.size))
-        return self._differing_rows(moved) is not None
+        """Returns True if the result changes with the devices at these places moved round."""
+        return self._differing_rows(self._with_rolled(places)) is not None
 
-    def _differing_rows(self, place: Rerun) -> Rows | None:
-        """Returns rows whose results differ between a placement and the job's own, or None.
+    def _with_rolled(self, places: Sequence[int]) -> Rerun:
+        return self._on(reordered(self._mesh, rolled(places, self._mesh.size)))
+
+    def _differing_rows(self, rerun: Rerun) -> Rows | None:
+        """Returns rows whose results differ between a re-run and that on the job's mesh, or None.
 
         Of several draws, for a device may have rows that do not count.
         """
         for rows, expected, nudged in self._draws:
-            actual = place.measure(rows)
-            compared = (
-                compare_moved(expected, actual) if self._certifier.is_exact
-                else compare_meshes(MOVED, expected, nudged, actual)
-            )
-            if in_any_process(any(not x.is_equal for x in compared)):
+            actual = rerun.measure(rows)
+            if differ_anywhere(self._certifier.compare_order(expected, nudged, actual)):
                 return rows
         return None
 
@@ -254,26 +250,17 @@ class Search:
         rows = [self._rows, *(drawn(draw) for draw in range(10, 10 + _NUM_DRAWS))]
         return [(item, own.measure(item), [own.measure(item, own.rounding)]) for item in rows]
 
-    def _placed(self, order: Sequence[int]) -> Rerun:
-        return self._on(reordered(self._mesh, order))
-
     def _on(self, mesh: Mesh) -> Rerun:
         return self._certifier.rerun_on(self._certifier.build(mesh))
 
     # The program: another mesh says so, and the meshes that split one axis say which.
 
     def _of_program(self, failed: Sequence[Comparison]) -> Difference:
-        other = self._certifier.reruns[-1]
-        axes = self._axes()
-        layer = self._tried(
-            lambda: layers.first_layer_of_mesh(other, self._own, self._rows)
-        )
-        leaf = self._leaf(failed, layer)
-        return Difference(
-            PROGRAM, leaf.what, "", "+".join(axes),
-            layer or layer_of_leaf(self._layout, leaf.leaf), leaf.leaf,
-            mesh_name(self._mesh.shape), leaf.difference, leaf.tolerance,
-        )
+        axes, layer = self._axes(), ""
+        with contextlib.suppress(*REFUSALS):  # Its layers cannot be looked at.
+            other = self._certifier.reruns[-1]
+            layer = layers.first_layer_of_mesh(other, self._own, self._rows)
+        return self._located(failed, layer, (), "+".join(axes))
 
     def _axes(self) -> list[str]:
         """Returns the axes of the job's mesh that alone, with all devices along them, differ."""
@@ -299,19 +286,7 @@ class Search:
             {k: x + item.leaves[k] - own.leaves[k] for k, x in other.leaves.items()}
             for item in self._certified.nudged
         ]
-        compared = tolerances.by_rounding("", other.leaves, nudged, actual.leaves)
-        return in_any_process(any(not x.is_equal for x in compared))
-
-    def _leaf(self, failed: Sequence[Comparison], layer: str) -> Comparison:
-        here = [x for x in failed if layer and f"/{layer}/" in f"/{x.leaf}/"]
-        first = [x for x in failed if x.what == failed[0].what]
-        return max(here or first, key=lambda item: (item.share, item.difference))
-
-    def _tried(self, find: Any) -> str:
-        try:
-            return find()
-        except REFUSALS:  # What a layer computes cannot be looked at; the leaf says enough.
-            return ""
+        return differ_anywhere(tolerances.by_rounding("", other.leaves, nudged, actual.leaves))
 
 
 def as_json(difference: Difference | None) -> Mapping[str, Any] | None:

@@ -16,7 +16,7 @@ from praxis_lite.run.trainer.hooks.loop import Loop
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh, partitioner_on
 from praxis_lite.run.trainer.metrics.json_lines import append_lines
 from praxis_lite.tools.testing.certificate import Comparison
-from praxis_lite.tools.testing.in_flight.certifier import CertifiedStep, Certifier, in_any_process
+from praxis_lite.tools.testing.in_flight.certifier import CertifiedStep, Certifier, differ_anywhere
 from praxis_lite.tools.testing.in_flight.diagnosis import (
     Difference,
     Search,
@@ -135,7 +135,7 @@ class Certificates(Hook):
             if made.step % self.every and not found:
                 return None
             certified = None if found else self._certified(made)
-            if certified is not None and in_any_process(bool(certified.failed)):
+            if certified is not None and differ_anywhere(certified.comparisons):
                 loop.note(f"step {made.step} is not certified; looking for the cause")
                 found = self._agreed([Search(self._certifier, certified).difference()])
             self._record(made.step, began + self._waited, found, certified)
