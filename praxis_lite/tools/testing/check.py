@@ -64,7 +64,7 @@ class Check:
     Attributes:
       certificate: of what was compared so far.
       batches: the first of the training data, cut to few rows.
-      whole: the first of them with all of its rows; None if none was cut off.
+      full_batch: the first of them with all of its rows; None if none was cut off.
       evaluated: the first of `batches`, and by what is said of it each batch of another form that
         the job evaluates or trains on, with all of its rows.
       state: to train from, NumPy arrays of true shapes in float64.
@@ -89,7 +89,7 @@ class Check:
         self._references: dict[Any, TaskRunner] = {}
         self._on_meshes: dict[Shape, TaskRunner] = {}
         self._trained: dict[Any, tuple[list[Leaves], Leaves]] = {}
-        self.whole: Batch | None = None
+        self.full_batch: Batch | None = None
 
     def prepare(self, own_shape: Shape) -> None:
         """Makes the batches and the state to train from."""
@@ -99,12 +99,14 @@ class Check:
         partitioners = [self.one_device.partitioner, self.on_mesh(own_shape).partitioner]
         self.num_rows = data.num_rows_to_check(partitioners, batches[0], pipeline.batch_size)
         if self.num_rows != pipeline.batch_size:
-            self.whole = self.known(batches[0])
+            self.full_batch = self.with_known_ids(batches[0])
             self.remark(
                 f"A step and an evaluation are of all {pipeline.batch_size} rows of a batch, all "
                 f"else of {self.num_rows}."
             )
-        self.batches = [self.known(data.with_rows(item, slice(self.num_rows))) for item in batches]
+        self.batches = [
+            self.with_known_ids(data.with_rows(item, slice(self.num_rows))) for item in batches
+        ]
         self.evaluated = {"": self.batches[0], **self._own_sizes()}
         if self.couplings:
             self.remark(
@@ -118,20 +120,22 @@ class Check:
 
     def _own_sizes(self) -> dict[str, Batch]:
         """Returns the first batch of each form that the job evaluates, and the training batch."""
-        whole = {} if self.whole is None else {f", all {num_rows_of(self.whole)} rows": self.whole}
-        seen = [structs(item) for item in (self.batches[0], *whole.values())]
+        found: dict[str, Batch] = {}
+        if self.full_batch is not None:
+            found[f", all {num_rows_of(self.full_batch)} rows"] = self.full_batch
+        seen = [structs(item) for item in (self.batches[0], *found.values())]
         for name, pipeline in self.job.datasets.items():
             if name != TRAIN and pipeline.element_spec() not in seen:
                 (batch,) = data.first_batches(pipeline, 1)
-                whole[f" of {name}"] = self.known(batch)
+                found[f" of {name}"] = self.with_known_ids(batch)
                 seen.append(structs(batch))
-        return whole
+        return found
 
-    def makes(self, part: str) -> bool:
-        """Returns True if a part of `on_meshes.PARTS` is to be made."""
+    def includes(self, part: str) -> bool:
+        """Returns whether the check includes a part of `on_meshes.PARTS`."""
         return self._parts is None or part in self._parts
 
-    def known(self, batch: Batch) -> Batch:
+    def with_known_ids(self, batch: Batch) -> Batch:
         """Returns a batch whose ids the model has; of a smaller model they are folded into it."""
         folded, names = data.folded(batch, self.task.num_ids())
         if names:
@@ -215,15 +219,15 @@ class Check:
 
     def compare_whole_batch(self, runner: TaskRunner) -> list[Comparison]:
         """Returns comparisons of a step of all rows of a batch, if batches were cut to fewer."""
-        if self.whole is None:
+        if self.full_batch is None:
             return []
         reference = self.reference_of(runner)
         runs = ((reference, self.state), (runner, self.state), (reference, self.nudged))
         expected, actual, moved = (
-            on.train(state, [self.whole], self.seed)[0][0] for on, state in runs
+            on.train(state, [self.full_batch], self.seed)[0][0] for on, state in runs
         )
         compared = tolerances.by_kind(runner.name, expected, actual, moved, 0)
-        return tolerances.with_what(f"all {num_rows_of(self.whole)} rows", compared)
+        return tolerances.with_what(f"all {num_rows_of(self.full_batch)} rows", compared)
 
     def train_once(
         self, runner: TaskRunner, batch: Batch, *, nudged: bool = False

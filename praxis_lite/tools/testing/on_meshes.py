@@ -124,7 +124,7 @@ def _run(check: Check, meshes: Sequence[Shape] | None) -> Certificate:
         )
     shapes = meshes or chosen_meshes(smaller, check.one_device.layout, num_devices)
     try:
-        if check.makes("data"):
+        if check.includes("data"):
             check.note("the data, twice")
             check.add(None, data.repeatable(check.job))
         check.prepare(smaller if smaller in shapes else shapes[-1])
@@ -145,9 +145,9 @@ def _check_mesh(check: Check, shape: Shape) -> None:
     try:
         runner = check.on_mesh(shape)
         runner.partitioner.train_step.trace(structs(check.batches[0]))
-        if check.makes("initial weights"):
+        if check.includes("initial weights"):
             first += check.compare_initial(runner)
-        if check.makes("training"):
+        if check.includes("training"):
             first += check.compare_training(runner, 1)
             if is_own:
                 first += check.compare_whole_batch(runner)
@@ -161,6 +161,6 @@ def _check_mesh(check: Check, shape: Shape) -> None:
     check.add(runner, first)
     # On the other meshes a few steps show what there is to see.
     longest = check.num_steps if is_own else min(check.num_steps, FEW_STEPS)
-    if check.makes("training") and longest > 1:
+    if check.includes("training") and longest > 1:
         check.note(f"mesh {name}: {longest} steps")
         check.add(runner, check.compare_training(runner, longest))

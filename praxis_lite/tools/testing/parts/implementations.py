@@ -143,6 +143,6 @@ def _compared(
 
 def _prompts(check: Check) -> dict[str, dict]:
     return {
-        f"decoding {name}": check.known(data.first_batches(pipeline, 1)[0])
+        f"decoding {name}": check.with_known_ids(data.first_batches(pipeline, 1)[0])
         for name, pipeline in check.job.decode_datasets.items()
     }

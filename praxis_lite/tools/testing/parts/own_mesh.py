@@ -28,7 +28,7 @@ from praxis_lite.tools.testing.runs.on_mesh import TaskRunner, leaves_of, names_
 def check_parts(check: Check, runner: TaskRunner) -> None:
     """Adds the comparisons on a mesh to a check, in the order of the time they take."""
     for what, compare in PARTS.items():
-        if not check.makes(what):
+        if not check.includes(what):
             continue
         check.note(f"mesh {runner.name}: {what}")
         for comparisons in compare(check, runner):
@@ -181,7 +181,7 @@ def decoding(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
     """The task's decoded outputs of the first batch of each of its prompts."""
     reference, mdl_vars = check.one_device, check.state.mdl_vars
     for pipeline in check.job.decode_datasets.values():
-        batch = check.known(data.first_batches(pipeline, 1)[0])
+        batch = check.with_known_ids(data.first_batches(pipeline, 1)[0])
         yield tolerances.in_float64(
             runner.name, "decoding", reference.decode(mdl_vars, batch),
             runner.decode(mdl_vars, batch), reference.decode(check.nudged.mdl_vars, batch),
@@ -189,25 +189,22 @@ def decoding(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
     yield from rows.in_decoding(check, runner)
 
 
-def two_ways(
-    what: str, property_of: Callable[..., Any], check: Check, runner: TaskRunner
-) -> Iterator[list[Comparison]]:
-    """A function of `properties`, computed in two ways: the first is to be trusted."""
+def two_ways(what: str, check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
+    """A function of `properties` that computes the same in two ways."""
     batch = check.batches[0]
-    function = None if check.couplings else property_of(check.task, batch)
+    function = None if check.couplings else properties.FUNCTIONS[what](check.task, batch)
     if function is None:
         return
     length = batch["ids"].shape[1]
-    if property_of is not properties.packed and length > properties.MOST_TOKENS:
+    if what != "packed segments" and length > properties.MOST_TOKENS:
         check.remark(f"{what}: the first {properties.MOST_TOKENS} of {length} tokens.")
-    result = check.tried(what, lambda: runner.call(function, check.state.mdl_vars, batch))
-    if result is None:
+    actual = check.tried(what, lambda: runner.call(function, check.state.mdl_vars, batch))
+    if actual is None:
         return
     moved = runner.call(function, check.nudged.mdl_vars, batch)
-    trusted, other = properties.TWO_WAYS[property_of]
-    yield tolerances.in_float64(
-        runner.name, what, {other: result[trusted]}, {other: result[other]}, {other: moved[trusted]}
-    )
+    expected, moved = (x.pop(properties.EXPECTED) for x in (actual, moved))
+    (name,) = actual
+    yield tolerances.in_float64(runner.name, what, {name: expected}, actual, {name: moved})
 
 
 PARTS: dict[str, Callable[[Check, TaskRunner], Iterator[list[Comparison]]]] = {
@@ -217,13 +214,7 @@ PARTS: dict[str, Callable[[Check, TaskRunner], Iterator[list[Comparison]]]] = {
     "rows of filler": filler,
     "micro-batches": micro_batches,
     "decoding": decoding,
-    **{
-        what: functools.partial(two_ways, what, property_of) for what, property_of in (
-            ("token by token", properties.token_by_token),
-            ("ragged prompts", properties.ragged_prompts),
-            ("packed segments", properties.packed),
-        )
-    },
+    **{what: functools.partial(two_ways, what) for what in properties.FUNCTIONS},
     "remat switched": remat,
     "unrolled": unrolled,
     "settings switched": settings_switched,

@@ -98,7 +98,7 @@ class _AsChecked(InputPipeline):
     ) -> Iterator[dict[str, np.ndarray]]:
         expected = self.whole_or(rows)
         for batch in self.pipeline.batches(start=start):
-            whole = self.check.known(with_rows(batch, slice(self.batch_size)))
+            whole = self.check.with_known_ids(with_rows(batch, slice(self.batch_size)))
             yield with_rows(whole, expected)
 
     def fingerprint(self) -> dict[str, Any]:
