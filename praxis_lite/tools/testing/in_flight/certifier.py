@@ -20,8 +20,6 @@ from praxis_lite.tools.testing.bisect import REFUSALS
 from praxis_lite.tools.testing.certificate import Comparison
 from praxis_lite.tools.testing.in_flight.placements import (
     are_repeatable,
-    bytes_of_weights,
-    chosen_rows,
     other_meshes,
     reordered,
     rolled,
@@ -188,11 +186,12 @@ class Certifier:
         """
         self._ready.result()
         for rerun in list(self.reruns):
+            weights = rerun.partitioner.layout.select("mdl_vars").leaves()
             check = functools.partial(
                 check_room, rerun.compile(), rerun.mesh.local_devices,
                 f"A certificate on the mesh {rerun.name}",
                 # The weights once more, in the layout of another mesh.
-                0 if rerun.is_own else bytes_of_weights(rerun.partitioner.layout),
+                0 if rerun.is_own else sum(leaf.bytes_per_device for leaf in weights),
             )
             if lack := _lack_of_memory("room for certificates", check):
                 if rerun in self.reruns[:2]:
@@ -219,9 +218,9 @@ class Certifier:
              draw: int = 0) -> Rows:
         """Returns rows of a batch, chosen by the seed, the step and the number of the draw."""
         seed = (self.seed, step, draw)
-        chosen = chosen_rows(batch, self.num_rows, seed)
+        chosen = np.random.default_rng(seed).choice(batch.num_rows, self.num_rows, replace=False)
         salt = int(np.random.default_rng(seed).integers(2**32))
-        return Rows(state, self._take(batch, chosen), key, salt)
+        return Rows(state, self._take(batch, np.sort(chosen).astype(np.int32)), key, salt)
 
     def certify(
         self, state: TrainState, batch: GlobalBatch, key: jax.Array, step: int

@@ -96,11 +96,6 @@ def _sums(mesh: Mesh) -> list[bytes]:
     return [np.asarray(run(x)).tobytes()]
 
 
-def bytes_of_weights(layout: StateLayout) -> int:
-    """Returns how many bytes of the weights each device holds."""
-    return sum(x.bytes_per_device for x in layout.leaves() if x.path.startswith("mdl_vars/"))
-
-
 class Mover:
     """Arrays of a mesh, put on another mesh of the same devices, padded for that.
 
@@ -158,12 +153,6 @@ def _sent(mesh: Mesh, target: Mesh, specs: PyTree) -> Callable[[PyTree], PyTree]
         lambda tree: jax.tree.map(send, tree), mesh=target, in_specs=(specs,), out_specs=specs,
         check_vma=False,
     )
-
-
-def chosen_rows(batch: GlobalBatch, num_rows: int, seed: Sequence[int]) -> np.ndarray:
-    """Returns the numbers of some rows of a batch, a function of the seed."""
-    rows = np.random.default_rng(list(seed)).choice(batch.num_rows, num_rows, replace=False)
-    return np.sort(rows).astype(np.int32)
 
 
 def take_rows(mesh: Mesh, num_rows: int) -> Callable[[GlobalBatch, Any], PyTree]:

@@ -14,11 +14,24 @@ LOW_PRECISION = {np.dtype(jnp.bfloat16), np.dtype(jnp.float16)}
 
 
 def unrolled(config: "fdl.Config") -> "fdl.Config | None":
-    """Returns a config whose scanned stacks are in a row, and the other way; None: it has none."""
-    return _with_settings(
-        config, lambda name, value: not value if name == "unroll" else value,
-        {"unroll", "checkpoint_policy"},
-    )
+    """Returns a config whose scanned stacks are in a row, and the other way; None: it has none.
+
+    What a layer makes by default, such as `stacked_transformer_tpl=Repeat`, is reached too.
+    """
+    config, has_stack = copy.deepcopy(config), False
+    for buildable in list(buildables(config.task)):
+        for name, value in settings_of(buildable).items():
+            if callable(value) and not isinstance(value, fdl.Buildable) and _is_stack(value):
+                setattr(buildable, name, fdl.Partial(value))
+    for buildable in buildables(config.task):
+        if _is_stack(fdl.get_callable(buildable)):
+            buildable.unroll = not settings_of(buildable)["unroll"]
+            has_stack = True
+    return config if has_stack else None
+
+
+def _is_stack(function: Callable[..., Any]) -> bool:
+    return {"unroll", "checkpoint_policy"} <= set(parameters_of(function))
 
 
 def low_precision_settings(config: "fdl.Config") -> list[str]:
@@ -66,27 +79,3 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
         name: item for name, item in result.items()
         if item.kind not in (*variadic, inspect.Parameter.POSITIONAL_ONLY)
     }
-
-
-def _with_settings(
-    config: "fdl.Config", other: Callable[[str, Any], Any], having: set[str]
-) -> "fdl.Config | None":
-    """Returns a copy with settings changed of what has all of `having`, or None if nothing has.
-
-    What a layer makes by default, such as `stacked_transformer_tpl=Repeat`, is reached too.
-    """
-    config, num_changed = copy.deepcopy(config), 0
-    for buildable in list(buildables(config.task)):
-        for name, value in settings_of(buildable).items():
-            if callable(value) and not isinstance(value, fdl.Buildable) and having <= set(
-                parameters_of(value)
-            ):
-                setattr(buildable, name, fdl.Partial(value))
-    for buildable in buildables(config.task):
-        if having <= set(parameters_of(fdl.get_callable(buildable))):
-            for name, value in settings_of(buildable).items():
-                new = other(name, value)
-                if new is not value:
-                    setattr(buildable, name, new)
-                    num_changed += 1
-    return config if num_changed else None
