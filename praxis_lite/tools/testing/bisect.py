@@ -15,9 +15,9 @@ from praxis_lite.tools.testing.runs.states import nudged
 
 OF_TRAINING = ("loss", "metrics", "gradients", "learner", "weights", "slots", "averages",
                "variables", "counts", "padding", "initial state")
-# What a model, or XLA, raises on a mesh that it was not written for.
+# Errors of a model, or of XLA, on a mesh that it does not support.
 REFUSALS = (ConfigError, jax.errors.JaxRuntimeError, TypeError, ValueError, NotImplementedError)
-# What the partitioner does around the layers.
+# Scopes of the partitioner outside of the layers.
 _NO_LAYERS = ("inputs", "unpad", "pad")
 
 
@@ -56,8 +56,8 @@ def layer_of(leaf: str, weights: Iterable[str]) -> str:
     A weight without a layer around it is its own.
 
     Args:
-      weights: the paths of all weights. A gradient, a slot or an average has that of its own weight
-        at its end.
+      weights: the paths of all weights. The path of a gradient, a slot or an average ends in that
+        of its weight.
     """
     name = max((x for x in weights if f"/{leaf}".endswith(f"/{x}")), key=len, default="")
     if not name and leaf.startswith("mdl_vars/non_trainable/"):
@@ -68,7 +68,7 @@ def layer_of(leaf: str, weights: Iterable[str]) -> str:
 def _fewest_axes(
     check: Check, runner: TaskRunner, first: Comparison, axes: Sequence[str]
 ) -> list[str]:
-    """Returns the fewest axes that, split as on the mesh and all others whole, differ too."""
+    """Returns the fewest axes that differ too if the mesh splits these alone."""
     for number in range(1, len(axes)):
         for some in itertools.combinations(axes, number):
             shape = tuple(

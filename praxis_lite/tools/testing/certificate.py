@@ -1,4 +1,4 @@
-"""What was compared, how far it differed and how far it may: the table, the line, the JSON."""
+"""Comparisons with their differences and tolerances, as a table, a summary line and JSON."""
 
 import dataclasses
 import html
@@ -17,14 +17,14 @@ class Comparison:
     """A comparison of an array, or of a number.
 
     Attributes:
-      mesh: in words, such as "data 4, mdl 2".
+      mesh: its name, such as "data 4, mdl 2".
       what: the kind of thing, such as "gradients".
       leaf: which of them: a weight's path, a metric's name.
       step: the training step, from 0, or None.
       difference: the largest absolute difference of an element; inf where shapes differ or only
         one of the two is a NaN.
       tolerance: the most that it may be.
-      why: why that tolerance, in words.
+      why: the reason of the tolerance.
     """
 
     mesh: str
@@ -54,7 +54,7 @@ class FirstDifference:
     Attributes:
       axis: the mesh axes that must be split for it to be seen, joined by "+"; None if it is seen
         on one device.
-      layer: the path of the layer in which values differ first; "" if none can be told.
+      layer: the path of the layer in which values differ first; "" if unknown.
       others: see `Comparison`.
     """
 
@@ -83,7 +83,7 @@ class Certificate:
 
     Attributes:
       experiment: its full name.
-      meshes: by its name in words, devices along each axis.
+      meshes: by name, the number of devices along each axis.
       comparisons: in the order in which they were made.
       notes: what was left out or is not exact by nature, in sentences.
       not_certified: the experiment's own sizes in whose place smaller ones were checked, such as
@@ -216,7 +216,7 @@ def finite_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def mesh_name(shape: Mapping[str, int]) -> str:
-    """Returns a mesh in words, "data 4, mdl 2"; of a mesh that splits nothing a phrase for that."""
+    """Returns the name of a mesh, "data 4, mdl 2", or "one device" if it splits nothing."""
     split = [f"{axis} {size}" for axis, size in shape.items() if size > 1]
     return ", ".join(split) or "one device"
 

@@ -59,20 +59,20 @@ class Check:
       num_steps: of training on the experiment's own mesh.
       parts: names of `on_meshes.PARTS`, which alone are made; None: all.
       packages: whose functions and classes the config may name, besides the library's.
-      print_text: told what is being done, a line each.
+      print_text: called with a line of text for each part of the work.
 
     Attributes:
       certificate: of what was compared so far.
       batches: the first of the training data, cut to few rows.
       full_batch: the first of them with all of its rows; None if none was cut off.
-      evaluated: the first of `batches`, and by what is said of it each batch of another form that
-        the job evaluates or trains on, with all of its rows.
+      evaluated: the first of `batches`, and by description each batch of other shapes that the job
+        evaluates or trains on, with all of its rows.
       state: to train from, NumPy arrays of true shapes in float64.
       nudged: the same, its weights moved by rounding.
-      own_shape: of the experiment's own mesh, or of what stands for it.
+      own_shape: of the experiment's own mesh, or of the mesh checked in its place.
       num_rows: of a batch.
       meshes: those that were checked, by their shapes.
-      couplings: what makes a row's numbers depend on other rows, in words; none as a rule.
+      couplings: descriptions of what makes a row's results depend on other rows; usually none.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Check:
         self.full_batch: Batch | None = None
 
     def prepare(self, own_shape: Shape) -> None:
-        """Makes the batches and the state to train from."""
+        """Loads the batches and builds the state to train from."""
         self.own_shape = own_shape
         pipeline = self.job.datasets[TRAIN]
         batches = data.first_batches(pipeline, self.num_steps)
@@ -136,13 +136,13 @@ class Check:
         return self._parts is None or part in self._parts
 
     def with_known_ids(self, batch: Batch) -> Batch:
-        """Returns a batch whose ids the model has; of a smaller model they are folded into it."""
+        """Returns a batch with ids that the model has: of a smaller model, modulo its number."""
         folded, names = data.folded(batch, self.task.num_ids())
         if names:
             self.remark(f"Ids beyond the model's are folded into those there are: {names}.")
         return folded
 
-    # What is computed.
+    # Runs.
 
     @property
     def one_device(self) -> TaskRunner:
@@ -150,10 +150,10 @@ class Check:
         return self._reference(None)
 
     def reference_of(self, runner: TaskRunner) -> TaskRunner:
-        """Returns the single device that a mesh is held against.
+        """Returns the single-device runner that a mesh is compared with.
 
-        Of ExplicitCollectives it works on the rows of each device in turn, of 1F1B on those of each
-        micro-batch.
+        For ExplicitCollectives it processes the rows of each device in turn, for 1F1B those of
+        each micro-batch.
         """
         gradients = runner.partitioner.gradients
         if gradients.num_micro_batches is not None:
@@ -265,14 +265,14 @@ class Check:
         )
         return actual + tolerances.padding(runner.name, padding, num_steps - 1)
 
-    # What is said.
+    # Notes, remarks and comparisons.
 
     def note(self, text: str) -> None:
         """Prints the current work, and the seconds since the check began."""
         self._print(f"[{time.monotonic() - self._start:4.0f} s] {text}")
 
     def remark(self, text: str) -> None:
-        """Puts a sentence into the certificate, once."""
+        """Adds a sentence to the notes of the certificate, once."""
         if text not in self.certificate.notes:
             self.certificate.notes.append(text)
             self._print(f"note: {text}")
@@ -286,7 +286,7 @@ class Check:
             return None
 
     def add(self, runner: TaskRunner | None, comparisons: Iterable[Comparison]) -> None:
-        """Takes comparisons into the certificate.
+        """Adds comparisons to the certificate.
 
         Raises:
           CheckFailed: one of them failed.

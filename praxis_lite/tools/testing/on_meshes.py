@@ -31,7 +31,7 @@ from praxis_lite.tools.testing.parts import data, own_mesh
 from praxis_lite.tools.testing.runs.on_mesh import structs
 from praxis_lite.tools.testing.shrink import shrunk
 
-# What a check is made of, in its order.
+# The parts of a check, in order.
 PARTS = ("data", "initial weights", *own_mesh.PARTS)
 FEW_STEPS = 3
 
@@ -53,8 +53,8 @@ def check_on_meshes(
       meshes: shapes of the job's axes, such as [(1, 4, 2), (2, 2, 2)]; None: its own, each axis
         alone, all axes, and one that divides as little as possible.
       steps: of training on its own mesh, or the last of those given; three on the others.
-      parts: of `PARTS`, such as ("training", "evaluation"), which alone are made; None: all.
-      print_text: told what is being done, a line each.
+      parts: of `PARTS`, such as ("training", "evaluation"), to run only these; None: all.
+      print_text: called with a line of text for each part of the work.
       name: of the experiment in the certificate; "": its class's.
       packages: whose functions and classes the config may name, besides the library's; a class
         given adds its own.
@@ -92,7 +92,7 @@ def check_launched(
       meshes: "1x4x2,...", as for --meshes, or shapes; None: those of `check_on_meshes`.
       steps: of training on the experiment's own mesh.
       shrink: True: a smaller model of the same kind is checked.
-      print_text: told what is being done, a line each.
+      print_text: called with a line of text for each part of the work.
     """
     config, not_certified = launched.config, []
     if shrink:

@@ -24,7 +24,7 @@ def exact(mesh: str, what: str, expected: Leaves, actual: Leaves) -> list[Compar
 
 
 def with_epsilon(comparison: Comparison) -> Comparison:
-    """Returns a comparison of a sum in parts with the whole, as `in_float64` made it.
+    """Returns a comparison of `in_float64` with a tolerance for a sum in parts.
 
     Losses, Pax's too, add 1e-6 to the sum of weights that they divide by: parts differ by it.
     """
@@ -53,7 +53,7 @@ def in_float64(
 
     def tolerance(leaf: str) -> float:
         if leaf not in expected or not _is_float(expected[leaf]):
-            # A count, or a token, that rounding changes says nothing.
+            # A count or a token that rounding changes cannot be compared.
             return np.inf if moved.get(leaf, 0.0) else 0.0
         return RELATIVE * largest(expected[leaf]) + of_all + TIMES_ROUNDING * moved.get(leaf, 0.0)
 
@@ -95,11 +95,10 @@ def in_own_types(
 def by_rounding(
     mesh: str, expected: Leaves, nudged: Iterable[Leaves], actual: Leaves
 ) -> list[Comparison]:
-    """Returns comparisons of a step in its own types, made again on another mesh.
+    """Returns comparisons of a step in its own types with a re-run on another mesh.
 
-    Both are off by rounding, which is measured: weights moved by a unit of it move each leaf.
-    A single number may by chance not move at all, so the share by which the most moved leaf moves
-    counts for all.
+    Rounding is measured by moving the weights by a unit of it. A single number may not move by
+    chance, so the largest relative change of any leaf is used for all.
 
     Args:
       expected: of the job's own mesh.
@@ -166,7 +165,7 @@ KINDS = {
 }
 
 
-# What is said first where several kinds differ.
+# The order in which kinds are reported.
 ORDER = (
     *("loss", "metrics", "gradients", "learner"),
     *("weights", "variables", "slots", "averages", "counts"),

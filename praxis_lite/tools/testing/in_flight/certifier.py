@@ -50,11 +50,11 @@ class CertifiedStep:
 
     Attributes:
       comparisons: in the order in which they were made.
-      own, nudged, other: measures on the job's mesh, there with weights moved by rounding, each
-        time another way, and on another mesh.
+      own, nudged, other: measures on the job's mesh, there with weights moved by rounding (once for
+        each pattern), and on another mesh.
       rows: the last rows that were compared.
-      is_of_device: bits differed when devices changed places.
-      draw: of these rows; after the first the meshes were compared on others before.
+      is_of_device: whether bits differed after devices changed places.
+      draw: the number of draws of rows before these, all of which differed.
       drawn: returns other rows of the same step, by the number of a draw.
       update: the state after the step, compared with the recomputed one; None: it was not.
     """
@@ -76,7 +76,7 @@ class CertifiedStep:
 
 
 class Certifier:
-    """Makes certificates of a task that trains on a mesh of several devices.
+    """Certifies steps of a task that trains on a mesh of several devices.
 
     Args:
       own: the task on the job's mesh.
@@ -116,7 +116,7 @@ class Certifier:
         self.update: UpdateCheck | None = None
         try:
             self.update = UpdateCheck(own, element_spec, self.notes.append)
-        except REFUSALS as error:  # Such as an optimizer of which JAX cannot map what it does.
+        except REFUSALS as error:  # Such as an optimizer that `jax.vmap` refuses.
             self.notes.append(f"Updates are not recomputed: {error}")
         self._ready: concurrent.futures.Future | None = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "certificates")
@@ -140,7 +140,7 @@ class Certifier:
             except REFUSALS:
                 continue
         if by_hand and parts is not None and parts <= _MOST_PARTS:
-            # Each device's rows are a batch with a key of its own, and there have to be as many.
+            # Each device's rows are a batch with its own key, so their number must stay the same.
             gradients = devices_in_turn(parts)
             return [self.rerun_on(Partitioner(self.own.task, by_hand[0], gradients=gradients))]
         self.notes.append(
@@ -171,7 +171,7 @@ class Certifier:
         self._ready = self._thread.submit(self._compile)
 
     def _compile(self) -> None:
-        # What a mesh reshards at a cost is said of the training step alone.
+        # Warnings of costly resharding are for the training step alone.
         with explained_warnings(lambda warning: None):
             for item in self.reruns:
                 item.compile()

@@ -53,12 +53,12 @@ class Difference:
       cause: "device" or "program".
       what: the kind of thing that differs: "replicas", "restored state", "gradients", "loss",
         "update of weights", "update of slots".
-      device: in words, with its process; "" if the cause is the program, or it cannot be told.
+      device: as text, with its process; "" if the cause is the program, or unknown.
       axis: of the mesh, joined by "+": those along which copies differ, or that must be split for
         it to be seen; of a device that computes wrongly its place along each. "" if none is.
-      layer: the path of the first layer that differs; "" if none can be told.
+      layer: the path of the first layer that differs; "" if unknown.
       leaf: the path of the array that differs most there.
-      mesh: in words, on which it differs.
+      mesh: the name of the mesh on which it differs.
       difference, tolerance: of that leaf.
     """
 
@@ -83,7 +83,7 @@ class Difference:
 
 
 def device_text(mesh: Mesh, places: Iterable[int]) -> str:
-    """Returns devices in words, by their places in the mesh's order."""
+    """Returns the names of devices, from their positions in the mesh's order."""
     devices = mesh.devices.reshape(-1)
     return " and ".join(
         f"device {devices[i].id} ({devices[i].device_kind}) of process {devices[i].process_index}"
@@ -158,7 +158,7 @@ class Search:
     def difference(self) -> Difference:
         """Returns the first difference of the certificate, with its cause.
 
-        A process that saw none itself looks with the others, and returns what it compared first.
+        A process that found no difference joins the search and returns its first comparison.
         """
         certified = self._certified
         if certified.update is not None:
@@ -194,7 +194,7 @@ class Search:
             mesh_name(self._mesh.shape), leaf.difference, leaf.tolerance,
         )
 
-    # A device: what it computes goes where it goes.
+    # A device: its errors move with it.
 
     def _of_device(self, failed: Sequence[Comparison]) -> Difference:
         places, layer = list(range(self._mesh.size)), ""
@@ -211,9 +211,8 @@ class Search:
     def _wrong_places(self) -> list[int]:
         """Returns the places of the devices that compute something else than the others.
 
-        What a device computes wrongly moves with it: devices that change places among themselves
-        change the result if one of them is wrong. All places, if the devices do not give the same
-        twice where they are.
+        The errors of a device move with it: exchanging devices changes the result if one of them is
+        wrong. Returns all places if the same devices in the same places do not repeat a result.
         """
         every = list(range(self._mesh.size))
         if self._differing_rows(self._own) is not None:
@@ -246,7 +245,7 @@ class Search:
     def _differing_rows(self, rerun: Rerun) -> Rows | None:
         """Returns rows whose results differ between a re-run and that on the job's mesh, or None.
 
-        Of several draws, for a device may have rows that do not count.
+        Of several draws, because the rows of a device may have no weight.
         """
         for rows, expected, nudged in self._draws:
             actual = rerun.measure(rows)
@@ -264,7 +263,7 @@ class Search:
     def _on(self, mesh: Mesh) -> Rerun:
         return self._certifier.rerun_on(self._certifier.build(mesh))
 
-    # The program: another mesh says so, and the meshes that split one axis say which.
+    # The program: meshes that split a single axis show the axis.
 
     def _of_program(self, failed: Sequence[Comparison]) -> Difference:
         axes, layer = self._axes(), ""

@@ -40,8 +40,8 @@ class NotRestored(ConfigError):
 class Certificates(Hook):
     """Makes a step again every so many steps, and compares all copies of the state.
 
-    Digests of the state lie beside each checkpoint, and are compared when it is restored, on
-    whatever mesh.
+    Digests of the state are saved with each checkpoint, and compared when it is restored, on any
+    mesh.
     """
 
     def __init__(self, job: JobOnMesh):
@@ -73,7 +73,7 @@ class Certificates(Hook):
             ])
             self._record(loop.first_step, began, found, number=2 * len(self._digests.by_leaf))
             if found:
-                # What was read is not what was saved: nothing of it is to be saved again.
+                # The state that was read is not the one that was saved: do not save it again.
                 raise NotRestored(
                     f"The state of step {loop.first_step} is not the one that was saved. "
                     f"{found[0]}. Nothing was trained. Launch again, and the checkpoint is read "
@@ -179,7 +179,7 @@ class Certificates(Hook):
     def _act(self, step: int, difference: Difference) -> str | None:
         self._loop.note(f"WARNING: step {step} is NOT CERTIFIED: {difference}")
         if self._job.run.certify_action == "report":
-            # The state is there to be looked at, whatever comes.
+            # Keep the state for inspection.
             self._loop.consensus.save_is_due = True
             return None
         self._error = f"Step {step} is not certified. {difference}."

@@ -27,7 +27,7 @@ def reordered(mesh: Mesh, order: Sequence[int]) -> Mesh:
 
 
 def rolled(places: Sequence[int], num_devices: int, by: int = 1) -> list[int]:
-    """Returns the order in which the devices at some places go round, and the others stay."""
+    """Returns the order in which the devices at some places are rotated, and the others stay."""
     order = list(range(num_devices))
     for i, place in enumerate(places):
         order[place] = places[(i + by) % len(places)]
@@ -42,8 +42,8 @@ def reshaped(mesh: Mesh, shape: Sequence[int]) -> Mesh:
 def other_meshes(mesh: Mesh) -> list[Mesh]:
     """Returns other meshes of the same devices, those first that share no split.
 
-    A mesh of one axis gets a second one, along which all is computed alike. Last comes a mesh that
-    splits nothing: each device computes all.
+    A mesh of one axis gets a second one, along which everything is replicated. The last mesh splits
+    nothing: each device computes everything.
     """
     own, size = mesh.devices.shape, mesh.size
     divisors = [n for n in range(1, size + 1) if size % n == 0]
@@ -51,9 +51,9 @@ def other_meshes(mesh: Mesh) -> list[Mesh]:
     def with_copies(*shape: int) -> Mesh:
         return mesh_of(mesh.devices.reshape(shape), (*mesh.axis_names, COPIES))
 
-    whole = with_copies(*(1,) * len(own), size)
+    replicated = with_copies(*(1,) * len(own), size)
     if len(own) == 1:
-        return [with_copies(size // divisors[1], divisors[1]), whole]
+        return [with_copies(size // divisors[1], divisors[1]), replicated]
     shapes = [
         shape for shape in itertools.product(divisors, repeat=len(own))
         if math.prod(shape) == size and shape != own
@@ -64,7 +64,7 @@ def other_meshes(mesh: Mesh) -> list[Mesh]:
         both = sum(min(a, b) > 1 for a, b in zip(own, shape, strict=True))
         return same, both, -sum(size > 1 for size in shape), tuple(-x for x in shape)
 
-    return [*(reshaped(mesh, shape) for shape in sorted(shapes, key=unlike)), whole]
+    return [*(reshaped(mesh, shape) for shape in sorted(shapes, key=unlike)), replicated]
 
 
 def are_repeatable(mesh: Mesh, moved: Mesh) -> bool:
@@ -125,12 +125,12 @@ class Mover:
 
     def __call__(self, tree: PyTree) -> PyTree:
         if self._is_reordered:
-            tree = jax.tree.map(_as_they_lie, tree, self._shardings)
+            tree = jax.tree.map(_relabelled, tree, self._shardings)
         return self._run(tree)
 
 
-def _as_they_lie(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Returns the blocks that devices hold as blocks of another array: the places have changed."""
+def _relabelled(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Returns an array of the same blocks on the same devices, which have other places."""
     blocks = [shard.data for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, sharding, blocks)
 

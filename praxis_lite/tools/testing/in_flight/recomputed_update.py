@@ -34,8 +34,8 @@ class Rounding:
 
     Attributes:
       shares: by path of each trained weight, the share of its gradient that rounding moves.
-      num_nudges: runs of the whole batch with moved weights; with 0 the shares are what is known.
-      nudge: the share of itself by which each weight is moved in these.
+      num_nudges: number of runs of the whole batch with moved weights; 0: use the shares.
+      nudge: the relative amount by which each weight is moved in these.
       salt: uint32, a seed of the signs of what is moved.
     """
 
@@ -185,9 +185,9 @@ def _with_tolerances(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the update and each element's tolerance.
 
-    Half of the gradient's elements are moved up or down, then the other half: so it is known what
-    an element's own gradient moves, and what those of others do, as in an optimizer that takes the
-    norm of a layer. What others move is a matter of chance, so their mean over the array counts.
+    Half of the gradient's elements are moved up or down, then the other half. This separates the
+    effect of an element's own gradient from that of the others, as in an optimizer that divides by
+    a layer's norm. The effect of the others is random, so its mean over the array is used.
     """
 
     def body(carry: tuple, pattern: tuple) -> tuple:
@@ -247,7 +247,7 @@ def _arithmetic(before: jax.Array, now: jax.Array) -> jax.Array:
 
 
 def nudged(params: PyTree, nudge: jax.Array, salt: jax.Array) -> PyTree:
-    """Returns weights of which each element is moved by a share of itself, up or down."""
+    """Returns weights with each element moved up or down by a relative amount."""
     leaves, treedef = jax.tree.flatten(params)
     moved = []
     for number, x in enumerate(leaves):

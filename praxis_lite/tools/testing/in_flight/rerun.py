@@ -99,7 +99,7 @@ class Rerun:
       partitioner: the task on a mesh of the same devices; `own` itself for the job's.
 
     Attributes:
-      name: of the mesh, in words.
+      name: of the mesh, such as "data 4, mdl 2".
       is_own: True for the job's mesh.
       rounding: the unit of rounding of what the program computes in; known once it is lowered.
     """
@@ -126,7 +126,7 @@ class Rerun:
           batch: a few rows.
           key: of the run.
           salts: uint32 [2], seeds of the projections and of the signs of nudges.
-          nudge: each weight is moved by this share of it, up or down; 0.0: none is moved.
+          nudge: the relative amount by which each weight is moved, up or down.
         """
         partitioner, bound = self.partitioner, self.partitioner.learner
         with partitioner.where.tracing():
@@ -191,8 +191,8 @@ class Rerun:
         """Returns the measures of the rows' gradients on this mesh; waits for the devices.
 
         Args:
-          nudge: the share of itself by which each weight is moved, up or down.
-          pattern: by which it is drawn what moves up.
+          nudge: the relative amount by which each weight is moved, up or down.
+          pattern: a seed that decides which elements move up.
         """
         result = jax.device_get(self.compile()(*self.arguments(rows, nudge, pattern)))
         value, weight = result["loss"]
@@ -253,8 +253,8 @@ def check_room(
 ) -> None:
     """Raises OutOfMemory if devices of this process cannot hold a certificate's arrays.
 
-    Beside the state of training these are what the program computes, and `copies`. To be called
-    between steps, when nothing else is on the devices.
+    These are the program's temporaries and outputs, and `copies`, next to the training state. Call
+    it between steps, when nothing else is on the devices.
 
     Args:
       program: as the subject of a sentence.

@@ -23,11 +23,11 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Stale:
-    """A device that holds other bits than it should.
+    """An array whose copies differ.
 
     Attributes:
       leaf: the path of the array.
-      places: of the devices, in the mesh's order; those that differ from most.
+      places: of the devices that differ from the majority, in the mesh's order.
       axes: along which the array has copies, and the copies differ.
     """
 
@@ -96,7 +96,7 @@ class Digests:
     """The digests of a state.
 
     Args:
-      mesh: on which it lies.
+      mesh: on which it is placed.
       leaves: its arrays.
       by_device: uint32 [devices, leaves, 2], in the mesh's order.
     """
@@ -116,7 +116,7 @@ class Digests:
 
     @functools.cached_property
     def of_state(self) -> str:
-        """The digest of the whole state, the same on every mesh."""
+        """The digest of the complete state, the same on every mesh."""
         return _hash(json.dumps(self.by_leaf, sort_keys=True).encode())
 
     def by_place(self) -> list[str]:
@@ -124,7 +124,7 @@ class Digests:
         return [_hash(np.ascontiguousarray(of_device)) for of_device in self._by_device]
 
     def to_save(self) -> dict[str, Any]:
-        """Returns the digests as values for JSON, to lie beside the state on disk."""
+        """Returns the digests as values for JSON, to be saved next to the state."""
         return {
             "state": self.of_state, "leaves": self.by_leaf, "places": self.by_place(),
             "mesh": dict(self._mesh.shape),

@@ -71,9 +71,9 @@ class UpdateCheck:
     Args:
       own: the task on the job's mesh.
       element_spec: the shapes of a batch's rows.
-      note: called with a sentence on what cannot be compared.
+      note: called with a sentence about what cannot be compared.
       most_bytes: of slots and averages that a device keeps for a certificate; those of the largest
-        weight are kept whatever it takes. None: as much as the weights take, or LEAST_BYTES.
+        weight are always kept. None: as many as the weights have, at least LEAST_BYTES.
 
     Attributes:
       parts: the paths of the arrays that a certificate compares, for one certificate after the
@@ -159,9 +159,9 @@ class UpdateCheck:
           state: after the step.
           batch: all its rows.
           own, nudged: measures of gradients on a few of them, and with weights moved by rounding.
-          salt: by which signs are drawn.
+          salt: a seed of random signs.
           rounding: the unit by which weights are moved to measure rounding by.
-          agree: returns if it is so in any process.
+          agree: returns whether its argument is True in any process.
         """
         paths = self.parts[self._part]
         kept, self._kept = self._kept, None
@@ -260,7 +260,7 @@ class UpdateCheck:
     ) -> jax.Array:
         """Returns [devices, arrays, 3]: share of the tolerance, difference and tolerance.
 
-        Of the element that is nearest to its tolerance, or beyond it, in each device's block.
+        They are those of the element with the largest share in each device's block.
         """
         own, mesh = self._own, self._own.mesh
         by_weight = {path: shares[i] for i, path in enumerate(self._trained)}

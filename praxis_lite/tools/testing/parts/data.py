@@ -65,7 +65,7 @@ def num_rows_to_check(partitioners: list[Partitioner], batch: Batch, batch_size:
 
 
 def repeatable(job: Job) -> list[Comparison]:
-    """Returns whether each dataset gives the same again: whole, from a later batch, by rows."""
+    """Returns whether each dataset repeats itself: from the start, from a later batch, by rows."""
     result = []
     for root in ("datasets", "decode_datasets"):
         for name, pipeline in getattr(job, root).items():

@@ -85,7 +85,7 @@ def settings_switched(check: Check, runner: TaskRunner) -> Iterator[list[Compari
         for value in setting.others:
             try:
                 result = _with_value(check, setting, value)
-            except Exception as error:  # A model of others refuses a value as it likes.
+            except Exception as error:  # A custom model may raise anything.
                 refusals.append(f"{value!r}: {str(error).splitlines()[0][:200] or type(error)}")
                 continue
             if result is None:

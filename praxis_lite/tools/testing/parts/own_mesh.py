@@ -1,4 +1,4 @@
-"""Comparisons on the experiment's own mesh alone: all parts of a job but training."""
+"""The parts of a check that are made on the experiment's own mesh only."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -108,16 +108,16 @@ def _layer_by_layer(group: Group, fn: Callable[..., Any]) -> Callable[..., Any]:
     return applied
 
 
-def filler(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """A batch whose last rows have no weight: their contents enter nothing."""
+def padding_rows(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
+    """A batch whose last rows have weight 0: their contents change no result."""
     batch, reference = check.batches[0], check.reference_of(runner)
     if "weights" not in batch:
         check.remark("Rows of filler: not checked, for batches have no weights.")
         return
-    num_filler = max(1, len(batch["weights"]) // 2)
+    num_padding_rows = max(1, len(batch["weights"]) // 2)
     others = data.with_rows(check.batches[-1], slice(None, None, -1))
-    same = rows.with_filler(batch, num_filler, batch)
-    other = rows.with_filler(batch, num_filler, others)
+    same = rows.with_padding_rows(batch, num_padding_rows, batch)
+    other = rows.with_padding_rows(batch, num_padding_rows, others)
     expected, _ = check.train_once(reference, same)
     moved, _ = check.train_once(reference, same, nudged=True)
     for kind, filled in (("the same", same), ("other", other)):
@@ -130,7 +130,7 @@ def filler(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
     if not check.couplings:
         plain = check.one_device
         runner = runner if reference is plain else plain
-        fewer = data.with_rows(same, slice(len(batch["weights"]) - num_filler))
+        fewer = data.with_rows(same, slice(len(batch["weights"]) - num_padding_rows))
         what, mdl_vars = "evaluation of fewer rows", check.state.mdl_vars
         expected = check.tried(what, lambda: plain.evaluate(mdl_vars, fewer))
         if expected is not None:
@@ -140,13 +140,13 @@ def filler(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
 
 
 def micro_batches(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """A batch worked on in 1, 2 and 4 parts, without dropout, which differs by part."""
-    batch, whole = check.batches[0], (1,) * len(runner.mesh.shape)
+    """A batch in 1, 2 and 4 micro-batches, without dropout, whose masks differ by micro-batch."""
+    batch, one_device = check.batches[0], (1,) * len(runner.mesh.shape)
     num_steps = check.job.task.learner.gradient_accumulation_steps
     num_rows = check.num_rows
     reference = check.one_device
     if num_steps != 1:
-        reference = check.on_mesh(whole, Partitioner, reporting(check.job.task, 1))
+        reference = check.on_mesh(one_device, Partitioner, reporting(check.job.task, 1))
     for number in (1, 2, 4):
         if number == num_steps and not check.is_random:
             continue  # It was trained so.
@@ -158,7 +158,7 @@ def micro_batches(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]
         if check.couplings:
             gradients = micro_batches_in_turn(runner.partitioner.gradients.num_micro_batches)
             in_turn = functools.partial(Partitioner, gradients=gradients)
-            reference = check.on_mesh(whole, in_turn, task)
+            reference = check.on_mesh(one_device, in_turn, task)
         trained = check.tried(
             f"{number} micro-batches",
             lambda task=task: check.train_once(
@@ -211,7 +211,7 @@ PARTS: dict[str, Callable[[Check, TaskRunner], Iterator[list[Comparison]]]] = {
     "training": rows.in_training,
     "evaluation": evaluation,
     "update by hand": update_by_hand,
-    "rows of filler": filler,
+    "rows of filler": padding_rows,
     "micro-batches": micro_batches,
     "decoding": decoding,
     **{what: functools.partial(two_ways, what) for what in properties.FUNCTIONS},

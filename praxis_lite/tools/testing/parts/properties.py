@@ -1,4 +1,4 @@
-"""What holds of a task whatever it is trained on: filler, sums over rows, caches, segments."""
+"""Properties of tasks: coupled rows; caches and packed segments, which change no result."""
 
 import inspect
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def couplings(task: Task) -> list[str]:
 
 
 def token_by_token(task: Task, batch: Batch) -> Callable[..., Any] | None:
-    """Returns a function of (mdl_vars, inputs): logits of whole rows, and of a token at a time.
+    """Returns a function of (mdl_vars, inputs): logits of complete rows, and token by token.
 
     Returns None if the task's model is no causal language model with a cache.
     """
@@ -69,7 +69,7 @@ def token_by_token(task: Task, batch: Batch) -> Callable[..., Any] | None:
 
 
 def ragged_prompts(task: Task, batch: Batch) -> Callable[..., Any] | None:
-    """Returns a function of (mdl_vars, inputs): logits of whole rows, and after ragged prompts.
+    """Returns a function of (mdl_vars, inputs): logits of complete rows, and after ragged prompts.
 
     The beginnings of rows, of several lengths, are read in two chunks, and continued a token at a
     time. Returns None if the task's model is no causal language model with a cache.
@@ -133,7 +133,7 @@ def packed(task: Task, batch: Batch) -> Callable[..., Any] | None:
     def losses(mdl_vars: Any, inputs: Any) -> dict[str, jax.Array]:
         names = ("ids", "labels")
         alone = {name: inputs[name][: 2 * num_pairs, :half] for name in names}
-        # Weights that differ, so that no token can stand for another.
+        # Different weights, so that exchanged tokens are noticed.
         weights = 1.0 + jnp.cos(jnp.arange(2.0 * num_pairs * half)).reshape(-1, half)
         alone["weights"] = weights.astype(jnp.float32)
         together = {

@@ -1,4 +1,4 @@
-"""A job as it is launched: its program, and that it goes on as if it had not been stopped."""
+"""A job as it is launched: a stop and a resume change no bit, and the program is as promised."""
 
 import contextlib
 import dataclasses
@@ -36,7 +36,7 @@ _HOST = re.compile(r"\b(?:infeed|outfeed|send|recv)\(|custom_call_target=\"[^\"]
 
 
 def resumed(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
-    """A job made at a stretch, and a job launched twice; a checkpoint's state."""
+    """An uninterrupted job and one that is launched twice; the state of a checkpoint."""
     runner = check.on_mesh(check.own_shape, None, check.job.task)
     yield from _saved_and_restored(check, runner)
     pipeline = _AsChecked(check)

@@ -1,4 +1,4 @@
-"""What holds of rows: a row's numbers depend on no other row, nor on its place or its batch."""
+"""Checks that the results of a row do not depend on other rows, its position or its batch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -37,13 +37,15 @@ def blocks(batch: Batch, num_rows: int) -> Iterator[dict[str, np.ndarray]]:
         yield data.with_rows(batch, slice(start, start + num_rows))
 
 
-def with_filler(batch: Batch, num_filler: int, contents: Batch) -> dict[str, np.ndarray]:
+def with_padding_rows(
+    batch: Batch, num_padding_rows: int, contents: Batch
+) -> dict[str, np.ndarray]:
     """Returns a batch whose last rows have no weight, and other contents."""
     result = {}
     for name, x in batch.items():
         x = x.copy()
         if x.ndim:
-            x[-num_filler:] = 0 if name == "weights" else contents[name][:num_filler]
+            x[-num_padding_rows:] = 0 if name == "weights" else contents[name][:num_padding_rows]
         result[name] = x
     return result
 
@@ -87,7 +89,7 @@ def in_training(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
 
 
 def in_evaluation(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
-    """The same of an evaluation; and the outputs of each row, wherever it stands."""
+    """The same in an evaluation; and the outputs of each row at other positions."""
     plain = check.one_device
     for what, local in check.evaluated.items():
         batches, whole = (check.batches[:2], check.full_batch) if what == "" else ([local], None)
@@ -101,7 +103,7 @@ def in_evaluation(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
 
 
 def in_decoding(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
-    """Outputs of each row, wherever it stands, and whatever the rows of filler beside it are."""
+    """Outputs of each row at other positions, and next to other padding rows."""
     for pipeline in check.job.decode_datasets.values():
         if not check.couplings:
             batches = [check.with_known_ids(batch) for batch in data.first_batches(pipeline, 2)]
@@ -129,7 +131,7 @@ def _of_prompts(check: Check, batches: Batches) -> Iterator[list[Comparison]]:
         return
     true = slice(0, num_rows - num_rows // 2)
     reverse = data.with_rows(batches[-1], slice(None, None, -1))
-    filled = with_filler(batches[0], num_rows - true.stop, reverse)
+    filled = with_padding_rows(batches[0], num_rows - true.stop, reverse)
     expected, nudged, actual = (_taken(x, true) for x in (expected, nudged, run(filled)))
     yield tolerances.in_float64(
         plain.name, "decoding, other rows of filler", expected, actual, nudged
@@ -190,7 +192,7 @@ def _compared(
 
 
 def _parts(whole: Batch, num_rows: int) -> tuple[Batches, np.ndarray]:
-    """Returns the rows of a batch in parts of `num_rows`, and where each stands in them.
+    """Returns the rows of a batch in parts of `num_rows`, and the position of each in them.
 
     The last part is filled up with rows before it, of weight 0, if rows have weights.
     """

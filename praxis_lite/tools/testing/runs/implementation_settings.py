@@ -24,14 +24,14 @@ from praxis_lite.layers.stacking.checkpoint_policy import CHECKPOINT_POLICIES
 from praxis_lite.tools.testing.runs.config_variants import buildables, parameters_of, settings_of
 
 KEEP_EVERYTHING = "save_everything"
-# Parts of a name between its underscores. Of a switch, of a number, of a text.
+# Words of a setting's name, split at underscores: of switches, numbers and texts.
 SWITCHES = {
     "scan", "scanned", "unroll", "unrolled", "flash", "fused", "fuse", "pallas", "chunked", "jit",
     "vmap", "vectorize", "vectorized", "offload",
 }
 NUMBERS = {"unroll", "chunk", "chunks", "tile", "tiles", "microbatch", "microbatches"}
-BLOCKS = {"block", "blocks"}  # Beside what is cut into them: "blocks" alone are layers.
-# Of what the backward pass computes again.
+BLOCKS = {"block", "blocks"}  # Next to a word of ATTENTION: "blocks" alone are layers.
+# Of settings about recomputation in the backward pass.
 ONLY_REMAT = {
     "remat", "remats", "rematerialize", "rematerialise", "rematerialization", "rematerialisation",
     "recompute", "recomputes", "recomputation",
@@ -39,9 +39,9 @@ ONLY_REMAT = {
 REMAT = ONLY_REMAT | {"checkpoint", "checkpointing"}
 KERNELS = {"implementation", "impl", "kernel", "backend"}
 ATTENTION = {"attention", "attn", "atten", "flash", "q", "k", "kv", "query", "key"}
-# A name with one of these is about files, or about what is computed.
+# Of settings about files, or about what is computed.
 OTHERS = {"load", "save", "restore", "path", "dir", "file", "init", "every", "freq", "name"}
-# Values to try of a text whose type does not say which there are; a refused one is no fault.
+# Values to try for a text without a Literal type; a model may refuse them.
 POLICIES = (
     "none", "save_everything", "save_nothing", "full", "minimal", "nothing", "nothing_saveable",
     "everything_saveable",
@@ -54,12 +54,12 @@ FASTER = {
 
 @dataclasses.dataclass(frozen=True)
 class ImplementationSetting:
-    """A setting that is switched, wherever it stands in a task's config.
+    """A setting that only changes how a model computes, at all its places in a task's config.
 
     Attributes:
       name: of the setting.
       value: as the experiment has it.
-      others: values to switch it to, the first that the model takes counts; none if none is known.
+      others: values to switch it to; the first that the model accepts is used.
     """
 
     name: str
@@ -68,18 +68,18 @@ class ImplementationSetting:
 
     @property
     def is_of_remat(self) -> bool:
-        """True if it is about what the backward pass computes again: the draws stay the same."""
+        """Whether it is about recomputation in the backward pass, which keeps random draws."""
         return is_of_remat(self.name)
 
 
 def is_of_remat(name: str) -> bool:
-    """Returns True if a setting's name says that it is about what is computed again."""
+    """Returns whether a setting, by its name, is about recomputation in the backward pass."""
     parts = set(name.lower().split("_"))
     return bool(parts & ONLY_REMAT or (parts & REMAT and not parts & OTHERS))
 
 
 def implementation_settings(config: "fdl.Config") -> list[ImplementationSetting]:
-    """Returns the settings of a task's models that are known by name, but for the library's own."""
+    """Returns the settings of a task's custom models that are known by name."""
     found: dict[str, ImplementationSetting] = {}
 
     def record(name: str, value: Any, hint: Any) -> Any:

@@ -27,7 +27,7 @@ from praxis_lite.tools.testing.runs.float64 import in_float64, wide_dtype, wide_
 PyTree = Any
 Batch = Mapping[str, np.ndarray]
 Leaves = dict[str, np.ndarray]
-FILLER = 3.0  # What the padding of an array holds on its way in: it must enter nothing.
+PADDING_VALUE = 3.0  # Of the padding of a step's inputs, which must change no result.
 
 
 class TaskRunner:
@@ -167,9 +167,9 @@ class TaskRunner:
         return MendedFunction(jitted, self.mesh)
 
     def _placed(self, layout: StateLayout, tree: PyTree) -> PyTree:
-        """Returns NumPy arrays of true shapes, padded by FILLER, on the mesh."""
+        """Returns NumPy arrays of true shapes, padded by PADDING_VALUE, on the mesh."""
         with jax.enable_x64(True):
-            return _padded(tree, wide_structs(layout.abstract(self.mesh)), FILLER)
+            return _padded(tree, wide_structs(layout.abstract(self.mesh)), PADDING_VALUE)
 
 
 def _padded(tree: PyTree, like: PyTree, padding: float) -> PyTree:

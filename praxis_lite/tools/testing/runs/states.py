@@ -1,4 +1,4 @@
-"""The states that a check trains from: hiding nothing, moved by rounding, stacked or not."""
+"""The states that a check trains from: without zero weights, moved by rounding, restacked."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ NUDGE = 2.0**-50
 def first_state(initial: TrainState, runner: TaskRunner) -> TrainState:
     """Returns the state to train from, in float64; no weight of it is all zeros.
 
-    A weight of zeros would hide the gradients of others.
+    A weight of zeros would hide the gradients of other weights.
 
     Args:
       initial: NumPy arrays of true shapes.
@@ -71,7 +71,7 @@ def nudged(state: TrainState, nudge: float = NUDGE, pattern: int = 5) -> TrainSt
 
 
 def restacked(state: TrainState, runner: TaskRunner) -> TrainState | None:
-    """Returns a state for a task whose stacks are scanned where ours are in a row, or the reverse.
+    """Returns a state for a task with the other form of stacks: scanned, or a layer each.
 
     Returns None if its weights have other names besides.
     """
