@@ -102,7 +102,7 @@ class Certifier:
     ):
         self.own, self.build, self.seed = own, build, seed
         self.notes: list[str] = []
-        self._num_said = 0
+        self._num_reported = 0
         self.scalars = jax.eval_shape(lambda: scalars_of(state))
         size = own.mesh.size
         # Neighbours stay neighbours, and no device keeps its place.
@@ -283,9 +283,9 @@ class Certifier:
             return compare_moved(expected, actual)
         return compare_meshes(MOVED, expected, nudged, actual)
 
-    def notes_not_said(self) -> list[str]:
+    def new_notes(self) -> list[str]:
         """Returns the notes that were added since the last call."""
-        new, self._num_said = self.notes[self._num_said :], len(self.notes)
+        new, self._num_reported = self.notes[self._num_reported :], len(self.notes)
         return new
 
     def close(self) -> None:

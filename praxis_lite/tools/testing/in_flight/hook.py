@@ -93,7 +93,7 @@ class Certificates(Hook):
                     job.run.seed, state,
                 )
             except ConfigError as error:
-                self._say_none(error)
+                self._warn_of_no_reruns(error)
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
@@ -153,17 +153,17 @@ class Certificates(Hook):
                 with self._loop.timeline.clock.during(COMPILE):
                     self._certifier.check_memory()
             except OutOfMemory as error:
-                self._say_none(error)
+                self._warn_of_no_reruns(error)
                 self._certifier.close()
                 self._certifier = None
                 return None
             self._waited = time.perf_counter() - began
         result = self._certifier.certify(made.state, made.batch, made.key, made.step)
-        for note in self._certifier.notes_not_said():
+        for note in self._certifier.new_notes():
             self._loop.note(f"note: {note}")
         return result
 
-    def _say_none(self, error: ConfigError) -> None:
+    def _warn_of_no_reruns(self, error: ConfigError) -> None:
         self._loop.note(
             f"WARNING: no step can be made again for run.certify_every_steps: {error} Copies of "
             "the state are compared all the same."
