@@ -7,7 +7,7 @@ from typing import Any
 import fiddle as fdl
 import jax
 
-from praxis_lite.core.callables import callable_name
+from praxis_lite.core.callables import function_name
 from praxis_lite.core.errors import ConfigError, is_whole, require, require_choice
 from praxis_lite.core.sharding.mesh import attached_devices, filled_mesh, simulate_devices
 from praxis_lite.run.config.build import build
@@ -66,7 +66,7 @@ def check_on_meshes(
         experiment = experiment()
     if isinstance(experiment, Experiment):
         kind = type(experiment)
-        name = name or callable_name(kind)
+        name = name or function_name(kind)
         packages = (*packages, kind.__module__.partition(".")[0])
         experiment = experiment.config()
     require(is_whole(steps), "steps", steps, "a whole number, 1 or more")

@@ -99,7 +99,7 @@ def in_evaluation(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
             state = check.nudged if nudged else check.state
             return plain.evaluate(state.mdl_vars, batch, without_randomness=is_random)
 
-        yield from _sums_over_rows(check, f"evaluation{what}", batches, whole, run)
+        yield from _sums_over_rows(check, f"evaluation{what}, ", batches, whole, run)
 
 
 def in_decoding(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
@@ -143,12 +143,12 @@ def _of_prompts(check: Check, batches: Batches) -> Iterator[list[Comparison]]:
 
 
 def _sums_over_rows(
-    check: Check, what: str, batches: Sequence[Batch], whole: Batch | None, run: Run
+    check: Check, prefix: str, batches: Sequence[Batch], whole: Batch | None, run: Run
 ) -> Iterator[list[Comparison]]:
     """Yields comparisons of batches with the same rows in other batches, on a single device.
 
     Args:
-      what: is run; "": training.
+      prefix: of the names of the comparisons.
       batches: of equally many rows.
       whole: a batch of more rows, or None.
       run: (batch, whether weights are moved by rounding) -> its report.
@@ -157,21 +157,19 @@ def _sums_over_rows(
         return
     if num_rows_of(batches[0]) > 1:
         others, order = shuffled(batches)
-        yield _compared(check, (what, "rows moved"), batches, others, order, run)
+        yield _compared(check, f"{prefix}rows moved", batches, others, order, run)
     if whole is not None:
         parts, order = _parts(whole, num_rows_of(batches[0]))
-        names = what, f"{num_rows_of(whole)} rows in parts"
-        result = check.tried(
-            names[1], lambda: _compared(check, names, parts, [whole], order, run)
-        )
-        yield result or []
+        what = f"{num_rows_of(whole)} rows in parts"
+        yield check.tried(
+            what, lambda: _compared(check, prefix + what, parts, [whole], order, run)
+        ) or []
 
 
 def _compared(
-    check: Check, names: Sequence[str], batches: Sequence[Batch], others: Sequence[Batch],
+    check: Check, what: str, batches: Sequence[Batch], others: Sequence[Batch],
     order: np.ndarray, run: Run,
 ) -> list[Comparison]:
-    what = ", ".join(filter(None, names))
     expected, nudged = ([run(batch, is_nudged) for batch in batches] for is_nudged in (False, True))
     actual = [run(other, False) for other in others]
     kinds = tolerances.by_kind(

@@ -36,18 +36,13 @@ def _is_stack(function: Callable[..., Any]) -> bool:
 
 def low_precision_settings(config: "fdl.Config") -> list[str]:
     """Returns the paths of the settings, defaults among them, that are bfloat16 or float16."""
-    result = []
-    for value, path in daglish.iterate(config.task):
-        if isinstance(value, fdl.Buildable):
-            for name, item in settings_of(value).items():
-                if _is_low(item):
-                    result.append(f"{daglish.path_str(path)}.{name}".lstrip("."))
-    return result
-
-
-def _is_low(value: Any) -> bool:
-    # JAX's `jnp.bfloat16` is neither a dtype nor a NumPy type.
-    return isinstance(value, np.dtype | type(jnp.bfloat16)) and jnp.dtype(value) in LOW_PRECISION
+    return [
+        f"{daglish.path_str(path)}.{name}".lstrip(".")
+        for value, path in daglish.iterate(config.task) if isinstance(value, fdl.Buildable)
+        for name, item in settings_of(value).items()
+        # JAX's `jnp.bfloat16` is neither a dtype nor a NumPy type.
+        if isinstance(item, np.dtype | type(jnp.bfloat16)) and jnp.dtype(item) in LOW_PRECISION
+    ]
 
 
 def buildables(config: Any) -> Iterator[fdl.Buildable]:
