@@ -82,11 +82,10 @@ class Check:
         self.config, self.job, self.packages = config, build(config), packages
         self.certificate, self.meshes = Certificate(experiment), {}
         self.num_steps, self._parts, self._print = num_steps, parts, print_text
-        self._axis_names = tuple(self.job.mesh.axis_names)
         self._start = time.monotonic()
         self.seed, self.task = self.job.run.seed, reporting(self.job.task)
         self.couplings = properties.couplings(self.task)
-        self._references: dict[Any, TaskRunner] = {}
+        self._references: dict[int | str, TaskRunner] = {}
         self._on_meshes: dict[Shape, TaskRunner] = {}
         self._trained: dict[Any, tuple[list[Leaves], Leaves]] = {}
         self.full_batch: Batch | None = None
@@ -144,10 +143,19 @@ class Check:
 
     # Runs.
 
-    @property
+    @functools.cached_property
     def one_device(self) -> TaskRunner:
         """The task on a single device."""
-        return self._reference(None)
+        return self.on_one_device()
+
+    def on_one_device(
+        self, gradients: Gradients | None = None, task: Task | None = None
+    ) -> TaskRunner:
+        """Returns the task, or another task, on a single device, with a strategy of gradients."""
+        shape, build_one = (1,) * len(self.job.mesh.axis_names), Partitioner
+        if gradients is not None:
+            build_one = functools.partial(Partitioner, gradients=gradients)
+        return on_mesh(self.job, task or self.task, shape, build_one)
 
     def reference_of(self, runner: TaskRunner) -> TaskRunner:
         """Returns the single-device runner that a mesh is compared with.
@@ -157,33 +165,19 @@ class Check:
         """
         gradients = runner.partitioner.gradients
         if gradients.num_micro_batches is not None:
-            return self._reference(
-                "micro-batches", lambda: micro_batches_in_turn(gradients.num_micro_batches)
-            )
-        if gradients.num_parts is not None:
-            return self._reference(
-                gradients.num_parts, lambda: devices_in_turn(gradients.num_parts)
-            )
-        return self.one_device
-
-    def _reference(
-        self, parts: int | str | None, in_turn: Callable[[], Gradients] | None = None
-    ) -> TaskRunner:
+            parts, in_turn = "micro-batches", micro_batches_in_turn(gradients.num_micro_batches)
+        elif gradients.num_parts is not None:
+            parts, in_turn = gradients.num_parts, devices_in_turn(gradients.num_parts)
+        else:
+            return self.one_device
         if parts not in self._references:
-            build_one = Partitioner
-            if in_turn is not None:
-                build_one = functools.partial(Partitioner, gradients=in_turn())
-            shape = (1,) * len(self._axis_names)
-            self._references[parts] = self.on_mesh(shape, build_one)
+            self._references[parts] = self.on_one_device(in_turn)
         return self._references[parts]
 
-    def on_mesh(self, shape: Shape, build_one: Any = None, task: Task | None = None) -> TaskRunner:
-        """Returns the task, or another task, on a mesh; `build_one` as in `on_mesh`.
-
-        The experiment's own task and partitioner are put on a mesh once.
-        """
-        if build_one is not None or task is not None:
-            return on_mesh(self.job, task or self.task, shape, build_one)
+    def on_mesh(self, shape: Shape, task: Task | None = None) -> TaskRunner:
+        """Returns the task, or another task, on a mesh; the task itself is put on a mesh once."""
+        if task is not None:
+            return on_mesh(self.job, task, shape)
         if shape not in self._on_meshes:
             self._on_meshes[shape] = on_mesh(self.job, self.task, shape)
         return self._on_meshes[shape]
@@ -252,7 +246,7 @@ class Check:
         Of the reports of the first and the last step, then of the last state.
         """
         reference = self.reference_of(runner)
-        expected, wanted_state = self.trained_on_one(reference, num_steps)
+        expected, expected_state = self.trained_on_one(reference, num_steps)
         moved, moved_state = self.trained_on_one(reference, num_steps, nudged=True)
         reports, last, padding = runner.train(self.state, self.batches[:num_steps], self.seed)
         actual = []
@@ -261,7 +255,7 @@ class Check:
                 runner.name, expected[step], reports[step], moved[step], step
             )
         actual += tolerances.by_kind(
-            runner.name, wanted_state, leaves_of(last), moved_state, num_steps - 1
+            runner.name, expected_state, leaves_of(last), moved_state, num_steps - 1
         )
         return actual + tolerances.padding(runner.name, padding, num_steps - 1)
 

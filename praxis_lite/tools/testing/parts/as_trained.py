@@ -59,12 +59,12 @@ def _moved(
     return moved
 
 
-def _report(check: Check, mesh: TaskRunner) -> Leaves:
+def _report(check: Check, runner: TaskRunner) -> Leaves:
     """Returns the report of the first step."""
-    partitioner = mesh.partitioner
+    partitioner = runner.partitioner
     placed, key = partitioner.global_batch(check.batches[0]), partitioner.key(check.seed)
-    state = mesh.stored(check.state)
-    mended(partitioner.train_step.lower(state, placed, key), mesh.mesh)
+    state = runner.stored(check.state)
+    mended(partitioner.train_step.lower(state, placed, key), runner.mesh)
     with jax.transfer_guard("disallow"):
         _, outputs = partitioner.train_step(state, placed, key)
     return report(jax.device_get(outputs))

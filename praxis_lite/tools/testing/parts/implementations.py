@@ -29,7 +29,7 @@ def remat(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
     if task is None:
         check.remark("remat switched: not checked, for no layer has an attribute that says that.")
         return
-    other = check.tried("remat switched", lambda: check.on_mesh(check.own_shape, None, task))
+    other = check.tried("remat switched", lambda: check.on_mesh(check.own_shape, task))
     if other is not None:
         yield from _same_step("remat switched", check, runner, other, with_state=True)
 
@@ -42,7 +42,7 @@ def unrolled(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
         return
 
     def changed() -> TaskRunner:
-        return check.on_mesh(check.own_shape, None, reporting(build(config).task))
+        return check.on_mesh(check.own_shape, reporting(build(config).task))
 
     other = check.tried("unrolled", changed)
     if other is not None:
@@ -104,7 +104,7 @@ def _with_value(
 ) -> dict[str, Leaves] | None:
     """Returns the results with another value, by kind; None if it has other weights."""
     task = reporting(build(switched(check.config, setting, value)).task)
-    other = check.on_mesh(check.own_shape, None, task)
+    other = check.on_mesh(check.own_shape, task)
     state = restacked(check.state, other)
     if state is None:
         return None

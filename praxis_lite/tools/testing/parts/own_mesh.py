@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.core.learner.weight_groups import Group
-from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of
 from praxis_lite.tools.testing import plain_update, tolerances
@@ -141,37 +140,32 @@ def padding_rows(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]
 
 def micro_batches(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
     """A batch in 1, 2 and 4 micro-batches, without dropout, whose masks differ by micro-batch."""
-    batch, one_device = check.batches[0], (1,) * len(runner.mesh.shape)
+    batch, reference = check.batches[0], check.one_device
     num_steps = check.job.task.learner.gradient_accumulation_steps
-    num_rows = check.num_rows
-    reference = check.one_device
     if num_steps != 1:
-        reference = check.on_mesh(one_device, Partitioner, reporting(check.job.task, 1))
+        reference = check.on_one_device(task=reporting(check.job.task, 1))
     for number in (1, 2, 4):
         if number == num_steps and not check.is_random:
             continue  # It was trained so.
         by_hand = runner.partitioner.gradients.num_parts is not None
-        if num_rows % number or (by_hand and check.couplings):
+        if check.num_rows % number or (by_hand and check.couplings):
             check.remark(f"{number} micro-batches: not checked.")
             continue
         task = reporting(check.job.task, number)
         if check.couplings:
-            gradients = micro_batches_in_turn(runner.partitioner.gradients.num_micro_batches)
-            in_turn = functools.partial(Partitioner, gradients=gradients)
-            reference = check.on_mesh(one_device, in_turn, task)
+            in_turn = micro_batches_in_turn(runner.partitioner.gradients.num_micro_batches)
+            reference = check.on_one_device(in_turn, task)
         trained = check.tried(
             f"{number} micro-batches",
-            lambda task=task: check.train_once(
-                check.on_mesh(check.own_shape, None, task), batch
-            ),
+            lambda task=task: check.train_once(check.on_mesh(check.own_shape, task), batch),
         )
         if trained is None:
             continue
-        actual, state = trained
-        expected, right = check.train_once(reference, batch)
+        actual, actual_state = trained
+        expected, expected_state = check.train_once(reference, batch)
         moved, moved_state = check.train_once(reference, batch, nudged=True)
         compared = tolerances.by_kind(runner.name, expected, actual, moved, 0)
-        compared += tolerances.by_kind(runner.name, right, state, moved_state, 0)
+        compared += tolerances.by_kind(runner.name, expected_state, actual_state, moved_state, 0)
         if not check.couplings:
             compared = list(map(tolerances.with_epsilon, compared))
         yield tolerances.with_what(f"{number} micro-batches", compared)

@@ -37,7 +37,7 @@ _HOST = re.compile(r"\b(?:infeed|outfeed|send|recv)\(|custom_call_target=\"[^\"]
 
 def resumed(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
     """An uninterrupted job and one that is launched twice; the state of a checkpoint."""
-    runner = check.on_mesh(check.own_shape, None, check.job.task)
+    runner = check.on_mesh(check.own_shape, check.job.task)
     yield from _saved_and_restored(check, runner)
     pipeline = _AsChecked(check)
     with tempfile.TemporaryDirectory() as folder:

@@ -78,30 +78,28 @@ class TaskRunner:
         return reports, *cut(self.layout, jax.device_get(placed))
 
     def evaluate(
-        self, mdl_vars: MdlVars, inputs: Batch, seed: int = 0, *, without_randomness: bool = False
+        self, mdl_vars: MdlVars, inputs: Batch, *, without_randomness: bool = False
     ) -> Leaves:
-        """Returns the metrics and outputs of each true row of a batch, as `train` names them."""
-        metrics, examples, is_true = self._of_vars(
-            self.partitioner.eval_examples, mdl_vars, inputs, seed, without_randomness
-        )
+        """Returns the metrics and outputs of each real row of a batch, as `train` names them."""
+        step = self.partitioner.eval_examples
+        metrics, examples, is_real = self._of_vars(step, mdl_vars, inputs, without_randomness)
         return report({"metrics": metrics}) | {
-            f"examples/{name}": x[np.asarray(is_true)] for name, x in examples.items()
+            f"examples/{name}": x[np.asarray(is_real)] for name, x in examples.items()
         }
 
     def decode(
-        self, mdl_vars: MdlVars, inputs: Batch, seed: int = 0, *, without_randomness: bool = False
+        self, mdl_vars: MdlVars, inputs: Batch, *, without_randomness: bool = False
     ) -> Leaves:
         """Returns the arrays that the task decodes of a batch."""
+        with jax.enable_x64(True):
+            mdl_vars = self.partitioner.decoding_weights.form_of(mdl_vars)
         step = self.partitioner.decode_step
-        return leaves_of(self._of_vars(step, mdl_vars, inputs, seed, without_randomness))
+        return leaves_of(self._of_vars(step, mdl_vars, inputs, without_randomness))
 
     def _of_vars(
-        self, step: Step, mdl_vars: MdlVars, inputs: Batch, seed: int, without_randomness: bool
+        self, step: Step, mdl_vars: MdlVars, inputs: Batch, without_randomness: bool
     ) -> PyTree:
-        key = self.partitioner.batch_key(seed, 0, 0)
-        if step is self.partitioner.decode_step:
-            with jax.enable_x64(True):
-                mdl_vars = self.partitioner.decoding_weights.form_of(mdl_vars)
+        key = self.partitioner.batch_key(0, 0, 0)
         run = self._program(step, inputs, without_randomness=without_randomness)
         with jax.enable_x64(True):
             return jax.device_get(run(self._placed(step.layout, mdl_vars), self.batch(inputs), key))
