@@ -20,8 +20,6 @@ TEXT = [
 # Models of Hugging Face: their files' headers are checked, and tensors written.
 HF = [*TEXT, "safetensors>=0.8,<0.9"]
 SOURCES = [
-    # Parquet and Arrow files, and .zst ones.
-    "pyarrow>=26.0.1,<27",
     # The checksums of TFRecord files, without loading tensorflow.
     "google-crc32c>=1.9,<2",
     # Images in files and in datasets.
@@ -59,8 +57,12 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11,<3.15",
-    # tasks and experiments are in it, through links, so that --exp=lm.PyDocs works from a wheel.
-    packages=find_packages(include=["praxis_lite", "praxis_lite.*"]),
+    # tasks/ and experiments/ are at the top of a checkout, and installed inside the package.
+    packages=[
+        *find_packages(include=["praxis_lite", "praxis_lite.*"]),
+        "praxis_lite.tasks", "praxis_lite.experiments",
+    ],
+    package_dir={"praxis_lite.tasks": "tasks", "praxis_lite.experiments": "experiments"},
     package_data={
         # Its types, for type checkers of code that imports it: stubs say where names are defined.
         "": ["*.pyi"],
@@ -90,8 +92,17 @@ setup(
         "xxhash>=4.1,<5",
         # Metrics of long jobs as columns: json.loads takes three times as long.
         "orjson>=3.11.5,<4",
+        # The newest metrics of a run for Prometheus; Orbax brings it too.
+        "prometheus-client>=0.26,<1",
         # Datasets whose examples are found by their number, and ArrayRecord files of them.
         "grain>=0.2.18,<0.3",
+        # JSON lines, Parquet, Arrow and saved datasets: rows found by their number in memory-mapped
+        # Arrow files, and the cache of these. 280 MB with all that it brings (pyarrow 170, pandas
+        # 84), next to tensorflow's 1.9 GB; without it there would be no text but whole files.
+        "datasets>=5.2,<6",
+        "pyarrow>=26.0.1,<27",
+        # One process at a time prepares data in a folder.
+        "filelock>=3.20,<5",
         # Imported by name, in the versions that jax, orbax-checkpoint and grain bring: bfloat16 of
         # NumPy's arrays, the arrays in a checkpoint, records that are found by their number, and
         # the examples in records, tf.train.Example, without loading tensorflow.
@@ -99,6 +110,8 @@ setup(
         "tensorstore",
         "array-record",
         "protobuf",
+        # The memory of the host, in the version that orbax-checkpoint brings.
+        "psutil",
         # tf.data, for text and records on disk; loaded only when such a pipeline is built. On
         # Python 3.14 NumPy stands in, until there is a release with wheels for it (2.22.0rc0 is the
         # first to have one).
@@ -108,7 +121,6 @@ setup(
         "text": TEXT,
         "hf": HF,
         "sources": SOURCES,
-        "data": SOURCES,  # Its former name.
         "plots": PLOTS,
         "quantization": QUANTIZATION,
         "tokamax": TOKAMAX,
@@ -136,8 +148,6 @@ setup(
             "kubernetes-validate>=1.37,<2",
             # The client that --mode=serve is tested with.
             "openai>=3.57,<4",
-            # Reads Prometheus' text format.
-            "prometheus-client>=0.26,<1",
             # The suite, on two cores.
             "pytest>=9.2,<10",
             "pytest-xdist>=3.8,<4",
@@ -145,8 +155,6 @@ setup(
             "ruff>=0.17.5,<0.18",
             # Reads back what the TensorBoard writer wrote; tensorflow no longer brings it.
             "tensorboard>=2.21,<3",
-            # Writes the datasets that HuggingFaceDataset is tested with.
-            "datasets>=5.2,<6",
         ],
     },
 )

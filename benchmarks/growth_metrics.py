@@ -43,7 +43,7 @@ from praxis_lite.run.trainer import launch  # noqa: E402
 from praxis_lite.run.trainer.evaluation import Evaluator  # noqa: E402
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh  # noqa: E402
 from praxis_lite.tasks.loss import LossTask  # noqa: E402
-from praxis_lite.tools_of_jobs import hooks_of_tools  # noqa: E402
+from praxis_lite.tools_of_jobs import TOOLS, hooks_of_tools  # noqa: E402
 
 DIMS, ROWS, PER_TURN, NUM_TURNS, GOAL_MS = 8, 8, 20, 15, 1.0
 
@@ -121,7 +121,8 @@ def seconds_of_a_step(num_metrics: int) -> float:
         job, launched = job_of(num_metrics, Path(folder))
         clock = Clock()
         with contextlib.redirect_stdout(io.StringIO()):
-            launch.train(job, launched, more_hooks=lambda job: [*hooks_of_tools(job), clock])
+            tools = dataclasses.replace(TOOLS, hooks=lambda job: [*hooks_of_tools(job), clock])
+            launch.train(job, launched, tools)
     return min(after - before for before, after in itertools.pairwise(clock.times[1:])) / PER_TURN
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.growth_metrics_log
 
 A start resumes three steps before the last one: it moves their lines, looks for the losses before,
-follows the file for a tracker, and draws the loss curve. The goal is a cost that does not grow.
+and draws the loss curve. The goal is a cost that does not grow.
 """
 
 import json
@@ -17,7 +17,6 @@ from praxis_lite.run.experiment.run_config import RunConfig
 from praxis_lite.run.experiment.run_settings import LossSpikeSettings
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.trainer.job_history import losses_before
-from praxis_lite.run.trainer.metrics.followed_lines import FollowedLines
 from praxis_lite.run.trainer.metrics.json_lines import JsonLinesWriter
 from praxis_lite.run.trainer.metrics.loss_curve import plot_loss_curve
 
@@ -47,10 +46,6 @@ def main() -> None:
                 for step in range(size - NUM_MADE_AGAIN + 1, size + 1):
                     writer.write(line_of(step))
             losses_before(run, job)
-            followed = FollowedLines(job.metrics_jsonl)
-            for _ in followed.up_to(size, lambda step: True, size - NUM_MADE_AGAIN):
-                pass
-            followed.restart()
             plot_loss_curve(job.metrics_jsonl, job.loss_curve_png)
 
         start(SIZES[0])  # Imports matplotlib.

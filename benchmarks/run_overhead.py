@@ -43,7 +43,7 @@ from praxis_lite.run.trainer import launch  # noqa: E402
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh  # noqa: E402
 from praxis_lite.tools.plan.chips import CHIPS  # noqa: E402
 from praxis_lite.tools.utilization.hook import Utilization  # noqa: E402
-from praxis_lite.tools_of_jobs import hooks_of_tools  # noqa: E402
+from praxis_lite.tools_of_jobs import TOOLS, hooks_of_tools  # noqa: E402
 
 STEP_SECONDS, GOAL = 0.01, 1.01
 PER_TURN = 20
@@ -166,7 +166,7 @@ def main() -> None:
             return [Utilization(job, CHIPS["cpu"]), *hooks, turns]
 
         with contextlib.redirect_stdout(io.StringIO()):
-            launch.train(job, launched, more_hooks=more_hooks)
+            launch.train(job, launched, dataclasses.replace(TOOLS, hooks=more_hooks))
     print(f"{num_layers} layers, {len(turns.bare)} turns of {PER_TURN} steps each")
     print(f"{'ms a step':<12}{'all on':>10}{'bare':>10}{'ratio':>8}{'goal':>8}")
     for name, part, clock in (("median", 0.5, 0), ("least tenth", 0.1, 0), ("loop thread", 0.1, 1)):

@@ -17,9 +17,9 @@ from praxis_lite import MLflow, PrometheusTextfile, TensorBoard, WeightsAndBiase
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.trackers.metrics_endpoint import MetricsEndpoint
 from praxis_lite.run.trackers.tracker import TrackedRun, Tracker
+from praxis_lite.run.trackers.tracker_thread import TrackerThread
 from praxis_lite.run.trainer.hooks.tracking import Trackers
 from praxis_lite.run.trainer.metrics.json_lines import JsonLinesWriter
-from praxis_lite.run.trainer.metrics.tracker_thread import TrackerThread
 
 STEP_SECONDS = 0.010
 NAMES = ("loss", "accuracy", "grad_norm", "learning_rate", "step_time", "input_time", "a", "b", "c")
@@ -38,10 +38,9 @@ def threads_in(job: JobDir, every: int) -> list[TrackerThread]:
     """Returns the threads of all trackers for a job, or none if `every` is 0."""
     if not every:
         return []
-    job.trackers.mkdir()
     run = TrackedRun("0" * 32, "job", "zoo.Tiny", job.path, {"run.seed": 0}, {}, 0)
     return [
-        TrackerThread(name, tracker, run, job, lambda step: step % every == 0)
+        TrackerThread(name, tracker, run, lambda step: step % every == 0)
         for name, tracker in all_trackers(job.path).items()
     ]
 
@@ -62,9 +61,10 @@ def measured(num_steps: int, every: int) -> tuple[float, float]:
             for step in range(1, num_steps + 1):
                 began = time.perf_counter()
                 time.sleep(STEP_SECONDS)
-                writer.write({"step": step, **dict.fromkeys(NAMES, step / 7)})
+                line = {"step": step, **dict.fromkeys(NAMES, step / 7)}
+                writer.write(line)
                 called = time.perf_counter()
-                trackers.made(step)
+                trackers.made(step, line)
                 trackers.say(print)
                 ended = time.perf_counter()
                 seconds.append(ended - began)

@@ -1,5 +1,4 @@
 """Numbers: registered experiments over the tasks."""
 
-from praxis_lite.checkout import refuse
-
-refuse(__name__)
+if __name__ != "praxis_lite.experiments":  # A second copy of a class would be another class.
+    raise ImportError("the library's experiments are imported as praxis_lite.experiments")

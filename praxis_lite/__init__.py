@@ -4,11 +4,32 @@ The names below are loaded on first use, so that `import praxis_lite` and the er
 command cost no import of jax.
 """
 
-from praxis_lite import checkout
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+
 from praxis_lite.public_names import public_names
 
 __version__ = "0.1.0"
 
 __getattr__, __dir__, __all__ = public_names(__name__)
 
-checkout.install()
+
+class _TopFolders(PathFinder):
+    """Finds praxis_lite.tasks and .experiments at the top of a checkout, as setup.py installs them.
+
+    The names `tasks` and `experiments` alone mean packages of a user, elsewhere on sys.path.
+    """
+
+    checkout = Path(__file__).resolve().parents[1]
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        package, _, folder = name.rpartition(".")
+        if folder in ("tasks", "experiments") and package in ("praxis_lite", ""):
+            others = [entry for entry in sys.path if Path(entry).resolve() != cls.checkout]
+            return super().find_spec(name, [str(cls.checkout)] if package else others)
+
+
+if not Path(__file__).with_name("tasks").exists():
+    sys.meta_path.insert(0, _TopFolders)

@@ -14,7 +14,7 @@ from praxis_lite.run.checkpoints.init.loading_rules import LOAD_ALL as LOAD_ALL
 from praxis_lite.run.checkpoints.init.loading_rules import (
     CheckpointLoadingRules as CheckpointLoadingRules,
 )
-from praxis_lite.run.checkpoints.steps.best_checkpoints import BestCheckpoints as BestCheckpoints
+from praxis_lite.run.checkpoints.steps.save_settings import BestCheckpoints as BestCheckpoints
 from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings as SaveSettings
 from praxis_lite.run.experiment.early_stopping import EarlyStopping as EarlyStopping
 from praxis_lite.run.experiment.experiment import Experiment as Experiment

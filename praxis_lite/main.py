@@ -7,13 +7,14 @@ from praxis_lite.core.errors import require
 from praxis_lite.files.whole_files import TRAINING_CONTINUES, launched_again
 from praxis_lite.interop.serving.mode import Serve
 from praxis_lite.run.command import run
+from praxis_lite.run.events import process_start
 from praxis_lite.run.experiment import registry
-from praxis_lite.run.goodput.process_start import process_start
+from praxis_lite.run.goodput.goodput import time_section
 from praxis_lite.run.job import processes
-from praxis_lite.run.job.processes.standard_output import print_log, without_lines_of_gloo
+from praxis_lite.run.job.processes.standard_output import print_log
 from praxis_lite.run.job.processes.start import start
+from praxis_lite.run.job.processes.stuck.beats import StuckBeats
 from praxis_lite.run.modes.decode import Decode
-from praxis_lite.run.modes.elastic import begin_elastic
 from praxis_lite.run.modes.evaluate import Evaluate
 from praxis_lite.run.modes.mode import CommandLine, Mode
 from praxis_lite.run.modes.options import parsed
@@ -21,26 +22,19 @@ from praxis_lite.run.modes.summary import Summary
 from praxis_lite.run.modes.train import Train
 from praxis_lite.tools.modes.certify import Certify
 from praxis_lite.tools.modes.check import Check
+from praxis_lite.tools.modes.elastic import begin_elastic
 from praxis_lite.tools.modes.explain import Explain
 from praxis_lite.tools.modes.plan import Plan
 from praxis_lite.tools.modes.profile import Profile
 from praxis_lite.tools.modes.report import Report
 from praxis_lite.tools.modes.sweep import Sweep
-from praxis_lite.tools_of_jobs import SOURCES, chosen_mesh, hooks_of_tools
+from praxis_lite.tools_of_jobs import TOOLS
 
 MODES: Mapping[str, Mode] = {
-    "train": Train(SOURCES, hooks_of_tools, chosen_mesh),
-    "eval": Evaluate(),
-    "decode": Decode(),
-    "explain": Explain(),
-    "plan": Plan(),
-    "check": Check(),
-    "sweep": Sweep(),
-    "summary": Summary(),
-    "profile": Profile(),
-    "report": Report(),
-    "certify": Certify(),
-    "serve": Serve(),
+    mode.name: mode for mode in (
+        Train(TOOLS), Evaluate(), Decode(), Explain(), Plan(), Check(), Sweep(),
+        Summary(time_section), Profile(), Report(), Certify(), Serve(),
+    )
 }
 
 
@@ -68,10 +62,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             start(
                 command.coordinator, command.num_processes, command.process_id,
-                command.start_seconds, command.job_log_dir,
+                command.start_seconds, command.job_log_dir, StuckBeats,
             )
-        if processes.count() > 1:
-            without_lines_of_gloo()
         require(
             mode.is_of_many_processes or processes.count() == 1,
             f"The number of processes of --mode={command.mode}", processes.count(), "1",

@@ -9,7 +9,7 @@ hundred, and `import praxis_lite` does not import jax. Type checkers and editors
 """
 
 import ast
-import importlib
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,17 +61,15 @@ def homes_of(package: str) -> dict[str, str]:
 
     They are the names that its `__init__.pyi` imports, or of a file without a stub its `__all__`.
     """
-    path = Path(__file__).parent.joinpath(*package.split(".")[1:])
-    stub = path / "__init__.pyi"
-    if not stub.is_file():
-        stub = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    body = ast.parse(stub.read_text(encoding="utf-8")).body
+    file = Path(importlib.util.find_spec(package).origin)
+    stub = file.with_suffix(".pyi")
+    body = ast.parse((stub if stub.is_file() else file).read_text(encoding="utf-8")).body
     imported = {
         alias.asname or alias.name: node.module
         for node in body if isinstance(node, ast.ImportFrom) and node.module is not None
         for alias in node.names
     }
-    if stub.suffix == ".pyi":
+    if stub.is_file():
         return imported
     names = next(
         ast.literal_eval(node.value) for node in body

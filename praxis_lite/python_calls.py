@@ -3,6 +3,7 @@
 They take what the command line takes, do the same, and raise what it prints as a paragraph.
 """
 
+import functools
 import os
 import threading
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from praxis_lite.tools.modes.check import checked
 from praxis_lite.tools.modes.explain import explained
 from praxis_lite.tools.modes.plan import STEPS, planned
 from praxis_lite.tools.modes.report import reader_of
-from praxis_lite.tools_of_jobs import SOURCES, hooks_of_tools
+from praxis_lite.tools_of_jobs import TOOLS
 
 if TYPE_CHECKING:
     from praxis_lite.run.experiment.experiment import Experiment
@@ -58,15 +59,12 @@ def train(
       ConfigError: a setting, the data or the mesh does not fit, or the directory is of another
         job. What the code of the experiment or of a hook raises is raised as it is.
     """
-    require(isinstance(hooks, Sequence), "train: hooks", hooks, "a list of hooks")
     command = _command("train", experiment, settings, packages)
     command.job_log_dir = os.fspath(job_log_dir)
     if threading.current_thread() is not threading.main_thread():
         print("not in the main thread: no signal, such as Ctrl-C, stops this training", flush=True)
-    clock, launched = begun(command)
-    job, ended = trained(
-        command, launched, clock, SOURCES, hooks_of_tools, hooks=hooks, stop_request=Interrupt
-    )
+    launched = begun(command)
+    job, ended = trained(command, launched, TOOLS, hooks=hooks, stop_request=Interrupt)
 
     from praxis_lite.run.trained_model import TrainedModel
 
@@ -119,14 +117,10 @@ def plan(
     Raises:
       ConfigError: as `train`, there is no such topology, or the mesh does not fill it.
     """
-    require(isinstance(topology, str), "plan: topology", topology, "a name, such as 'v5e:16x16'")
-    require(type(num_slices) is int, "plan: num_slices", num_slices, "a number")
     steps = [steps] if isinstance(steps, str) else list(steps)
     require(bool(steps), "plan: steps", steps, f"some of {', '.join(STEPS)}")
     for step in steps:
         require_choice("plan: steps", step, STEPS)
-    for size in batch_sizes:
-        require(type(size) is int and size > 0, "plan: batch_sizes", batch_sizes, "1 or more each")
     require(
         "decode" in steps or not batch_sizes, "plan: steps", steps, "decode, with batch_sizes"
     )
@@ -157,9 +151,10 @@ def check(
     Raises:
       ConfigError: as `train`, or a mesh does not fit.
     """
-    require(type(steps) is int, "check: steps", steps, "a number")
     command = _command("check", experiment, settings, packages)
-    return checked(command, _print_now, meshes=meshes, steps=steps, shrink=shrink)
+    return checked(
+        command, functools.partial(print, flush=True), meshes=meshes, steps=steps, shrink=shrink
+    )
 
 
 def report(*job_log_dirs: str | os.PathLike[str]) -> "Report":
@@ -203,7 +198,3 @@ def _name(experiment: "str | type[Experiment]") -> str:
             "it. Define it at the top of a module or of a notebook."
         )
     return registry.full_name(registry.register_anew(experiment))
-
-
-def _print_now(text: str) -> None:
-    print(text, flush=True)

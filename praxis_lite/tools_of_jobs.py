@@ -1,19 +1,30 @@
-"""The parts that tools give to a job that trains: sources of its initial state, a mesh, hooks.
+"""The parts that tools give to a job that trains: states to begin with, hooks, listeners, a mesh.
 
 The command line (`main.py`) and Python (`python_calls.py`) train with the same.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from praxis_lite.run.events import Listener, events
+from praxis_lite.run.goodput.goodput import say_goodput
+from praxis_lite.run.goodput.timeline import Timeline
+from praxis_lite.run.job.elastic import order
+from praxis_lite.run.trainer.job_tools import JobTools, OtherSaves
+
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import jax
 
     from praxis_lite.core.partitioner.train_state import StateLayout
     from praxis_lite.core.sharding.mesh_config import MeshConfig
-    from praxis_lite.run.checkpoints.init.initial_state import InitialState, Source
+    from praxis_lite.run.checkpoints.init.initial_state import InitialState, Note
     from praxis_lite.run.checkpoints.init.loading_rules import CheckpointLoadingRules
     from praxis_lite.run.experiment.experiment import Job
+    from praxis_lite.run.experiment.launched_config import LaunchedConfig
+    from praxis_lite.run.job.job_dir import JobDir
     from praxis_lite.run.trainer.hooks.hook import Hook
     from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 
@@ -28,16 +39,43 @@ def _from_checkpoints(
     rules: "Mapping[str, CheckpointLoadingRules]", layout: "StateLayout"
 ) -> "InitialState":
     from praxis_lite.run.checkpoints.init.init_from_checkpoint import FromCheckpoints
-    from praxis_lite.tools.foreign_checkpoints.nnx_checkpoint import NnxCheckpoint
 
-    return FromCheckpoints(rules, layout, forms=[NnxCheckpoint])
+    return FromCheckpoints(rules, layout)
 
 
-# By the setting of `run` that names them.
-SOURCES: "Mapping[str, Source]" = {
-    "init_from_checkpoint_rules": _from_checkpoints,
-    "init_from_huggingface": _from_huggingface,
-}
+@contextlib.contextmanager
+def goodput_recorder(files: "JobDir", note: "Note") -> Iterator[Listener]:
+    """Yields the writer of timeline.jsonl; reports the goodput if training ends well."""
+    with Timeline(files.timeline_jsonl, events, note) as timeline:
+        yield timeline
+    if timeline.is_kept:
+        say_goodput(files, note)
+
+
+def peer_saves(job: "JobOnMesh", note: "Note") -> OtherSaves:
+    """Returns the saves of an elastic job in the memory of hosts, if `run` asks for them."""
+    if job.run.peer_save_every_steps is None:
+        return OtherSaves()
+    if (taken := order.current()) is None:
+        note("note: run.peer_save_every_steps has no effect without --elastic")
+        return OtherSaves()
+
+    from praxis_lite.tools.peer_saves import PeerSaves
+
+    return PeerSaves(job, taken, note)
+
+
+def on_devices_of_generation(job: "Job", launched: "LaunchedConfig") -> "Job":
+    """Returns an elastic job on a mesh of all devices of its generation; any other unchanged."""
+    if (taken := order.current()) is None:
+        return job
+
+    from praxis_lite.run.experiment.mesh_of_devices import on_devices_of
+    from praxis_lite.run.job.elastic.compiled_programs import keep_compiled
+
+    job = on_devices_of(taken.membership, job, launched, chosen_mesh)
+    keep_compiled(taken)
+    return job
 
 
 def chosen_mesh(job: "Job", devices: "Sequence[jax.Device]") -> "MeshConfig":
@@ -65,3 +103,15 @@ def hooks_of_tools(job: "JobOnMesh") -> "list[Hook]":
         *certificates, CompilerWarnings(job), WaitedFor(job), Utilization(job), *non_finite,
         ProfileTables(),
     ]
+
+
+TOOLS = JobTools(
+    sources={
+        "init_from_checkpoint_rules": _from_checkpoints,
+        "init_from_huggingface": _from_huggingface,
+    },
+    hooks=hooks_of_tools,
+    recorder=goodput_recorder,
+    other_saves=peer_saves,
+    on_devices=on_devices_of_generation,
+)

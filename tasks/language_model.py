@@ -25,7 +25,7 @@ from praxis_lite.decode import (
     Decoder,
     Sample,
     cache_length,
-    cut_at_stop,
+    continuation_text,
     for_tokenizer,
     stored_forms,
 )
@@ -178,19 +178,19 @@ class LanguageModelTask(Task):
         records, num_hyps = [], self.decoder.num_hyps
         for row in np.flatnonzero(inputs["weights"] > 0):
             prompt = inputs["ids"][row, : inputs["prefix_lengths"][row]]
-            text = self.tokenizer.without_start(prompt)
+            prompt_text = self.tokenizer.decode(self.tokenizer.without_start(prompt))
             for hyp in range(num_hyps):
                 new_ids = outputs["output_ids"][row, hyp, : outputs["decode_lengths"][row, hyp]]
-                stop_strings = self.decoder.stop_strings
-                continuation, stopped = cut_at_stop(
-                    self.tokenizer.decode(new_ids, skip_special_tokens=True), stop_strings
+                text = continuation_text(self.tokenizer, prompt, new_ids, self.decoder.stop_strings)
+                is_ended = text.is_stopped or bool(
+                    len(new_ids) and new_ids[-1] in self.decoder.eos_ids
                 )
                 record = {
-                    "prompt": self.tokenizer.decode(text),
-                    "continuation": continuation,
+                    "prompt": prompt_text,
+                    "continuation": text.text,
                     "prefix_length": len(prompt),
                     "decode_length": len(new_ids),
-                    "ended": stopped or bool(len(new_ids) and new_ids[-1] in self.decoder.eos_ids),
+                    "ended": is_ended,
                     "log_prob": float(np.sum(outputs["logprobs"][row, hyp])),
                     "output_ids": new_ids.tolist(),
                 }

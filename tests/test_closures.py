@@ -16,9 +16,7 @@ ROOT = Path(__file__).parents[1]
 LIBRARY = ROOT / "praxis_lite"
 OUTSIDE_OF_CORE = {"jax", "flax", "optax", "numpy"}
 # What `import praxis_lite` itself brings.
-AT_THE_TOP = {
-    "praxis_lite", "praxis_lite.checkout", "praxis_lite.public_names",
-}
+AT_THE_TOP = {"praxis_lite", "praxis_lite.public_names"}
 
 
 def module_of(path):

@@ -23,13 +23,15 @@ FILES = sorted(
 )  # fmt: skip
 OURS = {"praxis_lite", "tasks", "experiments"}
 # pip's names of packages that are imported by another name.
-PIP_NAMES = {"orbax": "orbax-checkpoint", "array_record": "array-record", "google": "protobuf"}
+PIP_NAMES = {
+    "orbax": "orbax-checkpoint", "array_record": "array-record", "google": "protobuf",
+    "prometheus_client": "prometheus-client",
+}
 # Modules that import a package of an extra at their top: nothing else imports them at its own.
 LATE = {
     "praxis_lite.interop.serving.connections": "uvicorn",
     "praxis_lite.interop.serving.endpoints": "starlette",
     "praxis_lite.tools.lm_eval.lm": "lm_eval",
-    "praxis_lite.tools.lm_eval.named_model": "lm_eval",
 }
 # Late imports after `require_package`.
 ASKED_FOR = {"experiments.vision": "sklearn"}
@@ -91,7 +93,6 @@ def test_packages_of_extras_are_asked_for_by_the_extra_that_has_them():
     for package, (pip_name, extra) in PACKAGES.items():
         assert pip_name.strip("'") in (plain if extra is None else extras[extra]), package
     assert extras["text"] < extras["hf"]
-    assert extras["data"] == extras["sources"]  # Its name until the extras went by use.
     for extra in {extra for _, extra in PACKAGES.values()} - {None, "plan", "lm_eval"}:
         assert extras[extra] <= extras["test"]
 
@@ -150,12 +151,8 @@ def test_a_command_says_the_pip_line_before_it_compiles(plain):
     "tokenizer.model": "'praxis_lite[text]' (or: pip install transformers)",
     "training a tokenizer": "'praxis_lite[text]' (or: pip install tokenizers)",
     "a chat template": "'praxis_lite[text]' (or: pip install jinja2)",
-    "Parquet": "'praxis_lite[sources]' (or: pip install pyarrow)",
-    "ArrowFiles": "'praxis_lite[sources]' (or: pip install pyarrow)",
-    "JsonLines, .zst": "'praxis_lite[sources]' (or: pip install pyarrow)",
     "TfRecords": "'praxis_lite[sources]' (or: pip install google-crc32c)",
     "ImageFiles": "'praxis_lite[sources]' (or: pip install pillow)",
-    "HuggingFaceDataset": "'praxis_lite[sources]' (or: pip install pyarrow)",
     "Tfds": "'praxis_lite[sources]' (or: pip install tensorflow-datasets)",
     "FromDataset": "tensorflow",
     "quantized": "'praxis_lite[quantization]' (or: pip install qwix)",

@@ -1,6 +1,8 @@
-"""Functions that a user gives: their names in messages, and whether they can be called so."""
+"""Functions that a user gives: their modules, their names in messages, and their arguments."""
 
+import importlib
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,16 @@ def callable_name(function: Callable[..., Any]) -> str:
     if not isinstance(name, str):
         return f"{callable_name(type(function))} object"
     return f"{function.__module__}.{name}"
+
+
+def imported_module(name: str) -> types.ModuleType | None:
+    """Imports a module; returns None if there is none by that name."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # The module is there, but something that it imports is not.
+        return None
 
 
 def function_name(function: Any) -> str:

@@ -7,11 +7,11 @@ import traceback
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parents[1]
-# Experiments in a checkout belong to its owner.
-_EXPERIMENTS = f"{_PACKAGE / 'experiments'}{os.sep}"
-# The library, the program beside it in its checkout, and what is installed.
+# Where the library's own files are; experiments in a checkout belong to its owner.
+LIBRARY_FOLDERS = (f"{_PACKAGE}{os.sep}", f"{_PACKAGE.parent / 'tasks'}{os.sep}")
+# The library, the program next to it in its checkout, and Python.
 _NOT_OF_THE_USER = (
-    f"{_PACKAGE}{os.sep}", f"{_PACKAGE.parent / 'main.py'}",
+    *LIBRARY_FOLDERS, f"{_PACKAGE.parent / 'main.py'}",
     *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib")),
 )
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
@@ -27,7 +27,5 @@ def user_line(error: BaseException) -> traceback.FrameSummary | None:
 
 
 def _is_users(file: str) -> bool:
-    if file.startswith("<") or _INSTALLED.search(file):
-        return False
-    file = os.path.abspath(file)
-    return file.startswith(_EXPERIMENTS) or not file.startswith(_NOT_OF_THE_USER)
+    is_installed = file.startswith("<") or _INSTALLED.search(file)
+    return not is_installed and not os.path.abspath(file).startswith(_NOT_OF_THE_USER)

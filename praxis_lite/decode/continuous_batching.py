@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from praxis_lite.decode.prefill import cache_length
 from praxis_lite.decode.prefix_sharing import Beginnings, OneRow, prefill_after
 from praxis_lite.decode.rows import NewTokens, Prompt, Rows
 from praxis_lite.decode.sampling import Greedy
+from praxis_lite.decode.stop_strings import ContinuationText
 from praxis_lite.host.host_memory import FirstRuns
 
 # R rows, P longest prompt, M most new tokens.
@@ -96,31 +96,36 @@ class ContinuousBatching:
         prompts: Iterable[Prompt],
         *,
         num_steps: int | None = None,
-        should_stop: Callable[[int, np.ndarray], bool] | None = None,
+        text_of: Callable[[Prompt], ContinuationText] | None = None,
     ) -> Iterator[NewTokens]:
         """Yields new tokens as they come, of whichever prompts are in a row.
 
         Args:
           prompts: taken one by one, each when a row is free for it.
           num_steps: most steps between two looks at the tokens; None: until one row ends.
-          should_stop: called at every look, with a prompt's index and all its new tokens; True
-            ends it here, such as at a text that no fixed tokens spell.
+          text_of: Makes the text of a prompt's continuation, whose stop string ends it at the
+            next look, whichever tokens spell it.
         """
         num_steps = self._decoder.max_decode_steps if num_steps is None else num_steps
         rows = self.latest = self.rows(mdl_vars)
         waiting = iter(prompts)
         upcoming = next(waiting, None)
-        ids: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(0, np.int32))
+        texts: dict[int, ContinuationText] = {}
         while upcoming is not None or rows.num_taken:
             while upcoming is not None and rows.num_free:
-                rows.submit(upcoming)
+                index = rows.submit(upcoming)
+                if text_of is not None:
+                    texts[index] = text_of(upcoming)
                 upcoming = next(waiting, None)
             for new in rows.advance(num_steps, until_one_ends=upcoming is not None):
-                if should_stop is not None and not new.done:
-                    ids[new.index] = np.concatenate([ids[new.index], new.ids])
-                    if should_stop(new.index, ids[new.index]):
+                if text_of is not None and not new.done:
+                    for token in new.ids.tolist():
+                        texts[new.index].push(token)
+                    if texts[new.index].is_stopped:
                         rows.cancel(new.index)
                         new = new._replace(done=True)
+                if new.done:
+                    texts.pop(new.index, None)
                 yield new
 
     def rows(self, mdl_vars: PyTree) -> Rows:

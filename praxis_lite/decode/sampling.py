@@ -26,8 +26,9 @@ class Greedy(Decoder):
       presence_penalty: subtracted from the logit of a token that occurred after the prompt.
       stop_sequences: token sequences of which each, once a row ends in it, ends the row. They may
         not reach back into the prompt. Pax has them as `eos_id` of rank 2.
-      stop_strings: texts that end a row, and are cut off with what follows them. For a task with
-        a tokenizer: encoded they are stop sequences; a text that other tokens spell is cut too.
+      stop_strings: Texts that end a row, and are cut off with what follows them; they may name
+        special tokens. For a task with a tokenizer: encoded they are stop sequences; a text that
+        other tokens spell is cut too.
       num_cache_slots: Pax's name. More than 0: a dataset of prompts is decoded by continuous
         batching in that many rows, each taken by the next prompt as soon as it is free; 0: batch
         by batch, each of which takes as long as its longest row.

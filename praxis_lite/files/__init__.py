@@ -1,4 +1,4 @@
-"""Files: opened without hanging, read without trust, and written whole or not at all.
+"""Files: read as lines or JSON, and written completely or not at all.
 
 Never sees what a file is about.
 """

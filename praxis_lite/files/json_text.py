@@ -1,4 +1,4 @@
-"""JSON from a file that anyone may have written: of limited size, and with a single reading."""
+"""Plain files: opened without waiting, JSON with a single reading, lines of a file that grows."""
 
 import json
 import os
@@ -9,12 +9,9 @@ from typing import IO, Any
 
 from praxis_lite.core.errors import ConfigError
 
-# The config of a large model takes 0.1 MiB.
-MAX_BYTES = 16 * 2**20
 # Of brackets within each other: deeper ones would end whatever walks through them. How many
 # Python's own parser takes changes with its version.
 MOST_NESTED = 200
-_MOST_LINES_BYTES = 2**30  # Of a file with a line per step, or per save.
 _BLOCK = 1 << 16  # Bytes that are read at once from the end of a file.
 
 
@@ -62,24 +59,19 @@ def lines_of(path: Path, newest: int | None = None) -> list[str]:
       newest: the lines in so many bytes at its end, the first of which may be cut; None: all lines.
 
     Raises:
-      ConfigError: it cannot be read, or is too large to be a job's.
+      ConfigError: it cannot be read.
     """
     try:
         with opened(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if newest is None and size > _MOST_LINES_BYTES:
-                raise ConfigError(
-                    f"{path} has more than {_MOST_LINES_BYTES} bytes; a job that trains writes it. "
-                    "Take away what lies in its place."
-                )
-            file.seek(0 if newest is None else max(0, size - newest))
-            content = file.read(_MOST_LINES_BYTES)
+            if newest is not None:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - newest))
+            content = file.read()
     except FileNotFoundError:
         return []
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read ({error.strerror or error}). A job that trains writes it; take "
-            "away what lies in its place."
+            f"{path} cannot be read ({error.strerror or error}). A job that trains writes it: "
+            "remove what is in its place."
         ) from None
     return [text for text in content.decode("utf-8", "replace").split("\n") if text]
 
@@ -145,26 +137,16 @@ def descriptor(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def read_json(path: Path) -> Any:
-    """Returns the value in a file of at most `MAX_BYTES`.
+    """Returns the value in a file.
 
     Raises:
-        ConfigError: it cannot be read, is too large, or is not JSON.
+        ConfigError: it cannot be read, or is not JSON.
     """
     wanted = "Restore the file or start a new job."
     try:
-        with opened(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > MAX_BYTES:
-                raise ConfigError(
-                    f"{path} is damaged, or praxis_lite did not write it: it has {size} bytes, and "
-                    f"{MAX_BYTES} at most are read. {wanted}"
-                )
-            text = file.read(MAX_BYTES).decode("utf-8")
-        return parse_json(text)
+        return parse_json(content_of(path).decode())
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror or error}). {wanted}") from None
-    except ConfigError:
-        raise
     except ValueError as error:
         raise ConfigError(
             f"{path} is damaged, or praxis_lite did not write it ({error}). {wanted}"

@@ -2,14 +2,13 @@
 
 import contextlib
 import errno
-import fcntl
 import io
 import os
+import secrets
 import shutil
-import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from praxis_lite.core.errors import ConfigError, few
 
@@ -21,73 +20,24 @@ PARTIAL = ".partial"
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file beside `path`, on disk, and then gives it that name.
+    """Writes a file next to `path`, on disk, and then gives it that name.
 
-    A kill may leave `.NAME.new` behind, which the next call removes: what else may lie there, a
-    pipe or a link, is not written into. Of several processes that write a file each waits for the
-    one before. Raises ConfigError if it cannot be written; an old file stays as it is.
+    A kill may leave that file, `.NAME.*.new`, behind. Raises ConfigError if it cannot be written;
+    an old file stays as it is.
     """
-    temporary = path.with_name(f".{path.name}.new")
+    # Another name for each writer: several processes may write the same file.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
     try:
-        with _new_file(temporary) as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with temporary.open("xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise not_written(path, error) from error
-
-
-@contextlib.contextmanager
-def _new_file(path: Path) -> Iterator[IO[bytes]]:
-    """Yields a new file whose lock tells others if its writer lives or was killed.
-
-    A file system without locks takes every writer for a killed one.
-    """
-    while True:
-        try:
-            file = path.open("xb")
-        except FileExistsError:
-            with contextlib.suppress(FileNotFoundError):  # Its writer has just finished.
-                _remove_once_left(path)
-            continue
-        with file:
-            _lock(file.fileno())
-            if not _is_at(file.fileno(), path):
-                continue  # Another took it for left before it was locked.
-            try:
-                yield file
-            finally:
-                if _is_at(file.fileno(), path):
-                    with contextlib.suppress(OSError):
-                        path.unlink()
-            return
-
-
-def _remove_once_left(path: Path) -> None:
-    """Removes what lies at a path; of a file that is being written it waits for the end."""
-    if not stat.S_ISREG(path.lstat().st_mode):
-        path.unlink()
-        return
-    number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        _lock(number)
-        if _is_at(number, path):
-            path.unlink()
-    finally:
-        os.close(number)
-
-
-def _lock(number: int) -> None:
-    with contextlib.suppress(OSError):
-        fcntl.flock(number, fcntl.LOCK_EX)
-
-
-def _is_at(number: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(number), path.lstat())
-    except OSError:
-        return False
 
 
 def write_picture(path: Path, figure: Any, *, dpi: int) -> None:

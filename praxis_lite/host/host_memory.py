@@ -4,12 +4,13 @@ And whether a compiled program can be run with it.
 """
 
 import math
-import os
 import re
 import resource
 from collections.abc import Collection, Hashable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from praxis_lite.core.errors import OutOfMemory, format_bytes
 
@@ -27,16 +28,13 @@ _FILES = {
 
 
 def available_bytes(root: Path = Path("/")) -> float:
-    """Returns how many bytes this process might still get, or infinity if that is not known.
+    """Returns how many bytes this process might still get.
 
-    In a container /proc/meminfo speaks of the whole machine, so control groups are asked too. /proc
-    and /sys are below `root`.
+    In a container psutil reports the whole machine, so control groups are read as well, from /proc
+    and /sys below `root`.
     """
-    meminfo = _read(root / "proc/meminfo")
-    result = {name: 1024 * int(kilobytes) for name, kilobytes in
-             re.findall(r"^(\w+):\s+(\d+) kB", meminfo, re.MULTILINE)}
-    left = [result.get("MemAvailable", math.inf), *_left_in_groups(root)]
-    return min(min(left) + result.get("SwapFree", 0), _left_of_own_limit())
+    left = [psutil.virtual_memory().available, *_left_in_groups(root)]
+    return min(min(left) + psutil.swap_memory().free, _left_of_own_limit())
 
 
 def check_room_for_devices(num_simulated: int) -> None:
@@ -169,10 +167,9 @@ def _left_in_group(group: Path, limit: str, usage: str, prefix: str) -> float:
 
 def _left_of_own_limit() -> float:
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    mapped = _read(Path("/proc/self/statm")).split()
-    if limit == resource.RLIM_INFINITY or not mapped:
+    if limit == resource.RLIM_INFINITY:
         return math.inf
-    return limit - int(mapped[0]) * os.sysconf("SC_PAGE_SIZE")
+    return limit - psutil.Process().memory_info().vms
 
 
 def _read(path: Path) -> str:

@@ -12,12 +12,13 @@ from praxis_lite.core.errors import ConfigError
 PACKAGES: dict[str, tuple[str, str | None]] = {
     "tensorflow": ("tensorflow", None),
     "grain": ("grain", None),
+    "datasets": ("datasets", None),
+    "pyarrow": ("pyarrow", None),
     "tokenizers": ("tokenizers", "text"),
     "sentencepiece": ("sentencepiece", "text"),
     "transformers": ("transformers", "text"),
     "jinja2": ("jinja2", "text"),
     "safetensors": ("safetensors", "hf"),
-    "pyarrow": ("pyarrow", "sources"),
     "google_crc32c": ("google-crc32c", "sources"),
     "PIL": ("pillow", "sources"),
     "tensorflow_datasets": ("tensorflow-datasets", "sources"),
@@ -38,7 +39,7 @@ PACKAGES: dict[str, tuple[str, str | None]] = {
 
 
 class MissingPackage(ConfigError):
-    """A package that a feature needs is not installed.
+    """An optional package that a feature needs is not installed.
 
     Attributes:
       package: the name under which it is imported.

@@ -11,10 +11,10 @@ from praxis_lite.inputs.mixing.shuffle import random_bits as random_bits
 from praxis_lite.inputs.numpy_data import InMemory as InMemory
 from praxis_lite.inputs.numpy_data import SyntheticLm as SyntheticLm
 from praxis_lite.inputs.sources.arrays import NpyFiles as NpyFiles
-from praxis_lite.inputs.sources.base import FileSource as FileSource
 from praxis_lite.inputs.sources.base import Source as Source
 from praxis_lite.inputs.sources.columnar import ArrowFiles as ArrowFiles
 from praxis_lite.inputs.sources.columnar import Parquet as Parquet
+from praxis_lite.inputs.sources.copied import FileSource as FileSource
 from praxis_lite.inputs.sources.faults import BadExample as BadExample
 from praxis_lite.inputs.sources.folders import ImageFiles as ImageFiles
 from praxis_lite.inputs.sources.folders import TextFiles as TextFiles
@@ -26,12 +26,12 @@ from praxis_lite.inputs.sources.hub import Tfds as Tfds
 from praxis_lite.inputs.sources.json_lines import JsonLines as JsonLines
 from praxis_lite.inputs.sources.records import ArrayRecords as ArrayRecords
 from praxis_lite.inputs.sources.records import TfRecords as TfRecords
-from praxis_lite.inputs.text.about_python import about_python as about_python
 from praxis_lite.inputs.text.corpus import TextCorpus as TextCorpus
 from praxis_lite.inputs.text.corpus import language_reference as language_reference
 from praxis_lite.inputs.text.documents import Documents as Documents
 from praxis_lite.inputs.text.packed_text import PackedText as PackedText
 from praxis_lite.inputs.text.preferences import PreferenceData as PreferenceData
+from praxis_lite.inputs.text.preferences import about_python as about_python
 from praxis_lite.inputs.text.prompts import TextPrompts as TextPrompts
 from praxis_lite.inputs.tokenizers.plain import ByteTokenizer as ByteTokenizer
 from praxis_lite.inputs.tokenizers.plain import TokenIds as TokenIds

@@ -80,11 +80,13 @@ def _prove(job: str, settings: Sequence[str], packages: Sequence[str], recorded_
     """Prints the proof of a job's examples; returns 1 if something is wrong."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Data needs no accelerator.
     from praxis_lite.run.experiment.recorded_examples import proof_of_examples
+    from praxis_lite.run.goodput.goodput import num_lost_steps
     from praxis_lite.run.job.job_dir import open_for_reading
 
+    job_dir = open_for_reading(job, writes=False)
     proof = proof_of_examples(
-        open_for_reading(job, writes=False), packages=packages, settings=settings,
-        recorded_only=recorded_only, progress=Progress(),
+        job_dir, packages=packages, settings=settings, recorded_only=recorded_only,
+        progress=Progress(), num_lost_steps=num_lost_steps(job_dir),
     )
     for line in proof.lines():
         print(printable(line))

@@ -13,7 +13,6 @@ from praxis_lite.core.errors import ConfigError, did_you_mean, printable
 from praxis_lite.files.whole_files import DISK_FULL, not_written
 from praxis_lite.host.lack_of_memory import lack_of_memory, out_of_memory
 from praxis_lite.host.user_errors import described, explained
-from praxis_lite.run.job.processes.aborts import say_that_memory_ended, speaking_before_aborts
 from praxis_lite.run.job.processes.peers import ending_together
 from praxis_lite.run.job.processes.signals import EndsBySignal
 from praxis_lite.run.job.processes.standard_output import (
@@ -45,10 +44,7 @@ def run(
         then: returns what the command does when it is launched again, for the error of a full disk.
     """
     open_what_is_closed()
-    with (
-        output_may_be_lost(goes_on=goes_on), EndsBySignal(),
-        speaking_before_aborts(say_that_memory_ended), ending_together(),
-    ):
+    with output_may_be_lost(goes_on=goes_on), EndsBySignal(), ending_together():
         _find_users_packages()
         _run(command, traceback_txt, wraps, then)
 

@@ -1,4 +1,4 @@
-"""The task with another decoder, or with other settings of its own."""
+"""A task's decoder with other settings, for a call."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -44,11 +44,3 @@ def changed_decoder(
                 "decoder=Sample(...)."
             )
     return dataclasses.replace(decoder, **settings)
-
-
-def with_decoder(
-    task: Task, config: fdl.Config, decoder: Decoder | None, settings: Mapping[str, Any]
-) -> Task:
-    """Returns a new task of a config with the result of `changed_decoder`; rebuilds the model."""
-    decoder = changed_decoder(task, config, decoder, settings)
-    return fdl.build(fdl.copy_with(config, decoder=decoder))

@@ -8,12 +8,11 @@ from typing import Literal
 from praxis_lite.core.errors import require
 from praxis_lite.core.sharding.mesh import attached_mesh
 from praxis_lite.core.sharding.mesh_config import MeshConfig
-from praxis_lite.run.config.build import build
+from praxis_lite.run.config.build import build, naming_settings
 from praxis_lite.run.config.overrides import check_required
 from praxis_lite.run.config.python_settings import Settings, as_texts
 from praxis_lite.run.experiment.launched_config import config_of_job
 from praxis_lite.run.experiment.recorded_job import check_tokenizers
-from praxis_lite.run.experiment.setting_of import naming_settings
 from praxis_lite.run.job.job_dir import open_for_reading
 from praxis_lite.run.trained_model import TrainedModel
 from praxis_lite.run.trainer.checks.job_checks import check_parts
@@ -52,9 +51,9 @@ def load(
     require(is_step, "load: step", step, "a whole number, 'best' or None")
     job_dir = open_for_reading(job_log_dir, writes=False)
     launched = config_of_job(job_dir, None, as_texts(settings), packages)
+    check_required(launched.config)
+    check_tokenizers(launched.config)
     with naming_settings(launched.config, launched.recorded):
-        check_required(launched.config)
-        check_tokenizers(launched.config)
         job = build(launched.config)
         check_parts(job)
         if mesh != "job":

@@ -14,9 +14,9 @@ from praxis_lite.decode.decoder import Decoder
 from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.inputs.batches import checked_spec
 from praxis_lite.inputs.text.token_ids import whole_number
+from praxis_lite.run.config.build import naming_settings
 from praxis_lite.run.experiment.experiment import Job
-from praxis_lite.run.experiment.setting_of import naming_settings
-from praxis_lite.run.generation import changed_decoder, with_decoder
+from praxis_lite.run.generation import changed_decoder
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.shown_model import html_of, text_of
 from praxis_lite.run.trainer.checks.datasets import check_reads
@@ -266,7 +266,7 @@ class TrainedModel:
         config = self._config.task
         changed = changed_decoder(self.partitioner.task, config, decoder, settings)
         if changed not in self._with_decoder:
-            task = with_decoder(self.partitioner.task, config, changed, {})
+            task = fdl.build(fdl.copy_with(config, decoder=changed))
             check_decoder(task)
             make = self.job.partitioner or Partitioner
             self._with_decoder[changed] = make(task, self.partitioner.mesh)

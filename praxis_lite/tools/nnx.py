@@ -13,7 +13,7 @@ from praxis_lite.core.errors import ConfigError, did_you_mean, few
 from praxis_lite.core.models.model import MdlVars, spec_leaves
 from praxis_lite.core.models.nnx_model import NnxModel
 from praxis_lite.core.models.nnx_variables import collection, leaves_of, path_text
-from praxis_lite.tools.foreign_checkpoints.nnx_checkpoint import NnxCheckpoint
+from praxis_lite.run.checkpoints.init.nnx_checkpoint import NnxCheckpoint
 
 __all__ = ["mdl_vars_from_nnx"]
 

@@ -2,6 +2,7 @@
 
 import functools
 import heapq
+import itertools
 
 import jax
 import numpy as np
@@ -170,14 +171,29 @@ def test_tokens_come_in_pieces_of_at_most_so_many_steps():
     assert any(piece.index > pieces[first_done].index for piece in pieces[first_done:])
 
 
+class StopsAfter:
+    """Stands for a text that has a stop string after a number of tokens."""
+
+    def __init__(self, num_tokens):
+        self.num_left = num_tokens
+
+    def push(self, token):
+        self.num_left -= 1
+
+    @property
+    def is_stopped(self):
+        return self.num_left <= 0
+
+
 def test_a_prompt_that_is_told_to_stop_leaves_its_row_to_the_next():
     decoder = DECODERS["greedy"]
     batching = batching_of(COUNTDOWN, decoder)
 
-    def should_stop(index, ids):
-        return index % 2 == 0 and len(ids) >= 3
-
-    stream = batching.stream(None, queue(decoder), num_steps=1, should_stop=should_stop)
+    numbers = itertools.count()
+    stream = batching.stream(
+        None, queue(decoder), num_steps=1,
+        text_of=lambda prompt: StopsAfter(M if next(numbers) % 2 else 3),
+    )
     ids, _ = gathered(stream, NUM_PROMPTS)
     expected = np.minimum(PROMPTS[np.arange(NUM_PROMPTS), LENGTHS - 1], M)
     expected[::2] = np.minimum(expected[::2], 3)
@@ -188,7 +204,10 @@ def test_a_prompt_that_is_told_to_stop_leaves_its_row_to_the_next():
 def test_a_stopped_row_keeps_no_step_going():
     batching, key = batching_of(COUNTDOWN, DECODERS["greedy"]), row_keys(1)[0]
     prompts = [Prompt(np.asarray([token, 9, 9, 9]), 1, key) for token in (20, 6)]
-    stream = batching.stream(None, prompts, num_steps=4, should_stop=lambda index, ids: index == 0)
+    stream = batching.stream(
+        None, prompts, num_steps=4,
+        text_of=lambda prompt: StopsAfter(1 if prompt is prompts[0] else M),
+    )
     ids, _ = gathered(stream, 2)
     assert [len(row) for row in ids] == [4, 6]
     assert batching.latest.num_steps == 6

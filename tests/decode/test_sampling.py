@@ -11,7 +11,7 @@ from praxis_lite import ConfigError
 from praxis_lite.decode import BeamSearch, Greedy, Sample
 from praxis_lite.decode.continuous_batching import ContinuousBatching
 from praxis_lite.decode.sampling_by_row import SampleByRow
-from praxis_lite.decode.stop_strings import cut_at_stop, for_tokenizer
+from praxis_lite.decode.stop_strings import for_tokenizer
 from praxis_lite.inputs.tokenizers.plain import ByteTokenizer
 from tests.decode.toy_models import Recurrent, Summing, logprobs_after, row_keys
 
@@ -280,16 +280,13 @@ def test_seqlen_counts_the_prompt():
     np.testing.assert_array_equal(actual["decode_lengths"][:, 0], [0, 2, 0, 0])
 
 
-def test_stop_strings_become_tokens_and_cut_the_text():
+def test_stop_strings_become_tokens():
     decoder = Greedy(stop_strings=("\n\n", "é"), stop_sequences=((7,),))
     decoder = for_tokenizer(decoder, ByteTokenizer())
     assert decoder.eos_ids == (256,)
     assert decoder.stop_sequences == ((7,), (10, 10), tuple("é".encode()))
     assert for_tokenizer(decoder, ByteTokenizer()) == decoder
     assert for_tokenizer(Greedy(eos_id=5), ByteTokenizer()).eos_ids == (5,)
-    assert cut_at_stop("one\n\ntwo", ("two", "\n\n")) == ("one", True)
-    assert cut_at_stop("one", ("two",)) == ("one", False)
-    assert cut_at_stop("one", ()) == ("one", False)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
 from praxis_lite.decode import BeamSearch, Greedy, Sample
 from praxis_lite.decode.continuous_batching import ContinuousBatching, Prompt
 from praxis_lite.decode.speculation import drafts_of
-from praxis_lite.run.generation import with_decoder
+from praxis_lite.run.generation import changed_decoder
 from praxis_lite.tasks.language_model import LanguageModelTask
 from tests.decode.toy_models import Summing, row_keys
 from tests.support.marks import slow_but
@@ -210,4 +210,4 @@ def test_settings_out_of_range_and_beams_with_drafts_are_refused():
         Greedy(prompt_lookup_max=0)
     config = fdl.Config(LanguageModelTask, decoder=BeamSearch())
     with pytest.raises(ConfigError, match="BeamSearch has no setting 'num_speculative_tokens'"):
-        with_decoder(lm_task(BeamSearch()), config, None, {"num_speculative_tokens": 2})
+        changed_decoder(lm_task(BeamSearch()), config, None, {"num_speculative_tokens": 2})

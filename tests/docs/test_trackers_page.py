@@ -12,9 +12,7 @@ import pytest
 
 from praxis_lite import ConfigError, RunConfig, TensorBoard, WeightsAndBiases
 from praxis_lite.run.config.overrides import apply_overrides
-from praxis_lite.run.job.job_dir import JobDir
-from praxis_lite.run.trainer.metrics.json_lines import JsonLinesWriter
-from praxis_lite.run.trainer.metrics.tracker_thread import TrackerThread
+from praxis_lite.run.trackers.tracker_thread import TrackerThread
 from tests.support.tracked_runs import run_in
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -35,15 +33,12 @@ def classes(block):
 
 def record(tracker, folder):
     """Gives a tracker three steps of a run, as a launch does; returns its notes."""
-    job = JobDir(folder)
-    job.trackers.mkdir()
-    with JsonLinesWriter(job.metrics_jsonl, None) as writer:
-        for step in (1, 2, 3):
-            writer.write({"step": step, "loss": 1 / step})
     tracker.check()
-    thread = TrackerThread("own", tracker, run_in(folder), job, lambda step: step % 2 == 1)
+    thread = TrackerThread("own", tracker, run_in(folder), lambda step: step % 2 == 1)
+    thread.go_on_from(0, 0, 0)
     thread.start()
-    thread.go_on_from(3)
+    for step in (1, 2, 3):
+        thread.made(step, {"loss": 1 / step})
     thread.end("finished")
     thread.join(30)
     assert not thread.is_alive()

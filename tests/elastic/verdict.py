@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.run.checkpoints.files.stored_arrays import stored_arrays
+from praxis_lite.run.checkpoints.stored_arrays import stored_arrays
 from praxis_lite.run.checkpoints.tools import manifest_of
 from praxis_lite.run.trainer.metrics.json_lines import lines_if_any
 from tests.faults.outcome import Row, steps_of

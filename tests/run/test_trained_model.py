@@ -12,7 +12,7 @@ from praxis_lite import ConfigError, MeshConfig
 from praxis_lite.core import Partitioner
 from praxis_lite.core.models.nnx_model import NnxModel
 from praxis_lite.decode import BeamSearch, Greedy, Sample
-from praxis_lite.run.checkpoints.files.stored_arrays import stored_arrays
+from praxis_lite.run.checkpoints.stored_arrays import stored_arrays
 from praxis_lite.run.checkpoints.tools import manifest_of
 from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
 from tests.support.job_runs import copy_of_trained, loaded, succeed

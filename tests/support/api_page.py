@@ -5,7 +5,7 @@
 
 import ast
 import functools
-import importlib
+import importlib.util
 import inspect
 import sys
 import types
@@ -92,7 +92,8 @@ def said_of(package: str, name: str, value: Any) -> str:
         value, "__wrapped__"
     ):
         return first_line(value)
-    lines = (ROOT / f"{homes_of(package)[name].replace('.', '/')}.py").read_text().splitlines()
+    home = importlib.util.find_spec(homes_of(package)[name]).origin
+    lines = Path(home).read_text().splitlines()
     at = next(
         node.lineno - 1 for node in ast.parse("\n".join(lines)).body
         if isinstance(node, ast.Assign | ast.AnnAssign)

@@ -8,8 +8,7 @@ A change of a default, anywhere below an experiment, is then seen in the diff.
 import sysconfig
 
 from praxis_lite.run.config.text import config_lines
-from praxis_lite.run.experiment.registry import HOME, get_experiment
-from praxis_lite.run.experiment.source_scan import registered_in
+from praxis_lite.run.experiment.registry import HOME, list_experiments, registered
 from tests.support.goldens import GOLDENS
 
 CONFIGS = GOLDENS / "configs"
@@ -22,10 +21,11 @@ def config_texts() -> dict[str, str]:
     """
     stdlib = sysconfig.get_path("stdlib")
     texts: dict[str, str] = {}
-    # Not list_experiments: it has what other tests of the process registered as well.
-    for binding in sorted(registered_in(HOME), key=lambda item: item.name):
-        experiment = get_experiment(binding.name)
-        name = binding.name.removeprefix(f"{HOME}.")
+    list_experiments()  # Imports them; other tests of the process may have registered more.
+    for full, experiment in sorted(registered.items()):
+        if not full.startswith(f"{HOME}."):
+            continue
+        name = full.removeprefix(f"{HOME}.")
         module = name.partition(".")[0]
         lines = sorted(config_lines(experiment().config()))
         section = "".join(f"{line}\n" for line in [f"[{name}]", *lines])

@@ -12,7 +12,7 @@ from jax._src.lib import _jax
 
 from praxis_lite.run.job import processes
 from praxis_lite.run.job.elastic.order import Order
-from praxis_lite.run.job.processes.start import connect_worker, start
+from praxis_lite.run.job.processes.start import connect_member, start
 
 NAME = "praxis_lite/newest"
 
@@ -40,10 +40,10 @@ def main() -> None:
         _stranger(coordinator, int(index))
         os._exit(0)
     if kind == "elastic":
-        connect_worker(Order(
+        connect_member(Order(
             generation=1, member=int(index), members=(0, 1), stores=("", ""),
             store_key=b"the key of the job", coordinator=coordinator, num_slots=2,
-        ), 30)
+        ).membership, 30)
     else:
         start(coordinator, 2, int(index), 30, *folder)
     if index == "0":

@@ -44,12 +44,8 @@ def features(folder: Path) -> dict[str, Callable[[], object]]:
 
     from praxis_lite.experiments import vision
     from praxis_lite.inputs import (
-        ArrowFiles,
         FromDataset,
-        HuggingFaceDataset,
         ImageFiles,
-        JsonLines,
-        Parquet,
         Tfds,
         TfRecords,
     )
@@ -73,20 +69,13 @@ def features(folder: Path) -> dict[str, Callable[[], object]]:
         return str(path)
 
     texts, pieces = file("a.txt"), Path(file("pieces/tokenizer.model"))
-    saved = Path(file("saved/state.json", b'{"_fingerprint": "a", "_data_files": ["a.arrow"]}'))
-    file("saved/a.arrow")
-    file("saved/dataset_info.json", b"{}")
     return {
         "tokenizer.json": lambda: load_tokenizer(GOLDENS / "tokenizers/llama3").vocab_size,
         "tokenizer.model": lambda: load_tokenizer(pieces.parent).vocab_size,
         "training a tokenizer": lambda: train(texts, folder / "tokenizer", 300),
         "a chat template": lambda: ChatTemplate("{{ messages }}").render([]),
-        "Parquet": lambda: Parquet(file("a.parquet")).check(),
-        "ArrowFiles": lambda: ArrowFiles(file("a.arrow")).check(),
-        "JsonLines, .zst": lambda: JsonLines(file("a.jsonl.zst")).check(),
         "TfRecords": lambda: TfRecords(file("a.tfrecord")).check(),
         "ImageFiles": lambda: ImageFiles(file("cats/a.png")).check(),
-        "HuggingFaceDataset": lambda: HuggingFaceDataset(str(saved.parent)).check(),
         "Tfds": lambda: Tfds(str(folder), "train").check(),
         "FromDataset": lambda: FromDataset(dict, 2).check(),
         "quantized": lambda: quantized(model=nnx.Linear, rules=[], rngs=nnx.Rngs(0)),
@@ -103,7 +92,7 @@ def features(folder: Path) -> dict[str, Callable[[], object]]:
 
 def main(folder: Path) -> None:
     """Runs the program."""
-    refused = {*PACKAGES} - {"grain"}
+    refused = {*PACKAGES} - {"grain", "datasets", "pyarrow"}
     sys.meta_path[:] = [Without(finder, refused) for finder in sys.meta_path]
     from praxis_lite.main import main as praxis_lite
 

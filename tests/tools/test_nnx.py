@@ -2,7 +2,6 @@
 
 import functools
 import os
-import random
 import shutil
 
 import jax
@@ -16,15 +15,12 @@ from flax import nnx
 from praxis_lite import CheckpointLoadingRules, ConfigError, RunConfig
 from praxis_lite.core import Learner, NnxModel, Partitioner, infer_sharding
 from praxis_lite.experiments.nnx_guide import DotReluDotModel
-from praxis_lite.main import MODES
 from praxis_lite.run.checkpoints.init.loading_rules import LOAD_ALL
 from praxis_lite.run.checkpoints.init.planning import plan_init
 from praxis_lite.tasks.loss import LossTask
-from praxis_lite.tools.foreign_checkpoints.nnx_checkpoint import NnxCheckpoint
 from praxis_lite.tools.nnx import mdl_vars_from_nnx
 from tests.run.checkpoints.test_init_from_checkpoint import init
 
-FORMS = [NnxCheckpoint]
 LOAD = {"load_rules": [LOAD_ALL]}
 
 
@@ -87,23 +83,13 @@ def test_a_job_begins_with_the_weights_on_any_mesh(saved, form, shape, mesh_of):
     model, folder = saved
     rules = {str(folder / form): CheckpointLoadingRules(**LOAD)}
     assert RunConfig(num_train_steps=1, init_from_checkpoint_rules=rules)
-    actual, plan = init(rules, partitioner(mesh_of(*shape)), FORMS)
+    actual, plan = init(rules, partitioner(mesh_of(*shape)))
     expected = wanted_of(model)
     assert len(expected) == 11
     for path, x in expected.items():
         np.testing.assert_array_equal(actual[path], x, err_msg=path)
     assert not any(x.any() for path, x in actual.items() if path.startswith("opt_states/slots"))
     assert "mdl_vars: 11 from " in plan.summary()[0] and "step: 0" in plan.summary()
-
-
-def test_the_command_line_knows_the_form(saved, mesh_of):
-    layout, rules = partitioner(mesh_of(1, 1, 1)).layout, CheckpointLoadingRules(**LOAD)
-    source = MODES["train"]._sources["init_from_checkpoint_rules"]
-    initial = source({str(saved[1] / "state"): rules}, layout)
-    assert {*initial.paths} == {*wanted_of(saved[0])}
-    # The run alone knows the checkpoints of jobs.
-    with pytest.raises(ConfigError, match=r"main\.py"):
-        plan_init(layout, {str(saved[1] / "state"): rules})
 
 
 def test_a_model_in_hand_has_the_weights_and_gives_the_same_outputs(saved):
@@ -119,9 +105,9 @@ def test_a_part_of_a_state_gives_what_it_has(saved, mesh_of):
     model, folder = saved
     target = partitioner(mesh_of(1, 1, 1))
     with pytest.raises(ConfigError, match="norm/mean"):
-        plan_init(target.layout, {str(folder / "weights"): CheckpointLoadingRules(**LOAD)}, FORMS)
+        plan_init(target.layout, {str(folder / "weights"): CheckpointLoadingRules(**LOAD)})
     rules = CheckpointLoadingRules(load_rules=[(r"params/(.*)", "params/{}")])
-    plan = plan_init(target.layout, {str(folder / "weights"): rules}, FORMS)
+    plan = plan_init(target.layout, {str(folder / "weights"): rules})
     assert plan.sources.keys() == {p for p in wanted_of(model) if p.startswith("mdl_vars/params")}
     with pytest.raises(ConfigError, match="norm/mean"):
         mdl_vars_from_nnx(NnxModel(Net), folder / "weights")
@@ -185,7 +171,7 @@ def test_rules_that_it_cannot_meet_are_refused(saved, mesh_of, settings, rules, 
     key = str(saved[1] / "state")
     target = partitioner(mesh_of(1, 1, 1), **settings)
     with pytest.raises(ConfigError, match=words):
-        plan_init(target.layout, {key: CheckpointLoadingRules(**LOAD, **rules)}, FORMS)
+        plan_init(target.layout, {key: CheckpointLoadingRules(**LOAD, **rules)})
 
 
 def damaged(folder, name):
@@ -194,11 +180,7 @@ def damaged(folder, name):
     shutil.copytree(folder, copy)
     # All data, for Orbax may leave files that the manifest does not name, and nobody reads.
     data = list(copy.rglob("d/*"))
-    largest = max(data, key=lambda path: path.stat().st_size)
-    if name == "linked":
-        largest.rename(copy.parent / "elsewhere")
-        largest.symlink_to(copy.parent / "elsewhere")
-    elif name == "cut":
+    if name == "cut":
         for path in data:
             os.truncate(path, path.stat().st_size // 2)
     elif name == "gone":
@@ -211,32 +193,7 @@ def damaged(folder, name):
     return copy
 
 
-@pytest.mark.parametrize("name", ["linked", "cut", "gone", "empty", "renamed"])
+@pytest.mark.parametrize("name", ["cut", "gone", "empty", "renamed"])
 def test_a_damaged_or_foreign_folder_is_refused_in_words(saved, name):
-    with pytest.raises(ConfigError, match=f"/{name} "):
+    with pytest.raises(ConfigError, match=rf"/{name}\b"):
         mdl_vars_from_nnx(NnxModel(Net), damaged(saved[1] / "state", name))
-
-
-@pytest.mark.slow
-def test_a_changed_byte_is_refused_or_does_not_matter(saved, tmp_path):
-    ours = NnxModel(Net)
-    random_ = random.Random(7)
-    expected = jax.tree.leaves(mdl_vars_from_nnx(ours, saved[1] / "pure"))
-    seen = {"refused": 0, "same": 0}
-    for _ in range(60):
-        copy = tmp_path / "copy"
-        shutil.copytree(saved[1] / "pure", copy)
-        path = random_.choice(sorted(p for p in copy.rglob("*") if p.is_file()))
-        content = bytearray(path.read_bytes())
-        if content:
-            content[random_.randrange(len(content))] ^= 1 << random_.randrange(8)
-            path.write_bytes(content)
-        try:
-            actual = jax.tree.leaves(mdl_vars_from_nnx(ours, copy))
-        except ConfigError:
-            seen["refused"] += 1
-        else:
-            seen["same"] += all(map(np.array_equal, actual, expected))
-        shutil.rmtree(copy)
-    assert seen["refused"] >= 5 and seen["same"] >= 5 and sum(seen.values()) == 60, seen
-

@@ -3,11 +3,10 @@
 A layer does not know its own path: its parent gives it a name only once it is built.
 """
 
-import ast
 import contextlib
-import inspect
 import itertools
-import textwrap
+import linecache
+import re
 from collections.abc import Iterator
 from types import FrameType, TracebackType
 
@@ -65,32 +64,9 @@ def _module_frames(traceback: TracebackType | None) -> Iterator[tuple[FrameType,
 
 def _assigned_name(frame: FrameType, position: tuple) -> str:
     """Returns the name that a constructor was about to give to the object it was building."""
-    line, _, column, _ = position
-    try:
-        lines, first_line = inspect.getsourcelines(frame.f_code)
-        source = "".join(lines)
-        tree = ast.parse(textwrap.dedent(source))
-    except (OSError, SyntaxError):  # Without the source, the message has no path.
-        return ""
-    if line is None or column is None:
-        return ""
-    indent = len(lines[0]) - len(lines[0].lstrip())
-    at = (line - first_line + 1, column - indent)
-
-    def holds(node: ast.expr) -> bool:
-        return (node.lineno, node.col_offset) <= at < (node.end_lineno, node.end_col_offset)
-
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and holds(node.value):
-            target = node.targets[0]
-            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                pairs = zip(target.elts, node.value.elts, strict=True)
-                target = next((name for name, value in pairs if holds(value)), target)
-            if isinstance(target, ast.Attribute):
-                return target.attr
-            if isinstance(target, ast.Name):
-                return target.id
-    return ""
+    line = linecache.getline(frame.f_code.co_filename, position[0] or 0)
+    assignment = re.match(r"\s*(?:self\.)?(\w+)\s*=[^=]", line)
+    return assignment[1] if assignment else ""
 
 
 def attribute_name(parent: nnx.Module, child: nnx.Module) -> str:

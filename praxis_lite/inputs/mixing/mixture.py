@@ -217,15 +217,13 @@ class Mixture(IndexedPipeline):
         return batch
 
     def fingerprint(self) -> dict[str, Any]:
-        result = self.settings_fingerprint("batch_size", "stop", "unit") | {
+        return self.settings_fingerprint("batch_size", "stop", "unit") | {
             "weights": [
                 [start, dict(zip(self.sources, parts, strict=True))]
                 for start, parts in self._phases
             ],
             "sources": {name: source.fingerprint() for name, source in self.sources.items()},
         }
-        # Once, rows were counted anew from each change of weights: jobs of then had other batches.
-        return result | ({"counted": "over all weights"} if self._schedule.has_fractions else {})
 
 
 def _num_rows(source: IndexedPipeline) -> int | None:

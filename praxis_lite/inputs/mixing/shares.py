@@ -97,8 +97,6 @@ class Schedule:
 
     def __init__(self, phases: Sequence[tuple[int, Sequence[int]]]) -> None:
         targets = [_Target(phases, source) for source in range(len(phases[0][1]))]
-        # Whether the shares change at a place where some target is no whole number.
-        self.has_fractions = any(item.denominator > 1 for own in targets for item in own.at_starts)
         self.pieces: list[Piece] = []
         given = np.zeros(len(targets), np.int64)
         for number in range(len(phases)):

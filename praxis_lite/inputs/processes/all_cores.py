@@ -1,4 +1,4 @@
-"""Maps a function over items with processes on all cores, and a line of progress."""
+"""Calls a function with many items in processes on all cores, and logs the progress."""
 
 import concurrent.futures
 import concurrent.futures.process
@@ -12,52 +12,45 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from praxis_lite.core.errors import ConfigError, format_bytes
-from praxis_lite.inputs.processes import compared
+from praxis_lite.core.errors import ConfigError
 
-_WORTH_PROCESSES = 16 << 20  # Of work, in bytes: a process starts in half a second.
+_WORTH_PROCESSES = 8_192  # Examples: a process starts in half a second.
 _SECONDS_BETWEEN_LINES = 5.0
 
 
 def on_all_cores(
-    function: Callable[[Any], Any], items: Sequence[Any], sizes: Sequence[int], what: str,
-    unit: str, *, is_worth_it: bool | None = None,
-) -> list[Any]:
-    """Maps a function over items; results are in the items' order.
+    function: Callable[[Any], Any], items: Sequence[Any], sizes: Sequence[int], what: str
+) -> None:
+    """Calls a function with each item, for its effects.
 
-    Small work is done here. Large work is done by a process per core, which end with this one; a
-    line says every 5 s how far it is.
+    Little work is done here. Much work is done by a process per core, which end with this one; a
+    line reports the progress every 5 s.
 
     Args:
       function: picklable, as are the items.
-      sizes: how much work each item is, in `unit`, "B" for bytes.
-      is_worth_it: whether processes are; None: if there are 16 MiB to do.
+      sizes: number of examples in each item.
 
     Raises:
       ConfigError: a process ended by itself.
       What the function raises; work that was not begun is left.
     """
-    if is_worth_it is None:
-        is_worth_it = sum(sizes) > _WORTH_PROCESSES
-    progress = _Progress(what, sum(sizes), unit)
-    if not is_worth_it:
-        done = []
+    progress = _Progress(what, sum(sizes))
+    if sum(sizes) < _WORTH_PROCESSES:
         for item, size in zip(items, sizes, strict=True):
-            done.append(function(item))
+            function(item)
             progress.add(size)
-        return done
+        return
     with _pool(function, min(len(items), num_cores())) as pool:
-        futures = [pool.submit(_call, item) for item in items]
-        size_of, waiting = dict(zip(futures, sizes, strict=True)), set(futures)
+        size_of = {pool.submit(_call, item): size for item, size in zip(items, sizes, strict=True)}
+        waiting = set(size_of)
         while waiting:
             ended, waiting = concurrent.futures.wait(
                 waiting, _SECONDS_BETWEEN_LINES, concurrent.futures.FIRST_COMPLETED
             )
-            for element in ended:
-                element.result()
-            progress.add(sum(size_of[one] for one in ended))
-        progress.end()
-        return [future.result() for future in futures]
+            for future in ended:
+                future.result()
+            progress.add(sum(size_of[future] for future in ended))
+    progress.end()
 
 
 def num_cores() -> int:
@@ -85,7 +78,7 @@ def _pool(
     # Spawned, not forked: a copy of a process with JAX's threads hangs sooner or later.
     context = multiprocessing.get_context("spawn")
     pool = concurrent.futures.ProcessPoolExecutor(
-        number, context, initializer=_begin, initargs=(function, os.getpid(), compared.known())
+        number, context, initializer=_begin, initargs=(function, os.getpid())
     )
     try:
         yield pool
@@ -104,9 +97,8 @@ def _pool(
     pool.shutdown()
 
 
-def _begin(function: Callable[[Any], Any], parent: int, known: compared.Compared) -> None:
+def _begin(function: Callable[[Any], Any], parent: int) -> None:
     global _function
-    compared.take(known)
     _function = function
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent answers it.
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -129,33 +121,28 @@ _function: Callable[[Any], Any] = id
 
 
 class _Progress:
-    """Says how much is done, at most every 5 s."""
+    """Logs how many examples are done, at most every 5 s."""
 
-    def __init__(self, what: str, total: int, unit: str):
-        self.what, self.total, self.unit = what, total, unit
-        self.done, self.began, self.said = 0, time.monotonic(), time.monotonic()
-        self.has_said = False
+    def __init__(self, what: str, total: int):
+        self.what, self.total, self.done = what, total, 0
+        self.began = self.logged = time.monotonic()
 
     def add(self, size: int) -> None:
         self.done += size
         now = time.monotonic()
-        if now - self.said < _SECONDS_BETWEEN_LINES:
+        if now - self.logged < _SECONDS_BETWEEN_LINES:
             return
-        self.said, self.has_said = now, True
-        elapsed = now - self.began
+        self.logged, elapsed = now, now - self.began
         left = elapsed * (self.total - self.done) / max(1, self.done)
         _log.info(
-            "%s: %s of %s (%.0f%%), %s", self.what, self._in_words(self.done),
-            self._in_words(self.total), 100 * self.done / max(1, self.total),
+            "%s: %s of %s examples (%.0f%%), %s", self.what, f"{self.done:,}", f"{self.total:,}",
+            100 * self.done / max(1, self.total),
             f"about {left:.0f} s left" if self.done else f"{elapsed:.0f} s so far",
         )
 
     def end(self) -> None:
-        if self.has_said:
+        if self.logged != self.began:
             _log.info("%s: done in %.0f s", self.what, time.monotonic() - self.began)
-
-    def _in_words(self, size: int) -> str:
-        return format_bytes(size) if self.unit == "B" else f"{size:,} {self.unit}"
 
 
 _log = logging.getLogger(__name__)

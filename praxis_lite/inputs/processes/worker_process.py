@@ -20,7 +20,6 @@ from praxis_lite.host.lack_of_memory import lack_of_memory, out_of_memory
 from praxis_lite.host.user_errors import ElsewhereError, described
 from praxis_lite.inputs.base import IndexedPipeline
 from praxis_lite.inputs.leaves import require_numbers
-from praxis_lite.inputs.processes import compared
 
 # That are for the parent; a scheduler sends them to all processes of a job.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -69,7 +68,7 @@ class WorkerProcess:
         """
         self._name += f" of {type(pipeline).__name__}"
         try:
-            self._orders.send((compared.known(), pipeline, mine, rows))
+            self._orders.send((pipeline, mine, rows))
         except (BrokenPipeError, ConnectionResetError):
             raise self._death(mine[0]) from None
         except Exception as error:
@@ -143,8 +142,7 @@ def _work(orders: Connection, batches: Connection, num_prefetched: int) -> None:
     finished: queue.Queue[_Message] = queue.Queue(num_prefetched)
     threading.Thread(target=_send, args=(finished, batches)).start()
     try:
-        known, pipeline, mine, rows = orders.recv()
-        compared.take(known)
+        pipeline, mine, rows = orders.recv()
         threading.Thread(target=_end_with_parent, args=(orders,), daemon=True).start()
         for index in share(*mine):
             finished.put(_message(pipeline.rows(index, rows)))

@@ -3,41 +3,22 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from praxis_lite.core.errors import ConfigError, did_you_mean, few, require, shown
+from praxis_lite.core.errors import ConfigError, did_you_mean, require, shown
 from praxis_lite.host.optional_packages import optional_module
-from praxis_lite.inputs.sources.base import Example, FileSource
+from praxis_lite.inputs.sources.base import Example
+from praxis_lite.inputs.sources.copied import BYTES_PER_BATCH, ROWS_PER_BATCH, CopiedFiles
 from praxis_lite.inputs.sources.faults import BadExample
-from praxis_lite.inputs.sources.file_index import FileIndex, Made
-from praxis_lite.inputs.sources.record_files import copy_of, write_arrow, writing_copy
 
-# Rows of a copy that are found together: fewer are found faster, more make fewer batches.
-_ROWS_PER_BATCH = 256
-# How a stream of Arrow ends: a message of no bytes.
-_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
-
-
-class Batches(NamedTuple):
-    """Record batches of a file that is mapped into memory, and the rows up to the end of each."""
-
-    batches: list[Any]
-    stops: np.ndarray
-
-    def place_of(self, row: int) -> tuple[int, int]:
-        """Returns the batch of a row, and the row's place in it."""
-        batch = int(np.searchsorted(self.stops, row, side="right"))
-        return batch, row - (int(self.stops[batch - 1]) if batch else 0)
+if TYPE_CHECKING:
+    import pyarrow
 
 
 @dataclasses.dataclass(eq=False)
-class ArrowFiles(FileSource):
-    """The rows of Arrow IPC files, of the file or the stream format, memory-mapped.
-
-    A compressed file, as Feather mostly is, is copied once, uncompressed, beside its index.
+class ArrowFiles(CopiedFiles):
+    """The rows of Arrow IPC files, of the file or the stream format, compressed or not.
 
     Args:
       columns: that an example has; (): all.
@@ -45,68 +26,64 @@ class ArrowFiles(FileSource):
 
     columns: tuple[str, ...] = ()
 
-    def index_file(self, path: str) -> Made:
-        pyarrow = optional_module("pyarrow", path)
-        before = pyarrow.total_allocated_bytes()
-        batches = mapped(path).batches
-        # Batches that are not compressed lie in the file, which is mapped.
-        allocated = pyarrow.total_allocated_bytes() - before
-        for batch in batches:
-            validate(batch, path)
-        return {
-            "num_examples": sum(item.num_rows for item in batches),
-            "columns": _distinct(batches[0].schema.names, path) if batches else [],
-            "is_copied": 2 * allocated > sum(element.nbytes for element in batches),
-        }, {}
-
     def check(self) -> None:
         require(
             not isinstance(self.columns, str), f"{type(self).__name__}.columns", self.columns,
             "a list of names",
         )
-        for index in self.indexes:
-            if index.num_examples:
-                self._names(index)
         super().check()
 
-    def example(self, index: FileIndex, row: int) -> Example:
-        batches, is_valid = self.opened(index)
-        batch, within = batches.place_of(row)
-        if not is_valid[batch]:
-            validate(batches.batches[batch], index.path)
-            is_valid[batch] = True
-        return row_of(batches.batches[batch], within, self._names(index), index.path, row)
+    def batches(self, path: str) -> "tuple[pyarrow.Schema, Iterable[pyarrow.RecordBatch]]":
+        """Returns the schema and the record batches of a file, valid in all their values."""
+        pyarrow, ipc = optional_module("pyarrow", path), optional_module("pyarrow.ipc", path)
+        source = pyarrow.memory_map(path)
+        try:
+            file = ipc.open_file(source)
+            found = (file.get_batch(k) for k in range(file.num_record_batches))
+        except pyarrow.ArrowInvalid:
+            source.seek(0)
+            file = found = ipc.open_stream(source)
 
-    def _names(self, index: FileIndex) -> tuple[str, ...]:
-        """Returns the columns of an example. Raises ConfigError for a missing column."""
-        known = index.values["columns"]
-        for name in self.columns:
-            if name not in known:
-                raise ConfigError(
-                    f"{index.path} has no column {name!r}; it has {sorted(known)}. Correct "
-                    f"columns.{did_you_mean(name, known)}"
-                )
-        return self.columns or known
+        def valid() -> "Iterator[pyarrow.RecordBatch]":
+            for batch in found:
+                batch.validate(full=True)  # Reading a damaged batch could end the process.
+                yield batch
 
-    def open_file(self, index: FileIndex) -> tuple[Batches, np.ndarray]:
-        """Returns a file's batches, and bool[batches]: those that are known to be sound."""
-        is_copied, path = index.values["is_copied"], index.path
-        if is_copied:
-            path = copy_of(self.cache_folder(), index, self._copy)
-        result = mapped(path)
-        index.require_rows(int(result.stops[-1]) if result.batches else 0)
-        return result, np.full(len(result.batches), is_copied)
+        return file.schema, valid()
 
-    def _copy(self, path: str) -> None:
-        """Writes an uncompressed copy of a file."""
-        batches = mapped(path).batches
-        for batch in batches:
-            validate(batch, path)
-        self._write_copy(path, batches[0].schema, batches)
+    def tables(self, path: str) -> "Iterator[pyarrow.Table]":
+        pyarrow = optional_module("pyarrow", path)
+        with _named(path):
+            schema, batches = self.batches(path)
+            for name in self.columns:
+                if name not in schema.names:
+                    raise ConfigError(
+                        f"{path} has no column {name!r}; it has {sorted(schema.names)}. Correct "
+                        f"columns.{did_you_mean(name, schema.names)}"
+                    )
+            names = list(self.columns) or schema.names
+            # An empty table first, for files without rows have columns, too.
+            yield _plain(schema.empty_table().select(names))
+            for batch in batches:
+                yield _plain(pyarrow.Table.from_batches([batch]).select(names))
 
-    def _write_copy(self, path: str, schema: Any, batches: Iterable[Any]) -> None:
-        with writing_copy(self.cache_folder(), path, "arrow") as copy:
-            write_arrow(copy, schema, batches, _ROWS_PER_BATCH)
+    @functools.cached_property
+    def _columns(self) -> "list[tuple[str, pyarrow.ChunkedArray]]":
+        return list(zip(self.table.column_names, self.table.columns, strict=True))
+
+    def __getitem__(self, index: int) -> Example:
+        where = self.where(index)
+        try:
+            return {name: value_of(column[index]) for name, column in self._columns}
+        except UnicodeDecodeError as error:
+            raise BadExample(
+                "not_utf8", f"{where},", f"is not UTF-8: {error}", "Write its texts in UTF-8."
+            ) from None
+        except (ValueError, TypeError, ArithmeticError) as error:
+            raise BadExample(  # A date of the year 100,000, say.
+                "damaged", f"{where},", f"cannot be read: {shown(str(error), 300)}",
+                "Correct the row, or leave its column out (columns).",
+            ) from None
 
     def settings(self) -> dict[str, Any]:
         return {"columns": sorted(self.columns)}
@@ -116,153 +93,45 @@ class ArrowFiles(FileSource):
 class Parquet(ArrowFiles):
     """The rows of Parquet files.
 
-    A row of Parquet is found only by reading its whole row group. So where rows are asked for in
-    any order, a file is copied once, uncompressed, into an Arrow file beside its index.
-
     Args:
       columns: that an example has; (): all.
     """
 
-    def index_file(self, path: str) -> Made:
-        with _parquet(path) as file:
-            result = file.metadata
-            sizes = [result.row_group(k).num_rows for k in range(result.num_row_groups)]
-            values = {
-                "num_examples": sum(sizes), "is_copied": True,
-                "columns": _distinct(file.schema_arrow.names, path),
-            }
-        return values, {"group_stops": np.cumsum(sizes, dtype=np.int64)}
-
-    def read(self, start: int, stop: int) -> Iterator[tuple[int, Example | BadExample]]:
-        number = start
-        while number < stop:
-            index, row = self.place_of(number)
-            stops = index.arrays["group_stops"]
-            group = int(np.searchsorted(stops, row, side="right"))
-            skipped = row - (int(stops[group - 1]) if group else 0)
-            end_of_group = number + int(stops[group]) - row
-            end = min(stop, end_of_group)
-            names = self._names(index)
-            for batch in self._group(index, group, is_last=end == end_of_group):
-                for within in range(skipped, min(batch.num_rows, skipped + end - number)):
-                    try:
-                        yield number, row_of(batch, within, names, index.path, row)
-                    except BadExample as error:
-                        yield number, error
-                    number, row = number + 1, row + 1
-                skipped = max(0, skipped - batch.num_rows)
-
-    def _group(self, index: FileIndex, group: int, is_last: bool) -> list[Any]:
-        """Returns a row group as record batches; it is kept for the next part, unless `is_last`."""
-        key = (index.path, group)
-        result = self._last_group.pop(key, None)
-        self._last_group.clear()
-        if result is None:
-            index.require_unchanged()
-            with _parquet(index.path) as file:
-                table = file.read_row_group(group, columns=list(self.columns) or None)
-            stops = index.arrays["group_stops"]
-            index.require_rows(table.num_rows, int(np.diff(stops, prepend=0)[group]))
-            result = table.to_batches()
-        if not is_last:
-            self._last_group[key] = result
-        return result
-
-    @functools.cached_property
-    def _last_group(self) -> dict[tuple[str, int], list[Any]]:
-        """The row group that was read last, if parts of it were not asked for yet."""
-        return {}
-
-    def _copy(self, path: str) -> None:
-        with _parquet(path) as file:
-            self._write_copy(path, file.schema_arrow, file.iter_batches(_ROWS_PER_BATCH))
+    def batches(self, path: str) -> "tuple[pyarrow.Schema, Iterable[pyarrow.RecordBatch]]":
+        parquet = optional_module("pyarrow.parquet", path)
+        file = parquet.ParquetFile(path, page_checksum_verification=True)
+        groups = (file.metadata.row_group(k) for k in range(file.num_row_groups))
+        size = sum(group.total_byte_size for group in groups) / max(1, file.metadata.num_rows)
+        num_rows = max(1, min(ROWS_PER_BATCH, int(BYTES_PER_BATCH / max(1, size))))
+        return file.schema_arrow, file.iter_batches(num_rows, columns=list(self.columns) or None)
 
 
-def _distinct(names: Sequence[str], path: str) -> list[str]:
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigError(
-            f"{path} has several columns named {few(twice)}; an example has one value by each "
-            "name. Write it with other names."
-        )
-    return list(names)
-
-
-def validate(batch: Any, path: str) -> None:
-    """Raises ConfigError, with the file's name, if reading a batch could end the process."""
-    with _named(path, "Arrow"):
-        batch.validate(full=True)
-
-
-def mapped(path: str) -> Batches:
-    """Returns the batches of an Arrow file. Raises ConfigError if it is none."""
-    pyarrow, ipc = optional_module("pyarrow", path), optional_module("pyarrow.ipc", path)
-    with _named(path, "Arrow"):
-        source = pyarrow.memory_map(path)
-        try:
-            file = ipc.open_file(source)
-            batches = [file.get_batch(k) for k in range(file.num_record_batches)]
-        except pyarrow.ArrowInvalid:
-            source.seek(0)
-            batches = list(ipc.open_stream(source))
-            source.seek(max(0, source.size() - len(_END_OF_STREAM)))
-            if source.read() != _END_OF_STREAM:
-                raise OSError("the stream does not end as one does") from None
-        for batch in batches[:1]:
-            _ = batch.schema.names  # They may be no UTF-8.
-    return Batches(batches, np.cumsum([item.num_rows for item in batches], dtype=np.int64))
+def _plain(table: "pyarrow.Table") -> "pyarrow.Table":
+    """Returns a table without metadata and dictionaries, which differ from file to file."""
+    types = optional_module("pyarrow.types", "Arrow")
+    for number, field in enumerate(table.schema):
+        if types.is_dictionary(field.type):
+            column = table.column(number).cast(field.type.value_type)
+            table = table.set_column(number, field.name, column)
+    return table.replace_schema_metadata(None)
 
 
 @contextlib.contextmanager
-def _parquet(path: str) -> Iterator[Any]:
-    parquet = optional_module("pyarrow.parquet", path)
-    with (
-        _named(path, "Parquet"),
-        parquet.ParquetFile(path, page_checksum_verification=True) as file,
-    ):
-        yield file
-
-
-@contextlib.contextmanager
-def _named(path: str, kind: str) -> Iterator[None]:
-    """Names the file in errors of Arrow's."""
-    pyarrow = optional_module("pyarrow", path)
+def _named(path: str) -> Iterator[None]:
+    """Names the file in Arrow's errors, which are of many kinds where a file is damaged."""
     try:
         yield
     except ConfigError:
         raise
-    # Arrow raises whatever comes of damage: a name of a column that is not UTF-8 is a ValueError.
-    except (
-        pyarrow.ArrowException, OSError, ValueError, TypeError, LookupError, ArithmeticError,
-        MemoryError, RuntimeError,
-    ) as error:
+    except Exception as error:
         raise ConfigError(
-            f"{path} is no whole {kind} file: {shown(str(error).rstrip('.'), 300)}. Make or copy "
-            "it again, or leave it out of files."
+            f"{path} cannot be read: {shown(str(error).rstrip('.'), 300)}. Make or copy it again, "
+            "or leave it out of files."
         ) from None
 
 
-def row_of(batch: Any, within: int, names: Sequence[str], path: str, row: int) -> Example:
-    """Returns a row of a batch. Raises BadExample, which names the file, for what Python lacks."""
-    pyarrow = optional_module("pyarrow", path)
-    try:
-        columns = {name: batch.column(name) for name in names}
-        # An extension's values are those that it is stored as.
-        return {name: _value(getattr(x, "storage", x)[within]) for name, x in columns.items()}
-    except UnicodeDecodeError as error:
-        raise BadExample(
-            "not_utf8", f"{path}, row {row},", f"is not UTF-8: {error}",
-            "Write its texts in UTF-8.",
-        ) from None
-    except (pyarrow.ArrowException, ValueError, TypeError, LookupError, ArithmeticError) as error:
-        raise BadExample(  # A date of the year 100,000, say.
-            "damaged", f"{path}, row {row},", f"cannot be read: {shown(str(error), 300)}",
-            "Mend the row, or leave its column out (columns).",
-        ) from None
-
-
-def _value(scalar: Any) -> Any:
-    """Returns a cell: a list of numbers as an array, all else as Python has it; None is None."""
+def value_of(scalar: Any) -> Any:
+    """Returns a cell: a list of numbers as an array, all else as Python has it; None for null."""
     types, kind = optional_module("pyarrow.types", "Arrow"), scalar.type
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     if not is_list or not scalar.is_valid or not types.is_primitive(kind.value_type):
@@ -275,11 +144,10 @@ def _value(scalar: Any) -> Any:
 def without_nulls(value: Any) -> Any:
     """Returns a nested value of Arrow without the names that are null.
 
-    Of a struct every row has all names, and null stands where JSON would have none.
+    In a column of structs every row has all names, with null where JSON would have none.
     """
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
     if isinstance(value, dict):
         return {name: without_nulls(item) for name, item in value.items() if item is not None}
     return value
-

@@ -12,17 +12,16 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from praxis_lite.inputs.base import described
 from praxis_lite.inputs.processes.all_cores import on_all_cores
-from praxis_lite.inputs.sources import kept
+from praxis_lite.inputs.sources import cache
 from praxis_lite.inputs.sources.base import Part, Source
-from praxis_lite.inputs.sources.file_index import Made
-
-_WORTH_PROCESSES = 8_192  # Examples.
+from praxis_lite.inputs.sources.cache import Made
 
 
 class DerivedPart(NamedTuple):
@@ -40,8 +39,9 @@ def derived(
     """Returns the result of `make` for each part of a source, from the cache or computed now.
 
     Args:
-      kind: what is made, for the folder's name: "tokens".
-      recipe: what decides it besides the examples, as JSON; another recipe has another folder.
+      kind: of the result, for the folder's name: "tokens".
+      recipe: what determines it in addition to the examples, as JSON; another recipe has another
+        folder.
       make: picklable, for processes on all cores.
       what: for the line of progress: "tokenising".
 
@@ -54,26 +54,23 @@ def derived(
     folder = os.path.join(source.cache_folder(), name)
     parts = source.parts()
 
-    def made(numbers: list[int]) -> None:
+    def make_missing(numbers: list[int]) -> None:
         # For people who wonder what a folder is.
-        kept.write_note(folder, "recipe.json", json.dumps(recipe, indent=1))
+        Path(folder, "recipe.json").write_text(json.dumps(recipe, indent=1))
         missing = [parts[number] for number in numbers]
-        sizes = [item.stop - item.start for item in missing]
-        on_all_cores(
-            _Make(folder, make), missing, sizes, f"{what} into {folder}", "examples",
-            is_worth_it=sum(sizes) >= _WORTH_PROCESSES,
-        )
+        sizes = [part.stop - part.start for part in missing]
+        on_all_cores(_Make(folder, make), missing, sizes, f"{what} into {folder}")
 
-    result = kept.entries(folder, [element.name for element in parts], made)
+    result = cache.entries(folder, [part.name for part in parts], make_missing)
     return [
-        DerivedPart(part, one.values, one.arrays, one.digests)
-        for part, one in zip(parts, result, strict=True)
+        DerivedPart(part, entry.values, entry.arrays, entry.digests)
+        for part, entry in zip(parts, result, strict=True)
     ]
 
 
 def left_out(source: Source, parts: Sequence[DerivedPart]) -> dict[str, int]:
     """Returns how many examples are left out, by fault, or "filtered"; says so if there are any."""
-    counts = collections.Counter(source.faults_of_files())
+    counts = collections.Counter()
     for part in parts:
         counts.update(part.values["left_out"])
     result = dict(sorted(counts.items()))
@@ -89,7 +86,7 @@ class _Make(NamedTuple):
 
     def __call__(self, part: Part) -> None:
         values, arrays = self.make(part)
-        kept.write(self.folder, part.name, values, arrays)
+        cache.write(self.folder, part.name, values, arrays)
 
 
 def code_of(function: Callable[..., Any] | None) -> Any:

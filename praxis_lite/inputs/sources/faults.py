@@ -26,11 +26,12 @@ class BadExample(ConfigError):
     Attributes:
       fault: the name of what is wrong, of FAULTS.
       where: the example's place, as the message has it.
+      given: the arguments, to make the same error in another process.
       without_skip: the message, for what has no `skip`.
     """
 
     def __init__(self, fault: str, where: str, found: str, fix: str):
-        self.fault, self.where, self._given = fault, where, (fault, where, found, fix)
+        self.fault, self.where, self.given = fault, where, (fault, where, found, fix)
         self.without_skip = f"{where} {found}. {fix}"
         super().__init__(
             f"{self.without_skip} Or leave out what is like it, and have it counted: "
@@ -46,7 +47,7 @@ class BadExample(ConfigError):
 
     def __reduce__(self) -> tuple:
         # Worker processes send it as what it was made of.
-        return BadExample, self._given
+        return BadExample, self.given
 
 
 @contextlib.contextmanager

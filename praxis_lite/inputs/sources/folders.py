@@ -3,33 +3,25 @@
 import abc
 import dataclasses
 import functools
+import io
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import xxhash
 
-from praxis_lite.core.errors import ConfigError, did_you_mean, few, format_bytes, require, shown
-from praxis_lite.host.optional_packages import require_package
+from praxis_lite.core.errors import ConfigError, did_you_mean, few, require, shown
+from praxis_lite.host.optional_packages import optional_module, require_package
 from praxis_lite.inputs.sources.base import (
     Example,
     GlobSource,
     Part,
     ranges_of_parts,
-    settings_alone,
+    unreadable,
 )
 from praxis_lite.inputs.sources.faults import BadExample
-from praxis_lite.inputs.sources.file_index import unreadable
-from praxis_lite.inputs.sources.files.images import image_of, rgb_pixels
-from praxis_lite.inputs.sources.files.paths import matching_files
 from praxis_lite.inputs.sources.files.texts import decoded
-
-
-class _Listed(NamedTuple):
-    path: str
-    size: int
-    mtime_ns: int
 
 
 @dataclasses.dataclass(eq=False)
@@ -40,58 +32,33 @@ class _FilePerExample(GlobSource):
     of change when it is read is refused by name. The fingerprint has names and sizes.
     """
 
-    largest = 4 << 30  # Bytes of a file: a sparse one may seem to have any number.
-
     @abc.abstractmethod
     def decoded(self, data: bytes, path: str) -> Example:
         """Returns the example of a file's bytes."""
 
     @functools.cached_property
-    def listed(self) -> list[_Listed]:
-        """The files, each with its size and time of change."""
-        return [
-            _Listed(path, (result := os.stat(path)).st_size, result.st_mtime_ns)
-            for path in matching_files(self.files, type(self).__name__)
-            if ".praxis_lite" not in path.split(os.sep)
-        ]
-
-    @functools.cached_property
     def _root(self) -> str:
-        return os.path.commonpath([os.path.dirname(os.path.abspath(x.path)) for x in self.listed])
+        return os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in self.paths])
 
     def check(self) -> None:
         super().check()
-        _ = self.listed
+        _ = self.states
 
     def __len__(self) -> int:
-        return len(self.listed)
+        return len(self.paths)
 
     def __getitem__(self, index: int) -> Example:
-        item = self.listed[index]
-        if item.size > self.largest:
-            raise BadExample(
-                "damaged", item.path, f"has {format_bytes(item.size)}; wanted are at most "
-                f"{format_bytes(self.largest)} of an example", "Cut it into several files.",
-            )
+        path = self.paths[index]
+        self.require_unchanged(index)
         try:
-            with open(item.path, "rb") as file:
-                result = os.fstat(file.fileno())
+            with open(path, "rb") as file:
                 data = file.read()
         except OSError as error:
-            raise unreadable(item.path, error) from None
-        if (result.st_size, result.st_mtime_ns) != (item.size, item.mtime_ns):
-            raise ConfigError(
-                f"{item.path} has changed since it was listed: it had {item.size:,} bytes, and has "
-                f"{result.st_size:,} now, or another time of change. Put it back, or launch again, "
-                "which compares the data with the checkpoint's."
-            )
-        return self.decoded(data, item.path)
+            raise unreadable(path, error) from None
+        return self.decoded(data, path)
 
     def where(self, index: int) -> str:
-        return self.listed[index].path
-
-    def has(self, where: str) -> bool:
-        return any(where.startswith(item.path) for item in self.listed)
+        return self.paths[index]
 
     def name_of(self, path: str) -> str:
         """Returns a file's name, below the folder that all have in common."""
@@ -100,9 +67,11 @@ class _FilePerExample(GlobSource):
     def parts(self) -> list[Part]:
         result = []
         for start, stop in ranges_of_parts(len(self)):
-            some = self.listed[start:stop]
-            # Times, too: a text may be mended without another size.
-            text = repr([(self.name_of(item.path), item.size, item.mtime_ns) for item in some])
+            # With times, for a text may be corrected without another size.
+            text = repr([
+                (self.name_of(path), *state)
+                for path, state in zip(self.paths[start:stop], self.states[start:stop], strict=True)
+            ])
             name = f"files.{xxhash.xxh3_64_hexdigest(text.encode())}.{start}"
             result.append(Part(start, stop, name))
         return result
@@ -111,14 +80,14 @@ class _FilePerExample(GlobSource):
         return os.path.expanduser(self.cache_dir or os.path.join(self._root, ".praxis_lite"))
 
     def fingerprint(self) -> dict[str, Any]:
-        names = [[self.name_of(item.path), item.size] for item in self.listed]
+        names = [
+            [self.name_of(path), state.size]
+            for path, state in zip(self.paths, self.states, strict=True)
+        ]
         return {
             "source": type(self).__name__, "skip": sorted(self.skip), "files": len(names),
             "names_and_sizes": xxhash.xxh3_128_hexdigest(repr(names).encode()),
         }
-
-    def __getstate__(self) -> dict[str, Any]:
-        return settings_alone(self, "listed")
 
 
 class TextFiles(_FilePerExample):
@@ -136,11 +105,11 @@ class TextFiles(_FilePerExample):
 class ImageFiles(_FilePerExample):
     """An image per file: {"name", "image": uint8 [height, width, 3], "label": int32}.
 
-    The label is the number of the folder that the file lies in, among the classes. They are those
-    of training: a split that lacks some of them is given the same names, or its labels would be
-    others. Images that are to share a batch are brought to one size by a transform.
+    The label is the number of the file's folder among the classes. They are those of training: a
+    split that lacks some of them is given the same names, or its labels would be others. Images
+    that are to share a batch are brought to one size by a transform.
 
-    PNG, JPEG, GIF (the first frame), BMP, WebP, TIFF and PPM are read, turned upright as EXIF says.
+    All formats of Pillow are read, turned upright as EXIF says.
 
     Args:
       files, skip, cache_dir: as of all sources of files.
@@ -149,8 +118,6 @@ class ImageFiles(_FilePerExample):
     """
 
     classes: "Sequence[str] | ImageFiles | None" = None
-
-    largest = 1 << 28
 
     def check(self) -> None:
         require_package("PIL", type(self).__name__)
@@ -178,7 +145,7 @@ class ImageFiles(_FilePerExample):
 
     @property
     def _one_of_each_folder(self) -> list[str]:
-        return list({os.path.dirname(item.path): item.path for item in self.listed}.values())
+        return list({os.path.dirname(path): path for path in self.paths}.values())
 
     def classes_of_labels(self) -> dict[str, tuple[str, ...]]:
         return {"label": self.class_names}
@@ -191,22 +158,16 @@ class ImageFiles(_FilePerExample):
         name = _folder_of(path)
         if name not in self._label_of:
             raise ConfigError(
-                f"{path} lies in the folder {shown(repr(name))}, which is none of the classes: "
+                f"{path} is in the folder {shown(repr(name))}, which is none of the classes: "
                 f"{few(self.class_names, 10)}.{did_you_mean(name, self.class_names)} Add it to "
                 f"{type(self).__name__}.classes, of training as well, or leave it out of files."
             )
         return self._label_of[name]
 
     def decoded(self, data: bytes, path: str) -> Example:
-        try:
-            pixels = rgb_pixels(image_of(data))
-        except ValueError as error:
-            raise BadExample(
-                "damaged", path, f"cannot be read as an image: {shown(str(error), 300)}",
-                "Make or copy it again.",
-            ) from None
         return {
-            "name": self.name_of(path), "image": pixels, "label": np.int32(self._label(path))
+            "name": self.name_of(path), "image": _rgb_pixels(data, path),
+            "label": np.int32(self._label(path)),
         }
 
     def fingerprint(self) -> dict[str, Any]:
@@ -216,3 +177,27 @@ class ImageFiles(_FilePerExample):
 
 def _folder_of(path: str) -> str:
     return os.path.basename(os.path.dirname(os.path.abspath(path)))
+
+
+def _rgb_pixels(data: bytes, path: str) -> np.ndarray:
+    """Returns uint8[height, width, 3] of an image, upright.
+
+    Transparency is left out, of 16 bits the upper 8 are taken, and Pillow converts the other modes.
+    Raises BadExample for a damaged image, and for one of 32 bits, where white has no one number.
+    """
+    pillow, operations = optional_module("PIL.Image", path), optional_module("PIL.ImageOps", path)
+    try:
+        image = operations.exif_transpose(pillow.open(io.BytesIO(data)))
+        if image.mode.startswith("I;16"):  # Pillow would make white of all above 255.
+            return np.repeat((np.asarray(image) >> 8).astype(np.uint8)[..., None], 3, axis=-1)
+        if image.mode in ("I", "F"):
+            raise ValueError(f"its pixels, of mode {image.mode}, have neither 8 nor 16 bits")
+        if image.mode != "RGB":
+            image.info.pop("transparency", None)  # Pillow would warn of a palette's.
+        return np.asarray(image.convert("RGB"))
+    except Exception as error:  # Pillow raises errors of many kinds where an image is damaged.
+        raise BadExample(
+            "damaged", path,
+            f"cannot be read as an image: {shown(str(error) or type(error).__name__, 300)}",
+            "Make or copy it again.",
+        ) from None

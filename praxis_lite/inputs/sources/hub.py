@@ -3,28 +3,28 @@
 import abc
 import dataclasses
 import functools
-import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import xxhash
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, shown
-from praxis_lite.host.optional_packages import optional_module
+from praxis_lite.host.optional_packages import optional_module, require_package
+from praxis_lite.inputs.mixing.same_classes import class_clashes
 from praxis_lite.inputs.sources.base import Example, Part, Source, ranges_of_parts, settings_alone
+from praxis_lite.inputs.sources.columnar import without_nulls
+from praxis_lite.inputs.sources.copied import import_datasets
 from praxis_lite.inputs.sources.faults import BadExample
-from praxis_lite.inputs.sources.files.inside import file_inside, json_inside
-from praxis_lite.inputs.sources.files.saved_dataset import SavedDataset, saved_dataset
-from praxis_lite.inputs.sources.files.tfds_features import (
-    decode_images_safely,
-    require_own_features,
-)
-from praxis_lite.inputs.sources.record_files import RecordFile
+
+if TYPE_CHECKING:
+    import datasets
 
 
 @dataclasses.dataclass(eq=False)
 class _Prepared(Source):
-    """A dataset that is prepared, in a folder."""
+    """A split of a dataset in a folder, in which its library finds any example."""
 
     path: str
     split: str | None = None
@@ -37,6 +37,15 @@ class _Prepared(Source):
     def version(self) -> str:
         """Identifies the examples: another version has other examples."""
 
+    @property
+    @abc.abstractmethod
+    def rows(self) -> Any:
+        """The library's random access to the examples."""
+
+    @abc.abstractmethod
+    def example(self, row: Any) -> Example:
+        """Returns the example of a row."""
+
     def check(self) -> None:
         super().check()
         if not len(self):
@@ -48,8 +57,23 @@ class _Prepared(Source):
 
     @property
     def folder(self) -> Path:
-        """Where the dataset lies."""
+        """The folder of the dataset."""
         return Path(self.path).expanduser()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Example:
+        if not 0 <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        try:
+            return self.example(self.rows[int(index)])
+        except Exception as error:  # The libraries raise errors of many kinds for a damaged row.
+            raise BadExample(
+                "damaged", f"{self.where(index)},",
+                f"cannot be read: {shown(str(error) or type(error).__name__, 300)}",
+                "Copy or prepare the dataset again.",
+            ) from None
 
     def where(self, index: int) -> str:
         return f"{self.location}, row {index}"
@@ -76,35 +100,90 @@ class _Prepared(Source):
 class HuggingFaceDataset(_Prepared):
     """The rows of a dataset that `datasets` wrote with `save_to_disk`; lists become arrays.
 
-    Only files in the folder are read. An image is one of Pillow's, made of the bytes in its row and
-    turned upright; sounds and films are the bytes and the path that their row has.
+    Images are decoded with Pillow; sounds and films are the bytes and the path that their row has.
 
     Args:
       path: the folder.
       split: of a DatasetDict; None: the folder holds one dataset.
       skip: names of FAULTS: examples with one are left out and counted.
-      cache_dir: where what is derived is kept. None: `.praxis_lite` in the folder.
+      cache_dir: where what is derived is stored. None: `.praxis_lite` in the folder.
     """
 
     @functools.cached_property
-    def saved(self) -> SavedDataset:
-        """The split's rows, opened. Raises ConfigError."""
-        return saved_dataset(self.folder, self.split)
+    def saved(self) -> "datasets.Dataset":
+        """The split as it was saved."""
+        library = import_datasets("HuggingFaceDataset")
+        try:
+            result = library.load_from_disk(str(self.folder))
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"{self.folder} holds no dataset of Hugging Face's, which has a state.json, or it "
+                f"lacks a file ({shown(str(error), 300)}). Write one with "
+                "dataset.save_to_disk(path); one from their hub is loaded by load_dataset first."
+            ) from None
+        except Exception as error:  # Whatever Arrow and JSON raise for damaged files.
+            raise ConfigError(
+                f"{self.folder} cannot be read: {shown(str(error), 300)}. Copy or save the dataset "
+                "again."
+            ) from None
+        splits = result if isinstance(result, Mapping) else {None: result}
+        if self.split not in splits:
+            known = "a dataset without splits" if None in splits else sorted(splits)
+            raise ConfigError(
+                f"HuggingFaceDataset.split is {self.split!r}; {self.folder} has {known}."
+                f"{did_you_mean(str(self.split), [name for name in splits if name])}"
+            )
+        _require_same_classes(self.folder, splits)
+        return splits[self.split]
+
+    @functools.cached_property
+    def rows(self) -> "datasets.Dataset":
+        library, result = import_datasets("HuggingFaceDataset"), self.saved
+        result = result.with_format(None, columns=result.format["columns"])
+        for name, feature in result.features.items():
+            if isinstance(feature, library.Audio | library.Video):
+                result = result.cast_column(name, type(feature)(decode=False))
+        if "Image(" in repr(result.features):
+            require_package("PIL", f"{self.folder}, for its images,")
+        return result
+
+    def example(self, row: Mapping[str, Any]) -> Example:
+        return {name: _value(self.rows.features[name], value) for name, value in row.items()}
 
     @property
     def version(self) -> str:
-        return self.saved.fingerprint
+        return self.saved._fingerprint
 
     def classes_of_labels(self) -> dict[str, tuple[str, ...]]:
-        return self.saved.classes
+        return _classes(self.saved)
 
-    def __len__(self) -> int:
-        return self.saved.num_rows
 
-    def __getitem__(self, index: int) -> Example:
-        if not 0 <= index < len(self):
-            raise IndexError(f"example {index} of {len(self)}")
-        return self.saved.row(int(index), self.where(index))
+def _value(feature: Any, value: Any) -> Any:
+    """Returns a cell: a list of numbers as an array of their type, and no keys that are null."""
+    numbers = getattr(getattr(feature, "feature", None), "pa_type", None)
+    types = optional_module("pyarrow.types", "Arrow")
+    is_numbers = isinstance(value, list) and numbers is not None and types.is_primitive(numbers)
+    if is_numbers and None not in value:
+        return np.array(value, numbers.to_pandas_dtype())
+    return without_nulls(value)
+
+
+def _classes(dataset: "datasets.Dataset") -> dict[str, tuple[str, ...]]:
+    label = import_datasets("HuggingFaceDataset").ClassLabel
+    return {
+        name: tuple(feature.names) for name, feature in dataset.features.items()
+        if isinstance(feature, label) and feature.names
+    }
+
+
+def _require_same_classes(folder: Path, splits: "Mapping[Any, datasets.Dataset]") -> None:
+    classes = {name: _classes(split) for name, split in splits.items()}
+    for label, name, (item, number), (other, expected) in class_clashes(classes):
+        raise ConfigError(
+            f"{folder}: {shown(repr(label))} counts the class {shown(repr(name))} as {number} in "
+            f"the split {item!r}, and as {expected} in {other!r}. Save both with the same "
+            "ClassLabel (dataset.cast_column)."
+        )
 
 
 class Tfds(_Prepared):
@@ -114,50 +193,36 @@ class Tfds(_Prepared):
       path: the folder of a version of the dataset, such as ~/tensorflow_datasets/mnist/3.0.1.
       split: as TFDS writes it: "train", "train[:90%]".
       skip: names of FAULTS: examples with one are left out and counted.
-      cache_dir: where what is derived is kept. None: `.praxis_lite` in the folder.
+      cache_dir: where what is derived is stored. None: `.praxis_lite` in the folder.
     """
 
     @functools.cached_property
     def _builder(self) -> Any:
         tfds = optional_module("tensorflow_datasets", "Tfds")
-        if not os.path.lexists(self.folder / "dataset_info.json"):
-            raise ConfigError(
-                f"{self.folder} holds no dataset of TFDS, which has a dataset_info.json. Name the "
-                "folder of a version of a dataset."
-            )
-        for name in sorted(os.listdir(self.folder)):  # TFDS reads names of labels, too.
-            path = self.folder / name
-            if not name.startswith(".") and (path.is_symlink() or not path.is_dir()):
-                file_inside(self.folder, name, "the folder")
-        json_inside(self.folder, "dataset_info.json")
-        require_own_features(self.folder)
         try:
-            result = tfds.builder_from_directory(str(self.folder))
-            decode_images_safely(result.info.features)
-        except ConfigError:
-            raise
-        except Exception as error:  # TFDS raises whatever comes of what it reads.
+            return tfds.builder_from_directory(str(self.folder))
+        except Exception as error:  # TFDS raises errors of many kinds for damaged files.
             raise ConfigError(
                 f"{self.folder} holds no dataset of TFDS: {shown(str(error), 300)}. Name the "
                 "folder of a version, with its dataset_info.json."
             ) from None
-        return result
 
     @functools.cached_property
-    def dataset(self) -> Any:
-        known = sorted(self._builder.info.splits)
+    def rows(self) -> Any:
+        info = self._builder.info
+        known = sorted(info.splits)
         if self.split is None or self.split.partition("[")[0] not in known:
             raise ConfigError(
                 f"Tfds.split is {self.split!r}; {self.path} has {known}."
                 f"{did_you_mean(str(self.split), known)}"
             )
-        if self._builder.info.file_format.value != "array_record":
+        if info.file_format.value != "array_record":
             raise ConfigError(
-                f"{self.path} is in the format {self._builder.info.file_format.value}, in which "
-                "no example is found by its number. Prepare it as array_record (tfds build "
+                f"{self.path} is in the format {info.file_format.value}, in which no example is "
+                "found by its number. Prepare it as array_record (tfds build "
                 "--file_format=array_record, or tfds convert_format), or give it to FromDataset."
             )
-        self._require_whole_files()
+        self._require_complete_files()
         try:
             return self._builder.as_data_source(self.split)
         except Exception as error:
@@ -166,21 +231,24 @@ class Tfds(_Prepared):
                 f"{known[0]!r} or {f'{known[0]}[:90%]'!r}, say."
             ) from None
 
-    def _require_whole_files(self) -> None:
-        """Raises ConfigError for shards elsewhere, or cut off, where TFDS would read zeros."""
+    def _require_complete_files(self) -> None:
+        """Raises ConfigError for files that are lost or cut off, which TFDS opens only later."""
+        from array_record.python.array_record_data_source import ArrayRecordDataSource
+
         split = self._builder.info.splits[self.split.partition("[")[0]]
         for path, expected in zip(split.filepaths, split.shard_lengths, strict=True):
-            name = os.path.relpath(path, self.folder) if path.is_relative_to(self.folder) else path
             try:
-                actual = len(RecordFile(file_inside(self.folder, str(name), "dataset_info.json")))
-            except RuntimeError as error:
+                actual = f"has {len(ArrayRecordDataSource(str(path))):,} records"
+            except Exception as error:
                 actual = f"cannot be read ({error})"
-            if actual != expected:
+            if actual != f"has {expected:,} records":
                 raise ConfigError(
-                    f"{path} {actual if isinstance(actual, str) else f'has {actual:,} records'}; "
-                    f"wanted are {expected:,} records, as its dataset_info.json says. Copy or "
-                    "prepare the dataset again."
+                    f"{path} {actual}; expected {expected:,} records, as its dataset_info.json "
+                    "says. Copy or prepare the dataset again."
                 )
+
+    def example(self, row: Example) -> Example:
+        return row
 
     def classes_of_labels(self) -> dict[str, tuple[str, ...]]:
         label = optional_module("tensorflow_datasets.core.features", "Tfds").ClassLabel
@@ -188,24 +256,9 @@ class Tfds(_Prepared):
         items = features.items() if hasattr(features, "items") else ()
         return {name: tuple(item.names) for name, item in items if isinstance(item, label)}
 
-    def __len__(self) -> int:
-        return len(self.dataset)
-
     @property
     def version(self) -> str:
         info = self._builder.info
         split = info.splits[self.split.partition("[")[0]]
         digest = xxhash.xxh3_64_hexdigest(f"{split.shard_lengths} {split.num_bytes}".encode())
         return f"{info.name}-{info.version}-{digest}"
-
-    def __getitem__(self, index: int) -> Example:
-        if not 0 <= index < len(self):
-            raise IndexError(f"example {index} of {len(self)}")
-        try:
-            return self.dataset[int(index)]
-        except Exception as error:  # TFDS raises whatever comes of a damaged record.
-            raise BadExample(
-                "damaged", f"{self.where(index)},",
-                f"cannot be read: {shown(str(error) or type(error).__name__, 300)}",
-                "Copy or prepare the dataset again.",
-            ) from None

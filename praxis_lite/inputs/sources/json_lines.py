@@ -1,119 +1,75 @@
 """Files of JSON lines, plain or compressed."""
 
-import contextlib
 import dataclasses
-import functools
 import gzip
 import io
 import json
 import zlib
-from array import array
-from collections.abc import Callable, Iterator
-from typing import IO, Any
-
-import numpy as np
+from collections.abc import Iterator
+from typing import IO
 
 from praxis_lite.core.errors import ConfigError, format_bytes, shown
 from praxis_lite.files.json_text import MOST_NESTED, is_nested
 from praxis_lite.host.optional_packages import optional_module
-from praxis_lite.inputs.sources.base import Example, FileSource
+from praxis_lite.inputs.sources.base import Example
+from praxis_lite.inputs.sources.copied import FileSource
 from praxis_lite.inputs.sources.faults import BadExample
-from praxis_lite.inputs.sources.file_index import FileIndex, Made
 from praxis_lite.inputs.sources.files.texts import decoded
-from praxis_lite.inputs.sources.record_files import (
-    PlainFile,
-    RecordCopy,
-    RecordFile,
-    RecordWriter,
-    copy_of,
-    writing_copy,
-)
 
 # How compressed files end and begin.
 COMPRESSED = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
 # What reading raises where a compressed file is cut off or damaged; zstd's is an OSError.
-DAMAGED = (EOFError, OSError, zlib.error)
-
-# Bytes of a line: a small file may unpack to one that fills all memory.
-_LONGEST = 1 << 26
+_DAMAGED = (EOFError, OSError, zlib.error)
+_LONGEST = 1 << 26  # Bytes of a line.
 
 
 @dataclasses.dataclass(eq=False)
 class JsonLines(FileSource):
     """The objects of JSON lines, in plain files, .gz or .zst; blank lines are left out.
 
-    A compressed file cannot be read from its middle: its lines are copied once, in small compressed
-    groups, into an ArrayRecord file beside the index.
+    The copy has the lines as they are, and a line is parsed when its example is asked for. So
+    objects may differ in their keys and types, which columns of Arrow could not represent.
     """
 
-    def index_file(self, path: str) -> Made:
-        starts, numbers, values = array("q"), array("q"), {}
-        place = number = 0
-        with opened_lines(path) as lines, self._copying(path) as copy:
+    def records(self, path: str) -> Iterator[tuple[int, bytes]]:
+        number = 0
+        with _opened(path) as lines:
             try:
-                read = functools.partial(lines.readline, _LONGEST + 1)
-                for number, line in enumerate(iter(read, b""), 1):
+                while line := lines.readline(_LONGEST + 1):
+                    number += 1
                     if len(line) > _LONGEST:
                         raise ConfigError(
-                            f"{path}:{number} is longer than {format_bytes(_LONGEST)}; wanted is "
-                            "an object per line. Cut the document, or leave the file out of files."
+                            f"{path}:{number} is longer than {format_bytes(_LONGEST)}; expected an "
+                            "object per line. Cut the document, or leave the file out of files."
                         )
                     if not line.isspace():
-                        starts.append(place)
-                        numbers.append(number)
-                        copy(line)
-                    place += len(line)
-            except DAMAGED as error:
-                values["truncated"] = f"after line {number:,} it cannot be read ({error})"
-        arrays = {}
-        if not _is_compressed(path):
-            arrays["starts"] = np.array([*starts, place], np.int64)
-        if number != len(numbers):  # There are blank lines.
-            arrays["numbers"] = np.array(numbers, np.int64)
-        return {"num_examples": len(numbers), **values}, arrays
+                        yield number, line
+            except _DAMAGED as error:
+                if not path.endswith(tuple(COMPRESSED)):
+                    raise
+                raise BadExample(
+                    "truncated", path,
+                    f"is cut off or damaged: after line {number:,} it cannot be read ({error})",
+                    "Make or copy the file again.",
+                ) from None
 
-    @contextlib.contextmanager
-    def _copying(self, path: str) -> Iterator[Callable[[bytes], Any]]:
-        if not _is_compressed(path):
-            yield lambda line: None
-            return
-        with (
-            writing_copy(self.cache_folder(), path, "array_record") as copy,
-            RecordWriter(copy) as writer,
-        ):
-            yield writer.write
-
-    def open_file(self, index: FileIndex) -> RecordFile | PlainFile:
-        if _is_compressed(index.path):
-            return RecordCopy(copy_of(self.cache_folder(), index, self.index_file), index.path)
-        return PlainFile(index.path)
-
-    def example(self, index: FileIndex, row: int) -> Example:
-        file = self.opened(index)
-        if isinstance(file, RecordFile):
-            line = file[row]
-        else:
-            start, stop = index.arrays["starts"][row : row + 2].tolist()
-            line = file.read(start, stop)
-        return parsed(line, self._where(index, row))
+    def example(self, record: bytes, where: str) -> Example:
+        return parsed(record, where)
 
     def where(self, index: int) -> str:
-        return self._where(*self.place_of(index))
-
-    def _where(self, index: FileIndex, row: int) -> str:
-        numbers = index.arrays.get("numbers")
-        return f"{index.path}:{row + 1 if numbers is None else numbers[row]}"
+        file, _ = self.place_of(index)
+        return f"{self.paths[file]}:{self._columns['row'][index].as_py()}"
 
 
-def opened_lines(path: str) -> IO[bytes]:
+def _opened(path: str) -> IO[bytes]:
     """Returns the lines of a file, decompressed if its name ends in .gz or .zst."""
     if path.endswith(".gz"):
         return gzip.open(path, "rb")
     if path.endswith(".zst"):
-        pyarrow = optional_module("pyarrow", path)
-        # A size of its own, for Python's differs by version: where the file is damaged, what is in
-        # the buffer is lost.
-        return io.BufferedReader(pyarrow.input_stream(path, compression="zstd"), 1 << 13)
+        # With a small buffer: where the file is damaged, what is in the buffer is lost.
+        return io.BufferedReader(
+            optional_module("pyarrow", path).input_stream(path, compression="zstd"), 1 << 13
+        )
     return open(path, "rb")
 
 
@@ -121,7 +77,7 @@ def parsed(line: bytes, where: str) -> Example:
     """Returns the object of a line of JSON.
 
     Raises:
-      BadExample: it is not UTF-8, no JSON, or no object; names `where`, "file:line".
+      BadExample: it is not UTF-8, not JSON, or not an object; names `where`, "file:line".
     """
     for end, start in COMPRESSED.items():
         if line.startswith(start):
@@ -145,7 +101,3 @@ def parsed(line: bytes, where: str) -> Example:
             'Write {"text": ...}, say.',
         )
     return result
-
-
-def _is_compressed(path: str) -> bool:
-    return path.endswith(tuple(COMPRESSED))

@@ -13,9 +13,9 @@ import numpy as np
 from praxis_lite.core.errors import ConfigError, require, require_choice
 from praxis_lite.inputs.base import NumberedPipeline
 from praxis_lite.inputs.sources.base import Example, Part, Source, settings_alone
+from praxis_lite.inputs.sources.cache import Made
 from praxis_lite.inputs.sources.derived import DerivedPart, code_of, derived, left_out
 from praxis_lite.inputs.sources.faults import applied
-from praxis_lite.inputs.sources.file_index import Made
 from praxis_lite.inputs.text.conversations import Tokens
 from praxis_lite.inputs.text.corpus import SPLITS, require_percent
 from praxis_lite.inputs.text.encoding import KEYS, encoded

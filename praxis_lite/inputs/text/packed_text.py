@@ -12,7 +12,7 @@ import numpy as np
 from praxis_lite.core.errors import ConfigError, require, require_choice
 from praxis_lite.inputs.base import lm_spec, spec_of
 from praxis_lite.inputs.mixing.shuffle import epoch_order
-from praxis_lite.inputs.sources import kept
+from praxis_lite.inputs.sources import cache
 from praxis_lite.inputs.text.corpus import SPLITS
 from praxis_lite.inputs.text.documents import Documents, OfDocuments
 from praxis_lite.inputs.text.packing import (
@@ -102,9 +102,9 @@ class PackedText(OfDocuments):
 
         def made(_: list[int]) -> None:
             message, table = self._packed()
-            kept.write(folder, name, {"said": message}, table._asdict())
+            cache.write(folder, name, {"said": message}, table._asdict())
 
-        (result,) = kept.entries(folder, [name], made)
+        (result,) = cache.entries(folder, [name], made)
         _log.info("%s, %s", self.documents.source.location, result.values["said"])
         return Packing(**result.arrays)
 

@@ -128,8 +128,13 @@ def _of_texts(prompt: str | None, answers: Sequence[str], tokenizer: Tokenizer) 
 
 def prompted(prompt: str, answer: str, tokenizer: Tokenizer) -> Tokens:
     """Returns a prompt, and an answer with the end of the text, which alone are learnt."""
-    end = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
-    before = tokenizer.encode_prompt(prompt)
-    after = np.array([*tokenizer.encode(answer, False), *end], np.int32)
-    is_answer = np.arange(len(before) + len(after)) >= len(before)
-    return Tokens(np.concatenate([before, after]), is_answer)
+    # Both are one text, so that no tokenizer puts a space between them.
+    ids, places = tokenizer.encode_with_places(prompt + answer)
+    started = tokenizer.with_start(ids)
+    ended = tokenizer.with_end(started)
+    # A token that has some of both is the answer's, whose beginning would else not be learned.
+    is_answer = np.concatenate([
+        np.zeros(len(started) - len(ids), bool), places[:, 1] > len(prompt),
+        np.ones(len(ended) - len(started), bool),
+    ])
+    return Tokens(ended, is_answer)

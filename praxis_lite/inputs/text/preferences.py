@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import platform
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,11 +13,11 @@ from praxis_lite.core.errors import ConfigError, require, require_choice
 from praxis_lite.inputs.base import spec_of
 from praxis_lite.inputs.sources.base import Source, settings_alone
 from praxis_lite.inputs.sources.json_lines import JsonLines
-from praxis_lite.inputs.text.about_python import about_python
-from praxis_lite.inputs.text.corpus import SPLITS
+from praxis_lite.inputs.text.corpus import SPLITS, language_reference
 from praxis_lite.inputs.text.documents import Documents, OfDocuments
 from praxis_lite.inputs.text.pairs import Pair
 from praxis_lite.inputs.tokenizers.base import Tokenizer
+from praxis_lite.inputs.tokenizers.chat_messages import ASSISTANT, USER
 from praxis_lite.inputs.tokenizers.loading import as_tokenizer
 
 if TYPE_CHECKING:
@@ -157,3 +158,25 @@ class PreferenceData(OfDocuments):
 
     def __getstate__(self) -> dict[str, Any]:
         return settings_alone(self)
+
+
+def about_python(folder: str = "") -> Iterator[dict[str, Any]]:
+    """Yields questions about Python, answered by its language reference, each with a wrong answer.
+
+    A wrong answer is right for the question before. As `make` of a source it writes them.
+    """
+    last = None
+    for name, text in language_reference():
+        paragraphs = [" ".join(word.split()) for word in text.decode().split("\n\n")]
+        plain = (item for item in paragraphs if item[:1].isalpha() and item.endswith("."))
+        answer = next((element for element in plain if len(element) < 400), None)
+        if answer is None:
+            continue
+        if last is not None:
+            question = {"role": USER, "content": f"What does Python's reference say of {name}?"}
+            right, wrong = ({"role": ASSISTANT, "content": one} for one in (answer, last))
+            yield {
+                "messages": [question, right], "chosen": [question, right],
+                "rejected": [question, wrong],
+            }
+        last = answer

@@ -107,5 +107,5 @@ class TextPrompts(IndexedPipeline):
             longest = min(self.max_prompt_bytes, len(text) - 1)
             length = self.min_prompt_bytes + bits % (longest - self.min_prompt_bytes + 1)
             (ids,) = self.tokenizer.encode_documents([self.tokenizer.cut(text, length)])
-            prompts.append(np.append(np.array(self.tokenizer.document_start, np.int32), ids))
+            prompts.append(self.tokenizer.with_start(ids))
         return prompts

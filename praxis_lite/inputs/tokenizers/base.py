@@ -25,9 +25,6 @@ class Tokenizer(abc.ABC):
       special_ids: of tokens that stand for no text, and are left out where those are skipped.
       begin_ids, end_ids: the special tokens that `encode` puts before and after a text.
       document_start, document_end: the ids around a document; prompts begin with the former.
-      run_ids: ids of single bytes of which a run is decoded as a whole, so that the text of a run
-        is final only when another id follows; empty for most tokenizers.
-      closing_ids: what comes behind one of them is no text; empty for most tokenizers.
       chat: the template of its chats, or None.
     """
 
@@ -41,8 +38,6 @@ class Tokenizer(abc.ABC):
     special_ids: frozenset[int] = frozenset()
     begin_ids: Sequence[int] = ()
     end_ids: Sequence[int] = ()
-    run_ids: frozenset[int] = frozenset()
-    closing_ids: frozenset[int] = frozenset()
     chat: ChatTemplate | None = None
     path: str | os.PathLike[str] | None = None  # Of a tokenizer of files.
 
@@ -63,9 +58,9 @@ class Tokenizer(abc.ABC):
         local = () if self.eos_id is None else (self.eos_id,)
         return tuple(dict.fromkeys((*local, *self.model_eos_ids, *self.turn_end_ids)))
 
-    def has_text(self, token: int, skip_special_tokens: bool = False) -> bool:
-        """Returns False for an id that `decode` passes over."""
-        return not (skip_special_tokens and token in self.special_ids)
+    def name_of(self, token: int) -> str | None:
+        """Returns a token as its vocabulary has it, "<0xE2>" for a byte, or None."""
+        return None
 
     def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns the ids of a text without special tokens around it, and where each stands.

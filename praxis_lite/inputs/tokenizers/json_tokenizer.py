@@ -71,9 +71,8 @@ class JsonTokenizer(Tokenizer):
         given = [number for number in map(int, ids) if 0 <= number <= _MAX_ID]
         return self._tokenizer.decode(given, skip_special_tokens=skip_special_tokens)
 
-    def has_text(self, token: int, skip_special_tokens: bool = False) -> bool:
-        is_known = 0 <= token <= _MAX_ID and self._tokenizer.id_to_token(token) is not None
-        return is_known and super().has_text(token, skip_special_tokens)
+    def name_of(self, token: int) -> str | None:
+        return self._tokenizer.id_to_token(token)
 
     @property
     def directory(self) -> Path:
@@ -147,17 +146,6 @@ class JsonTokenizer(Tokenizer):
         if self.documents_start_with_eos and not self.begin_ids and self.eos_id is not None:
             return (self.eos_id,)
         return self.begin_ids
-
-    @functools.cached_property
-    def run_ids(self) -> frozenset[int]:
-        # Its decoder joins them, whether or not its model makes them.
-        decoder = self._tokenizer.decoder
-        if decoder is None or b'"ByteFallback"' not in decoder.__getstate__():
-            return frozenset()
-        forms = ("<0x{:02X}>", "<0x{:02x}>")
-        names = {form.format(byte) for form in forms for byte in range(256)}
-        numbers = map(self._tokenizer.token_to_id, names)
-        return frozenset(number for number in numbers if number is not None)
 
     @functools.cached_property
     def chat(self) -> ChatTemplate | None:

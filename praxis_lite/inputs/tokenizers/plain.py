@@ -19,7 +19,7 @@ class ByteTokenizer(Tokenizer):
     token_unit = "byte"
     vocab_size = 257
     eos_id = 256
-    special_ids = closing_ids = frozenset({eos_id})
+    special_ids = frozenset({eos_id})
     document_start = (eos_id,)
     chat = ChatTemplate(chatml("\x02", "\x03"))  # The start and the end of a text, in ASCII.
 
@@ -33,6 +33,9 @@ class ByteTokenizer(Tokenizer):
         sizes = [len(item.encode()) for item in checked_text(text)]
         first = np.repeat(np.arange(len(text)), sizes)
         return self.encode(text), np.stack([first, first + 1], axis=-1)
+
+    def name_of(self, token: int) -> str | None:
+        return f"<0x{token:02X}>" if 0 <= token < 256 else None
 
     def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Returns the bytes of each text as they are."""

@@ -70,7 +70,8 @@ class Answer:
                     self._deliverer(loop, choice),
                 ))
                 self._texts.append(ChoiceText(
-                    model.tokenizer, request.stop, model.eos_ids, request.num_logprobs is not None
+                    model.tokenizer, prompt, request.stop, model.eos_ids,
+                    request.num_logprobs is not None,
                 ))
         engine.submit(self._generations)
 

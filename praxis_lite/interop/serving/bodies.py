@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from praxis_lite.interop.serving.answer import Answer, Delta
-from praxis_lite.interop.serving.choice_text import Token, bytes_of
+from praxis_lite.interop.serving.choice_text import NamedToken, Token
 
 Json = Mapping[str, Any]
 
@@ -70,8 +70,8 @@ def _logprobs(answer: Answer, tokens: Sequence[Token]) -> Json | None:
     if answer.request.is_chat:
         content = [
             {
-                **_told(token.text, token.logprob),
-                "top_logprobs": [_told(*other) for other in token.likeliest],
+                **_entry(token),
+                "top_logprobs": [_entry(other) for other in token.likeliest],
             }
             for token in tokens
         ]
@@ -79,13 +79,15 @@ def _logprobs(answer: Answer, tokens: Sequence[Token]) -> Json | None:
     return {
         "tokens": [token.text for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
-        # Of several tokens with the same text, such as parts of characters, the likeliest counts.
+        # Of several tokens with the same text the likeliest counts.
         "top_logprobs": [
-            dict(reversed([*token.likeliest, (token.text, token.logprob)])) for token in tokens
+            {other.text: other.logprob for other in reversed([*token.likeliest, token])}
+            for token in tokens
         ] if answer.request.num_logprobs else None,
         "text_offset": [token.offset for token in tokens],
     }
 
 
-def _told(text: str, logprob: float) -> Json:
-    return {"token": text, "logprob": logprob, "bytes": bytes_of(text)}
+def _entry(token: NamedToken | Token) -> Json:
+    content = None if token.content is None else list(token.content)
+    return {"token": token.text, "logprob": token.logprob, "bytes": content}

@@ -4,29 +4,32 @@ import asyncio
 import contextlib
 import dataclasses
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import orjson
+import prometheus_client
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from praxis_lite.host.http_endpoint import asks_for
+from praxis_lite.host.host_names import asks_for
 from praxis_lite.interop.serving import bodies, requests
 from praxis_lite.interop.serving.answer import Answer, Delta
 from praxis_lite.interop.serving.api_error import ApiError
 from praxis_lite.interop.serving.engine import Engine
-from praxis_lite.interop.serving.metrics import Metrics
 from praxis_lite.interop.serving.served_model import ServedModel
 
 MOST_BYTES = 4 << 20  # Of a body.
 BODY_SECONDS = 30.0  # For a client to send it.
 # Of an answer that nobody gets.
 _CLIENT_GONE = ApiError(499, "The client has gone.", code="client_gone")
+_PREFIX = "praxis_lite_serve"  # Of names in /metrics.
 T = TypeVar("T")
 
 
@@ -48,7 +51,11 @@ class Limits:
 
 def application(model: ServedModel, engine: Engine, limits: Limits) -> Starlette:
     """Returns the endpoints of a model."""
-    metrics = Metrics(engine)
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(_EngineNumbers(engine))
+    answers = prometheus_client.Counter(
+        f"{_PREFIX}_answers", "Answers by path and status.", ["path", "status"], registry=registry
+    )
     card = {"id": model.name, "object": "model", "created": 0, "owned_by": "praxis_lite",
             "max_model_len": model.max_length}
 
@@ -79,7 +86,8 @@ def application(model: ServedModel, engine: Engine, limits: Limits) -> Starlette
         return _json({"status": "ok"})
 
     async def numbers(http: HttpRequest) -> Response:
-        return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4")
+        text = prometheus_client.generate_latest(registry)
+        return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
     routes = {
         ("POST", "/v1/completions"): answering(requests.completion),
@@ -101,7 +109,7 @@ def application(model: ServedModel, engine: Engine, limits: Limits) -> Starlette
 
     return Starlette(
         routes=[
-            Route(path, _checked(path, endpoint, limits, metrics), methods=[method])
+            Route(path, _checked(path, endpoint, limits, answers), methods=[method])
             for (method, path), endpoint in routes.items()
         ],
         exception_handlers={HTTPException: unknown_url, Exception: failed},
@@ -110,7 +118,7 @@ def application(model: ServedModel, engine: Engine, limits: Limits) -> Starlette
 
 def _checked(
     path: str, endpoint: Callable[[HttpRequest], Awaitable[Response]], limits: Limits,
-    metrics: Metrics,
+    answers: prometheus_client.Counter,
 ) -> Callable[[HttpRequest], Awaitable[Response]]:
     """Returns the endpoint for clients that may ask, its answers counted."""
 
@@ -128,10 +136,28 @@ def _checked(
             response = _error(_CLIENT_GONE)
         except ApiError as error:
             response = _error(error)
-        metrics.count(path, response.status_code)
+        answers.labels(path, response.status_code).inc()
         return response
 
     return checked
+
+
+class _EngineNumbers(Collector):
+    """The numbers of an engine, at the time of each request."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        engine = self._engine
+        for kind, name, value, text in (
+            (GaugeMetricFamily, "rows", engine.num_rows, "Rows that are decoded at a time."),
+            (GaugeMetricFamily, "rows_taken", engine.num_in_rows, "Rows with an answer."),
+            (GaugeMetricFamily, "answers_waiting", engine.num_waiting, "Answers in the queue."),
+            (CounterMetricFamily, "prompts", engine.num_prompts, "Prompts that were read."),
+            (CounterMetricFamily, "tokens", engine.num_tokens, "Tokens that were made."),
+        ):
+            yield kind(f"{_PREFIX}_{name}", text, value=value)
 
 
 def _check_key(http: HttpRequest, key: str | None) -> None:

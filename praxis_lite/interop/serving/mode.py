@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.host.http_endpoint import LOOPBACK_HOSTS, is_loopback
+from praxis_lite.host.host_names import LOOPBACK_HOSTS, is_loopback
 from praxis_lite.host.optional_packages import require_package
 from praxis_lite.run.modes.evaluate import add_step
 from praxis_lite.run.modes.launched import job_on_mesh, recorded_job_of
@@ -23,6 +23,7 @@ LOOPBACK = "127.0.0.1"
 class Serve(Mode):
     """Serves completions and chats over HTTP until a signal comes: docs/serving.md."""
 
+    name = "serve"
     summary = "serves completions and chats over HTTP, as OpenAI's API does"
     goes_on = True
 
@@ -116,10 +117,10 @@ def _serve_job(
 ) -> None:
     launched = recorded_job_of(command, "decode", has_prompts=True)
     with job_on_mesh(command, launched, "load") as job:
-        from praxis_lite.interop.serving.served_model import check_language_model
+        from praxis_lite.run.trainer.decoding.user_prompts import check_language_model
         from praxis_lite.run.trainer.restored_weights import restored_weights
 
-        check_language_model(job.partitioner)
+        check_language_model(job.partitioner.task, "--mode=serve")
         step, mdl_vars = restored_weights(
             job.partitioner, job.files, step, job.run.decode_use_ema_states
         )

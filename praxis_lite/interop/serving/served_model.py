@@ -5,21 +5,19 @@ import functools
 from collections.abc import Collection
 from typing import Any
 
-import jax
 import numpy as np
 
-from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.decode.continuous_batching import ContinuousBatching
 from praxis_lite.decode.sampling_by_row import SampleByRow
 from praxis_lite.inputs.text.length_classes import all_length_classes
 from praxis_lite.inputs.text.token_ids import whole_number
 from praxis_lite.inputs.tokenizers.base import Tokenizer
-from praxis_lite.inputs.tokenizers.plain import ByteTokenizer, TokenIds
 from praxis_lite.interop.serving.api_error import ApiError
 from praxis_lite.interop.serving.engine import STEPS_BETWEEN_LOOKS, Engine
 from praxis_lite.interop.serving.requests import COMPLETION_TOKENS, MOST_LOGPROBS, Request
-from praxis_lite.run.trainer.decoding.user_prompts import prompt_ids
+from praxis_lite.run.trainer.decoding.user_prompts import check_language_model, prompt_ids
 
 # Most tokens of a row where nobody says: a cache for more may not fit.
 USUAL_LENGTH = 4096
@@ -109,7 +107,7 @@ def served(
         there are several processes.
     """
     task = partitioner.task
-    check_language_model(partitioner)
+    check_language_model(task, "--mode=serve")
     num_positions = task.num_ids().get("segment_pos")
     if max_length is None:
         max_length = min(num_positions or USUAL_LENGTH, USUAL_LENGTH)
@@ -143,30 +141,3 @@ def served(
     )
     mdl_vars = partitioner.for_decoding(mdl_vars, donates=True)
     return model, Engine(batching, mdl_vars, lengths, most_waiting)
-
-
-def check_language_model(partitioner: Partitioner) -> None:
-    """Checks that a model continues texts, in this process alone.
-
-    Raises:
-      ConfigError: it does not; says why.
-    """
-    task = partitioner.task
-    if set(task.required_decode_inputs) != {"ids", "prefix_lengths", "weights"}:
-        raise ConfigError(
-            f"{type(task).__name__} continues no texts, so it cannot be served. Name a job of a "
-            "LanguageModelTask."
-        )
-    kind = getattr(task.model.abstract_module(), "model_type", "causal")
-    require(kind == "causal", "task.model.model_type", kind, "'causal'", "Serve a causal model.")
-    size = task.num_ids().get("ids")
-    is_of_other_ids = type(task.tokenizer) is ByteTokenizer and size not in (256, 257, None)
-    if isinstance(task.tokenizer, TokenIds) or is_of_other_ids:
-        raise ConfigError(
-            f"The model has {size} ids, and its task no tokenizer that makes them of text. Name "
-            "the directory of its tokenizer: --set task.tokenizer=DIRECTORY."
-        )
-    require(
-        jax.process_count() == 1, "The number of processes", jax.process_count(), "1",
-        "A server has one process, with all the devices of a host.",
-    )

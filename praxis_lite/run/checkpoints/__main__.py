@@ -133,8 +133,7 @@ def _step(text: str) -> int:
 def _print(lines: Sequence[str]) -> None:
     _progress("", 1.0)
     for line in lines:
-        # Paths are the checkpoint's: what would steer a terminal is shown instead.
-        print(line if line.isprintable() else ascii(line), flush=True)
+        print(line, flush=True)
 
 
 def _progress(what: str, share: float) -> None:

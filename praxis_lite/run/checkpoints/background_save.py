@@ -1,30 +1,30 @@
 """A single save: the state taken to the host at once, all else in a thread of its own.
 
-Orbax writes `N.saving`; then all arrays are looked for in it, every file is digested and made
-sure to be on disk, the manifest and the commit are written, and the folder gets its number. What
-fails on one process fails on all of them, and leaves nothing behind.
+Orbax writes `N.saving`. Then the first process checks that all arrays are in it, digests and
+syncs every file, writes the manifest and the commit, and renames the folder to its number. A
+failure on one process is a failure on all of them, and leaves nothing behind.
 """
 
 import contextlib
 import os
 import re
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.train_state import TrainState
-from praxis_lite.files.open_folder import OpenFolder, own_names
-from praxis_lite.run.checkpoints.files.origin import Origin
-from praxis_lite.run.checkpoints.files.stored_arrays import stored_arrays
 from praxis_lite.run.checkpoints.orbax_write import CancelledWrite, OrbaxWrite
 from praxis_lite.run.checkpoints.steps import step_dirs, step_files
+from praxis_lite.run.checkpoints.stored_arrays import stored_arrays
 from praxis_lite.run.job import processes
 
 _MEET_SECONDS = 3600.0
 # How long a process that cancels waits for the others' parts, so that all of them can be removed.
 _CANCEL_SECONDS = 10.0
+_OPEN_FILES = "/proc/self/fd"
 
 
 class FailedSave(ConfigError):
@@ -59,7 +59,7 @@ class BackgroundSave:
         self._directory, self._manifest, self._published = directory, manifest, published
         self._folder = directory / f"{self.step}.saving"
         self._meeting = _Meeting(name)
-        self._opened: OpenFolder | None = None
+        self._opened: _OpenFolder | None = None
         self._writing: OrbaxWrite | None = None
         # Waited for in place of the thread: up to Python 3.12 a thread whose `join` a signal has
         # interrupted counts as ended, though it runs.
@@ -75,7 +75,7 @@ class BackgroundSave:
         try:
             if processes.is_first():
                 self._clear()
-            self._opened = OpenFolder(self._directory)  # Held: `why` reads its name.
+            self._opened = _OpenFolder(self._directory)  # Kept: `why` reads its name.
             self._writing = OrbaxWrite(self._meeting.meet)
             self._writing.begin(self._opened.path / self._folder.name, state)
         except Exception as error:
@@ -116,7 +116,7 @@ class BackgroundSave:
         try:
             self._writing.wait()
             if processes.is_first():
-                self._check_readable()
+                stored_arrays(self._folder, self._manifest)  # Orbax may have written less.
                 self._manifest["files"] = step_files.synced_digests(self._folder)
                 step_dirs.commit(self._folder, self._manifest)
                 step_dirs.publish(self._folder, self._directory / str(self.step))
@@ -128,16 +128,6 @@ class BackgroundSave:
         finally:
             self._writing.close()
             self._ended.set()
-
-    def _check_readable(self) -> None:
-        """Checks that a restore would find all that was to be saved; reads no array.
-
-        Orbax may write less than it was given, and say nothing.
-        """
-        try:
-            stored_arrays(self._folder, self._manifest, Origin(self._folder, advice=""))
-        except ConfigError as error:
-            raise ConfigError(f"What was written cannot be read back. {error}") from None
 
     def _fail(self, error: Exception) -> None:
         self.error = error
@@ -155,6 +145,24 @@ class BackgroundSave:
         for path in step_dirs.set_aside(self._directory, *step_dirs.LEFTOVERS):
             if path.name.startswith(self._folder.name):
                 step_dirs.remove_leftover(path)
+
+
+class _OpenFolder:
+    """A folder that is open while this object lives, under a path that Orbax takes as it is.
+
+    Orbax globs the paths that it is given ("run[1]" matches "run1"), and etils takes /gs/... for a
+    bucket. Among the open files of a process the folder's path has no such characters.
+
+    Attributes:
+      path: "/proc/self/fd/N"; the folder's own where the system has no such paths.
+    """
+
+    def __init__(self, folder: Path):
+        self.path = folder
+        if os.path.isdir(_OPEN_FILES):
+            file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            weakref.finalize(self, os.close, file)
+            self.path = Path(_OPEN_FILES, str(file))
 
 
 class _FailedThere(Exception):
@@ -197,9 +205,14 @@ def why(error: BaseException) -> str:
     if code := re.search(r"os_error_code='(\d+)'", text):
         paths = re.findall(r'"(/[^"]+)"', text)
         return os.strerror(int(code[1])) + (_place(paths[-1]) if paths else "")
-    return f"{type(error).__name__}: {own_names(text)[:300]}" if text else type(error).__name__
+    return f"{type(error).__name__}: {_own_names(text)[:300]}" if text else type(error).__name__
 
 
 def _place(path: str) -> str:
     # Names below that folder are Orbax's, and long.
-    return " (" + re.sub(r"(/[0-9]+\.saving)[^/]*/.*", r"\1", own_names(path)) + ")"
+    return " (" + re.sub(r"(/[0-9]+\.saving)[^/]*/.*", r"\1", _own_names(path)) + ")"
+
+
+def _own_names(text: str) -> str:
+    """Returns a text in which open folders have their own paths."""
+    return re.sub(rf"{_OPEN_FILES}/[0-9]+", lambda name: os.path.realpath(name[0]), text)

@@ -19,7 +19,6 @@ from jax.sharding import Mesh
 from praxis_lite.core.errors import ConfigError, did_you_mean
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout, TrainState
 from praxis_lite.run.checkpoints.background_save import FailedSave
-from praxis_lite.run.checkpoints.files.stored_arrays import stored_arrays
 from praxis_lite.run.checkpoints.save_checks import check_finite, check_names
 from praxis_lite.run.checkpoints.save_queue import SaveQueue
 from praxis_lite.run.checkpoints.sharded_reading import read_arrays, read_state
@@ -31,6 +30,7 @@ from praxis_lite.run.checkpoints.steps.manifest import (
 )
 from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.run.checkpoints.steps.verified_steps import Metrics, Step, VerifiedSteps
+from praxis_lite.run.checkpoints.stored_arrays import stored_arrays
 from praxis_lite.run.job.local_directory import local_directory
 from praxis_lite.run.job.processes.broadcast import from_first
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from praxis_lite.run.checkpoints.files.stored_arrays import StoredArray, stored_arrays
+from praxis_lite.run.checkpoints.stored_arrays import StoredArray, stored_arrays
 from praxis_lite.run.checkpoints.tools import Progress, manifest_of, no_progress, told
 
 

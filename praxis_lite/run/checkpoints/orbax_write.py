@@ -1,8 +1,8 @@
 """A state's arrays written as files: what Orbax does for us, and nothing else of it.
 
 Only OCDBT is written. Orbax's CheckpointManager is not used: it takes a stray folder for the
-newest step, deletes in place, and tells of a failed save late or never. Nor does Orbax restore:
-it believes the JSON files that it finds.
+newest step, deletes in place, and reports a failed save late or never. Nor does Orbax restore:
+`sharded_reading` reads each shard's part of the logical arrays.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from orbax.checkpoint._src.checkpointers import async_checkpointer
 from orbax.checkpoint._src.futures import future, signaling_client
 
 from praxis_lite.core.partitioner.train_state import TrainState
-from praxis_lite.run.checkpoints.files.step_names import ITEMS
+from praxis_lite.run.checkpoints.stored_arrays import ITEMS
 from praxis_lite.run.job import processes
 
 _TIMEOUT_SECONDS = 3600

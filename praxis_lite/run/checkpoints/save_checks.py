@@ -7,14 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import tensorstore as ts
 from jax.sharding import NamedSharding, PartitionSpec
 
 from praxis_lite.core.errors import ConfigError, few
 from praxis_lite.core.partitioner.train_state import StateLayout, TrainState
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.core.sharding.memory_spaces import to_device
-from praxis_lite.run.checkpoints.files.zarr_checks import check_leaf
-from praxis_lite.run.checkpoints.steps.manifest import manifest_leaves
 
 
 def check_names(layout: StateLayout) -> None:
@@ -52,8 +51,14 @@ def check_names(layout: StateLayout) -> None:
     for outer, inner in zip(in_order, in_order[1:], strict=False):
         if inner[: len(outer)] == outer:
             refuse(stored[outer], stored[inner])
-    for path, leaf in manifest_leaves(layout).items():
-        check_leaf(path, leaf)  # What a restore would refuse is not saved.
+    for leaf in layout.leaves():
+        try:
+            ts.dtype(str(leaf.dtype))
+        except ValueError:
+            raise ConfigError(
+                f"{leaf.path} has the dtype {leaf.dtype}, which TensorStore cannot store. Change "
+                "its dtype."
+            ) from None
 
 
 def check_finite(step: int, state: TrainState, newest_in_words: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from praxis_lite.run.checkpoints.files.stored_arrays import StoredArray, stored_arrays
+from praxis_lite.run.checkpoints.stored_arrays import StoredArray, stored_arrays
 from praxis_lite.run.checkpoints.tools import Progress, manifest_of, no_progress, told
 
 _ORIGINS = {

@@ -9,15 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.core.errors import ConfigError, few, format_bytes, printable
-from praxis_lite.run.checkpoints.files.stored_arrays import (
-    StoredArray,
-    check_leaves,
-    stored_arrays,
-)
-from praxis_lite.run.checkpoints.files.zarr_formats import np_dtype
+import numpy as np
+
+from praxis_lite.core.errors import ConfigError, few, format_bytes
 from praxis_lite.run.checkpoints.steps import step_dirs, step_files
 from praxis_lite.run.checkpoints.steps.manifest import COMMIT_JSON, MANIFEST_JSON
+from praxis_lite.run.checkpoints.stored_arrays import StoredArray, stored_arrays
 from praxis_lite.run.job.local_directory import local_directory
 from praxis_lite.run.text_table import table_lines
 
@@ -151,7 +148,6 @@ def what_is_wrong_within(step_dir: Path, progress: Progress = no_progress) -> li
 def description(step_dir: Path) -> list[str]:
     """Returns the description of a step in lines: where it comes from, and each of its arrays."""
     manifest = manifest_of(step_dir)
-    check_leaves(step_dir, manifest)
     listed = _listed(step_dir, "")
     share = (step_dir / MANIFEST_JSON).stat().st_size / max(listed.num_bytes, 1)
     leaves = manifest["leaves"]
@@ -170,20 +166,15 @@ def description(step_dir: Path) -> list[str]:
     rows = [("path", "shape", "padded", "dtype", "spec", "bytes")]
     for path, leaf in sorted(leaves.items()):
         shape, padded, dtype = leaf["shape"], leaf["padded_shape"], leaf["dtype"]
-        num_bytes = math.prod(padded) * np_dtype(dtype).itemsize
+        num_bytes = math.prod(padded) * np.dtype(dtype).itemsize
         shapes = str(shape), "" if padded == shape else str(padded)
         rows.append((path, *shapes, dtype, _spec(leaf["spec"]), f"{num_bytes:,}"))
-    return [f"{key + ':':10}{value}" for key, value in pairs.items()] + ["", *table(rows)]
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the rows as lines, their columns aligned, without a terminal's control characters."""
-    return table_lines([[printable(x) for x in row] for row in rows])
+    return [f"{key + ':':10}{value}" for key, value in pairs.items()] + ["", *table_lines(rows)]
 
 
 def listing(steps: Sequence[ListedStep]) -> list[str]:
     """Returns `list_steps` as lines."""
-    return table([
+    return table_lines([
         ("step", "size", "saved", "state", "metrics"),
         *(
             (x.name, format_bytes(x.num_bytes), _when(x.saved), x.state, _pairs(x.metrics))
@@ -204,7 +195,7 @@ def _set_aside(directory: Path) -> list[str]:
 def _listed(step_dir: Path, state: str) -> ListedStep:
     num_bytes, saved, metrics = 0, math.nan, {}
     # A folder may go while it is looked at: a job may be training there.
-    for path in step_dir.rglob("*") if not step_dir.is_symlink() else ():
+    for path in step_dir.rglob("*"):
         try:
             status = path.lstat()
         except FileNotFoundError:

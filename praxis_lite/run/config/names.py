@@ -7,6 +7,7 @@ import types
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from praxis_lite.core.callables import imported_module
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.run.config.configurable import (
     ARRAY_LIBRARIES,
@@ -14,10 +15,7 @@ from praxis_lite.run.config.configurable import (
     PUBLIC,
     is_allowed,
     is_of_kind,
-    is_shown,
-    may_be_called,
     refused,
-    refused_call,
 )
 
 # Where a bare name behind --set is looked up.
@@ -34,15 +32,12 @@ SHORT = (
 )
 
 
-def imported(module: str, name: str, *, is_called: bool = False) -> Any:
+def imported(module: str, name: str) -> Any:
     """Imports `module:name`, already checked to be allowed.
 
-    Args:
-        is_called: the config itself calls it.
-
     Raises:
-        ConfigError: it is not there, is not a class, function or constant defined there, or may not
-            be called. What the module itself raises comes as it is.
+        ConfigError: it is not there, or is not a class, function or constant defined there. What
+            the module itself raises comes as it is.
     """
     gone = (
         f"config.json names {module}.{name}, which is not there: the code has changed since the "
@@ -64,10 +59,8 @@ def imported(module: str, name: str, *, is_called: bool = False) -> Any:
         # `os.system` is an attribute of every module that imports os.
         if not _is_defined_in(result, module, depth):
             raise ConfigError(refused("config.json", module, name))
-    if not is_of_kind(module, name, result):
+    if not is_of_kind(module, result):
         raise ConfigError(refused("config.json", module, name))
-    if is_called and callable(result) and not may_be_called(module, name, result):
-        raise ConfigError(refused_call("config.json", module, name))
     return result
 
 
@@ -100,7 +93,7 @@ def names_in(beside: Sequence[str]) -> list[str]:
     names = {
         name for place in (*beside, *SHORT) for name, item in vars(_loaded(place) or object).items()
         if callable(item) and not name.startswith("_")
-        and (place in beside or is_allowed(place, name, ()) and is_shown(place, name))
+        and (place in beside or is_allowed(place, name, ()))
     }
     # Of ours they are there when they are asked for.
     ours = {name for place in SHORT for name in PUBLIC.get(place, ()) if not name.isupper()}
@@ -142,12 +135,7 @@ def _holder(module: str) -> Any:
     """Returns a module, or None if there is none by that name."""
     if module == "jax.checkpoint_policies":  # An attribute, not a module.
         return importlib.import_module("jax").checkpoint_policies
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # The module is there, but something that it imports is not.
-        return None
+    return imported_module(module)
 
 
 def _is_defined_in(value: Any, module: str, depth: int) -> bool:

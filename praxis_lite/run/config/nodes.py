@@ -1,4 +1,4 @@
-"""A config as nested JSON objects: written, checked without an import, and read again.
+"""A config as nested JSON objects: written, and read again.
 
 A number, a text, true, false and null stand for themselves; everything else is an object with the
 kind as its first key, as in `{"tuple": [1, 2]}`, `{"name": "jax.nn:gelu"}` or
@@ -13,18 +13,20 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import fiddle as fdl
 
-from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.run.config.configurable import is_allowed, refused
 from praxis_lite.run.config.names import imported, name_of
-from praxis_lite.run.config.node_form import SEQUENCES, check, children, damaged
 from praxis_lite.run.config.paths import describe, join
 from praxis_lite.run.config.values import dtype_name
 
+FORMAT = 3
+
+_SEQUENCES = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _BUILDABLES = {"Config": fdl.Config, "Partial": fdl.Partial}
 
 
@@ -36,17 +38,30 @@ def write(value: Any, packages: Collection[str]) -> Any:
         packages: top-level packages whose functions and classes it may name.
 
     Raises:
-        ConfigError: it holds what text cannot, such as a lambda or an array, or a name that `check`
-            would refuse; names the path.
+        ConfigError: it holds what text cannot, such as a lambda or an array, or a name that is not
+            allowed; names the path.
     """
-    node = _Writer(packages).write(value, "")
-    check(node, packages)
-    return node
+    return _Writer(packages).write(value, "")
 
 
-def read(node: Any, names: Mapping[str, tuple[str, str]]) -> Any:
-    """Returns the value of a JSON node; `names` is the result of `check` on it, and is imported."""
-    return _Reader(names).read(node, "config")
+def read(node: Any, packages: Collection[str]) -> Any:
+    """Returns the value of a JSON node, as `write` writes it.
+
+    Args:
+        packages: top-level packages whose functions and classes it may name.
+
+    Raises:
+        ConfigError: it has another form, or a name that is not allowed or not there.
+    """
+    return _Reader(packages).read(node, "config")
+
+
+def damaged(path: str, reason: str) -> ConfigError:
+    """Returns the message of a config.json that praxis_lite does not write."""
+    return ConfigError(
+        f"config.json is damaged, or praxis_lite did not write it: {shown(path, 300)}: {reason}. "
+        "Restore the file or start a new job."
+    )
 
 
 class _Writer:
@@ -87,7 +102,7 @@ class _Writer:
             # Fiddle's other Buildables are for tools that edit configs.
             if _BUILDABLES.get(kind) is not type(value):
                 raise ConfigError(f"{path}: is {describe(value)}: write an fdl.Config.")
-            name = self._name(fdl.get_callable(value), path, is_called=kind == "Config")
+            name = self._name(fdl.get_callable(value), path)
             return {kind: name, "arguments": self._arguments(value.__arguments__, path)}
         if isinstance(value, functools.partial):
             node = {"functools.partial": self._name(value.func, path)}
@@ -108,7 +123,7 @@ class _Writer:
         if type(value) in (set, frozenset):
             # In an order that is the same in every process.
             return {kind: sorted(self._items(value, path), key=json.dumps)}
-        if SEQUENCES.get(kind) is type(value):
+        if _SEQUENCES.get(kind) is type(value):
             return {kind: self._items(value, path)}
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return {"namedtuple": self._name(type(value), path), "items": self._items(value, path)}
@@ -121,7 +136,7 @@ class _Writer:
         # Positional ones have numbers, which no name of a parameter looks like.
         return {str(key): self.write(item, join(path, key)) for key, item in arguments.items()}
 
-    def _name(self, value: Any, path: str, *, is_called: bool = False) -> str:
+    def _name(self, value: Any, path: str) -> str:
         symbol = name_of(value)
         if symbol is None:
             is_local = "<" in getattr(value, "__qualname__", "")
@@ -138,27 +153,29 @@ class _Writer:
         if not is_allowed(*symbol, self._packages):
             raise ConfigError(refused(f"{path}: the config", *symbol))
         # What is written can be read: this is in sys.modules, and nothing is imported by it.
-        imported(*symbol, is_called=is_called)
+        imported(*symbol)
         return ":".join(symbol)
 
 
 class _Reader:
-    def __init__(self, names: Mapping[str, tuple[str, str]]):
-        self._names = names
+    def __init__(self, packages: Collection[str]):
+        self._packages = packages
         self._shared: dict[int, Any] = {}
 
     def read(self, node: Any, path: str) -> Any:
         if type(node) is not dict:
             return node
-        kind = next(iter(node))
-        if kind == "again":
-            return self._shared[node["again"]]
+        kind = next(iter(node), "")
         try:
+            if kind == "again":
+                return self._shared[node["again"]]
             value = self._new(node, kind, path)
-        except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise damaged(path, f"{type(error).__name__}: {error}") from error
+        except ConfigError:
+            raise
+        except (
+            AttributeError, LookupError, TypeError, ValueError, OverflowError, RecursionError
+        ) as error:
+            raise damaged(path, f"{type(error).__name__}: {shown(str(error))}") from error
         if "id" in node:
             self._shared[node["id"]] = value
         return value
@@ -166,7 +183,7 @@ class _Reader:
     def _new(self, node: dict[str, Any], kind: str, path: str) -> Any:
         content = node[kind]
         if kind == "name":
-            return imported(*self._names[content])
+            return self._named(content)
         if kind == "float":
             return float(content)
         if kind == "bytes":
@@ -176,10 +193,10 @@ class _Reader:
             import numpy as np
 
             return np.dtype(content)
-        pairs = [(key, self.read(item, f"{path}.{key}")) for key, item in children(node, kind)]
+        pairs = [(key, self.read(item, f"{path}.{key}")) for key, item in _children(node, kind)]
         values = [value for _, value in pairs]
-        if kind in SEQUENCES:
-            return SEQUENCES[kind](values)
+        if kind in _SEQUENCES:
+            return _SEQUENCES[kind](values)
         if kind == "slice":
             return slice(*values)
         if kind == "PartitionSpec":
@@ -188,7 +205,7 @@ class _Reader:
             return PartitionSpec(*values)
         if kind == "dict":
             return dict(zip(values[::2], values[1::2], strict=True))
-        function = imported(*self._names[content], is_called=kind == "Config")
+        function = self._named(content)
         if kind == "namedtuple":
             if not (isinstance(function, type) and issubclass(function, tuple)):
                 raise damaged(path, f"{content} is not a named tuple")
@@ -200,6 +217,24 @@ class _Reader:
         if kind == "functools.partial":
             return functools.partial(function, *values[:num_items], **arguments)
         return _buildable(_BUILDABLES[kind], function, arguments)
+
+    def _named(self, text: str) -> Any:
+        module, _, name = text.partition(":")
+        if not is_allowed(module, name, self._packages):
+            raise ConfigError(refused("config.json", module, name))
+        return imported(module, name)
+
+
+def _children(node: dict[str, Any], kind: str) -> Iterator[tuple[str, Any]]:
+    """Yields the nodes directly below a node, each with a name for messages."""
+    if kind == "dict":
+        for key, value in node[kind]:
+            yield "key", key
+            yield str(key), value
+    elif type(node[kind]) is list:
+        yield from ((str(index), item) for index, item in enumerate(node[kind]))
+    yield from ((str(index), element) for index, element in enumerate(node.get("items", ())))
+    yield from node.get("arguments", {}).items()
 
 
 def _buildable(kind: type[fdl.Buildable], function: Any, arguments: dict[str, Any]) -> Any:

@@ -20,13 +20,10 @@ from praxis_lite.run.config.values import (
     union_parts,
 )
 
-# Far beyond what anyone means; likenesses of longer paths take long to compute.
-_LONGEST_PATH, _LONGEST_VALUE = 500, 10_000
-
 
 def check_form(setting: str, following: Sequence[str]) -> None:
     """Checks that a setting is `path=value`; `following` are those behind it."""
-    path, equals, text = setting.partition("=")
+    path, equals, _ = setting.partition("=")
     path, message = path.strip(), f"--set {shown(setting)}"
     if not equals:
         # `a.b 20`, `a.b = 20` and `a.b:20`, as other programs take them.
@@ -44,11 +41,6 @@ def check_form(setting: str, following: Sequence[str]) -> None:
             f"{message} names no field before the '='; wanted is path=value, such as run.seed=7, "
             "without blanks around the '='."
         )
-    for part, what, most in ((path, "path", _LONGEST_PATH), (text, "value", _LONGEST_VALUE)):
-        if len(part) > most:
-            raise ConfigError(
-                f"{message}: the {what} has {len(part)} characters, wanted are at most {most}."
-            )
 
 
 def wanted_here(wrong: WrongType, annotation: Any, text: str, may_be_named: bool) -> str:

@@ -1,6 +1,5 @@
 """A config as text: JSON from which it is rebuilt, and lines for people."""
 
-import ast
 import dataclasses
 import json
 import re
@@ -16,8 +15,7 @@ from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.files.json_text import parse_json, read_json
 from praxis_lite.run.config import nodes
 from praxis_lite.run.config.callables import text_of_value
-from praxis_lite.run.config.names import imported
-from praxis_lite.run.config.node_form import FORMAT, check, damaged
+from praxis_lite.run.config.nodes import FORMAT, damaged
 from praxis_lite.run.config.paths import iterate_fields
 
 
@@ -63,7 +61,7 @@ def dump_config(
 def load_config(text: str, *, packages: Collection[str] = ()) -> LoadedConfig:
     """Returns the config that `dump_config` wrote.
 
-    Nothing is imported before every name in the text has been checked.
+    A name is imported only after it has been checked.
 
     Args:
         text: of `config.json`.
@@ -100,10 +98,7 @@ def _loaded(parsed: Any, packages: Collection[str]) -> LoadedConfig:
         raise damaged("experiment", "it is not module.Class")
     if type(overrides) is not list or not all(type(override) is str for override in overrides):
         raise damaged("overrides", "they are not a list of texts")
-    names = check(parsed["config"], packages)
-    for name in sorted(set(names.values())):
-        imported(*name)
-    config = nodes.read(parsed["config"], names)
+    config = nodes.read(parsed["config"], packages)
     if not isinstance(config, fdl.Buildable):
         raise damaged("config", "it is not a config")
     _check_parameters(config)
@@ -121,7 +116,11 @@ def config_lines(config: fdl.Config) -> list[str]:
 
 def config_values(config: fdl.Config) -> dict[str, str | int | float | bool]:
     """Returns the value of every field by path; texts, but for numbers and true or false."""
-    return {path: _plain(text) for path, text in _texts(config).items()}
+    values = {field.path: field.value for field in iterate_fields(config)}
+    return {
+        path: values[path] if isinstance(values[path], bool | int | float) else text
+        for path, text in _texts(config).items()
+    }
 
 
 def config_difference(old: fdl.Config, new: fdl.Config) -> list[str]:
@@ -143,14 +142,6 @@ def _texts(config: fdl.Config) -> dict[str, str]:
     texts = ((field.path, text_of_value(field.value, field.annotation))
              for field in iterate_fields(config))
     return {path: text for path, text in texts if text is not None}
-
-
-def _plain(text: str) -> str | int | float | bool:
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return text
-    return value if isinstance(value, bool | int | float) else text
 
 
 def _check_parameters(config: fdl.Config) -> None:

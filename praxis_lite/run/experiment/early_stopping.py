@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 
 from praxis_lite.core.errors import ConfigError, is_whole, require
-from praxis_lite.run.checkpoints.steps.best_checkpoints import check_watched_metric
+from praxis_lite.run.checkpoints.steps.save_settings import check_watched_metric
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -47,14 +47,19 @@ class Job:
     hooks: Sequence[Any] = ()
 
 
-_DATASETS = ("datasets", "decode_datasets")
 # What a method of an experiment returns, for the errors.
 _EXAMPLES = {
     "mesh": "fdl.Config(MeshConfig, ici_mesh_shape=(1, 4, 2))",
     "task": "fdl.Config(LanguageModelTask, model=fdl.Partial(TransformerLm, ...), learner=...)",
-    "datasets": '{"train": fdl.Config(MyPipeline, batch_size=32)}',
+    "datasets": '{"train": fdl.Config(InMemory, load_arrays, batch_size=32, shuffle=True)}',
     "run": "fdl.Config(RunConfig, num_train_steps=1_000)",
 }
+
+
+_OF_DATA = (
+    f", such as {_EXAMPLES['datasets']}, for arrays. docs/data.md has the pipelines for datasets, "
+    "files and iterators."
+)
 
 
 class Experiment:
@@ -158,9 +163,7 @@ class Experiment:
         if isinstance(result, fdl.Config):
             return result
         name = type(result).__name__
-        if method in _DATASETS and (line := _line_for_data(result, what)):
-            message = f"a {name}, wanted the config of a pipeline: {line}"
-        elif result is None:
+        if result is None:
             message = "None, wanted an fdl.Config: is a `return` missing?"
         elif isinstance(result, fdl.Partial):
             name = _callable_name(result)
@@ -168,9 +171,10 @@ class Experiment:
         elif isinstance(result, type):
             name = result.__name__
             message = f"the class {name}, wanted its config: write fdl.Config({name}, ...)."
+        elif method.endswith("datasets") and not hasattr(result, "fingerprint"):
+            message = f"a {name}, expected the config of a pipeline{_OF_DATA}"
         elif type(result).__module__ == "builtins":
-            example = "" if what else f", such as {_EXAMPLES[method]}"
-            message = f"a {name}, wanted an fdl.Config{example}."
+            message = f"a {name}, wanted an fdl.Config, such as {_EXAMPLES.get(method, '')}."
         else:
             message = (
                 f"a built {name}, wanted its config, so that --set can reach its fields: write "
@@ -180,10 +184,9 @@ class Experiment:
 
     def _checked_datasets(self, method: str, result: Any) -> dict[str, fdl.Config]:
         if not isinstance(result, Mapping):
-            line = _line_for_data(result, "['train']")
             raise ConfigError(
-                f"{self._name()}.{method}() returns {type(result).__name__}, wanted configs by "
-                "name: " + (line or 'return {"name": fdl.Config(MyPipeline, ...)}.')
+                f"{self._name()}.{method}() returns {type(result).__name__}, expected configs of "
+                f"pipelines by name{_OF_DATA}"
             )
         for name in result:
             check_dataset_name(name, f"{self._name()}.{method}()")
@@ -205,58 +208,6 @@ class Experiment:
 
     def _name(self) -> str:
         return callable_name(type(self))
-
-
-def _line_for_data(value: Any, what: str) -> str | None:
-    """Returns the line to write in datasets() for arrays and similar data, or None."""
-    root, kind = type(value).__module__.partition(".")[0], type(value)
-    name, order = what.strip("['\"]") or "train", "True" if "train" in what else "False"
-    entry = f'{{"{name}": fdl.Config('
-    if (_is_array(value) and not isinstance(value, int | float)) or root == "pandas":
-        return (
-            f"return {entry}InMemory, load, batch_size=32, shuffle={order})}}, with InMemory of "
-            "praxis_lite.inputs and a function load() of the module that returns the arrays by "
-            'name, {"x": x, "y": y}.'
-        )
-    if root == "datasets":
-        return (
-            f'return {entry}FromSource, fdl.Config(HuggingFaceDataset, "DIR"), batch_size=32, '
-            f"shuffle={order})}}, both of praxis_lite.inputs, after dataset.save_to_disk('DIR')."
-        )
-    made = "and a function make_dataset() of the module that returns"
-    if root == "tensorflow" or (hasattr(value, "element_spec") and hasattr(value, "batch")):
-        return (
-            f"return {entry}FromDataset, fdl.Partial(make_dataset), batch_size=32)}}, with "
-            f"FromDataset of praxis_lite.inputs {made} the tf.data.Dataset of examples, each a "
-            "dict by name."
-        )
-    if isinstance(value, fdl.Buildable | str | Mapping | type) or hasattr(kind, "fingerprint"):
-        return None
-    if hasattr(kind, "__getitem__") and hasattr(kind, "__len__"):
-        dataset = "MyDataset()" if root == "builtins" else f"{kind.__name__}(...)"
-        return (
-            f"return {entry}FromGrain, fdl.Partial(make_dataset), batch_size=32)}}, with FromGrain "
-            f"of praxis_lite.inputs {made} grain.MapDataset.source({dataset})"
-            f"{'.seed(0).shuffle().repeat()' if order == 'True' else ''}; each example is a dict "
-            "of arrays by name."
-        )
-    if hasattr(kind, "__iter__"):
-        return (
-            "an iterator cannot resume at a batch. Subclass IndexedPipeline of praxis_lite.inputs, "
-            f"whose rows(index, rows) returns any batch, and return {entry}MyPipeline, "
-            "batch_size=32)}: docs/your_own_model.md."
-        )
-    return None
-
-
-def _is_array(value: Any) -> bool:
-    """Returns True for an array, a number, and dicts or sequences of these."""
-    if isinstance(value, Mapping):
-        return bool(value) and all(map(_is_array, value.values()))
-    if isinstance(value, list | tuple):
-        return bool(value) and all(map(_is_array, value))
-    has_shape = hasattr(value, "shape") and hasattr(value, "dtype")
-    return has_shape or isinstance(value, int | float)
 
 
 def _set_preset(config: fdl.Config, preset: str) -> None:

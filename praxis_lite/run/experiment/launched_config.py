@@ -69,9 +69,9 @@ def config_of_job(
     Raises:
       ConfigError: the job is of another experiment; or as `recorded_config` and `apply_overrides`.
     """
+    from praxis_lite.run.config.build import naming_settings
     from praxis_lite.run.config.overrides import apply_overrides
     from praxis_lite.run.experiment.recorded_job import recorded_config
-    from praxis_lite.run.experiment.setting_of import naming_settings
 
     allowed = registry.allowed_packages(packages)
     loaded = recorded_config(job_dir, allowed)

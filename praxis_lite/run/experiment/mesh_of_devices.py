@@ -16,15 +16,17 @@ from praxis_lite.run.config.build import build
 from praxis_lite.run.experiment.experiment import Job
 from praxis_lite.run.experiment.launched_config import LaunchedConfig
 from praxis_lite.run.job import processes
-from praxis_lite.run.job.elastic.order import Order
 from praxis_lite.run.job.processes.broadcast import from_first
+from praxis_lite.run.job.processes.membership import Membership
 from praxis_lite.run.job.processes.same_everywhere import check_same
 
 # Returns the mesh of a job for devices of another number than its own mesh has.
 MeshChooser = Callable[[Job, Sequence[jax.Device]], MeshConfig]
 
 
-def on_devices_of(order: Order, job: Job, launched: LaunchedConfig, choose: MeshChooser) -> Job:
+def on_devices_of(
+    part: Membership, job: Job, launched: LaunchedConfig, choose: MeshChooser
+) -> Job:
     """Returns a job on a mesh of all devices that the processes of its generation have.
 
     The job's own mesh stays if it has as many. Else it is what the experiment's `mesh_for` returns,
@@ -34,7 +36,7 @@ def on_devices_of(order: Order, job: Job, launched: LaunchedConfig, choose: Mesh
       ConfigError: `mesh_for` returns something else than a mesh of these devices with the job's
         axes, or not the same on all processes; or as `choose`.
     """
-    num_devices = _num_simulated(job.mesh, order.num_slots) * len(order.members)
+    num_devices = _num_simulated(job.mesh, part.num_slots) * len(part.members)
     check_room_for_devices(simulate_devices(num_devices, processes.count()))
     devices = all_devices()
     if _filled(job.mesh, len(devices)) is not None:

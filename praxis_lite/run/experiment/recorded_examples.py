@@ -9,7 +9,6 @@ from praxis_lite.inputs.base import TRAIN, InputPipeline
 from praxis_lite.inputs.processes.row_digests import fingerprint_digest
 from praxis_lite.run.checkpoints.steps.step_dirs import committed_steps
 from praxis_lite.run.experiment.launched_config import config_of_job
-from praxis_lite.run.goodput.goodput import goodput_of
 from praxis_lite.run.job.examples.history import History, Part, history_of
 from praxis_lite.run.job.examples.lines import read_record
 from praxis_lite.run.job.job_dir import JobDir
@@ -71,7 +70,7 @@ class ExamplesProof:
 def proof_of_examples(
     job_dir: JobDir, *, packages: Sequence[str] = (), settings: Sequence[str] = (),
     recorded_only: bool = False, progress: Callable[[int, int], None] = lambda done, of: None,
-    last_step: int | None = None,
+    last_step: int | None = None, num_lost_steps: int = 0,
 ) -> ExamplesProof:
     """Returns the proof of a job's examples.
 
@@ -80,6 +79,7 @@ def proof_of_examples(
       packages, settings: as for --packages and --set, such as where the data are now.
       recorded_only: True: the data are not made again.
       progress: told how many steps are compared, of how many.
+      num_lost_steps: made again later, also those between two saves, which are on no record.
 
     Raises:
       ConfigError: there is no record, or the data cannot be made.
@@ -108,10 +108,9 @@ def proof_of_examples(
         faults += faults_of_data(history, pipeline, progress)
         if fingerprint_digest(pipeline) != history.parts[-1].starts[0].data:
             notes.append("the config's data have other settings now than when they were fed")
-    goodput = goodput_of(job_dir)
     return ExamplesProof(
         history, faults, notes,
-        max(history.num_lost_steps, goodput.num_lost_steps if goodput else 0), not recorded_only,
+        max(history.num_lost_steps, num_lost_steps), not recorded_only,
     )
 
 
@@ -121,12 +120,11 @@ def train_pipeline(
     """Returns the training data of a job's config; raises ConfigError if there are none."""
     config = config_of_job(job_dir, None, settings, packages).config
 
-    from praxis_lite.run.config.build import build
-    from praxis_lite.run.experiment.setting_of import naming_settings
+    from praxis_lite.run.config.build import build, naming_settings
 
     if TRAIN not in config.datasets:
         raise ConfigError(f"The config of {job_dir.path} has no dataset {TRAIN!r}.")
-    with naming_settings(config, job_dir.config_json):
+    with naming_settings(config):
         return build(config.datasets[TRAIN])
 
 

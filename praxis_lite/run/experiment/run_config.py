@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from praxis_lite.core.errors import require, require_choice
+from praxis_lite.core.errors import is_whole, require, require_choice
 from praxis_lite.run.checkpoints.init.loading_rules import CheckpointLoadingRules
 from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.run.config.whole_numbers import CHANGE, check_whole_numbers
@@ -14,7 +14,7 @@ from praxis_lite.run.experiment.run_settings import (
     ProfileSettings,
     StopSettings,
 )
-from praxis_lite.run.trackers.settings import check_trackers, default_trackers
+from praxis_lite.run.trackers.tensorboard import TensorBoard
 from praxis_lite.run.trackers.tracker import Tracker
 
 
@@ -67,7 +67,9 @@ class RunConfig:
     stopping: StopSettings = StopSettings()
     loss_spikes: LossSpikeSettings = LossSpikeSettings()
     profile: ProfileSettings = ProfileSettings()
-    trackers: Mapping[str, Tracker | None] = dataclasses.field(default_factory=default_trackers)
+    trackers: Mapping[str, Tracker | None] = dataclasses.field(
+        default_factory=lambda: {"tensorboard": TensorBoard()}
+    )
     log_every_steps: int | None = None
     accept_changed_data: Sequence[str] = ()
     decode_use_ema_states: bool = False
@@ -84,13 +86,20 @@ class RunConfig:
         # JAX keys take a seed of 32 bits where 64-bit types are off; the state counts in int32.
         ranges = {"seed": (0, 2**32 - 1), "num_train_steps": (1, 2**31 - 1)}
         check_whole_numbers("run", self, ranges)
-        for name, kind in _PARTS.items():
-            part = getattr(self, name)
+        require(
+            isinstance(self.trackers, Mapping), "run.trackers", self.trackers,
+            "trackers by name, such as {'wandb': fdl.Config(WeightsAndBiases)}", CHANGE,
+        )
+        for name, tracker in self.trackers.items():
             require(
-                isinstance(part, kind), f"run.{name}", part,
-                f"{kind.__name__}: fdl.Config({kind.__name__}, ...)", CHANGE,
+                tracker is None or isinstance(tracker, Tracker), f"run.trackers.{name}", tracker,
+                "a Tracker, such as TensorBoard() or WeightsAndBiases(), or None", CHANGE,
             )
-        check_trackers(self.trackers)
+            require(
+                tracker is None or tracker.every is None or is_whole(tracker.every),
+                f"run.trackers.{name}.every", tracker and tracker.every,
+                "a number of steps, 1 or more, or None", CHANGE,
+            )
         require_choice("run.certify_action", self.certify_action, ("stop", "report"))
         require(
             self.checkpoints.max_to_keep >= 2, "run.checkpoints.max_to_keep",
@@ -123,9 +132,3 @@ class RunConfig:
             return "init_from_huggingface", self.init_from_huggingface
         rules = self.init_from_checkpoint_rules
         return ("init_from_checkpoint_rules", rules) if rules else None
-
-
-_PARTS = {
-    "checkpoints": SaveSettings, "evaluation": EvaluationSettings, "stopping": StopSettings,
-    "loss_spikes": LossSpikeSettings, "profile": ProfileSettings,
-}

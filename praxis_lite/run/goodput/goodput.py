@@ -2,15 +2,35 @@
 
 import dataclasses
 import itertools
+import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from praxis_lite.run.goodput.kinds import HANDS, IDLE, IMPORT, KINDS, LOST_STEP, STEP
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.run.events import (
+    COMPILE,
+    EVALUATION,
+    IMPORT,
+    INIT,
+    INPUT_WAIT,
+    RESTORE,
+    SAVE,
+    STEP,
+)
 from praxis_lite.run.goodput.stretches import Stretch, read_stretches
+from praxis_lite.run.job import processes
 from praxis_lite.run.job.elastic.changes import START, changes_of_hands
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.text_table import table_lines
 
+# Kinds of seconds that no launch knows of itself.
+LOST_STEP = "lost step"  # Steps that were made, not saved, and made again later.
+HANDS = "change of hands"  # Of an elastic job: another process is gone, leaves or comes; agreed.
+IDLE = "idle"  # Between launches, and from the last sign of life of a launch that was killed.
+KINDS = (
+    IMPORT, INIT, COMPILE, RESTORE, INPUT_WAIT, STEP, LOST_STEP, EVALUATION, SAVE, HANDS,
+    IDLE,
+)
 # The goodput of a first launch is reported from so many seconds on.
 _FIRST_SECONDS = 600
 
@@ -129,6 +149,32 @@ def goodput_of(job_dir: JobDir) -> Goodput | None:
         for change in changes
     ]
     return goodput(read_stretches(job_dir.timeline_jsonl), hands)
+
+
+def say_goodput(job_dir: JobDir, note: Callable[[str], None]) -> None:
+    """Notes where the time of the job went so far, or why that is not known."""
+    if not processes.is_first():
+        return
+    try:
+        actual = goodput_of(job_dir)
+    except ConfigError as error:
+        note(f"note: {error}")
+        return
+    if actual is not None:
+        note(actual.line())
+
+
+def num_lost_steps(job_dir: JobDir) -> int:
+    """Returns how many steps of a job were made again later, as far as timeline.jsonl knows."""
+    actual = goodput_of(job_dir)
+    return actual.num_lost_steps if actual else 0
+
+
+def time_section(job_dir: JobDir) -> str:
+    """Returns where the time of a job went, as a section of its summary; "" if it is not known."""
+    if (actual := goodput_of(job_dir)) is None:
+        return ""
+    return "Where the time went\n" + textwrap.indent(str(actual), "  ")
 
 
 def goodput(

@@ -10,7 +10,7 @@ from typing import Any
 
 from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.files.json_text import opened, parse_json
-from praxis_lite.run.goodput.kinds import OF_LAUNCH
+from praxis_lite.run.events import KINDS
 
 # How a launch ends that made all its steps, or those until an early stop.
 THE_END = "the end"
@@ -77,14 +77,14 @@ def _stretch(line: str) -> Stretch | None:
             and (first_step is None) == (last_step is None)
             and (first_step is None or _are_steps(first_step, last_step))
             and (lost_to is None or (first_step is not None and _are_steps(first_step, lost_to)))
-            and all(kind in OF_LAUNCH and _is_seconds(value) for kind, value in seconds.items())
+            and all(kind in KINDS and _is_seconds(value) for kind, value in seconds.items())
             and (ended_by is None or isinstance(ended_by, str))
         )
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
     if not is_sound:
         return None
-    by_kind = {kind: float(seconds.get(kind, 0)) for kind in OF_LAUNCH}
+    by_kind = {kind: float(seconds.get(kind, 0)) for kind in KINDS}
     words = None if ended_by is None else shown(ended_by)
     return Stretch(float(launch), first_step, last_step, by_kind, words, lost_to)
 

@@ -3,20 +3,21 @@
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.files.json_text import descriptor
-from praxis_lite.run.goodput.phase_clock import PhaseClock
+from praxis_lite.run.events import SAVE, JobEvents, Listener, Phase
 from praxis_lite.run.goodput.stretches import THE_END, Stretch
 
 _EVERY_SECONDS = 1.0
 _MOST_CLOSED = 100_000  # Lines that are kept for a disk that takes none.
 
 
-class Timeline(contextlib.AbstractContextManager):
-    """Keeps a file up to date with the clock of a launch, while it is entered.
+class Timeline(Listener, contextlib.AbstractContextManager):
+    """Keeps a file up to date with the events of a launch, while it is entered.
 
     The file has a line per stretch of the launch (see `Stretch`). A thread writes the line of the
     open stretch anew every second, in its place, so the file grows with the saves of a job and not
@@ -27,32 +28,55 @@ class Timeline(contextlib.AbstractContextManager):
 
     Args:
       path: of the file.
-      clock: of the launch.
+      events: of the launch, whose seconds the file has.
       note: prints a line.
 
     Attributes:
-      clock: see above.
       ended_by: what the last line says of the end, if no exception ends the launch.
     """
 
-    def __init__(self, path: Path, clock: PhaseClock, note: Callable[[str], None]):
-        self.clock, self.ended_by = clock, THE_END
-        self._path, self._note = path, note
+    def __init__(self, path: Path, events: JobEvents, note: Callable[[str], None]):
+        self.ended_by = THE_END
+        self._events, self._path, self._note = events, path, note
         self._first_step: int | None = None
         self._last_step: int | None = None
         self._lost_to: int | None = None
-        self._before = dict.fromkeys(clock.seconds(), 0.0)  # The stretch's seconds are above these.
+        # The stretch's seconds are above these.
+        self._before = dict.fromkeys(events.seconds(), 0.0)
         self._closed = b""  # Lines of closed stretches that are not in the file yet.
         self._file, self._offset, self._start = -1, 0, 0
         self._open_bytes = 0  # Of the open stretch's line, as it stands in the file.
         self._lock, self._is_over, self._has_failed = threading.Lock(), threading.Event(), False
+        self._is_taken_back = False
         self._thread = threading.Thread(target=self._keep, name="timeline", daemon=True)
+
+    def begins(self, phase: Phase, step: int | None) -> None:
+        if phase.kind == SAVE and step not in (None, self._first_step):
+            self.goes_on_from(step)
+
+    def report(self, facts: Mapping[str, Any]) -> None:
+        for name, value in facts.items():
+            if name == "made":
+                self.made(value)
+            elif name == "trains_from":
+                self.goes_on_from(value)
+            elif name == "lost_to":
+                self.loses(value)
+            elif name == "ended_by":
+                self.ended_by = value or THE_END
+            elif name == "nothing_to_do":
+                self.take_back()
+
+    @property
+    def is_kept(self) -> bool:
+        """False once the lines of the launch were taken back."""
+        return not self._is_taken_back
 
     def goes_on_from(self, step: int) -> None:
         """Begins a stretch at a step that was restored, or whose save begins."""
         with self._lock:
             if self._first_step is not None:
-                now = self.clock.seconds()
+                now = self._events.seconds()
                 if self._closed.count(b"\n") < _MOST_CLOSED:
                     self._closed += self._line(now, None)
                 self._before = now
@@ -71,6 +95,7 @@ class Timeline(contextlib.AbstractContextManager):
         """Leaves the file as it was before: a launch that finds nothing to do is no launch."""
         with self._lock, contextlib.suppress(OSError):
             self._is_over.set()
+            self._is_taken_back = True
             if self._file >= 0:
                 os.ftruncate(self._file, self._start)
 
@@ -82,10 +107,9 @@ class Timeline(contextlib.AbstractContextManager):
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is not None and issubclass(kind, ConfigError) and self._first_step is None:
             self.take_back()  # A launch that is refused changes no file.
-        taken_back = self._is_over.is_set()
         self._is_over.set()
         self._thread.join()
-        if not taken_back:
+        if self.is_kept:
             self._write(self.ended_by if kind is None else kind.__name__)
         if self._file >= 0:
             os.close(self._file)
@@ -102,7 +126,7 @@ class Timeline(contextlib.AbstractContextManager):
             try:
                 if self._file < 0:
                     self._open()
-                line = self._line(self.clock.seconds(), ended_by)
+                line = self._line(self._events.seconds(), ended_by)
                 content = self._closed + line
                 # Blanks cover what a longer line left.
                 content = content[:-1].ljust(self._open_bytes - 1) + b"\n"
@@ -131,6 +155,6 @@ class Timeline(contextlib.AbstractContextManager):
     def _line(self, now: dict[str, float], ended_by: str | None) -> bytes:
         seconds = {kind: value - self._before[kind] for kind, value in now.items()}
         stretch = Stretch(
-            self.clock.began, self._first_step, self._last_step, seconds, ended_by, self._lost_to
+            self._events.began, self._first_step, self._last_step, seconds, ended_by, self._lost_to
         )
         return stretch.line().encode()

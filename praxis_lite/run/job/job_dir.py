@@ -13,8 +13,6 @@ from praxis_lite.files.json_text import read_json
 from praxis_lite.files.whole_files import write_whole
 from praxis_lite.run.job.local_directory import local_directory
 
-# Bytes of decode/DATASET/STEP.jsonl, where a dataset's name may have 255.
-_LONGEST_NAME = 300
 # The dataset's name in decode/ of what a command line asks for with --prompt and --prompts.
 COMMAND_LINE = "command_line"
 
@@ -52,7 +50,7 @@ class JobDir:
       tensorboard: the folder of TensorBoard's summaries.
       profiles: the folder of profiles, each by the first step that it traces.
       profile_request: a file that asks for a profile; its text may say of how many steps.
-      trackers: the folder of the run's id, and of what each tracker has recorded.
+      trackers: the folder of the run's id.
       checkpoints: the folder of checkpoints by step.
       beginning: a mark, there while a command begins the job with weights of another system.
     """
@@ -149,8 +147,6 @@ def _check_may_be_jobs(job: JobDir) -> None:
         name for name in os.listdir(job.path)
         if not name.startswith(".") and name not in before
     )
-    if job.config_json.is_dir():
-        _refuse(job, "has a directory config.json, so it is no job's. Name another")
     if visible and not job.config_json.is_file() and job.beginning.exists():
         _refuse(
             job,
@@ -232,7 +228,6 @@ def _jobs_in(directory: Path) -> list[str]:
 
 
 def _make(job: JobDir) -> None:
-    _check_length(job)
     if job.path.is_symlink():
         _refuse(job, f"is a symbolic link to {os.readlink(job.path)}, which is not there. Make "
                      "that directory, or name another")
@@ -247,14 +242,6 @@ def _make(job: JobDir) -> None:
 def _check_is_directory(job: JobDir) -> None:
     if not job.path.is_dir():
         _refuse(job, "is a file. Name a directory")
-
-
-def _check_length(job: JobDir) -> None:
-    most = os.pathconf("/", "PC_PATH_MAX") - _LONGEST_NAME
-    size = len(os.fsencode(job.path))
-    if size > most:
-        _refuse(job, f"has {size} bytes, and with the names of a job's files that is longer than a "
-                     f"path can be. Name one of at most {most} bytes")
 
 
 def _check_writable(job: JobDir) -> None:

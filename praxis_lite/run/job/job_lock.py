@@ -11,8 +11,6 @@ from pathlib import Path
 
 from praxis_lite.core.errors import ConfigError
 
-# The answers of file systems that know no locks.
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)
 # `is_training` holds the lock for a moment: a training that starts just then tries again.
 _TRIES, _RETRY_SECONDS = 5, 0.02
@@ -44,14 +42,12 @@ class JobLock(contextlib.AbstractContextManager):
         except OSError as error:
             holder = os.pread(self._file, 1000, 0).decode(errors="replace").strip()
             self._close()
-            if error.errno in _NO_LOCKS:
+            if error.errno not in _HELD:  # A file system without locks.
                 self._note(
                     f"note: {self._path.parent} could not be locked ({error.strerror}): see to it "
                     "that no second training is started there."
                 )
                 return self
-            if error.errno not in _HELD:
-                raise
             raise ConfigError(
                 f"--job_log_dir={self._path.parent}: another process trains or begins a job, "
                 f"{holder or 'whose name it has not written yet'}. Wait for its end, or end it "

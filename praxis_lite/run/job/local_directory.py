@@ -31,6 +31,11 @@ def local_directory(path: str | os.PathLike[str]) -> Path:
             f"supported. {advice}."
         )
     directory = _absolute(os.path.expanduser(given))
+    if "\\" in str(directory):
+        raise ConfigError(
+            f"The path {shown(str(directory), 200)!r} has a backslash, which TensorStore does not "
+            "read. Rename the directory."
+        )
     try:
         str(directory).encode()  # Messages, config.txt and the terminal are UTF-8.
         directory.stat()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class Decode(Mode):
     """Continues the experiment's prompts, those of the command line, or a conversation's."""
 
+    name = "decode"
     summary = "continues prompts with a checkpoint of a job"
     goes_on = True
     is_of_many_processes = True

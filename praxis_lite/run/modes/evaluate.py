@@ -10,6 +10,7 @@ from praxis_lite.run.modes.mode import CommandLine, Mode
 class Evaluate(Mode):
     """Evaluates a checkpoint on every dataset but `train`."""
 
+    name = "eval"
     summary = "evaluates a checkpoint of a job on every dataset but train"
     goes_on = True
     is_of_many_processes = True

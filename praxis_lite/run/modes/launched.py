@@ -1,7 +1,7 @@
 """From a command line to its config, checked, and from there to a job on its mesh."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from praxis_lite.core.errors import ConfigError
@@ -11,14 +11,13 @@ from praxis_lite.run.experiment.launched_config import (
     config_of_job,
 )
 from praxis_lite.run.job import processes
-from praxis_lite.run.job.elastic import order
 from praxis_lite.run.job.job_dir import open_for_reading, open_for_training
 from praxis_lite.run.job.processes.same_everywhere import check_same, versions
 from praxis_lite.run.job.shared_job_dir import open_shared
 from praxis_lite.run.modes.mode import CommandLine
 
 if TYPE_CHECKING:
-    from praxis_lite.run.experiment.mesh_of_devices import MeshChooser
+    from praxis_lite.run.experiment.experiment import Job
     from praxis_lite.run.trainer.decoding.user_prompts import Prompt
     from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 
@@ -80,18 +79,19 @@ def job_on_mesh(
     checked_for: str,
     *,
     prompts: "list[Prompt] | tuple" = (),
-    same: Mapping[str, Any] | None = None, choose: "MeshChooser | None" = None,
+    same: Mapping[str, Any] | None = None,
+    on_devices: "Callable[[Job, LaunchedConfig], Job] | None" = None,
 ) -> Iterator["JobOnMesh"]:
     """Yields the job on its mesh, all of it checked, nothing compiled.
 
-    Within, an error about a file names the setting of the file, an error about a setting that a job
-    recorded names its config.json, and an error of memory the arrays that are large.
+    Within, an error about a file names the setting of the file, and an error of memory the arrays
+    that are large.
 
     Args:
       checked_for: the mode of `partitioner_of`.
       prompts: decoded instead of the experiment's.
       same: what the processes must agree on besides the config.
-      choose: the mesh of an elastic job whose experiment has none for the devices that there are.
+      on_devices: as of `JobTools`.
 
     Raises:
       ConfigError: the mesh, the data, the task and the run do not fit together; or the processes
@@ -99,18 +99,12 @@ def job_on_mesh(
     """
     _check_same_command(command, launched, same or {})
 
-    from praxis_lite.run.config.build import build
-    from praxis_lite.run.experiment.setting_of import naming_settings
+    from praxis_lite.run.config.build import build, naming_settings
 
     with naming_settings(launched.config, launched.recorded):
         job = build(launched.config)
-        taken = order.current()
-        if taken is not None and choose is not None:
-            from praxis_lite.run.experiment.mesh_of_devices import on_devices_of
-            from praxis_lite.run.job.elastic.compiled_programs import keep_compiled
-
-            job = on_devices_of(taken, job, launched, choose)
-            keep_compiled(taken)
+        if on_devices is not None:
+            job = on_devices(job, launched)
         if prompts:
             from praxis_lite.run.trainer.decoding.user_prompts import with_prompts
 
@@ -120,12 +114,9 @@ def job_on_mesh(
 
         partitioner = partitioner_of(job, checked_for)
 
-        from praxis_lite.run.trainer.checks.memory import (
-            saying_what_is_large,
-            saying_what_this_cpu_lacks,
-        )
+        from praxis_lite.run.trainer.checks.memory import saying_what_is_large
 
-        with saying_what_is_large(partitioner.layout), saying_what_this_cpu_lacks():
+        with saying_what_is_large(partitioner.layout):
             yield JobOnMesh(partitioner, job, command.job_dir)
 
 
@@ -148,11 +139,9 @@ def _announce(command: CommandLine, launched: LaunchedConfig) -> None:
 def _check(launched: LaunchedConfig) -> None:
     from praxis_lite.run.config.overrides import check_required
     from praxis_lite.run.experiment.recorded_job import check_tokenizers
-    from praxis_lite.run.experiment.setting_of import naming_settings
 
-    with naming_settings(launched.config, launched.recorded):
-        check_required(launched.config)
-        check_tokenizers(launched.config)
+    check_required(launched.config)
+    check_tokenizers(launched.config)
 
 
 def _check_same_command(

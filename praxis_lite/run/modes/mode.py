@@ -66,12 +66,14 @@ class Mode(abc.ABC):
     `run` alone. Errors that a user can mend are ConfigErrors: one paragraph, exit status 2.
 
     Attributes:
+      name: of the mode on the command line; a mode that is named in full needs none.
       summary: what the mode does, a line of --help.
       goes_on: True: it ends its work even if nobody reads its output any longer, for its results
         are files.
       is_of_many_processes: True: several processes (--coordinator) may run it together.
     """
 
+    name: str = ""
     summary: str
     goes_on: bool = False
     is_of_many_processes: bool = False

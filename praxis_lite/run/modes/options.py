@@ -2,14 +2,13 @@
 
 import argparse
 import dataclasses
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from praxis_lite.core.callables import imported_module
 from praxis_lite.core.errors import ConfigError, did_you_mean, require_choice
 from praxis_lite.run.command import Parser
-from praxis_lite.run.experiment import source_scan
 from praxis_lite.run.experiment.registry import allowed_packages
 from praxis_lite.run.modes.mode import CommandLine, Mode
 
@@ -109,7 +108,7 @@ def _add_common(parser: Parser, modes: Modes) -> None:
         help="packages of your own, in which --exp is looked up besides praxis_lite.experiments",
     )
     parser.add_argument(
-        "--job_log_dir", metavar="DIR", action=_Once, help="where the job keeps its files"
+        "--job_log_dir", metavar="DIR", help="where the job keeps its files"
     )
     parser.add_argument(
         "--mode", metavar="MODE", type=_mode,
@@ -156,15 +155,12 @@ def _users_mode(name: str, packages: Sequence[str], modes: Modes) -> Mode:
             f"--mode={name} names a class of the package {top}, which is not listed: add "
             f"--packages={top}."
         )
-    if source_scan.find(name) is None:
-        classes = [binding.name for binding in source_scan.classes_of(top)]
-        raise ConfigError(
-            f"--mode={name}: the source of {top} has no such class.{did_you_mean(name, classes)}"
-        )
-    kind = getattr(importlib.import_module(module), class_name, None)
+    kinds = vars(imported_module(module) or object)
+    kind = kinds.get(class_name)
     if not (isinstance(kind, type) and issubclass(kind, Mode)):
         raise ConfigError(
-            f"--mode={name} is {kind!r}; wanted is a subclass of praxis_lite.run.Mode."
+            f"--mode={name} is {kind!r}; expected a subclass of praxis_lite.run.Mode."
+            f"{did_you_mean(class_name, kinds)}"
         )
     return kind()
 
@@ -180,21 +176,6 @@ def _described(name: str, mode: Mode) -> str:
     parser = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
     mode.add_options(parser.add_argument_group(f"--mode={name}", mode.summary))
     return parser.format_help()
-
-
-class _Once(argparse.Action):
-    """Stores an option that may be given once: of two directories the first would be forgotten."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        before = getattr(namespace, self.dest)
-        if before is not None and before != values:
-            raise argparse.ArgumentError(
-                self, f"it is given twice, as {before} and as {values}; give it once"
-            )
-        setattr(namespace, self.dest, values)
 
 
 class _OfOtherModes(argparse.Action):

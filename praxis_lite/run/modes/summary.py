@@ -1,14 +1,24 @@
 """`main.py --mode=summary`: a job's results, from the files in its directory."""
 
-from praxis_lite.run.job.job_dir import open_for_reading
+from collections.abc import Callable
+
+from praxis_lite.run.job.job_dir import JobDir, open_for_reading
 from praxis_lite.run.modes.launched import job_log_dir
 from praxis_lite.run.modes.mode import CommandLine, Mode
 
 
 class Summary(Mode):
-    """Prints losses, evaluations, where the time went, continuations, where everything lies."""
+    """Prints losses, evaluations, where the time went, continuations, where everything is.
 
+    Args:
+      more: another section, as for `summary`.
+    """
+
+    name = "summary"
     summary = "prints a job's losses, evaluations, goodput and continuations"
+
+    def __init__(self, more: Callable[[JobDir], str] = lambda job: ""):
+        self._more = more
 
     def run(self, command: CommandLine) -> None:
         """Prints them; raises ConfigError if there is no job."""
@@ -16,4 +26,4 @@ class Summary(Mode):
 
         from praxis_lite.run.trainer.summary import summary
 
-        print(summary(job_dir))
+        print(summary(job_dir, more=self._more))

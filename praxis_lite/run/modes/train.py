@@ -6,43 +6,42 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from praxis_lite.core.errors import require
-from praxis_lite.run.goodput.kinds import IMPORT, INIT
-from praxis_lite.run.goodput.phase_clock import PhaseClock
+from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.run.events import IMPORT, INIT, events
 from praxis_lite.run.job import processes
-from praxis_lite.run.job.elastic import order
 from praxis_lite.run.job.processes.stopping import StopRequest
-from praxis_lite.run.job.processes.stuck.progress import own
 from praxis_lite.run.modes.launched import experiment_of, job_on_mesh
 from praxis_lite.run.modes.mode import CommandLine, Mode
 
 if TYPE_CHECKING:
-    from praxis_lite.run.checkpoints.init.initial_state import Source
     from praxis_lite.run.experiment.launched_config import LaunchedConfig
-    from praxis_lite.run.experiment.mesh_of_devices import MeshChooser
     from praxis_lite.run.trackers.tracker import Tracker
     from praxis_lite.run.trainer.hooks.hook import Hook
-    from praxis_lite.run.trainer.hooks.standard import MoreHooks
     from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
+    from praxis_lite.run.trainer.job_tools import JobTools
     from praxis_lite.run.trainer.trainer import Trained
+
+
+class LastStepUnsound(ConfigError):
+    """A run ended and is saved, but its last step was skipped or its last loss is not finite."""
+
+    exit_status = 3
 
 
 class Train(Mode):
     """Trains, and goes on with a job that was stopped.
 
     Args:
-      sources, more_hooks: of initial states, and hooks of tools, as for `launch.train`.
-      choose: the mesh of an elastic job, as for `job_on_mesh`.
+      tools: as for `launch.train`.
     """
 
+    name = "train"
     summary = "trains an experiment, or goes on with its job"
     goes_on = True
     is_of_many_processes = True
 
-    def __init__(
-        self, sources: "Mapping[str, Source]", more_hooks: "MoreHooks", choose: "MeshChooser"
-    ):
-        self._sources, self._more_hooks, self._choose = sources, more_hooks, choose
+    def __init__(self, tools: "JobTools"):
+        self._tools = tools
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
         options.add_argument(
@@ -97,16 +96,7 @@ class Train(Mode):
             trackers["--metrics_port"] = MetricsEndpoint(metrics_port, metrics_host or LOOPBACK)
         with contextlib.ExitStack() as held:
             hooks = _hooks_on_clusters(command, health_dir, grace_seconds, held)
-            clock, launched = begun(command)
-            if processes.count() == 1 and order.current() is None:
-                from praxis_lite.run.trainer.job_history import is_finished
-
-                if is_finished(launched, command.job_dir, print):
-                    return
-            trained(
-                command, launched, clock, self._sources, self._more_hooks, hooks=hooks,
-                trackers=trackers, choose=self._choose,
-            )
+            trained(command, begun(command), self._tools, hooks=hooks, trackers=trackers)
 
 
 def _hooks_on_clusters(
@@ -124,7 +114,7 @@ def _hooks_on_clusters(
         from praxis_lite.run.modes import on_clusters
 
         # The files of an elastic job are its supervisors'.
-        if health_dir is not None and order.current() is None:
+        if health_dir is not None and processes.membership() is None:
             directory = health_files.directory_of(health_dir, command.job_log_dir)
             files = health_files.HealthFiles(directory)
             hooks.append(on_clusters.Health(held.enter_context(health_files.HealthBeat(files))))
@@ -133,39 +123,38 @@ def _hooks_on_clusters(
     return hooks
 
 
-def begun(command: CommandLine) -> "tuple[PhaseClock, LaunchedConfig]":
-    """Returns the clock of a launch, and the config of its experiment, checked.
+def begun(command: CommandLine) -> "LaunchedConfig":
+    """Returns the config of the command's experiment, checked; the launch begins with it.
 
     Raises:
       ConfigError: as `experiment_of`.
     """
-    clock = PhaseClock(command.began, told=_begins)
+    events.launched(command.began)
     launched = experiment_of(command, trains=True)
-    clock.begins(INIT)
-    return clock, launched
+    events.begins(INIT)
+    return launched
 
 
 def trained(
-    command: CommandLine, launched: "LaunchedConfig", clock: PhaseClock,
-    sources: "Mapping[str, Source]", more_hooks: "MoreHooks", *,
+    command: CommandLine, launched: "LaunchedConfig", tools: "JobTools", *,
     hooks: "Sequence[Hook]" = (), trackers: "Mapping[str, Tracker] | None" = None,
-    stop_request: type[StopRequest] = StopRequest, choose: "MeshChooser | None" = None,
+    stop_request: type[StopRequest] = StopRequest,
 ) -> "tuple[JobOnMesh, Trained]":
     """Trains the experiment of a command line; returns its job and the result.
 
     Args:
-      launched, clock: of `begun`.
-      sources, more_hooks, stop_request: as for `launch.train`.
+      launched: of `begun`.
+      tools, stop_request: as for `launch.train`.
       hooks, trackers: besides those of the experiment, after them.
-      choose: as for `job_on_mesh`.
 
     Raises:
       ConfigError: as `launch.train`.
+      LastStepUnsound: the job is trained and saved, but its last step is not sound.
     """
-    with job_on_mesh(command, launched, "train", choose=choose) as job:
+    with job_on_mesh(command, launched, "train", on_devices=tools.on_devices) as job:
         mesh = job.partitioner.mesh
-        order.report(mesh=dict(mesh.shape), num_devices=mesh.size)
-        with clock.during(IMPORT):
+        events.report(mesh=dict(mesh.shape), num_devices=mesh.size)
+        with events.phase(IMPORT):
             # Imported after the checks, so that an error need not wait for Orbax.
             from praxis_lite.run.trainer import launch
 
@@ -174,17 +163,11 @@ def trained(
             run = dataclasses.replace(job.run, trackers=all_trackers)
             more = dataclasses.replace(job.job, run=run, hooks=(*job.hooks, *hooks))
             job = dataclasses.replace(job, job=more)
-        ended = launch.train(
-            job, launched, sources, more_hooks, clock=clock, stop_request=stop_request
-        )
-    order.report(ended="stopped" if ended.stopped_by else "trained")
+        ended = launch.train(job, launched, tools, stop_request=stop_request)
+    events.report(ended="stopped" if ended.stopped_by else "trained")
+    if ended.unsound is not None:
+        raise LastStepUnsound(ended.unsound)
     return job, ended
-
-
-def _begins(kind: str) -> None:
-    """Tells whoever watches this process what its seconds are spent on from now on."""
-    order.phase(kind)
-    own.does(kind)
 
 
 def _port(text: str) -> int:

@@ -1,4 +1,4 @@
-"""MLflow as a tracker: a server, or a database of its own such as sqlite:////path/mlflow.db."""
+"""MLflow as a tracker: a server, or a database such as sqlite:////path/mlflow.db."""
 
 import dataclasses
 import re
@@ -7,22 +7,21 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from praxis_lite.core.errors import few
 from praxis_lite.host.optional_packages import optional_module, require_package
 from praxis_lite.run.trackers.tracker import Ending, TrackedRun, Tracker
 
 # The tag by which the next launch finds its run: MLflow chooses the ids of runs itself.
 RUN_ID_TAG = "praxis_lite.run_id"
 _STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-# MLflow's own limits: characters of a key, a param and a tag; params, and metrics, in one request.
-_KEY, _PARAM, _TAG, _PARAMS, _METRICS = 250, 6000, 8000, 100, 1000
+# MLflow's limits: characters of a key and of a param, and params in one request.
+_KEY, _PARAM, _PARAMS = 250, 6000, 100
 
 
 @dataclasses.dataclass
 class MLflow(Tracker):
     """Records a job in MLflow, all its launches as a single run.
 
-    A setting that changed between two launches keeps its first value as a param, for MLflow's
+    A setting that changed between two launches keeps its first value as a param, because MLflow's
     params never change; the new one is the tag "changed.PATH".
 
     Attributes:
@@ -41,9 +40,9 @@ class MLflow(Tracker):
         require_package("mlflow", "MLflow")
 
     def start(self, run: TrackedRun) -> None:
-        """Begins the run, or goes on with it."""
+        """Begins the run, or continues that of an earlier launch."""
         self._entities = optional_module("mlflow.entities", "MLflow")
-        client = optional_module("mlflow", "MLflow").MlflowClient(self.tracking_uri)
+        self._client = client = optional_module("mlflow", "MLflow").MlflowClient(self.tracking_uri)
         name = self.experiment or run.experiment
         known = client.get_experiment_by_name(name)
         experiment_id = known.experiment_id if known else client.create_experiment(
@@ -57,21 +56,23 @@ class MLflow(Tracker):
             tags = {RUN_ID_TAG: run.id}
             self._id = client.create_run(experiment_id, tags=tags, run_name=run.name).info.run_id
             before = {}
-        self._client = client
-        # Steps by key of a run that was there, as they are asked for; None: the run is new. A kill
-        # may come between a record and the note that it was made.
-        self._recorded: dict[str, set[int]] | None = {} if runs else None
-        self._settings(run, before)
+        texts = {_key(path): str(value)[:_PARAM] for path, value in run.config.items()}
+        changed = {
+            _key(f"changed.{path}"): text for path, text in texts.items()
+            if before.get(path, text) != text
+        }
+        for path, text in {**run.facts, **changed}.items():
+            client.set_tag(self._id, path, text)
+        new = [self._entities.Param(path, x) for path, x in texts.items() if path not in before]
+        for at in range(0, len(new), _PARAMS):
+            client.log_batch(self._id, params=new[at : at + _PARAMS])
 
     def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Records numbers at a step, but for those that the run has there."""
+        """Records numbers at a step."""
         now = int(time.time() * 1000)
-        metrics = [
+        self._client.log_batch(self._id, metrics=[
             self._entities.Metric(_key(name), value, now, step) for name, value in scalars.items()
-            if step not in self._recorded_steps(_key(name))
-        ]
-        for at in range(0, len(metrics), _METRICS):
-            self._client.log_batch(self._id, metrics=metrics[at : at + _METRICS])
+        ])
 
     def text(self, step: int, name: str, text: str) -> None:
         """Stores a text as an artifact."""
@@ -88,40 +89,9 @@ class MLflow(Tracker):
         """Ends the launch."""
         self._client.set_terminated(self._id, _STATES[ending])
 
-    def _recorded_steps(self, key: str) -> set[int]:
-        """Returns the steps of a metric that the run had when this launch went on with it."""
-        if self._recorded is None:
-            return set()
-        if key not in self._recorded:
-            history = self._client.get_metric_history(self._id, key)
-            self._recorded[key] = {point.step for point in history}
-        return self._recorded[key]
-
-    def _settings(self, run: TrackedRun, before: Mapping[str, str]) -> None:
-        """Records the config as params, and facts and changed settings as tags."""
-        texts = {_key(path): str(value) for path, value in run.config.items()}
-        if cut := [path for path, text in texts.items() if len(text) > _PARAM]:
-            run.note(
-                f"note: MLflow's params have at most {_PARAM} characters: {few(cut)} "
-                f"{'is' if len(cut) == 1 else 'are'} cut there; config.txt has all"
-            )
-        texts = {path: text[:_PARAM] for path, text in texts.items()}
-        tags = {name: value[:_TAG] for name, value in run.facts.items()}
-        tags |= {
-            _key(f"changed.{path}"): text for path, text in texts.items()
-            if path in before and before[path] != text
-        }
-        for name, value in tags.items():
-            self._client.set_tag(self._id, name, value)
-        params = [
-            self._entities.Param(path, text) for path, text in texts.items() if path not in before
-        ]
-        for at in range(0, len(params), _PARAMS):
-            self._client.log_batch(self._id, params=params[at : at + _PARAMS])
-
 
 def _artifact_location(tracking_uri: str | None) -> str | None:
-    """Returns the folder of texts and pictures beside a database; None: as MLflow decides.
+    """Returns the folder of texts and pictures next to a database; None: as MLflow decides.
 
     MLflow itself would take a folder of the current directory.
     """

@@ -1,9 +1,11 @@
 """TensorBoard as a tracker: curves, the config, and hyperparameters beside the run's losses."""
 
 import dataclasses
+import time
 from collections.abc import Mapping
+from typing import Any
 
-from praxis_lite.run.trackers.event_files import TensorBoardWriter
+from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.run.trackers.tracker import Ending, TrackedRun, Tracker
 
 
@@ -11,7 +13,8 @@ from praxis_lite.run.trackers.tracker import Ending, TrackedRun, Tracker
 class TensorBoard(Tracker):
     """Writes summaries into JOB/tensorboard, for `tensorboard --logdir=JOB/tensorboard`.
 
-    Without tensorboardX (extra "plots") a note says so, and nothing is written.
+    The files are tensorboardX's, which needs no tensorflow. Without it (extra "plots") a note says
+    so, and nothing is written.
 
     Attributes:
       every: as `Tracker.every`.
@@ -20,32 +23,55 @@ class TensorBoard(Tracker):
     every: int | None = None
 
     def start(self, run: TrackedRun) -> None:
-        """Begins an event file; raises ConfigError if tensorboardX is missing."""
-        if hasattr(self, "_writer"):  # It failed, and is tried again.
-            self._writer.close()
-        self._writer = TensorBoardWriter(run.job_log_dir / "tensorboard")
+        """Begins an event file. Raises ConfigError if tensorboardX is missing."""
+        log_dir = run.job_log_dir / "tensorboard"
+        # Not its SummaryWriter: a full disk ends that one's thread, and then it blocks.
+        writer, self._event_pb2, self._summary = (
+            optional_module(f"tensorboardX.{name}", f"{log_dir}, for TensorBoard,")
+            for name in ("event_file_writer", "proto.event_pb2", "summary")
+        )
+        log_dir.mkdir(exist_ok=True)
+        # tensorboardX names files by the second: a run that resumes at once would overwrite one.
+        self._events = writer.EventsWriter(str(log_dir / "events"), f".{time.time_ns()}")
         for title, values in (("config", run.config), ("facts", run.facts)):
-            rows = "".join(f"    {name}={value}\n" for name, value in values.items())
-            self._writer.text(run.first_step, title, rows)
+            self.text(run.first_step, title, "\n".join(f"{k}={v}" for k, v in values.items()))
         losses = ["loss", *(f"{dataset}/loss" for dataset in run.evaluated)]
-        self._writer.hparams(run.config, dict.fromkeys(losses))
+        for summary in self._summary.hparams(dict(run.config), dict.fromkeys(losses))[:2]:
+            self._add(0, summary)
 
     def go_on_from(self, step: int) -> None:
-        """Hides what earlier files have of later steps."""
-        self._writer.go_on_from(step)
+        """Lets TensorBoard hide the events of later steps."""
+        start = self._event_pb2.SessionLog(status=self._event_pb2.SessionLog.START)
+        self._write(self._event_pb2.Event(step=step + 1, session_log=start))
 
     def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """Writes a point per number."""
-        self._writer.scalars(step, scalars)
+        pb2 = self._summary
+        values = [pb2.Summary.Value(tag=name, simple_value=x) for name, x in scalars.items()]
+        self._add(step, pb2.Summary(value=values))
 
     def text(self, step: int, name: str, text: str) -> None:
         """Writes a text, shown as it is."""
-        self._writer.text(step, name, "".join(f"    {line}\n" for line in text.splitlines()))
+        markdown = "".join(f"    {line}\n" for line in text.splitlines())
+        self._add(step, self._summary.text(name, markdown))
 
     def image(self, step: int, name: str, png: bytes) -> None:
         """Writes a picture."""
-        self._writer.image(step, name, png)
+        width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
+        pb2 = self._summary
+        image = pb2.Summary.Image(
+            height=height, width=width, colorspace=4, encoded_image_string=png
+        )
+        self._add(step, pb2.Summary(value=[pb2.Summary.Value(tag=name, image=image)]))
 
     def end(self, ending: Ending) -> None:
         """Closes the file."""
-        self._writer.close()
+        self._events.close()
+
+    def _add(self, step: int, summary: Any) -> None:
+        self._write(self._event_pb2.Event(step=step, summary=summary))
+
+    def _write(self, event: Any) -> None:
+        event.wall_time = time.time()
+        self._events.write_event(event)
+        self._events.flush()

@@ -39,15 +39,13 @@ class TrackedRun:
 class Tracker:
     """A service, or files of another program, that shows the numbers of a run. Subclass it.
 
-    A job has its trackers by name in `RunConfig.trackers`. Each works on a copy, in a thread of its
-    own, which reads what it gives from the job's metrics.jsonl and eval_metrics.jsonl: so a tracker
-    that fails or hangs neither ends nor slows the run. Some time after an exception `start` is
-    called again, and it goes on with the step where it stopped; the next launch gives it what it
-    still lacks.
+    A job has its trackers by name in `RunConfig.trackers`. Each works on a copy, in a separate
+    thread, so a tracker that fails or hangs neither ends nor slows the run. After an exception in
+    `start` the tracker gets no more calls in this launch; after one in another method the later
+    calls are made all the same.
 
     All calls come from that thread, in the first of several processes. The constructor only stores
-    settings; `start` imports and connects. Raise ConfigError in `start` where trying again is of no
-    use: the tracker then gets no more calls.
+    settings; `start` imports and connects.
 
     Attributes:
       every: steps between the steps whose numbers it gets. None: run.log_every_steps, or about 200
@@ -63,13 +61,13 @@ class Tracker:
         """Raises ConfigError if a setting or a package is missing, before anything compiles."""
 
     def start(self, run: TrackedRun) -> None:
-        """Begins a launch of a run, or goes on with that of an earlier launch: see `run.id`."""
+        """Begins a launch of a run, or continues that of an earlier launch: see `run.id`."""
 
     def go_on_from(self, step: int) -> None:
         """Hides the records of later steps, which are made and recorded again.
 
-        Called after `start`, and when a run goes back before a loss spike. A tracker without a
-        `go_on_from` of its own gets the numbers of each step once, as they were first made.
+        Called after `start`, and when a run goes back before a loss spike. A tracker that does not
+        override this method gets no step again that an earlier launch made.
         """
 
     def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -83,8 +81,3 @@ class Tracker:
 
     def end(self, ending: Ending) -> None:
         """Ends a launch; the next launch may continue the same run."""
-
-
-def replaces(tracker: Tracker) -> bool:
-    """Returns True if a tracker hides later steps, so that it takes them again."""
-    return type(tracker).go_on_from is not Tracker.go_on_from

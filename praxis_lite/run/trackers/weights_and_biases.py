@@ -17,9 +17,9 @@ _TIMEOUT_SECONDS = 20
 class WeightsAndBiases(Tracker):
     """Records a job in Weights & Biases, all its launches as a single run.
 
-    `WANDB_API_KEY`, `WANDB_BASE_URL`, `WANDB_MODE=offline` and the like count as they do everywhere
+    `WANDB_API_KEY`, `WANDB_BASE_URL`, `WANDB_MODE=offline` and others count as they do everywhere
     (https://docs.wandb.ai). Offline runs are in JOB/wandb, a folder per launch, for `wandb sync`.
-    Numbers are drawn by "step", a metric of their own.
+    Numbers are drawn by the metric "step".
 
     Attributes:
       project, entity: where the run is. None: as W&B's environment says.
@@ -37,7 +37,7 @@ class WeightsAndBiases(Tracker):
         require_package("wandb", "WeightsAndBiases")
 
     def start(self, run: TrackedRun) -> None:
-        """Begins the run, or goes on with it."""
+        """Begins the run, or continues that of an earlier launch."""
         self._wandb = optional_module("wandb", "WeightsAndBiases")
         settings = self._wandb.Settings(
             # The job's output stays the job's, and the process ends when the job does.
@@ -46,17 +46,11 @@ class WeightsAndBiases(Tracker):
             # Points that are not on disk are lost if the process is killed; W&B's own is 15 s.
             x_transaction_log_flush_interval=1.0,
         )
-        try:
-            self._run = self._wandb.init(
-                id=run.id, resume="allow", name=run.name, dir=str(run.job_log_dir),
-                project=self.project, entity=self.entity, tags=list(self.tags) or None,
-                job_type="train", settings=settings,
-            )
-        except Exception:
-            # Its process would say that the run is in use when it is tried again.
-            if self._wandb.run is None:
-                self._wandb.teardown()
-            raise
+        self._run = self._wandb.init(
+            id=run.id, resume="allow", name=run.name, dir=str(run.job_log_dir),
+            project=self.project, entity=self.entity, tags=list(self.tags) or None,
+            job_type="train", settings=settings,
+        )
         facts = {f"facts.{name}": value for name, value in run.facts.items()}
         self._run.config.update({**run.config, **facts}, allow_val_change=True)
         self._run.define_metric("step", hidden=True)

@@ -1,6 +1,5 @@
 """Means of a task's metrics over datasets, and the lines that report them."""
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -18,7 +17,7 @@ from praxis_lite.core.task import records_of
 from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.inputs.batches import checked_batches, non_finite_rows
 from praxis_lite.inputs.numpy_data import InMemory
-from praxis_lite.run.job.processes.stuck.progress import own
+from praxis_lite.run.events import COMPILE, DISPATCH, ON_DEVICES, events
 from praxis_lite.run.trainer.checks.id_sizes import num_ids_of
 from praxis_lite.run.trainer.checks.memory import compile_step
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh, compile_together
@@ -39,7 +38,6 @@ class Evaluator:
     Attributes:
       note: told of NaN in a dataset whose metrics are not finite.
       seed: of the keys that a task may draw with (`Task.compute_eval_loss`).
-      compiling: returns a context in which the step of a dataset is compiled.
     """
 
     partitioner: Partitioner
@@ -47,7 +45,6 @@ class Evaluator:
     max_eval_batches: int | None
     note: Callable[[str], None] = print
     seed: int = dataclasses.field(default=0, kw_only=True)
-    compiling: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
     def run(
         self,
@@ -82,12 +79,11 @@ class Evaluator:
                 where = f"datasets.{name}, batch {index}"
                 check_ids(inputs, num_ids, where, first_row=rows.start)
                 if index == 0:
-                    with self.compiling():
+                    with events.phase(COMPILE):
                         compile_step(run, pipeline, f"datasets.{name}")
                 batch = global_batch(inputs, partitioner.mesh, num_rows)
                 key = partitioner.batch_key(self.seed, step, index)
-                own.arrives()
-                with own.on_devices():
+                with events.phase(DISPATCH):
                     outputs = run(mdl_vars, batch, key)
                 metrics, *others = (outputs,) if examples is None else outputs
                 if pending is not None:
@@ -113,7 +109,7 @@ class Evaluator:
 
 
 def _on_host(metrics: Packed, others: list[Any]) -> Any:
-    with own.on_devices():
+    with events.phase(ON_DEVICES):
         return metrics.on_host(), *jax.device_get(others)
 
 

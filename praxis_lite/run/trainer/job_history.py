@@ -1,32 +1,17 @@
 """A job's history by its files: evaluations, losses, skipped steps."""
 
 import math
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
+from collections.abc import Collection
 
-from praxis_lite.core.errors import ConfigError, is_number
-from praxis_lite.inputs.base import TRAIN
-from praxis_lite.run.checkpoints.steps import step_dirs, step_files
+from praxis_lite.core.errors import is_number
 from praxis_lite.run.config.build import build
-from praxis_lite.run.config.text import config_difference, load_config_file
+from praxis_lite.run.config.text import load_config_file
 from praxis_lite.run.experiment.early_stopping import EarlyStopping
 from praxis_lite.run.experiment.run_config import RunConfig
-from praxis_lite.run.goodput.goodput import goodput_of
-from praxis_lite.run.job import processes
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.job.processes.broadcast import from_first
 from praxis_lite.run.trainer.loss_spikes import losses_of_newest
 from praxis_lite.run.trainer.metrics.json_lines import evaluation_lines, newest_lines
-from praxis_lite.run.trainer.metrics.loss_curve import plot_loss_curve
-
-if TYPE_CHECKING:
-    from praxis_lite.run.experiment.launched_config import LaunchedConfig
-
-
-class LastStepUnsound(ConfigError):
-    """A run ended and is saved, but its last step was skipped or its last loss is not finite."""
-
-    exit_status = 3
 
 
 def lacks_evaluation(
@@ -68,39 +53,6 @@ def nothing_to_do(
             "run.stopping.early.patience, or set run.stopping.early=None."
         )
     return ""
-
-
-def is_finished(launched: "LaunchedConfig", files: JobDir, note: Callable[[str], None]) -> bool:
-    """Returns True, and notes why, if the command that made a job has nothing left to train.
-
-    Only files are read: no model is built, traced or restored. The newest checkpoint is verified as
-    before a restore. False for everything out of the ordinary, which a launch reports or repairs:
-    other settings, a damaged checkpoint, leftovers of a kill, a last step that was skipped.
-
-    Raises:
-      LastStepUnsound: as `check_last_step`.
-    """
-    steps = step_dirs.numbered_steps(files.checkpoints)
-    leftovers = step_dirs.set_aside(files.checkpoints, *step_dirs.LEFTOVERS)
-    if not steps or leftovers or not files.config_json.is_file():
-        return False
-    step, newest = steps[-1], next(newest_lines(files.metrics_jsonl), {})
-    if newest.get("step") != step or newest.get("num_skipped_in_a_row") != 0:
-        return False
-    recorded = load_config_file(files.config_json, packages=launched.packages).config
-    if config_difference(recorded, launched.config):
-        return False
-    run = build(launched.config.run)
-    eval_sets = [name for name in launched.config.datasets if name != TRAIN]
-    reason = nothing_to_do(run, eval_sets, files, step, is_resumed=True)
-    # Last, because it reads every byte of the checkpoint.
-    if not reason or step_files.verify(files.checkpoints / str(step)):
-        return False
-    note(reason)
-    if not has_loss_curve(files):
-        draw_loss_curve(files, step, note)
-    check_last_step(files, step, 0, eval_sets)
-    return True
 
 
 def why_stopped_early(run: RunConfig, files: JobDir, step: int) -> str | None:
@@ -192,51 +144,16 @@ def when_checkpoints_come(run: RunConfig, first_step: int) -> str:
     )
 
 
-def has_loss_curve(files: JobDir) -> bool:
-    """Returns True if the picture of a job's losses is newer than the lines that it shows."""
-    try:
-        drawn = files.loss_curve_png.stat().st_mtime_ns
-        return all(
-            path.stat().st_mtime_ns < drawn
-            for path in (files.metrics_jsonl, files.eval_metrics_jsonl) if path.exists()
-        )
-    except OSError:
-        return False
-
-
-def draw_loss_curve(files: JobDir, step: int, note: Callable[[str], None]) -> None:
-    """Draws the job's losses up to its last step, or notes why the picture cannot be written."""
-    if not processes.is_first():
-        return
-    title = f"{files.path.name}, {step} steps"
-    try:
-        plot_loss_curve(
-            files.metrics_jsonl, files.loss_curve_png, files.eval_metrics_jsonl, title
-        )
-    except ConfigError as error:
-        note(f"note: {error}")
-
-
-def say_goodput(files: JobDir, note: Callable[[str], None]) -> None:
-    """Notes where the time of the job went so far, or why that is not known."""
-    if not processes.is_first():
-        return
-    try:
-        goodput = goodput_of(files)
-    except ConfigError as error:
-        note(f"note: {error}")
-        return
-    if goodput is not None:
-        note(goodput.line())
-
-
-def check_last_step(
+def unsound_end(
     job: JobDir, step: int, num_skipped: int, eval_sets: Collection[str]
-) -> None:
-    """Raises LastStepUnsound if the last step was skipped, or its evaluation is not finite.
+) -> str | None:
+    """Returns why a job's last step is not sound, and what to do; None if it is.
 
-    Called once all of the run is on disk. `num_skipped` steps in a row, up to the last, were
-    skipped. The evaluations are those of `eval_sets`, each the newest.
+    It was skipped, or its evaluation is not finite. Called once all of the run is on disk.
+
+    Args:
+      num_skipped: so many steps in a row, up to the last, were skipped.
+      eval_sets: the datasets of the evaluations, of which the newest counts.
     """
     where = (
         f"look at {job.non_finite_txt}, which names the layer or the data"
@@ -254,7 +171,7 @@ def check_last_step(
             if num_skipped == 1
             else f"The last {num_skipped} steps, to step {step}, were skipped"
         )
-        raise LastStepUnsound(
+        return (
             f"{which}: not kept, for the loss, gradient or learning rate was not finite, or the "
             f"gradient too large. The weights in {job.path} are those of step "
             f"{step - num_skipped}. {advice}"
@@ -262,10 +179,11 @@ def check_last_step(
     losses = from_first("last losses", lambda: _losses_at(job, step, eval_sets))
     for dataset, loss in losses.items():
         if not math.isfinite(loss):
-            raise LastStepUnsound(
+            return (
                 f"The evaluation of step {step} has {dataset}/loss {loss}, so its weights, which "
                 f"are kept in {job.path}, or the data are not sound. {advice}"
             )
+    return None
 
 
 def _losses_at(job: JobDir, step: int, eval_sets: Collection[str]) -> dict[str, float]:

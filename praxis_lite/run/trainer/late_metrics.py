@@ -2,13 +2,13 @@
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from praxis_lite.run.goodput.kinds import EVALUATION, SAVE
-from praxis_lite.run.goodput.timeline import Timeline
-from praxis_lite.run.job.processes.stuck.progress import own
-from praxis_lite.run.trainer.hooks.hook import Hook, StepMetrics, overrides
+from praxis_lite.run.events import EVALUATION, ON_DEVICES, SAVE, events
+from praxis_lite.run.trainer.hooks.hook import StepMetrics, overrides
+from praxis_lite.run.trainer.hooks.loop import Loop
+from praxis_lite.run.trainer.loss_spikes import LossSpike
 from praxis_lite.run.trainer.metrics.device_clock import OnDevices
 from praxis_lite.run.trainer.metrics.packed import Packed
 from praxis_lite.run.trainer.metrics.step_times import (
@@ -52,24 +52,28 @@ class LateMetrics:
       last_time: when the step before it was read, in seconds of time.perf_counter.
     """
 
-    def __init__(self, hooks: Sequence[Hook], weight_unit: str, timeline: Timeline):
-        self._adding = [hook for hook in hooks if overrides(hook, "add_metrics")]
-        self._told = [hook for hook in hooks if overrides(hook, "after_metrics")]
-        self._weight_unit, self._timeline = weight_unit, timeline
-        self._spent = timeline.clock.seconds()
+    def __init__(self, loop: Loop):
+        self._loop, self._weight_unit = loop, loop.job.partitioner.task.weight_unit
+        self._adding = [hook for hook in loop.hooks if overrides(hook, "add_metrics")]
+        self._told = [hook for hook in loop.hooks if overrides(hook, "after_metrics")]
+        self._spent = events.seconds()
         self.pending: PendingStep | None = None
         self.last_time = time.perf_counter()
 
-    def read(self) -> None:
-        """Waits for the pending step, if any, and tells the hooks its numbers."""
+    def read(self) -> LossSpike | None:
+        """Waits for the pending step, if any, and tells the hooks its numbers.
+
+        Returns:
+          The loss spike for which the run is to go back: no other hook hears of the step then.
+        """
         if self.pending is None:
-            return
+            return None
         pending, self.pending = self.pending, None
-        with own.on_devices():
+        with events.phase(ON_DEVICES):
             outputs = pending.outputs.on_host()
         now = time.perf_counter()
-        self._timeline.made(pending.step)
-        before, self._spent = self._spent, self._timeline.clock.seconds()
+        events.report(made=pending.step)
+        before, self._spent = self._spent, events.seconds()
         weight = float(outputs["metrics"]["loss"][1])
         line = _line(pending, outputs)
         line |= {
@@ -89,6 +93,9 @@ class LateMetrics:
             line.update(hook.add_metrics(metrics))
         for hook in self._told:
             hook.after_metrics(metrics)
+            if self._loop.spike is not None:
+                return self._loop.spike
+        return None
 
 
 def _line(pending: PendingStep, outputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Spikes among losses, and the number of times that a run goes back to before a spike."""
 
 import collections
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,12 +15,17 @@ MIN_LOSSES = 10  # and is no spike if there are fewer than these.
 MAX_ROLL_BACKS = 5
 
 
-class LossSpike(Exception):
-    """Ends a run at a spike; it is to go on from before, without the batch of that index."""
+@dataclasses.dataclass(frozen=True)
+class LossSpike:
+    """A spike for which a run goes back to before its step, and leaves its batch out.
 
-    def __init__(self, step: int, batch: int):
-        super().__init__(f"the loss of step {step} is a spike")
-        self.step, self.batch = step, batch
+    Attributes:
+      step: whose loss it is.
+      batch: the index of the step's batch.
+    """
+
+    step: int
+    batch: int
 
 
 class SpikeDetector:

@@ -1,11 +1,11 @@
 """A job's results as a person wants to read them, from the files in its directory."""
 
 import textwrap
+from collections.abc import Callable
 
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, printable
-from praxis_lite.run.goodput.goodput import goodput_of
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.text_table import table_lines
 from praxis_lite.run.trainer.metrics.columns import Columns, columns_in, columns_of
@@ -15,12 +15,19 @@ from praxis_lite.run.trainer.metrics.records import DecodedFile, decoded_files
 from praxis_lite.run.trainer.metrics.step_times import HFU, MFU, STEP_TIME, TIMES
 
 
-def summary(job: JobDir, *, num_prompts: int = 3) -> str:
-    """Returns losses, evaluations, where the time went, continuations, where everything lies."""
+def summary(
+    job: JobDir, *, num_prompts: int = 3, more: Callable[[JobDir], str] = lambda job: ""
+) -> str:
+    """Returns losses, evaluations, times, continuations, and where everything is.
+
+    Args:
+      num_prompts: of each dataset whose continuations are shown.
+      more: returns another section, which comes after the evaluations; "": none.
+    """
     columns = columns_in(job.metrics_jsonl)
     with np.errstate(all="ignore"):  # Nobody knows who wrote the file.
         parts = [
-            _training(columns), _evaluations(job), _time(job), _times_of_a_step(columns),
+            _training(columns), _evaluations(job), more(job), _times_of_a_step(columns),
             *(text for _, _, text in continuations(job, num_prompts)), _places(job),
         ]
     return printable("\n\n".join(part for part in parts if part))
@@ -84,12 +91,6 @@ def _evaluations(job: JobDir) -> str:
                 f"  {' ' * len(dataset)}  (gzip -9 needs {gzip:.4f} bits per byte for this text)"
             )
     return "\n".join(["Evaluation", *lines]) if lines else ""
-
-
-def _time(job: JobDir) -> str:
-    if (goodput := goodput_of(job)) is None:
-        return ""
-    return "Where the time went\n" + textwrap.indent(str(goodput), "  ")
 
 
 def _times_of_a_step(columns: Columns) -> str:

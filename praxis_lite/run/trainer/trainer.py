@@ -3,47 +3,27 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.core.sharding.inputs import check_ids, global_batch
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.inputs.position import DataPosition
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
-from praxis_lite.run.goodput.kinds import INPUT_WAIT, STEP
-from praxis_lite.run.goodput.timeline import Timeline
+from praxis_lite.run.events import DISPATCH, INPUT_WAIT, STEP, events
 from praxis_lite.run.job.processes.stopping import StopRequest
-from praxis_lite.run.job.processes.stuck.progress import own
 from praxis_lite.run.trainer.checks.id_sizes import num_ids_of
 from praxis_lite.run.trainer.hooks.hook import Hook, StepMade, by_name, overrides
 from praxis_lite.run.trainer.hooks.loop import Loop
 from praxis_lite.run.trainer.hooks.skipped_steps import num_skipped_in_a_row
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.run.trainer.late_metrics import LateMetrics, PendingStep
+from praxis_lite.run.trainer.loss_spikes import LossSpike
 from praxis_lite.run.trainer.metrics.device_clock import DeviceClock
 from praxis_lite.run.trainer.metrics.packed import packed
-
-
-@dataclasses.dataclass(frozen=True)
-class StartingPoint:
-    """Where training begins.
-
-    Attributes:
-      step: the number of steps that were made before.
-      state: of that step; the first step donates it.
-      skipped_batches: indices of the training batches that are left out.
-      hooks: what hooks saved with the state, by their names.
-      is_resumed: True if the job itself saved the state.
-    """
-
-    step: int
-    state: TrainState
-    skipped_batches: tuple[int, ...] = ()
-    hooks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    is_resumed: bool = False
+from praxis_lite.run.trainer.starting_point import StartingPoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,18 +35,20 @@ class Trained:
       num_skipped: how many steps in a row, up to the last, were skipped.
       stopped_by: what asked for an early end, such as "SIGTERM", or None.
       ended_early: why a hook, such as early stopping, ended training; None: none did.
+      unsound: why the last step, which is saved, is not sound; None: it is.
     """
 
     step: int
     num_skipped: int
     stopped_by: str | None = None
     ended_early: str | None = None
+    unsound: str | None = None
 
 
 def train(
     job: JobOnMesh, start: StartingPoint, checkpoints: Checkpoints, stop: StopRequest,
-    hooks: Sequence[Hook], note: Callable[[str], None], timeline: Timeline,
-) -> Trained:
+    hooks: Sequence[Hook], note: Callable[[str], None],
+) -> Trained | LossSpike:
     """Trains to `run.num_train_steps`, or until training stops early or is asked to stop.
 
     A step's metrics are read one step late, while the next step runs, so the devices never wait
@@ -75,18 +57,19 @@ def train(
     Args:
       stop: asked after every step, and before every batch of an evaluation.
       note: prints a line.
-      timeline: of the launch; told the steps, and what the time is spent on.
+
+    Returns:
+      How training ended; or the loss spike that ended it, for which the job is to go back.
 
     Raises:
       ConfigError: a batch has ids that the model has no row for; or what a hook raises.
-      LossSpike: a loss spiked and run.loss_spikes.action is "roll_back".
       FailedSave: a checkpoint could not be written.
     """
     loop = Loop(
-        job, start.step, start.skipped_batches, checkpoints, stop, hooks, note, timeline,
+        job, start.step, start.skipped_batches, checkpoints, stop, hooks, note,
         is_resumed=start.is_resumed,
     )
-    timeline.goes_on_from(start.step)
+    events.report(trains_from=start.step)
     with contextlib.ExitStack() as held:
         for hook in loop.hooks:
             held.enter_context(hook)
@@ -94,15 +77,16 @@ def train(
             return _run(loop, start, device_clock)
 
 
-def _run(loop: Loop, start: StartingPoint, device_clock: DeviceClock) -> Trained:
-    job, partitioner, state, step = loop.job, loop.job.partitioner, start.state, start.step
+def _run(loop: Loop, start: StartingPoint, device_clock: DeviceClock) -> Trained | LossSpike:
+    job, partitioner, step = loop.job, loop.job.partitioner, start.step
+    state = start.take_state()
     for name, hook in by_name(loop.hooks).items():
         hook.restore(start.hooks.get(name))
         hook.before_training(loop, state)
-    late = LateMetrics(loop.hooks, partitioner.task.weight_unit, loop.timeline)
+    late = LateMetrics(loop)
     acting = [hook for hook in loop.hooks if overrides(hook, "after_step")]
     key, taken = partitioner.key(job.run.seed), _batches(loop)
-    with loop.timeline.clock.during(STEP):
+    with events.phase(STEP):
         while not loop.is_last(step):
             step += 1
             loop.checkpoints.raise_if_failed()
@@ -111,30 +95,32 @@ def _run(loop: Loop, start: StartingPoint, device_clock: DeviceClock) -> Trained
                 late.last_time += loop.compile()
             called = time.perf_counter()
             # The name by which xprof finds the steps in a profile.
-            own.arrives(dispatched=step)
-            with jax.profiler.StepTraceAnnotation("train", step_num=step), own.on_devices():
+            in_profile = jax.profiler.StepTraceAnnotation("train", step_num=step)
+            with in_profile, events.phase(DISPATCH, step):
                 state, outputs = partitioner.train_step(state, batch, key)
             dispatch_time = time.perf_counter() - called
             on_devices = device_clock.began(called, outputs["metrics"]["loss"])
             on_the_way = packed(outputs)
             loop.stop.step_ended()
             loop.asked_to_stop()
-            late.read()
+            if spike := late.read():
+                return spike
             late.pending = PendingStep(
                 step, index, on_the_way, inputs, first_row, input_time, dispatch_time, on_devices
             )
             loop.results = None
             for hook in acting:
                 if hook.is_due(step, loop.is_last(step)):
-                    if hook.waits:
-                        late.read()
+                    if hook.waits and (spike := late.read()):
+                        return spike
                     step_made = StepMade(step, state, batch, key, outputs, loop.is_last(step))
-                    with own.during(f"hook {type(hook).__name__}"):
+                    with events.phase(f"hook {type(hook).__name__}"):
                         loop.end(hook.after_step(step_made))
                     if hook.waits:
                         late.last_time = time.perf_counter()
             loop.watchdog.step_ended(step)
-        late.read()
+        if spike := late.read():
+            return spike
     if loop.reason and not loop.stops:
         loop.note(f"stopped early at step {step}: {loop.reason}")
     for hook in loop.hooks:
@@ -151,7 +137,7 @@ def _batches(loop: Loop) -> Iterator[tuple[int, Any, Any, int, float]]:
     batches = DataPosition.of_step(loop.first_step, loop.skipped_batches).batches(pipeline, rows)
     while True:
         began = time.perf_counter()
-        with loop.timeline.clock.during(INPUT_WAIT):
+        with events.phase(INPUT_WAIT):
             index, inputs = next(batches)
         input_time = time.perf_counter() - began
         check_ids(inputs, num_ids, f"datasets.{TRAIN}, batch {index}", first_row=rows.start)

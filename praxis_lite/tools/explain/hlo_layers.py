@@ -9,8 +9,8 @@ import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 
+from praxis_lite.core.user_lines import LIBRARY_FOLDERS
 from praxis_lite.tools.explain.hlo_runs import Site
 from praxis_lite.tools.explain.hlo_text import Instruction, Program, arrays_of, op_name_of
 
@@ -22,9 +22,7 @@ _STRUCTURE = re.compile(
 _FUNCTIONS = ("jit", "pjit", "pmap")  # Around the name of a function rather than a scope.
 _FOR_LAYERS = os.path.join("layers", "base", "result_types.py")
 _LIBRARY = re.compile(r"lib/python3|(site|dist)-packages")  # In a file's name.
-# Files below it are this package's.
 GRADIENT_OF = "gradient of "  # Before the path of a layer, in its backward pass.
-PACKAGE_FOLDER = str(Path(__file__).resolve().parents[2]) + os.sep
 
 
 def layers_of(program: Program, site: Site) -> dict[str, int]:
@@ -162,7 +160,7 @@ def source_line(frames: Sequence[tuple[str, int]]) -> str:
     The user's own line if there is one, otherwise this package's, or "".
     """
     local = own_frames(frames)
-    users = [item for item in local if not item[0].startswith(PACKAGE_FOLDER)]
+    users = [item for item in local if not item[0].startswith(LIBRARY_FOLDERS)]
     file, line = next(iter([*users, *local]), ("", 0))
     return f"{os.path.basename(file)}:{line}" if file else ""
 
@@ -175,10 +173,10 @@ def own_frames(frames: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
     """
     local = [
         (file, line) for file, line in frames
-        if (file.startswith(PACKAGE_FOLDER) and not file.endswith(_FOR_LAYERS))
-        or not (file.startswith(PACKAGE_FOLDER) or _LIBRARY.search(file))
+        if (file.startswith(LIBRARY_FOLDERS) and not file.endswith(_FOR_LAYERS))
+        or not (file.startswith(LIBRARY_FOLDERS) or _LIBRARY.search(file))
     ]
-    ours = [place for place, (file, _) in enumerate(local) if file.startswith(PACKAGE_FOLDER)]
+    ours = [place for place, (file, _) in enumerate(local) if file.startswith(LIBRARY_FOLDERS)]
     return local[: ours[-1] + 1] if ours else local
 
 

@@ -1,5 +1,1 @@
-"""Checkpoints that other libraries wrote with Orbax: their arrays, and none of their JSON trusted.
-
-A job begins with those of Flax's users by `run.init_from_checkpoint_rules`; with those of Hugging
-Face and Pax a command begins one.
-"""
+"""Jobs that begin with weights that another system has trained."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, few, require, shown
-from praxis_lite.inputs.sources.files.plain import opened
+from praxis_lite.files.json_text import opened
 from praxis_lite.tools.huggingface.entries import Entry, entry_of
 from praxis_lite.tools.huggingface.fields.decoder_settings import DecoderSettings
 from praxis_lite.tools.huggingface.fields.field_types import check_type

@@ -22,7 +22,7 @@ from praxis_lite.inputs.text.token_ids import padding_mask, token_ids, whole_num
 from praxis_lite.run.config.class_attributes import configured
 from praxis_lite.run.experiment import registry
 from praxis_lite.run.experiment.experiment import Job
-from praxis_lite.run.generation import changed_decoder, with_decoder
+from praxis_lite.run.generation import changed_decoder
 from praxis_lite.run.trainer.forward_pass import forward_pass
 from praxis_lite.tools.huggingface.pretrained import Pretrained
 from praxis_lite.tools.huggingface.tensors.writing import MAX_FILE_BYTES
@@ -258,6 +258,6 @@ class HuggingFaceModel:
         task, config = self.partitioner.task, self.experiment.task
         decoder = changed_decoder(task, config, decoder, settings)
         if decoder not in self._decoding:
-            task = with_decoder(task, config, decoder, {})
+            task = fdl.build(fdl.copy_with(config, decoder=decoder))
             self._decoding[decoder] = Partitioner(task, self.partitioner.mesh)
         return self._decoding[decoder]

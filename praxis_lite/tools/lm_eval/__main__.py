@@ -10,7 +10,7 @@ from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.run.command import run
 from praxis_lite.run.job.processes.standard_output import print_log
 
-NAME, CLASS = "praxis_lite", "praxis_lite.tools.lm_eval.named_model:NamedModel"
+NAME, CLASS = "praxis_lite", "praxis_lite.tools.lm_eval.lm:HarnessModel"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

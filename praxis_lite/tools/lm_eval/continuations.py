@@ -12,7 +12,11 @@ import numpy as np
 from praxis_lite.core.errors import ConfigError, did_you_mean
 from praxis_lite.decode.continuous_batching import ContinuousBatching, Prompt
 from praxis_lite.decode.sampling import Greedy, Sample
-from praxis_lite.decode.stop_strings import for_tokenizer, stops_in_text
+from praxis_lite.decode.stop_strings import (
+    ContinuationText,
+    continuation_text,
+    for_tokenizer,
+)
 from praxis_lite.inputs.text.length_classes import length_class
 from praxis_lite.inputs.text.token_ids import token_ids
 from praxis_lite.tools.lm_eval.evaluated_model import EvaluatedModel
@@ -85,14 +89,14 @@ class Continuations:
         return most
 
     def of(self, requests: Sequence[Request]) -> list[str]:
-        """Returns the text of each request's new tokens, up to some tokens behind a stop string.
+        """Returns the text that each request's new tokens add, up to the first stop string.
 
         A context that leaves no room for the new tokens loses its first ids; the log says so.
 
         Raises:
           ConfigError: a context is empty.
         """
-        contexts = [self._cut(request) for request in requests]
+        contexts, tokenizer = [self._cut(request) for request in requests], self._model.tokenizer
         groups: dict[Any, list[int]] = defaultdict(list)
         for place, (context, request) in enumerate(zip(contexts, requests, strict=True)):
             most = self.max_context(request.decoder.max_decode_steps)
@@ -110,14 +114,16 @@ class Continuations:
                 mdl_vars,
                 (self._prompt(place, contexts[place], length) for place in places),
                 num_steps=STEPS_BETWEEN_LOOKS,
-                should_stop=stops_in_text(self._model.tokenizer, until),
+                text_of=lambda prompt, until=until: ContinuationText(
+                    tokenizer, prompt.ids[: prompt.length], until
+                ),
             )
             for new in stream:
                 new_ids[new.index].extend(new.ids.tolist())
                 progress.add(int(new.done))
             _log.info(batching.latest.summary(f"contexts of up to {length} ids"))
             for place, ids in zip(places, new_ids, strict=True):
-                texts[place] = self._model.tokenizer.decode(ids, skip_special_tokens=True)
+                texts[place] = continuation_text(tokenizer, contexts[place], ids, until).text
         return texts
 
     def _cut(self, request: Request) -> np.ndarray:

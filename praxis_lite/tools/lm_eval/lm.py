@@ -10,13 +10,18 @@ from lm_eval.models.utils import (
     normalize_gen_kwargs,
     postprocess_generated_text,
 )
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from lm_eval.utils import (
+    get_rolling_token_windows,
+    make_disjoint_window,
+    simple_parse_args_string,
+)
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.tools.lm_eval.chat_text import chat_text
 from praxis_lite.tools.lm_eval.continuations import Continuations, Request
 from praxis_lite.tools.lm_eval.evaluated_model import EvaluatedModel
 from praxis_lite.tools.lm_eval.log_likelihoods import LogLikelihoods
+from praxis_lite.tools.lm_eval.model_args import model_of_args
 from praxis_lite.tools.lm_eval.text_ids import TextIds
 
 USUAL_NEW_TOKENS = 256  # As of lm_eval's other adapters.
@@ -41,6 +46,20 @@ class HarnessModel(TemplateLM):
         self._log_likelihoods = LogLikelihoods(model, num_rows)
         self._continuations = Continuations(model, num_rows, seed, **settings)
         self.tokenizer = model.tokenizer
+
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: Mapping[str, Any], additional_config: Mapping[str, Any] | None = None
+    ) -> "HarnessModel":
+        """Returns the model of lm_eval's `--model_args`; see `model_of_args`."""
+        return model_of_args({**arg_dict, **(additional_config or {})})
+
+    @classmethod
+    def create_from_arg_string(
+        cls, arg_string: str, additional_config: Mapping[str, Any] | None = None
+    ) -> "HarnessModel":
+        """Returns the model of "job=DIR,batch_size=32"; see `model_of_args`."""
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     @property
     def eot_token_id(self) -> int | None:

@@ -22,6 +22,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 class Certify(Mode):
     """Puts together digests of all parts of a job; or holds such a certificate against jobs."""
 
+    name = "certify"
     summary = "certifies a job by digests of all that it is made of; or verifies that"
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:

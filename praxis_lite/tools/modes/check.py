@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class Check(Mode):
     """Compares an experiment on meshes with the same on a single device."""
 
+    name = "check"
     summary = "compares an experiment on meshes with itself on one device"
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:

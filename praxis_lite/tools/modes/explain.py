@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 class Explain(Mode):
     """Compiles an experiment's steps, and prints what each device holds, sends and computes."""
 
+    name = "explain"
     summary = "compiles an experiment's steps, and says what each device holds and sends"
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:

@@ -24,6 +24,7 @@ _EXPERT_LOAD = 2.0
 class Plan(Mode):
     """Predicts time, memory and cost of an experiment's steps on a topology."""
 
+    name = "plan"
     summary = "predicts the steps of an experiment on devices that need not be there"
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:

@@ -11,6 +11,7 @@ from praxis_lite.run.modes.mode import CommandLine, Mode
 class Profile(Mode):
     """Prints the tables of a profile that a job made, from its files."""
 
+    name = "profile"
     summary = "prints time and memory of a job's profiled steps, by layer and collective"
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:

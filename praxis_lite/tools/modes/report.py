@@ -18,6 +18,7 @@ _EVERY = 5.0
 class Report(Mode):
     """Compares jobs by their files: curves, configs, samples, evaluations, and time."""
 
+    name = "report"
     summary = "compares jobs: curves, settings, samples, time; while they train, too"
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:

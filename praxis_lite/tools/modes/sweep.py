@@ -11,6 +11,7 @@ _SEED = 0
 class Sweep(Mode):
     """Trains an experiment with each of several settings, and compares the results."""
 
+    name = "sweep"
     summary = "trains an experiment with many settings, and tells the best"
     goes_on = True
 

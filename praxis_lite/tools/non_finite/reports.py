@@ -17,14 +17,10 @@ from praxis_lite.core.partitioner import accumulation
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.core.sharding.leaf_paths import path_of
+from praxis_lite.core.user_lines import LIBRARY_FOLDERS
 from praxis_lite.files.json_text import opened_to_append
 from praxis_lite.layers.stacking.pipelining import ticks as pipeline_ticks
-from praxis_lite.tools.explain.hlo_layers import (
-    GRADIENT_OF,
-    PACKAGE_FOLDER,
-    layers_of_name,
-    own_frames,
-)
+from praxis_lite.tools.explain.hlo_layers import GRADIENT_OF, layers_of_name, own_frames
 from praxis_lite.tools.non_finite.operations import Loop, Operation
 from praxis_lite.tools.non_finite.origins import Origin, OriginSearch
 
@@ -188,9 +184,9 @@ def _source_lines(tracebacks: Sequence[Any]) -> str:
     """
     frames = _frames(tracebacks)
     outer = itertools.islice(frames, 1, None)
-    users = [item for item in outer if not item[0].startswith(PACKAGE_FOLDER)]
+    users = [item for item in outer if not item[0].startswith(LIBRARY_FOLDERS)]
     names = [f"{os.path.basename(file)}:{line}" for file, line in (*frames[:1], *users[:1])]
-    is_ours = frames and frames[0][0].startswith(PACKAGE_FOLDER)
+    is_ours = frames and frames[0][0].startswith(LIBRARY_FOLDERS)
     return ", called at ".join(names if is_ours else names[:1])
 
 

@@ -16,19 +16,13 @@ from typing import Any
 import flax.serialization
 import numpy as np
 
-from praxis_lite.core.errors import ConfigError, shown
-from praxis_lite.host.host_memory import available_bytes
-from praxis_lite.run.checkpoints.files.ocdbt import DATABASE
-from praxis_lite.run.checkpoints.files.origin import Origin
-from praxis_lite.run.checkpoints.files.step_names import regular_files
-from praxis_lite.run.checkpoints.files.stored_arrays import StoredArray
-from praxis_lite.run.checkpoints.files.untrusted_json import is_shape, read_object
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.files.json_text import read_json
+from praxis_lite.run.checkpoints.stored_arrays import DATABASE, StoredArray, orbax_arrays
 from praxis_lite.run.job.local_directory import local_directory
-from praxis_lite.tools.foreign_checkpoints.arrays import foreign_arrays
 
 _STEP = re.compile(r"(?:checkpoint_)?(\d+)")
 _PREFIX = "mdl_vars."
-_ADVICE = "It is damaged, or Pax did not write it: use another step, or another copy of this one."
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -36,38 +30,27 @@ Shapes = dict[str, tuple[int, ...]]
 class PaxCheckpoint(Mapping[str, np.ndarray]):
     """The variables of a step by path, "params/lm/softmax/..."; reading a variable reads its file.
 
-    Arrays come without their padding where the checkpoint says their shapes (version 1.1 and
-    later), and with it otherwise. Nothing that is stored is trusted: all of it is checked before
-    it is decoded (`foreign_arrays`).
+    Arrays come without their padding where the checkpoint has their shapes (version 1.1 and
+    later), and with it otherwise.
 
     Attributes:
       step: of the checkpoint.
 
     Raises:
-      ConfigError: there are no variables of a Pax model, or they are not as Pax writes them.
+      ConfigError: there are no variables of a Pax model, or they are damaged.
     """
 
     def __init__(self, step: int, directory: Path):
         self.step, self._directory = step, directory
-        origin = Origin(directory, _ADVICE)
-        with origin.refusing():
-            if directory.is_symlink():
-                raise ConfigError("it is a symbolic link")
-            self._shapes = _shapes(directory)
-            state = directory / "state"
-            # Version 0.0 has no directory per item.
-            state = state if state.is_dir() else directory
-            self._arrays: Mapping[str, np.ndarray | StoredArray]
-            if (state / "checkpoint").exists() and not (state / DATABASE).exists():
-                self._arrays = _msgpack_arrays(state, self._shapes)
-            else:
-                self._arrays = foreign_arrays(state, origin, _PREFIX)
-            for path, shape in self._shapes.items():
-                stored = self._arrays[path].shape if path in self._arrays else shape
-                if len(stored) != len(shape) or any(map(np.less, stored, shape)):
-                    raise ConfigError(
-                        f"{shown(path, 300)} has the shape {stored}, and {shape} by its metadata"
-                    )
+        self._shapes = _shapes(directory)
+        state = directory / "state"
+        # Version 0.0 has no directory per item.
+        state = state if state.is_dir() else directory
+        self._arrays: Mapping[str, np.ndarray | StoredArray]
+        if (state / "checkpoint").exists() and not (state / DATABASE).exists():
+            self._arrays = _msgpack_arrays(state / "checkpoint", self._shapes)
+        else:
+            self._arrays = orbax_arrays(state, _PREFIX)
         if not self._arrays:
             raise ConfigError(
                 f"{directory} has no variables of a Pax model ({_PREFIX}*). Name the "
@@ -86,7 +69,7 @@ class PaxCheckpoint(Mapping[str, np.ndarray]):
         cut = array[tuple(map(slice, self.shape_of(path)))]
         if np.count_nonzero(cut) != np.count_nonzero(array):
             raise ConfigError(
-                f"{shown(path, 300)} in {self._directory} has shape {array.shape}, and {cut.shape} "
+                f"{path} in {self._directory} has shape {array.shape}, and {cut.shape} "
                 "by its metadata, but beyond that not all is zeros. The checkpoint is damaged."
             )
         return cut
@@ -135,54 +118,45 @@ def read_pax_checkpoint(directory: str | Path, step: int | None = None) -> PaxCh
 
 
 def _shapes(directory: Path) -> Shapes:
-    """Returns the unpadded shapes by path; {} of versions before 1.1, which do not say them."""
-    if not (directory / "metadata").exists():
+    """Returns the unpadded shapes by path; {} of versions before 1.1, which do not have them."""
+    file = directory / "metadata" / "metadata"
+    if not file.exists():
         return {}
-    list(regular_files(directory / "metadata"))  # Raises where there is something else.
-    name, shapes = "metadata/metadata", {}
+    shapes: Shapes = {}
 
-    def add(path: str, node: Any) -> None:
-        if not isinstance(node, dict):
-            raise ConfigError(f"{name} has no shapes of variables at {shown(path, 300)!r}")
+    def add(path: str, node: Mapping[str, Any]) -> None:
         if not node.get("_array_metadata_tag"):
             # In the order of JAX's trees, in which a msgpack checkpoint lists its arrays.
             for key in sorted(node):
                 add(f"{path}/{key}" if path else key, node[key])
         elif "unpadded_shape" in node:
-            if not is_shape(shape := node["unpadded_shape"]):
-                raise ConfigError(f"{name} has the shape {shape!a:.80} of {shown(path, 300)!r}")
-            shapes[path] = tuple(shape)
+            shapes[path] = tuple(node["unpadded_shape"])
 
-    tree = read_object(directory, name).get("train_state_metadata", {})
-    add("", tree.get("mdl_vars", {}) if isinstance(tree, dict) else tree)
+    add("", read_json(file).get("train_state_metadata", {}).get("mdl_vars", {}))
     return shapes
 
 
-def _msgpack_arrays(state: Path, shapes: Shapes) -> dict[str, np.ndarray]:
-    list(regular_files(state))
-    file = state / "checkpoint"
-    if (size := file.stat().st_size) > (free := available_bytes()):
-        raise ConfigError(f"{file} has {size} bytes, and {free} are free in memory")
+def _msgpack_arrays(file: Path, shapes: Shapes) -> dict[str, np.ndarray]:
     try:
         content = flax.serialization.msgpack_restore(file.read_bytes())
-        arrays = content.get("flattened_state")
-    except (
-        ValueError, TypeError, AttributeError, LookupError, RecursionError, MemoryError
-    ) as error:
-        raise ConfigError(f"{file} cannot be read ({ascii(str(error)):.200})") from None
-    if arrays is None or not shapes:
+    except ValueError as error:  # The file is cut, for instance.
+        raise ConfigError(
+            f"{file} cannot be read ({error}). It is damaged: use another step, or another copy "
+            "of this one."
+        ) from None
+    if not shapes:
         raise ConfigError(
             f"{file} lists arrays without their names, and there is no metadata of version 1.1 or "
-            "later beside it to tell them. Restore the job with Pax, and save it with "
-            "CheckpointType.GDA"
+            "later next to it. Restore the job with Pax, and save it with CheckpointType.GDA."
         )
+    arrays = content["flattened_state"]
     arrays = list(arrays.values() if isinstance(arrays, Mapping) else arrays)
     # A train state is (step, mdl_vars, opt_states, ...).
     result = dict(zip(shapes, arrays[1:], strict=False))
     for path, shape in shapes.items():
-        if not isinstance(result.get(path), np.ndarray) or result[path].shape != shape:
+        if np.shape(result.get(path)) != shape:
             raise ConfigError(
-                f"{file} has shape {np.shape(result.get(path))} where {shown(path, 300)} should "
-                f"stand, but its metadata says {shape}. The two are not of one checkpoint"
+                f"{file} has shape {np.shape(result.get(path))} for {path}, but its metadata has "
+                f"{shape}: the two are not of one checkpoint. Use another copy of this one."
             )
     return result

@@ -43,7 +43,7 @@ def begin_job(
     # Imported here: a signal may come while jax is.
     from praxis_lite.tools.foreign_checkpoints.begin_job import begin_job_with, beginning
     from praxis_lite.tools.pax.checkpoints import read_pax_checkpoint
-    from praxis_lite.tools.pax.initial_state import FromPax
+    from praxis_lite.tools.pax.weights import FromPax
 
     # Before the memory of the model is counted: the path may be wrong.
     result = read_pax_checkpoint(pax_directory, step)

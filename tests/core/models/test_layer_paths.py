@@ -23,16 +23,14 @@ from praxis_lite.tasks.image_classification import ClassificationTask
 
 
 class Pair(BaseLayer):
-    """Two layers named in one statement, through a function of the constructor."""
+    """Two layers, built through a function of the constructor."""
 
     def __init__(self, second_dims: int, *, rngs: nnx.Rngs):
         def layer(dims: int) -> FeedForward:
             return FeedForward(3, dims, rngs=rngs)
 
-        self.first, self.second = (
-            layer(3),
-            layer(second_dims),
-        )
+        self.first = layer(3)
+        self.second = layer(second_dims)
 
 
 class Block(BaseLayer):

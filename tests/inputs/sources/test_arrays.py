@@ -18,7 +18,7 @@ def test_an_array_is_mapped_and_its_rows_are_copies(tmp_path):
         np.testing.assert_array_equal(source[n]["features"], x[n])
     source[3]["features"][:] = 0  # One's own: the file is not changed, nor what is read next.
     np.testing.assert_array_equal(source[3]["features"], x[3])
-    mapped = source._open[f"{tmp_path}/a.npy"]["features"]
+    mapped = source.opened(0)["features"]
     while mapped is not None and not isinstance(mapped, np.memmap):
         mapped = mapped.base
     assert mapped is not None
@@ -28,7 +28,7 @@ def test_an_array_is_mapped_and_its_rows_are_copies(tmp_path):
 def test_rows_of_arrays_of_one_file_go_together(save, tmp_path):
     save(tmp_path / "a.npz", x=np.arange(26).reshape(13, 2), y=np.arange(13) * 7)
     source = NpyFiles(f"{tmp_path}/a.npz")
-    assert [(x["x"].tolist(), int(x["y"])) for _, x in source.read(0, 13)] == [
+    assert [(x["x"].tolist(), int(x["y"])) for x in map(source.__getitem__, range(13))] == [
         ([2 * n, 2 * n + 1], 7 * n) for n in range(13)
     ]
 
@@ -66,3 +66,9 @@ def test_arrays_without_rows_are_told(tmp_path):
     np.save(tmp_path / "one.npy", np.float32(7))
     with pytest.raises(ConfigError, match=r"\(2 files"):
         NpyFiles(f"{tmp_path}/*.npy").check()
+
+
+def test_arrays_of_other_lengths_are_named(tmp_path):
+    np.savez(tmp_path / "b.npz", x=np.arange(6), y=np.arange(5))
+    with pytest.raises(ConfigError, match="b.npz.*{'x'.*6.*'y'.*5}"):
+        NpyFiles(f"{tmp_path}/b.npz").check()

@@ -4,10 +4,12 @@ import pickle
 import shutil
 
 import numpy as np
+import pyarrow
 import pytest
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs import HuggingFaceDataset, Tfds
+from praxis_lite.inputs.sources.faults import BadExample
 from tests.support.marks import needs_tensorflow
 
 
@@ -55,14 +57,58 @@ def test_a_fingerprint_of_hugging_faces_knows_no_folder(saved):
 def test_wrong_splits_and_lost_files_of_hugging_faces_are_told(saved):
     with pytest.raises(ConfigError, match=r"\['test'.*'train'\]"):
         HuggingFaceDataset(f"{saved}/dict").check()
-    with pytest.raises(ConfigError, match=r"HuggingFaceDataset\.split.*'train'.*/one "):
+    with pytest.raises(ConfigError, match=r"HuggingFaceDataset\.split.*'train'.*/one has"):
         HuggingFaceDataset(f"{saved}/one", "train").check()
     with pytest.raises(ConfigError, match=r"/none .*state\.json"):
         HuggingFaceDataset(f"{saved}/none").check()
     (file,) = (saved / "one").glob("*.arrow")
     file.write_bytes(file.read_bytes()[:700])
-    with pytest.raises(ConfigError, match=r"one/data-"):
+    with pytest.raises(ConfigError, match=r"/one cannot be read"):
         HuggingFaceDataset(f"{saved}/one").check()
+
+
+@pytest.mark.slow
+def test_images_are_decoded_and_sounds_are_not_and_a_damaged_row_is_named(tmp_path):
+    import datasets
+    from PIL import Image
+
+    features = datasets.Features({
+        "image": datasets.Image(), "sound": datasets.Audio(),
+        "label": datasets.ClassLabel(names=["a", "b"]),
+        "messages": [{"role": datasets.Value("string"), "name": datasets.Value("string")}],
+    })
+    pixels = np.arange(36, dtype=np.uint8).reshape(4, 3, 3)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    sound = {"bytes": b"no sound", "path": None}
+    rows = [
+        {"image": {"bytes": data, "path": None}, "sound": sound, "label": 1,
+         "messages": [{"role": "user", "name": None}]}
+        for data in ((tmp_path / "a.png").read_bytes(), b"no image")
+    ]
+    table = pyarrow.Table.from_pylist(rows, schema=features.arrow_schema)
+    datasets.Dataset(table).save_to_disk(tmp_path / "d")
+    source = HuggingFaceDataset(f"{tmp_path}/d")
+    assert source.classes_of_labels() == {"label": ("a", "b")}
+    np.testing.assert_array_equal(np.asarray(source[0]["image"]), pixels)
+    assert source[0]["sound"] == {"bytes": b"no sound"}  # Nested keys with null are left out.
+    assert source[0]["messages"] == [{"role": "user"}]
+    with pytest.raises(BadExample, match="/d, row 1, cannot be read"):
+        source[1]
+
+
+@pytest.mark.slow
+def test_classes_of_splits_are_the_same(tmp_path):
+    import datasets
+
+    splits = {
+        split: datasets.Dataset.from_dict(
+            {"y": [0]}, features=datasets.Features({"y": datasets.ClassLabel(names=names)})
+        )
+        for split, names in (("train", ["a", "b"]), ("test", ["b"]))
+    }
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "d")
+    with pytest.raises(ConfigError, match="'y'.*'b'.*'t"):
+        HuggingFaceDataset(f"{tmp_path}/d", "test").check()
 
 
 @pytest.fixture(scope="module")
@@ -122,3 +168,17 @@ def test_wrong_splits_and_lost_files_of_tfds_are_told(prepared, tmp_path):
     file.unlink()
     with pytest.raises(ConfigError, match="numbers-train"):
         Tfds(f"{tmp_path}/cut", "train").check()
+
+
+@pytest.mark.slow
+@needs_tensorflow
+def test_a_format_without_random_access_is_named(tmp_path):
+    import tensorflow_datasets as tfds
+
+    tfds.dataset_builders.store_as_tfds_dataset(
+        name="numbers", version="1.0.0", data_dir=str(tmp_path), file_format="tfrecord",
+        features=tfds.features.FeaturesDict({"n": np.int64}),
+        split_datasets={"train": [(n, {"n": n}) for n in range(7)]},
+    )
+    with pytest.raises(ConfigError, match="tfrecord.*array_record"):
+        Tfds(f"{tmp_path}/numbers/1.0.0", "train").check()

@@ -9,10 +9,13 @@ import json
 import os
 import pickle
 import struct
+from collections import Counter
 
 import grain
 import numpy as np
+import pyarrow
 import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs import (
@@ -20,21 +23,16 @@ from praxis_lite.inputs import (
     ArrowFiles,
     FromGrain,
     FromSource,
-    HuggingFaceDataset,
-    ImageFiles,
     JsonLines,
     Mixture,
     NpyFiles,
     Parquet,
-    TextFiles,
     TfRecords,
 )
 from praxis_lite.inputs.base import digest_of
 from praxis_lite.inputs.batches import check_data
-from praxis_lite.inputs.sources import base as sources_base
+from praxis_lite.inputs.sources import opened
 from praxis_lite.inputs.sources.faults import BadExample
-from praxis_lite.inputs.sources.record_files import RecordWriter
-from tests.support.marks import needs_tensorflow
 
 ROWS = 600
 
@@ -95,9 +93,10 @@ def write_arrow(path, start, stop):
 
 
 def write_array_record(path, start, stop):
-    with RecordWriter(str(path)) as writer:
-        for n in range(start, stop):
-            writer.write(record(n))
+    writer = ArrayRecordWriter(str(path), "group_size:1")
+    for n in range(start, stop):
+        writer.write(record(n))
+    writer.close()
 
 
 def write_tf_records(path, start, stop):
@@ -154,63 +153,91 @@ def test_every_row_is_what_was_written_in_any_order(kind, folder):
     assert len(source) == ROWS
     for number in np.random.default_rng(0).permutation(ROWS).tolist():
         assert plain(source[number]) == row(number)
-    parts = source.parts()
-    read = itertools.chain(*(source.read(part.start, part.stop) for part in parts))
-    assert [(k, plain(x)) for k, x in read] == [(n, row(n)) for n in range(ROWS)]
-    # From within a row group over a file's end.
-    assert [k for k, _ in source.read(93, 407)] == list(range(93, 407))
+    assert [(p.start, p.stop) for p in source.parts()] == [(0, 250), (250, ROWS)]
     assert pickle.loads(pickle.dumps(source))[333] == source[333]
     assert os.path.basename(source.where(251)).startswith(f"b.{KINDS[kind][1]}")
     with pytest.raises(IndexError):
         source[ROWS]
 
 
-def test_an_index_is_made_once_and_a_fingerprint_knows_bytes_and_no_folder(
-    kind, folder, tmp_path, monkeypatch
+def test_a_changed_file_is_read_again_and_a_fingerprint_has_contents_but_no_folder(
+    kind, folder, tmp_path
 ):
-    source, end, write, _ = KINDS[kind]
+    _, end, write, _ = KINDS[kind]
     for path in folder.glob(f"*.{end}"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    elsewhere = source_of(kind, folder).fingerprint()
-    result, original = [], source.index_file
-    monkeypatch.setattr(source, "index_file", lambda self, path: (
-        result.append(os.path.basename(path)[0]), original(self, path))[1])
     first = source_of(kind, tmp_path)
     first.check()
-    assert first.fingerprint() == elsewhere
-    source_of(kind, tmp_path).check()
-    assert result == ["a", "b"]
+    assert first.fingerprint() == source_of(kind, folder).fingerprint()
     write(tmp_path / f"b.{end}", 250, ROWS + 5)
-    with pytest.raises(ConfigError, match=f"b.{end}"):
-        first[300]
     again = source_of(kind, tmp_path)
     assert len(again) == ROWS + 5 and plain(again[ROWS]) == row(ROWS)
-    assert result == ["a", "b", "b"]
     old, new = first.fingerprint()["files"], again.fingerprint()["files"]
     assert [name for name in old if old[name] != new[name]] == [f"b.{end}"]
-    (tmp_path / f"b.{end}").unlink()
-    with pytest.raises(ConfigError, match=f"b.{end}"):
-        pickle.loads(pickle.dumps(again))[300]
+    assert first.parts()[0] == again.parts()[0] and first.parts()[1:] != again.parts()[1:]
 
 
-def test_many_small_files_are_indexed_together_and_not_all_open(kind, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["npz", "array_record"])
+def test_a_file_that_is_read_in_place_and_changed_since_is_named(kind, tmp_path):
+    _, end, write, _ = KINDS[kind]
+    write(tmp_path / f"a.{end}", 0, 9)
+    source = source_of(kind, tmp_path)
+    source.check()
+    sent = pickle.dumps(source)
+    write(tmp_path / f"a.{end}", 0, 7)
+    with pytest.raises(ConfigError, match=f"a.{end} has changed"):
+        pickle.loads(sent)[3]
+    (tmp_path / f"a.{end}").unlink()
+    with pytest.raises(ConfigError, match=f"a.{end}"):
+        pickle.loads(sent)[3]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_are_copied_once_for_all_processes_and_mapped(kind, tmp_path, monkeypatch):
+    source, end, write, _ = KINDS[kind]
+    write(tmp_path / f"a.{end}", 0, ROWS)
+    monkeypatch.setattr(source, "tables", counted := Counted(source.tables))
+    first = source_of(kind, tmp_path)
+    first.check()
+    before = pyarrow.total_allocated_bytes()
+    again = pickle.loads(pickle.dumps(source_of(kind, tmp_path)))
+    assert plain(again[599]) == row(599) and counted.calls == 1
+    assert pyarrow.total_allocated_bytes() - before < first.table.nbytes // 10
+
+
+class Counted:
+    """A method that counts its calls."""
+
+    def __init__(self, method):
+        self.method, self.calls = method, 0
+
+    def __get__(self, instance, owner):
+        def call(path):
+            self.calls += 1
+            return self.method(instance, path)
+
+        return self if instance is None else call
+
+
+def test_a_damaged_copy_is_named_with_its_folder(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines(0, 50))
+    JsonLines(f"{tmp_path}/a.jsonl").check()
+    (copy,) = (tmp_path / ".praxis_lite").rglob("*.arrow")
+    copy.write_bytes(copy.read_bytes()[:-300])
+    with pytest.raises(ConfigError, match=f"a.jsonl in {tmp_path}/.praxis_lite cannot be read"):
+        JsonLines(f"{tmp_path}/a.jsonl").check()
+
+
+def test_many_small_files_share_parts_and_are_not_all_open(kind, tmp_path, monkeypatch):
     _, end, write, _ = KINDS[kind]
     for number in range(103):
         write(tmp_path / f"{number:03}.{end}", 2 * number, 2 * number + 2)
-    monkeypatch.setattr(sources_base, "_MOST_OPEN", 5)
-    for changed in (None, 57):
-        if changed is not None:
-            write(tmp_path / f"{changed:03}.{end}", 2 * changed, 2 * changed + 1)
-        source = source_of(kind, tmp_path)
-        expected = [n for n in range(206) if changed is None or n != 2 * changed + 1]
-        assert [plain(source[k]) for k in range(len(source))] == [row(n) for n in expected]
-        assert [p.stop - p.start for p in source.parts()] == [len(expected)]
-        assert len(vars(source)["_open"]) <= 5
-        assert source.where(115) == source_of(kind, tmp_path).where(115)
-    indexes = [x for x in (tmp_path / ".praxis_lite").iterdir() if ".copy" not in x.name]
-    assert len(indexes) <= 3  # The lock, and a file or two of all indexes.
-    names = [f"{number:03}.{end}" for number in range(103)]
-    assert list(source.fingerprint()["files"]) == names
+    monkeypatch.setattr(opened, "_MOST_OPEN", 5)
+    source = source_of(kind, tmp_path)
+    assert [plain(source[k]) for k in range(len(source))] == [row(n) for n in range(206)]
+    assert [p.stop - p.start for p in source.parts()] == [206]
+    assert len(vars(source).get("_open", ())) <= 5
+    assert list(source.fingerprint()["files"]) == [f"{number:03}.{end}" for number in range(103)]
 
 
 def test_a_file_that_is_cut_off_is_named(kind, folder, tmp_path):
@@ -222,13 +249,16 @@ def test_a_file_that_is_cut_off_is_named(kind, folder, tmp_path):
         with pytest.raises(BadExample, match="b.jsonl:[0-9]+ .*JSON"):
             cut[len(cut) - 1]
         return
-    with pytest.raises(ConfigError, match=f"b.{end} (is cut off|is no whole)"):
+    with pytest.raises(ConfigError, match=f"b.{end} (is cut off|cannot be read)"):
         source_of(kind, tmp_path).check()
     if kind in ("jsonl.gz", "jsonl.zst", "tfrecord", "tfrecord.gz"):
+        # What is missing counts as an example.
         rest = source_of(kind, tmp_path, skip=["truncated"])
         rest.check()
-        assert 0 < len(rest) < 350 and rest.faults_of_files() == {"truncated": 1}
-        assert plain(rest[len(rest) - 1]) == row(250 + len(rest) - 1)
+        left_out, (part,) = Counter(), rest.parts()
+        numbers = [n for n, _ in rest.made_of(part, lambda x, n: (x, n), left_out)]
+        assert numbers == list(range(len(rest) - 1)) and left_out == {"truncated": 1}
+        assert 0 < len(numbers) < 350 and plain(rest[len(numbers) - 1]) == row(249 + len(numbers))
 
 
 def test_a_source_is_one_of_grain(tmp_path):
@@ -264,102 +294,6 @@ def test_a_checksum_that_is_wrong_is_named_with_its_row(tmp_path):
     assert plain(source[0]) == row(0)
     with pytest.raises(BadExample, match="a.tfrecord.*1"):
         source[1]
-
-
-@needs_tensorflow
-@pytest.mark.slow
-def test_examples_of_tensorflow_are_decoded_as_tensorflow_wrote_them(tmp_path):
-    import tensorflow as tf
-
-    def feature(**kind):
-        return tf.train.Feature(**kind)
-
-    example = tf.train.Example(features=tf.train.Features(feature={
-        "ids": feature(int64_list=tf.train.Int64List(value=[3, -4])),
-        "x": feature(float_list=tf.train.FloatList(value=[0.5])),
-        "text": feature(bytes_list=tf.train.BytesList(value=[b"a\xff"])),
-    }))
-    path = str(tmp_path / "a.tfrecord")
-    with tf.io.TFRecordWriter(path) as writer:
-        writer.write(example.SerializeToString())
-    (actual,) = (x for _, x in TfRecords(path).read(0, 1))
-    assert actual["ids"].tolist() == [3, -4] and actual["x"].tolist() == [0.5]
-    assert actual["text"] == b"a\xff"
-
-
-def test_columns_are_chosen_and_a_wrong_one_is_named(tmp_path):
-    write_parquet(tmp_path / "a.parquet", 0, 9)
-    assert Parquet(f"{tmp_path}/a.parquet", columns=("n",))[4] == {"n": 4}
-    with pytest.raises(ConfigError, match="'txt'.*text"):
-        Parquet(f"{tmp_path}/a.parquet", columns=("txt",))[4]
-
-
-def test_npy_files_are_rows_of_one_array(tmp_path):
-    x = np.arange(24.0).reshape(6, 4)
-    np.save(tmp_path / "a.npy", x)
-    source = NpyFiles(f"{tmp_path}/*.npy", name="features")
-    assert np.array_equal([source[k]["features"] for k in range(6)], x)
-    np.savez(tmp_path / "b.npz", x=x, y=np.arange(5))
-    with pytest.raises(ConfigError, match="{'x'.*6.*'y'.*5}"):
-        NpyFiles(f"{tmp_path}/b.npz").check()
-
-
-def test_folders_of_texts_and_images(tmp_path):
-    from PIL import Image
-
-    for name in ("cat/1.png", "dog/2.png", "dog/3.png"):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        Image.fromarray(np.full((3, 5, 3), int(name[4]), np.uint8)).save(path)
-    images = ImageFiles(f"{tmp_path}/*/*.png")
-    assert [(x["name"], x["label"], x["image"][2, 4, 1]) for _, x in images.read(0, 3)] == [
-        ("cat/1.png", 0, 1), ("dog/2.png", 1, 2), ("dog/3.png", 1, 3)
-    ]
-    (tmp_path / "dog/2.png").write_bytes(b"no image")
-    with pytest.raises(ConfigError, match="dog/2.png"):
-        images[1]
-    with pytest.raises(BadExample, match="dog/2.png"):
-        ImageFiles(f"{tmp_path}/*/*.png")[1]
-    (tmp_path / "a.txt").write_bytes("é".encode())
-    (tmp_path / "b.txt").write_bytes("é".encode("latin-1"))
-    texts = TextFiles(f"{tmp_path}/*.txt")
-    assert texts[0] == {"name": "a.txt", "text": "é"}
-    with pytest.raises(BadExample, match="b.txt:1.*UTF-8"):
-        texts[1]
-
-
-@pytest.mark.slow
-def test_datasets_of_hugging_face(tmp_path):
-    import datasets
-
-    item = datasets.Dataset.from_list([{"n": n, "ids": list(range(n))} for n in range(40)])
-    datasets.DatasetDict(train=item, test=item.select(range(7))).save_to_disk(tmp_path / "d")
-    source = HuggingFaceDataset(str(tmp_path / "d"), "test")
-    source.check()
-    assert len(source) == 7 and source[5]["n"] == 5 and source[5]["ids"].tolist() == [0, 1, 2, 3, 4]
-    assert pickle.loads(pickle.dumps(source))[6]["n"] == 6
-    with pytest.raises(ConfigError, match="'tests'.*test"):
-        HuggingFaceDataset(str(tmp_path / "d"), "tests").check()
-
-
-@pytest.mark.slow
-@needs_tensorflow
-def test_datasets_of_tfds(tmp_path):
-    import tensorflow_datasets as tfds
-
-    from praxis_lite.inputs import Tfds
-
-    for kind in ("array_record", "tfrecord"):
-        tfds.dataset_builders.store_as_tfds_dataset(
-            name="numbers", version="1.0.0", data_dir=str(tmp_path / kind), file_format=kind,
-            features=tfds.features.FeaturesDict({"n": np.int64}),
-            split_datasets={"train": [(n, {"n": n}) for n in range(30)]},
-        )
-    source = Tfds(str(tmp_path / "array_record/numbers/1.0.0"), "train")
-    source.check()
-    assert sorted(int(source[k]["n"]) for k in range(len(source))) == list(range(30))
-    with pytest.raises(ConfigError, match="tfrecord.*array_record"):
-        Tfds(str(tmp_path / "tfrecord/numbers/1.0.0"), "train").check()
 
 
 def is_odd(example):
@@ -420,22 +354,6 @@ def test_a_fault_that_can_be_skipped_is_told_with_the_whole_path_of_the_setting(
         expected = f"b.jsonl:1 .*JSON.* --set datasets.train.{path}.skip=\"\\['not_json'\\]\"$"
         with pytest.raises(ConfigError, match=expected):
             check_data(pipeline, "datasets.train")
-
-
-@pytest.mark.parametrize("kind", ["npz", "arrow", "array_record", "parquet"])
-def test_a_file_with_other_rows_than_its_index_says_is_refused(kind, tmp_path):
-    _, end, write, _ = KINDS[kind]
-    for stop in (9, 7):
-        write(tmp_path / f"a.{end}", 0, stop)
-        os.utime(tmp_path / f"a.{end}", ns=(0, 0))
-        if stop == 9:
-            source = source_of(kind, tmp_path)
-            index = source.indexes[0]
-    object.__setattr__(source, "indexes", [index._replace(
-        state=(os.path.getsize(tmp_path / f"a.{end}"), 0))])
-    for read in (lambda: source[0], lambda: list(source.read(0, 9))):
-        with pytest.raises(ConfigError, match=f"a.{end}.*7.*9"):
-            read()
 
 
 def test_a_folder_that_cannot_be_written_is_named_with_what_to_set(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 from starlette.responses import PlainTextResponse, StreamingResponse
 
-from praxis_lite.host.http_endpoint import LOOPBACK_HOSTS
+from praxis_lite.host.host_names import LOOPBACK_HOSTS
 from praxis_lite.interop.serving import connections
 from praxis_lite.interop.serving.endpoints import Limits, application
 

@@ -57,9 +57,9 @@ def by_path(state):
     return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
 
 
-def init(rules, target, forms=()):
+def init(rules, target):
     """Returns a new state by path without its padding, having checked its shards and padding."""
-    source = FromCheckpoints(rules, target.layout, forms)
+    source = FromCheckpoints(rules, target.layout)
     state, plan = begun(target, target.key(3), source, lambda line: None), source.plan
     assert jax.tree.structure(state) == jax.tree.structure(target.layout.shapes)
     actual, leaves = {}, {leaf.path: leaf for leaf in target.layout.leaves()}

@@ -29,7 +29,6 @@ from orbax.checkpoint._src.serialization import serialization
 
 from praxis_lite import BestCheckpoints, ConfigError
 from praxis_lite.core import StateLayout, TrainState
-from praxis_lite.run.checkpoints import background_save
 from praxis_lite.run.checkpoints.background_save import FailedSave
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
 from praxis_lite.run.checkpoints.save_checks import check_names
@@ -723,21 +722,6 @@ def test_of_several_writes_that_fail_one_is_told_and_none_is_printed(caplog):
             asyncio_utils.run_sync(both(rounds))
     gc.collect()
     assert [line for line in caplog.messages if "never retrieved" in line] == []
-
-
-def test_errors_are_told_in_the_systems_words():
-    tensorstore = ValueError(
-        'OUT_OF_RANGE: Error writing "params.w/0.0" in OCDBT database at local file "/a/7.saving.o'
-        'rbax-checkpoint-tmp/m/": Failed writing: "/a/7.saving.orbax-checkpoint-tmp/m/d/4f": Faile'
-        "d to write 16 bytes to file 13: File too large [os_error_code='27']"
-    )
-    assert background_save.why(tensorstore) == "File too large (/a/7.saving)"
-    assert background_save.why(PermissionError(13, "Permission denied", "/a/b")) == (
-        "Permission denied (/a/b)"
-    )
-    assert background_save.why(OSError(5, "Input/output error")) == "Input/output error"
-    assert background_save.why(TypeError("a\n  b")) == "TypeError: a b"
-    assert background_save.why(TimeoutError()) == "TimeoutError"
 
 
 def test_what_only_reads_says_how_to_save(tmp_path):

@@ -13,10 +13,10 @@ from praxis_lite.run.config.class_attributes import experiment_and_config
 from praxis_lite.run.config.text import config_lines
 from praxis_lite.run.experiment.launched_config import LaunchedConfig
 from praxis_lite.run.experiment.mesh_of_devices import on_devices_of
-from praxis_lite.run.job.elastic.order import Order
+from praxis_lite.run.job.processes.membership import Membership
 
-ORDER = Order(
-    generation=3, member=0, members=(0,), stores=(), store_key=b"", coordinator="",
+PART = Membership(
+    generation=3, member=0, members=(0,), num_slots=1, coordinator="", key=b"", lost_status=75,
 )
 
 
@@ -41,7 +41,7 @@ def meshes(answer, *settings, chosen=None):
     experiment = type("Asked", (Asked,), {"ANSWER": staticmethod(answer) if answer else None})
     made, config = experiment_and_config(experiment, settings)
     launched = LaunchedConfig(config, "zoo.Asked", mesh_for=made.mesh_for)
-    job = on_devices_of(ORDER, build(config), launched, choose)
+    job = on_devices_of(PART, build(config), launched, choose)
     assert build(config).mesh == job.mesh
     return job.mesh, config
 

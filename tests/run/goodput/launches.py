@@ -1,7 +1,6 @@
 """Launches of a job on clocks that pass only when told."""
 
-from praxis_lite.run.goodput.kinds import SAVE, STEP
-from praxis_lite.run.goodput.phase_clock import PhaseClock
+from praxis_lite.run.events import SAVE, STEP, JobEvents
 from praxis_lite.run.goodput.timeline import Timeline
 
 
@@ -27,15 +26,15 @@ class FakeLaunch:
 
     def __init__(self, path, clocks, notes=None, from_step=None):
         self.clocks = clocks
-        self.clock = PhaseClock(now=clocks.now, unix=clocks.unix)
+        self.events = JobEvents(now=clocks.now, unix=clocks.unix)
         self.notes = [] if notes is None else notes
-        self.timeline = Timeline(path, self.clock, self.notes.append)
+        self.timeline = Timeline(path, self.events, self.notes.append)
         self.timeline.__enter__()
         if from_step is not None:
             self.timeline.goes_on_from(from_step)
 
     def spends(self, kind, seconds):
-        with self.clock.during(kind):
+        with self.events.phase(kind):
             self.clocks.passes(seconds)
 
     def steps(self, first, last, seconds):

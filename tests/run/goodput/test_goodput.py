@@ -6,24 +6,19 @@ import os
 import pytest
 
 from praxis_lite import ConfigError
-from praxis_lite.run.goodput import goodput_of
-from praxis_lite.run.goodput.kinds import (
+from praxis_lite.run.events import (
     COMPILE,
     EVALUATION,
-    HANDS,
-    IDLE,
     IMPORT,
     INIT,
     INPUT_WAIT,
-    KINDS,
-    LOST_STEP,
     RESTORE,
     SAVE,
     STEP,
 )
+from praxis_lite.run.goodput.goodput import HANDS, IDLE, KINDS, LOST_STEP, goodput_of, say_goodput
 from praxis_lite.run.goodput.stretches import Stretch, read_stretches
 from praxis_lite.run.job.job_dir import JobDir
-from praxis_lite.run.trainer.job_history import say_goodput
 from tests.run.goodput.launches import Clocks, FakeLaunch
 
 
@@ -48,7 +43,7 @@ def test_three_launches_two_of_them_killed_add_up_to_all_of_the_time(job):
     clocks = Clocks()
     first = FakeLaunch(job.timeline_jsonl, clocks)
     clocks.passes(3)  # As import, which a launch begins with.
-    first.clock.begins(INIT)
+    first.events.begins(INIT)
     clocks.passes(2)
     first.spends(COMPILE, 7)
     first.timeline.goes_on_from(0)
@@ -61,7 +56,7 @@ def test_three_launches_two_of_them_killed_add_up_to_all_of_the_time(job):
     first.killed(unseen=0.4)
     clocks.passes(60)
     second = FakeLaunch(job.timeline_jsonl, clocks)
-    second.clock.begins(INIT)
+    second.events.begins(INIT)
     second.spends(COMPILE, 11)
     second.killed(unseen=0.9)
     clocks.passes(30)

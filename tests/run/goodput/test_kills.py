@@ -5,16 +5,9 @@ import time
 
 import pytest
 
+from praxis_lite.run.events import COMPILE, IMPORT, RESTORE, SAVE, STEP
 from praxis_lite.run.goodput import goodput_of
-from praxis_lite.run.goodput.kinds import (
-    COMPILE,
-    IDLE,
-    IMPORT,
-    LOST_STEP,
-    RESTORE,
-    SAVE,
-    STEP,
-)
+from praxis_lite.run.goodput.goodput import IDLE, LOST_STEP
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.trainer.metrics.json_lines import lines_if_any
 from tests.support.job_runs import home, launch, start_process

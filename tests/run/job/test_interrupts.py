@@ -62,7 +62,6 @@ CASES = {
     "ended(None, signal.SIGINT)": "saved: SIGINT",
     "ended(None, signal.SIGTERM)": "saved: SIGTERM",
     "ended(None, signal.SIGINT, signal.SIGINT)": "KeyboardInterrupt 1 SIGINT",
-    "ended(None, signal.SIGINT, signal.SIGINT, pause=0)": "saved: SIGINT",  # One request, twice.
     "ended(None, signal.SIGINT, signal.SIGTERM, pause=0)": "KeyboardInterrupt 1 SIGTERM",
     "ended(None, signal.SIGINT, steps=0)": "KeyboardInterrupt 0 SIGINT",
     "ended(None, signal.SIGTERM, steps=0)": "KeyboardInterrupt 0 SIGTERM",

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from praxis_lite.run.trainer import launch as launching
-from praxis_lite.run.trainer import trainer
+from praxis_lite.run.trainer import starting_point, trainer
 from praxis_lite.run.trainer.hooks import saves
 from tests.support.job_runs import home, launch
 from tests.support.line_jobs import LINE
@@ -30,8 +30,8 @@ def a_file(path):
 
 
 PLACES = [
-    (saves.Saves, "save"), (trainer, "check_ids"), (launching, "compile_init"),
-    (launching, "_print_layout"), (launching, "JobLock"), (launching, "check_last_step"),
+    (saves.Saves, "save"), (trainer, "check_ids"), (starting_point, "compile_init"),
+    (launching, "write_layout"), (launching, "JobLock"), (launching, "unsound_end"),
 ]
 QUICK = [(deleted, PLACES[0])]
 SLOW = [(how, place) for how in (deleted, emptied, renamed, a_file) for place in PLACES]
@@ -56,6 +56,6 @@ def test_a_job_whose_directory_is_gone_ends_with_a_paragraph(how, place, tmp_pat
     done = launch(LINE, f"--job_log_dir={path}", "--set", "run.num_train_steps=3")
     assert "Traceback" not in done.err
     if done.code == 0:  # An empty directory is a new job's; and at the end all was saved.
-        assert name in ("JobLock", "check_last_step")
+        assert name in ("JobLock", "unsound_end")
     else:
         assert done.code in (1, 2) and done.err.startswith("error: ") and str(path) in done.err

@@ -156,7 +156,7 @@ def test_an_address_in_place_of_a_directory_is_refused_and_nothing_is_made(
         lambda: steps_directory(address),
         lambda: Checkpoints(address),
         lambda: read_pax_checkpoint(address),
-        lambda: located(address, CheckpointLoadingRules(load_rules=[("x", "x")]), ()),
+        lambda: located(address, CheckpointLoadingRules(load_rules=[("x", "x")])),
     ]
     for call in calls:
         with pytest.raises(ConfigError, match=r"\(gs, s3\)") as refused:

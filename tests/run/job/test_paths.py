@@ -28,7 +28,7 @@ from tests.support.marks import slow_but
 # Names of folders that some library takes for something else.
 NAMES = [
     "run[1]", "run[!a]", "a*b", "what?", "{a,b}", "[", "a b", "it's", 'a"b', "new\nline", "50%",
-    "#1", "a:b", "a=b", "-x", "é", "e\u0301", "日本", "...", "~user", "$HOME", "a\\b", "gs",
+    "#1", "a:b", "a=b", "-x", "é", "e\u0301", "日本", "...", "~user", "$HOME", "gs",
     "x" * 255, "&;|",
     "N.saving", "7", "checkpoints", "a,b", "%s", "\u2028", "\t",
 ]
@@ -68,9 +68,10 @@ def test_dots_and_slashes_name_the_same_directory(tmp_path, monkeypatch, given):
     ("given", "words"),
     [
         ("gs://bucket/x", r"\(gs\)"), ("s3:/b", r"\(s3\)"), ("", "''"),
-        ("a\0b", "NUL"), (b"run\xff".decode(errors="surrogateescape"), "UTF-8"),
+        ("a\0b", "NUL"), ("a\\b", "backslash"),
+        (b"run\xff".decode(errors="surrogateescape"), "UTF-8"),
         ("x" * 256, "x.*long"), ("loop", "^loop .*links"), ("dangling", "/dangling "),
-        ("file/job", "/file"), ("y/" * 1_900, "y.*long"),
+        ("file/job", "/file"),
     ],
 )
 def test_a_path_that_holds_no_job_is_refused_before_anything_is_written(
@@ -96,7 +97,7 @@ def test_a_step_of_which_an_array_was_not_written_is_not_committed(tmp_path, mon
         (database / "manifest.ocdbt").unlink()
 
     monkeypatch.setattr(OrbaxWrite, "wait", wait_and_lose)
-    with pytest.raises(FailedSave, match=r"3.*/mdl_vars/manifest\.ocdbt"):  # noqa: SIM117
+    with pytest.raises(FailedSave, match="3.*mdl_vars/params/w is missing"):  # noqa: SIM117
         with Checkpoints(tmp_path, saving=SaveSettings()) as checkpoints:
             checkpoints.save(3, small_state(mesh(), 3), SMALL, {"next_batch": 3})
             checkpoints.wait()

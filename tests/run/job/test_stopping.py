@@ -118,11 +118,11 @@ def test_a_second_signal_ends_a_process_that_is_stuck():
 
 
 def test_one_request_that_comes_twice_is_one():
-    # So does `timeout`: to the command, and to its group. And a session that is closed: SIGHUP too.
+    # A session that is closed sends SIGHUP, too.
     process = start("a loop that does not ask")
-    for item in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP):
+    for item in (signal.SIGTERM, signal.SIGHUP):
         process.send_signal(item)
-        time.sleep(0.01)  # Else the two are one to the system.
+        time.sleep(0.1)  # Of two that wait, the system hands over the lower number first.
     assert process.stderr.readline().startswith("SIGTERM: ending when the running step is made")
     assert process.stderr.readline() == "SIGHUP: ending already, for SIGTERM\n"
     process.send_signal(signal.SIGINT)
@@ -174,27 +174,16 @@ def test_one_of_several_processes_makes_the_first_step_with_the_others():
 
 
 ENDS = '''
-import gc, hashlib, sys, threading, time
+import hashlib, sys, threading, time
 from praxis_lite.run.job.processes.signals import EndsBySignal
-from praxis_lite.run.job.processes.stopping import StopRequest
 
 where = sys.argv[1]
-
-def collecting(phase, info):
-    time.sleep(1)
 
 with EndsBySignal():
     try:
         threading.Timer(0.2, print, ("there",), {"flush": True}).start()
         if where == "a compiler":
             hashlib.pbkdf2_hmac("sha256", b"x", b"y", 2_000_000_000)
-        if "callback of the garbage collector" in where:
-            gc.callbacks.append(collecting)
-            gc.collect()
-            gc.callbacks.clear()
-        if where.startswith("training"):
-            with StopRequest():
-                print("a step", flush=True)
         try:
             time.sleep(100)
         except BaseException:
@@ -211,8 +200,6 @@ with EndsBySignal():
     [
         "Python",
         pytest.param("a compiler", marks=pytest.mark.slow),
-        pytest.param("a callback of the garbage collector", marks=pytest.mark.slow),
-        pytest.param("training after a callback of the garbage collector", marks=pytest.mark.slow),
         "code that makes another error of it",
     ],
 )
@@ -223,7 +210,7 @@ def test_what_saves_nothing_ends_with_one_line_and_the_signals_status(where):
     )
     assert process.stdout.readline() == "there\n"
     process.send_signal(signal.SIGINT)
-    cleaned = [] if where.startswith("a c") else ["cleaned up"]
+    cleaned = [] if where == "a compiler" else ["cleaned up"]
     assert ended(process) == (130, cleaned, ["ended by SIGINT"])
 
 

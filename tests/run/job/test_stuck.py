@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from praxis_lite.run.job.processes.stacks import asked_for
 from praxis_lite.run.job.processes.stuck import Decision, Progress, Stuck
 from praxis_lite.run.job.processes.stuck.observed import Observed
 from praxis_lite.run.job.processes.stuck.on_host import seen_by_host, state_in_words
 from praxis_lite.run.job.processes.stuck.progress import MEETING, ON_DEVICES, Noted
-from praxis_lite.run.job.processes.stuck.stacks import asked_for
 from praxis_lite.run.job.processes.stuck.words import paragraph
 from tests.support.job_runs import CHECKOUT
 
@@ -97,7 +97,7 @@ class Process:
 
     def progress(self) -> Progress:
         return dataclasses.replace(
-            self.noted.progress(self.index), unheard_seconds=self.now - self.heard_at,
+            self.noted.progress_of(self.index), unheard_seconds=self.now - self.heard_at,
             cpu_seconds=round(self.cpu, 2), io_bytes=int(self.io), state=self.state,
         )
 
@@ -394,7 +394,7 @@ def test_the_state_and_work_of_another_process_are_read_and_its_stacks_given_whe
     # `pause` by PyDLL keeps Python's lock: no thread of Python runs.
     child = subprocess.Popen(
         [sys.executable, "-c", "import ctypes\n"
-         "from praxis_lite.run.job.processes.stuck.stacks import give_when_asked\n"
+         "from praxis_lite.run.job.processes.stacks import give_when_asked\n"
          "sum(range(10**7))\n"
          "print(give_when_asked(), flush=True)\n"
          "while True: ctypes.PyDLL(None).pause()\n"],

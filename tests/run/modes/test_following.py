@@ -13,6 +13,7 @@ from praxis_lite.run.checkpoints.sharded_reading import read_arrays
 from praxis_lite.run.checkpoints.steps import step_dirs
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.trainer.hooks import followed as followed_hook
+from praxis_lite.run.trainer.hooks.tracking import Trackers
 from praxis_lite.run.trainer.job_history import metrics_by_step
 from praxis_lite.run.trainer.metrics.json_lines import append_lines, json_line, read_json_lines
 from tests.support.job_runs import copy_of_trained, home, launch, start_process, succeed
@@ -196,7 +197,8 @@ def test_a_damaged_line_of_a_guest_is_said_once_and_ends_nothing(tmp_path, monke
     )
     files, notes = JobDir(tmp_path), []
     monkeypatch.setattr(followed_hook, "_SECONDS_BETWEEN_LOOKS", 0.0)
-    hook = followed_hook.FollowedEvaluations(SimpleNamespace(run=run, files=files))
+    job, trackers = SimpleNamespace(run=run, files=files), Trackers([], files, notes.append)
+    hook = followed_hook.FollowedEvaluations(job, trackers)
     loop = SimpleNamespace(
         is_first=True, note=notes.append, proposed_end=None,
         consensus=SimpleNamespace(end_is_due=False),

@@ -72,7 +72,7 @@ def test_a_mode_of_a_users_package_has_its_options_and_its_exit_status(run):
 @pytest.mark.parametrize("argv, status, words", [
     (["--mode=mypackage.modes.Count"], 2, "add --packages=mypackage."),
     (["--packages=mypackage", "--mode=mypackage.modes.Cuont"], 2,
-     "mypackage.modes.Count, "),
+     "Did you mean Count?"),
     (["--packages=mypackage", "--mode=mypackage.modes.NotOne"], 2, "<class 'int'>;"),
     (["--packages=mypackage", "--mode=mypackage.modes.Count", "--topology=cpu:8"], 2,
      "--mode=plan and --mode=sweep; --mode=mypackage.modes.Count "),

@@ -11,7 +11,6 @@ import pytest
 from matplotlib import figure
 from tensorboardX.proto import event_pb2
 
-from praxis_lite.run.trackers.event_files import TensorBoardWriter
 from praxis_lite.run.trackers.tensorboard import TensorBoard
 from tests.support.tracked_runs import run_in
 
@@ -34,20 +33,15 @@ def scalars_in(log_dir):
 
 
 def test_scalars_come_back_at_their_steps_before_the_file_is_closed(tmp_path):
-    writer = TensorBoardWriter(tmp_path)
-    writer.scalars(7, {"train/loss": np.float32(2.5), "train/grad_norm": 0.1})
-    writer.scalars(13, {"train/loss": 1.25})
-    assert scalars_in(tmp_path) == [(7, "train/loss", 2.5), (7, "train/grad_norm", np.float32(0.1)),
-                                    (13, "train/loss", 1.25)]
-    writer.close()
-    writer.close()
-
-
-def test_a_run_that_resumes_at_once_overwrites_nothing(tmp_path):
-    for resume_step, loss in ((None, 2.0), (7, 3.0)):
-        with TensorBoardWriter(tmp_path, resume_step) as writer:
-            writer.scalars(8, {"loss": loss})
-    assert scalars_in(tmp_path) == [(8, "loss", 2.0), (8, "loss", 3.0)]
+    expected = []
+    for loss in (2.5, 3.5):  # A launch right after another overwrites nothing.
+        tracker = TensorBoard()
+        tracker.start(run_in(tmp_path))
+        tracker.scalars(7, {"train/loss": loss, "train/grad_norm": 0.1})
+        expected += [(7, "train/loss", loss), (7, "train/grad_norm", np.float32(0.1))]
+        points = scalars_in(tmp_path / "tensorboard")
+        tracker.end("finished")
+        assert [point for point in points if point[0]] == expected
 
 
 @pytest.fixture(scope="module")
@@ -107,13 +101,16 @@ def test_tensorboard_shows_texts_pictures_and_hyperparameters(shown):
 
 def test_trackers_load_neither_jax_nor_tensorflow(tmp_path):
     code = f"""
-import sys
-from praxis_lite.run.trackers import event_files, metrics_endpoint, mlflow, prometheus
-from praxis_lite.run.trackers import tensorboard, weights_and_biases
+import pathlib, sys
+from praxis_lite.run.trackers import metrics_endpoint, mlflow, prometheus, weights_and_biases
+from praxis_lite.run.trackers.tensorboard import TensorBoard
+from tests.support.tracked_runs import run_in
 heavy = ("jax", "flax", "tensorflow", "matplotlib", "tensorboardX", "wandb", "mlflow")
 assert not [name for name in heavy if name in sys.modules], "at import"
-with event_files.TensorBoardWriter({str(tmp_path)!r}) as writer:
-    writer.scalars(1, {{"loss": 1.0}})
+tracker = TensorBoard()
+tracker.start(run_in(pathlib.Path({str(tmp_path)!r})))
+tracker.scalars(1, {{"loss": 1.0}})
+tracker.end("finished")
 assert not [name for name in heavy[:3] if name in sys.modules], "at use"
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -257,13 +257,6 @@ def test_outside_of_the_main_thread_it_is_said_that_sigusr1_is_not_heard(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_range_after_the_last_step_is_refused_before_anything_compiles(tmp_path):
-    done = launch(TINY, f"--job_log_dir={tmp_path / 'job'}", "--set", "run.profile.steps=6:99")
-    assert (done.code, done.num_compiled) == (2, 0)
-    assert "run.profile.steps" in done.err and "END of 8 at most" in " ".join(done.err.split())
-
-
-@pytest.mark.slow
 def test_a_job_from_before_profiles_goes_on(tmp_path):
     job = JobDir(tmp_path / "job")
     succeed(LINE, f"--job_log_dir={job.path}", "--set", "run.num_train_steps=2")

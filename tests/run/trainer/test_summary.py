@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from praxis_lite.run.goodput.goodput import time_section
 from praxis_lite.run.job.job_dir import COMMAND_LINE, JobDir
 from praxis_lite.run.trainer.metrics.records import add_records
 from praxis_lite.run.trainer.summary import summary
@@ -69,7 +70,7 @@ def test_it_shows_where_the_time_of_the_job_and_of_a_step_went(tmp_path):
     )
     stretch = {"launch": 1.7e9, "first_step": 0, "last_step": 2, "ended_by": "the end"}
     write_lines(job.timeline_jsonl, [stretch | {"seconds": {"compile": 6.0, "step": 2.0}}])
-    _, time, step, _ = summary(job).replace("\n\n  ", "\n  ").split("\n\n")
+    _, time, step, _ = summary(job, more=time_section).replace("\n\n  ", "\n  ").split("\n\n")
     assert time.startswith("Where the time went\n") and "goodput: 25.0%" in time
     assert [line.split() for line in step.splitlines()[1:]] == [
         ["step_time", "1", "s", "100.0%"], ["input_time", "0.1", "s", "10.0%"],
@@ -105,7 +106,7 @@ def test_the_mode_prints_it_without_a_mesh_or_a_compiler(tmp_path):
     job = copy_of_trained(tmp_path / "job")
     done = launch("--mode=summary", f"--job_log_dir={job.path}")
     assert (done.code, done.err, done.num_compiled) == (0, "", 0)
-    assert done.out == summary(job) + "\n"
+    assert done.out == summary(job, more=time_section) + "\n"
     for name in ("config.txt", "layout.txt", "metrics.jsonl", "loss_curve.png", "checkpoints"):
         assert str(job.path / name) in done.out
 
@@ -131,8 +132,7 @@ def test_texts_of_continuations_may_have_any_letters(tmp_path):
                      "    goes on | c", "            | d\\x1b[31m"]
 
 
-@pytest.mark.parametrize("line", ["[" * 100_000, '{"prompt": ' + "[" * 250 + "]" * 250 + "}",
-                                  "7", "{", '"a"', "\udcff", ""])
+@pytest.mark.parametrize("line", ["[" * 100_000, "7", "{", '"a"', "\udcff", ""])
 def test_lines_that_are_no_records_are_counted(line, tmp_path):
     path = JobDir(tmp_path).decode_jsonl("p", 7)
     path.parent.mkdir(parents=True)

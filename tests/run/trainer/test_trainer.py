@@ -10,12 +10,10 @@ import shutil
 import pytest
 
 from praxis_lite import ConfigError, EvaluationSettings, RunConfig
-from praxis_lite.run.experiment.launched_config import config_of_experiment
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.trainer.checks.job_checks import check_num_batches
 from praxis_lite.run.trainer.checks.resume import check_resumable
-from praxis_lite.run.trainer.job_history import is_finished
-from praxis_lite.run.trainer.metrics.json_lines import append_lines, read_json_lines
+from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
 from tests.support.job_runs import copy_of_trained, home, launch, lines_of, succeed, trained
 from tests.support.line_jobs import LINE
 
@@ -62,66 +60,11 @@ def test_a_finished_job_has_nothing_to_do_and_more_steps_go_on(tmp_path):
     done = succeed(*argv)
     assert job.loss_curve_png.stat().st_mtime_ns == drawn  # Nothing new is in it.
     assert "has already made its 7 steps" in done.out and "raise run.num_train_steps" in done.out
-    assert "mesh" not in done.out  # Known from the files: nothing was built or restored.
     assert_as_if_never_interrupted(job)
     done = succeed(*argv, "--set", "run.num_train_steps=8")
     assert "changed since the job was last run: run.num_train_steps: 7 -> 8" in done.out
     assert [line["step"] for line in steps_of(job)] == list(range(1, 9))
     assert steps_of(job)[:7] == steps_of(trained()[0])
-
-
-def _damage(job):
-    next(path for path in (job.checkpoints / "7").rglob("d/*")).write_bytes(b"")
-
-
-def _take_commit(job):
-    (job.checkpoints / "7" / "commit.json").unlink()
-
-
-def _leave_leftovers(job):
-    (job.checkpoints / "3.deleting").mkdir()
-
-
-def _skip_last_step(job):
-    *lines, last = read_json_lines(job.metrics_jsonl)
-    job.metrics_jsonl.unlink()
-    append_lines(job.metrics_jsonl, [*lines, {**last, "num_skipped_in_a_row": 1}])
-
-
-def _lose_last_evaluation(job):
-    lines = read_json_lines(job.eval_metrics_jsonl)
-    job.eval_metrics_jsonl.unlink()
-    append_lines(job.eval_metrics_jsonl, [line for line in lines if line["step"] < 7])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "settings"),
-    [
-        (_damage, ()),
-        (_take_commit, ()),
-        (_leave_leftovers, ()),
-        (_skip_last_step, ()),
-        (_lose_last_evaluation, ()),
-        (lambda job: job.metrics_jsonl.unlink(), ()),
-        (lambda job: job.config_json.unlink(), ()),
-        (lambda job: shutil.rmtree(job.checkpoints), ()),
-        (lambda job: None, ["run.num_train_steps=8"]),
-        (lambda job: None, ["run.num_train_steps=6"]),
-        (lambda job: None, ["datasets.train.batch_size=17"]),
-    ],
-)
-def test_only_a_job_whose_files_are_all_in_order_is_finished_without_a_launch(
-    tmp_path, change, settings
-):
-    job, lines = copy_of_trained(tmp_path / "job"), []
-    plain, changed = (
-        config_of_experiment("jobzoo.experiments.Tiny", given, ["jobzoo"])
-        for given in ([], settings)
-    )
-    assert is_finished(plain, job, lines.append) and "made its 7 steps" in lines[0]
-    change(job)
-    assert not is_finished(changed, job, pytest.fail)
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,8 @@ def shown_of(texts, pieces, **settings):
     decoder = kind(max_decode_steps=99, eos_id=256, **settings)
     written = []
     titles = [f"title {i}" for i in range(len(texts) // decoder.num_hyps)]
-    shown = Continuations(titles, ByteTokenizer(), decoder, written.append)
+    prompts = [np.zeros(0, np.int32)] * len(titles)
+    shown = Continuations(titles, prompts, ByteTokenizer(), decoder, written.append)
     for index, new, done in pieces:
         shown.add(NewTokens(index, np.array(new, np.int32), np.zeros(len(new)), done))
     return written

@@ -1,4 +1,1 @@
-"""Files as strangers may have written them: which are read, and images and names in them.
-
-Nothing outside a folder is read because a file in it says so, nothing imported, nothing started.
-"""
+"""The files that globs name, and the text in them."""

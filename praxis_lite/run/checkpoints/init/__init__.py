@@ -1,4 +1,4 @@
 """Weights that a new job takes from other checkpoints, and the rules that choose them.
 
-Reads foreign steps, and never writes one.
+Reads checkpoints of other jobs and of Orbax, and never writes one.
 """

@@ -8,27 +8,19 @@ from jax.sharding import Mesh
 
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
 from praxis_lite.files.whole_files import write_whole
-from praxis_lite.run.checkpoints.init.init_plan import InitPlan
 from praxis_lite.run.checkpoints.init.initial_state import Note
 from praxis_lite.run.checkpoints.init.kept_arrays import in_kept_form, kept_paths, whole_layout
 from praxis_lite.run.checkpoints.init.loading_rules import CheckpointLoadingRules
-from praxis_lite.run.checkpoints.init.planning import plan_init
-from praxis_lite.run.checkpoints.init.sources import Forms, opened
+from praxis_lite.run.checkpoints.init.planning import InitPlan, plan_init
+from praxis_lite.run.checkpoints.init.sources import opened
 from praxis_lite.run.job.job_dir import JobDir
 
 
 class FromCheckpoints:
-    """The initial state of `run.init_from_checkpoint_rules`.
+    """The initial state of `run.init_from_checkpoint_rules`."""
 
-    Args:
-      forms: of checkpoints that other libraries wrote, which rules may name.
-    """
-
-    def __init__(
-        self, rules: Mapping[str, CheckpointLoadingRules], layout: StateLayout, forms: Forms = ()
-    ):
-        self.plan, self._forms = plan_init(whole_layout(layout), rules, forms), forms
-        self._layout = layout
+    def __init__(self, rules: Mapping[str, CheckpointLoadingRules], layout: StateLayout):
+        self.plan, self._layout = plan_init(whole_layout(layout), rules), layout
 
     @property
     def paths(self) -> Collection[str]:
@@ -50,14 +42,14 @@ class FromCheckpoints:
         for line in self.plan.summary():
             note(line)
         note("initialising the state. See init_from_checkpoint.txt.")
-        arrays = _loaded(self.plan, mesh, self._forms)
+        arrays = _loaded(self.plan, mesh)
         return {
             kept: x for path, weight in arrays.items()
             for kept, x in in_kept_form(self._layout, path, weight, mesh).items()
         }
 
 
-def _loaded(plan: InitPlan, mesh: Mesh, forms: Forms) -> dict[str, jax.Array]:
+def _loaded(plan: InitPlan, mesh: Mesh) -> dict[str, jax.Array]:
     expected, arrays = {leaf.path: leaf for leaf in plan.layout.leaves()}, {}
 
     def as_stored(path: str) -> LeafLayout:
@@ -70,7 +62,7 @@ def _loaded(plan: InitPlan, mesh: Mesh, forms: Forms) -> dict[str, jax.Array]:
             path: source.path for path, source in plan.sources.items()
             if source[:2] == (directory, step)
         }
-        with opened(directory, forms) as saved:
+        with opened(directory) as saved:
             while left:
                 # One array may be what several start from: each time it is read for one of them.
                 targets = {source: path for path, source in left.items()}

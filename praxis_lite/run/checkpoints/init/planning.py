@@ -1,28 +1,109 @@
 """Rules applied: the checkpoint that each array of a new state comes from, and errors in them."""
 
+import collections
+import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, few
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
-from praxis_lite.run.checkpoints.init.init_plan import InitPlan, Source, name_of, place
 from praxis_lite.run.checkpoints.init.loading_rules import CheckpointLoadingRules
-from praxis_lite.run.checkpoints.init.sources import SETTING, Forms, located, opened
+from praxis_lite.run.checkpoints.init.nnx_checkpoint import NnxCheckpoint
+from praxis_lite.run.checkpoints.init.sources import SETTING, located, opened
 from praxis_lite.run.config.paths import join
 
 
-def plan_init(
-    layout: StateLayout, rules: Mapping[str, CheckpointLoadingRules], forms: Forms = ()
-) -> InitPlan:
+class Source(NamedTuple):
+    """Where an array comes from.
+
+    Attributes:
+      directory: of the checkpoint.
+      step: of the checkpoint, or None if it is one of Orbax's without steps.
+      rule: in words.
+      path: in the checkpoint.
+      cast_from: the array's dtype there, or None if it is the one that is wanted.
+    """
+
+    directory: Path
+    step: int | None
+    rule: str
+    path: str
+    cast_from: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class InitPlan:
+    """The arrays loaded into a new TrainState; all else is as without it.
+
+    Attributes:
+      layout: of the TrainState.
+      sources: of what is loaded, by path in the state.
+      step: the one to start at and the checkpoints that say so, or None to start at 0.
+      left_out: what no rule takes of checkpoints that other libraries wrote, by their places.
+    """
+
+    layout: StateLayout
+    sources: Mapping[str, Source]
+    step: tuple[int, Path] | None
+    left_out: Mapping[str, Sequence[str]]
+
+    def summary(self) -> list[str]:
+        """Returns a few lines: how much comes from where, by which rule, and the new weights."""
+        loaded, new = collections.defaultdict(list), collections.defaultdict(list)
+        for path in self._paths():
+            item, source = path.partition("/")[0], self.sources.get(path)
+            if source is None:
+                new[item].append(name_of(path))
+            else:
+                loaded[item, *source[:3]].append(self._line(path))
+        lines = [
+            f"{item}: {len(names)} from {place(directory, step)} by {rule}: {few(names)}"
+            for (item, directory, step, rule), names in loaded.items()
+        ]
+        for item, how in (("mdl_vars", "drawn"), ("opt_states", "made from these weights")):
+            if new[item]:
+                lines.append(f"{item}: {len(new[item])} new, {how}: {few(new[item])}")
+        for where, names in self.left_out.items():
+            lines += [f"left out of {where}: {few(names, 8)}"] if names else []
+        step, directory = self.step or (0, None)
+        return [*lines, f"step: {step}" + (f" of {directory}" if directory else "")]
+
+    def lines(self) -> list[str]:
+        """Returns the summary, and a line for each array."""
+        return [*self.summary(), "", *map(self._line, self._paths())]
+
+    def _paths(self) -> Iterable[str]:
+        return (leaf.path for leaf in self.layout.leaves() if leaf.path != "step")
+
+    def _line(self, path: str) -> str:
+        source = self.sources.get(path)
+        if source is None:
+            return f"{name_of(path)}: new"
+        cast = f" (cast from {source.cast_from})" if source.cast_from else ""
+        return name_of(path) + ("" if source.path == path else f" <- {name_of(source.path)}") + cast
+
+
+def name_of(path: str) -> str:
+    """Returns the name by which rules know what lies at a path in a state."""
+    return path.removeprefix("mdl_vars/")
+
+
+def place(directory: Path, step: int | None) -> str:
+    """Returns "step 3 in DIRECTORY"."""
+    return str(directory) if step is None else f"step {step} in {directory}"
+
+
+def plan_init(layout: StateLayout, rules: Mapping[str, CheckpointLoadingRules]) -> InitPlan:
     """Returns the plan that the rules give; reads the checkpoints' manifests, no array.
 
     Args:
       layout: of the TrainState to start with.
       rules: by directory, or by any name; in the order in which they are asked.
-      forms: of checkpoints that other libraries wrote, which rules may name.
 
     Raises:
       ConfigError: there is no checkpoint; a pattern matches nothing; what a rule names is not in
@@ -31,24 +112,23 @@ def plan_init(
     sources: dict[str, Source] = {}
     step = None
     for key, rule in rules.items():
-        planner = _Planner(key, rule, layout, sources, forms)
+        planner = _Planner(key, rule, layout, sources)
         planner.mdl_vars()
         planner.opt_states()
         planner.partial_opt_states()
         planner.check()
         if rule.load_step and step is None:
             step = planner.step, planner.directory
-    return InitPlan(layout, sources, step, _left_out(sources, forms))
+    return InitPlan(layout, sources, step, _left_out(sources))
 
 
-def _left_out(sources: Mapping[str, Source], forms: Forms) -> dict[str, list[str]]:
+def _left_out(sources: Mapping[str, Source]) -> dict[str, list[str]]:
     """Returns the arrays of other libraries' checkpoints that no rule takes, by their places."""
     result = {}
     for directory, step in dict.fromkeys(source[:2] for source in sources.values()):
-        if any(form.is_at(directory) for form in forms):
+        if NnxCheckpoint.is_at(directory):
             taken = [s.path for s in sources.values() if s[:2] == (directory, step)]
-            with opened(directory, forms) as saved:
-                result[place(directory, step)] = saved.left_out(taken, step)
+            result[place(directory, step)] = NnxCheckpoint(directory).left_out(taken, step)
     return result
 
 
@@ -61,15 +141,14 @@ class _Planner:
         rules: CheckpointLoadingRules,
         layout: StateLayout,
         sources: dict[str, Source],
-        forms: Forms,
     ):
         self.key, self.rules, self.sources = key, rules, sources
         self.wanted = {leaf.path: leaf for leaf in layout.leaves()}
         self.errors: list[str] = []
         # The weights that this checkpoint gives, by path under params, and what they are there.
         self.weights: dict[str, str] = {}
-        self.directory, step = located(key, rules, forms)
-        with opened(self.directory, forms) as saved:
+        self.directory, step = located(key, rules)
+        with opened(self.directory) as saved:
             self.saved = saved.leaves(step)
             named = saved.best_step() if step == "best" else step
             self.step = saved.latest_step() if named is None else named

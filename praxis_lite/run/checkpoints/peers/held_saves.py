@@ -10,7 +10,6 @@ import numpy as np
 import xxhash
 
 from praxis_lite.core.errors import few
-from praxis_lite.run.checkpoints.files.zarr_formats import np_dtype
 from praxis_lite.run.checkpoints.peers.pieces import Box, covers
 from praxis_lite.run.checkpoints.steps.manifest import parse_manifest
 from praxis_lite.run.job.elastic.store_messages import SaveId, StoreClient, StoreFailed
@@ -166,7 +165,7 @@ class HeldSave:
                 ))
         self.manifest = headers[0]
         self.arrays = {
-            path: HeldArray(path, np_dtype(leaf["dtype"]), pieces[path])
+            path: HeldArray(path, np.dtype(leaf["dtype"]), pieces[path])
             for path, leaf in self.manifest["leaves"].items()
         }
 

@@ -50,7 +50,11 @@ class NewestState:
             self.step, self._held = chosen.step, HeldSave(stores, processes.index(), chosen)
         self.source = "peers" if self._held else "new" if self.step is None else "disk"
 
-    def data(self) -> Mapping[str, Any]:
+    def latest_step(self) -> int | None:
+        """Returns `step`."""
+        return self.step
+
+    def latest_data(self) -> Mapping[str, Any]:
         """Returns the data that were saved beside the state."""
         return self._held.manifest["data"] if self._held else self._checkpoints.latest_data()
 

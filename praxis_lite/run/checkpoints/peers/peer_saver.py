@@ -32,6 +32,9 @@ class PeerSaver:
     a whole save at any time, whoever dies meanwhile. A save waits for the one before it rather than
     being left out, for what a death costs is bounded by it.
 
+    Attributes:
+      step: of the newest save that was begun; 0: none was.
+
     Args:
       order: of this process.
       stores: of all members, in the order of their processes.
@@ -52,7 +55,7 @@ class PeerSaver:
         neighbour = neighbour_of(order)
         self._targets = [self._own] + ([] if neighbour is None else [stores[neighbour]])
         self._pieces = own_pieces(layout, mesh, order.index, process_of)
-        self._number, self._step, self._has_said = 0, 0, False
+        self._number, self.step, self._has_said = 0, 0, False
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "PeerSaver":
@@ -74,7 +77,7 @@ class PeerSaver:
         if seconds >= _SAID_SECONDS and not self._has_said and self._order.index == 0:
             self._has_said = True
             self._note(
-                f"training waits {seconds:.1f} s for the peer save of step {self._step} to end: "
+                f"training waits {seconds:.1f} s for the peer save of step {self.step} to end: "
                 "raise run.peer_save_every_steps, for saves take longer than the steps between"
             )
         manifest = {
@@ -83,7 +86,7 @@ class PeerSaver:
         }
         values = on_host(self._pieces, dict(leaves_with_path(state)))
         save = SaveId(self._order.generation, self._number, self._order.member)
-        self._number, self._step = self._number + 1, step
+        self._number, self.step = self._number + 1, step
         # A daemon: a process that ends with an error waits for no other.
         self._thread = threading.Thread(
             target=self._save, args=(save, manifest, values), daemon=True,

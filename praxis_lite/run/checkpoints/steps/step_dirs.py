@@ -98,17 +98,13 @@ def remove(step_dir: Path) -> None:
 
 def remove_leftover(path: Path) -> None:
     """Deletes a folder that was put aside."""
-    if path.is_symlink():
-        path.unlink()
-    else:
-        shutil.rmtree(path)
+    shutil.rmtree(path)
 
 
 def _names(directory: Path) -> list[str]:
     try:
         with os.scandir(directory) as entries:
-            # A symbolic link with a number for a name is seen, and refused by verification.
-            return sorted(x.name for x in entries if x.is_symlink() or x.is_dir())
+            return sorted(entry.name for entry in entries if entry.is_dir())
     except (FileNotFoundError, NotADirectoryError):
         return []
 

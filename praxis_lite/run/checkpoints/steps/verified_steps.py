@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from praxis_lite.core.errors import ConfigError, few
 from praxis_lite.run.checkpoints.steps import step_dirs, step_files
-from praxis_lite.run.checkpoints.steps.best_checkpoints import BestCheckpoints
+from praxis_lite.run.checkpoints.steps.save_settings import BestCheckpoints
 
 Step = int | Literal["best"] | None  # None stands for the newest.
 Metrics = Mapping[int, Mapping[str, float]]
@@ -43,13 +43,8 @@ class VerifiedSteps:
         self._manifests: dict[int, Mapping[str, Any]] = {}
 
     def repair(self) -> None:
-        """Clears away the leftovers of a kill; ends a save that lacked only its last rename.
-
-        Raises:
-          ConfigError: there are steps that another program, or an older praxis_lite, wrote.
-        """
+        """Clears away the leftovers of a kill; ends a save that lacked only its last rename."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._check_not_foreign()
         for path in step_dirs.set_aside(self.directory, *step_dirs.LEFTOVERS):
             step = path.name.removesuffix(".saving")
             if step.isdecimal() and step_dirs.is_committed(path) and not step_files.verify(path):
@@ -80,7 +75,6 @@ class VerifiedSteps:
 
         step = self._first_whole(listed)
         if step is None:
-            self._check_not_foreign()
             lost = [str(step) for step in sorted(self._skipped) if self._dir(step).exists()]
             lost += [path.name for path in step_dirs.set_aside(self.directory, "damaged")]
             if lost:
@@ -232,8 +226,6 @@ class VerifiedSteps:
     def _wrong(self, step: int) -> list[str]:
         if step in self._verified:
             return []
-        if step_files.foreign(self._dir(step)):
-            self._check_not_foreign()
         if not (wrong := step_files.verify(self._dir(step))):
             self._verified.add(step)
         return wrong
@@ -246,14 +238,6 @@ class VerifiedSteps:
             self._skipped.add(step)
             done = "skipped"
         self._note(f"the checkpoint of step {step} is damaged ({_in_words(wrong)}): {done}")
-
-    def _check_not_foreign(self) -> None:
-        for step in step_dirs.numbered_steps(self.directory):
-            if other := step_files.foreign(self._dir(step)):
-                raise ConfigError(
-                    f"{self._dir(step)} {other}. Go on with the version that wrote it, or name "
-                    "another directory."
-                )
 
     def _dir(self, step: int) -> Path:
         return self.directory / str(step)

@@ -9,10 +9,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from praxis_lite.run.events import Listener, Phase
 from praxis_lite.run.job.processes import signals
+from praxis_lite.run.job.processes.membership import Membership
 
 # The variable that makes a process a worker: "file descriptor of its reports:supervisor's PID".
 WORKER = "PRAXIS_LITE_WORKER"
@@ -52,6 +54,15 @@ class Order:
     def index(self) -> int:
         """The index of this worker's process among those of the generation."""
         return self.members.index(self.member)
+
+    @property
+    def membership(self) -> Membership:
+        """The worker's part, as the run needs to know it."""
+        return Membership(
+            generation=self.generation, member=self.member, members=self.members,
+            num_slots=self.num_slots, coordinator=self.coordinator, key=self.store_key,
+            lost_status=LOST_PEER_STATUS,
+        )
 
     def line(self) -> str:
         """Returns the order as a line of JSON."""
@@ -126,7 +137,7 @@ def _end_if_stopped_for_long() -> None:
 _phase = ""
 
 
-def phase(name: str) -> None:
+def tell_phase(name: str) -> None:
     """Tells the supervisor what this process does from now on, as the goodput's kinds say it."""
     global _phase
     name = "step" if name == "input wait" else name  # They alternate in each step.
@@ -147,3 +158,16 @@ def report(**fields: Any) -> None:
     with _lock, contextlib.suppress(OSError):
         while data:
             data = data[os.write(_pipe, data) :]
+
+
+class ToSupervisor(Listener):
+    """Tells the supervisor the events of this process."""
+
+    def begins(self, phase: Phase, step: int | None) -> None:
+        tell_phase(phase.counts_as)
+
+    def resumes(self, phase: Phase) -> None:
+        tell_phase(phase.counts_as)
+
+    def report(self, facts: Mapping[str, Any]) -> None:
+        report(**facts)

@@ -28,7 +28,6 @@ from praxis_lite.run.job.processes.addresses import joined
 
 _IDLE_SECONDS = 600.0  # That a connection may wait between two requests.
 _MOST_STRANGERS = 32  # Connections that have not proved yet that they have the key.
-_MOST_HEADER_BYTES = 2**28
 _PART_BYTES = 2**24  # Taken at a time, and added to the digest.
 _MOST_SHARE = 0.9  # Of the memory that is free, for a save.
 
@@ -52,9 +51,9 @@ class _Held:
 class PeerStore:
     """Saves in the memory of this process, for the processes of its job: a context.
 
-    A thread takes connections; each has a thread of its own, so none waits for another. What does
-    not have the key is not listened to. A save is there once all its bytes came and have their
-    digest; of one that was cut off nothing stays.
+    A thread takes connections; each has a separate thread, so none waits for another. A client that
+    does not have the key is not listened to; one that has it is trusted. A save is there once all
+    its bytes came and have their digest; of one that was cut off nothing stays.
 
     Args:
       key: of the job.
@@ -129,8 +128,8 @@ class PeerStore:
                     self._answer(connection, request)
                 except StoreFailed as failed:
                     send(connection, {"error": str(failed)})
-        except (OSError, ValueError, KeyError, TypeError, MemoryError):
-            pass  # The client is gone, or sends what no client of ours does.
+        except (OSError, ValueError):
+            pass  # The client is gone, or has another version.
         finally:
             self._forget(connection)
 
@@ -144,7 +143,10 @@ class PeerStore:
     def _answer(self, connection: socket.socket, request: dict[str, Any]) -> None:
         match request["do"]:
             case "put":
-                self._put(connection, _save_id(request), **_sizes(request))
+                self._put(
+                    connection, SaveId(*request["save"]), request["header_bytes"],
+                    request["num_bytes"],
+                )
             case "list":
                 with self._lock:
                     saves = sorted(self._saves)
@@ -165,7 +167,7 @@ class PeerStore:
                     send_bytes(connection, part)
             case "drop":
                 with self._lock:
-                    self._saves.pop(_save_id(request), None)
+                    self._saves.pop(SaveId(*request["save"]), None)
                 send(connection, {})
             case other:
                 raise ValueError(f"there is no {other!r}")
@@ -200,26 +202,10 @@ class PeerStore:
 
     def _held(self, request: dict[str, Any]) -> _Held:
         with self._lock:
-            held = self._saves.get(_save_id(request))
+            held = self._saves.get(SaveId(*request["save"]))
         if held is None:
             raise StoreFailed("it has no such save any more")
         return held
-
-
-def _save_id(request: dict[str, Any]) -> SaveId:
-    save = SaveId(*request["save"])
-    if not all(type(number) is int for number in save):
-        raise ValueError("a save has another name")
-    return save
-
-
-def _sizes(request: dict[str, Any]) -> dict[str, int]:
-    sizes = {name: request[name] for name in ("header_bytes", "num_bytes")}
-    if not all(type(size) is int and size >= 0 for size in sizes.values()):
-        raise ValueError("a save has no such size")
-    if sizes["header_bytes"] > _MOST_HEADER_BYTES:
-        raise ValueError("a header is too long")
-    return sizes
 
 
 def _end(connection: socket.socket) -> None:

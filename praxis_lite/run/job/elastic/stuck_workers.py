@@ -9,9 +9,9 @@ from pathlib import Path
 from praxis_lite.files.json_text import opened_to_append
 from praxis_lite.run.job.elastic.members import Generation, Member
 from praxis_lite.run.job.elastic.worker_process import WorkerProcess
+from praxis_lite.run.job.processes.stacks import asked_for
 from praxis_lite.run.job.processes.stuck import Decision, Progress
 from praxis_lite.run.job.processes.stuck.on_host import state_in_words
-from praxis_lite.run.job.processes.stuck.stacks import asked_for
 from praxis_lite.run.job.processes.stuck.words import details
 
 _EVERY_SECONDS = 1.0

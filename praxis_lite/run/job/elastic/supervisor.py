@@ -10,7 +10,6 @@ import time
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.run.job.elastic.leader import Leader, Says
-from praxis_lite.run.job.elastic.leaving import Leaves
 from praxis_lite.run.job.elastic.members import (
     DIED,
     FAILED,
@@ -31,6 +30,7 @@ from praxis_lite.run.job.elastic.worker_process import (
     remove_old_folders,
 )
 from praxis_lite.run.job.health_files import HealthFiles
+from praxis_lite.run.job.processes import signals
 
 _BEAT_SECONDS = 0.5
 # How often the files of others are looked at: of many hosts less often, for the file system's sake.
@@ -40,6 +40,19 @@ _POLL_SECONDS, _POLL_SECONDS_PER_HOST = 0.1, 0.001
 _LEASE_SECONDS = SILENT_SECONDS - 4.0
 # A worker that ended twice in a row before a step is given a rest, twice as long each time.
 _REST_SECONDS = 30.0
+
+
+class _Leaves(signals.SignalListener):
+    """Hears a signal that asks this host to leave the job."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reason = ""
+
+    def _asked(self, signum: int) -> None:
+        self.reason = signals.name(signum)
+        signals.say(f"{self.reason}: this process leaves the job after the running step; a second "
+                    "signal ends it at once")
 
 
 class Supervisor:
@@ -77,7 +90,7 @@ class Supervisor:
         remove_old_folders()
         key = self._meeting.key()
         with (
-            Leaves() as leaves, PeerStore(key, self._settings.address) as store,
+            _Leaves() as leaves, PeerStore(key, self._settings.address) as store,
             self._health or contextlib.nullcontext(),
         ):
             self.begin(store.address, key)

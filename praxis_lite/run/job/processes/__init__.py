@@ -8,16 +8,15 @@ from praxis_lite.run.job.processes.coordination import (
     count,
     count_on_this_host,
     exchange,
-    first_answers,
-    first_is_at,
     host,
     index,
     is_first,
     learn_hosts,
     name,
 )
+from praxis_lite.run.job.processes.membership import membership
 
 __all__ = [
-    "client", "count", "count_on_this_host", "exchange", "first_answers", "first_is_at", "host",
-    "index", "is_first", "learn_hosts", "name",
+    "client", "count", "count_on_this_host", "exchange", "host", "index", "is_first",
+    "learn_hosts", "membership", "name",
 ]

@@ -4,7 +4,7 @@ import contextlib
 import ipaddress
 import socket
 
-from praxis_lite.host.http_endpoint import is_loopback
+from praxis_lite.host.host_names import is_loopback
 
 
 def split(address: str) -> tuple[str, int]:

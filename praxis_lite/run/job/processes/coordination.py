@@ -12,11 +12,10 @@ import time
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.run.events import MEETING, events
 from praxis_lite.run.job.jax_internals import distributed_state
-from praxis_lite.run.job.processes.stuck.progress import MEETING, own
 
 _hosts: list[str] = []
-_first_address: tuple[str, int] | None = None
 _uses: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()
 
@@ -65,23 +64,6 @@ def count_on_this_host() -> int:
     return max(1, sum(host(process) == host(index()) for process in range(count())))
 
 
-def first_is_at(address: tuple[str, int]) -> None:
-    """Takes host and port at which the first process is reached, for `first_answers`."""
-    global _first_address
-    _first_address = address
-
-
-def first_answers() -> bool:
-    """Returns True if the first process, which has the coordination service, can be reached."""
-    for _ in range(3):  # Its gate ends a moment later than itself.
-        try:
-            socket.create_connection(_first_address, timeout=1.0).close()
-        except OSError:
-            return False
-        time.sleep(0.1)
-    return True
-
-
 def exchange(name: str, text: str, timeout_seconds: float = 300.0) -> list[str]:
     """Returns the texts of all processes under this name, in their order; waits for them all.
 
@@ -94,8 +76,7 @@ def exchange(name: str, text: str, timeout_seconds: float = 300.0) -> list[str]:
         return [text]
     if threading.current_thread() is not threading.main_thread():
         return _exchanged(service, name, text, timeout_seconds)
-    own.arrives()
-    with own.during(MEETING):
+    with events.phase(MEETING):
         return _exchanged(service, name, text, timeout_seconds)
 
 

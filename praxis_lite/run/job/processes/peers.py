@@ -3,7 +3,7 @@
 Without it the others would wait in a collective: JAX aborts them, naming no host, when a heartbeat
 has been missed for 100 s. Each process has threads here. One writes a beat to JAX's coordination
 service, and reads the beats of the others: the first process those of all, which tell it who is
-silent, and who lives but is stuck (`stuck`); the others that of the first. Another waits there for
+silent; the others that of the first. Another waits there for
 word that a process has ended, and a third sees whether the service answers at all.
 """
 
@@ -18,15 +18,13 @@ from typing import Any, NoReturn
 
 from praxis_lite.core.errors import OutOfMemory
 from praxis_lite.host.lack_of_memory import causes
+from praxis_lite.run.events import events
 from praxis_lite.run.job import processes
-from praxis_lite.run.job.elastic import order
-from praxis_lite.run.job.elastic.order import LOST_PEER_STATUS
-from praxis_lite.run.job.processes.aborts import speaking_before_aborts
+from praxis_lite.run.job.processes.beats import Beats, value_of
 from praxis_lite.run.job.processes.coordination import PeerLost
 from praxis_lite.run.job.processes.exits import end_now, tell_ends
-from praxis_lite.run.job.processes.stuck.beats import Beat, Beats, say
-from praxis_lite.run.job.processes.stuck.progress import Progress, own
-from praxis_lite.run.job.processes.stuck.stacks import AlarmOfLock, stacks
+from praxis_lite.run.job.processes.gate import wait_until_lost
+from praxis_lite.run.job.processes.stacks import AlarmOfLock
 
 BEAT_SECONDS = 2.0
 # A process that is alive may hold Python's lock for a while.
@@ -39,32 +37,39 @@ JAX_HEARTBEAT_SECONDS = 50
 _LINGER_SECONDS = 3.0
 _TELL_SECONDS = 1.0
 
-_BEATS, _STACKS, _ENDED = "praxis_lite/beats", "praxis_lite/stacks", "praxis_lite/ended"
+_BEATS, _ENDED = "praxis_lite/beats", "praxis_lite/ended"
 _NONE = -1  # No process has failed: all have ended well.
 _threads: list[threading.Thread] = []
-_seen: list[Beats] = []  # Of this process, once its beats began.
+_seen: list[Beats] = []  # By this process, once it watches.
 _num_answers = 0  # Of the service, to this process's beats.
-_last_words = contextlib.ExitStack()
 _is_over = threading.Event()  # Training has ended well, on all processes.
 _is_failing = threading.Event()  # This process says itself why it ends.
 
 
-def watch() -> None:
+def watch(beats: type[Beats] = Beats) -> None:
     """Starts to watch the other processes, and to let them see this process."""
-    _last_words.enter_context(speaking_before_aborts(_say_that_first_is_gone))
+    _seen.append(beats(BEAT_SECONDS))
     tell_ends(_tell_of_own_end)
+    end_with_connection()
     for work in (_beat, _listen, _watch_service):
         _threads.append(threading.Thread(target=work, name=f"peers{work.__name__}", daemon=True))
         _threads[-1].start()
 
 
-def _say_that_first_is_gone() -> None:
-    """Says so even if JAX's own thread hears of it first.
+def end_with_connection() -> None:
+    """Ends this process when its connection to the first one is lost.
 
-    JAX then aborts, from the very thread that would bring _listen its answer.
+    JAX, which hears of it later, would abort this process and name no host.
     """
-    if not processes.is_first() and not processes.first_answers():
-        _first_is_gone()
+    def watch() -> None:
+        wait_until_lost()
+        if (part := processes.membership()) is not None:
+            end_now(part.lost_status)
+        if not (_is_over.is_set() or _is_failing.is_set()):
+            _first_is_gone()
+
+    if not processes.is_first():
+        threading.Thread(target=watch, name="peers_connection", daemon=True).start()
 
 
 def _first_is_gone() -> NoReturn:
@@ -86,8 +91,8 @@ def ending_together() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if order.current() is not None:
-            _end_worker(error)
+        if processes.membership() is not None:
+            _end_member(error)
         if processes.count() == 1:
             raise
         _fail(error)
@@ -97,7 +102,7 @@ def ending_together() -> Iterator[None]:
         # Not shorter: the first process may have much to write.
         processes.exchange("the end", "", 3600)
         _is_over.set()
-        if order.current() is not None:
+        if processes.membership() is not None:
             _let_the_first_end_last()
         if processes.is_first() and _threads:
             _tell(_NONE, "", 0)  # So that _listen, of all processes, waits no longer.
@@ -122,22 +127,17 @@ def _let_the_first_end_last() -> None:
             )
 
 
-def end_when_aborted() -> None:
-    """Lets a worker of an elastic job end as if a peer were lost, if JAX aborts it."""
-    _last_words.enter_context(speaking_before_aborts(lambda: end_now(LOST_PEER_STATUS)))
-
-
-def _end_worker(error: BaseException) -> NoReturn:
-    """Ends the worker of an elastic job; its supervisor tells the others."""
+def _end_member(error: BaseException) -> NoReturn:
+    """Ends a process of an elastic job; its supervisor tells the others."""
     cause = error.__context__ if isinstance(error, SystemExit) else error
     if isinstance(cause, PeerLost) or _is_of_a_collective(error):
         # Most likely. If it is the devices' own fault, this line is what tells it.
         words = next(iter(str(cause).splitlines()), "")[:500]
         print(f"lost another process, or the devices failed: {words}", file=sys.stderr, flush=True)
-        order.report(why=f"has lost another process, or its devices failed: {words}")
-        end_now(LOST_PEER_STATUS)
+        events.report(why=f"has lost another process, or its devices failed: {words}")
+        end_now(processes.membership().lost_status)
     code, words = _status_and_words(error)
-    order.report(why=words)
+    events.report(why=words)
     _leave(code)
 
 
@@ -193,7 +193,7 @@ def _tell_of_own_end(code: int, words: str) -> None:
 
 def _linger() -> None:
     """Lets the others hear what was said: the first process has the service."""
-    if processes.is_first() and order.current() is None:
+    if processes.is_first() and processes.membership() is None:
         threading.Event().wait(_LINGER_SECONDS)
 
 
@@ -230,56 +230,34 @@ def _listen() -> None:
 
 def _beat() -> None:
     global _num_answers
-    client, beats = processes.client(), Beats(BEAT_SECONDS)
-    _seen.append(beats)
+    client, beats = processes.client(), _seen[0]
     process, is_first = processes.index(), processes.is_first()
     while not _is_over.wait(BEAT_SECONDS):
         try:
-            client.key_value_set(f"{_BEATS}/{process}", beats.own().text(), allow_overwrite=True)
+            client.key_value_set(f"{_BEATS}/{process}", beats.own(), allow_overwrite=True)
             beats.see(_beats_of_others(client, process))
-            if beats.asks(process):
-                client.key_value_set(
-                    _stacks_of(own.progress(process)), stacks(), allow_overwrite=True
-                )
-            found = is_first and beats.stuck(lambda item: _value(client, _stacks_of(item)))
+            reported = beats.look(client)
         except RuntimeError:
             return  # The service is gone: _listen knows.
         _num_answers += 1
         for other in range(1, processes.count()) if is_first else (0,):
             if (seconds := beats.silent(other)) >= SILENT_SECONDS:
                 _tell(other, beats.silent_in_words(other, seconds), 1)
-        if found:
-            stuck, report = found
-            if say(report) and stuck.processes:
-                _end_for(stuck.processes[0].process)
+        if reported is not None:
+            _end_for(reported)
 
 
-def _stacks_of(progress: Progress) -> str:
-    """Returns the key of the stacks of a process where it is now."""
-    return f"{_STACKS}/{progress.process}/{progress.arrived}"
-
-
-def _beats_of_others(client: Any, process: int) -> dict[int, Beat]:
+def _beats_of_others(client: Any, process: int) -> dict[int, str]:
     """Returns the newest beats of all others to the first process; that of the first to others."""
     if not processes.is_first():
-        text = _value(client, f"{_BEATS}/0")
-        return {0: Beat.of_text(text)} if text is not None else {}
+        text = value_of(client, f"{_BEATS}/0")
+        return {0: text} if text is not None else {}
     texts = {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(_BEATS)}
-    return {k: Beat.of_text(text) for k, text in texts.items() if k != process}
-
-
-def _value(client: Any, key: str) -> str | None:
-    """Returns the value of a key of JAX's coordination service, None if there is none."""
-    try:
-        return client.key_value_try_get(key)
-    except RuntimeError as error:
-        if "NOT_FOUND" not in str(error):
-            raise
-        return None
+    return {k: text for k, text in texts.items() if k != process}
 
 
 def _end_for(process: int) -> None:
-    """Ends all processes, because a process is stuck, which was reported."""
+    """Ends all processes for one that `Beats.look` reported: it is stuck."""
     _tell(process, "is stuck, as reported above", 1)
     if process == processes.index():
         _is_failing.set()

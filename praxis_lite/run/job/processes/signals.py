@@ -10,7 +10,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import threading
 import time
 from typing import Any
@@ -26,9 +25,6 @@ STOPS_WORKER = signal.SIGUSR2
 
 # It asks for a profile; unheard it would end the process.
 PROFILES = signal.SIGUSR1
-
-# `timeout` signals its command and then the command's group, which is one request.
-SAME_SECONDS = 0.2
 
 # A byte beside those of signals, behind which there are none that came before.
 _MARK = 255
@@ -51,9 +47,8 @@ class SignalListener(contextlib.AbstractContextManager):
     def __init__(self) -> None:
         # When _time_is_up is called, in seconds of time.monotonic; only the thread changes it.
         self._wakes_at: float | None = None
-        self._heard_first: tuple[int, float] | None = None  # The signal, and when it came.
+        self._has_heard_one = False
         self._raised: SystemExit | None = None
-        self._unraisable_hook = sys.unraisablehook
         self._handlers: dict[int, Any] = {}  # That were there before.
 
     @property
@@ -95,10 +90,6 @@ class SignalListener(contextlib.AbstractContextManager):
         self._has_heard.wait(_HEAR_SECONDS)
 
     def __enter__(self) -> "SignalListener":
-        for listener in _entered:
-            if listener._raised is not None:
-                # Lost on its way (see _end): nothing is begun in the seconds that are left.
-                raise listener._raised
         self._read, self._write = socket.socketpair()
         self._read.setblocking(False)
         self._write.setblocking(False)
@@ -125,23 +116,15 @@ class SignalListener(contextlib.AbstractContextManager):
         self._thread.join()
         self._read.close()
         self._write.close()
-        sys.unraisablehook = self._unraisable_hook
         if self._raised is not None and error is not self._raised:
-            # What was raised was lost on its way, or made something else fail.
+            # Some code made another exception of it.
             raise self._raised from None
 
     def _end(self, status: int) -> None:
         """Raises SystemExit, once; for the main thread."""
         if self._raised is None:
             self._raised = SystemExit(status)
-            # If a finalizer or JAX's callback of the garbage collector happens to run, Python drops
-            # what is raised and prints a traceback. Then the thread ends the process.
-            sys.unraisablehook = self._unless_raised
             raise self._raised
-
-    def _unless_raised(self, unraisable: Any) -> None:
-        if unraisable.exc_value is not self._raised:
-            self._unraisable_hook(unraisable)
 
     def _restore(self) -> None:
         if self in _entered:
@@ -164,7 +147,8 @@ class SignalListener(contextlib.AbstractContextManager):
                 self._wakes_at = None
                 self._time_is_up()
                 continue
-            for signum in self._read.recv(64):
+            # `timeout` signals its command and then the command's group: what comes at once is one.
+            for signum in dict.fromkeys(self._read.recv(64)):
                 if signum in _asking:
                     self._heard(signum)
                 elif signum == PROFILES and self.hears_profiles:
@@ -173,14 +157,14 @@ class SignalListener(contextlib.AbstractContextManager):
                     self._has_heard.set()
 
     def _heard(self, signum: int) -> None:
-        now = time.monotonic()
-        if self._heard_first is None or signum == signal.SIGHUP:
-            # A session that is closed sends SIGHUP beside SIGTERM, so SIGHUP is never the second.
-            if signum != signal.SIGHUP:
-                self._heard_first = signum, now
+        if signum == signal.SIGHUP:
+            # A session that is closed sends SIGHUP next to SIGTERM, so SIGHUP is never the second.
             self._asked(signum)
-        elif self._heard_first[0] != signum or now - self._heard_first[1] > SAME_SECONDS:
+        elif self._has_heard_one:
             self._asked_again(signum)
+        else:
+            self._has_heard_one = True
+            self._asked(signum)
 
 
 class EndsBySignal(SignalListener):

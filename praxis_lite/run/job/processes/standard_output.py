@@ -5,7 +5,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,7 +26,6 @@ class _MayBeLost:
 
     def __init__(self, stream: Any, name: str, goes_on: Callable[[], bool]):
         self._stream, self._name, self._goes_on = stream, name, goes_on
-        self._end_filter: Callable[[], None] = lambda: None
 
     def write(self, text: str) -> int:
         try:
@@ -52,50 +50,8 @@ class _MayBeLost:
             "its results are on disk"
         )
 
-    def without_lines(self, prefix: bytes) -> None:
-        """Drops lines with this prefix that libraries write to file descriptor 1 themselves.
-
-        Their other lines are passed on. Python's own lines go another way: none is late or lost.
-        """
-        self.flush()
-        real = os.dup(1)
-        read, write = os.pipe()
-        os.dup2(write, 1)
-        os.close(write)
-        self._stream = os.fdopen(
-            real, "w", encoding=self._stream.encoding, errors=self._stream.errors, closefd=False,
-            buffering=1 if self._stream.line_buffering else -1,
-        )
-
-        def pass_on() -> None:
-            with open(read, "rb") as lines:
-                for line in lines:
-                    if not line.startswith(prefix):
-                        with contextlib.suppress(OSError):
-                            os.write(real, line)
-
-        thread = threading.Thread(target=pass_on, name="standard output", daemon=True)
-        thread.start()
-
-        def end() -> None:
-            os.dup2(real, 1)  # The pipe's last writer is closed by that.
-            thread.join(1.0)
-
-        self._end_filter = end
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-def without_lines_of_gloo() -> None:
-    """Drops what gloo, which links processes on CPU, prints for each group of devices.
-
-    To be called inside `output_may_be_lost`; if standard output is no file, nothing changes.
-    """
-    if isinstance(sys.stdout, _MayBeLost):
-        with contextlib.suppress(OSError, AttributeError):
-            if sys.stdout.fileno() == 1:
-                sys.stdout.without_lines(b"[Gloo] Rank ")
 
 
 def open_what_is_closed() -> None:
@@ -136,7 +92,6 @@ def output_may_be_lost(*, goes_on: bool | Callable[[], bool]) -> Iterator[None]:
         for stream in local:
             with contextlib.suppress(SystemExit):
                 stream.flush()
-            stream._end_filter()
         # Unless another stream was put in its place meanwhile.
         if sys.stdout is local[0]:
             sys.stdout = before[0]

@@ -10,22 +10,18 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.host.http_endpoint import is_loopback
+from praxis_lite.host.host_names import is_loopback
 from praxis_lite.run.job import processes
-from praxis_lite.run.job.elastic.order import LOST_PEER_STATUS, Order
 from praxis_lite.run.job.jax_internals import detected_processes
 from praxis_lite.run.job.local_directory import local_directory
 from praxis_lite.run.job.processes import addresses, peers
-from praxis_lite.run.job.processes.aborts import speaking_before_aborts
-from praxis_lite.run.job.processes.claimed_id import ClaimedId
+from praxis_lite.run.job.processes.beats import Beats
 from praxis_lite.run.job.processes.coordination import PeerLost
-from praxis_lite.run.job.processes.exits import end_now
-from praxis_lite.run.job.processes.gate import Gate, user_folder, write_key
+from praxis_lite.run.job.processes.gate import Gate, user_folder
+from praxis_lite.run.job.processes.membership import Membership, join
 from praxis_lite.run.job.processes.standard_output import to_nothing
-from praxis_lite.run.job.processes.stuck.worker import tell_supervisor
 
 START_SECONDS = 45
-_MOST_PROCESSES = 100_000  # JAX's service makes room for all of them before one has come.
 
 # What a launcher calls the number of its processes, and which of them this is.
 _LAUNCHERS = {
@@ -42,6 +38,7 @@ def start(
     process_id: int | None,
     start_seconds: int = START_SECONDS,
     job_log_dir: str | None = None,
+    beats: type[Beats] = Beats,
 ) -> None:
     """Connects this process with the others of its job, and makes the first process speak for it.
 
@@ -52,6 +49,7 @@ def start(
       coordinator, num_processes, process_id, start_seconds: the options of these names.
       job_log_dir: the job's directory, by which its processes tell each other a key. Without it
         they need none if they are reached over the network, and the network must be isolated.
+      beats: what they tell each other every few seconds, and look for.
 
     Raises:
       ConfigError: a flag is wrong or missing, or the processes cannot be connected.
@@ -61,11 +59,9 @@ def start(
     if settings is None:
         return
     settings = _complete(settings, start_seconds)
-    # Before the key is written: a second process 0 would remove the first one's.
-    claimed = ClaimedId(settings["coordinator_address"], settings["process_id"])
     with _key_file(settings, job_log_dir) as file:
-        _connect(settings, start_seconds, file, claimed)
-        peers.watch()
+        _connect(settings, start_seconds, file)
+        peers.watch(beats)
         processes.learn_hosts(start_seconds)
     if processes.is_first():
         hosts = len({processes.host(k) for k in range(processes.count())})
@@ -74,32 +70,30 @@ def start(
         _speak_as_another(processes.index())
 
 
-def connect_worker(order: Order, start_seconds: int) -> None:
-    """Connects the worker of an elastic job with the others of its generation.
+def connect_member(part: Membership, start_seconds: int) -> None:
+    """Connects a process with the others of its generation.
 
     Its supervisor watches it, so `peers` does not. Raises PeerLost if they cannot be connected.
     """
-    if len(order.members) > 1:
-        import jax
+    join(part)
+    if len(part.members) == 1:
+        return
+    import jax
 
-        # Else JAX ends those that live when one is gone, before their supervisors act.
-        jax.config.update("jax_enable_recoverability", True)
-        settings = {
-            "coordinator_address": order.coordinator, "num_processes": len(order.members),
-            "process_id": order.index, "cluster_detection_method": "deactivate",
-        }
-        peers.end_when_aborted()
-        try:
-            _connect(settings, start_seconds, order.store_key, lost_status=LOST_PEER_STATUS)
-            processes.learn_hosts(start_seconds)
-        except ConfigError as error:
-            raise PeerLost(str(error)) from error
-        if not processes.is_first():
-            _speak_as_another(processes.index())
-    tell_supervisor(order.index, len(order.members))
-    if processes.is_first():
-        names = ", ".join(map(str, order.members))
-        print(f"generation {order.generation}: processes {names} of {order.num_slots}", flush=True)
+    # Else JAX ends those that live when one is gone, before their supervisors act.
+    jax.config.update("jax_enable_recoverability", True)
+    settings = {
+        "coordinator_address": part.coordinator, "num_processes": len(part.members),
+        "process_id": part.index, "cluster_detection_method": "deactivate",
+    }
+    try:
+        _connect(settings, start_seconds, part.key, lost_status=part.lost_status)
+        peers.end_with_connection()
+        processes.learn_hosts(start_seconds)
+    except ConfigError as error:
+        raise PeerLost(str(error)) from error
+    if not processes.is_first():
+        _speak_as_another(processes.index())
 
 
 def own_number(
@@ -206,10 +200,7 @@ def _check_flags(
         "HOST:PORT, the first process's host and a free port there from 1 to 65535, such as "
         "10.0.0.1:12345",
     )
-    require(
-        1 <= num_processes <= _MOST_PROCESSES, "--num_processes", num_processes,
-        f"a number from 1 to {_MOST_PROCESSES}",
-    )
+    require(num_processes >= 1, "--num_processes", num_processes, "1 or more")
     require(
         0 <= process_id < num_processes, "--process_id", process_id,
         f"a number from 0 to {num_processes - 1}, another one for each of the {num_processes} "
@@ -243,88 +234,60 @@ def _key_file(settings: Mapping[str, Any], job_log_dir: str | None) -> Iterator[
     None: there is no place for it that all can read.
     """
     host, port = addresses.split(settings["coordinator_address"])
-    is_first, made = settings["process_id"] == 0, None
-    try:
-        if is_loopback(host):
+    if is_loopback(host):
+        try:
             file = user_folder() / f"{port}.key"
-        elif job_log_dir is None:
-            yield None
-            return
-        else:
-            file = local_directory(job_log_dir) / ".connecting.key"
-            if is_first and not file.parent.exists():
-                file.parent.mkdir(parents=True)
-                made = file.parent
-        if is_first:
-            write_key(file)
-    except OSError as error:
-        raise ConfigError(
-            f"The key by which the job's processes know each other cannot be written: {error}. "
-            "Name a --job_log_dir that can be written."
-        ) from None
-    try:
-        yield file
-    finally:
-        if is_first:
-            file.unlink(missing_ok=True)
-            if made is not None:  # Whether the job may begin is decided later.
-                with contextlib.suppress(OSError):
-                    made.rmdir()
+        except OSError as error:
+            raise _cannot_be_connected(error) from error
+    elif job_log_dir is None:
+        yield None
+        return
+    else:
+        file = local_directory(job_log_dir) / ".connecting.key"
+    is_there = file.parent.exists()
+    yield file
+    if settings["process_id"] == 0:
+        file.unlink(missing_ok=True)
+        if not is_there:  # Whether the job may begin is decided later.
+            with contextlib.suppress(OSError):
+                file.parent.rmdir()
 
 
 def _connect(
-    settings: Mapping[str, Any], seconds: int, key: bytes | Path | None,
-    claimed: ClaimedId | None = None, lost_status: int = 2,
+    settings: Mapping[str, Any], seconds: int, key: bytes | Path | None, lost_status: int = 2
 ) -> None:
     """Connects this process with the others.
 
     Args:
       key: of the job, or the file that will have it; None: anyone who reaches the first process's
         port is taken for a process of the job.
-      claimed: this process's number on its host; None in an elastic job.
     """
     import jax
 
     # It would swallow SIGTERM.
     jax.config.update("jax_enable_preemption_service", False)
-    is_connected, process_id = threading.Event(), settings["process_id"]
+    is_connected = threading.Event()
 
     def give_up() -> None:
         if not is_connected.wait(seconds):
-            which = f"process {process_id}"
-            doubled = claimed.refused() if claimed else ""
-            if doubled:
-                doubled = (
-                    f" {doubled.capitalize()} was given --process_id={process_id} too, and was "
-                    "refused: start it with the number that is missing."
-                )
             os.write(2, (
                 f"error: the processes of the job have not all come together within {seconds} s; "
-                f"so {which} ends.{doubled} See which did not start, or cannot reach the first "
-                "one's host and port. All need the same --job_log_dir, which all hosts share. "
-                "Where they start at very different times, give all of them --start_seconds=600.\n"
+                f"so process {settings['process_id']} ends. See which did not start, or cannot "
+                "reach the first one's host and port. All need the same --num_processes, another "
+                "--process_id each, and the same --job_log_dir, which all hosts share. Where they "
+                "start at very different times, give all of them --start_seconds=600.\n"
             ).encode())
-            # A missing process may yet start, so clusters try again; a doubled number stays wrong.
-            os._exit(1 if lost_status == 2 and not doubled else lost_status)
-
-    def say_refused() -> None:
-        os.write(2, (
-            b"error: the first process of the job does not take this one. See that --num_processes "
-            b"is the same in each, and --process_id another one.\n"
-        ))
-        end_now(lost_status)
+            # A missing process may yet start, so clusters try again.
+            os._exit(1 if lost_status == 2 else lost_status)
 
     threading.Thread(target=give_up, daemon=True).start()
     try:
         # JAX aborts the process when its own time is up, so that is longer.
-        with speaking_before_aborts(say_refused):
-            jax.distributed.initialize(
-                **{**settings, **_addresses(settings, key)}, initialization_timeout=seconds + 60,
-                heartbeat_timeout_seconds=peers.JAX_HEARTBEAT_SECONDS,
-            )
+        jax.distributed.initialize(
+            **{**settings, **_addresses(settings, key)}, initialization_timeout=seconds + 60,
+            heartbeat_timeout_seconds=peers.JAX_HEARTBEAT_SECONDS,
+        )
     except (RuntimeError, ValueError, OSError) as error:
-        if claimed:
-            claimed.release()
         raise _cannot_be_connected(error) from error
     finally:
         is_connected.set()
@@ -340,8 +303,9 @@ def _connect(
 
 def _cannot_be_connected(error: Exception) -> ConfigError:
     return ConfigError(
-        f"The processes of the job cannot be connected: {str(error).splitlines()[0]}. Look at "
-        "--coordinator, or at what the launcher says."
+        f"The processes of the job cannot be connected: {str(error).splitlines()[0]}. Check "
+        "--coordinator (a free port of the first process's host) and --job_log_dir, that only one "
+        "process has --process_id=0, or what the launcher reports."
     )
 
 
@@ -351,11 +315,12 @@ def _addresses(settings: Mapping[str, Any], key: bytes | Path | None) -> dict[st
     to_reach, to_bind = addresses.to_reach(coordinator), addresses.to_bind(coordinator)
     if (bound := os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")) and not isinstance(key, bytes):
         to_bind = addresses.split(bound)
-    processes.first_is_at(to_reach)
     if key is None:
         reach, bind = addresses.joined(*to_reach), addresses.joined(*to_bind)
     else:
-        gate = Gate(to_bind if is_first else to_reach, key, is_first=is_first)
+        gate = Gate(
+            to_bind if is_first else to_reach, key, settings["num_processes"], is_first=is_first
+        )
         reach = bind = gate.service
     return {
         "coordinator_address": reach, **({"coordinator_bind_address": bind} if is_first else {})

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from praxis_lite.run.events import ON_DEVICES, events
 from praxis_lite.run.job import processes
-from praxis_lite.run.job.processes.stuck.progress import own
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class StopConsensus:
         has_saved, self._has_saved = self._has_saved, False
         if last is None:
             return False
-        with own.on_devices():
+        with events.phase(ON_DEVICES):
             words = np.asarray(last)[[self._places[k] for k in sorted(self._places)]]
         if processes.is_first():
             self._slow.add(words[:, 1])

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.files.json_text import opened_to_append
+from praxis_lite.run.events import events
 from praxis_lite.run.job.processes.exits import end_now
-from praxis_lite.run.job.processes.stuck.progress import own
-from praxis_lite.run.job.processes.stuck.stacks import stacks
+from praxis_lite.run.job.processes.stacks import stacks
 
 COMPILING = "compiling the first step"
 TRAINING = "training"
@@ -67,13 +67,13 @@ class Watchdog(contextlib.AbstractContextManager):
 
     def step_ended(self, step: int) -> None:
         """Starts the clock anew, and keeps the step for the reports."""
-        own.step_ended(step)
+        events.progress(step)
         self._step, self._doing = step, TRAINING
         self.last_sign = self._last_step = time.monotonic()
 
     def alive(self) -> None:
         """Starts the clock anew: a sign of life, though no step has ended."""
-        own.sign()
+        events.progress()
         self.last_sign = time.monotonic()
 
     def is_silent(self) -> bool:
@@ -87,7 +87,7 @@ class Watchdog(contextlib.AbstractContextManager):
         """Starts the clock anew at both ends, and says in a report what was being done."""
         before = self._doing
         self._now_doing(doing)
-        with own.during(doing):
+        with events.phase(doing):
             yield
         self._now_doing(before)
 

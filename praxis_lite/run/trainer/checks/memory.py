@@ -1,4 +1,4 @@
-"""The fit of a state into its devices; the errors when memory, or a CPU's abilities, end."""
+"""Checks that a state and a step fit into memory, and the errors when they do not."""
 
 import contextlib
 import math
@@ -184,25 +184,3 @@ def _largest(leaves: Iterable[LeafLayout]) -> str:
         for leaf in largest
     ]
     return f"The largest arrays on each device: {'; '.join(named)}."
-
-
-@contextlib.contextmanager
-def saying_what_this_cpu_lacks() -> Iterator[None]:
-    """Prints a paragraph if XLA cannot compile a program for this CPU.
-
-    XLA (jax 0.10 to 0.12) has no routine of its own that converts float16, and float8 by way of
-    it, where the CPU has no instruction for that: x86 without F16C.
-
-    Raises:
-      ConfigError: in place of XLA's error, which names neither.
-    """
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if "Failed to materialize symbols" not in str(error):
-            raise
-        raise ConfigError(
-            "XLA cannot compile a step for this CPU, most likely because it computes in float16 or "
-            "float8, for which this CPU has no instructions (F16C). Take bfloat16 or float32 "
-            f"(fprop_dtype, quantization rules), or another machine. XLA says: {str(error)[:300]}"
-        ) from error

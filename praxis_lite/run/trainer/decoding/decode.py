@@ -99,7 +99,9 @@ def _decoded_aloud(
     """Returns the records of prompts, whose continuations are printed as they come."""
     task = decoder.partitioner.task
     titles = [title(prompt, task.tokenizer) for prompt in prompts]
-    aloud = Continuations(titles, task.tokenizer, task.decoder)
+    batch = pipeline.rows(0, slice(0, pipeline.batch_size))
+    ids = [row[:n] for row, n in zip(batch["ids"], batch["prefix_lengths"], strict=True)]
+    aloud = Continuations(titles, ids, task.tokenizer, task.decoder)
     records = decoder.records(COMMAND_LINE, pipeline, aloud.add)
     aloud.add_rest(records)
     return records

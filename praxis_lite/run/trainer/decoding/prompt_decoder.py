@@ -14,7 +14,7 @@ from praxis_lite.core.sharding.inputs import check_ids, global_batch
 from praxis_lite.decode.continuous_batching import ContinuousBatching, NewTokens, Prompt
 from praxis_lite.decode.loop import sample_keys
 from praxis_lite.decode.sampling import Greedy
-from praxis_lite.decode.stop_strings import stops_in_text
+from praxis_lite.decode.stop_strings import ContinuationText
 from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.inputs.batches import checked_batches
 from praxis_lite.run.trainer.checks.memory import compile_step
@@ -138,8 +138,11 @@ class PromptDecoder:
         looks: dict[str, Any] = {} if watch is None else {"num_steps": 1}
         if decoder.stop_strings:
             # Other tokens than the encoded ones may make up a stop string; only the text tells.
-            should_stop = stops_in_text(task.tokenizer, decoder.stop_strings)
-            looks = {"num_steps": STEPS_BETWEEN_LOOKS, "should_stop": should_stop} | looks
+            def text_of(prompt: Prompt) -> ContinuationText:
+                ids = prompt.ids[: prompt.length]
+                return ContinuationText(task.tokenizer, ids, decoder.stop_strings)
+
+            looks = {"num_steps": STEPS_BETWEEN_LOOKS, "text_of": text_of} | looks
         for new in batching.stream(self.mdl_vars, prompts(), **looks):
             if watch is not None:
                 watch(new)

@@ -3,9 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from praxis_lite.decode.continuous_batching import NewTokens
 from praxis_lite.decode.decoder import Decoder
-from praxis_lite.decode.stop_strings import TextUntilStop
+from praxis_lite.decode.stop_strings import ContinuationText
 from praxis_lite.inputs.tokenizers.base import Tokenizer
 
 Write = Callable[[str], None]
@@ -21,17 +23,19 @@ class Continuations:
 
     Args:
       titles: of the prompts; each is printed before its continuation, if there are several.
+      prompts: the ids of each prompt.
       tokenizer, decoder: of the task.
       write: takes pieces of text.
     """
 
     def __init__(
-        self, titles: Sequence[str], tokenizer: Tokenizer, decoder: Decoder,
-        write: Write = to_terminal,
+        self, titles: Sequence[str], prompts: Sequence[np.ndarray], tokenizer: Tokenizer,
+        decoder: Decoder, write: Write = to_terminal,
     ):
         self._titles, self._num_hyps, self._write = titles, decoder.num_hyps, write
         self._texts = [
-            _Text(tokenizer, decoder.stop_strings) for _ in range(len(titles) * decoder.num_hyps)
+            _Text(tokenizer, prompt, decoder.stop_strings)
+            for prompt in prompts for _ in range(decoder.num_hyps)
         ]
         self._next, self._is_begun = 0, False
 
@@ -67,7 +71,7 @@ class Continuations:
         return f"\nprompt {row + 1} of {len(self._titles)}{sample}: {self._titles[row]}\n"
 
 
-class _Text(TextUntilStop):
+class _Text(ContinuationText):
     """A continuation: its final text that is not printed yet."""
 
     is_done = False

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
-from praxis_lite.core.errors import ConfigError, shown
+from praxis_lite.core.errors import ConfigError, require, shown
 from praxis_lite.core.task import Task
+from praxis_lite.files.json_text import opened
 from praxis_lite.inputs.numpy_data import InMemory
 from praxis_lite.inputs.sources.faults import none_skipped
-from praxis_lite.inputs.sources.files.plain import opened
 from praxis_lite.inputs.sources.files.texts import checked, decoded
 from praxis_lite.inputs.sources.json_lines import parsed
 from praxis_lite.inputs.text.length_classes import length_of_prompts
@@ -27,6 +28,7 @@ from praxis_lite.inputs.text.messages import (
 )
 from praxis_lite.inputs.text.token_ids import token_ids
 from praxis_lite.inputs.tokenizers.chat_messages import Message, as_messages, text_of
+from praxis_lite.inputs.tokenizers.plain import ByteTokenizer, TokenIds
 from praxis_lite.run.experiment.experiment import Job
 from praxis_lite.run.job.job_dir import COMMAND_LINE
 from praxis_lite.run.trainer.checks.job_checks import check_parts
@@ -35,6 +37,8 @@ from praxis_lite.run.trainer.checks.job_checks import check_parts
 Prompt = str | Sequence[int] | Sequence[Message] | Mapping[str, Any] | Conversation
 Prompts = str | Mapping[str, Any] | Conversation | Sequence[Prompt]
 
+# What tasks that continue prompts read.
+_PROMPT_INPUTS = {"ids", "prefix_lengths", "weights"}
 # Where a line of a file has its prompt.
 PROMPT_KEYS = ("prompt", "messages", "conversations")
 
@@ -114,9 +118,8 @@ def prompt_batch(task: Task, prompts: Prompts, what: str = "generate") -> InMemo
     Raises:
       ConfigError: the task continues no prompts, a prompt is empty, or there is no template.
     """
-    expected = {"ids", "prefix_lengths", "weights"}
     tokenizer = task.tokenizer
-    if set(task.required_decode_inputs) != expected or tokenizer is None:
+    if set(task.required_decode_inputs) != _PROMPT_INPUTS or tokenizer is None:
         raise ConfigError(
             f"{type(task).__name__} continues no prompts. {what} with prompts is for language "
             "models; --mode=decode without any, or decode(NAME), decodes the job's datasets, "
@@ -143,6 +146,37 @@ def prompt_batch(task: Task, prompts: Prompts, what: str = "generate") -> InMemo
         "weights": np.ones(len(rows), np.float32),
     }
     return InMemory(arrays, batch_size=len(rows), shuffle=False)
+
+
+def check_language_model(task: Task, user: str) -> None:
+    """Checks that a task continues texts with a causal model, in this process alone.
+
+    Args:
+      user: What needs it, for messages.
+
+    Raises:
+      ConfigError: it does not, or its tokenizer is not the model's; says why.
+    """
+    tokenizer = task.tokenizer
+    if set(task.required_decode_inputs) != _PROMPT_INPUTS or tokenizer is None:
+        raise ConfigError(
+            f"{type(task).__name__} continues no texts; {user} needs a task that does. Give a job "
+            "of a LanguageModelTask."
+        )
+    kind = getattr(task.model.abstract_module(), "model_type", "causal")
+    require(kind == "causal", "task.model.model_type", kind, "'causal'", f"{user} needs it.")
+    size = task.num_ids().get("ids")
+    # Bytes are what a task without a tokenizer has.
+    is_of_other_ids = type(tokenizer) is ByteTokenizer and size not in (256, 257, None)
+    if isinstance(tokenizer, TokenIds) or is_of_other_ids:
+        raise ConfigError(
+            f"The model has {size} ids, and its task no tokenizer that makes them of text. Set the "
+            "directory of its tokenizer: task.tokenizer=DIRECTORY."
+        )
+    require(
+        jax.process_count() == 1, "The number of processes", jax.process_count(), "1",
+        f"Run {user} in one process, with all the devices of its host.",
+    )
 
 
 def prompt_ids(

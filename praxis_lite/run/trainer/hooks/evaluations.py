@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from praxis_lite.core.partitioner.train_state import TrainState
-from praxis_lite.run.goodput.kinds import COMPILE, EVALUATION
+from praxis_lite.run.events import EVALUATION, events
 from praxis_lite.run.trainer.evaluation import Evaluator, watched_values
 from praxis_lite.run.trainer.hooks.hook import Hook, StepMade
 from praxis_lite.run.trainer.hooks.loop import Loop
@@ -25,7 +25,7 @@ class Evaluations(Hook):
         self._loop = loop
         self._evaluator = Evaluator(
             job.partitioner, job.eval_sets, job.run.evaluation.max_batches, loop.note,
-            seed=job.run.seed, compiling=lambda: loop.timeline.clock.during(COMPILE),
+            seed=job.run.seed,
         )
         if loop.is_resumed and lacks_evaluation(job.run, job.eval_sets, job.files, step):
             self._evaluate(step, state)
@@ -42,7 +42,7 @@ class Evaluations(Hook):
         loop, run = self._loop, self._job.run
         with (
             loop.watchdog.during(f"evaluating step {step}"),
-            loop.timeline.clock.during(EVALUATION),
+            events.phase(EVALUATION),
         ):
             # Not kept in a variable: averages are another copy of the weights.
             results = self._evaluator.run(

@@ -17,8 +17,8 @@ from praxis_lite.inputs.processes.row_digests import (
     row_digests,
     total,
 )
+from praxis_lite.run.events import events
 from praxis_lite.run.job import processes
-from praxis_lite.run.job.elastic import order
 from praxis_lite.run.job.examples.lines import Start, Stretch, line_of, next_start
 from praxis_lite.run.job.processes.broadcast import from_first
 from praxis_lite.run.job.processes.same_everywhere import versions
@@ -41,11 +41,11 @@ class Examples(Hook):
         self._job, self._lines = job, None
 
     def before_training(self, loop: Loop, state: TrainState) -> None:
-        folder, elastic = self._job.files.examples, order.current()
-        member = processes.index() if elastic is None else elastic.member
+        folder, part = self._job.files.examples, processes.membership()
+        member = processes.index() if part is None else part.member
         self._path = folder / f"{member}.jsonl"
         self._number, launch = from_first(
-            "start of examples", lambda: (next_start(folder), loop.timeline.clock.began)
+            "start of examples", lambda: (next_start(folder), events.began)
         )
         train, mesh = self._job.datasets[TRAIN], self._job.partitioner.mesh
         fed = [item.process_index == jax.process_index() for item in mesh.devices.flat]
@@ -54,7 +54,7 @@ class Examples(Hook):
         self._start = Start(
             start=self._number, step=loop.first_step,
             is_new=not loop.is_resumed, time=time.time(), launch=launch,
-            generation=elastic and elastic.generation, process=processes.index(),
+            generation=part and part.generation, process=processes.index(),
             num_processes=processes.count(), host=socket.gethostname(), mesh=dict(mesh.shape),
             batch_size=train.batch_size, rows=_ranges(is_own), skipped=loop.skipped_batches,
             data=fingerprint_digest(train), versions=versions(),

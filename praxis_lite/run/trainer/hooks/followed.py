@@ -10,6 +10,7 @@ from praxis_lite.run.job.processes.broadcast import from_first
 from praxis_lite.run.trainer.evaluation import evaluation_line
 from praxis_lite.run.trainer.hooks.hook import Hook, StepMade
 from praxis_lite.run.trainer.hooks.loop import Loop
+from praxis_lite.run.trainer.hooks.tracking import Trackers
 from praxis_lite.run.trainer.job_history import evaluations
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 
@@ -25,8 +26,8 @@ class FollowedEvaluations(Hook):
 
     every, waits = 1, False
 
-    def __init__(self, job: JobOnMesh):
-        self._job, self._stopping = job, job.run.stopping.early
+    def __init__(self, job: JobOnMesh, trackers: Trackers):
+        self._job, self._trackers, self._stopping = job, trackers, job.run.stopping.early
         self._path = job.files.eval_metrics_jsonl
         self._looked_at, self._size, self._is_said = -math.inf, -1, False
 
@@ -71,6 +72,7 @@ class FollowedEvaluations(Hook):
             if (step, dataset) not in self._known:
                 self._known.add((step, dataset))
                 self._loop.note(f"by a follower: {evaluation_line(step, dataset, metrics)}")
+                self._trackers.evaluated(step, {dataset: metrics})
             for name, value in metrics.items():
                 if self._stopping is not None and self._stopping.metric == f"{dataset}/{name}":
                     values[step] = value

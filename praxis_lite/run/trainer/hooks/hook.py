@@ -72,8 +72,8 @@ class Hook(contextlib.AbstractContextManager):
     (`loop.is_first`). An exception ends training as one in a step does; the newest checkpoint is
     what training goes on from, and `__exit__` of every hook is called, with the exception.
 
-    A hook is entered as a context when training begins and left when it ends. After a roll-back
-    from a loss spike that happens again with the same hook: `restore` puts it back.
+    A hook is entered as a context when training begins and left when it ends. A roll-back from a
+    loss spike leaves it, without an exception, and enters it again: `restore` puts it back.
 
     Attributes:
       every: `after_step` is called after each step that this divides, and after the last step.

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
-from praxis_lite.run.goodput.kinds import COMPILE
-from praxis_lite.run.goodput.timeline import Timeline
+from praxis_lite.run.events import COMPILE, events
 from praxis_lite.run.job import processes
 from praxis_lite.run.job.processes.stop_consensus import StopConsensus
 from praxis_lite.run.job.processes.stopping import StopRequest
@@ -17,6 +16,7 @@ from praxis_lite.run.trainer.checks.memory import compile_step
 from praxis_lite.run.trainer.hooks.hook import Hook, overrides
 from praxis_lite.run.trainer.hooks.profile_requests import ProfileRequests
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
+from praxis_lite.run.trainer.loss_spikes import LossSpike
 
 Results = Mapping[str, Mapping[str, float]]
 
@@ -32,12 +32,12 @@ class Loop:
       note: prints a line, above the line of progress.
       is_first: True in the process that writes the job's files.
       checkpoints, stop, watchdog, consensus: of the job.
-      timeline: of this launch; `timeline.clock` tells what its seconds are spent on.
       hooks: all of them, in their order.
       stops: True once a process was asked to stop, on all processes alike.
       reason: why a hook ends training, or None.
       proposed_end: why the first process would end training, until all have heard of it, or None.
       results: of the evaluation of the newest step, by dataset; None if it was not evaluated.
+      spike: the loss spike for which the run is rolled back, or None.
       saved_at: when the newest checkpoint was begun, in seconds of time.monotonic.
       profile_steps: how many steps a profile shall have that was asked for and is not begun; 0: no
         profile was. The same on all processes.
@@ -47,12 +47,12 @@ class Loop:
     def __init__(
         self, job: JobOnMesh, first_step: int, skipped_batches: Sequence[int],
         checkpoints: Checkpoints, stop: StopRequest, hooks: Sequence[Hook],
-        note: Callable[[str], None], timeline: Timeline, *, is_resumed: bool,
+        note: Callable[[str], None], *, is_resumed: bool,
     ):
         stopping = job.run.stopping
         self.job, self.first_step, self.skipped_batches = job, first_step, tuple(skipped_batches)
         self.checkpoints, self.stop, self.hooks, self.note = checkpoints, stop, tuple(hooks), note
-        self.timeline, self.is_resumed = timeline, is_resumed
+        self.is_resumed = is_resumed
         self.is_first = processes.is_first()
         self.consensus = StopConsensus(job.partitioner.mesh)
         self.watchdog = Watchdog(
@@ -61,6 +61,7 @@ class Loop:
         )
         self.stops, self.reason = False, None
         self.proposed_end: str | None = None
+        self.spike: LossSpike | None = None
         self.results: Results | None = None
         self.saved_at = time.monotonic()
         self.profile_steps, self.has_asked = 0, False
@@ -71,7 +72,7 @@ class Loop:
         """Compiles the training step, in the context of all hooks; returns the seconds it took."""
         began, train = time.perf_counter(), self.job.datasets[TRAIN]
         with contextlib.ExitStack() as held:
-            held.enter_context(self.timeline.clock.during(COMPILE))
+            held.enter_context(events.phase(COMPILE))
             for hook in self.hooks:
                 held.enter_context(hook.compiling())
             compile_step(self.job.partitioner.train_step, train, f"datasets.{TRAIN}")

@@ -10,7 +10,7 @@ from praxis_lite.run.trainer.metrics.progress import metric_text
 
 
 class LossSpikes(Hook):
-    """Marks spikes in metrics.jsonl, says them, and raises LossSpike where the run rolls back."""
+    """Marks spikes in metrics.jsonl, says them, and sets `loop.spike` where the run rolls back."""
 
     every, waits = None, False
 
@@ -41,4 +41,4 @@ class LossSpikes(Hook):
             f"{run.loss_spikes.factor})"
         )
         if run.loss_spikes.action == "roll_back":
-            raise LossSpike(metrics.step, metrics.batch)
+            self._loop.spike = LossSpike(metrics.step, metrics.batch)

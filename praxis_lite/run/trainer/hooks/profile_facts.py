@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,22 +101,7 @@ def read_facts(folder: Path) -> ProfileFacts:
             for item in fields["devices"]
         ]
         peaks = {int(key): int(value) for key, value in fields["peak_bytes"].items()}
-        facts = ProfileFacts(**{**fields, "devices": devices, "peak_bytes": peaks})
-        planned = facts.step_bytes
-        numbers = [
-            facts.first_step, facts.last_step, *facts.axis_sizes.values(), *facts.arrays.values(),
-            *([] if planned is None else [planned[name] for name in _PLANNED]),
-            *(item.id for item in devices),
-        ]
-        words = [word for item in devices for word in (item.platform, item.device_kind)]
-        if (
-            any(type(number) is not int for number in numbers) or facts.num_steps < 1
-            or not all(isinstance(word, str) for word in words)
-            or math.prod(facts.axis_sizes.values()) != len(devices) or not devices
-            or any(item.platform == "tpu" and item.coords is None for item in devices)
-        ):
-            raise ValueError("its numbers and devices do not go together")
-        return dataclasses.replace(facts, seconds=float(facts.seconds))
+        return ProfileFacts(**{**fields, "devices": devices, "peak_bytes": peaks})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{path} is damaged, or praxis_lite did not write it ({type(error).__name__}: {error})."

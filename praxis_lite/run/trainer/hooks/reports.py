@@ -4,8 +4,7 @@ import contextlib
 from collections.abc import Mapping
 
 from praxis_lite.core.partitioner.train_state import TrainState
-from praxis_lite.run.goodput.kinds import INPUT_WAIT, STEP
-from praxis_lite.run.job.elastic import order
+from praxis_lite.run.events import INPUT_WAIT, STEP, events
 from praxis_lite.run.trainer.evaluation import evaluation_line
 from praxis_lite.run.trainer.hooks.hook import Hook, StepMetrics
 from praxis_lite.run.trainer.hooks.loop import Loop
@@ -34,7 +33,7 @@ class MetricsFiles(Hook):
         if not loop.is_first:
             return
         if lost := self._writer.lost_steps:
-            loop.timeline.loses(lost[1])
+            events.report(lost_to=lost[1])
             loop.note(
                 f"steps {lost[0]} to {lost[1]} were made before, but not saved, and are made "
                 f"again; their lines are in {self._writer.lost_path.name} now"
@@ -67,12 +66,8 @@ class Progress(Hook):
         }
         self._rates = Rates(run.num_train_steps, job.partitioner.mesh.size, pauses)
 
-    def before_training(self, loop: Loop, state: TrainState) -> None:
-        self._clock = loop.timeline.clock
-
     def after_metrics(self, metrics: StepMetrics) -> None:
-        order.report(made=metrics.step)
-        spent = self._clock.seconds()
+        spent = events.seconds()
         self._rates.add(metrics.line, metrics.weight, spent[STEP] + spent[INPUT_WAIT])
         self._line.update(
             metrics.step, metrics.line["loss"], self._rates,

@@ -1,4 +1,4 @@
-"""Saves while a job trains, on disk and in memory: when, and what lies beside the state."""
+"""Saves while a job trains: when, and what is saved besides the state."""
 
 import json
 import time
@@ -7,8 +7,7 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.inputs.position import DataPosition
-from praxis_lite.run.checkpoints.peers.peer_saver import PeerSaver
-from praxis_lite.run.goodput.kinds import SAVE
+from praxis_lite.run.events import SAVE, events
 from praxis_lite.run.job.processes.watchdog import SAVING
 from praxis_lite.run.trainer.evaluation import watched_values
 from praxis_lite.run.trainer.hooks.hook import Hook, StepMade, by_name, overrides
@@ -46,11 +45,10 @@ class Saves(Hook):
     def save(self, step: int, state: TrainState, *, is_last: bool) -> None:
         """Begins to save a state, with the position in the data and what other hooks save."""
         loop = self._loop
-        data = _beside_state(step, loop)
+        data = data_to_save(step, loop)
         loop.saved_at = time.monotonic()
         loop.consensus.saved()
-        loop.timeline.goes_on_from(step)
-        with loop.watchdog.during(SAVING), loop.timeline.clock.during(SAVE):
+        with loop.watchdog.during(SAVING), events.phase(SAVE, step):
             loop.checkpoints.save(
                 step, state, self._job.partitioner.layout, data,
                 watched_values(loop.results or {}), is_last=is_last,
@@ -58,49 +56,12 @@ class Saves(Hook):
 
     def after_training(self, step: int) -> None:
         loop = self._loop
-        with loop.watchdog.during(SAVING), loop.timeline.clock.during(SAVE):
+        with loop.watchdog.during(SAVING), events.phase(SAVE):
             loop.checkpoints.wait()
 
 
-class PeerSaves(Hook):
-    """Saves in the memory of hosts: at the start, every so many steps, and at a stop.
-
-    At the start, because what the hosts hold then is of another generation, and lacks the part of
-    a host that died: the next one that dies is to cost no more. Not after the last step of all,
-    which goes to the disk.
-    """
-
-    def __init__(self, job: JobOnMesh, saver: PeerSaver):
-        self._job, self._saver, self.every = job, saver, job.run.peer_save_every_steps
-
-    def before_training(self, loop: Loop, state: TrainState) -> None:
-        self._loop = loop
-        if not self._is_end(loop.first_step):
-            self._save(loop.first_step, state)
-
-    def is_due(self, step: int, is_last: bool) -> bool:
-        return not self._is_end(step) and (step % self.every == 0 or self._loop.stops)
-
-    def after_step(self, made: StepMade) -> None:
-        self._loop.timeline.goes_on_from(made.step)
-        self._save(made.step, made.state)
-
-    def after_training(self, step: int) -> None:
-        loop = self._loop
-        with loop.watchdog.during(SAVING), loop.timeline.clock.during(SAVE):
-            self._saver.wait()
-
-    def _is_end(self, step: int) -> bool:
-        return step >= self._job.run.num_train_steps or self._loop.reason is not None
-
-    def _save(self, step: int, state: TrainState) -> None:
-        loop = self._loop
-        with loop.watchdog.during(SAVING), loop.timeline.clock.during(SAVE):
-            self._saver.begin(step, state, _beside_state(step, loop))
-
-
-def _beside_state(step: int, loop: Loop) -> dict[str, object]:
-    """Returns values for JSON: the position in the data, the seed, and what hooks save."""
+def data_to_save(step: int, loop: Loop) -> dict[str, object]:
+    """Returns values to save with a state: the position in the data, the seed, and the hooks'."""
     position = DataPosition.of_step(step, loop.skipped_batches)
     data = {**position.as_json(loop.job.datasets[TRAIN]), "run_seed": loop.job.run.seed}
     if hooks := _saved_by(loop):

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 
-from praxis_lite.run.checkpoints.peers.peer_saver import PeerSaver
 from praxis_lite.run.trainer.hooks.evaluations import EarlyStops, Evaluations
 from praxis_lite.run.trainer.hooks.examples import Examples
 from praxis_lite.run.trainer.hooks.followed import FollowedEvaluations
@@ -11,7 +10,7 @@ from praxis_lite.run.trainer.hooks.loss_spikes import LossSpikes
 from praxis_lite.run.trainer.hooks.profiler import Profiler
 from praxis_lite.run.trainer.hooks.profiles import ProfileBegins, ProfileEnds
 from praxis_lite.run.trainer.hooks.reports import MetricsFiles, Progress
-from praxis_lite.run.trainer.hooks.saves import PeerSaves, Saves
+from praxis_lite.run.trainer.hooks.saves import Saves
 from praxis_lite.run.trainer.hooks.skipped_steps import SkippedSteps
 from praxis_lite.run.trainer.hooks.tracking import Trackers, Tracking
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
@@ -23,7 +22,7 @@ MoreHooks = Callable[[JobOnMesh], Sequence[Hook]]
 
 def hooks_of(
     job: JobOnMesh, progress: ProgressLine, more: MoreHooks, trackers: Trackers,
-    peer_saver: PeerSaver | None,
+    other_saves: Sequence[Hook],
 ) -> list[Hook]:
     """Returns the hooks of a job: those of every job, of tools, and of its experiment."""
     profiler = Profiler(job)
@@ -34,10 +33,10 @@ def hooks_of(
         # Files come first: what is said or raised after them is on disk.
         MetricsFiles(job), Examples(job), Tracking(trackers), Progress(job, progress),
         LossSpikes(job), SkippedSteps(job), EarlyStops(job),
-        Evaluations(job), FollowedEvaluations(job),
+        Evaluations(job), FollowedEvaluations(job, trackers),
         *job.hooks,
         # Sooner done than the disk's: at a stop they are what is left if time runs out.
-        *([PeerSaves(job, peer_saver)] if peer_saver else []),
+        *other_saves,
         Saves(job),
         ProfileBegins(job, profiler),
     ]

@@ -1,27 +1,32 @@
 """A job's trackers: their threads, and the hook that tells them what was made."""
 
 import contextlib
+import json
 import math
 import platform
 import socket
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.files.json_text import content_of
+from praxis_lite.files.whole_files import not_written, write_whole
 from praxis_lite.run.config.text import config_values
 from praxis_lite.run.experiment.launched_config import LaunchedConfig
 from praxis_lite.run.job import processes
 from praxis_lite.run.job.job_dir import JobDir
-from praxis_lite.run.trackers.run_id import run_id
 from praxis_lite.run.trackers.tracker import Ending, TrackedRun, Tracker
+from praxis_lite.run.trackers.tracker_thread import TrackerThread, numbers_of
 from praxis_lite.run.trainer.hooks.hook import Hook, StepMetrics
 from praxis_lite.run.trainer.hooks.loop import Loop
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
-from praxis_lite.run.trainer.metrics.tracker_thread import TrackerThread
+from praxis_lite.run.trainer.metrics.json_lines import lines_if_any, lost_path
 from praxis_lite.run.trainer.summary import continuations
 
 # The end of a launch waits no longer for its trackers.
@@ -31,44 +36,45 @@ NUM_SAMPLES = 5
 
 
 class Trackers(contextlib.AbstractContextManager):
-    """The trackers of a job, each in a thread of its own.
+    """The trackers of a job, each in a separate thread, which begins with training.
 
     Leaving the context ends them, and waits for at most END_SECONDS.
     """
 
     def __init__(
-        self, threads: Sequence[TrackerThread], files: JobDir, note: Callable[[str], None], *,
-        by_follower: bool = False,
+        self, threads: Sequence[TrackerThread], files: JobDir, note: Callable[[str], None]
     ):
         self._threads, self._files, self._note = threads, files, note
-        self._by_follower = by_follower
         self._ending: Ending = "finished"
 
-    def __enter__(self) -> "Trackers":
-        for thread in self._threads:
-            thread.start()
-        return self
-
     def go_on_from(self, step: int) -> None:
-        """Says that training begins after this step: at a start, and after a roll-back."""
-        for thread in self._threads:
-            thread.go_on_from(step)
+        """Announces that training begins after this step: at a start, and after a roll-back.
 
-    def made(self, step: int) -> None:
-        """Says that the line of a step is in metrics.jsonl."""
+        The lines of later steps were moved to the files of lost lines, which tell how far training
+        was before.
+        """
+        if self._threads:
+            steps = _newest_lost(self._files.metrics_jsonl, self._note)
+            evaluations = _newest_lost(self._files.eval_metrics_jsonl, self._note)
         for thread in self._threads:
-            if thread.is_due(step):
-                thread.made(step)
-                if self._by_follower:  # Its evaluations are in the file once they are made.
-                    thread.evaluated(step)
+            thread.go_on_from(step, steps, evaluations)
+            if thread.ident is None:
+                thread.start()
 
-    def evaluated(self, step: int) -> None:
-        """Says that the lines of an evaluation are in eval_metrics.jsonl."""
+    def made(self, step: int, line: Mapping[str, Any]) -> None:
+        """Gives the trackers the numbers of a step."""
+        if any(thread.is_due(step) for thread in self._threads):
+            numbers = numbers_of(line)
+            for thread in self._threads:
+                thread.made(step, numbers)
+
+    def evaluated(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
+        """Gives the trackers the metrics of an evaluation, by dataset."""
         for thread in self._threads:
-            thread.evaluated(step)
+            thread.evaluated(step, results)
 
     def ends(self, first_step: int, step: int, *, stopped: bool) -> None:
-        """Says that the launch trained from `first_step` to `step`.
+        """Announces that the launch trained from `first_step` to `step`.
 
         The trackers get its loss curve, and samples of what was decoded since `first_step`.
         """
@@ -95,21 +101,29 @@ class Trackers(contextlib.AbstractContextManager):
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         ends_at = time.monotonic() + END_SECONDS
-        for thread in self._threads:
+        begun = [thread for thread in self._threads if thread.ident is not None]
+        for thread in begun:
             thread.end(self._ending if kind is None else "failed")
-        for thread in self._threads:
+        for thread in begun:
             thread.join(max(0.0, ends_at - time.monotonic()))
         self.say(self._note)
-        for thread in self._threads:
+        for thread in begun:
             if thread.is_alive():
-                self._note(
-                    f"note: the {thread.name} was not done after {END_SECONDS} s, and is left; the "
-                    "next launch of the job gives it what it lacks"
-                )
+                self._note(f"note: the {thread.name} was not done after {END_SECONDS} s, and is "
+                           "left; it may lack the newest numbers")
+
+
+def _newest_lost(path: Path, note: Callable[[str], None]) -> int:
+    """Returns the newest step among the lost lines of a file; 0 if there are none."""
+    try:
+        return max((line["step"] for line in lines_if_any(lost_path(path))), default=0)
+    except ConfigError as error:
+        note(f"note: trackers may get steps a second time: {error}")
+        return 0
 
 
 class Tracking(Hook):
-    """Tells the trackers what was made; comes after the hook that writes the files of metrics."""
+    """Gives the trackers what was made; comes after the hook that writes the files of metrics."""
 
     every, waits = None, False
 
@@ -121,11 +135,11 @@ class Tracking(Hook):
         self._trackers.go_on_from(loop.first_step)
 
     def after_metrics(self, metrics: StepMetrics) -> None:
-        self._trackers.made(metrics.step)
+        self._trackers.made(metrics.step, metrics.line)
         self._trackers.say(self._note)
 
     def after_evaluation(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
-        self._trackers.evaluated(step)
+        self._trackers.evaluated(step, results)
 
 
 def trackers_of(
@@ -143,12 +157,12 @@ def trackers_of(
         try:
             run = tracked_run(job, launched, first_step, note)
             threads = [
-                TrackerThread(name, tracker, run, job.files, _due_steps(job, tracker))
+                TrackerThread(name, tracker, run, _due_steps(job, tracker))
                 for name, tracker in trackers.items()
             ]
         except ConfigError as error:
             note(f"note: the run has no trackers: {error}")
-    return Trackers(threads, job.files, note, by_follower=job.run.evaluation.by_follower)
+    return Trackers(threads, job.files, note)
 
 
 def tracked_run(
@@ -168,11 +182,32 @@ def tracked_run(
         "jax": jax.__version__,
     }
     return TrackedRun(
-        id=run_id(job.files.trackers, note), name=job.files.path.name,
+        id=run_id(job.files.trackers), name=job.files.path.name,
         experiment=launched.experiment, job_log_dir=job.files.path,
         config=config_values(launched.config), facts=facts, first_step=first_step,
         evaluated=tuple(job.eval_sets), note=note,
     )
+
+
+def run_id(folder: Path) -> str:
+    """Returns the id in `folder`/run_id.json, which the first launch makes.
+
+    Raises ConfigError if the file cannot be read or written.
+    """
+    path = folder / "run_id.json"
+    try:
+        if path.exists():
+            return str(json.loads(path.read_text())["id"])
+        folder.mkdir(exist_ok=True)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"{path} has no run id ({error}). Remove it: trackers then begin a new run."
+        ) from None
+    except OSError as error:
+        raise not_written(path, error) from error
+    new = uuid.uuid4().hex
+    write_whole(path, f'{{"id": "{new}"}}\n'.encode())
+    return new
 
 
 def _due_steps(job: JobOnMesh, tracker: Tracker) -> Callable[[int], bool]:

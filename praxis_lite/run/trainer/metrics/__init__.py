@@ -1,4 +1,4 @@
-"""Where do the numbers of a run go, and its clocks? JSON lines, trackers, the terminal, a PNG.
+"""Where do the numbers of a run go, and its clocks? JSON lines, the terminal, a PNG.
 
 Never sees a model. matplotlib is loaded on first use, tensorflow never.
 """

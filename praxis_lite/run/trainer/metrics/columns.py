@@ -18,7 +18,6 @@ Columns = dict[str, np.ndarray]
 
 # Bytes that are read at once: more would take the system longer to give memory for.
 _BLOCK = 1 << 19
-_MOST_BLOCKS = 32  # Of a line; a longer one is unreadable.
 _END = 256  # Bytes that are compared, to see whether a file that has grown was cut before.
 
 
@@ -97,10 +96,6 @@ class MetricsColumns:
                 rest = [data[end:]]
             else:
                 rest.append(data)
-            if len(rest) > _MOST_BLOCKS:  # What follows of it is no line by itself.
-                self._offset += sum(map(len, rest))
-                self._end = b"".join(rest)[-_END:]
-                rest = []
 
     def _take(self, text: bytes) -> None:
         block = _of_equal_lines(text)

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import pathlib
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
@@ -32,9 +31,6 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 # What a person looks for first; the other keys follow by name.
 _LEADING_KEYS = ("step", "dataset", "loss")
 
-# A line that is cut short for so long is of a writer that was killed.
-_CUT_SHORT_SECONDS = 2.0
-
 # At the end of a file, whose lines are checked before others are added.
 _CHECKED_BYTES = 1 << 16
 
@@ -50,9 +46,9 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
 
     Opening the file removes what an earlier run left: a last line that a kill cut short, and the
     lines after `resume_step`, which the resumed run writes again. They are moved to
-    NAME.lost.jsonl: first copied, then cut off, so a kill at any point loses nothing, and the next
-    launch moves what is left. Lines are read from the end of the file, 64 KiB at least, up to the
-    last one that stays; only of evaluations, which other processes add in any order, all are read.
+    NAME.lost.jsonl: first copied, then cut off, so a kill at any point loses nothing. Lines are
+    read from the end of the file, 64 KiB at least, up to the last one that stays; only of
+    evaluations, which other processes add in any order, all are read.
     Raises ConfigError if one of these lines cannot be read, or the file cannot be written at first.
     If it cannot be written later its lines are kept (`KeptLines`); if they cannot be written at the
     end either, leaving the context raises ConfigError, or notes it on the way of another exception.
@@ -76,7 +72,7 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
     ):
         self.path = pathlib.Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.lost_path = self.path.with_name(f"{self.path.stem}.lost.jsonl")
+        self.lost_path = lost_path(self.path)
         self.newest_kept, self.lost_steps = 0, None
         with no_other_changes(self.path):
             try:
@@ -89,33 +85,23 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
     def _move_lost(self, file: IO[bytes], last: int) -> None:
         """Moves the lines of steps after the `last` to the file of lost lines."""
         finish_last_line(file)
-        cut, copied, size = None, None, os.fstat(file.fileno()).st_size
-        for offset, text, line in _newest_first(self.path, file):
+        cut, newest, size = None, 0, os.fstat(file.fileno()).st_size
+        for offset, _, line in _newest_first(self.path, file):
             step = line["step"]
             if step > last:
-                if cut is None:
-                    already, newest = _last_line(self.lost_path), step
+                newest = step if cut is None else newest
                 cut, self.lost_steps = offset, (step, newest)
-                if text == already:  # The launch before was killed once it had copied these?
-                    copied = offset + len(text) + 1
             else:
                 self.newest_kept = max(self.newest_kept, step)
                 if "dataset" not in line and size - offset > _CHECKED_BYTES:
                     break  # All lines before are of earlier steps.
         if cut is None:
             return
-        if copied is not None and not _ends_with(self.lost_path, file, cut, copied):
-            copied = None
-        kept = []
-        with _adding_to(self.lost_path) as moved:
-            file.seek(cut)
-            offset = cut
-            for text in file:
-                if _parsed(text)["step"] <= last:
-                    kept.append(text)
-                elif copied is None or offset >= copied:
-                    moved.write(text)
-                offset += len(text)
+        file.seek(cut)
+        lost, kept = [], []
+        for text in file:
+            (lost if _parsed(text)["step"] > last else kept).append(text)
+        _add_to(self.lost_path, b"".join(lost))
         if kept:  # Other processes' lines, between the lost ones: a reader sees all or none.
             file.seek(0)
             write_whole(self.path, file.read(cut) + b"".join(kept))
@@ -137,18 +123,20 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
         self._lines.close(is_last_word=kind is None)
 
 
+def lost_path(path: pathlib.Path) -> pathlib.Path:
+    """Returns the file of the lines that were moved out of a file."""
+    return path.with_name(f"{path.stem}.lost.jsonl")
+
+
 def append_lines(path: pathlib.Path, lines: Sequence[Mapping[str, Any]]) -> None:
     """Appends lines to a file that another process may be writing, all of them at once.
 
     A last line that a killed writer cut short goes, as in `JsonLinesWriter`. Raises ConfigError if
     the file cannot be written.
     """
-    text, deadline = "".join(map(json_line, lines)), time.monotonic() + _CUT_SHORT_SECONDS
+    text = "".join(map(json_line, lines))
     try:
         with no_other_changes(path), _opened_to_change(path) as file:
-            # The writer of the file may be within a line.
-            while next(lines_from_end(file))[1] and time.monotonic() < deadline:
-                time.sleep(0.02)
             finish_last_line(file)
             with opened_to_append(path) as end:
                 end.write(text)
@@ -161,55 +149,31 @@ def _opened_to_change(path: pathlib.Path) -> IO[bytes]:
     return os.fdopen(descriptor(path, os.O_RDWR | os.O_CREAT), "r+b")
 
 
-def _last_line(path: pathlib.Path) -> bytes | None:
-    """Returns the last line that is complete, without its line break; None if there is none."""
-    try:
-        with opened(path) as file:
-            return next((text for offset, text in itertools.islice(lines_from_end(file), 1, 2)),
-                        None)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise not_written(path, error) from error
-
-
-def _ends_with(path: pathlib.Path, file: IO[bytes], start: int, stop: int) -> bool:
-    """Returns True if the last complete lines of `path` are the bytes from start to stop."""
-    file.seek(start)
-    expected = file.read(stop - start)
-    with opened(path) as other:
-        offset, _ = next(lines_from_end(other))
-        other.seek(max(0, offset - len(expected)))
-        return other.read(len(expected)) == expected
-
-
-@contextlib.contextmanager
-def _adding_to(path: pathlib.Path) -> Iterator[IO[bytes]]:
-    """Yields a file to add lines to, which are on disk in the end; all or, if that fails, none."""
+def _add_to(path: pathlib.Path, text: bytes) -> None:
+    """Adds lines to a file, which are on disk in the end."""
     is_new = not path.exists()
     try:
         with _opened_to_change(path) as file:
             finish_last_line(file)
-            size = os.fstat(file.fileno()).st_size
-        try:
-            with os.fdopen(descriptor(path, os.O_WRONLY | os.O_APPEND), "ab") as file:
-                yield file
+            size = file.seek(0, os.SEEK_END)
+            try:
+                file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-        except OSError:
-            os.truncate(path, size)
-            if is_new:
-                path.unlink()
-            raise
+            except OSError:
+                os.truncate(path, size)
+                raise
     except OSError as error:
+        if is_new:
+            path.unlink(missing_ok=True)
         raise not_written(path, error) from error
 
 
 @contextlib.contextmanager
 def no_other_changes(path: pathlib.Path) -> Iterator[None]:
-    """Holds a lock on the folder, so that no other process mends the file or adds to it as a guest.
+    """Holds a lock on the folder, so that no other process cuts the file or adds to it.
 
-    The writer of the file adds to it all the same: its lines and a guest's are whole. A file system
+    The writer of the file adds to it all the same: its lines and theirs are complete. A file system
     without locks has none.
     """
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)

@@ -2,15 +2,13 @@
 
 import collections
 import contextlib
-import errno
 import os
 import pathlib
 import time
 from collections.abc import Callable
-from typing import IO
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.files.json_text import opened_to_append
+from praxis_lite.files.json_text import descriptor
 
 _MOST_LINES = 10_000  # Some megabytes.
 _RETRY_SECONDS = 1.0
@@ -19,8 +17,8 @@ _RETRY_SECONDS = 1.0
 class KeptLines:
     """A file that lines are added to, each at once; a disk that fails ends nothing.
 
-    Lines that cannot be written (a full disk, an input/output error, a directory that is gone) are
-    kept, the newest 10,000, and tried again with a later line, a second later at the earliest.
+    Lines that cannot be written (a full disk, an input/output error) are kept, the newest 10,000,
+    and tried again with a later line, a second later at the earliest.
     `note` is told when that begins, and when they are in the file.
 
     Args:
@@ -33,11 +31,10 @@ class KeptLines:
 
     def __init__(self, path: pathlib.Path, note: Callable[[str], None]):
         self._path, self._note = path, note
-        self._file: IO[str] | None = opened_to_append(path)
+        self._file: int | None = self._opened()
         self._lines = collections.deque[tuple[int, str]](maxlen=_MOST_LINES)
         self._num_dropped = 0
         self._error: OSError | None = None
-        self._torn_at: int | None = None  # The size without a part of a line that was written.
         self._retry_at = 0.0
 
     def add(self, step: int, text: str) -> None:
@@ -58,10 +55,7 @@ class KeptLines:
         """
         if self._lines:
             self._write()
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.close()
-            self._file = None
+        self._drop_file()
         if self._lines:
             error = self._lost()
             self._lines.clear()
@@ -70,19 +64,19 @@ class KeptLines:
             self._note(f"note: {error}")
 
     def _write(self) -> None:
-        text, size = "".join(text for _, text in self._lines), None
+        text = "".join(text for _, text in self._lines).encode()
         try:
-            self._open_again()
-            size = os.fstat(self._file.fileno()).st_size
-            if self._torn_at is not None and size > self._torn_at:
-                os.ftruncate(self._file.fileno(), self._torn_at)
-                size = self._torn_at
-            self._torn_at = None
-            # A single write: a reader sees at most one unfinished line, the last.
-            self._file.write(text)
-            self._file.flush()
+            if self._file is None:
+                self._file = self._opened()
+            size = os.fstat(self._file).st_size
+            try:
+                while text:  # Once, unless the disk is full: a reader sees complete lines.
+                    text = text[os.write(self._file, text) :]
+            except OSError:
+                os.ftruncate(self._file, size)
+                raise
         except OSError as error:
-            self._failed(error, size)
+            self._failed(error)
             return
         if self._error is not None:
             dropped = f", and {self._num_dropped} before them are lost" * bool(self._num_dropped)
@@ -90,22 +84,11 @@ class KeptLines:
         self._error, self._num_dropped = None, 0
         self._lines.clear()
 
-    def _open_again(self) -> None:
-        """Opens the file, unless it is open and still has its name."""
-        if self._file is not None:
-            status = os.fstat(self._file.fileno())
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                if os.path.samestat(os.stat(self._path), status):
-                    return
-            self._drop_file()
-        self._file = opened_to_append(self._path)
+    def _opened(self) -> int:
+        return descriptor(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
-    def _failed(self, error: OSError, size: int | None) -> None:
+    def _failed(self, error: OSError) -> None:
         self._drop_file()
-        if size is not None:
-            self._torn_at = size
-            with contextlib.suppress(OSError):
-                os.truncate(self._path, size)
         self._retry_at = time.monotonic() + _RETRY_SECONDS
         if self._error is None:
             self._note(
@@ -115,10 +98,9 @@ class KeptLines:
         self._error = error
 
     def _drop_file(self) -> None:
-        """Closes the file, and so drops the rest of its buffer."""
         if self._file is not None:
             with contextlib.suppress(OSError):
-                self._file.close()
+                os.close(self._file)
             self._file = None
 
     def _of_steps(self) -> str:
@@ -128,13 +110,11 @@ class KeptLines:
         return f"{len(steps):,} lines of steps {steps[0]} to {steps[-1]}"
 
     def _lost(self) -> ConfigError:
-        mend = "Make room, or mend the file system"
-        if self._error.errno in (errno.ENOENT, errno.ENOTDIR):
-            mend = "Its directory was moved or deleted: put it back"
         dropped = f"{self._num_dropped:,} lines and " * bool(self._num_dropped)
         return ConfigError(
             f"{self._path} could not be written: {_reason(self._error)}; {dropped}"
-            f"{self._of_steps()} are lost. {mend} before the next launch."
+            f"{self._of_steps()} are lost. Make room, or repair the file system, before the next "
+            "launch."
         )
 
 

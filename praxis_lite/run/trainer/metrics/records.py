@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.files.json_text import MOST_NESTED, content_of, is_nested, opened
+from praxis_lite.files.json_text import content_of, opened
 from praxis_lite.files.whole_files import not_written, write_whole
 from praxis_lite.run.job.job_dir import COMMAND_LINE, JobDir
 from praxis_lite.run.trainer.metrics.json_lines import no_other_changes, strict_json
@@ -132,13 +132,10 @@ def decoded_files(job: JobDir) -> list[DecodedFile]:
 
 
 def _pair(line: str) -> tuple[str, str] | None:
-    """Returns the prompt and the continuation of a line, or None if it is no JSON object.
-
-    Brackets that lie more than MOST_NESTED deep make it none.
-    """
+    """Returns the prompt and the continuation of a line, or None if it is no JSON object."""
     try:
         record = json.loads(line)
-        if not isinstance(record, dict) or is_nested(record, MOST_NESTED):
+        if not isinstance(record, dict):
             return None
         prompt = record.pop("prompt", "")
         return _text(prompt), _text(record.get("continuation", record))

@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, require, shown
+from praxis_lite.files.json_text import opened
 from praxis_lite.host.optional_packages import optional_module
-from praxis_lite.inputs.sources.files.plain import opened
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # In a job's directory: what the files had that the job began with, without the tensors.

@@ -16,6 +16,7 @@ from praxis_lite.run.experiment.recorded_examples import (
     proof_of_examples,
     train_pipeline,
 )
+from praxis_lite.run.goodput.goodput import num_lost_steps
 from praxis_lite.run.goodput.stretches import read_stretches
 from praxis_lite.run.job.examples.history import Part
 from praxis_lite.run.job.job_dir import JobDir, recorded_experiment
@@ -163,7 +164,10 @@ def _fact(
 def _proof(job_dir: JobDir, scope: Scope) -> tuple[ExamplesProof | None, list[Fact]]:
     """Returns the proof of the examples, and the facts: the versions, the examples on record."""
     try:
-        proof = proof_of_examples(job_dir, recorded_only=True, last_step=scope.last_step)
+        proof = proof_of_examples(
+            job_dir, recorded_only=True, last_step=scope.last_step,
+            num_lost_steps=num_lost_steps(job_dir),
+        )
     except ConfigError as error:
         words = str(error.args[0])
         return None, [

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from praxis_lite.core.errors import ConfigError, few, shown
 from praxis_lite.files.json_text import content_of, parse_json, read_json
 from praxis_lite.inputs.base import TRAIN
-from praxis_lite.run.checkpoints.files.zarr_formats import np_dtype
 from praxis_lite.run.checkpoints.steps.manifest import digest_of_config
 from praxis_lite.run.checkpoints.steps.step_files import committed_manifest
 from praxis_lite.run.config.build import build
@@ -124,7 +125,7 @@ class JobFiles:
             split = [x if isinstance(x, list) else [x] for x in leaf["spec"] if x is not None]
             parts = math.prod(sizes.get(axis, 1) for axes in split for axis in axes)
             spec = split_text([tuple(x) if isinstance(x, list) else x for x in leaf["spec"]])
-            num_bytes = math.prod(leaf["padded_shape"]) * np_dtype(leaf["dtype"]).itemsize // parts
+            num_bytes = math.prod(leaf["padded_shape"]) * np.dtype(leaf["dtype"]).itemsize // parts
             expected = (
                 shape_text(leaf["shape"]), shape_text(leaf["padded_shape"]), leaf["dtype"],
                 num_bytes,

@@ -9,7 +9,7 @@ from typing import Any
 from praxis_lite.core.errors import ConfigError, OutOfMemory
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.inputs.base import TRAIN
-from praxis_lite.run.goodput.kinds import COMPILE
+from praxis_lite.run.events import COMPILE, events
 from praxis_lite.run.job import processes
 from praxis_lite.run.trainer.hooks.hook import Hook, StepMade
 from praxis_lite.run.trainer.hooks.loop import Loop
@@ -61,7 +61,7 @@ class Certificates(Hook):
 
     def before_training(self, loop: Loop, state: TrainState) -> None:
         self._loop = loop
-        with loop.timeline.clock.during(COMPILE):
+        with events.phase(COMPILE):
             self._digests_of.compile()
         began = time.perf_counter()
         self._digests, self._step = self._digests_of(state), loop.first_step
@@ -84,9 +84,9 @@ class Certificates(Hook):
             self._certifier.keep(state, loop.first_step)
 
     def _prepare(self, state: TrainState) -> None:
-        job, loop = self._job, self._loop
+        job = self._job
         spec = job.datasets[TRAIN].element_spec()
-        with loop.timeline.clock.during(COMPILE):
+        with events.phase(COMPILE):
             try:
                 self._certifier = Certifier(
                     job.partitioner, lambda mesh: partitioner_on(job.job, mesh), spec,
@@ -150,7 +150,7 @@ class Certificates(Hook):
         if not self._has_room:
             self._has_room, began = True, time.perf_counter()
             try:
-                with self._loop.timeline.clock.during(COMPILE):
+                with events.phase(COMPILE):
                     self._certifier.check_memory()
             except OutOfMemory as error:
                 self._warn_of_no_reruns(error)

@@ -16,8 +16,8 @@ from praxis_lite.core.sharding.devices.axis_types import mesh_of
 from praxis_lite.core.sharding.inputs import GlobalBatch, batch_spec
 
 PyTree = Any
+_ELEMENTS = 1000  # Of each device, that `are_repeatable` sums.
 COPIES = "copies"  # An axis that splits nothing but the rows of a batch on their way in.
-_SUMMED_ELEMENTS = 1000  # Of each device, in `are_repeatable`.
 
 
 def reordered(mesh: Mesh, order: Sequence[int]) -> Mesh:
@@ -32,6 +32,35 @@ def rolled(places: Sequence[int], num_devices: int, by: int = 1) -> list[int]:
     for i, place in enumerate(places):
         order[place] = places[(i + by) % len(places)]
     return order
+
+
+def are_repeatable(mesh: Mesh, moved: Mesh) -> bool:
+    """Returns True if sums over each axis, and over all, are the same bits on both meshes.
+
+    Args:
+      moved: of the same shape and devices, in another order.
+    """
+    return _sums(mesh) == _sums(moved)
+
+
+def _sums(mesh: Mesh) -> list[bytes]:
+    axes, split = mesh.axis_names, PartitionSpec(mesh.axis_names)
+    drawn = np.random.default_rng(0).normal(size=(mesh.size, mesh.size * _ELEMENTS))
+    x = jax.make_array_from_callback(
+        drawn.shape, NamedSharding(mesh, split), lambda index: drawn[index].astype(np.float32)
+    )
+
+    def on_each_device(x: jax.Array) -> jax.Array:
+        over = [axis for axis in axes if mesh.shape[axis] > 1]
+        sums = [jax.lax.psum(x, axis) for axis in over] + [jax.lax.psum(x, axes)]
+        scattered = jax.lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True)
+        return jnp.concatenate([*sums, jnp.tile(scattered, (1, mesh.size))])[None]
+
+    run = jax.jit(
+        jax.shard_map(on_each_device, mesh=mesh, in_specs=split, out_specs=split),
+        out_shardings=NamedSharding(mesh, PartitionSpec()),
+    )
+    return [np.asarray(run(x)).tobytes()]
 
 
 def reshaped(mesh: Mesh, shape: Sequence[int]) -> Mesh:
@@ -65,35 +94,6 @@ def other_meshes(mesh: Mesh) -> list[Mesh]:
         return same, both, -sum(size > 1 for size in shape), tuple(-x for x in shape)
 
     return [*(reshaped(mesh, shape) for shape in sorted(shapes, key=unlike)), replicated]
-
-
-def are_repeatable(mesh: Mesh, moved: Mesh) -> bool:
-    """Returns whether sums over each axis, and over all, have the same bits on both meshes.
-
-    Args:
-      moved: of the same shape and devices, in another order.
-    """
-    return _sums(mesh) == _sums(moved)
-
-
-def _sums(mesh: Mesh) -> list[bytes]:
-    axes, split = mesh.axis_names, PartitionSpec(mesh.axis_names)
-    drawn = np.random.default_rng(0).normal(size=(mesh.size, mesh.size * _SUMMED_ELEMENTS))
-    x = jax.make_array_from_callback(
-        drawn.shape, NamedSharding(mesh, split), lambda index: drawn[index].astype(np.float32)
-    )
-
-    def on_each_device(x: jax.Array) -> jax.Array:
-        over = [axis for axis in axes if mesh.shape[axis] > 1]
-        sums = [jax.lax.psum(x, axis) for axis in over] + [jax.lax.psum(x, axes)]
-        scattered = jax.lax.psum_scatter(x, axes, scatter_dimension=1, tiled=True)
-        return jnp.concatenate([*sums, jnp.tile(scattered, (1, mesh.size))])[None]
-
-    run = jax.jit(
-        jax.shard_map(on_each_device, mesh=mesh, in_specs=split, out_specs=split),
-        out_shardings=NamedSharding(mesh, PartitionSpec()),
-    )
-    return [np.asarray(run(x)).tobytes()]
 
 
 class Mover:

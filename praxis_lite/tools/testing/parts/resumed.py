@@ -21,7 +21,6 @@ from praxis_lite.run.experiment.run_settings import StopSettings
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.job.processes.interrupts import Interrupt
 from praxis_lite.run.trainer import launch
-from praxis_lite.run.trainer.job_history import LastStepUnsound
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
 from praxis_lite.tools.explain import hlo
@@ -121,7 +120,7 @@ def _losses(
         job = dataclasses.replace(
             check.job, datasets={TRAIN: pipeline}, decode_datasets={}, run=run, hooks=()
         )
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(LastStepUnsound):
+        with contextlib.redirect_stdout(io.StringIO()):
             on_mesh = JobOnMesh(runner.partitioner, job, JobDir(folder))
             ended = launch.train(on_mesh, launched, stop_request=Interrupt)
             if ended.stopped_by:

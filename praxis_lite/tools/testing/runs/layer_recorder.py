@@ -11,7 +11,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from praxis_lite.core.jaxprs import of_loop
-from praxis_lite.tools.explain.hlo_layers import PACKAGE_FOLDER, layers_of_name, own_frames
+from praxis_lite.core.user_lines import LIBRARY_FOLDERS
+from praxis_lite.tools.explain.hlo_layers import layers_of_name, own_frames
 from praxis_lite.tools.interpreter import CALLS, Interpreter, bound, mapped
 
 _MOST_ITERATIONS = 128  # Of a scan that is recorded by iteration: one over layers, not over tokens.
@@ -142,5 +143,5 @@ def _users_line(eqn: Any) -> str:
     """Returns "my_model.py:12", the user's innermost line of an operation, or ""."""
     traceback = eqn.source_info.traceback
     frames = [] if traceback is None else [(x.file_name, x.line_num) for x in traceback.frames]
-    users = [x for x in own_frames(frames) if not x[0].startswith(PACKAGE_FOLDER)]
+    users = [x for x in own_frames(frames) if not x[0].startswith(LIBRARY_FOLDERS)]
     return f"{os.path.basename(users[0][0])}:{users[0][1]}" if users else ""

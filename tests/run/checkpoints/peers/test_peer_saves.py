@@ -75,7 +75,7 @@ def test_a_state_goes_from_8_to_7_to_5_to_8_devices_as_hosts_die_and_return(host
                 mesh, layout, state = on_mesh(1, len(members), 1)
                 found, _ = newest(disk, hosts, members)
                 with hosts.savers(members, layout, mesh) as save:
-                    save(step, found.restore(layout, mesh).state, found.data())
+                    save(step, found.restore(layout, mesh).state, found.latest_data())
         if not dead:
             members = EIGHT
         mesh, layout, _ = on_mesh(*shape)
@@ -141,7 +141,7 @@ def test_of_two_neighbours_the_disk_serves_and_that_is_said(hosts, disk):
     mesh, layout = kept(hosts, 1, 4, 2)
     hosts.dies(4, 5)
     found, lines = newest(disk, hosts, [0, 1, 2, 3, 6, 7])
-    assert (found.step, found.source, found.data()) == (3, "disk", {"position": 3})
+    assert (found.step, found.source, found.latest_data()) == (3, "disk", {"position": 3})
     assert_same(found.restore(layout, mesh).state, 3)
     assert lines == ["the memory of hosts: nobody holds the part of process 4 of step 10 any more"]
 

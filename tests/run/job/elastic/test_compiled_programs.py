@@ -50,7 +50,6 @@ def generation(job, members, *settings):
 def test_a_program_is_there_whole_or_not_at_all_and_the_first_one_stays(tmp_path):
     files = compiled_programs._WholeFiles(tmp_path / "job/elastic/compiled")
     assert files.get("jit_step-7") is None
-    (tmp_path / "job/elastic/compiled/.jit_step-7.new").write_bytes(b"half")  # Of a killed one.
     files.put("jit_step-7", b"program")
     files.put("jit_step-7", b"the same of another process")
     assert files.get("jit_step-7") == b"program"

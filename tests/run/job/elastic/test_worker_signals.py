@@ -6,14 +6,14 @@ import subprocess
 import sys
 
 from praxis_lite.run.job.processes.signals import SIGNALS, STOPS_WORKER
-from praxis_lite.run.job.processes.stuck.stacks import asked_for
+from praxis_lite.run.job.processes.stacks import asked_for
 from tests.support.job_runs import CHECKOUT
 
 WORKER = '''
 import os, signal, subprocess, sys, time
 from praxis_lite.run.job.processes import signals
 from praxis_lite.run.job.processes.stopping import StopRequest
-from praxis_lite.run.job.processes.stuck import stacks
+from praxis_lite.run.job.processes import stacks
 
 with signals.EndsBySignal():
     signals.hear_supervisor_alone()

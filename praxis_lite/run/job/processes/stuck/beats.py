@@ -1,114 +1,75 @@
-"""The beats of a job's processes, as a process sees them: who is silent, and who is stuck."""
+"""The beats of a job's processes that also tell how far each has come: who is stuck?"""
 
 import dataclasses
-import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from typing import Any
 
+from praxis_lite.run.events import events
 from praxis_lite.run.job import processes
 from praxis_lite.run.job.processes import watchdog
+from praxis_lite.run.job.processes.beats import Beats, value_of
+from praxis_lite.run.job.processes.stacks import stacks
 from praxis_lite.run.job.processes.stuck.decision import Decision, Stuck
 from praxis_lite.run.job.processes.stuck.on_host import own_progress, state_in_words
 from praxis_lite.run.job.processes.stuck.progress import Progress, own
-from praxis_lite.run.job.processes.stuck.stacks import stacks
 from praxis_lite.run.job.processes.stuck.words import details, paragraph
 
-_GONE = (
-    "it was killed, or its host or network failed, or it is stopped, or C code keeps Python's lock "
-    "(then its stacks are on its standard error)"
-)
 _NUM_ASKED = 4  # Beats in which a process that is asked for its stacks may give them.
+_STACKS = "praxis_lite/stacks"
 
 
-@dataclasses.dataclass(frozen=True)
-class Beat:
-    """A sign that a process lives, sent every few seconds.
+class StuckBeats(Beats):
+    """Beats that tell the progress of their processes, by which the first one sees who is stuck.
 
-    Attributes:
-      number: grows with each.
-      pid: of the process on its host.
-      progress: of the process.
-      asks: the processes whose stacks the first process asks for.
-    """
-
-    number: int
-    pid: int
-    progress: Progress
-    asks: tuple[int, ...] = ()
-
-    def text(self) -> str:
-        """Returns the beat as text."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def of_text(cls, text: str) -> "Beat":
-        """Returns the beat that `text` gave."""
-        fields = json.loads(text)
-        return cls(
-            fields["number"], fields["pid"], Progress(**fields["progress"]), tuple(fields["asks"])
-        )
-
-
-class Beats:
-    """The beats of other processes, as this process sees them.
-
-    Args:
-      seconds: between two beats.
+    It asks a stuck process for its stacks: "asks" in its own beat.
     """
 
     def __init__(self, seconds: float):
-        self._seconds, self._number = seconds, 0
-        self._last: dict[int, Beat] = {}
-        self._num_silent: dict[int, int] = {}
+        super().__init__(seconds)
+        events.tell(own)
         self._decision = Decision(processes.count())
         self._asked: dict[int, str] = {}  # Stuck processes that are asked, and their stacks.
         self._num_asked, self._reported = 0, ()
 
-    def own(self) -> Beat:
-        """Returns the next beat of this process."""
-        self._number += 1
+    def more(self) -> dict[str, Any]:
         progress = own_progress(processes.index())
-        return Beat(self._number, os.getpid(), progress, tuple(self._asked))
+        return {"progress": dataclasses.asdict(progress), "asks": list(self._asked)}
 
-    def see(self, beats: Mapping[int, Beat]) -> None:
-        """Takes the newest beats of other processes, once between two of this process's own.
+    def look(self, service: Any) -> int | None:
+        process = processes.index()
+        if 0 in self._last and process in self._last[0]["asks"]:
+            key = _stacks_of(own.progress_of(process))
+            service.key_value_set(key, stacks(), allow_overwrite=True)
+        if not processes.is_first():
+            return None
+        found = self._stuck(lambda item: value_of(service, _stacks_of(item)))
+        if found is None:
+            return None
+        stuck, report = found
+        return stuck.processes[0].process if say(report) and stuck.processes else None
 
-        Silence is counted in beats of this process, not in seconds: it may have been stopped.
-        """
-        for process, beat in beats.items():
-            is_new = process not in self._last or beat.number != self._last[process].number
-            self._num_silent[process] = 0 if is_new else self._num_silent[process] + 1
-            self._last[process] = beat
-
-    def silent(self, process: int) -> float:
-        """Returns for how many seconds a process has not been heard of."""
-        return self._num_silent.get(process, 0) * self._seconds
-
-    def asks(self, process: int) -> bool:
-        """Returns True if the first process asks another for its stacks."""
-        return 0 in self._last and process in self._last[0].asks
-
-    def silent_in_words(self, process: int, seconds: float) -> str:
+    def why_silent(self, process: int, seconds: float) -> str:
         """Returns why a process may be silent, how far it had come, and where the others wait."""
-        last, why = self._last.get(process), _GONE
-        words = f"has not been heard of for {seconds:.0f} s"
+        why, last = super().why_silent(process, seconds), self._last.get(process)
         if last is None:
-            return f"{words}: {why}"
+            return why
         if processes.host(process) == processes.host(processes.index()):
-            why = state_in_words(last.pid) or why
-        silent = dataclasses.replace(last.progress, unheard_seconds=seconds)
-        stuck = Stuck((silent,), seconds, (own.progress(processes.index()),), why)
-        return f"{words}: {why}; {details(stuck, processes.name, own.first_collective)}"
+            why = state_in_words(last["pid"]) or why
+        progress = Progress(**last["progress"])
+        silent = dataclasses.replace(progress, unheard_seconds=seconds)
+        stuck = Stuck((silent,), seconds, (own.progress_of(processes.index()),), why)
+        return f"{why}; {details(stuck, processes.name, own.first_collective)}"
 
-    def stuck(self, given: Callable[[Progress], str | None]) -> tuple[Stuck, str] | None:
+    def _stuck(self, given: Callable[[Progress], str | None]) -> tuple[Stuck, str] | None:
         """Returns who is stuck, and a report with stacks, once for each; for the first process.
 
         Args:
           given: returns the stacks that a process gave which was asked for them, None: not yet.
         """
         progress = [
-            dataclasses.replace(beat.progress, unheard_seconds=self.silent(k))
+            Progress(**beat["progress"] | {"unheard_seconds": self.silent(k)})
             for k, beat in self._last.items()
         ]
         local = own_progress(processes.index())
@@ -132,6 +93,11 @@ class Beats:
         for process, text in answers.items():
             report += f"Stacks of {processes.name(process)}:\n{text or 'it gave none'}\n"
         return stuck, report
+
+
+def _stacks_of(progress: Progress) -> str:
+    """Returns the key of the stacks of a process where it is now."""
+    return f"{_STACKS}/{progress.process}/{progress.arrived}"
 
 
 def say(report: str) -> bool:

@@ -18,7 +18,7 @@ _STATES = {
 
 def own_progress(process: int) -> Progress:
     """Returns the progress of this process, whose index in the job is given; from any thread."""
-    return _with_work(own.progress(process), os.getpid())
+    return _with_work(own.progress_of(process), os.getpid())
 
 
 def seen_by_host(

@@ -1,15 +1,15 @@
 """The progress of a process: noted by its main thread, told to whoever decides who is stuck."""
 
 import collections
-import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-# Beside the kinds of goodput (`run/goodput/kinds.py`), "connect" and "hook NAME".
-ON_DEVICES = " on devices"  # After another: it waits until its devices have done that.
-MEETING = "meeting"  # It waits at a barrier on the host.
+from praxis_lite.run import events
+from praxis_lite.run.events import DISPATCH, MEETING, Listener, Phase
+
+ON_DEVICES = f" {events.ON_DEVICES}"  # The end of `Phase.doing`.
 _NUM_KNOWN = 3  # Times that something was done: from then on it is known how long it takes.
 
 
@@ -62,8 +62,8 @@ class Progress:
         return cls(**json.loads(line))
 
 
-class Noted:
-    """What this process does and how far it has come, as its main thread notes it.
+class Noted(Listener):
+    """What this process does and how far it has come, as the events of its main thread tell it.
 
     Attributes:
       first_collective: returns the first collective of a training step that needs the devices of a
@@ -89,28 +89,23 @@ class Noted:
         self._num_times[doing] += 1
         self._last_sign = now
 
-    def does(self, doing: str) -> str:
-        """Notes its work from now on; returns the work before."""
-        before = self._doing
-        if doing != before:
+    def begins(self, phase: Phase, step: int | None) -> None:
+        if phase.kind in (DISPATCH, MEETING):
+            self.arrives(dispatched=step)
+        self.does(phase.doing)
+
+    def resumes(self, phase: Phase) -> None:
+        self.does(phase.doing)
+
+    def progress(self, step: int | None) -> None:
+        self._step = self._step if step is None else step
+        self.sign()
+
+    def does(self, doing: str) -> None:
+        """Notes its work from now on."""
+        if doing != self._doing:
             self.sign()
             self._doing = doing
-        return before
-
-    @contextlib.contextmanager
-    def during(self, doing: str) -> Iterator[None]:
-        """Notes its work within, and at the end the work before."""
-        before = self.does(doing)
-        try:
-            yield
-        finally:
-            self.does(before)
-
-    def on_devices(self) -> contextlib.AbstractContextManager[None]:
-        """Notes that it waits within for its devices."""
-        if not self._doing:
-            return contextlib.nullcontext()
-        return self.during(f"{self._doing.removesuffix(ON_DEVICES)}{ON_DEVICES}")
 
     def arrives(self, dispatched: int | None = None) -> None:
         """Notes that it has come to a place at which all processes meet.
@@ -123,12 +118,7 @@ class Noted:
         self._dispatched = self._dispatched if dispatched is None else dispatched
         self.sign()
 
-    def step_ended(self, step: int) -> None:
-        """Notes the end of a training step."""
-        self._step = step
-        self.sign()
-
-    def progress(self, process: int) -> Progress:
+    def progress_of(self, process: int) -> Progress:
         """Returns the progress of this process, whose index is given; from any thread."""
         doing = self._doing
         is_known = self._num_times[doing] >= _NUM_KNOWN

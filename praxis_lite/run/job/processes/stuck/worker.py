@@ -4,8 +4,8 @@ import dataclasses
 import threading
 
 from praxis_lite.run.job.elastic import order
+from praxis_lite.run.job.processes.stacks import give_when_asked, stacks
 from praxis_lite.run.job.processes.stuck.progress import own
-from praxis_lite.run.job.processes.stuck.stacks import give_when_asked, stacks
 
 _EVERY_SECONDS = 1.0
 # A worker that has waited for so long says what for, should somebody ask.
@@ -31,7 +31,7 @@ def tell_supervisor(process: int, num_processes: int) -> None:
 def _tell(process: int, num_processes: int) -> None:
     has_told_wait, over = False, threading.Event()
     while not over.wait(_EVERY_SECONDS):
-        progress = own.progress(process)
+        progress = own.progress_of(process)
         order.report(progress=dataclasses.asdict(progress))
         if progress.silent_seconds < _WAITS_SECONDS:
             if has_told_wait:

@@ -1,0 +1,42 @@
+"""Names of this machine, and the check of the Host header of a request.
+
+A page of a foreign site can point its own name at this machine (DNS rebinding) and let a browser
+here ask: the browser then sends that name as Host, so a server answers to its own names alone.
+"""
+
+import ipaddress
+import re
+from collections.abc import Sequence, Set
+
+# Names of this machine for itself.
+LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
+_HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([a-zA-Z0-9._-]+))(?::([0-9]{1,5}))?", re.ASCII)
+
+
+def is_loopback(host: str) -> bool:
+    """Returns True for a host that other machines cannot reach."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def asks_for(host_headers: Sequence[str], names: Set[str]) -> bool:
+    """Returns True if a request has exactly one Host header, and that is one of these names.
+
+    Args:
+      host_headers: the values of all Host headers of the request. A missing one, or one that is not
+        NAME, ADDRESS or [IPV6] with or without a port, is no host.
+      names: in lower case; IPv6 addresses without brackets, in their shortest form.
+    """
+    if len(host_headers) != 1:
+        return False
+    found = _HOST.fullmatch(host_headers[0].strip(" \t"))
+    if found is None or int(found[3] or 0) >= 2**16:
+        return False
+    if found[1] is None:
+        return found[2].lower() in names
+    try:
+        return str(ipaddress.IPv6Address(found[1])) in names
+    except ValueError:
+        return False

@@ -1,0 +1,77 @@
+"""`--elastic` on the command line: this process supervises its host, or works for a supervisor."""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.run.events import events
+from praxis_lite.run.job import processes
+from praxis_lite.run.job.elastic import order
+from praxis_lite.run.job.health_files import HealthFiles, directory_of
+from praxis_lite.run.job.job_dir import open_for_meeting
+from praxis_lite.run.job.processes.addresses import own_address
+from praxis_lite.run.job.processes.start import connect_member, own_number
+from praxis_lite.run.job.processes.stuck.progress import own
+from praxis_lite.run.job.processes.stuck.worker import tell_supervisor
+from praxis_lite.run.modes.launched import job_log_dir
+from praxis_lite.run.modes.mode import CommandLine
+
+
+def begin_elastic(
+    command: CommandLine, argv: Sequence[str] | None, health_dir: str | None
+) -> int | None:
+    """Returns the status of this host's supervisor; None in a worker, which has its order then.
+
+    Args:
+      health_dir: of the option of that name.
+
+    Raises ConfigError if a flag is wrong or missing, or the directory is no job's.
+    """
+    if not order.is_worker():
+        return _supervise(command, sys.argv[1:] if argv is None else argv, health_dir)
+    taken = order.wait_for_order(lambda: _import(command))
+    command.began = time.time()
+    events.tell(order.ToSupervisor())
+    events.tell(own)
+    order.tell_phase("connect")
+    connect_member(taken.membership, command.start_seconds)
+    tell_supervisor(taken.index, len(taken.members))
+    if processes.is_first():
+        names = ", ".join(map(str, taken.members))
+        print(
+            f"generation {taken.generation}: processes {names} of {taken.num_slots}", flush=True
+        )
+    return None
+
+
+def _supervise(command: CommandLine, argv: Sequence[str], health_dir: str | None) -> int:
+    from praxis_lite.run.job.elastic.supervisor import Settings, Supervisor
+
+    member, num_members = own_number(
+        command.coordinator, command.num_processes, command.process_id, os.environ
+    )
+    least = 1 if command.min_processes is None else command.min_processes
+    require(
+        1 <= least <= num_members, "--min_processes", least,
+        f"a number from 1 to {num_members}, the number of processes",
+    )
+    if command.exp is None:
+        raise ConfigError("--elastic needs --exp=NAME; --list shows the names there are.")
+    job = open_for_meeting(job_log_dir(command))
+    health = None
+    if health_dir is not None:
+        health = HealthFiles(directory_of(health_dir, command.job_log_dir))
+    return Supervisor(Settings(
+        argv=tuple(argv), job=job, member=member, num_members=num_members, min_members=least,
+        start_seconds=command.start_seconds, address=own_address(command.coordinator),
+    ), health).run()
+
+
+def _import(command: CommandLine) -> None:
+    """Imports what training needs, so that an order need not wait for it."""
+    from praxis_lite.run.experiment.launched_config import config_of_experiment
+    from praxis_lite.run.trainer import launch  # noqa: F401
+
+    config_of_experiment(command.exp, command.settings, command.packages)
