@@ -1,5 +1,6 @@
 """The batches that a check trains on, and whether a pipeline gives the same twice."""
 
+import contextlib
 import itertools
 from collections.abc import Mapping
 
@@ -51,16 +52,18 @@ def num_rows_to_check(partitioners: list[Partitioner], batch: Batch, batch_size:
     Raises:
       ConfigError: the partitioners refuse the batches as they are.
     """
-    for num_rows in (*(n for n in ROWS if n < batch_size), batch_size):
+
+    def check(num_rows: int) -> None:
         spec = structs(with_rows(batch, slice(num_rows)))
-        try:
-            for partitioner in partitioners:
-                partitioner.train_step.check_batch(spec)
-                partitioner.train_step.trace(spec)
+        for partitioner in partitioners:
+            partitioner.train_step.check_batch(spec)
+            partitioner.train_step.trace(spec)
+
+    for num_rows in (n for n in ROWS if n < batch_size):
+        with contextlib.suppress(ConfigError):
+            check(num_rows)
             return num_rows
-        except ConfigError:
-            if num_rows == batch_size:
-                raise
+    check(batch_size)
     return batch_size
 
 
