@@ -57,7 +57,7 @@ def main() -> int:
     began = time.perf_counter()
     spec = pipeline.element_spec()
     certifier = Certifier(own, lambda mesh: partitioner_on(job, mesh), spec, 0, state)
-    certifier.compile_beside()
+    certifier.compile_in_thread()
     certifier.check_memory()
     digests = StateDigests(own.layout, own.mesh)
     print(f"{time.perf_counter() - began:.0f} s to trace and compile, once", flush=True)
@@ -73,7 +73,7 @@ def main() -> int:
 
     def certificate():
         assert not list(digests(state).stale())
-        made = certifier.make(state, batch, key, len(steps))
+        made = certifier.certify(state, batch, key, len(steps))
         assert made.update is not None and not made.failed
 
     # The first one does what is done once.

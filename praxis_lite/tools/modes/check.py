@@ -65,7 +65,7 @@ def checked(
 
     Args:
       print_text: told what is being done, a line each.
-      meshes, steps, shrink: as for `tools.testing.command.check`.
+      meshes, steps, shrink: as for `check_launched`.
 
     Raises:
       ConfigError: as training does, or a mesh does not fit.
@@ -73,6 +73,8 @@ def checked(
     require(steps > 0, "--steps", steps, "1 or more")
     launched = experiment_of(command)
 
-    from praxis_lite.tools.testing.command import check
+    from praxis_lite.tools.testing.on_meshes import check_launched
 
-    return check(launched, meshes=meshes, steps=steps, shrink=shrink, print_text=print_text)
+    return check_launched(
+        launched, meshes=meshes, steps=steps, shrink=shrink, print_text=print_text
+    )

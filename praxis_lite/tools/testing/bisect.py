@@ -10,41 +10,41 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.tools.explain.hlo_layers import GRADIENT_OF
 from praxis_lite.tools.testing.certificate import Comparison, FirstDifference, split_axes
 from praxis_lite.tools.testing.check import Check
-from praxis_lite.tools.testing.runs.on_mesh import Leaves, OnMesh, names_of
+from praxis_lite.tools.testing.runs.on_mesh import Leaves, TaskRunner, names_of
 from praxis_lite.tools.testing.runs.states import nudged
 
 OF_TRAINING = ("loss", "metrics", "gradients", "learner", "weights", "slots", "averages",
                "variables", "counts", "padding", "initial state")
-# What a model, or XLA, raises on a mesh that it was not written for.
+# Errors of a model, or of XLA, on a mesh that it does not support.
 REFUSALS = (ConfigError, jax.errors.JaxRuntimeError, TypeError, ValueError, NotImplementedError)
-# What the partitioner does around the layers.
+# Scopes of the partitioner outside of the layers.
 _NO_LAYERS = ("inputs", "unpad", "pad")
 
 
 def first_difference(
-    check: Check, mesh: OnMesh | None, failed: Sequence[Comparison]
+    check: Check, runner: TaskRunner | None, failed: Sequence[Comparison]
 ) -> FirstDifference:
     """Returns where the first of the failed comparisons has its cause.
 
     Args:
-      mesh: on which they failed; None: no mesh was in use.
+      runner: on the mesh on which they failed; None: no mesh was in use.
       failed: in the order in which they were made.
     """
     first = failed[0]
     axis, layer = None, ""
-    is_of_training = first.what in OF_TRAINING and mesh is not None
-    if mesh is not None and split_axes(mesh.mesh.shape) and first.mesh != "one device":
-        axes = list(split_axes(mesh.mesh.shape))
+    is_of_training = first.what in OF_TRAINING and runner is not None
+    if runner is not None and split_axes(runner.mesh.shape) and first.mesh != "one device":
+        axes = list(split_axes(runner.mesh.shape))
         if is_of_training and len(axes) > 1:
-            axes = _fewest_axes(check, mesh, first, axes)
+            axes = _fewest_axes(check, runner, first, axes)
         axis = "+".join(axes)
     if is_of_training and first.what != "initial state" and first.step is not None:
-        layer = _first_layer(check, mesh, first.step)
+        layer = _first_layer(check, runner, first.step)
     same = [x for x in failed if x.what == first.what and x.step == first.step]
     here = [x for x in same if layer and f"{layer}/" in f"{x.leaf}/"]
     leaf = max(here or same, key=lambda item: item.share)
     if not layer:
-        layer = layer_of(leaf.leaf, names_of(check.plain_one.layout.shapes.mdl_vars["params"]))
+        layer = layer_of(leaf.leaf, names_of(check.one_device.layout.shapes.mdl_vars["params"]))
     return FirstDifference(
         leaf.what, layer, leaf.leaf, leaf.step, axis, leaf.mesh, leaf.difference, leaf.tolerance
     )
@@ -56,8 +56,8 @@ def layer_of(leaf: str, weights: Iterable[str]) -> str:
     A weight without a layer around it is its own.
 
     Args:
-      weights: the paths of all weights. A gradient, a slot or an average has that of its own weight
-        at its end.
+      weights: the paths of all weights. The path of a gradient, a slot or an average ends in that
+        of its weight.
     """
     name = max((x for x in weights if f"/{leaf}".endswith(f"/{x}")), key=len, default="")
     if not name and leaf.startswith("mdl_vars/non_trainable/"):
@@ -66,13 +66,13 @@ def layer_of(leaf: str, weights: Iterable[str]) -> str:
 
 
 def _fewest_axes(
-    check: Check, mesh: OnMesh, first: Comparison, axes: Sequence[str]
+    check: Check, runner: TaskRunner, first: Comparison, axes: Sequence[str]
 ) -> list[str]:
-    """Returns the fewest axes that, split as on the mesh and all others whole, differ too."""
+    """Returns the fewest axes that differ too if the mesh splits these alone."""
     for number in range(1, len(axes)):
         for some in itertools.combinations(axes, number):
             shape = tuple(
-                size if axis in some else 1 for axis, size in mesh.mesh.shape.items()
+                size if axis in some else 1 for axis, size in runner.mesh.shape.items()
             )
             try:
                 item = check.on_mesh(shape)
@@ -87,21 +87,21 @@ def _fewest_axes(
     return list(axes)
 
 
-def _first_layer(check: Check, mesh: OnMesh, step: int) -> str:
+def _first_layer(check: Check, runner: TaskRunner, step: int) -> str:
     """Returns the layer whose values differ first in a training step, or "" if none does."""
-    reference, state = check.reference_of(mesh), check.state
+    reference, state = check.reference_of(runner), check.state
     if step:
         _, state, _ = reference.train(state, check.batches[:step], check.seed)
     try:
         expected, moved, actual = (
             item.by_layer(given, check.batches[step], check.seed)
-            for item, given in ((reference, state), (reference, nudged(state)), (mesh, state))
+            for item, given in ((reference, state), (reference, nudged(state)), (runner, state))
         )
     except REFUSALS as error:
         check.remark(f"The program's layers were not compared: {str(error).splitlines()[0]}")
         return ""
     # What is differentiated by hand is a device's share of the loss, with gradients of other sizes.
-    by_hand = mesh.partitioner.gradients.num_parts is not None
+    by_hand = runner.partitioner.gradients.num_parts is not None
     layer = first_of_layers(expected, moved, actual, (GRADIENT_OF,) if by_hand else ())
     return "" if layer.startswith("learner") else layer
 

@@ -1,4 +1,4 @@
-"""What was compared, how far it differed and how far it may: the table, the line, the JSON."""
+"""Comparisons with their differences and tolerances, as a table, a summary line and JSON."""
 
 import dataclasses
 import html
@@ -17,14 +17,14 @@ class Comparison:
     """A comparison of an array, or of a number.
 
     Attributes:
-      mesh: in words, such as "data 4, mdl 2".
+      mesh: its name, such as "data 4, mdl 2".
       what: the kind of thing, such as "gradients".
       leaf: which of them: a weight's path, a metric's name.
       step: the training step, from 0, or None.
       difference: the largest absolute difference of an element; inf where shapes differ or only
         one of the two is a NaN.
       tolerance: the most that it may be.
-      why: why that tolerance, in words.
+      why: the reason of the tolerance.
     """
 
     mesh: str
@@ -54,7 +54,7 @@ class FirstDifference:
     Attributes:
       axis: the mesh axes that must be split for it to be seen, joined by "+"; None if it is seen
         on one device.
-      layer: the path of the layer in which values differ first; "" if none can be told.
+      layer: the path of the layer in which values differ first; "" if unknown.
       others: see `Comparison`.
     """
 
@@ -83,7 +83,7 @@ class Certificate:
 
     Attributes:
       experiment: its full name.
-      meshes: by its name in words, devices along each axis.
+      meshes: by name, the number of devices along each axis.
       comparisons: in the order in which they were made.
       notes: what was left out or is not exact by nature, in sentences.
       not_certified: the experiment's own sizes in whose place smaller ones were checked, such as
@@ -154,13 +154,13 @@ class Certificate:
             "certified": self.certified,
             "num_comparisons": len(self.comparisons),
             "comparisons": [
-                {**_finite(dataclasses.asdict(item)), "number": number}
+                {**finite_fields(dataclasses.asdict(item)), "number": number}
                 for item, number in self.rows()
             ],
             "meshes": [{"name": name, "shape": shape} for name, shape in self.meshes.items()],
             "notes": self.notes,
             "not_certified": self.not_certified,
-            "first_difference": None if first is None else _finite(dataclasses.asdict(first)),
+            "first_difference": None if first is None else finite_fields(dataclasses.asdict(first)),
         }
 
 
@@ -170,13 +170,13 @@ def _row(tag: str, cells: Sequence[str]) -> str:
 
 
 def differences(
-    wanted: Mapping[str, Any], found: Mapping[str, Any]
+    expected: Mapping[str, Any], actual: Mapping[str, Any]
 ) -> dict[str, float]:
     """Returns by leaf the largest absolute difference; inf for a leaf of only either of them."""
-    names = [*wanted, *(name for name in found if name not in wanted)]
+    names = [*expected, *(name for name in actual if name not in expected)]
     return {
-        name: _difference(wanted[name], found[name])
-        if name in wanted and name in found else math.inf
+        name: _difference(expected[name], actual[name])
+        if name in expected and name in actual else math.inf
         for name in names
     }
 
@@ -209,14 +209,14 @@ def _number(x: float) -> str:
     return f"{x:.2g}" if x else "0"
 
 
-def _finite(fields: dict[str, Any]) -> dict[str, Any]:
-    # JSON knows no infinity.
+def finite_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns fields for JSON, which has no infinity: it and NaN as text."""
     is_infinite = lambda x: isinstance(x, float) and not math.isfinite(x)  # noqa: E731
     return {key: str(x) if is_infinite(x) else x for key, x in fields.items()}
 
 
 def mesh_name(shape: Mapping[str, int]) -> str:
-    """Returns a mesh in words, "data 4, mdl 2"; of a mesh that splits nothing a phrase for that."""
+    """Returns the name of a mesh, "data 4, mdl 2", or "one device" if it splits nothing."""
     split = [f"{axis} {size}" for axis, size in shape.items() if size > 1]
     return ", ".join(split) or "one device"
 

@@ -21,32 +21,33 @@ from praxis_lite.tools.testing import tolerances
 from praxis_lite.tools.testing.certificate import Certificate, Comparison
 from praxis_lite.tools.testing.meshes import Shape
 from praxis_lite.tools.testing.parts import data, properties
+from praxis_lite.tools.testing.runs.batch_parts import devices_in_turn, micro_batches_in_turn
 from praxis_lite.tools.testing.runs.on_mesh import (
     Batch,
     Leaves,
-    OnMesh,
+    TaskRunner,
     cut,
     leaves_of,
     on_mesh,
     reporting,
+    structs,
 )
-from praxis_lite.tools.testing.runs.parts import devices_in_turn, micro_batches_in_turn
 from praxis_lite.tools.testing.runs.states import first_state, nudged
 
 T = TypeVar("T")
 
 
-class Differs(Exception):
+class CheckFailed(Exception):
     """Ends a check: comparisons failed.
 
     Attributes:
-      mesh: on which they failed; None: no mesh was in use.
+      runner: on the mesh on which they failed; None: no mesh was in use.
       failed: in the order in which they were made.
     """
 
-    def __init__(self, mesh: OnMesh | None, failed: Sequence[Comparison]):
+    def __init__(self, runner: TaskRunner | None, failed: Sequence[Comparison]):
         super().__init__(failed)
-        self.mesh, self.failed = mesh, failed
+        self.runner, self.failed = runner, failed
 
 
 class Check:
@@ -56,22 +57,22 @@ class Check:
       config: of the job.
       experiment: its full name.
       num_steps: of training on the experiment's own mesh.
-      parts: names of `course.PARTS`, which alone are made; None: all.
+      parts: names of `on_meshes.PARTS`, which alone are made; None: all.
       packages: whose functions and classes the config may name, besides the library's.
-      print_text: told what is being done, a line each.
+      print_text: called with a line of text for each part of the work.
 
     Attributes:
-      found: the certificate, as far as it is made.
+      certificate: of what was compared so far.
       batches: the first of the training data, cut to few rows.
-      whole: the first of them with all of its rows; None if none was cut off.
-      evaluated: the first of `batches`, and by what is said of it each batch of another form that
-        the job evaluates or trains on, with all of its rows.
+      full_batch: the first of them with all of its rows; None if none was cut off.
+      evaluated: the first of `batches`, and by description each batch of other shapes that the job
+        evaluates or trains on, with all of its rows.
       state: to train from, NumPy arrays of true shapes in float64.
       nudged: the same, its weights moved by rounding.
-      own_shape: of the experiment's own mesh, or of what stands for it.
+      own_shape: of the experiment's own mesh, or of the mesh checked in its place.
       num_rows: of a batch.
       meshes: those that were checked, by their shapes.
-      couplings: what makes a row's numbers depend on other rows, in words; none as a rule.
+      couplings: descriptions of what makes a row's results depend on other rows; usually none.
     """
 
     def __init__(
@@ -79,31 +80,32 @@ class Check:
         parts: Sequence[str] | None, packages: Sequence[str], print_text: Callable[[str], None],
     ):
         self.config, self.job, self.packages = config, build(config), packages
-        self.found, self.meshes = Certificate(experiment), {}
+        self.certificate, self.meshes = Certificate(experiment), {}
         self.num_steps, self._parts, self._print = num_steps, parts, print_text
-        self._axis_names = tuple(self.job.mesh.axis_names)
         self._start = time.monotonic()
         self.seed, self.task = self.job.run.seed, reporting(self.job.task)
         self.couplings = properties.couplings(self.task)
-        self._references: dict[Any, OnMesh] = {}
-        self._on_meshes: dict[Shape, OnMesh] = {}
+        self._references: dict[int | str, TaskRunner] = {}
+        self._on_meshes: dict[Shape, TaskRunner] = {}
         self._trained: dict[Any, tuple[list[Leaves], Leaves]] = {}
-        self.whole: Batch | None = None
+        self.full_batch: Batch | None = None
 
     def prepare(self, own_shape: Shape) -> None:
-        """Makes the batches and the state to train from."""
+        """Loads the batches and builds the state to train from."""
         self.own_shape = own_shape
         pipeline = self.job.datasets[TRAIN]
         batches = data.first_batches(pipeline, self.num_steps)
-        partitioners = [self.plain_one.partitioner, self.on_mesh(own_shape).partitioner]
+        partitioners = [self.one_device.partitioner, self.on_mesh(own_shape).partitioner]
         self.num_rows = data.num_rows_to_check(partitioners, batches[0], pipeline.batch_size)
         if self.num_rows != pipeline.batch_size:
-            self.whole = self.known(batches[0])
+            self.full_batch = self.with_known_ids(batches[0])
             self.remark(
                 f"A step and an evaluation are of all {pipeline.batch_size} rows of a batch, all "
                 f"else of {self.num_rows}."
             )
-        self.batches = [self.known(data.with_rows(item, slice(self.num_rows))) for item in batches]
+        self.batches = [
+            self.with_known_ids(data.with_rows(item, slice(self.num_rows))) for item in batches
+        ]
         self.evaluated = {"": self.batches[0], **self._own_sizes()}
         if self.couplings:
             self.remark(
@@ -111,97 +113,90 @@ class Check:
                 "one device that works on the same parts in turn."
             )
         self.note("one device: initial weights")
-        self.initial = jax.device_get(self.plain_one.init(self.seed))
-        self.state = first_state(self.initial, self.plain_one)
+        self.initial = jax.device_get(self.one_device.init(self.seed))
+        self.state = first_state(self.initial, self.one_device)
         self.nudged = nudged(self.state)
 
     def _own_sizes(self) -> dict[str, Batch]:
         """Returns the first batch of each form that the job evaluates, and the training batch."""
-        whole = {} if self.whole is None else {f", all {num_rows_of(self.whole)} rows": self.whole}
-        seen = [data.structs(item) for item in (self.batches[0], *whole.values())]
+        found: dict[str, Batch] = {}
+        if self.full_batch is not None:
+            found[f", all {num_rows_of(self.full_batch)} rows"] = self.full_batch
+        seen = [structs(item) for item in (self.batches[0], *found.values())]
         for name, pipeline in self.job.datasets.items():
             if name != TRAIN and pipeline.element_spec() not in seen:
                 (batch,) = data.first_batches(pipeline, 1)
-                whole[f" of {name}"] = self.known(batch)
-                seen.append(data.structs(batch))
-        return whole
+                found[f" of {name}"] = self.with_known_ids(batch)
+                seen.append(structs(batch))
+        return found
 
-    def makes(self, part: str) -> bool:
-        """Returns True if a part of `course.PARTS` is to be made."""
+    def includes(self, part: str) -> bool:
+        """Returns whether the check includes a part of `on_meshes.PARTS`."""
         return self._parts is None or part in self._parts
 
-    def known(self, batch: Batch) -> Batch:
-        """Returns a batch whose ids the model has; of a smaller model they are folded into it."""
+    def with_known_ids(self, batch: Batch) -> Batch:
+        """Returns a batch with ids that the model has: of a smaller model, modulo its number."""
         folded, names = data.folded(batch, self.task.num_ids())
         if names:
             self.remark(f"Ids beyond the model's are folded into those there are: {names}.")
         return folded
 
-    # What is computed.
+    # Runs.
 
-    @property
-    def plain_one(self) -> OnMesh:
+    @functools.cached_property
+    def one_device(self) -> TaskRunner:
         """The task on a single device."""
-        return self._reference(None)
+        return self.on_one_device()
 
-    def reference_of(self, one: OnMesh) -> OnMesh:
-        """Returns the single device that a mesh is held against.
+    def on_one_device(
+        self, gradients: Gradients | None = None, task: Task | None = None
+    ) -> TaskRunner:
+        """Returns the task, or another task, on a single device, with a strategy of gradients."""
+        shape, build_one = (1,) * len(self.job.mesh.axis_names), Partitioner
+        if gradients is not None:
+            build_one = functools.partial(Partitioner, gradients=gradients)
+        return on_mesh(self.job, task or self.task, shape, build_one)
 
-        Of ExplicitCollectives it works on the rows of each device in turn, of 1F1B on those of each
-        micro-batch.
+    def reference_of(self, runner: TaskRunner) -> TaskRunner:
+        """Returns the single-device runner that a mesh is compared with.
+
+        For ExplicitCollectives it processes the rows of each device in turn, for 1F1B those of
+        each micro-batch.
         """
-        gradients = one.partitioner.gradients
+        gradients = runner.partitioner.gradients
         if gradients.num_micro_batches is not None:
-            return self._reference(
-                "micro-batches", lambda: micro_batches_in_turn(gradients.num_micro_batches)
-            )
-        if gradients.num_parts is not None:
-            return self._reference(
-                gradients.num_parts, lambda: devices_in_turn(gradients.num_parts)
-            )
-        return self.plain_one
-
-    def _reference(
-        self, parts: int | str | None, in_turn: Callable[[], Gradients] | None = None
-    ) -> OnMesh:
+            parts, in_turn = "micro-batches", micro_batches_in_turn(gradients.num_micro_batches)
+        elif gradients.num_parts is not None:
+            parts, in_turn = gradients.num_parts, devices_in_turn(gradients.num_parts)
+        else:
+            return self.one_device
         if parts not in self._references:
-            build_one = Partitioner
-            if in_turn is not None:
-                build_one = functools.partial(Partitioner, gradients=in_turn())
-            shape = (1,) * len(self._axis_names)
-            self._references[parts] = self.on_mesh(shape, build_one)
+            self._references[parts] = self.on_one_device(in_turn)
         return self._references[parts]
 
-    def on_mesh(self, shape: Shape, build_one: Any = None, task: Task | None = None) -> OnMesh:
-        """Returns the task, or another task, on a mesh; `build_one` as in `on_mesh`.
-
-        The experiment's own task and partitioner are put on a mesh once.
-        """
-        if build_one is not None or task is not None:
-            return on_mesh(self.job, task or self.task, shape, build_one)
+    def on_mesh(self, shape: Shape, task: Task | None = None) -> TaskRunner:
+        """Returns the task, or another task, on a mesh; the task itself is put on a mesh once."""
+        if task is not None:
+            return on_mesh(self.job, task, shape)
         if shape not in self._on_meshes:
             self._on_meshes[shape] = on_mesh(self.job, self.task, shape)
         return self._on_meshes[shape]
 
-    def typed(self, shape: Shape) -> OnMesh:
-        """Returns the experiment's own task on a mesh whose axes are Explicit."""
-        return on_mesh(self.job, self.task, shape, axis_types="explicit")
-
     @functools.cached_property
     def is_random(self) -> bool:
         """True if a training step draws random numbers."""
-        return self.plain_one.traced(
-            self.plain_one.partitioner.train_step, self.batches[0]
+        return self.one_device.traced(
+            self.one_device.partitioner.train_step, self.batches[0]
         ).draws
 
     def trained_on_one(
-        self, one: OnMesh, num_steps: int, *, nudged: bool = False
+        self, runner: TaskRunner, num_steps: int, *, nudged: bool = False
     ) -> tuple[list[Leaves], Leaves]:
         """Returns the reports of each step, and the leaves of the last state; computed once."""
-        key = id(one), num_steps, nudged
+        key = id(runner), num_steps, nudged
         if key not in self._trained:
             state = self.nudged if nudged else self.state
-            reports, last, _ = one.train(state, self.batches[:num_steps], self.seed)
+            reports, last, _ = runner.train(state, self.batches[:num_steps], self.seed)
             losses = [report["metrics/loss/value"] for report in reports]
             require(
                 np.isfinite(losses).all(), "The loss on one device", losses, "finite numbers",
@@ -216,64 +211,64 @@ class Check:
             self._trained[key] = reports, leaves_of(last)
         return self._trained[key]
 
-    def compare_whole_batch(self, one: OnMesh) -> list[Comparison]:
+    def compare_whole_batch(self, runner: TaskRunner) -> list[Comparison]:
         """Returns comparisons of a step of all rows of a batch, if batches were cut to fewer."""
-        if self.whole is None:
+        if self.full_batch is None:
             return []
-        reference = self.reference_of(one)
-        runs = ((reference, self.state), (one, self.state), (reference, self.nudged))
+        reference = self.reference_of(runner)
+        runs = ((reference, self.state), (runner, self.state), (reference, self.nudged))
         expected, actual, moved = (
-            on.train(state, [self.whole], self.seed)[0][0] for on, state in runs
+            on.train(state, [self.full_batch], self.seed)[0][0] for on, state in runs
         )
-        compared = tolerances.by_kind(one.name, expected, actual, moved, 0)
-        return tolerances.of(f"all {num_rows_of(self.whole)} rows", compared)
+        compared = tolerances.by_kind(runner.name, expected, actual, moved, 0)
+        return tolerances.with_what(f"all {num_rows_of(self.full_batch)} rows", compared)
 
     def train_once(
-        self, one: OnMesh, batch: Batch, *, nudged: bool = False
+        self, runner: TaskRunner, batch: Batch, *, nudged: bool = False
     ) -> tuple[Leaves, Leaves]:
         """Returns the report and the leaves of the state after a step that draws nothing."""
         state = self.nudged if nudged else self.state
-        (report,), last, _ = one.train(
+        (report,), last, _ = runner.train(
             state, [batch], self.seed, without_randomness=self.is_random
         )
         return report, leaves_of(last)
 
-    def compare_initial(self, one: OnMesh) -> list[Comparison]:
+    def compare_initial(self, runner: TaskRunner) -> list[Comparison]:
         """Returns comparisons of the initial state on a mesh with that of a single device."""
-        result, padding = cut(one.layout, jax.device_get(one.init(self.seed)))
+        result, padding = cut(runner.layout, jax.device_get(runner.init(self.seed)))
         return tolerances.exact(
-            one.name, "initial state", leaves_of(self.initial), leaves_of(result)
-        ) + tolerances.padding(one.name, padding)
+            runner.name, "initial state", leaves_of(self.initial), leaves_of(result)
+        ) + tolerances.padding(runner.name, padding)
 
-    def compare_training(self, one: OnMesh, num_steps: int) -> list[Comparison]:
+    def compare_training(self, runner: TaskRunner, num_steps: int) -> list[Comparison]:
         """Returns comparisons of training on a mesh with a single device.
 
         Of the reports of the first and the last step, then of the last state.
         """
-        reference = self.reference_of(one)
-        expected, wanted_state = self.trained_on_one(reference, num_steps)
+        reference = self.reference_of(runner)
+        expected, expected_state = self.trained_on_one(reference, num_steps)
         moved, moved_state = self.trained_on_one(reference, num_steps, nudged=True)
-        reports, last, padding = one.train(self.state, self.batches[:num_steps], self.seed)
+        reports, last, padding = runner.train(self.state, self.batches[:num_steps], self.seed)
         actual = []
         for step in dict.fromkeys((0, num_steps - 1)):
             actual += tolerances.by_kind(
-                one.name, expected[step], reports[step], moved[step], step
+                runner.name, expected[step], reports[step], moved[step], step
             )
         actual += tolerances.by_kind(
-            one.name, wanted_state, leaves_of(last), moved_state, num_steps - 1
+            runner.name, expected_state, leaves_of(last), moved_state, num_steps - 1
         )
-        return actual + tolerances.padding(one.name, padding, num_steps - 1)
+        return actual + tolerances.padding(runner.name, padding, num_steps - 1)
 
-    # What is said.
+    # Notes, remarks and comparisons.
 
     def note(self, text: str) -> None:
         """Prints the current work, and the seconds since the check began."""
         self._print(f"[{time.monotonic() - self._start:4.0f} s] {text}")
 
     def remark(self, text: str) -> None:
-        """Puts a sentence into the certificate, once."""
-        if text not in self.found.notes:
-            self.found.notes.append(text)
+        """Adds a sentence to the notes of the certificate, once."""
+        if text not in self.certificate.notes:
+            self.certificate.notes.append(text)
             self._print(f"note: {text}")
 
     def tried(self, what: str, make: Callable[[], T]) -> T | None:
@@ -284,14 +279,14 @@ class Check:
             self.remark(f"{what}: not checked. {str(error).splitlines()[0]}")
             return None
 
-    def add(self, one: OnMesh | None, comparisons: Iterable[Comparison]) -> None:
-        """Takes comparisons into the certificate.
+    def add(self, runner: TaskRunner | None, comparisons: Iterable[Comparison]) -> None:
+        """Adds comparisons to the certificate.
 
         Raises:
-          Differs: one of them failed.
+          CheckFailed: one of them failed.
         """
         comparisons = list(comparisons)
-        self.found.comparisons += comparisons
+        self.certificate.comparisons += comparisons
         failed = [x for x in comparisons if not x.is_equal]
         if failed:
-            raise Differs(one, failed)
+            raise CheckFailed(runner, failed)

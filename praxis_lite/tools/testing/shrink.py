@@ -8,7 +8,7 @@ import fiddle as fdl
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.inputs.text.packed_text import PackedText
 from praxis_lite.inputs.text.preferences import PreferenceData
-from praxis_lite.tools.testing.runs.variants import buildables
+from praxis_lite.tools.testing.runs.config_variants import buildables
 
 # By the names of settings, Pax's and those usual elsewhere.
 LAYERS = {"num_layers", "num_encoder_layers", "num_decoder_layers", "depth", "n_layers"}

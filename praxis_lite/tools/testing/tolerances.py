@@ -15,31 +15,31 @@ OWN_TYPES = "own types: 1e-5 of the leaf, 16 x what rounding moves"
 TIMES_NUDGED = 16.0
 
 
-def exact(mesh: str, what: str, wanted: Leaves, found: Leaves) -> list[Comparison]:
+def exact(mesh: str, what: str, expected: Leaves, actual: Leaves) -> list[Comparison]:
     """Returns comparisons that allow no difference."""
     return [
         Comparison(mesh, what, leaf, None, apart, 0.0, EXACT)
-        for leaf, apart in differences(wanted, found).items()
+        for leaf, apart in differences(expected, actual).items()
     ]
 
 
-def with_epsilon(one: Comparison) -> Comparison:
-    """Returns a comparison of a sum in parts with the whole, as `in_float64` made it.
+def with_epsilon(comparison: Comparison) -> Comparison:
+    """Returns a comparison of `in_float64` with a tolerance for a sum in parts.
 
     Losses, Pax's too, add 1e-6 to the sum of weights that they divide by: parts differ by it.
     """
     why = "float64: 1e-6 of the leaf, which losses add to a sum of weights"
     times = 1e-6 / RELATIVE
-    return dataclasses.replace(one, tolerance=times * one.tolerance, why=why)
+    return dataclasses.replace(comparison, tolerance=times * comparison.tolerance, why=why)
 
 
-def of(what: str, comparisons: Iterable[Comparison]) -> list[Comparison]:
+def with_what(what: str, comparisons: Iterable[Comparison]) -> list[Comparison]:
     """Returns comparisons whose kinds are called "KIND, WHAT"."""
     return [dataclasses.replace(x, what=f"{x.what}, {what}") for x in comparisons]
 
 
 def in_float64(
-    mesh: str, what: str, wanted: Leaves, found: Leaves, nudged: Leaves | None = None,
+    mesh: str, what: str, expected: Leaves, actual: Leaves, nudged: Leaves | None = None,
     step: int | None = None,
 ) -> list[Comparison]:
     """Returns comparisons of runs in float64, which differ by the order of sums alone.
@@ -48,41 +48,36 @@ def in_float64(
       nudged: what one device gives for weights moved by rounding. A gradient that is zero but for
         rounding, and what an optimizer makes of it, is known by it.
     """
-    moved = {} if nudged is None else differences(wanted, nudged)
-    of_all = OF_ALL * max((largest(x) for x in wanted.values() if _is_float(x)), default=0.0)
+    moved = {} if nudged is None else differences(expected, nudged)
+    of_all = OF_ALL * max((largest(x) for x in expected.values() if _is_float(x)), default=0.0)
 
     def tolerance(leaf: str) -> float:
-        if leaf not in wanted or not _is_float(wanted[leaf]):
-            # A count, or a token, that rounding changes says nothing.
+        if leaf not in expected or not _is_float(expected[leaf]):
+            # A count or a token that rounding changes cannot be compared.
             return np.inf if moved.get(leaf, 0.0) else 0.0
-        return RELATIVE * largest(wanted[leaf]) + of_all + TIMES_ROUNDING * moved.get(leaf, 0.0)
+        return RELATIVE * largest(expected[leaf]) + of_all + TIMES_ROUNDING * moved.get(leaf, 0.0)
 
     return [
         Comparison(mesh, what, leaf, step, apart, tolerance(leaf), FLOAT64)
-        for leaf, apart in differences(wanted, found).items()
+        for leaf, apart in differences(expected, actual).items()
     ]
 
 
 def in_own_types(
-    mesh: str, wanted: Leaves, one_device: Leaves, found: Leaves, moved: Mapping[str, float]
+    mesh: str, expected: Leaves, one_device: Leaves, actual: Leaves, moved: Mapping[str, float]
 ) -> list[Comparison]:
     """Returns comparisons of a step as trained with the same in float64 on a single device.
 
     Args:
-      wanted: in float64.
+      expected: in float64.
       one_device: in the experiment's own types; how far it is off is the measure.
       moved: how far rounding may move each leaf besides: where a ReLU's input is 0 but for
         rounding, it may be one device, the mesh or neither that is off by much.
     """
-    off, scales = differences(wanted, one_device), {k: largest(x) for k, x in wanted.items()}
-    # The largest share by which a leaf of each kind is off, but for those that are rounding alone.
-    largest_of, shares = {}, {}
-    for leaf, scale in scales.items():
-        largest_of[kind_of(leaf)] = max(largest_of.get(kind_of(leaf), 0.0), scale)
-    for leaf, apart in off.items():
-        kind, scale = kind_of(leaf), scales.get(leaf, 0.0)
-        if scale > 1e-4 * largest_of.get(kind, 0.0) and np.isfinite(apart):
-            shares[kind] = max(shares.get(kind, 0.0), apart / scale)
+    off, scales = differences(expected, one_device), _scales(expected)
+    shares: dict[str, float] = {}
+    for leaf, share in _shares(off, scales).items():
+        shares[kind_of(leaf)] = max(shares.get(kind_of(leaf), 0.0), share)
     of_all = 1e-6 * max(scales.values(), default=0.0)
     why = "own types: 1e-5 of the leaf, 16 x what one device is off"
 
@@ -93,35 +88,26 @@ def in_own_types(
 
     return [
         Comparison(mesh, f"{kind_of(leaf)} as trained", leaf, 0, apart, tolerance(leaf), why)
-        for leaf, apart in differences(wanted, found).items()
+        for leaf, apart in differences(expected, actual).items()
     ]
 
 
 def by_rounding(
-    mesh: str, wanted: Leaves, nudged: Iterable[Leaves], found: Leaves
+    mesh: str, expected: Leaves, nudged: Iterable[Leaves], actual: Leaves
 ) -> list[Comparison]:
-    """Returns comparisons of a step in its own types, made again on another mesh.
+    """Returns comparisons of a step in its own types with a re-run on another mesh.
 
-    Both are off by rounding, which is measured: weights moved by a unit of it move each leaf.
-    A single number may by chance not move at all, so the share by which the most moved leaf moves
-    counts for all.
+    Rounding is measured by moving the weights by a unit of it. A single number may not move by
+    chance, so the largest relative change of any leaf is used for all.
 
     Args:
-      wanted: of the job's own mesh.
+      expected: of the job's own mesh.
       nudged: the same, each time with weights moved by a unit of rounding.
     """
-    each = [differences(wanted, item) for item in nudged]
-    moved = {leaf: max(item[leaf] for item in each) for leaf in wanted}
-    scales = {leaf: largest(x) for leaf, x in wanted.items()}
-    largest_of: dict[str, float] = {}
-    for leaf, scale in scales.items():
-        largest_of[kind_of(leaf)] = max(largest_of.get(kind_of(leaf), 0.0), scale)
-    # But for leaves that are rounding alone.
-    shares = [
-        apart / scales[leaf] for leaf, apart in moved.items()
-        if scales.get(leaf, 0.0) > 1e-4 * largest_of[kind_of(leaf)] and np.isfinite(apart)
-    ]
-    share = 1e-5 + TIMES_NUDGED * max(shares, default=0.0)
+    each = [differences(expected, item) for item in nudged]
+    moved, scales = {leaf: max(item[leaf] for item in each) for leaf in expected}, _scales(expected)
+    largest_of = _largest_by_kind(scales)
+    share = 1e-5 + TIMES_NUDGED * max(_shares(moved, scales).values(), default=0.0)
 
     def tolerance(leaf: str) -> float:
         of_all = 1e-6 * largest_of.get(kind_of(leaf), 0.0)
@@ -129,8 +115,28 @@ def by_rounding(
 
     return [
         Comparison(mesh, kind_of(leaf), leaf, None, apart, tolerance(leaf), OWN_TYPES)
-        for leaf, apart in differences(wanted, found).items()
+        for leaf, apart in differences(expected, actual).items()
     ]
+
+
+def _scales(leaves: Leaves) -> dict[str, float]:
+    return {leaf: largest(x) for leaf, x in leaves.items()}
+
+
+def _largest_by_kind(scales: Mapping[str, float]) -> dict[str, float]:
+    result: dict[str, float] = {}
+    for leaf, scale in scales.items():
+        result[kind_of(leaf)] = max(result.get(kind_of(leaf), 0.0), scale)
+    return result
+
+
+def _shares(apart: Mapping[str, float], scales: Mapping[str, float]) -> dict[str, float]:
+    """Returns differences as shares of the leaves, but for leaves that are rounding alone."""
+    largest_of = _largest_by_kind(scales)
+    return {
+        leaf: x / scales[leaf] for leaf, x in apart.items()
+        if scales.get(leaf, 0.0) > 1e-4 * largest_of.get(kind_of(leaf), 0.0) and np.isfinite(x)
+    }
 
 
 def _is_float(x: np.ndarray) -> bool:
@@ -138,16 +144,16 @@ def _is_float(x: np.ndarray) -> bool:
 
 
 def by_kind(
-    mesh: str, wanted: Leaves, found: Leaves, nudged: Leaves, step: int
+    mesh: str, expected: Leaves, actual: Leaves, nudged: Leaves, step: int
 ) -> list[Comparison]:
     """Returns `in_float64` of reports or states, the leaves of each kind apart."""
     kinds: dict[str, list[str]] = {}
-    for leaf in dict.fromkeys([*wanted, *found]):
+    for leaf in dict.fromkeys([*expected, *actual]):
         kinds.setdefault(kind_of(leaf), []).append(leaf)
     comparisons = []
     for what in sorted(kinds, key=ORDER.index):
         leaves = kinds[what]
-        some = [{k: x[k] for k in leaves if k in x} for x in (wanted, found, nudged)]
+        some = [{k: x[k] for k in leaves if k in x} for x in (expected, actual, nudged)]
         comparisons += in_float64(mesh, what, *some, step=step)
     return comparisons
 
@@ -159,7 +165,7 @@ KINDS = {
 }
 
 
-# What is said first where several kinds differ.
+# The order in which kinds are reported.
 ORDER = (
     *("loss", "metrics", "gradients", "learner"),
     *("weights", "variables", "slots", "averages", "counts"),

@@ -6,12 +6,15 @@ import fiddle as fdl
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from praxis_lite import ConfigError
+from praxis_lite.core.learner.optimizer_groups import AuxiliaryOptimizer
 from praxis_lite.layers import Pipeline
 from praxis_lite.main import main
 from praxis_lite.models import FunctionModel
+from praxis_lite.optimizers import DynamicLossScale
 from praxis_lite.tools.testing import check_on_meshes
 from tests.tools.testing import tiny
 from tests.tools.testing.defects import by_pipeline
@@ -72,6 +75,29 @@ def test_1f1b_with_dropout_is_certified(pipeline, steps):
 
     actual = check_on_meshes(Cut, [(2, 1, 1)], steps=1, parts=("training",))
     assert actual.certified, actual.summary()
+
+
+@pytest.mark.parametrize("settings", [
+    {"skip_step_gradient_norm_value": 0.5, "clip_gradient_norm_to_value": 0.0},
+    {"loss_scale": fdl.Config(DynamicLossScale)},
+    {"apply_separate_scaling": True, "auxiliary_optimizers": [fdl.Config(
+        AuxiliaryOptimizer, name="biases", optimizer=fdl.Partial(optax.sgd), learning_rate=0.1,
+        regex=".*/b", clip_gradient_norm_to_value=0.01)]},
+    {"optimizer": fdl.Partial(optax.contrib.muon), "clip_gradient_norm_to_value": 0.0,
+     "clip_gradient_single_norm_to_value": 0.1},
+], ids=["skipped steps", "loss scale", "separate scaling", "clipped by weight"])
+def test_the_update_by_hand_follows_the_settings_of_a_learner(settings):
+    class Trained(tiny.Points):
+        def task(self):
+            task = super().task()
+            for name, value in settings.items():
+                setattr(task.learner, name, value)
+            return task
+
+    actual = check_on_meshes(Trained, [(2, 2)], steps=4, parts=("update by hand",))
+    assert actual.certified, actual.summary()
+    assert {item.what for item in actual.comparisons} == {"update by hand"}
+    assert not actual.notes
 
 
 def test_a_job_of_adapters_is_certified_without_the_weights_that_it_would_load():
@@ -163,9 +189,9 @@ def test_a_planted_defect_is_caught_at_its_place(name):
     assert not defect.missed(defect.certificate().first_difference)
 
 
-def test_there_are_two_hundred_defects_and_a_sample_of_each_family():
+def test_each_defect_has_its_own_name_and_each_family_a_sample():
     names = [defect.name for defects in FAMILIES.values() for defect in defects]
-    assert len(names) == len(set(names)) >= 200
+    assert len(names) == len(set(names))
     for family, defects in FAMILIES.items():
         assert {defect.name for defect in defects} & set(SAMPLE), family
 

@@ -1,4 +1,4 @@
-"""Budgets for a compiled step's traffic, as assertions of a test."""
+"""Assertions about the collectives of a compiled step: bytes, gathers and resharding."""
 
 import dataclasses
 import math
@@ -132,10 +132,10 @@ def assert_collectives(
         ]
     if max_resharding_bytes is not None:
         message += [
-            f"an array is resharded: {_line(one)}; allowed are {max_resharding_bytes:,} bytes"
-            for one in result
-            if one.kind in _RESHARDS and one.bytes > max_resharding_bytes
-            and not any(dims in weights for dims in _dims(one))
+            f"an array is resharded: {_line(item)}; allowed are {max_resharding_bytes:,} bytes"
+            for item in result
+            if item.kind in _RESHARDS and item.bytes > max_resharding_bytes
+            and not any(dims in weights for dims in _dims(item))
         ]
     assert not message, f"The {step.name} step sends more than it may:\n  " + "\n  ".join(message)
 
@@ -166,7 +166,7 @@ def _dims(collective: hlo.Collective) -> list[tuple[int, ...]]:
 
 
 def _weight_dims(layout: StateLayout) -> dict[tuple[int, ...], str]:
-    """Returns the dims, sorted, of the weights that are split, whole or a layer's of a stack."""
+    """Returns the sorted dims of the sharded weights: of the array, and of one layer of a stack."""
     result: dict[tuple[int, ...], str] = {}
     for leaf in layout.leaves():
         if not leaf.path.startswith("mdl_vars/params") or leaf.num_shards == 1:

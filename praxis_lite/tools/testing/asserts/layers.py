@@ -1,7 +1,4 @@
-"""Layers run on a mesh or without it: outputs, gradients and new statistics of many at once.
-
-What the library's own tests compare one device with many by.
-"""
+"""Runs layers on a mesh or one device, to compare outputs, gradients and statistics in tests."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,9 +29,9 @@ def drawn(model: NnxModel, scale: float = 0.4) -> MdlVars:
 
 
 def revealing(outputs: jax.Array) -> jax.Array:
-    """Returns a sum of outputs whose gradient is not 0 at what fills uneven shards up either.
+    """Returns a sum of outputs whose gradient is not 0 in the padding of uneven shards either.
 
-    Filler must enter no gradient. Weights that are an array would be 0 there, and hide that it did.
+    Padding must enter no gradient. An array of weights would be 0 there and hide that it did.
     """
     weights = jnp.cos(jnp.arange(outputs.size, dtype=jnp.float32)).reshape(outputs.shape)
     return jnp.sum(outputs * weights + 0.02 * jax.nn.softplus(outputs))

@@ -1,9 +1,10 @@
-"""The certificates of a job in flight: the steps made again, their meshes, the comparisons."""
+"""Certificates of a job that trains: its steps re-run on other meshes, and compared."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,21 +19,25 @@ from praxis_lite.run.job import processes
 from praxis_lite.tools.explain.compiler_warnings import explained_warnings
 from praxis_lite.tools.testing.bisect import REFUSALS
 from praxis_lite.tools.testing.certificate import Comparison
-from praxis_lite.tools.testing.in_flight import again
-from praxis_lite.tools.testing.in_flight.again import Measures, Placement, Rows
-from praxis_lite.tools.testing.in_flight.measured import scalars_of
-from praxis_lite.tools.testing.in_flight.memory import check_room
 from praxis_lite.tools.testing.in_flight.placements import (
     are_repeatable,
-    bytes_of_weights,
-    chosen_rows,
     other_meshes,
     reordered,
     rolled,
     take_rows,
 )
-from praxis_lite.tools.testing.in_flight.update import UpdateCheck, UpdateCompared
-from praxis_lite.tools.testing.runs.parts import devices_in_turn
+from praxis_lite.tools.testing.in_flight.rerun import (
+    MOVED,
+    Measures,
+    Rerun,
+    Rows,
+    check_room,
+    compare_meshes,
+    compare_moved,
+    scalars_of,
+)
+from praxis_lite.tools.testing.in_flight.update import UpdateCheck, UpdateComparison
+from praxis_lite.tools.testing.runs.batch_parts import devices_in_turn
 
 PyTree = Any
 Build = Callable[[Mesh], Partitioner]
@@ -41,16 +46,16 @@ _MOST_PARTS = 64  # Of a batch that other devices work on in turn: each is in th
 
 
 @dataclasses.dataclass(frozen=True)
-class Made:
-    """The comparisons of a certificate, and the measures that a search goes on from.
+class CertifiedStep:
+    """The comparisons of a certificate, and the measures that a search continues from.
 
     Attributes:
       comparisons: in the order in which they were made.
-      own, nudged, other: measures on the job's mesh, there with weights moved by rounding, each
-        time another way, and on another mesh.
+      own, nudged, other: measures on the job's mesh, there with weights moved by rounding (once for
+        each pattern), and on another mesh.
       rows: the last rows that were compared.
-      is_of_device: bits differed when devices changed places.
-      draw: of these rows; after the first the meshes were compared on others before.
+      is_of_device: whether bits differed after devices changed places.
+      draw: the number of draws of rows before these, all of which differed.
       drawn: returns other rows of the same step, by the number of a draw.
       update: the state after the step, compared with the recomputed one; None: it was not.
     """
@@ -63,7 +68,7 @@ class Made:
     is_of_device: bool
     draw: int
     drawn: Callable[[int], Rows]
-    update: UpdateCompared | None = None
+    update: UpdateComparison | None = None
 
     @property
     def failed(self) -> list[Comparison]:
@@ -72,7 +77,7 @@ class Made:
 
 
 class Certifier:
-    """Makes certificates of a task that trains on a mesh of several devices.
+    """Certifies steps of a task that trains on a mesh of several devices.
 
     Args:
       own: the task on the job's mesh.
@@ -83,7 +88,7 @@ class Certifier:
 
     Attributes:
       spec, num_rows: the shapes of the rows that a certificate is made of, and how many.
-      places: the job's mesh, its devices moved, and, if there is a legal one, another mesh.
+      reruns: on the job's mesh, with its devices moved, and, if there is a legal one, on another.
       order: of the devices that are moved.
       is_exact: True if sums between devices do not depend on the devices' places.
       update: recomputes updates; None: it cannot be traced, or there is no memory for it.
@@ -98,7 +103,7 @@ class Certifier:
     ):
         self.own, self.build, self.seed = own, build, seed
         self.notes: list[str] = []
-        self._num_said = 0
+        self._num_reported = 0
         self.scalars = jax.eval_shape(lambda: scalars_of(state))
         size = own.mesh.size
         # Neighbours stay neighbours, and no device keeps its place.
@@ -106,24 +111,24 @@ class Certifier:
         self.order = rolled(range(size), size, by)
         self.spec, self.num_rows = self._few_rows(element_spec)
         moved = reordered(own.mesh, self.order)
-        self.places = [self.placed(own), self.placed(build(moved)), *self._on_another_mesh()]
+        self.reruns = [self.rerun_on(own), self.rerun_on(build(moved)), *self._on_another_mesh()]
         self.is_exact = are_repeatable(own.mesh, moved)
         self._take = take_rows(own.mesh, self.num_rows)
         self.update: UpdateCheck | None = None
         try:
             self.update = UpdateCheck(own, element_spec, self.notes.append)
-        except REFUSALS as error:  # Such as an optimizer of which JAX cannot map what it does.
+        except REFUSALS as error:  # Such as an optimizer that `jax.vmap` refuses.
             self.notes.append(f"Updates are not recomputed: {error}")
         self._ready: concurrent.futures.Future | None = None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "certificates")
 
-    def placed(self, partitioner: Partitioner) -> Placement:
+    def rerun_on(self, partitioner: Partitioner) -> Rerun:
         """Returns the task on a mesh, traced for the rows; raises the model's refusals."""
-        place = Placement(self.own, partitioner)
-        place.lower(self.spec, self.scalars)
-        return place
+        rerun = Rerun(self.own, partitioner)
+        rerun.lower(self.spec, self.scalars)
+        return rerun
 
-    def _on_another_mesh(self) -> list[Placement]:
+    def _on_another_mesh(self) -> list[Rerun]:
         """Returns the task on a legal mesh that splits other axes than the job's, if any is."""
         parts, by_hand = self.own.gradients.num_parts, []
         for mesh in other_meshes(self.own.mesh):
@@ -131,14 +136,14 @@ class Certifier:
                 item = self.build(mesh)
                 if item.gradients.num_parts == parts:
                     item.train_step.check_batch(self.spec)
-                    return [self.placed(item)]
+                    return [self.rerun_on(item)]
                 by_hand.append(mesh)
             except REFUSALS:
                 continue
         if by_hand and parts is not None and parts <= _MOST_PARTS:
-            # Each device's rows are a batch with a key of its own, and there have to be as many.
+            # Each device's rows are a batch with its own key, so their number must stay the same.
             gradients = devices_in_turn(parts)
-            return [self.placed(Partitioner(self.own.task, by_hand[0], gradients=gradients))]
+            return [self.rerun_on(Partitioner(self.own.task, by_hand[0], gradients=gradients))]
         self.notes.append(
             "There is no other mesh that this job can be computed on, so certificates are of moved "
             "devices alone."
@@ -149,27 +154,26 @@ class Certifier:
         """Returns the shapes of as few rows as give each device work, and how many there are."""
         batch_size, in_turn = num_rows_of(spec), self.own.task.learner.gradient_accumulation_steps
         fewest = -(-self.own.mesh.size // in_turn) * in_turn
-        for num_rows in (*range(fewest, batch_size, in_turn), batch_size):
+        for num_rows in range(fewest, batch_size, in_turn):
             few = jax.tree.map(
-                lambda x, n=num_rows: jax.ShapeDtypeStruct((n, *x.shape[1:]) if x.shape else (),
-                                                           x.dtype), spec
+                lambda x, n=num_rows: jax.ShapeDtypeStruct(
+                    (n, *x.shape[1:]) if x.shape else (), x.dtype
+                ), spec
             )
-            try:
+            with contextlib.suppress(ConfigError):
                 self.own.train_step.check_batch(few)
                 return few, num_rows
-            except ConfigError:
-                if num_rows == batch_size:
-                    raise
-        raise AssertionError(batch_size)
+        self.own.train_step.check_batch(spec)
+        return spec, batch_size
 
-    def compile_beside(self) -> None:
-        """Begins to compile what was traced, in a thread beside training."""
+    def compile_in_thread(self) -> None:
+        """Starts to compile what was traced, in a separate thread."""
         self._ready = self._thread.submit(self._compile)
 
     def _compile(self) -> None:
-        # What a mesh reshards at a cost is said of the training step alone.
+        # Warnings of costly resharding are for the training step alone.
         with explained_warnings(lambda warning: None):
-            for item in self.places:
+            for item in self.reruns:
                 item.compile()
             if self.update is not None:
                 self.update.compile()
@@ -181,40 +185,32 @@ class Certifier:
           OutOfMemory: they have none for the job's own mesh.
         """
         self._ready.result()
-        for item in list(self.places):
-            lack = ""
-            try:
-                check_room(
-                    item.compile(), item.mesh.local_devices,
-                    f"A certificate on the mesh {item.name}",
-                    # The weights once more, as they lie on another mesh.
-                    0 if item.is_own else bytes_of_weights(item.partitioner.layout),
-                )
-            except OutOfMemory as error:
-                lack = str(error)
-            if lack := next(filter(None, processes.exchange("room for certificates", lack)), ""):
-                if item in self.places[:2]:
+        for rerun in list(self.reruns):
+            weights = rerun.partitioner.layout.select("mdl_vars").leaves()
+            check = functools.partial(
+                check_room, rerun.compile(), rerun.mesh.local_devices,
+                f"A certificate on the mesh {rerun.name}",
+                # The weights once more, in the layout of another mesh.
+                0 if rerun.is_own else sum(leaf.bytes_per_device for leaf in weights),
+            )
+            if lack := _lack_of_memory("room for certificates", check):
+                if rerun in self.reruns[:2]:
                     raise OutOfMemory(lack)
-                self.places.remove(item)
+                self.reruns.remove(rerun)
                 self.notes.append(f"{lack} So certificates are of moved devices alone.")
-        self._tried_update(UpdateCheck.check_memory)
+        self._recompute_if(UpdateCheck.check_memory)
 
     def keep(self, state: TrainState, step: int) -> None:
         """Copies the part of the state from which the next step's update is recomputed."""
-        self._tried_update(UpdateCheck.check_copy)
+        self._recompute_if(UpdateCheck.check_copy)
         if self.update is not None:
             self.update.keep(state, step)
 
-    def _tried_update(self, check: Callable[[UpdateCheck], None]) -> None:
+    def _recompute_if(self, check: Callable[[UpdateCheck], None]) -> None:
         """Recomputes no update from here on if a check of the memory for it fails anywhere."""
-        lack = ""
         if self.update is None:
             return
-        try:
-            check(self.update)
-        except OutOfMemory as error:
-            lack = str(error)
-        if lack := next(filter(None, processes.exchange("room for updates", lack)), ""):
+        if lack := _lack_of_memory("room for updates", functools.partial(check, self.update)):
             self.update = None
             self.notes.append(f"{lack} So updates are not recomputed.")
 
@@ -222,73 +218,94 @@ class Certifier:
              draw: int = 0) -> Rows:
         """Returns rows of a batch, chosen by the seed, the step and the number of the draw."""
         seed = (self.seed, step, draw)
-        chosen = chosen_rows(batch, self.num_rows, seed)
+        chosen = np.random.default_rng(seed).choice(batch.num_rows, self.num_rows, replace=False)
         salt = int(np.random.default_rng(seed).integers(2**32))
-        return Rows(state, self._take(batch, chosen), key, salt)
+        return Rows(state, self._take(batch, np.sort(chosen).astype(np.int32)), key, salt)
 
-    def make(self, state: TrainState, batch: GlobalBatch, key: jax.Array, step: int) -> Made:
-        """Returns the comparisons of a step made again; waits for the devices.
+    def certify(
+        self, state: TrainState, batch: GlobalBatch, key: jax.Array, step: int
+    ) -> CertifiedStep:
+        """Returns the comparisons of a step with its re-runs; waits for the devices.
 
         The update is compared if the state before the step was kept.
         """
         drawn = functools.partial(self.rows, state, batch, key, step)
         for draw in range(_MOST_DRAWS):
-            made = self._made(drawn(draw), draw, drawn)
+            certified = self._compared(drawn(draw), draw, drawn)
             # Where rounding decides between two ways, such as between two experts, a mesh may
             # take the other one; that it does on other rows too has another cause.
-            if made.is_of_device or not in_any_process(bool(made.failed)):
+            if certified.is_of_device or not differ_anywhere(certified.comparisons):
                 break
         if self.update is None or not self.update.has(step):
-            return made
-        if made.is_of_device or in_any_process(bool(made.failed)):
+            return certified
+        if certified.is_of_device or differ_anywhere(certified.comparisons):
             self.update.drop()
-            return made
+            return certified
         self._ready.result()
         update = self.update.compare(
-            state, batch, key, made.own, made.nudged[0], made.rows.salt, self.places[0].rounding,
-            in_any_process,
+            state, batch, key, certified.own, certified.nudged[0], certified.rows.salt,
+            self.reruns[0].rounding, in_any_process,
         )
         self.update.lower()
         self._ready = self._thread.submit(self._compile)
         return dataclasses.replace(
-            made, comparisons=[*made.comparisons, *update.comparisons], update=update
+            certified, comparisons=[*certified.comparisons, *update.comparisons], update=update
         )
 
-    def _made(self, rows: Rows, draw: int, drawn: Callable[[int], Rows]) -> Made:
-        own, moved, *others = self.places
+    def _compared(self, rows: Rows, draw: int, drawn: Callable[[int], Rows]) -> CertifiedStep:
+        own, moved, *others = self.reruns
         first, second = own.measure(rows), moved.measure(rows)
         third = [other.measure(rows) for other in others]
         nudged = [own.measure(rows, own.rounding)]
-        exact = again.compare_moved(first, second) if self.is_exact else []
-        is_of_device = in_any_process(any(not x.is_equal for x in exact))
 
         def compared() -> list[Comparison]:
-            by_rounding = [] if self.is_exact else again.compare_meshes(
-                again.MOVED, first, nudged, second
-            )
+            result = self.compare_order(first, nudged, second)
             for other, actual in zip(others, third, strict=True):
-                by_rounding += again.compare_meshes(other.name, first, nudged, actual)
-            return by_rounding
+                result += compare_meshes(other.name, first, nudged, actual)
+            return result
 
         result = compared()
-        if not is_of_device and in_any_process(any(not x.is_equal for x in result)):
+        is_of_device = self.is_exact and differ_anywhere(x for x in result if x.mesh == MOVED)
+        if not is_of_device and differ_anywhere(result):
             # Perhaps rounding was at its work where it seldom is.
             patterns = range(1, 1 + _MORE_NUDGES)
             nudged += [own.measure(rows, own.rounding, pattern) for pattern in patterns]
             result = compared()
-        return Made(
-            exact + result, first, nudged, third[0] if third else None, rows, is_of_device,
-            draw, drawn,
+        return CertifiedStep(
+            result, first, nudged, third[0] if third else None, rows, is_of_device, draw, drawn
         )
 
-    def notes_not_said(self) -> list[str]:
+    def compare_order(
+        self, expected: Measures, nudged: Sequence[Measures], actual: Measures
+    ) -> list[Comparison]:
+        """Returns comparisons of the step with the devices in another order."""
+        if self.is_exact:
+            return compare_moved(expected, actual)
+        return compare_meshes(MOVED, expected, nudged, actual)
+
+    def new_notes(self) -> list[str]:
         """Returns the notes that were added since the last call."""
-        new, self._num_said = self.notes[self._num_said :], len(self.notes)
+        new, self._num_reported = self.notes[self._num_reported :], len(self.notes)
         return new
 
     def close(self) -> None:
         """Frees the thread; waits for the program that it compiles."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+def _lack_of_memory(topic: str, check: Callable[[], None]) -> str:
+    """Returns the message of the OutOfMemory that a check raises in any process, or ""."""
+    message = ""
+    try:
+        check()
+    except OutOfMemory as error:
+        message = str(error)
+    return next(filter(None, processes.exchange(topic, message)), "")
+
+
+def differ_anywhere(comparisons: Iterable[Comparison]) -> bool:
+    """Returns True, on all processes alike, if a comparison failed in any."""
+    return in_any_process(any(not x.is_equal for x in comparisons))
 
 
 def in_any_process(is_so: bool) -> bool:
@@ -297,5 +314,3 @@ def in_any_process(is_so: bool) -> bool:
     A device that computes wrongly may tell its own process something else than the others hear.
     """
     return any(processes.exchange("certificate", "yes" if is_so else ""))
-
-

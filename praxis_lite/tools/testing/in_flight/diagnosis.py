@@ -1,24 +1,45 @@
 """Where a difference has its cause: the device, or the axis and the layer of the program."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from praxis_lite.core.partitioner.train_state import StateLayout
+from praxis_lite.tools.explain.hlo_layers import GRADIENT_OF
 from praxis_lite.tools.testing import tolerances
-from praxis_lite.tools.testing.bisect import REFUSALS, layer_of
-from praxis_lite.tools.testing.certificate import Comparison, mesh_name, split_axes
-from praxis_lite.tools.testing.in_flight import again, layers
-from praxis_lite.tools.testing.in_flight.again import Measures, Placement, Rows
-from praxis_lite.tools.testing.in_flight.certifier import Certifier, Made, in_any_process
+from praxis_lite.tools.testing.bisect import (
+    REFUSALS,
+    first_of_layers,
+    layer_of,
+    layer_of_key,
+)
+from praxis_lite.tools.testing.certificate import (
+    Comparison,
+    finite_fields,
+    mesh_name,
+    split_axes,
+)
+from praxis_lite.tools.testing.in_flight import element_hash
+from praxis_lite.tools.testing.in_flight.certifier import (
+    CertifiedStep,
+    Certifier,
+    differ_anywhere,
+)
 from praxis_lite.tools.testing.in_flight.placements import reordered, reshaped, rolled
+from praxis_lite.tools.testing.in_flight.rerun import MOVED, Measures, Rerun, Rows
 from praxis_lite.tools.testing.in_flight.state_digests import Digests, differing
-from praxis_lite.tools.testing.in_flight.update import UpdateCompared
+from praxis_lite.tools.testing.in_flight.update import UpdateComparison
+from praxis_lite.tools.testing.runs.float64 import Float64Run, widened
+from praxis_lite.tools.testing.runs.layer_recorder import LayerRecorder
+from praxis_lite.tools.testing.runs.on_mesh import Leaves
+from praxis_lite.tools.testing.runs.states import NUDGE
 
 DEVICE, PROGRAM = "device", "program"
 _NUM_DRAWS = 5
@@ -32,12 +53,12 @@ class Difference:
       cause: "device" or "program".
       what: the kind of thing that differs: "replicas", "restored state", "gradients", "loss",
         "update of weights", "update of slots".
-      device: in words, with its process; "" if the cause is the program, or it cannot be told.
+      device: as text, with its process; "" if the cause is the program, or unknown.
       axis: of the mesh, joined by "+": those along which copies differ, or that must be split for
         it to be seen; of a device that computes wrongly its place along each. "" if none is.
-      layer: the path of the first layer that differs; "" if none can be told.
+      layer: the path of the first layer that differs; "" if unknown.
       leaf: the path of the array that differs most there.
-      mesh: in words, on which it differs.
+      mesh: the name of the mesh on which it differs.
       difference, tolerance: of that leaf.
     """
 
@@ -62,7 +83,7 @@ class Difference:
 
 
 def device_text(mesh: Mesh, places: Iterable[int]) -> str:
-    """Returns devices in words, by their places in the mesh's order."""
+    """Returns the names of devices, from their positions in the mesh's order."""
     devices = mesh.devices.reshape(-1)
     return " and ".join(
         f"device {devices[i].id} ({devices[i].device_kind}) of process {devices[i].process_index}"
@@ -122,76 +143,76 @@ def layer_of_leaf(layout: StateLayout, leaf: str) -> str:
 
 
 class Search:
-    """Looks for the cause of a difference, by making the step again elsewhere.
+    """Looks for the cause of a difference, by re-running the step elsewhere.
 
     Args:
       certifier: of the job.
-      made: the certificate.
+      certified: the certificate.
     """
 
-    def __init__(self, certifier: Certifier, made: Made):
-        self._certifier, self._made, self._rows = certifier, made, made.rows
-        self._own, self._mesh = certifier.places[0], certifier.own.mesh
+    def __init__(self, certifier: Certifier, certified: CertifiedStep):
+        self._certifier, self._certified, self._rows = certifier, certified, certified.rows
+        self._own, self._mesh = certifier.reruns[0], certifier.own.mesh
         self._layout = certifier.own.layout
 
     def difference(self) -> Difference:
         """Returns the first difference of the certificate, with its cause.
 
-        A process that saw none itself looks with the others, and returns what it compared first.
+        A process that found no difference joins the search and returns its first comparison.
         """
-        made = self._made
-        if made.update is not None:
-            return self._of_update(made.update)
-        moved = [x for x in made.failed if x.mesh == again.MOVED]
-        if made.is_of_device or in_any_process(bool(moved)):
-            return self._of_device(moved or made.comparisons[:1])
-        return self._of_program(made.failed or made.comparisons[-1:])
+        certified = self._certified
+        if certified.update is not None:
+            return self._of_update(certified.update)
+        moved = [x for x in certified.failed if x.mesh == MOVED]
+        if certified.is_of_device or differ_anywhere(moved):
+            return self._of_device(moved or certified.comparisons[:1])
+        return self._of_program(certified.failed or certified.comparisons[-1:])
 
-    def _of_update(self, update: UpdateCompared) -> Difference:
+    def _of_update(self, update: UpdateComparison) -> Difference:
         """Returns the difference of a wrong update; of one device if the others are right."""
         worst = next(iter(update.failed), update.comparisons[-1])
         places = update.places.get(worst.leaf, ())
         is_of_device = 0 < 2 * len(places) <= self._mesh.size
-        axis = place_text(self._mesh, places[0]) if is_of_device and len(places) == 1 else ""
-        return Difference(
-            DEVICE if is_of_device else PROGRAM, f"update of {worst.what}",
-            device_text(self._mesh, places) if is_of_device else "", axis,
-            layer_of_leaf(self._layout, worst.leaf), worst.leaf, mesh_name(self._mesh.shape),
-            worst.difference, worst.tolerance,
-        )
+        found = self._located([worst], "", places if is_of_device else ())
+        return dataclasses.replace(found, what=f"update of {worst.what}")
 
-    # A device: what it computes goes where it goes.
+    def _located(
+        self, failed: Sequence[Comparison], layer: str, places: Sequence[int], axes: str = ""
+    ) -> Difference:
+        """Returns the difference of the leaf that differs most, in the layer if one is known.
 
-    def _of_device(self, failed: Sequence[Comparison]) -> Difference:
-        try:
-            places = self._wrong_places()
-        except REFUSALS:  # Such as a lack of memory for one more program.
-            places = list(range(self._mesh.size))
-        layer = ""
-        if len(places) == 1:
-            order = rolled([*places, *self._others(places)[:1]], self._mesh.size)
-            moved = self._placed(order)
-            rows = self._differing_rows(moved)
-            layer = rows and self._tried(
-                lambda: layers.first_layer_moved(self._own, moved, rows)
-            )
-        leaf = self._leaf(failed, layer or "")
-        axis = place_text(self._mesh, places[0]) if len(places) == 1 else ""
+        Args:
+          places: of the devices that are its cause; (): the program is.
+        """
+        here = [x for x in failed if layer and f"/{layer}/" in f"/{x.leaf}/"]
+        first = [x for x in failed if x.what == failed[0].what]
+        leaf = max(here or first, key=lambda item: (item.share, item.difference))
         return Difference(
-            DEVICE, leaf.what, device_text(self._mesh, places), axis,
+            DEVICE if places else PROGRAM, leaf.what, device_text(self._mesh, places),
+            place_text(self._mesh, places[0]) if len(places) == 1 else axes,
             layer or layer_of_leaf(self._layout, leaf.leaf), leaf.leaf,
             mesh_name(self._mesh.shape), leaf.difference, leaf.tolerance,
         )
 
-    def _others(self, places: Sequence[int]) -> list[int]:
-        return [x for x in range(self._mesh.size) if x not in places]
+    # A device: its errors move with it.
+
+    def _of_device(self, failed: Sequence[Comparison]) -> Difference:
+        places, layer = list(range(self._mesh.size)), ""
+        with contextlib.suppress(*REFUSALS):  # Such as a lack of memory for one more program.
+            places = self._wrong_places()
+        if len(places) == 1:
+            (place,) = places
+            moved = self._with_rolled([place, (place + 1) % self._mesh.size])
+            if rows := self._differing_rows(moved):
+                with contextlib.suppress(*REFUSALS):  # Its layers cannot be looked at.
+                    layer = _first_layer_moved(self._own, moved, rows)
+        return self._located(failed, layer, places)
 
     def _wrong_places(self) -> list[int]:
         """Returns the places of the devices that compute something else than the others.
 
-        What a device computes wrongly moves with it: devices that change places among themselves
-        change the result if one of them is wrong. All places, if the devices do not give the same
-        twice where they are.
+        The errors of a device move with it: exchanging devices changes the result if one of them is
+        wrong. Returns all places if the same devices in the same places do not repeat a result.
         """
         every = list(range(self._mesh.size))
         if self._differing_rows(self._own) is not None:
@@ -215,53 +236,41 @@ class Search:
         return wrong or alone or every
 
     def _differs(self, places: Sequence[int]) -> bool:
-        """Returns True if the result changes with the devices at these places moved round.
-        """
-        moved = self._placed(rolled(places, self._mesh.size))
-        return self._differing_rows(moved) is not None
+        """Returns True if the result changes with the devices at these places moved round."""
+        return self._differing_rows(self._with_rolled(places)) is not None
 
-    def _differing_rows(self, place: Placement) -> Rows | None:
-        """Returns rows whose results differ between a placement and the job's own, or None.
+    def _with_rolled(self, places: Sequence[int]) -> Rerun:
+        return self._on(reordered(self._mesh, rolled(places, self._mesh.size)))
 
-        Of several draws, for a device may have rows that do not count.
+    def _differing_rows(self, rerun: Rerun) -> Rows | None:
+        """Returns rows whose results differ between a re-run and that on the job's mesh, or None.
+
+        Of several draws, because the rows of a device may have no weight.
         """
         for rows, expected, nudged in self._draws:
-            actual = place.measure(rows)
-            compared = (
-                again.compare_moved(expected, actual) if self._certifier.is_exact
-                else again.compare_meshes(again.MOVED, expected, nudged, actual)
-            )
-            if in_any_process(any(not x.is_equal for x in compared)):
+            actual = rerun.measure(rows)
+            if differ_anywhere(self._certifier.compare_order(expected, nudged, actual)):
                 return rows
         return None
 
     @functools.cached_property
     def _draws(self) -> list[tuple[Rows, Measures, list[Measures]]]:
         """Rows of several draws, their measures, and those with weights moved by rounding."""
-        own, drawn = self._own, self._made.drawn
+        own, drawn = self._own, self._certified.drawn
         rows = [self._rows, *(drawn(draw) for draw in range(10, 10 + _NUM_DRAWS))]
         return [(item, own.measure(item), [own.measure(item, own.rounding)]) for item in rows]
 
-    def _placed(self, order: Sequence[int]) -> Placement:
-        return self._on(reordered(self._mesh, order))
+    def _on(self, mesh: Mesh) -> Rerun:
+        return self._certifier.rerun_on(self._certifier.build(mesh))
 
-    def _on(self, mesh: Mesh) -> Placement:
-        return self._certifier.placed(self._certifier.build(mesh))
-
-    # The program: another mesh says so, and the meshes that split one axis say which.
+    # The program: meshes that split a single axis show the axis.
 
     def _of_program(self, failed: Sequence[Comparison]) -> Difference:
-        other = self._certifier.places[-1]
-        axes = self._axes()
-        layer = self._tried(
-            lambda: layers.first_layer_of_mesh(other, self._own, self._rows)
-        )
-        leaf = self._leaf(failed, layer)
-        return Difference(
-            PROGRAM, leaf.what, "", "+".join(axes),
-            layer or layer_of_leaf(self._layout, leaf.leaf), leaf.leaf,
-            mesh_name(self._mesh.shape), leaf.difference, leaf.tolerance,
-        )
+        axes, layer = self._axes(), ""
+        with contextlib.suppress(*REFUSALS):  # Its layers cannot be looked at.
+            other = self._certifier.reruns[-1]
+            layer = _first_layer_of_mesh(other, self._own, self._rows)
+        return self._located(failed, layer, (), "+".join(axes))
 
     def _axes(self) -> list[str]:
         """Returns the axes of the job's mesh that alone, with all devices along them, differ."""
@@ -281,31 +290,58 @@ class Search:
 
     def _is_wrong(self, actual: Measures) -> bool:
         """Returns True if measures are not those of the other mesh."""
-        made = self._made
+        own, other = self._certified.own, self._certified.other
         # How much rounding moves is known of the job's own mesh.
         nudged = [
-            {k: x + item.leaves[k] - made.own.leaves[k] for k, x in made.other.leaves.items()}
-            for item in made.nudged
+            {k: x + item.leaves[k] - own.leaves[k] for k, x in other.leaves.items()}
+            for item in self._certified.nudged
         ]
-        compared = tolerances.by_rounding("", made.other.leaves, nudged, actual.leaves)
-        return in_any_process(any(not x.is_equal for x in compared))
+        return differ_anywhere(tolerances.by_rounding("", other.leaves, nudged, actual.leaves))
 
-    def _leaf(self, failed: Sequence[Comparison], layer: str) -> Comparison:
-        here = [x for x in failed if layer and f"/{layer}/" in f"/{x.leaf}/"]
-        first = [x for x in failed if x.what == failed[0].what]
-        return max(here or first, key=lambda item: (item.share, item.difference))
 
-    def _tried(self, find: Any) -> str:
-        try:
-            return find()
-        except REFUSALS:  # What a layer computes cannot be looked at; the leaf says enough.
-            return ""
+def _first_layer_moved(one: Rerun, other: Rerun, rows: Rows) -> str:
+    """Returns the layer whose bits differ first between two orders of the devices, or ""."""
+
+    def digest(x: jax.Array) -> jax.Array:
+        return element_hash.digest(x, element_hash.indices(x.shape, x.shape))
+
+    expected, actual = (_records(item, rows, LayerRecorder(digest)) for item in (one, other))
+    for key in sorted(expected):
+        layer = layer_of_key(key).removeprefix(GRADIENT_OF)
+        if layer and key in actual and not np.array_equal(expected[key], actual[key]):
+            return layer
+    return ""
+
+
+def _first_layer_of_mesh(expected: Rerun, actual: Rerun, rows: Rows) -> str:
+    """Returns the layer that differs first between two meshes in float64, or "".
+
+    It is "" too on devices that have no float64.
+    """
+    if expected.mesh.devices.flat[0].platform == "tpu":
+        return ""
+    by_hand = actual.partitioner.gradients.num_parts is not None
+    with jax.enable_x64(True):
+        return first_of_layers(
+            _records(expected, rows, Float64Run()), _records(expected, rows, Float64Run(), NUDGE),
+            _records(actual, rows, Float64Run()), (GRADIENT_OF,) if by_hand else (),
+        )
+
+
+def _records(rerun: Rerun, rows: Rows, run: LayerRecorder, nudge: float = 0.0) -> Leaves:
+    """Returns the records of a step's layers, by "NUMBER|LAYER"."""
+    with jax.enable_x64(False):
+        given = rerun.arguments(rows, nudge)
+        closed = jax.make_jaxpr(rerun.function)(*given)
+
+    def recorded(*args: Any) -> dict[str, jax.Array]:
+        leaves = jax.tree.leaves(args)
+        run.call(closed, list(map(widened, leaves)) if isinstance(run, Float64Run) else leaves)
+        return run.records
+
+    return jax.device_get(jax.jit(recorded, out_shardings=rerun.partitioner.replicated)(*given))
 
 
 def as_json(difference: Difference | None) -> Mapping[str, Any] | None:
     """Returns a difference as values for JSON."""
-    if difference is None:
-        return None
-    fields = dataclasses.asdict(difference)
-    return {k: str(x) if isinstance(x, float) and not np.isfinite(x) else x
-            for k, x in fields.items()}
+    return None if difference is None else finite_fields(dataclasses.asdict(difference))

@@ -16,7 +16,7 @@ from praxis_lite.run.trainer.hooks.loop import Loop
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh, partitioner_on
 from praxis_lite.run.trainer.metrics.json_lines import append_lines
 from praxis_lite.tools.testing.certificate import Comparison
-from praxis_lite.tools.testing.in_flight.certifier import Certifier, Made, in_any_process
+from praxis_lite.tools.testing.in_flight.certifier import CertifiedStep, Certifier, differ_anywhere
 from praxis_lite.tools.testing.in_flight.diagnosis import (
     Difference,
     Search,
@@ -40,8 +40,8 @@ class NotRestored(ConfigError):
 class Certificates(Hook):
     """Makes a step again every so many steps, and compares all copies of the state.
 
-    Digests of the state lie beside each checkpoint, and are compared when it is restored, on
-    whatever mesh.
+    Digests of the state are saved with each checkpoint, and compared when it is restored, on any
+    mesh.
     """
 
     def __init__(self, job: JobOnMesh):
@@ -73,7 +73,7 @@ class Certificates(Hook):
             ])
             self._record(loop.first_step, began, found, number=2 * len(self._digests.by_leaf))
             if found:
-                # What was read is not what was saved: nothing of it is to be saved again.
+                # The state that was read is not the one that was saved: do not save it again.
                 raise NotRestored(
                     f"The state of step {loop.first_step} is not the one that was saved. "
                     f"{found[0]}. Nothing was trained. Launch again, and the checkpoint is read "
@@ -93,13 +93,13 @@ class Certificates(Hook):
                     job.run.seed, state,
                 )
             except ConfigError as error:
-                self._say_none(error)
+                self._warn_of_no_reruns(error)
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
         yield
         if self._certifier is not None:
-            self._certifier.compile_beside()
+            self._certifier.compile_in_thread()
 
     # Between steps.
 
@@ -134,17 +134,17 @@ class Certificates(Hook):
             found = self._agreed(of_copies(self._layout, self._mesh, self._digests))
             if made.step % self.every and not found:
                 return None
-            again = None if found else self._made_again(made)
-            if again is not None and in_any_process(bool(again.failed)):
+            certified = None if found else self._certified(made)
+            if certified is not None and differ_anywhere(certified.comparisons):
                 loop.note(f"step {made.step} is not certified; looking for the cause")
-                found = self._agreed([Search(self._certifier, again).difference()])
-            self._record(made.step, began + self._waited, found, again)
+                found = self._agreed([Search(self._certifier, certified).difference()])
+            self._record(made.step, began + self._waited, found, certified)
             self._waited = 0.0
         if not found:
             return None
         return self._act(made.step, found[0])
 
-    def _made_again(self, made: StepMade) -> Made | None:
+    def _certified(self, made: StepMade) -> CertifiedStep | None:
         if self._certifier is None:
             return None
         if not self._has_room:
@@ -153,17 +153,17 @@ class Certificates(Hook):
                 with events.phase(COMPILE):
                     self._certifier.check_memory()
             except OutOfMemory as error:
-                self._say_none(error)
+                self._warn_of_no_reruns(error)
                 self._certifier.close()
                 self._certifier = None
                 return None
             self._waited = time.perf_counter() - began
-        result = self._certifier.make(made.state, made.batch, made.key, made.step)
-        for note in self._certifier.notes_not_said():
+        result = self._certifier.certify(made.state, made.batch, made.key, made.step)
+        for note in self._certifier.new_notes():
             self._loop.note(f"note: {note}")
         return result
 
-    def _say_none(self, error: ConfigError) -> None:
+    def _warn_of_no_reruns(self, error: ConfigError) -> None:
         self._loop.note(
             f"WARNING: no step can be made again for run.certify_every_steps: {error} Copies of "
             "the state are compared all the same."
@@ -179,7 +179,7 @@ class Certificates(Hook):
     def _act(self, step: int, difference: Difference) -> str | None:
         self._loop.note(f"WARNING: step {step} is NOT CERTIFIED: {difference}")
         if self._job.run.certify_action == "report":
-            # The state is there to be looked at, whatever comes.
+            # Keep the state for inspection.
             self._loop.consensus.save_is_due = True
             return None
         self._error = f"Step {step} is not certified. {difference}."
@@ -191,37 +191,37 @@ class Certificates(Hook):
         return {"step": self._step, **self._digests.to_save()}
 
     def _record(
-        self, step: int, began: float, found: Sequence[Difference], made: Made | None = None,
-        number: int | None = None,
+        self, step: int, began: float, found: Sequence[Difference],
+        certified: CertifiedStep | None = None, number: int | None = None,
     ) -> None:
         if not self._loop.is_first:
             return
-        comparisons: Sequence[Comparison] = [] if made is None else made.comparisons
+        comparisons: Sequence[Comparison] = [] if certified is None else certified.comparisons
         closest = max(comparisons, key=lambda x: x.share, default=None)
         append_lines(self._job.files.certificates_jsonl, [{
             "step": step, "time": time.time(),
-            "rows": 0 if made is None else self._certifier.num_rows,
-            "meshes": self._meshes(made),
+            "rows": 0 if certified is None else self._certifier.num_rows,
+            "meshes": self._meshes(certified),
             "certified": not found,
             "num_comparisons": len(comparisons) + (number or len(self._digests.by_leaf)),
             "closest": None if closest is None else {
                 "leaf": closest.leaf, "share": closest.share, "mesh": closest.mesh,
             },
-            "update": None if made is None or made.update is None else {
-                "arrays": made.update.num_arrays, "of_arrays": made.update.of_arrays,
-                "bits": made.update.is_exact,
+            "update": None if certified is None or certified.update is None else {
+                "arrays": certified.update.num_arrays, "of_arrays": certified.update.of_arrays,
+                "bits": certified.update.is_exact,
             },
-            "repeated": made is not None and made.draw > 0,
+            "repeated": certified is not None and certified.draw > 0,
             "seconds": time.perf_counter() - began,
             "state_digest": self._digests.of_state,
             "difference": as_json(found[0] if found else None),
         }])
 
-    def _meshes(self, made: Made | None) -> dict[str, Any]:
+    def _meshes(self, certified: CertifiedStep | None) -> dict[str, Any]:
         meshes: dict[str, Any] = {"own": dict(self._mesh.shape)}
-        if made is not None:
+        if certified is not None:
             meshes["moved"] = {"order": self._certifier.order, "exact": self._certifier.is_exact}
-            for other in self._certifier.places[2:]:
+            for other in self._certifier.reruns[2:]:
                 meshes["other"] = dict(other.mesh.shape)
         return meshes
 
@@ -240,4 +240,3 @@ class Certificates(Hook):
     def __exit__(self, *exc_info: object) -> None:
         if self._certifier is not None:
             self._certifier.close()
-

@@ -1,4 +1,4 @@
-"""Where a step is made again: on the same devices in another order, and on another legal mesh."""
+"""Where a step is re-run: on the same devices in another order, and on another legal mesh."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ def reordered(mesh: Mesh, order: Sequence[int]) -> Mesh:
 
 
 def rolled(places: Sequence[int], num_devices: int, by: int = 1) -> list[int]:
-    """Returns the order in which the devices at some places go round, and the others stay."""
+    """Returns the order in which the devices at some places are rotated, and the others stay."""
     order = list(range(num_devices))
     for i, place in enumerate(places):
         order[place] = places[(i + by) % len(places)]
@@ -71,8 +71,8 @@ def reshaped(mesh: Mesh, shape: Sequence[int]) -> Mesh:
 def other_meshes(mesh: Mesh) -> list[Mesh]:
     """Returns other meshes of the same devices, those first that share no split.
 
-    A mesh of one axis gets a second one, along which all is computed alike. Last comes a mesh that
-    splits nothing: each device computes all.
+    A mesh of one axis gets a second one, along which everything is replicated. The last mesh splits
+    nothing: each device computes everything.
     """
     own, size = mesh.devices.shape, mesh.size
     divisors = [n for n in range(1, size + 1) if size % n == 0]
@@ -80,9 +80,9 @@ def other_meshes(mesh: Mesh) -> list[Mesh]:
     def with_copies(*shape: int) -> Mesh:
         return mesh_of(mesh.devices.reshape(shape), (*mesh.axis_names, COPIES))
 
-    whole = with_copies(*(1,) * len(own), size)
+    replicated = with_copies(*(1,) * len(own), size)
     if len(own) == 1:
-        return [with_copies(size // divisors[1], divisors[1]), whole]
+        return [with_copies(size // divisors[1], divisors[1]), replicated]
     shapes = [
         shape for shape in itertools.product(divisors, repeat=len(own))
         if math.prod(shape) == size and shape != own
@@ -93,12 +93,7 @@ def other_meshes(mesh: Mesh) -> list[Mesh]:
         both = sum(min(a, b) > 1 for a, b in zip(own, shape, strict=True))
         return same, both, -sum(size > 1 for size in shape), tuple(-x for x in shape)
 
-    return [*(reshaped(mesh, shape) for shape in sorted(shapes, key=unlike)), whole]
-
-
-def bytes_of_weights(layout: StateLayout) -> int:
-    """Returns how many bytes of the weights each device holds."""
-    return sum(x.bytes_per_device for x in layout.leaves() if x.path.startswith("mdl_vars/"))
+    return [*(reshaped(mesh, shape) for shape in sorted(shapes, key=unlike)), replicated]
 
 
 class Mover:
@@ -130,12 +125,12 @@ class Mover:
 
     def __call__(self, tree: PyTree) -> PyTree:
         if self._is_reordered:
-            tree = jax.tree.map(_as_they_lie, tree, self._shardings)
+            tree = jax.tree.map(_relabelled, tree, self._shardings)
         return self._run(tree)
 
 
-def _as_they_lie(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Returns the blocks that devices hold as blocks of another array: the places have changed."""
+def _relabelled(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Returns an array of the same blocks on the same devices, which have other places."""
     blocks = [shard.data for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, sharding, blocks)
 
@@ -158,12 +153,6 @@ def _sent(mesh: Mesh, target: Mesh, specs: PyTree) -> Callable[[PyTree], PyTree]
         lambda tree: jax.tree.map(send, tree), mesh=target, in_specs=(specs,), out_specs=specs,
         check_vma=False,
     )
-
-
-def chosen_rows(batch: GlobalBatch, num_rows: int, seed: Sequence[int]) -> np.ndarray:
-    """Returns the numbers of some rows of a batch, a function of the seed."""
-    rows = np.random.default_rng(list(seed)).choice(batch.num_rows, num_rows, replace=False)
-    return np.sort(rows).astype(np.int32)
 
 
 def take_rows(mesh: Mesh, num_rows: int) -> Callable[[GlobalBatch, Any], PyTree]:

@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import hashlib
+import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,18 +16,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.memory_spaces import to_device
-from praxis_lite.tools.testing.in_flight import bits
+from praxis_lite.tools.testing.in_flight import element_hash
 
 PyTree = Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Stale:
-    """A device that holds other bits than it should.
+    """An array whose copies differ.
 
     Attributes:
       leaf: the path of the array.
-      places: of the devices, in the mesh's order; those that differ from most.
+      places: of the devices that differ from the majority, in the mesh's order.
       axes: along which the array has copies, and the copies differ.
     """
 
@@ -63,12 +66,12 @@ class StateDigests:
         for leaf, x in zip(self._leaves, blocks, strict=True):
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                 x = jax.random.key_data(x)
-                digests.append(bits.digest(x, bits.indices(x.shape, x.shape)))
+                digests.append(element_hash.digest(x, element_hash.indices(x.shape, x.shape)))
                 continue
             along = zip(leaf.spec, x.shape, strict=True)
             starts = [self._start(entry, size) for entry, size in along]
-            index = bits.indices(x.shape, leaf.shape, starts)
-            digests.append(bits.digest(x, index, _is_true(leaf, x, starts)))
+            index = element_hash.indices(x.shape, leaf.shape, starts)
+            digests.append(element_hash.digest(x, index, _is_true(leaf, x, starts)))
         return jnp.stack(digests)[None]
 
     def _start(self, entry: Any, size: int) -> jax.Array:
@@ -93,7 +96,7 @@ class Digests:
     """The digests of a state.
 
     Args:
-      mesh: on which it lies.
+      mesh: on which it is placed.
       leaves: its arrays.
       by_device: uint32 [devices, leaves, 2], in the mesh's order.
     """
@@ -113,23 +116,15 @@ class Digests:
 
     @functools.cached_property
     def of_state(self) -> str:
-        """The digest of the whole state, the same on every mesh."""
-        total = np.uint64(0)
-        for place, (path, text) in enumerate(sorted(self.by_leaf.items())):
-            word = np.uint64(int(text, 16)) ^ np.uint64(hash_of(path))
-            total = _mixed(total ^ _mixed(word + np.uint64(place)))
-        return f"{int(total):016x}"
+        """The digest of the complete state, the same on every mesh."""
+        return _hash(json.dumps(self.by_leaf, sort_keys=True).encode())
 
     def by_place(self) -> list[str]:
         """Returns a digest of what each device holds, in the mesh's order."""
-        numbers = np.arange(1, len(self._leaves) + 1, dtype=np.uint64)[None, :, None]
-        with np.errstate(over="ignore"):
-            mixed = _mixed(self._by_device.astype(np.uint64) + (numbers << np.uint64(33)))
-            total = mixed.sum((1, 2), dtype=np.uint64)
-        return [f"{int(x):016x}" for x in total]
+        return [_hash(np.ascontiguousarray(of_device)) for of_device in self._by_device]
 
     def to_save(self) -> dict[str, Any]:
-        """Returns the digests as values for JSON, to lie beside the state on disk."""
+        """Returns the digests as values for JSON, to be saved next to the state."""
         return {
             "state": self.of_state, "leaves": self.by_leaf, "places": self.by_place(),
             "mesh": dict(self._mesh.shape),
@@ -167,14 +162,12 @@ class Digests:
 
     def _copies(self, leaf: LeafLayout) -> list[list[int]]:
         """Returns the places of the devices that hold the same block, for each block."""
-        sizes = self._mesh.devices.shape
+        devices, names = self._mesh.devices, self._mesh.axis_names
         split = {axis for entry in leaf.spec for axis in axes_of(entry)}
-        kept = [place for place, axis in enumerate(self._mesh.axis_names) if axis in split]
-        blocks: dict[tuple[int, ...], list[int]] = {}
-        for place in range(self._mesh.size):
-            where = np.unravel_index(place, sizes)
-            blocks.setdefault(tuple(int(where[i]) for i in kept), []).append(place)
-        return list(blocks.values())
+        along_split_axes_first = sorted(range(len(names)), key=lambda i: names[i] not in split)
+        places = np.arange(devices.size).reshape(devices.shape).transpose(along_split_axes_first)
+        num_blocks = math.prod(self._mesh.shape[axis] for axis in split)
+        return places.reshape(num_blocks, -1).tolist()
 
 
 def differing(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -182,16 +175,5 @@ def differing(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     return [key for key, text in saved.items() if key in now and now[key] != text]
 
 
-def hash_of(text: str) -> int:
-    """Returns a number of 64 bits of a text, the same in every process (FNV-1a)."""
-    result = 0xCBF29CE484222325
-    for byte in text.encode():
-        result = (result ^ byte) * 0x100000001B3 % 2**64
-    return result
-
-
-def _mixed(x: Any) -> Any:
-    with np.errstate(over="ignore"):
-        x = (x ^ (x >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
-        x = (x ^ (x >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
-        return x ^ (x >> np.uint64(33))
+def _hash(data: bytes | np.ndarray) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()

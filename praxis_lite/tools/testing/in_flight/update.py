@@ -1,14 +1,15 @@
 """The update of a step, recomputed: each array of the new state, compared on each device.
 
-Two answers are compared with the state after a step. The job's own program, run once more from a
+The state after a step is compared with two others. The job's own program, run once more from a
 copy of the state before, gives the same bits: so one wrong bit on one device is found. The update
 by hand (`recomputed_update`) is another program: so a program that updates wrongly is found, up to
 rounding.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from jax.sharding import PartitionSpec
 from praxis_lite.core.errors import OutOfMemory, format_bytes
 from praxis_lite.core.partitioner.narrow_scans import narrow_scans
 from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.core.partitioner.train_state import LeafLayout, TrainState
 from praxis_lite.core.sharding.devices.xla_errors import without_xla_errors
 from praxis_lite.core.sharding.inputs import GlobalBatch, abstract_global_batch
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of
@@ -29,9 +30,8 @@ from praxis_lite.host.host_memory import available_bytes
 from praxis_lite.lowered.mended_products import mended
 from praxis_lite.tools.testing import tolerances
 from praxis_lite.tools.testing.certificate import Comparison
-from praxis_lite.tools.testing.in_flight.again import Measures
-from praxis_lite.tools.testing.in_flight.memory import check_room
-from praxis_lite.tools.testing.in_flight.recomputed_update import recomputed
+from praxis_lite.tools.testing.in_flight.recomputed_update import Rounding, path_ends, recomputed
+from praxis_lite.tools.testing.in_flight.rerun import Measures, check_room
 from praxis_lite.tools.testing.in_flight.state_digests import StateDigests
 
 PyTree = Any
@@ -40,11 +40,10 @@ UPDATE = "update"
 LEAST_BYTES = 2**30
 _NUDGES = 8
 _SAME_BITS, _BY_HAND = "the same program, the same bits", "by hand: what rounding moves"
-_PARAMS = "mdl_vars/params/"
 
 
 @dataclasses.dataclass(frozen=True)
-class UpdateCompared:
+class UpdateComparison:
     """The state after a step, compared with the recomputed one.
 
     Attributes:
@@ -72,13 +71,13 @@ class UpdateCheck:
     Args:
       own: the task on the job's mesh.
       element_spec: the shapes of a batch's rows.
-      note: called with a sentence on what cannot be compared.
+      note: called with a sentence about what cannot be compared.
       most_bytes: of slots and averages that a device keeps for a certificate; those of the largest
-        weight are kept whatever it takes. None: as much as the weights take, or LEAST_BYTES.
+        weight are always kept. None: as many as the weights have, at least LEAST_BYTES.
 
     Attributes:
-      parts: the paths of the arrays that are compared in a certificate, and of the trained weights
-        that they belong to, for one certificate after the other.
+      parts: the paths of the arrays that a certificate compares, for one certificate after the
+        other.
       is_exact: the bits are compared, because a copy of the complete state is kept.
     """
 
@@ -97,18 +96,22 @@ class UpdateCheck:
         self._has_repeated = False
         self.lower()
 
+    @property
+    def _part(self) -> int:
+        """The number of the part that the next certificate compares."""
+        return self._turn % len(self.parts)
+
     def lower(self) -> None:
         """Traces the program of the next certificate's part."""
-        part = self._turn % len(self.parts)
-        if part not in self._programs:
-            self._programs[part] = self._lowered(part)
+        if self._part not in self._programs:
+            self._programs[self._part] = self._lowered(self.parts[self._part])
 
     def compile(self) -> jax.stages.Compiled:
         """Compiles what was traced; it may be called in another thread."""
-        part = self._turn % len(self.parts)
+        part = self._part
         if isinstance(self._programs[part], jax.stages.Lowered):
             self._programs[part] = self._programs[part].compile()
-            if self._digests is not None and part == 0:
+            if self._digests is not None:
                 self._digests.compile()
         return self._programs[part]
 
@@ -149,33 +152,32 @@ class UpdateCheck:
     def compare(
         self, state: TrainState, batch: GlobalBatch, key: jax.Array, own: Measures,
         nudged: Measures, salt: int, rounding: float, agree: Callable[[bool], bool],
-    ) -> UpdateCompared:
+    ) -> UpdateComparison:
         """Compares a state with the one recomputed from the state that was kept; frees that.
 
         Args:
           state: after the step.
           batch: all its rows.
           own, nudged: measures of gradients on a few of them, and with weights moved by rounding.
-          salt: by which signs are drawn.
+          salt: a seed of random signs.
           rounding: the unit by which weights are moved to measure rounding by.
-          agree: returns if it is so in any process.
+          agree: returns whether its argument is True in any process.
         """
-        part = self._turn % len(self.parts)
-        paths, weights = self.parts[part]
+        paths = self.parts[self._part]
         kept, self._kept = self._kept, None
         before = jax.tree.map_with_path(lambda p, x: kept.get(path_of(p), x), state)
-        shares = np.array(_shares(own, nudged, list(self._trained)), np.float32)
+        shares = np.array(_shares(own, nudged, self._trained), np.float32)
         run = self.compile()
 
-        def found(num_nudges: int) -> np.ndarray:
-            numbers = shares, np.uint32(salt), np.float32(rounding), np.int32(num_nudges)
+        def compared_by_hand(num_nudges: int) -> np.ndarray:
+            numbers = shares, np.int32(num_nudges), np.float32(rounding), np.uint32(salt)
             numbers = jax.device_put(numbers, self._own.replicated)
             return np.asarray(run(before, state, batch, key, *numbers))
 
-        apart = found(0)
+        apart = compared_by_hand(0)
         if agree(bool((apart[..., 0] > 1).any())):
             # The shares are of a few rows: measure the rounding of the whole batch's gradients.
-            apart = found(_NUDGES)
+            apart = compared_by_hand(_NUDGES)
         comparisons, places = [], {}
         for number, path in enumerate(paths):
             worst = apart[np.argmax(apart[:, number, 0]), number]
@@ -190,7 +192,7 @@ class UpdateCheck:
             # First, for they name the device.
             comparisons, places = [*exact, *comparisons], {**places, **wrong}
         self._turn += 1
-        return UpdateCompared(
+        return UpdateComparison(
             comparisons, places, len(paths), len(self._leaves), is_exact=self.is_exact
         )
 
@@ -225,53 +227,48 @@ class UpdateCheck:
         return ["/".join(path) for group in groups for path in group.paths]
 
     def _to_keep(self) -> set[str]:
-        paths, _ = self.parts[self._turn % len(self.parts)]
+        paths = self.parts[self._part]
         # Gradients depend on all weights, and on the scale of the loss.
         return {
             path for path in self._leaves
             if path in paths or path.startswith(("mdl_vars/", "opt_states/loss_scale/"))
         }
 
-    def _lowered(self, part: int) -> jax.stages.Lowered:
-        own, mesh, whole = self._own, self._own.mesh, self._own.replicated
+    def _lowered(self, paths: Sequence[str]) -> jax.stages.Lowered:
+        own, mesh, replicated = self._own, self._own.mesh, self._own.replicated
         state = self._layout.abstract(mesh)
-        batch = abstract_global_batch(self._spec, mesh)
-        paths, weights = self.parts[part]
         run = jax.jit(
-            without_xla_errors(
-                lambda *given: self._apart(paths, weights, *given), also=narrow_scans
-            ),
-            in_shardings=(
-                *(self._layout.shardings(mesh),) * 2, None, *(whole,) * 5,
-            ),
-            out_shardings=whole, compiler_options=own.compiler_options,
+            without_xla_errors(functools.partial(self._apart, paths), also=narrow_scans),
+            in_shardings=(*(self._layout.shardings(mesh),) * 2, None, *(replicated,) * 5),
+            out_shardings=replicated, compiler_options=own.compiler_options,
         )
-        at = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=whole)  # noqa: E731
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        traced = run.trace(
-            state, state, batch, at(key.shape, key.dtype),
-            at((len(self._trained),), jnp.float32), at((), jnp.uint32), at((), jnp.float32),
-            at((), jnp.int32),
+        numbers = (
+            jax.eval_shape(lambda: jax.random.key(0)),
+            jax.ShapeDtypeStruct((len(self._trained),), jnp.float32),
+            jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32),
+            jax.ShapeDtypeStruct((), jnp.uint32),
         )
+        numbers = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), numbers
+        )
+        traced = run.trace(state, state, abstract_global_batch(self._spec, mesh), *numbers)
         return mended(traced.lower(), mesh)
 
     def _apart(
-        self, paths: Sequence[str], weights: Sequence[str], before: TrainState, state: TrainState,
-        batch: GlobalBatch, key: jax.Array, shares: jax.Array, salt: jax.Array, nudge: jax.Array,
-        num_nudges: jax.Array,
+        self, paths: Sequence[str], before: TrainState, state: TrainState, batch: GlobalBatch,
+        key: jax.Array, shares: jax.Array, *rounding: jax.Array,
     ) -> jax.Array:
         """Returns [devices, arrays, 3]: share of the tolerance, difference and tolerance.
 
-        Of the element that is nearest to its tolerance, or beyond it, in each device's block.
+        They are those of the element with the largest share in each device's block.
         """
         own, mesh = self._own, self._own.mesh
+        by_weight = {path: shares[i] for i, path in enumerate(self._trained)}
         with own.where.tracing():
             expected, allowed = recomputed(
                 own, self._layout.unpad(before), own.where.inputs(batch), key,
-                actual_num_skipped=state.opt_states["num_skipped_steps"], chosen=set(paths),
-                weights=weights,
-                shares={path: shares[i] for i, path in enumerate(self._trained)}, salt=salt,
-                nudge=nudge, num_nudges=num_nudges,
+                Rounding(by_weight, *rounding), chosen=set(paths),
+                actual_num_skipped=state.opt_states["num_skipped_steps"],
             )
         actual = dict(leaves_with_path(to_device(state)))
         specs = [self._leaves[path].spec for path in paths]
@@ -332,41 +329,34 @@ def _shares(own: Measures, nudged: Measures, weights: Sequence[str]) -> list[flo
 
 
 def _parts(
-    own: Partitioner, leaves: Mapping[str, Any], most_bytes: int | None
-) -> list[tuple[list[str], list[str]]]:
-    """Returns groups of weights with their slots, each small enough to be copied at once."""
-    groups = own.learner.groups
-    trained = {"/".join(path) for group in groups.by_name.values() for path in group.paths}
-    owner = {path: path for path in trained}
-    for group in groups.by_name.values():
-        if group.stack_ranks is not None:  # An optimizer that looks beyond one weight.
-            first, *others = ("/".join(path) for path in group.paths)
-            owner |= dict.fromkeys(others, first)
+    own: Partitioner, leaves: Mapping[str, LeafLayout], most_bytes: int | None
+) -> list[list[str]]:
+    """Returns paths of weights with those of their slots, few enough to be copied at once."""
+    groups = own.learner.groups.by_name.values()
+    owners = {}
+    for group in groups:
+        for path in group.paths:
+            # An optimizer that reads all of its weights updates them together.
+            owner = path if group.stack_ranks is None else group.paths[0]
+            owners["/".join(path)] = "/".join(owner)
     units: dict[str, list[str]] = {}
     for path in leaves:
-        ends = (path[i + 1 :] for i, letter in enumerate(path) if letter == "/")
-        weight = next((end for end in ends if end in trained), None)
-        units.setdefault("" if weight is None else owner[weight], []).append(path)
+        weight = next((end for end in path_ends(path)[1:] if end in owners), None)
+        units.setdefault("" if weight is None else owners[weight], []).append(path)
     # Counts, frozen weights and running means: compared each time.
     always = units.pop("", [])
 
-    def num_bytes(paths: Sequence[str]) -> int:
-        kept = (path for path in paths if not path.startswith("mdl_vars/"))
-        return sum(leaves[path].bytes_per_device for path in kept)
+    def num_bytes(paths: Iterable[str], of_weights: bool = False) -> int:
+        return sum(
+            leaves[path].bytes_per_device for path in paths
+            if path.startswith("mdl_vars/") == of_weights
+        )
 
     if most_bytes is None:
-        of_weights = sum(x.bytes_per_device for p, x in leaves.items() if p.startswith("mdl_vars/"))
-        most_bytes = max(of_weights, LEAST_BYTES)
-    bins: list[list[str]] = []
-    filled = math.inf
+        most_bytes = max(num_bytes(leaves, of_weights=True), LEAST_BYTES)
+    bins: list[list[str]] = [[]]
     for unit in units.values():
-        if filled + num_bytes(unit) > most_bytes:
+        if bins[-1] and num_bytes([*bins[-1], *unit]) > most_bytes:
             bins.append([])
-            filled = 0
         bins[-1] += unit
-        filled += num_bytes(unit)
-    parts = []
-    for paths in bins or [[]]:
-        of_part = [p.removeprefix(_PARAMS) for p in paths if p.startswith(_PARAMS)]
-        parts.append(([*always, *paths], [p for p in of_part if p in trained]))
-    return parts
+    return [[*always, *paths] for paths in bins]

@@ -8,8 +8,8 @@ from praxis_lite.lowered.mended_products import mended
 from praxis_lite.tools.testing import tolerances
 from praxis_lite.tools.testing.certificate import Comparison, differences, largest
 from praxis_lite.tools.testing.check import Check
-from praxis_lite.tools.testing.runs import variants
-from praxis_lite.tools.testing.runs.on_mesh import Leaves, OnMesh, report
+from praxis_lite.tools.testing.runs import config_variants
+from praxis_lite.tools.testing.runs.on_mesh import Leaves, TaskRunner, report
 from praxis_lite.tools.testing.runs.states import nudged
 from praxis_lite.tools.testing.tolerances import kind_of
 
@@ -19,17 +19,17 @@ FLOAT32_ROUNDING = 2.0**-24
 _MORE_PATTERNS = 9
 
 
-def as_trained(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
+def as_trained(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
     """The first step, as the experiment's own types make it."""
-    name, reference = one.name, check.reference_of(one)
+    name, reference = runner.name, check.reference_of(runner)
     (expected, *_), _ = check.trained_on_one(reference, 1)
-    actual = _report(check, one)
+    actual = _report(check, runner)
     local = _report(check, reference)
     measured = [leaf for leaf in expected if kind_of(leaf) in ("loss", "metrics", "gradients")]
     expected, local, actual = (
         {leaf: x[leaf] for leaf in measured} for x in (expected, local, actual)
     )
-    low = variants.low_precision_settings(check.config)
+    low = config_variants.low_precision_settings(check.config)
     if low:
         check.remark(f"Sums are not held against float32, for {low[0]} is of fewer bits.")
         yield tolerances.in_own_types(name, expected, local, actual, {})
@@ -47,7 +47,7 @@ def as_trained(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
 
 
 def _moved(
-    check: Check, reference: OnMesh, expected: Leaves, patterns: Iterable[int]
+    check: Check, reference: TaskRunner, expected: Leaves, patterns: Iterable[int]
 ) -> dict[str, float]:
     """Returns how far rounding in float32 moves each leaf: in float64, by moving the weights."""
     moved: dict[str, float] = {}
@@ -59,12 +59,12 @@ def _moved(
     return moved
 
 
-def _report(check: Check, mesh: OnMesh) -> Leaves:
+def _report(check: Check, runner: TaskRunner) -> Leaves:
     """Returns the report of the first step."""
-    partitioner = mesh.partitioner
+    partitioner = runner.partitioner
     placed, key = partitioner.global_batch(check.batches[0]), partitioner.key(check.seed)
-    state = mesh.stored(check.state)
-    mended(partitioner.train_step.lower(state, placed, key), mesh.mesh)
+    state = runner.stored(check.state)
+    mended(partitioner.train_step.lower(state, placed, key), runner.mesh)
     with jax.transfer_guard("disallow"):
         _, outputs = partitioner.train_step(state, placed, key)
     return report(jax.device_get(outputs))

@@ -1,9 +1,9 @@
 """The batches that a check trains on, and whether a pipeline gives the same twice."""
 
+import contextlib
 import itertools
 from collections.abc import Mapping
 
-import jax
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError
@@ -11,14 +11,14 @@ from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.run.experiment.experiment import Job
 from praxis_lite.tools.testing.certificate import Comparison
+from praxis_lite.tools.testing.runs.on_mesh import Batch, structs
 from praxis_lite.tools.testing.tolerances import exact
 
-Batch = dict[str, np.ndarray]
 # Few rows, which divide by 4 micro-batches and not by 3 or 8 devices, if the task takes them.
 ROWS = (20, 12, 28, 24, 16, 40, 32, 48, 64, 128)
 
 
-def first_batches(pipeline: InputPipeline, number: int) -> list[Batch]:
+def first_batches(pipeline: InputPipeline, number: int) -> list[dict[str, np.ndarray]]:
     """Returns the first batches; those of a short pass come again."""
     result = [
         {name: np.asarray(x) for name, x in batch.items()}
@@ -27,12 +27,12 @@ def first_batches(pipeline: InputPipeline, number: int) -> list[Batch]:
     return [result[i % len(result)] for i in range(number)] if result else []
 
 
-def with_rows(batch: Mapping[str, np.ndarray], rows: slice) -> Batch:
+def with_rows(batch: Batch, rows: slice) -> dict[str, np.ndarray]:
     """Returns some rows of a batch."""
     return {name: x[rows] if x.ndim else x for name, x in batch.items()}
 
 
-def folded(batch: Mapping[str, np.ndarray], num_ids: Mapping[str, int]) -> tuple[Batch, str]:
+def folded(batch: Batch, num_ids: Mapping[str, int]) -> tuple[dict[str, np.ndarray], str]:
     """Returns a batch with ids modulo how many there are, and which leaves that changed.
 
     Args:
@@ -52,26 +52,23 @@ def num_rows_to_check(partitioners: list[Partitioner], batch: Batch, batch_size:
     Raises:
       ConfigError: the partitioners refuse the batches as they are.
     """
-    for num_rows in (*(n for n in ROWS if n < batch_size), batch_size):
+
+    def check(num_rows: int) -> None:
         spec = structs(with_rows(batch, slice(num_rows)))
-        try:
-            for partitioner in partitioners:
-                partitioner.train_step.check_batch(spec)
-                partitioner.train_step.trace(spec)
+        for partitioner in partitioners:
+            partitioner.train_step.check_batch(spec)
+            partitioner.train_step.trace(spec)
+
+    for num_rows in (n for n in ROWS if n < batch_size):
+        with contextlib.suppress(ConfigError):
+            check(num_rows)
             return num_rows
-        except ConfigError:
-            if num_rows == batch_size:
-                raise
+    check(batch_size)
     return batch_size
 
 
-def structs(batch: Mapping[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the spec of a batch."""
-    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
-
-
 def repeatable(job: Job) -> list[Comparison]:
-    """Returns whether each dataset gives the same again: whole, from a later batch, by rows."""
+    """Returns whether each dataset repeats itself: from the start, from a later batch, by rows."""
     result = []
     for root in ("datasets", "decode_datasets"):
         for name, pipeline in getattr(job, root).items():
@@ -99,7 +96,7 @@ def repeatable(job: Job) -> list[Comparison]:
 
 
 def _compared(name: str, expected: list[Batch], actual: list[Batch]) -> list[Comparison]:
-    def leaves(batches: list[Batch]) -> Batch:
+    def leaves(batches: list[Batch]) -> dict[str, np.ndarray]:
         return {
             f"{name}: batch {i}, {key}": np.asarray(x)
             for i, batch in enumerate(batches) for key, x in batch.items()

@@ -1,12 +1,11 @@
-"""What holds of a task whatever it is trained on: filler, sums over rows, caches, segments."""
+"""Properties of tasks: coupled rows; caches and packed segments, which change no result."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from praxis_lite.core.task import Task
@@ -15,10 +14,11 @@ from praxis_lite.decode.padding import check_has_rows
 from praxis_lite.decode.prefill import prefill
 from praxis_lite.decode.sampling import Greedy
 from praxis_lite.layers.base.variables import rebuilt
+from praxis_lite.tools.testing.runs.on_mesh import Batch
 
-Batch = Mapping[str, np.ndarray]
 MOST_TOKENS = 256  # Decoded one by one.
 STATISTICS = "batch statistics"
+EXPECTED = "expected"  # The result to trust, of the two that a function returns.
 
 
 def couplings(task: Task) -> list[str]:
@@ -42,7 +42,7 @@ def couplings(task: Task) -> list[str]:
 
 
 def token_by_token(task: Task, batch: Batch) -> Callable[..., Any] | None:
-    """Returns a function of (mdl_vars, inputs): logits of whole rows, and of a token at a time.
+    """Returns a function of (mdl_vars, inputs): logits of complete rows, and token by token.
 
     Returns None if the task's model is no causal language model with a cache.
     """
@@ -63,13 +63,13 @@ def token_by_token(task: Task, batch: Batch) -> Callable[..., Any] | None:
 
         _, steps = jax.lax.scan(step, model.init_cache(num_rows, length), jnp.arange(length))
         whole = rebuilt(model)(ids)[0].astype(jnp.float32)
-        return {"whole": whole, "token_by_token": jnp.swapaxes(steps, 0, 1)}
+        return {EXPECTED: whole, "token_by_token": jnp.swapaxes(steps, 0, 1)}
 
     return logits
 
 
 def ragged_prompts(task: Task, batch: Batch) -> Callable[..., Any] | None:
-    """Returns a function of (mdl_vars, inputs): logits of whole rows, and after ragged prompts.
+    """Returns a function of (mdl_vars, inputs): logits of complete rows, and after ragged prompts.
 
     The beginnings of rows, of several lengths, are read in two chunks, and continued a token at a
     time. Returns None if the task's model is no causal language model with a cache.
@@ -106,7 +106,7 @@ def ragged_prompts(task: Task, batch: Batch) -> Callable[..., Any] | None:
         whole = rebuilt(model)(ids)[0].astype(jnp.float32)
         places = lengths[:, None] - 1 + jnp.arange(1 + num_steps)[None, :]
         return {
-            "whole": whole[rows[:, None], places],
+            EXPECTED: whole[rows[:, None], places],
             "ragged": jnp.concatenate([prefix.logits[:, None], jnp.swapaxes(steps, 0, 1)], axis=1),
         }
 
@@ -133,7 +133,7 @@ def packed(task: Task, batch: Batch) -> Callable[..., Any] | None:
     def losses(mdl_vars: Any, inputs: Any) -> dict[str, jax.Array]:
         names = ("ids", "labels")
         alone = {name: inputs[name][: 2 * num_pairs, :half] for name in names}
-        # Weights that differ, so that no token can stand for another.
+        # Different weights, so that exchanged tokens are noticed.
         weights = 1.0 + jnp.cos(jnp.arange(2.0 * num_pairs * half)).reshape(-1, half)
         alone["weights"] = weights.astype(jnp.float32)
         together = {
@@ -146,7 +146,7 @@ def packed(task: Task, batch: Batch) -> Callable[..., Any] | None:
             jnp.tile(jnp.arange(half, dtype=jnp.int32), 2)[None], together["ids"].shape
         )
         result = {}
-        for name, given in (("packed", together), ("alone", alone)):
+        for name, given in (("packed", together), (EXPECTED, alone)):
             metrics, _ = task.outputs(task.compute_loss, task.module(mdl_vars), given, None)
             result[name] = metrics["loss"][0]
         return result
@@ -169,10 +169,8 @@ def _has_cache(task: Task, batch: Batch) -> bool:
     return len(required) == 2
 
 
-# By what makes the function: the output to trust, and the other.
-TWO_WAYS = {
-    token_by_token: ("whole", "token_by_token"), ragged_prompts: ("whole", "ragged"),
-    packed: ("alone", "packed"),
+FUNCTIONS = {
+    "token by token": token_by_token, "ragged prompts": ragged_prompts, "packed segments": packed,
 }
 
 

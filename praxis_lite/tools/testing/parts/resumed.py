@@ -1,4 +1,4 @@
-"""A job as it is launched: its program, and that it goes on as if it had not been stopped."""
+"""A job as it is launched: a stop and a resume change no bit, and the program is as promised."""
 
 import contextlib
 import dataclasses
@@ -27,33 +27,33 @@ from praxis_lite.tools.explain import hlo
 from praxis_lite.tools.testing import tolerances
 from praxis_lite.tools.testing.certificate import Comparison
 from praxis_lite.tools.testing.check import Check
-from praxis_lite.tools.testing.parts.data import structs, with_rows
-from praxis_lite.tools.testing.runs.on_mesh import Leaves, OnMesh, cut, leaves_of
+from praxis_lite.tools.testing.parts.data import with_rows
+from praxis_lite.tools.testing.runs.on_mesh import Leaves, TaskRunner, cut, leaves_of, structs
 
 NUM_STEPS, STOPPED_AT = 3, 1
 _HOST = re.compile(r"\b(?:infeed|outfeed|send|recv)\(|custom_call_target=\"[^\"]*callback[^\"]*\"")
 
 
-def resumed(check: Check, one: OnMesh) -> Iterator[list[Comparison]]:
-    """A job made at a stretch, and a job launched twice; a checkpoint's state."""
-    one = check.on_mesh(check.own_shape, None, check.job.task)
-    yield from _saved_and_restored(check, one)
+def resumed(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
+    """An uninterrupted job and one that is launched twice; the state of a checkpoint."""
+    runner = check.on_mesh(check.own_shape, check.job.task)
+    yield from _saved_and_restored(check, runner)
     pipeline = _AsChecked(check)
     with tempfile.TemporaryDirectory() as folder:
         losses = [
-            _losses(check, one, pipeline, Path(folder) / name, stops)
+            _losses(check, runner, pipeline, Path(folder) / name, stops)
             for name, stops in (("whole", ()), ("stopped", (STOPPED_AT,)))
         ]
-        yield tolerances.exact(one.name, "losses of a job that goes on", *losses)
+        yield tolerances.exact(runner.name, "losses of a job that goes on", *losses)
         directories = [JobDir(Path(folder) / name).checkpoints for name in ("whole", "stopped")]
-        states = [_restored(directory, one) for directory in directories]
+        states = [_restored(directory, runner) for directory in directories]
         yield tolerances.exact(
-            one.name, "state of a job that goes on", *map(leaves_of, states)
+            runner.name, "state of a job that goes on", *map(leaves_of, states)
         )
-    yield _of_the_program(check, one)
+    yield _of_the_program(check, runner)
 
 
-def _saved_and_restored(check: Check, item: OnMesh) -> Iterator[list[Comparison]]:
+def _saved_and_restored(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
     """Random numbers in every leaf, saved on a mesh and restored on each."""
     rng = np.random.default_rng(7)
 
@@ -62,7 +62,7 @@ def _saved_and_restored(check: Check, item: OnMesh) -> Iterator[list[Comparison]
             return rng.normal(size=x.shape).astype(x.dtype)
         return rng.integers(0, 100, x.shape).astype(x.dtype)
 
-    shapes = item.layout.shapes
+    shapes = runner.layout.shapes
     if any(jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(shapes)):
         check.remark("Restored: not checked, for a variable is a key.")
         return
@@ -70,11 +70,11 @@ def _saved_and_restored(check: Check, item: OnMesh) -> Iterator[list[Comparison]
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         with Checkpoints(directory, saving=SaveSettings(), note=lambda line: None) as saved:
-            saved.save(int(state.step), item.stored(state), item.layout, {}, is_last=True)
-        for mesh in (check.plain_one, *check.meshes.values()):
+            saved.save(int(state.step), runner.stored(state), runner.layout, {}, is_last=True)
+        for other in (check.one_device, *check.meshes.values()):
             yield tolerances.exact(
-                f"{item.name} to {mesh.name}", "restored", leaves_of(state),
-                leaves_of(_restored(directory, mesh)),
+                f"{runner.name} to {other.name}", "restored", leaves_of(state),
+                leaves_of(_restored(directory, other)),
             )
 
 
@@ -97,7 +97,7 @@ class _AsChecked(InputPipeline):
     ) -> Iterator[dict[str, np.ndarray]]:
         expected = self.whole_or(rows)
         for batch in self.pipeline.batches(start=start):
-            whole = self.check.known(with_rows(batch, slice(self.batch_size)))
+            whole = self.check.with_known_ids(with_rows(batch, slice(self.batch_size)))
             yield with_rows(whole, expected)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -105,11 +105,11 @@ class _AsChecked(InputPipeline):
 
 
 def _losses(
-    check: Check, mesh: OnMesh, pipeline: InputPipeline, folder: Path, stops: tuple[int, ...]
+    check: Check, runner: TaskRunner, pipeline: InputPipeline, folder: Path, stops: tuple[int, ...]
 ) -> Leaves:
     """Trains a job, launched anew after each of `stops`; returns its losses by step."""
     folder.mkdir()
-    launched = LaunchedConfig(check.config, check.found.experiment, packages=check.packages)
+    launched = LaunchedConfig(check.config, check.certificate.experiment, packages=check.packages)
     for num_steps in (*stops, NUM_STEPS):
         run = RunConfig(
             num_train_steps=num_steps, seed=check.seed,
@@ -121,7 +121,7 @@ def _losses(
             check.job, datasets={TRAIN: pipeline}, decode_datasets={}, run=run, hooks=()
         )
         with contextlib.redirect_stdout(io.StringIO()):
-            on_mesh = JobOnMesh(mesh.partitioner, job, JobDir(folder))
+            on_mesh = JobOnMesh(runner.partitioner, job, JobDir(folder))
             ended = launch.train(on_mesh, launched, stop_request=Interrupt)
             if ended.stopped_by:
                 raise KeyboardInterrupt(ended.stopped_by)
@@ -131,29 +131,29 @@ def _losses(
     }
 
 
-def _restored(directory: Path, mesh: OnMesh) -> Any:
+def _restored(directory: Path, runner: TaskRunner) -> Any:
     with Checkpoints(directory, note=lambda line: None) as saved:
-        state = saved.restore(mesh.layout, mesh.mesh).state
-    return cut(mesh.layout, jax.device_get(state))[0]
+        state = saved.restore(runner.layout, runner.mesh).state
+    return cut(runner.layout, jax.device_get(state))[0]
 
 
-def _of_the_program(check: Check, mesh: OnMesh) -> list[Comparison]:
+def _of_the_program(check: Check, runner: TaskRunner) -> list[Comparison]:
     """Returns the exact figures of the compiled train step, after it was called."""
-    partitioner = mesh.partitioner
+    partitioner = runner.partitioner
     compiled = partitioner.train_step.lower(structs(check.batches[0])).compile().as_text()
-    state_bytes = sum(leaf.bytes_per_device for leaf in mesh.layout.leaves())
+    state_bytes = sum(leaf.bytes_per_device for leaf in runner.layout.leaves())
     num_compiled = partitioner.train_step.num_compiled()
     return [
         Comparison(
-            mesh.name, "donated", "bytes per device", None,
+            runner.name, "donated", "bytes per device", None,
             abs(state_bytes - hlo.donated_bytes(compiled)), 0.0, "all of the state is donated",
         ),
         Comparison(
-            mesh.name, "host transfers", "train_step", None, len(_HOST.findall(compiled)), 0.0,
+            runner.name, "host transfers", "train_step", None, len(_HOST.findall(compiled)), 0.0,
             "a step stays on the devices",
         ),
         Comparison(
-            mesh.name, "compilations", "train_step", None, abs(num_compiled - 1), 0.0,
+            runner.name, "compilations", "train_step", None, abs(num_compiled - 1), 0.0,
             "one for all steps",
         ),
     ]

@@ -1,6 +1,6 @@
-"""What holds of rows: a row's numbers depend on no other row, nor on its place or its batch."""
+"""Checks that the results of a row do not depend on other rows, its position or its batch."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,16 +10,15 @@ from praxis_lite.tools.testing import tolerances
 from praxis_lite.tools.testing.certificate import Comparison
 from praxis_lite.tools.testing.check import Check
 from praxis_lite.tools.testing.parts import data
-from praxis_lite.tools.testing.runs.on_mesh import Leaves
+from praxis_lite.tools.testing.runs.on_mesh import Batch, Leaves, TaskRunner
 
-Batch = Mapping[str, np.ndarray]
 Batches = list[dict[str, np.ndarray]]
 Run = Callable[[Batch, bool], Leaves]
 EXAMPLES = "examples/"
 
 
-def moved(batches: Sequence[Batch]) -> tuple[Batches, np.ndarray]:
-    """Returns batches of the same rows, each at another place, and where they were.
+def shuffled(batches: Sequence[Batch]) -> tuple[Batches, np.ndarray]:
+    """Returns batches of the same rows in another order, and that order.
 
     Row i of the new batches, counted through all of them, was row `order[i]` of the old ones.
     """
@@ -38,13 +37,15 @@ def blocks(batch: Batch, num_rows: int) -> Iterator[dict[str, np.ndarray]]:
         yield data.with_rows(batch, slice(start, start + num_rows))
 
 
-def with_filler(batch: Batch, num_filler: int, contents: Batch) -> dict[str, np.ndarray]:
+def with_padding_rows(
+    batch: Batch, num_padding_rows: int, contents: Batch
+) -> dict[str, np.ndarray]:
     """Returns a batch whose last rows have no weight, and other contents."""
     result = {}
     for name, x in batch.items():
         x = x.copy()
         if x.ndim:
-            x[-num_filler:] = 0 if name == "weights" else contents[name][:num_filler]
+            x[-num_padding_rows:] = 0 if name == "weights" else contents[name][:num_padding_rows]
         result[name] = x
     return result
 
@@ -68,7 +69,7 @@ def sums(reports: Sequence[Leaves]) -> Leaves:
         result[f"{name}/value"] = _mean([report[f"{name}/value"] for report in reports], weights)
         result[f"{name}/weight"] = sum(weights)
     weights = [report["metrics/loss/weight"] for report in reports]
-    for name in (element for element in reports[0] if element.startswith("gradients/")):
+    for name in (item for item in reports[0] if item.startswith("gradients/")):
         result[name] = _mean([report[name] for report in reports], weights)
     return result
 
@@ -79,38 +80,38 @@ def _mean(values: Sequence[np.ndarray], weights: Sequence[np.ndarray]) -> np.nda
     return scaled / np.where(total == 0, 1.0, total)
 
 
-def in_training(check: Check, _: Any) -> Iterator[list[Comparison]]:
+def in_training(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
     """Metrics and gradients of rows that change places and batches, and of all in a batch."""
     yield from _sums_over_rows(
-        check, "", check.batches[:2], check.whole,
-        lambda batch, nudged: check.train_once(check.plain_one, batch, nudged=nudged)[0],
+        check, "", check.batches[:2], check.full_batch,
+        lambda batch, nudged: check.train_once(check.one_device, batch, nudged=nudged)[0],
     )
 
 
-def in_evaluation(check: Check, _: Any) -> Iterator[list[Comparison]]:
-    """The same of an evaluation; and the outputs of each row, wherever it stands."""
-    plain = check.plain_one
+def in_evaluation(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
+    """The same in an evaluation; and the outputs of each row at other positions."""
+    plain = check.one_device
     for what, local in check.evaluated.items():
-        batches, whole = (check.batches[:2], check.whole) if what == "" else ([local], None)
+        batches, whole = (check.batches[:2], check.full_batch) if what == "" else ([local], None)
         is_random = plain.traced(plain.partitioner.eval_examples, batches[0]).draws
 
         def run(batch: Batch, nudged: bool, is_random: bool = is_random) -> Leaves:
             state = check.nudged if nudged else check.state
             return plain.evaluate(state.mdl_vars, batch, without_randomness=is_random)
 
-        yield from _sums_over_rows(check, f"evaluation{what}", batches, whole, run)
+        yield from _sums_over_rows(check, f"evaluation{what}, ", batches, whole, run)
 
 
-def in_decoding(check: Check, _: Any) -> Iterator[list[Comparison]]:
-    """Outputs of each row, wherever it stands, and whatever the rows of filler beside it are."""
+def in_decoding(check: Check, _: TaskRunner) -> Iterator[list[Comparison]]:
+    """Outputs of each row at other positions, and next to other padding rows."""
     for pipeline in check.job.decode_datasets.values():
         if not check.couplings:
-            batches = [check.known(batch) for batch in data.first_batches(pipeline, 2)]
+            batches = [check.with_known_ids(batch) for batch in data.first_batches(pipeline, 2)]
             yield from _of_prompts(check, batches)
 
 
 def _of_prompts(check: Check, batches: Batches) -> Iterator[list[Comparison]]:
-    plain, num_rows = check.plain_one, num_rows_of(batches[0])
+    plain, num_rows = check.one_device, num_rows_of(batches[0])
     is_random = plain.traced(plain.partitioner.decode_step, batches[0]).draws
 
     def run(batch: Batch, is_nudged: bool = False) -> Leaves:
@@ -118,20 +119,20 @@ def _of_prompts(check: Check, batches: Batches) -> Iterator[list[Comparison]]:
         result = plain.decode(mdl_vars, batch, without_randomness=is_random)
         return {k: x for k, x in result.items() if x.ndim and len(x) == num_rows_of(batch)}
 
-    others, order = moved(batches)
+    others, order = shuffled(batches)
     expected, nudged = (
-        _joined([run(item, is_nudged) for item in batches]) for is_nudged in (False, True)
+        _concatenated([run(item, is_nudged) for item in batches]) for is_nudged in (False, True)
     )
     yield tolerances.in_float64(
-        plain.name, "decoding, rows moved", _rows(expected, order), _joined(list(map(run, others))),
-        _rows(nudged, order),
+        plain.name, "decoding, rows moved", _taken(expected, order),
+        _concatenated(list(map(run, others))), _taken(nudged, order),
     )
     if "weights" not in batches[0] or num_rows < 2:
         return
     true = slice(0, num_rows - num_rows // 2)
     reverse = data.with_rows(batches[-1], slice(None, None, -1))
-    filled = with_filler(batches[0], num_rows - true.stop, reverse)
-    expected, nudged, actual = (_rows(x, true) for x in (expected, nudged, run(filled)))
+    filled = with_padding_rows(batches[0], num_rows - true.stop, reverse)
+    expected, nudged, actual = (_taken(x, true) for x in (expected, nudged, run(filled)))
     yield tolerances.in_float64(
         plain.name, "decoding, other rows of filler", expected, actual, nudged
     )
@@ -142,12 +143,12 @@ def _of_prompts(check: Check, batches: Batches) -> Iterator[list[Comparison]]:
 
 
 def _sums_over_rows(
-    check: Check, what: str, batches: Sequence[Batch], whole: Batch | None, run: Run
+    check: Check, prefix: str, batches: Sequence[Batch], whole: Batch | None, run: Run
 ) -> Iterator[list[Comparison]]:
     """Yields comparisons of batches with the same rows in other batches, on a single device.
 
     Args:
-      what: is run; "": training.
+      prefix: of the names of the comparisons.
       batches: of equally many rows.
       whole: a batch of more rows, or None.
       run: (batch, whether weights are moved by rounding) -> its report.
@@ -155,28 +156,26 @@ def _sums_over_rows(
     if check.couplings:
         return
     if num_rows_of(batches[0]) > 1:
-        others, order = moved(batches)
-        yield _compared(check, (what, "rows moved"), batches, others, order, run)
+        others, order = shuffled(batches)
+        yield _compared(check, f"{prefix}rows moved", batches, others, order, run)
     if whole is not None:
         parts, order = _parts(whole, num_rows_of(batches[0]))
-        names = what, f"{num_rows_of(whole)} rows in parts"
-        result = check.tried(
-            names[1], lambda: _compared(check, names, parts, [whole], order, run)
-        )
-        yield result or []
+        what = f"{num_rows_of(whole)} rows in parts"
+        yield check.tried(
+            what, lambda: _compared(check, prefix + what, parts, [whole], order, run)
+        ) or []
 
 
 def _compared(
-    check: Check, names: Sequence[str], batches: Sequence[Batch], others: Sequence[Batch],
+    check: Check, what: str, batches: Sequence[Batch], others: Sequence[Batch],
     order: np.ndarray, run: Run,
 ) -> list[Comparison]:
-    what = ", ".join(filter(None, names))
     expected, nudged = ([run(batch, is_nudged) for batch in batches] for is_nudged in (False, True))
     actual = [run(other, False) for other in others]
     kinds = tolerances.by_kind(
-        check.plain_one.name, sums(expected), sums(actual), sums(nudged), 0
+        check.one_device.name, sums(expected), sums(actual), sums(nudged), 0
     )
-    comparisons = list(map(tolerances.with_epsilon, tolerances.of(what, kinds)))
+    comparisons = list(map(tolerances.with_epsilon, tolerances.with_what(what, kinds)))
     examples = _examples(expected)
     if examples:
         is_true = np.concatenate([is_true_row(item) for item in batches])
@@ -184,14 +183,14 @@ def _compared(
         places = np.cumsum(is_true) - 1
         kept = places[order[is_true[order]]]
         comparisons += tolerances.in_float64(
-            check.plain_one.name, f"outputs, {what}", _rows(examples, kept), _examples(actual),
-            _rows(_examples(nudged), kept),
+            check.one_device.name, f"outputs, {what}", _taken(examples, kept), _examples(actual),
+            _taken(_examples(nudged), kept),
         )
     return comparisons
 
 
 def _parts(whole: Batch, num_rows: int) -> tuple[Batches, np.ndarray]:
-    """Returns the rows of a batch in parts of `num_rows`, and where each stands in them.
+    """Returns the rows of a batch in parts of `num_rows`, and the position of each in them.
 
     The last part is filled up with rows before it, of weight 0, if rows have weights.
     """
@@ -206,15 +205,14 @@ def _parts(whole: Batch, num_rows: int) -> tuple[Batches, np.ndarray]:
 
 
 def _examples(reports: Sequence[Leaves]) -> Leaves:
-    return _joined([
+    return _concatenated([
         {name: x for name, x in report.items() if name.startswith(EXAMPLES)} for report in reports
     ])
 
 
-def _joined(reports: Sequence[Leaves]) -> Leaves:
-    first, *others = reports
-    return {name: np.concatenate([x, *(one[name] for one in others)]) for name, x in first.items()}
+def _concatenated(reports: Sequence[Leaves]) -> Leaves:
+    return {name: np.concatenate([report[name] for report in reports]) for name in reports[0]}
 
 
-def _rows(leaves: Leaves, index: Any) -> Leaves:
+def _taken(leaves: Leaves, index: Any) -> Leaves:
     return {name: x[index] for name, x in leaves.items()}

@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 from jax.sharding import PartitionSpec
 
 from praxis_lite.core.errors import few
@@ -16,6 +15,9 @@ from praxis_lite.core.jaxprs import opened, with_inner
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.sharding.devices.axis_types import STATED, explicit_axes_of
 from praxis_lite.tools.explain.hlo_layers import GRADIENT_OF, layers_of_name
+from praxis_lite.tools.testing.certificate import Comparison
+from praxis_lite.tools.testing.check import Check
+from praxis_lite.tools.testing.runs.on_mesh import TaskRunner, on_mesh, structs
 
 PyTree = Any
 # What comes behind a typed result: it leaves the types, and is padded and laid out.
@@ -115,12 +117,12 @@ def _more(texts: tuple[str, ...]) -> str:
     return f" ({few(texts, 3, '; ')})" if texts else ""
 
 
-def types_of(check: Any, one: Any) -> Iterator[list]:
-    """Says in a check's certificate what JAX's types confirm; it compares no numbers."""
-    spec = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), check.batches[0])
+def types_of(check: Check, runner: TaskRunner) -> Iterator[list[Comparison]]:
+    """Notes in a check's certificate what JAX's types confirm; it compares no numbers."""
+    shape = tuple(runner.mesh.shape.values())
     try:
-        typed = check.typed(tuple(one.mesh.shape.values()))
-        witness = type_witness(typed.partitioner, spec)
+        typed = on_mesh(check.job, check.task, shape, axis_types="explicit")
+        witness = type_witness(typed.partitioner, structs(check.batches[0]))
     except ValueError as error:
         check.remark(f"JAX's types confirm nothing. {error}")
         return

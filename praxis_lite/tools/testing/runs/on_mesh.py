@@ -12,7 +12,7 @@ from praxis_lite.core.learner.bound_learner import BoundLearner
 from praxis_lite.core.models.model import MdlVars
 from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.core.partitioner.train_state import TrainState
+from praxis_lite.core.partitioner.train_state import StateLayout, TrainState
 from praxis_lite.core.sharding.devices.xla_errors import without_xla_errors
 from praxis_lite.core.sharding.inputs import GlobalBatch, abstract_global_batch, batch_spec
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of
@@ -22,16 +22,15 @@ from praxis_lite.core.task import Task
 from praxis_lite.lowered.mended_products import MendedFunction
 from praxis_lite.run.experiment.experiment import Job
 from praxis_lite.tools.testing.certificate import mesh_name
-from praxis_lite.tools.testing.runs.float64 import in_float64
-from praxis_lite.tools.testing.runs.wide_types import wide_dtype, wide_structs
+from praxis_lite.tools.testing.runs.float64 import in_float64, wide_dtype, wide_structs
 
 PyTree = Any
 Batch = Mapping[str, np.ndarray]
 Leaves = dict[str, np.ndarray]
-FILLER = 3.0  # What the padding of an array holds on its way in: it must enter nothing.
+PADDING_VALUE = 3.0  # Of the padding of a step's inputs, which must change no result.
 
 
-class OnMesh:
+class TaskRunner:
     """A task on a mesh, with the compiled steps that a check needs.
 
     Args:
@@ -46,16 +45,9 @@ class OnMesh:
 
     def stored(self, state: TrainState) -> TrainState:
         """Returns a NumPy state of true shapes in its own types, padded by zeros, on the mesh."""
-
-        def place(x: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
-            if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
-                return jax.device_put(x, like.sharding)
-            filled = np.zeros(like.shape, like.dtype)
-            filled[tuple(map(slice, np.shape(x)))] = x
-            # A copy of JAX's own: a view of NumPy's buffer would not be donated.
-            return jax.device_put(filled, like.sharding).copy()
-
-        return jax.tree.map(place, state, self.layout.abstract(self.mesh))
+        placed = _padded(state, self.layout.abstract(self.mesh), 0.0)
+        # Copies of JAX's own: views of NumPy's buffers would not be donated.
+        return jax.tree.map(lambda x: x.copy(), placed)
 
     def init(self, seed: int) -> TrainState:
         """Returns the initial state as the partitioner makes it, padded, on the mesh."""
@@ -86,30 +78,28 @@ class OnMesh:
         return reports, *cut(self.layout, jax.device_get(placed))
 
     def evaluate(
-        self, mdl_vars: MdlVars, inputs: Batch, seed: int = 0, *, without_randomness: bool = False
+        self, mdl_vars: MdlVars, inputs: Batch, *, without_randomness: bool = False
     ) -> Leaves:
-        """Returns the metrics and outputs of each true row of a batch, as `train` names them."""
-        metrics, examples, is_true = self._of_vars(
-            self.partitioner.eval_examples, mdl_vars, inputs, seed, without_randomness
-        )
+        """Returns the metrics and outputs of each real row of a batch, as `train` names them."""
+        step = self.partitioner.eval_examples
+        metrics, examples, is_real = self._of_vars(step, mdl_vars, inputs, without_randomness)
         return report({"metrics": metrics}) | {
-            f"examples/{name}": x[np.asarray(is_true)] for name, x in examples.items()
+            f"examples/{name}": x[np.asarray(is_real)] for name, x in examples.items()
         }
 
     def decode(
-        self, mdl_vars: MdlVars, inputs: Batch, seed: int = 0, *, without_randomness: bool = False
+        self, mdl_vars: MdlVars, inputs: Batch, *, without_randomness: bool = False
     ) -> Leaves:
         """Returns the arrays that the task decodes of a batch."""
+        with jax.enable_x64(True):
+            mdl_vars = self.partitioner.decoding_weights.form_of(mdl_vars)
         step = self.partitioner.decode_step
-        return leaves_of(self._of_vars(step, mdl_vars, inputs, seed, without_randomness))
+        return leaves_of(self._of_vars(step, mdl_vars, inputs, without_randomness))
 
     def _of_vars(
-        self, step: Step, mdl_vars: MdlVars, inputs: Batch, seed: int, without_randomness: bool
+        self, step: Step, mdl_vars: MdlVars, inputs: Batch, without_randomness: bool
     ) -> PyTree:
-        key = self.partitioner.batch_key(seed, 0, 0)
-        if step is self.partitioner.decode_step:
-            with jax.enable_x64(True):
-                mdl_vars = self.partitioner.decoding_weights.form_of(mdl_vars)
+        key = self.partitioner.batch_key(0, 0, 0)
         run = self._program(step, inputs, without_randomness=without_randomness)
         with jax.enable_x64(True):
             return jax.device_get(run(self._placed(step.layout, mdl_vars), self.batch(inputs), key))
@@ -122,7 +112,7 @@ class OnMesh:
         batch, given = self.batch(inputs), self._placed(layout, mdl_vars)
         wide = in_float64(
             self.partitioner.with_mdl_vars(function), layout.abstract(self.mesh),
-            self._abstract_batch(inputs),
+            abstract_global_batch(structs(inputs), self.mesh),
         )
         run = self._jitted(wide, self.partitioner.replicated)
         with jax.enable_x64(True):
@@ -155,10 +145,6 @@ class OnMesh:
         with jax.enable_x64(True):
             return GlobalBatch({name: place(x) for name, x in inputs.items()}, num_rows)
 
-    def _abstract_batch(self, inputs: Batch) -> GlobalBatch:
-        spec = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in inputs.items()}
-        return abstract_global_batch(spec, self.mesh)
-
     def _program(self, step: Step, inputs: Batch, **settings: Any) -> Callable[..., Any]:
         shapes = tuple((name, x.shape) for name, x in inputs.items())
         key = (step, shapes, *settings.items())
@@ -178,19 +164,21 @@ class OnMesh:
         )
         return MendedFunction(jitted, self.mesh)
 
-    def _placed(self, layout: Any, tree: PyTree) -> PyTree:
-        """Returns NumPy arrays of true shapes, padded by FILLER, on the mesh."""
-
-        def place(x: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
-            if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
-                return jax.device_put(x, like.sharding)
-            x = np.asarray(x)
-            filled = np.full(like.shape, FILLER, like.dtype)
-            filled[tuple(map(slice, x.shape))] = x
-            return jax.device_put(filled, like.sharding)
-
+    def _placed(self, layout: StateLayout, tree: PyTree) -> PyTree:
+        """Returns NumPy arrays of true shapes, padded by PADDING_VALUE, on the mesh."""
         with jax.enable_x64(True):
-            return jax.tree.map(place, tree, wide_structs(layout.abstract(self.mesh)))
+            return _padded(tree, wide_structs(layout.abstract(self.mesh)), PADDING_VALUE)
+
+
+def _padded(tree: PyTree, like: PyTree, padding: float) -> PyTree:
+    def place(x: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
+        if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
+            return jax.device_put(x, like.sharding)
+        padded = np.full(like.shape, padding, like.dtype)
+        padded[tuple(map(slice, np.shape(x)))] = x
+        return jax.device_put(padded, like.sharding)
+
+    return jax.tree.map(place, tree, like)
 
 
 def _options(mesh: Mesh) -> dict[str, int] | None:
@@ -199,7 +187,12 @@ def _options(mesh: Mesh) -> dict[str, int] | None:
     return {"xla_backend_optimization_level": 0} if is_cpu else None
 
 
-def cut(layout: Any, tree: PyTree) -> tuple[PyTree, dict[str, float]]:
+def structs(batch: Batch) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes and dtypes of a batch."""
+    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
+
+
+def cut(layout: StateLayout, tree: PyTree) -> tuple[PyTree, dict[str, float]]:
     """Returns padded NumPy arrays cut to true shapes, and by path the largest number cut off.
 
     Only what has padding is among the latter.
@@ -222,7 +215,7 @@ def cut(layout: Any, tree: PyTree) -> tuple[PyTree, dict[str, float]]:
 def on_mesh(
     job: Job, task: Task, shape: Sequence[int], build: Any = None,
     axis_types: str | Sequence[str] | None = None,
-) -> OnMesh:
+) -> TaskRunner:
     """Returns `task` on a mesh of the job's axes.
 
     Args:
@@ -233,7 +226,7 @@ def on_mesh(
         ici_mesh_shape=tuple(shape), axis_names=tuple(job.mesh.axis_names),
         allow_unused_devices=True, axis_types=axis_types or job.mesh.axis_types,
     )
-    return OnMesh((build or job.partitioner or Partitioner)(task, make_mesh(config)))
+    return TaskRunner((build or job.partitioner or Partitioner)(task, make_mesh(config)))
 
 
 def reporting(task: Task, num_micro_batches: int | None = None) -> Task:
@@ -274,7 +267,7 @@ def names_of(tree: PyTree) -> list[str]:
 
 
 def report(outputs: Mapping[str, Any]) -> Leaves:
-    """Returns the report of a step, in the names of `OnMesh.train`."""
+    """Returns the report of a step, in the names of `TaskRunner.train`."""
     result = {}
     for name, (value, weight) in outputs["metrics"].items():
         result[f"metrics/{name}/value"] = np.asarray(value)

@@ -1,4 +1,4 @@
-"""The states that a check trains from: hiding nothing, moved by rounding, stacked or not."""
+"""The states that a check trains from: without zero weights, moved by rounding, restacked."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,21 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from praxis_lite.core.partitioner.train_state import TrainState
-from praxis_lite.tools.testing.runs.on_mesh import Leaves, OnMesh, leaves_of, names_of
-from praxis_lite.tools.testing.runs.wide_types import wide_dtype
+from praxis_lite.tools.testing.runs.float64 import wide_dtype
+from praxis_lite.tools.testing.runs.on_mesh import Leaves, TaskRunner, leaves_of, names_of
 
 # Weights are moved by this, relatively, to see what rounding does: four units of float64.
 NUDGE = 2.0**-50
 
 
-def first_state(initial: TrainState, one: OnMesh) -> TrainState:
+def first_state(initial: TrainState, runner: TaskRunner) -> TrainState:
     """Returns the state to train from, in float64; no weight of it is all zeros.
 
-    A weight of zeros would hide the gradients of others.
+    A weight of zeros would hide the gradients of other weights.
 
     Args:
       initial: NumPy arrays of true shapes.
-      one: the task on one device.
+      runner: the task on one device.
     """
     rng = np.random.default_rng(3)
 
@@ -34,17 +34,19 @@ def first_state(initial: TrainState, one: OnMesh) -> TrainState:
 
     mdl_vars = dict(initial.mdl_vars)
     mdl_vars["params"] = jax.tree.map(drawn, mdl_vars["params"])
-    return _with_fresh_slots(initial, mdl_vars, one)
+    return _with_fresh_slots(initial, mdl_vars, runner)
 
 
-def _with_fresh_slots(initial: TrainState, mdl_vars: dict[str, Any], mesh: OnMesh) -> TrainState:
-    learner, layout = mesh.partitioner.learner, mesh.layout
+def _with_fresh_slots(
+    initial: TrainState, mdl_vars: dict[str, Any], runner: TaskRunner
+) -> TrainState:
+    learner, layout = runner.partitioner.learner, runner.layout
     narrow = jax.tree.map(
         lambda x, like: np.asarray(x, like.dtype), mdl_vars["params"],
         layout.shapes.mdl_vars["params"],
     )
     # The mesh is set as in a step: an optimizer may run a shard_map of its own.
-    with jax.sharding.use_abstract_mesh(mesh.mesh.abstract_mesh):
+    with jax.sharding.use_abstract_mesh(runner.mesh.abstract_mesh):
         opt_states = jax.device_get(jax.jit(learner.init)(narrow))
     return jax.tree.map(_wide, TrainState(initial.step, mdl_vars, opt_states))
 
@@ -68,12 +70,12 @@ def nudged(state: TrainState, nudge: float = NUDGE, pattern: int = 5) -> TrainSt
     return dataclasses.replace(state, mdl_vars=mdl_vars)
 
 
-def restacked(state: TrainState, one: OnMesh) -> TrainState | None:
-    """Returns a state for a task whose stacks are scanned where ours are in a row, or the reverse.
+def restacked(state: TrainState, runner: TaskRunner) -> TrainState | None:
+    """Returns a state for a task with the other form of stacks: scanned, or a layer each.
 
     Returns None if its weights have other names besides.
     """
-    layout, params = one.layout, state.mdl_vars["params"]
+    layout, params = runner.layout, state.mdl_vars["params"]
     shapes = layout.shapes.mdl_vars["params"]
     if jax.tree.structure(params) == jax.tree.structure(shapes):
         return state
@@ -86,7 +88,7 @@ def restacked(state: TrainState, one: OnMesh) -> TrainState | None:
     if len(converted) < len(names) or not same_variables:
         return None
     params = jax.tree.unflatten(treedef, [converted[name] for name in names])
-    return _with_fresh_slots(state, {**state.mdl_vars, "params": params}, one)
+    return _with_fresh_slots(state, {**state.mdl_vars, "params": params}, runner)
 
 
 def stacked_like(wanted: Mapping[str, Any], found: Leaves) -> Leaves:

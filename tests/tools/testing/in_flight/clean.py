@@ -42,13 +42,13 @@ def certify(name: str, shape: tuple[int, ...], number: int, seed: int, file: Pat
             if index % 4 == 0:
                 job.train()
             began = time.monotonic()
-            made = certifier.make(job.state, job.batch, job.key, 1000 * job.step + index)
+            made = certifier.certify(job.state, job.batch, job.key, 1000 * job.step + index)
             closest = max(made.comparisons, key=lambda x: x.share)
             print(json.dumps({
-                "experiment": name, "mesh": shape, "other": certifier.places[-1].name,
+                "experiment": name, "mesh": shape, "other": certifier.reruns[-1].name,
                 "step": job.step, "alarm": str(made.failed[0]) if made.failed else "",
                 "repeated": made.draw > 0, "share": closest.share, "leaf": closest.leaf,
-                "exact": certifier.is_exact, "rounding": certifier.places[0].rounding,
+                "exact": certifier.is_exact, "rounding": certifier.reruns[0].rounding,
                 "seconds": time.monotonic() - began,
             }), file=lines, flush=True)
     certifier.close()

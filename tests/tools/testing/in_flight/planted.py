@@ -196,7 +196,7 @@ class Job:
         """Returns the certifier of the job, compiled."""
         spec = self.pipeline.element_spec()
         certifier = Certifier(self.own, self.build, spec, self.seed, self.state)
-        certifier.compile_beside()
+        certifier.compile_in_thread()
         certifier.check_memory()
         return certifier
 
@@ -228,7 +228,7 @@ def difference(job: Job):
     """
     certifier, found = job.certifier(), None
     for _ in range(3):
-        made = certifier.make(job.state, job.batch, job.key, job.step)
+        made = certifier.certify(job.state, job.batch, job.key, job.step)
         if made.failed:
             found = Search(certifier, made).difference()
             break
@@ -332,7 +332,7 @@ def update_difference(job: Job, spoil=lambda state: state, num_steps: int = 1):
         job.state = spoil(job.state)
         digests = StateDigests(job.own.layout, job.mesh)(job.state)
         found = next(iter(of_copies(job.own.layout, job.mesh, digests)), None)
-        made = certifier.make(job.state, job.batch, job.key, job.step)
+        made = certifier.certify(job.state, job.batch, job.key, job.step)
         if found is None and made.failed:
             found = Search(certifier, made).difference()
         if found is not None:

@@ -5,6 +5,7 @@ import functools
 import json
 
 import fiddle as fdl
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -17,9 +18,8 @@ from praxis_lite.core.partitioner.compiled_steps import TrainStep
 from praxis_lite.optimizers import DynamicLossScale
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
 from praxis_lite.tools.testing import tolerances
-from praxis_lite.tools.testing.in_flight import again, bits
+from praxis_lite.tools.testing.in_flight import element_hash, rerun
 from praxis_lite.tools.testing.in_flight.diagnosis import Search, of_copies, of_restored
-from praxis_lite.tools.testing.in_flight.measured import scalars_of
 from praxis_lite.tools.testing.in_flight.placements import other_meshes, rolled
 from praxis_lite.tools.testing.in_flight.state_digests import StateDigests
 from praxis_lite.tools.testing.in_flight.update import UpdateCheck
@@ -28,6 +28,13 @@ from tests.tools.testing.in_flight import planted
 from tests.tools.testing.in_flight.faults import all_faults
 
 RNG = np.random.default_rng(7)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def eight_devices():
+    """Starts JAX with the devices of conftest.py, before a job simulates fewer."""
+    jax.devices()
+
 
 
 def digest_by_hand(x):
@@ -84,7 +91,7 @@ def test_a_copy_that_drifts_and_a_stale_block_are_named():
 
 
 def test_a_digest_tells_elements_that_change_places_and_bits_of_any_type():
-    digest = lambda x: bits.digest(x, bits.indices(x.shape, x.shape)).tolist()  # noqa: E731
+    digest = lambda x: element_hash.digest(x, element_hash.indices(x.shape, x.shape)).tolist()  # noqa: E731
     for dtype in (jnp.float32, jnp.bfloat16, jnp.int8, jnp.bool_, jnp.float8_e4m3fn):
         # By NumPy, because not every CPU computes in every type.
         x = np.asarray([0, 1, 0, 0], dtype)
@@ -126,16 +133,16 @@ def test_meshes_that_share_no_split_come_first(mesh_of):
 def test_a_right_step_is_certified_and_one_bit_of_a_gradient_is_not():
     job = planted.Job(tiny.Points, (2, 2))
     certifier = job.certifier()
-    made = certifier.make(job.state, job.batch, job.key, job.step)
+    made = certifier.certify(job.state, job.batch, job.key, job.step)
     assert not made.failed
     assert certifier.is_exact
-    assert certifier.places[2].name == "data 4"
-    assert {x.mesh for x in made.comparisons} == {again.MOVED, "data 4"}
+    assert certifier.reruns[2].name == "data 4"
+    assert {x.mesh for x in made.comparisons} == {rerun.MOVED, "data 4"}
     assert made.update is None  # The state before the step was not kept.
     digests = {k: x.copy() for k, x in made.own.digests.items()}
     digests["gradients/last/w"][0] ^= 1
     turned = dataclasses.replace(made.own, digests=digests)
-    (failed,) = [x for x in again.compare_moved(made.own, turned) if not x.is_equal]
+    (failed,) = [x for x in rerun.compare_moved(made.own, turned) if not x.is_equal]
     assert failed.leaf == "gradients/last/w"
 
     # The update too, and one bit of a block that no other device has.
@@ -146,7 +153,7 @@ def test_a_right_step_is_certified_and_one_bit_of_a_gradient_is_not():
             job.state = planted.changed(
                 job.state, leaf, lambda x: planted.with_copy(x, [3], planted.one_bit)
             )
-        made = certifier.make(job.state, job.batch, job.key, job.step)
+        made = certifier.certify(job.state, job.batch, job.key, job.step)
         assert (made.update.num_arrays, made.update.is_exact) == (17, True)
         assert [x.leaf for x in made.failed] == ([leaf] if leaf else [])
         if leaf:
@@ -270,7 +277,7 @@ def compared(job, check, place, spoil=lambda state: state):
     check.keep(job.state, job.step)
     job.train()
     job.state = spoil(job.state)
-    rows = again.Rows(job.state, job.batch, job.key, salt=11)
+    rows = rerun.Rows(job.state, job.batch, job.key, salt=11)
     own, nudged = place.measure(rows), place.measure(rows, place.rounding)
     return check.compare(
         job.state, job.batch, job.key, own, nudged, 5, place.rounding, agree=lambda is_so: is_so
@@ -280,8 +287,8 @@ def compared(job, check, place, spoil=lambda state: state):
 def update_check(job, **settings):
     """Returns what checks the updates of a job, and its placement on the job's own mesh."""
     spec = job.pipeline.element_spec()
-    place = again.Placement(job.own, job.own)
-    place.lower(spec, scalars_of(job.state))
+    place = rerun.Rerun(job.own, job.own)
+    place.lower(spec, rerun.scalars_of(job.state))
     return UpdateCheck(job.own, spec, pytest.fail, **settings), place
 
 

@@ -1,4 +1,7 @@
-"""Settings of models of others that only change how a number is computed, known by their names."""
+"""Settings that only change how a model computes: of custom models by their names, remat of any.
+
+Settings of a config are switched there; attributes of remat in the built NNX model.
+"""
 
 import collections.abc
 import copy
@@ -13,17 +16,22 @@ from typing import Any
 import fiddle as fdl
 import jax
 from fiddle import daglish
+from flax import nnx
 
-from praxis_lite.tools.testing.runs.variants import buildables, parameters_of, settings_of
+from praxis_lite.core.models.nnx_model import NnxModel
+from praxis_lite.core.task import Task
+from praxis_lite.layers.stacking.checkpoint_policy import CHECKPOINT_POLICIES
+from praxis_lite.tools.testing.runs.config_variants import buildables, parameters_of, settings_of
 
-# Parts of a name between its underscores. Of a switch, of a number, of a text.
+KEEP_EVERYTHING = "save_everything"
+# Words of a setting's name, split at underscores: of switches, numbers and texts.
 SWITCHES = {
     "scan", "scanned", "unroll", "unrolled", "flash", "fused", "fuse", "pallas", "chunked", "jit",
     "vmap", "vectorize", "vectorized", "offload",
 }
 NUMBERS = {"unroll", "chunk", "chunks", "tile", "tiles", "microbatch", "microbatches"}
-BLOCKS = {"block", "blocks"}  # Beside what is cut into them: "blocks" alone are layers.
-# Of what the backward pass computes again.
+BLOCKS = {"block", "blocks"}  # Next to a word of ATTENTION: "blocks" alone are layers.
+# Of settings about recomputation in the backward pass.
 ONLY_REMAT = {
     "remat", "remats", "rematerialize", "rematerialise", "rematerialization", "rematerialisation",
     "recompute", "recomputes", "recomputation",
@@ -31,9 +39,9 @@ ONLY_REMAT = {
 REMAT = ONLY_REMAT | {"checkpoint", "checkpointing"}
 KERNELS = {"implementation", "impl", "kernel", "backend"}
 ATTENTION = {"attention", "attn", "atten", "flash", "q", "k", "kv", "query", "key"}
-# A name with one of these is about files, or about what is computed.
+# Of settings about files, or about what is computed.
 OTHERS = {"load", "save", "restore", "path", "dir", "file", "init", "every", "freq", "name"}
-# Values to try of a text whose type does not say which there are; a refused one is no fault.
+# Values to try for a text without a Literal type; a model may refuse them.
 POLICIES = (
     "none", "save_everything", "save_nothing", "full", "minimal", "nothing", "nothing_saveable",
     "everything_saveable",
@@ -45,13 +53,13 @@ FASTER = {
 
 
 @dataclasses.dataclass(frozen=True)
-class HowSetting:
-    """A setting that is switched, wherever it stands in a task's config.
+class ImplementationSetting:
+    """A setting that only changes how a model computes, at all its places in a task's config.
 
     Attributes:
       name: of the setting.
       value: as the experiment has it.
-      others: values to switch it to, the first that the model takes counts; none if none is known.
+      others: values to switch it to; the first that the model accepts is used.
     """
 
     name: str
@@ -60,44 +68,50 @@ class HowSetting:
 
     @property
     def is_of_remat(self) -> bool:
-        """True if it is about what the backward pass computes again: the draws stay the same."""
+        """Whether it is about recomputation in the backward pass, which keeps random draws."""
         return is_of_remat(self.name)
 
 
 def is_of_remat(name: str) -> bool:
-    """Returns True if a setting's name says that it is about what is computed again."""
+    """Returns whether a setting, by its name, is about recomputation in the backward pass."""
     parts = set(name.lower().split("_"))
     return bool(parts & ONLY_REMAT or (parts & REMAT and not parts & OTHERS))
 
 
-def how_settings(config: "fdl.Config") -> list[HowSetting]:
-    """Returns the settings of a task's models that are known by name, but for the library's own."""
-    result: dict[str, HowSetting] = {}
-    for other in _of_others(_with_templates(config)):
-        types = _types(fdl.get_callable(other))
-        for name, value in _settings(other).items():
-            for leaf, inner, kind in _leaves(str(name), value, types.get(name)):
-                if leaf not in result and _is_known(leaf, inner):
-                    result[leaf] = HowSetting(leaf, inner, tuple(_others(leaf, inner, kind)))
-    return list(result.values())
+def implementation_settings(config: "fdl.Config") -> list[ImplementationSetting]:
+    """Returns the settings of a task's custom models that are known by name."""
+    found: dict[str, ImplementationSetting] = {}
+
+    def record(name: str, value: Any, hint: Any) -> Any:
+        if name not in found and _is_known(name, value):
+            found[name] = ImplementationSetting(name, value, tuple(_others(name, value, hint)))
+        return value
+
+    for buildable in _of_others(_with_templates(config)):
+        hints = _hints(fdl.get_callable(buildable))
+        for name, value in _settings(buildable).items():
+            _mapped(str(name), value, hints.get(name), record)
+    return list(found.values())
 
 
-def switched(config: "fdl.Config", setting: HowSetting, value: Any) -> "fdl.Config":
-    """Returns a copy of a config in which a setting has another value, wherever it stands."""
+def switched(config: "fdl.Config", setting: ImplementationSetting, new: Any) -> "fdl.Config":
+    """Returns a copy of a config in which a setting has another value, at every place."""
 
-    def other(old: Any) -> Any:
-        return not old if isinstance(old, bool) else value
+    def switch(name: str, value: Any, hint: Any) -> Any:
+        if name != setting.name or not _is_known(name, value):
+            return value
+        return not value if isinstance(value, bool) else new
 
     config = _with_templates(config)
-    for item in _of_others(config):
-        for name, old in _settings(item).items():
-            new = _with(str(name), old, setting.name, other)
-            if new is old:
+    for buildable in _of_others(config):
+        for name, value in _settings(buildable).items():
+            changed = _mapped(str(name), value, None, switch)
+            if changed is value:
                 continue
             if isinstance(name, int):
-                item[name] = new
+                buildable[name] = changed
             else:
-                setattr(item, name, new)
+                setattr(buildable, name, changed)
     return config
 
 
@@ -177,7 +191,7 @@ def _is_policy(value: Any) -> bool:
     return callable(value) and not isinstance(value, type | fdl.Buildable)
 
 
-def _others(name: str, value: Any, kind: Any) -> Iterator[Any]:
+def _others(name: str, value: Any, hint: Any) -> Iterator[Any]:
     if isinstance(value, bool):
         yield not value
     elif is_of_remat(name) and isinstance(value, int):
@@ -192,58 +206,47 @@ def _others(name: str, value: Any, kind: Any) -> Iterator[Any]:
     elif isinstance(value, enum.Enum):
         yield from (x for x in type(value) if x is not value)
     else:
-        choices = [x for x in _literals(kind) if isinstance(x, str)]
-        if not choices and (isinstance(value, str) or str in typing.get_args(kind)):
+        choices = [x for x in _literals(hint) if isinstance(x, str)]
+        if not choices and (isinstance(value, str) or str in typing.get_args(hint)):
             choices = POLICIES if is_of_remat(name) else IMPLEMENTATIONS
-        if value is None and is_of_remat(name) and _names_functions(kind):
+        if value is None and is_of_remat(name) and _names_functions(hint):
             choices = [jax.checkpoint_policies.nothing_saveable]
         yield from (x for x in choices if x != value)
 
 
-def _names_functions(kind: Any) -> bool:
+def _names_functions(hint: Any) -> bool:
     """Returns True for a type hint that has a Callable in it."""
-    if (typing.get_origin(kind) or kind) is collections.abc.Callable:
+    if (typing.get_origin(hint) or hint) is collections.abc.Callable:
         return True
-    return any(map(_names_functions, typing.get_args(kind)))
+    return any(map(_names_functions, typing.get_args(hint)))
 
 
-def _literals(kind: Any) -> list[Any]:
+def _literals(hint: Any) -> list[Any]:
     """Returns the values that a type hint names, such as Literal["none", "full"] | None."""
-    if typing.get_origin(kind) is typing.Literal:
-        return list(typing.get_args(kind))
-    return [x for inner in typing.get_args(kind) for x in _literals(inner)]
+    if typing.get_origin(hint) is typing.Literal:
+        return list(typing.get_args(hint))
+    return [x for inner in typing.get_args(hint) for x in _literals(inner)]
 
 
-def _leaves(name: str, value: Any, kind: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yields (name, value, type) of a setting; of an object or a dict of settings, of each."""
-    if _is_of_policies(name, value):
-        yield name, value, kind
-    elif _is_object(value):
-        types = _types(type(value))
-        for inner, x in _fields(value).items():
-            yield from _leaves(inner, x, types.get(inner))
-    elif isinstance(value, Mapping):
-        for inner, x in value.items():
-            yield from _leaves(str(inner), x, None)
-    else:
-        yield name, value, kind
+def _mapped(name: str, value: Any, hint: Any, change: Callable[[str, Any, Any], Any]) -> Any:
+    """Returns `change(name, value, type hint)` of a setting, or of each in an object or a dict.
 
-
-def _with(name: str, value: Any, expected: str, other: Callable[[Any], Any]) -> Any:
-    """Returns a setting's value with the setting called `wanted` in it exchanged; or itself."""
-    if _is_object(value) and not _is_of_policies(name, value):
-        fields = _fields(value)
-        new = {key: _with(key, x, expected, other) for key, x in fields.items()}
-        changed = {key: x for key, x in new.items() if x is not fields[key]}
-        return dataclasses.replace(value, **changed) if changed else value
-    if isinstance(value, Mapping) and not _is_of_policies(name, value):
-        new = {key: _with(str(key), x, expected, other) for key, x in value.items()}
-        return type(value)(new) if any(new[key] is not x for key, x in value.items()) else value
-    return other(value) if name == expected and _is_known(name, value) else value
+    An object or a dict in which nothing changes is returned itself.
+    """
+    if not _is_of_policies(name, value):
+        if _is_object(value):
+            hints, fields = _hints(type(value)), _fields(value)
+            new = {key: _mapped(key, x, hints.get(key), change) for key, x in fields.items()}
+            changed = {key: x for key, x in new.items() if x is not fields[key]}
+            return dataclasses.replace(value, **changed) if changed else value
+        if isinstance(value, Mapping):
+            new = {key: _mapped(str(key), x, None, change) for key, x in value.items()}
+            return type(value)(new) if any(new[key] is not x for key, x in value.items()) else value
+    return change(name, value, hint)
 
 
 def _is_object(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return dataclasses.is_dataclass(value) and not isinstance(value, type | nnx.Module)
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -254,8 +257,64 @@ def _fields(value: Any) -> dict[str, Any]:
     }
 
 
-def _types(build: Any) -> dict[str, Any]:
+def _hints(build: Any) -> dict[str, Any]:
     """Returns annotations of a function's arguments, or of a class' fields and its init's."""
     local = inspect.get_annotations(build) if callable(build) else {}
     init = getattr(build, "__init__", None) if isinstance(build, type) else None
     return {**(inspect.get_annotations(init) if inspect.isfunction(init) else {}), **local}
+
+
+def remat_switched(task: Task) -> Task | None:
+    """Returns a task with remat switched off where it was on, and on where it was off.
+
+    An attribute counts if its name is about remat and its value is a bool, or a policy of the
+    library. Returns None if no layer has such an attribute, or the model is not of NNX.
+    """
+    module = task.model.abstract_module()
+    if not isinstance(task.model, NnxModel) or module is None:
+        return None
+    if not any(_switched_remat(layer) for _, layer in nnx.compat.iter_modules(module)):
+        return None
+    task = copy.copy(task)
+    task.model = NnxModel(_RematSwitched(task.model.build))
+    return task
+
+
+@dataclasses.dataclass(frozen=True)
+class _RematSwitched:
+    """Builds the modules of `build`, remat switched."""
+
+    build: Callable[..., nnx.Module]
+
+    def __call__(self, **rngs: Any) -> nnx.Module:
+        module = self.build(**rngs)
+        for _, layer in nnx.compat.iter_modules(module):
+            for name, value in _switched_remat(layer).items():
+                setattr(layer, name, value)
+        return module
+
+
+def _switched_remat(layer: nnx.Module) -> dict[str, Any]:
+    """Returns new values of a layer's attributes, of its class or of an object of settings."""
+
+    def switch(name: str, value: Any, hint: Any) -> Any:
+        if not is_of_remat(name):
+            return value
+        if isinstance(value, bool):
+            return not value
+        is_places = isinstance(value, tuple) and all(isinstance(x, tuple) for x in value)
+        if is_places or (isinstance(value, str) and value in CHECKPOINT_POLICIES):
+            return "save_nothing" if value == KEEP_EVERYTHING else KEEP_EVERYTHING
+        return value
+
+    result = {}
+    for name in {*vars(layer), *filter(is_of_remat, dir(type(layer)))}:
+        if isinstance(inspect.getattr_static(type(layer), name, None), property):
+            continue
+        value = getattr(layer, name)
+        new = value if isinstance(value, Mapping) else _mapped(name, value, None, switch)
+        if new is not value:
+            result[name] = new
+    if getattr(layer, "split_backward", False) and result:
+        result["split_backward"] = False  # It computes all again, whatever the policy.
+    return result

@@ -1,4 +1,4 @@
-"""A single device's results of a batch part by part: a step in parts promises to equal them."""
+"""Gradients of a batch part by part on a single device, the reference for steps in parts."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""Digests of arrays by the bits of their elements and their places: the same however they lie."""
+"""Hashes of elements by their bits and positions, the same on every mesh; random signs likewise."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ from jax import lax
 def digest(x: jax.Array, index: jax.Array, counts: jax.Array | None = None) -> jax.Array:
     """Returns the digest [2], uint32, of some elements of an array.
 
-    Digests of parts add up to that of the whole, modulo 2^32.
+    Digests of parts of an array add up to the digest of the array, modulo 2^32.
 
     Args:
       x: the elements.
-      index: of each in the whole array, uint32, of `x`'s shape; see `indices`.
+      index: uint32, the position of each element in the complete array; see `indices`.
       counts: False: the element is padding; None: none is.
     """
     first = _mixed(_bits(x) ^ _mixed(index * jnp.uint32(0x9E3779B9) + jnp.uint32(0x7F4A7C15)))
@@ -26,12 +26,12 @@ def digest(x: jax.Array, index: jax.Array, counts: jax.Array | None = None) -> j
     return jnp.stack(lanes)
 
 
-def indices(shape: tuple[int, ...], whole: tuple[int, ...], starts: Any = None) -> jax.Array:
-    """Returns the place of each element of a block in the whole array, a number modulo 2^32.
+def indices(shape: tuple[int, ...], array_shape: tuple[int, ...], starts: Any = None) -> jax.Array:
+    """Returns the position of each element of a block in its array, a number modulo 2^32.
 
     Args:
       shape: of the block.
-      whole: the array's true shape.
+      array_shape: the logical shape of the array.
       starts: of the block along each dim; None: zeros.
     """
     result, stride = jnp.zeros(shape, jnp.uint32), 1
@@ -40,7 +40,7 @@ def indices(shape: tuple[int, ...], whole: tuple[int, ...], starts: Any = None) 
         if starts is not None:
             along = along + jnp.asarray(starts[dim]).astype(jnp.uint32)
         result = result + along * jnp.uint32(stride % 2**32)
-        stride *= whole[dim]
+        stride *= array_shape[dim]
     return result
 
 
