@@ -33,8 +33,7 @@ from praxis_lite.tools.explain import hlo
 from praxis_lite.tools.plan.costs import FITTED, Efficiencies
 from praxis_lite.tools.plan.memory import out_of_memory
 from praxis_lite.tools.plan.predict import compiled_readably, timed
-from praxis_lite.tools.plan.topology import Topology, topology_of
-from praxis_lite.tools.plan.topology import mesh_of as mesh_of_devices
+from praxis_lite.tools.plan.topology import Topology, physical_mesh, topology_of
 
 # Families whose runs the efficiencies are fitted on; all others are held out.
 FITTED_FAMILIES = (
@@ -136,7 +135,7 @@ class Row:
             from praxis_lite.core import make_mesh
 
             mesh = make_mesh(mesh_of(self.run), self.devices.devices)
-            self._made = mesh_of_devices(
+            self._made = physical_mesh(
                 dict(mesh.shape), list(mesh.devices.flat), self.devices
             )
         return self._made

@@ -36,18 +36,18 @@ class Explain(Mode):
 
 
 def explained(command: CommandLine, print_text: Callable[[str], None]) -> "Explanation":
-    """Returns the explanation of the experiment of a command line.
+    """Returns the explanation of a command line's experiment.
 
     Args:
-      print_text: told each part of its text as soon as it is known.
+      print_text: called with each part of the text as soon as it is known.
 
     Raises:
-      ConfigError: as training does.
+      ConfigError: training would raise it.
     """
     launched = experiment_of(command)
     with job_on_mesh(command, launched, "explain") as job:
         from praxis_lite.tools.explain.explain import explain
-        from praxis_lite.tools.plan.measured.attached import figures_of_attached
+        from praxis_lite.tools.plan.measure import figures_of_attached
 
         return explain(
             job.partitioner, job.datasets, job.decode_datasets, print_text,

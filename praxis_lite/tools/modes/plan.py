@@ -1,6 +1,7 @@
-"""`main.py --mode=plan`: what an experiment would do on devices that nobody has."""
+"""`main.py --mode=plan`: predicts an experiment's steps on devices that need not exist."""
 
 import argparse
+import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from praxis_lite.tools.plan.job_plan import Plan
 
 STEPS = ("train", "eval", "decode")
-_MINUTES = 10.0
-_EXPERT_LOAD = 2.0
+_SEARCH_MINUTES = 10.0
+_EXPERT_LOAD = 2.0  # As in step_plan.py, which is slow to import.
 
 
 class Plan(Mode):
@@ -51,8 +52,8 @@ class Plan(Mode):
             help="look for the fastest mesh, preset, remat and micro-batches",
         )
         options.add_argument(
-            "--search_minutes", metavar="M", type=float, default=_MINUTES,
-            help=f"with --search: for how long; default: {_MINUTES:g}",
+            "--search_minutes", metavar="M", type=float, default=_SEARCH_MINUTES,
+            help=f"with --search: for how long; default: {_SEARCH_MINUTES:g}",
         )
         options.add_argument(
             "--measure", action="store_true",
@@ -106,24 +107,26 @@ class Plan(Mode):
             launched = experiment_of(command)
 
             from praxis_lite.run.config.build import build
-            from praxis_lite.tools.plan.measured.attached import measure as measured
+            from praxis_lite.tools.plan.measure import measure as measure_steps
 
-            measured(build(launched.config), file=json, residuals=residuals)
+            measure_steps(build(launched.config), file=json, residuals=residuals)
         elif search:
             launched = experiment_of(command)
 
             from praxis_lite.tools.plan.job_plan import chosen_topology, compiling_for
-            from praxis_lite.tools.plan.search.search import search as searched
+            from praxis_lite.tools.plan.search.search import search as search_layouts
 
-            _ask_for_no_device()
+            _avoid_accelerators()
             chosen = chosen_topology(topology, num_slices)
             with compiling_for(chosen):
-                searched(launched, command.packages, chosen, minutes=search_minutes, file=json)
+                search_layouts(
+                    launched, command.packages, chosen, minutes=search_minutes, file=json
+                )
         else:
-            _ask_for_no_device()
+            _avoid_accelerators()
             plan = planned(
-                command, _print_now, topology, num_slices, steps, batch_sizes, residuals,
-                expert_load,
+                command, functools.partial(print, flush=True), topology, num_slices, steps,
+                batch_sizes, residuals, expert_load,
             )
             if html is not None:
                 write_whole(html, plan.page().encode())
@@ -138,15 +141,15 @@ def planned(
     steps: Sequence[str], batch_sizes: Sequence[int] = (), residuals: Path | None = None,
     expert_load: float = _EXPERT_LOAD,
 ) -> "Plan":
-    """Returns the plan of the experiment of a command line, whether it fits or not.
+    """Returns the plan of a command line's experiment, whether it fits or not.
 
     Args:
-      print_text: told each part of its text as soon as it is known.
+      print_text: called with each part of the text as soon as it is known.
       topology, num_slices, steps, batch_sizes, residuals, expert_load: as the options of these
         names.
 
     Raises:
-      ConfigError: there is no such topology, the mesh does not fill it, or as training does.
+      ConfigError: there is no such topology, the mesh does not fill it, or training would raise it.
     """
     launched = experiment_of(command)
 
@@ -161,39 +164,35 @@ def planned(
     )
 
 
-def _ask_for_no_device() -> None:
-    """Keeps JAX from accelerators, which need not be there for a plan."""
+def _avoid_accelerators() -> None:
+    """Makes JAX use the CPU; a plan needs no accelerator."""
     if "JAX_PLATFORMS" not in os.environ:
         import jax
 
         jax.config.update("jax_platforms", "cpu")
 
 
-def _print_now(text: str) -> None:
-    print(text, flush=True)
-
-
-def _steps(words: str) -> list[str]:
-    if not set(names(words)) <= set(STEPS):
+def _steps(text: str) -> list[str]:
+    if not set(names(text)) <= set(STEPS):
         raise argparse.ArgumentTypeError(
-            f"{words!r} with --mode=plan; wanted is names of steps: {', '.join(STEPS)}"
+            f"{text!r} with --mode=plan; expected names of steps: {', '.join(STEPS)}"
         )
-    return names(words)
+    return names(text)
 
 
-def _batch_sizes(words: str) -> list[int]:
-    given = names(words)
-    if not given or not all(word.isdecimal() and int(word) > 0 for word in given):
+def _batch_sizes(text: str) -> list[int]:
+    sizes = names(text)
+    if not sizes or not all(size.isdecimal() and int(size) > 0 for size in sizes):
         raise argparse.ArgumentTypeError(
-            f"{words!r} with --mode=plan; wanted is numbers of prompts, 1 or more: 1,8,32"
+            f"{text!r} with --mode=plan; expected numbers of prompts, 1 or more, such as 1,8,32"
         )
-    return list(map(int, given))
+    return list(map(int, sizes))
 
 
-def _load(word: str) -> float:
-    load = float(word)
+def _load(text: str) -> float:
+    load = float(text)
     if not 1.0 <= load < float("inf"):
         raise argparse.ArgumentTypeError(
-            f"{word} with --mode=plan; wanted is 1 (even loads) or more, such as 1.5"
+            f"{text} with --mode=plan; expected 1 (even loads) or more, such as 1.5"
         )
     return load

@@ -1,13 +1,12 @@
-"""The memory of a device at the peak of a step, by array: the state's, and the temporaries."""
+"""A device's memory at the peak of a step: the arrays of the state, and temporaries by layer."""
 
 import collections
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from praxis_lite.run.trainer.hooks.profile_facts import HLO_PROTO, ProfileFacts, read_facts
-from praxis_lite.tools.explain.hlo_layers import layers_of, together
-from praxis_lite.tools.explain.hlo_runs import Site
+from praxis_lite.run.trainer.hooks.profile_facts import HLO_PROTO, read_facts
+from praxis_lite.tools.explain.hlo_layers import layer_of
 from praxis_lite.tools.explain.hlo_text import parse
 from praxis_lite.tools.profile.buffers import largest_temporaries
 from praxis_lite.tools.profile.measured import OUTSIDE, text_of_step
@@ -15,17 +14,18 @@ from praxis_lite.tools.profile.measured import OUTSIDE, text_of_step
 
 @dataclasses.dataclass(frozen=True)
 class PeakMemory:
-    """Bytes of a device in a step, as the compiler plans them.
+    """Bytes on a device in a step, as the compiler plans them.
 
     Attributes:
-      peak: arguments + outputs - outputs in donated arguments + temporaries; None where the
-        compiler does not tell.
-      arrays: of the state, by path.
-      batch: of the other arguments.
-      outputs: that lie in no donated argument.
-      temporaries: all of them; `layers` has the largest buffers among them, by layer.
-      used: the most that was in use on a device of the first process since it began, with the
-        state's initialisation and all evaluations; None where the platform does not tell.
+      peak: arguments + outputs - outputs in donated arguments + temporaries; None if the compiler
+        does not report them.
+      arrays: the state's arrays, by path.
+      batch: all other arguments.
+      outputs: outputs that are not in donated arguments.
+      temporaries: all temporaries.
+      layers: the largest buffers among the temporaries, by layer.
+      used: the peak in use on any device of the first process since its start, including the
+        initialization of the state and evaluations; None if the platform does not report it.
     """
 
     peak: int | None
@@ -53,21 +53,21 @@ def peak_memory(folder: Path) -> PeakMemory:
     return PeakMemory(
         planned["argument"] + outputs + planned["temp"], arrays,
         max(0, planned["argument"] - sum(arrays.values())), outputs, planned["temp"],
-        _layers(folder, facts), used,
+        _temporaries_by_layer(folder), used,
     )
 
 
-def _layers(folder: Path, facts: ProfileFacts) -> dict[str, int]:
+def _temporaries_by_layer(folder: Path) -> dict[str, int]:
     program = parse(text_of_step(folder))
-    sites = {
-        name: Site(instruction, computation, 1, False, False, (), False)
-        for computation in program.computations.values()
-        for name, instruction in computation.items()
+    computations = {
+        name: computation for computation in program.computations.values() for name in computation
     }
     sizes: collections.Counter[str] = collections.Counter()
     for name, size in largest_temporaries(folder / HLO_PROTO):
-        layers = layers_of(program, sites[name]) if name in sites else {}
-        sizes[together(layers) or OUTSIDE] += size
+        layer = ""
+        if (computation := computations.get(name)) is not None:
+            layer = layer_of(program, computation[name], computation)
+        sizes[layer or OUTSIDE] += size
     return _by_size(sizes)
 
 

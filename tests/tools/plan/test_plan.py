@@ -15,11 +15,11 @@ from praxis_lite.run.experiment import registry
 from praxis_lite.tools.explain import hlo, hlo_matmuls
 from praxis_lite.tools.plan import predict
 from praxis_lite.tools.plan.chips import CHIPS
+from praxis_lite.tools.plan.job_on_topology import planned_partitioner, step_specs
 from praxis_lite.tools.plan.job_plan import plan_job
 from praxis_lite.tools.plan.memory import bytes_of_stacks, out_of_memory
-from praxis_lite.tools.plan.planned_job import planned_partitioner, step_specs
+from praxis_lite.tools.plan.plan_text import plan_text
 from praxis_lite.tools.plan.predict import compiled_readably, plan_of_compiled, plan_step
-from praxis_lite.tools.plan.report import plan_text
 from praxis_lite.tools.plan.topology import Topology, topology_of
 from tests.support.job_runs import launch
 
