@@ -60,7 +60,7 @@ def layers_of(
             # If an argument is gathered before it is used, only the argument has a name.
             operands = [computation.get(name) for name in part.operands]
             arguments = [x for x in operands if x is not None and x.opcode == "parameter"]
-            layers = [argument_path(op_name_of(x)) for x in arguments] or [""]
+            layers = [_argument_path(op_name_of(x)) for x in arguments] or [""]
         for layer in layers:
             size = sum(array.bytes for array in arrays_of(part.shape)) // len(layers)
             bytes_of[layer] = bytes_of.get(layer, 0) + size
@@ -154,7 +154,7 @@ def _split(text: str, separator: str) -> list[str]:
     return [*parts, text[begin:]]
 
 
-def argument_path(op_name: str) -> str:
+def _argument_path(op_name: str) -> str:
     """Returns 'state/mdl_vars/ffn/w' of an argument's name, "state.mdl_vars['ffn']['w']"."""
     return "/".join(re.findall(r"[^\[\].'\\]+", op_name))
 

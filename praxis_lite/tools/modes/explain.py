@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 class Explain(Mode):
-    """Compiles an experiment's steps, and prints what each device holds, sends and computes."""
+    """Compiles an experiment's steps, and prints what each device stores, sends and computes."""
 
     name = "explain"
-    summary = "compiles an experiment's steps, and says what each device holds and sends"
+    summary = "compiles an experiment's steps, and prints what each device stores and sends"
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
         """Adds --html."""
         options.add_argument(
             "--html", metavar="FILE", type=file_to_write("explain.html"),
-            help="where to write it as a page as well",
+            help="where to write the explanation as an HTML page",
         )
 
     def run(self, command: CommandLine, *, html: Path | None) -> None:
-        """Explains; raises ConfigError as training does."""
+        """Prints the explanation; raises ConfigError where training would."""
         explanation = explained(command, print)
         if html is not None:
             write_whole(html, explanation.page().encode())

@@ -26,26 +26,26 @@ class Plan(Mode):
     """Predicts time, memory and cost of an experiment's steps on a topology."""
 
     name = "plan"
-    summary = "predicts the steps of an experiment on devices that need not be there"
+    summary = "predicts the steps of an experiment on devices that need not exist"
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
-        """Adds those of the topology, of the search, of --measure, and of files."""
+        """Adds the options of the topology, the search, --measure, and files."""
         options.add_argument(
             "--topology", metavar="CHIP:SHAPE",
             help="the devices to plan for, such as v5e:16x16, cpu:8, gpu:h100:4x8",
         )
         options.add_argument(
             "--num_slices", metavar="N", type=int, default=1,
-            help="so many slices of that topology; default: 1",
+            help="number of slices of that topology; default: 1",
         )
         options.add_argument(
             "--steps", metavar="NAMES", type=_steps, default=["train"],
-            help=f"of {','.join(STEPS)}; default: train",
+            help=f"names among {','.join(STEPS)}; default: train",
         )
         options.add_argument(
             "--batch_sizes", metavar="N,N", type=_batch_sizes, default=(),
-            help="with --steps=decode: so many prompts, each a plan, such as 1,8,32; default: the "
-            "dataset's",
+            help="with --steps=decode: plan for each of these numbers of prompts, such as 1,8,32; "
+            "default: the dataset's",
         )
         options.add_argument(
             "--search", action="store_true",
@@ -53,30 +53,30 @@ class Plan(Mode):
         )
         options.add_argument(
             "--search_minutes", metavar="M", type=float, default=_SEARCH_MINUTES,
-            help=f"with --search: for how long; default: {_SEARCH_MINUTES:g}",
+            help=f"with --search: how long to search; default: {_SEARCH_MINUTES:g}",
         )
         options.add_argument(
             "--measure", action="store_true",
-            help="run ten steps on the attached devices, and compare",
+            help="run ten steps on the attached devices, and compare with the plan",
         )
         options.add_argument(
             "--expert_load", metavar="X", type=_load, default=_EXPERT_LOAD,
-            help="of experts split over devices: tell a step's seconds at this load as well, the "
-            "most tokens from a device to another one's experts over those of even loads; "
+            help="for experts split over devices: also predict a step at this load, the most "
+            "tokens that a device sends to another one's experts over the number with even loads; "
             f"default: {_EXPERT_LOAD:g}",
         )
         options.add_argument(
             "--residuals", metavar="FILE", type=file_to_write("residuals.jsonl"),
-            help="the file of measured over predicted seconds, to which --measure adds a line and "
-            "by which a plan is corrected; default: JOB/residuals.jsonl, with --job_log_dir",
+            help="a file of measured and predicted seconds, to which --measure adds a line, and "
+            "which corrects plans; default: JOB/residuals.jsonl, with --job_log_dir",
         )
         options.add_argument(
             "--html", metavar="FILE", type=file_to_write("plan.html"),
-            help="where to write it as a page as well",
+            help="where to write the plan as an HTML page",
         )
         options.add_argument(
             "--json", metavar="FILE", type=file_to_write("plan.json"),
-            help="where to write the plan as well",
+            help="where to write the plan as JSON",
         )
 
     def run(
@@ -88,13 +88,12 @@ class Plan(Mode):
         """Plans; raises ConfigError, after all steps, if any does not fit."""
         if measure and (topology is not None or search):
             raise ConfigError(
-                "--measure runs on the devices that are attached: leave --topology and --search "
-                "out."
+                "--measure runs on the attached devices: leave --topology and --search out."
             )
         if batch_sizes and (measure or search or "decode" not in steps):
             raise ConfigError(
-                f"--batch_sizes={','.join(map(str, batch_sizes))} is of prompts that are decoded: "
-                "say --steps=decode, without --search and --measure."
+                f"--batch_sizes={','.join(map(str, batch_sizes))} are numbers of prompts to "
+                "decode: say --steps=decode, without --search and --measure."
             )
         if topology is None and not measure:
             raise ConfigError(

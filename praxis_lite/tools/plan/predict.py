@@ -11,6 +11,7 @@ import jax
 from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout
+from praxis_lite.core.sharding.inputs import num_rows_of
 from praxis_lite.lowered.mended_products import mended
 from praxis_lite.run.checkpoints.init.kept_arrays import whole_layout
 from praxis_lite.tools.explain import hlo
@@ -28,8 +29,7 @@ PyTree = Any
 
 
 def plan_step(
-    partitioner: Partitioner, step: Step, element_spec: PyTree, topology: Topology,
-    efficiencies: Efficiencies = FITTED,
+    partitioner: Partitioner, step: Step, element_spec: PyTree, topology: Topology
 ) -> StepPlan:
     """Compiles a step and returns its plan, also if the compiler runs out of memory.
 
@@ -56,13 +56,13 @@ def plan_step(
             why_not=what_to_change(None, partitioner.layout, chip.hbm_bytes),
         )
     return plan_of_compiled(
-        partitioner, step, element_spec, topology, compiled, time.monotonic() - start, efficiencies
+        partitioner, step, element_spec, topology, compiled, time.monotonic() - start
     )
 
 
 def plan_of_compiled(
     partitioner: Partitioner, step: Step, element_spec: PyTree, topology: Topology,
-    compiled: jax.stages.Compiled, compile_seconds: float, efficiencies: Efficiencies = FITTED,
+    compiled: jax.stages.Compiled, compile_seconds: float,
 ) -> StepPlan:
     """Returns the plan of a step that is already compiled for the topology's devices."""
     layout, mesh, chip = partitioner.layout, partitioner.mesh, topology.chip
@@ -72,23 +72,21 @@ def plan_of_compiled(
     physical = physical_mesh(dict(mesh.shape), list(mesh.devices.flat), topology)
     has_decoder = step is partitioner.decode_step and partitioner.task.decoder is not None
     loop = loop_over_tokens(parse(text)) if has_decoder else None
-    fields = timed(text, topology, physical, num_units(element_spec), efficiencies, loop)
+    fields = timed(text, topology, physical, num_units(element_spec), loop_body=loop)
     if loop is not None:
-        first = schedule(text, chip, physical, efficiencies, skipped_loop=loop).seconds
+        first = schedule(text, chip, physical, skipped_loop=loop).seconds
         decoding = decoding_of(partitioner, element_spec, chip, fields["step_seconds"], first)
         per_device = decoding.tokens_per_second / mesh.size
         fields |= {"decoding": decoding, "tokens_per_second": per_device, "unit": "tokens"}
+    bubbles = None
+    if step is not partitioner.decode_step:
+        bubbles = bubble_share(partitioner.task.model, num_rows_of(element_spec))
     return StepPlan(
         **_common(partitioner, step, element_spec, topology) | fields, fits=fits,
         peak_bytes_per_device=memory.peak, compile_seconds=compile_seconds, memory=memory,
-        compiled=compiled, bubble_share=_bubbles(partitioner, step, element_spec),
+        compiled=compiled, bubble_share=bubbles,
         why_not="" if fits else what_to_change(memory, layout, chip.hbm_bytes),
     )
-
-
-def _bubbles(partitioner: Partitioner, step: Step, element_spec: PyTree) -> float | None:
-    rows = next(iter(jax.tree.leaves(element_spec))).shape[0]
-    return None if step is partitioner.decode_step else bubble_share(partitioner.task.model, rows)
 
 
 def _common(
@@ -180,9 +178,7 @@ def num_parameters(layout: StateLayout) -> int:
 def num_units(element_spec: PyTree) -> int:
     """Returns the number of tokens in a batch (elements of `weights`), or else of rows."""
     weights = _weights(element_spec)
-    if weights is not None:
-        return math.prod(weights.shape)
-    return next(iter(jax.tree.leaves(element_spec))).shape[0]
+    return num_rows_of(element_spec) if weights is None else math.prod(weights.shape)
 
 
 def _weights(element_spec: PyTree) -> Any:

@@ -17,8 +17,7 @@ class PeakMemory:
     """Bytes on a device in a step, as the compiler plans them.
 
     Attributes:
-      peak: arguments + outputs - outputs in donated arguments + temporaries; None if the compiler
-        does not report them.
+      peak: arguments + outputs - outputs in donated arguments + temporaries.
       arrays: the state's arrays, by path.
       batch: all other arguments.
       outputs: outputs that are not in donated arguments.
@@ -28,7 +27,7 @@ class PeakMemory:
         initialization of the state and evaluations; None if the platform does not report it.
     """
 
-    peak: int | None
+    peak: int
     arrays: Mapping[str, int]
     batch: int
     outputs: int
@@ -47,13 +46,15 @@ def peak_memory(folder: Path) -> PeakMemory:
     arrays = _by_size(facts.arrays)
     used = max(facts.peak_bytes.values(), default=None)
     planned = facts.step_bytes
-    if planned is None:
-        return PeakMemory(None, arrays, 0, 0, 0, {}, used)
     outputs = planned["output"] - planned["alias"]
     return PeakMemory(
-        planned["argument"] + outputs + planned["temp"], arrays,
-        max(0, planned["argument"] - sum(arrays.values())), outputs, planned["temp"],
-        _temporaries_by_layer(folder), used,
+        peak=planned["argument"] + outputs + planned["temp"],
+        arrays=arrays,
+        batch=max(0, planned["argument"] - sum(arrays.values())),
+        outputs=outputs,
+        temporaries=planned["temp"],
+        layers=_temporaries_by_layer(folder),
+        used=used,
     )
 
 

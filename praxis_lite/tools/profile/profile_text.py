@@ -46,7 +46,7 @@ def _time_table(measured: Measured, total: Row, max_rows: int) -> list[str]:
         *_largest("collectives", collectives, seconds, max_rows),
         ("no instruction ran", *_cells(Row(0, measured.idle_seconds), seconds)),
     ]
-    return [line.rstrip() for line in table_lines(rows, right=range(1, len(rows[0])))]
+    return table_lines(rows, right=range(1, len(rows[0])))
 
 
 def _largest(
@@ -83,8 +83,6 @@ def _cells(row: Row, seconds: float) -> Sequence[str]:
 
 
 def _memory_lines(memory: PeakMemory, max_rows: int) -> list[str]:
-    if memory.peak is None:
-        return ["memory: the compiler does not tell that of a step"]
     rows: list[tuple[str, Any]] = [("memory of a device at the peak of a step", memory.peak)]
     rows += [(f"  {name}", size) for name, size in _first(memory.arrays, max_rows)]
     rows += [("  batch and other arguments", memory.batch),

@@ -15,12 +15,7 @@ import collections
 
 from praxis_lite.core.jaxprs import RECOMPUTED
 from praxis_lite.tools.explain import hlo, hlo_matmuls
-from praxis_lite.tools.explain.hlo_layers import (
-    layer_of,
-    nearest_layer,
-    source_frames,
-    source_line,
-)
+from praxis_lite.tools.explain.hlo_layers import layer_of, nearest_layer
 from praxis_lite.tools.explain.hlo_runs import is_extra_exchange, trip_count
 from praxis_lite.tools.explain.hlo_text import (
     Computation,
@@ -171,9 +166,8 @@ class _Scheduler:
         else:
             named_by = fusion._replace(opcode=spec.kind)
             layer = self._layer_of(instruction, computation, named_by, outer)
-        source = source_line(source_frames(self.program, instruction))
         transfer = self.timeline.collectives.setdefault(
-            (spec.kind, spec.axes, layer), Transfer(spec.kind, spec.axes, layer, source)
+            (spec.kind, spec.axes, layer), Transfer(spec.kind, spec.axes, layer)
         )
         transfer.crosses |= spec.crosses
         transfer.add(count, seconds, spec.sent_bytes, spec.result_bytes)
@@ -185,9 +179,8 @@ class _Scheduler:
         """Adds a copy to or from the host to the timeline; returns as `add_collective`."""
         seconds = copy.bytes / (self.chip.host_bandwidth * self.efficiencies.host)
         layer = self._layer_of(instruction, computation, instruction, computation)
-        source = source_line(source_frames(self.program, instruction))
         transfer = self.timeline.host_copies.setdefault(
-            (copy.kind, (), layer), Transfer(copy.kind, (), layer, source)
+            (copy.kind, (), layer), Transfer(copy.kind, (), layer)
         )
         transfer.add(count, seconds, copy.bytes, copy.bytes)
         return copy.kind, seconds, transfer

@@ -12,7 +12,6 @@ class Transfer:
       kind: one of `hlo.KINDS`, or the kind of a `copies.HostCopy`.
       axes: the mesh axes it runs along; empty for copies.
       layer: "encoder/ffn", or "gradient of encoder/ffn".
-      source: the source line it comes from, "model.py:13", or "".
       count: executions.
       bytes: bytes of the results on one device.
       wire_bytes: bytes that a device sends.
@@ -25,7 +24,6 @@ class Transfer:
     kind: str
     axes: tuple[str, ...]
     layer: str
-    source: str
     count: int = 0
     bytes: int = 0
     wire_bytes: float = 0.0

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.sharding.inputs import num_rows_of
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.mesh import make_mesh
 from praxis_lite.core.sharding.mesh_config import MeshConfig
@@ -98,7 +99,7 @@ def chosen_mesh(job: Job, devices: Sequence[jax.Device]) -> MeshConfig:
 def _ranked(job: Job, devices: Sequence[jax.Device], chip: Chip) -> list[_Candidate]:
     """Returns all candidates, the best first."""
     spec = checked_spec(job.datasets[TRAIN], f"datasets.{TRAIN}")
-    rows = next(iter(jax.tree.leaves(spec))).shape[0]
+    rows = num_rows_of(spec)
     num_slices = _num_slices(job.mesh, devices)
     specs = job.task.model.weight_specs()
     candidates = []

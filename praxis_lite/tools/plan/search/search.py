@@ -15,6 +15,7 @@ import fiddle as fdl
 import jax
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.sharding.inputs import num_rows_of
 from praxis_lite.run.config.build import build
 from praxis_lite.run.experiment.launched_config import LaunchedConfig, config_of_experiment
 from praxis_lite.run.trainer.layout_table import bytes_per_device
@@ -130,7 +131,7 @@ def shape_of(config: "fdl.Config", topology: Topology) -> Shape:
     ((_, _, spec),) = step_specs(job, partitioner, [partitioner.train_step])
     bytes_by_kind = bytes_per_device(partitioner.layout)
     weights = max(bytes_by_kind.get("weights", 0), 1)
-    rows = next(iter(jax.tree.leaves(spec))).shape[0]
+    rows = num_rows_of(spec)
     return Shape(
         parameters=num_parameters(partitioner.layout), **sizes,
         vocab_size=getattr(model, "vocab_size", 0) or 0,
