@@ -57,10 +57,13 @@ def layers_of(
     for part in parts if len(parts) > 1 else [instruction]:
         layers = _named_layers(program, part)
         if not any(layers):
-            # If an argument is gathered before it is used, only the argument has a name.
+            # If an argument is gathered before it is used, only the argument has a name, such as
+            # "state.mdl_vars['ffn']['w']".
             operands = [computation.get(name) for name in part.operands]
-            arguments = [x for x in operands if x is not None and x.opcode == "parameter"]
-            layers = [_argument_path(op_name_of(x)) for x in arguments] or [""]
+            layers = [
+                "/".join(re.findall(r"[^\[\].'\\]+", op_name_of(operand)))
+                for operand in operands if operand is not None and operand.opcode == "parameter"
+            ] or [""]
         for layer in layers:
             size = sum(array.bytes for array in arrays_of(part.shape)) // len(layers)
             bytes_of[layer] = bytes_of.get(layer, 0) + size
@@ -152,11 +155,6 @@ def _split(text: str, separator: str) -> list[str]:
             parts.append(text[begin:index])
             begin = index + 1
     return [*parts, text[begin:]]
-
-
-def _argument_path(op_name: str) -> str:
-    """Returns 'state/mdl_vars/ffn/w' of an argument's name, "state.mdl_vars['ffn']['w']"."""
-    return "/".join(re.findall(r"[^\[\].'\\]+", op_name))
 
 
 def merged_layer(bytes_of: Mapping[str, int]) -> str:

@@ -112,11 +112,12 @@ class Plan(Mode):
         elif search:
             launched = experiment_of(command)
 
-            from praxis_lite.tools.plan.job_plan import chosen_topology, compiling_for
+            from praxis_lite.tools.plan.job_plan import compiling_for
             from praxis_lite.tools.plan.search.search import search as search_layouts
+            from praxis_lite.tools.plan.topology import topology_of
 
             _avoid_accelerators()
-            chosen = chosen_topology(topology, num_slices)
+            chosen = topology_of(topology, num_slices)
             with compiling_for(chosen):
                 search_layouts(
                     launched, command.packages, chosen, minutes=search_minutes, file=json
@@ -153,12 +154,13 @@ def planned(
     launched = experiment_of(command)
 
     from praxis_lite.run.config.build import build
-    from praxis_lite.tools.plan.job_plan import chosen_topology, plan_job
+    from praxis_lite.tools.plan.job_plan import plan_job
+    from praxis_lite.tools.plan.topology import topology_of
 
-    chosen = chosen_topology(topology, num_slices)
+    devices = topology_of(topology, num_slices)
     job = build(launched.config)
     return plan_job(
-        job, chosen, steps, print_text, experiment=launched.experiment, batch_sizes=batch_sizes,
+        job, devices, steps, print_text, experiment=launched.experiment, batch_sizes=batch_sizes,
         residuals=residuals, expert_load=expert_load,
     )
 

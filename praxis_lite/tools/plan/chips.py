@@ -96,7 +96,7 @@ class Chip:
     wraps_at: int = 1
     cuda: CudaTarget | None = None
 
-    def filled(self, dims: int) -> float:
+    def mxu_utilization(self, dims: int) -> float:
         """Returns the share of a matmul unit that a matmul with a dim of size `dims` fills."""
         return 1.0 if self.mxu is None else dims / (math.ceil(dims / self.mxu) * self.mxu)
 

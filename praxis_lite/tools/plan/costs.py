@@ -47,7 +47,7 @@ class Efficiencies:
     Attributes:
       cycles: the compiler's cycles over measured ones; above 1 where it expects too many.
       kernel: share of the peak that a kernel (Pallas, cuDNN) reaches with heads that fill the
-        chip's matmul units (`Chip.filled`).
+        chip's matmul units (`Chip.mxu_utilization`).
       grouped: share of the peak within the tiles of an expert's grouped matmul; not fitted, it is
         that of the compiler's own large matmuls.
       matmul: share of the peak of a matmul for which the compiler gives no cycles.
@@ -116,7 +116,7 @@ def _kernel_seconds(
         return tiles.count * max(matmul, tiles.bytes / (chip.hbm_bandwidth * efficiencies.hbm))
     # A head dim smaller than a matmul unit leaves the rest of the unit idle.
     dims = dims_per_head(kernel, computation)
-    share = efficiencies.kernel * (1.0 if dims is None else chip.filled(dims))
+    share = efficiencies.kernel * (1.0 if dims is None else chip.mxu_utilization(dims))
     return kernel_flops(kernel, computation) / (chip.peak() * share)
 
 

@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.train_state import StateLayout
-from praxis_lite.core.sharding.devices.libtpu import mismatch
 from praxis_lite.core.sharding.inputs import num_rows_of
 from praxis_lite.run.experiment.experiment import Job
 from praxis_lite.run.trainer.job_on_mesh import print_compiler_options, use_compilation_cache
@@ -24,7 +23,7 @@ from praxis_lite.tools.plan.plan_text import decoding_table, figures, plan_text
 from praxis_lite.tools.plan.predict import plan_step
 from praxis_lite.tools.plan.residuals import corrected, read_residuals
 from praxis_lite.tools.plan.step_plan import EXPERT_LOAD, StepPlan
-from praxis_lite.tools.plan.topology import Topology, topology_of
+from praxis_lite.tools.plan.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,18 +81,6 @@ class Plan:
                     f"needs {step.peak_bytes_per_device / 2**30:.2f} GiB on each device, which has "
                     f"{step.hbm_bytes_per_device / 2**30:.2f} GiB. {step.why_not}"
                 )
-
-
-def chosen_topology(name: str, num_slices: int) -> Topology:
-    """Returns the topology of --topology and --num_slices.
-
-    Raises:
-      ConfigError: as `topology_of`.
-    """
-    topology = topology_of(name, num_slices)
-    if topology.compiled_for == "tpu" and (message := mismatch()):
-        print(f"WARNING: {message}")
-    return topology
 
 
 @contextlib.contextmanager

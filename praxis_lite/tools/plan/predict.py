@@ -72,7 +72,7 @@ def plan_of_compiled(
     physical = physical_mesh(dict(mesh.shape), list(mesh.devices.flat), topology)
     has_decoder = step is partitioner.decode_step and partitioner.task.decoder is not None
     loop = loop_over_tokens(parse(text)) if has_decoder else None
-    fields = timed(text, topology, physical, num_units(element_spec), loop_body=loop)
+    fields = predicted_fields(text, topology, physical, num_units(element_spec), loop_body=loop)
     if loop is not None:
         first = schedule(text, chip, physical, skipped_loop=loop).seconds
         decoding = decoding_of(partitioner, element_spec, chip, fields["step_seconds"], first)
@@ -103,7 +103,7 @@ def _common(
     }
 
 
-def timed(
+def predicted_fields(
     text: str, topology: Topology, mesh: PhysicalMesh, num_units: float,
     efficiencies: Efficiencies = FITTED, loop_body: str | None = None,
 ) -> dict[str, Any]:

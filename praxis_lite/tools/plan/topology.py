@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import logging
 import math
 import os
 import re
@@ -12,12 +13,14 @@ import jax
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.sharding.devices.libtpu import WITHOUT_TPU
+from praxis_lite.core.sharding.devices.libtpu import WITHOUT_TPU, mismatch
 from praxis_lite.core.sharding.devices.xla_options import check_environment
 from praxis_lite.core.sharding.mesh import simulated_devices
 from praxis_lite.core.sharding.mesh_config import TPUS
 from praxis_lite.host.optional_packages import require_package
 from praxis_lite.tools.plan.chips import CHIPS, Chip
+
+log = logging.getLogger(__name__)
 
 # Shapes by number of torus dims, for error messages. libtpu accepts others, too.
 _EXAMPLES = {
@@ -220,6 +223,8 @@ def _tpus(name: str, chip: Chip, dims: tuple[int, ...], num_slices: int) -> Sequ
         raise _unknown(name, f"a {chip.name}'s torus has {chip.torus_dims} dims")
     require_package("libtpu", f"--topology={name}")
     check_environment()
+    if message := mismatch():
+        log.warning("WARNING: %s", message)
     for setting, value in WITHOUT_TPU.items():
         os.environ.setdefault(setting, value)
     from jax.experimental import topologies

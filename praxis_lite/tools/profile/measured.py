@@ -17,7 +17,7 @@ from praxis_lite.tools.explain.hlo_layers import layer_of
 from praxis_lite.tools.explain.hlo_text import Computation, Instruction, Program, parse
 from praxis_lite.tools.plan.chips import CHIPS
 from praxis_lite.tools.plan.costs import is_matmul
-from praxis_lite.tools.plan.predict import timed
+from praxis_lite.tools.plan.predict import predicted_fields
 from praxis_lite.tools.plan.residuals import Residual
 from praxis_lite.tools.plan.schedule.schedule import schedule
 from praxis_lite.tools.plan.schedule.timeline import Timeline
@@ -109,7 +109,8 @@ def measure(folder: Path) -> Measured:
         name for name, (item, _) in instructions.items() if item.opcode in _CONTAINERS
     ]
     file = folder / "plugins/profile" / f"step_{facts.first_step}" / "process_0.xplane.pb"
-    trace = read_trace(file, _module(program), containers, Schedule(program))
+    module = re.match(r"HloModule ([\w.\-]+)", program.header)[1]
+    trace = read_trace(file, module, containers, Schedule(program))
     timeline, predicted_seconds, topology = _predicted(facts, text)
     layers, collectives = _rows(trace, facts, program, instructions, timeline, bool(topology))
     steps = len(trace.devices) * facts.num_steps
@@ -134,10 +135,6 @@ def text_of_step(folder: Path) -> str:
     return text
 
 
-def _module(program: Program) -> str:
-    return re.match(r"HloModule ([\w.\-]+)", program.header)[1]
-
-
 def _predicted(facts: ProfileFacts, text: str) -> tuple[Timeline, float | None, Topology | None]:
     """Returns the step's timeline, its predicted seconds, and the topology that was predicted for.
 
@@ -148,7 +145,8 @@ def _predicted(facts: ProfileFacts, text: str) -> tuple[Timeline, float | None, 
         # The timeline still groups the collectives by layer; any chip serves for that.
         mesh = PhysicalMesh(facts.axis_sizes, np.zeros(len(facts.devices), int))
         return schedule(text, CHIPS["cpu"], mesh), None, None
-    plan = timed(text, topology, physical_mesh(facts.axis_sizes, facts.devices, topology), 1)
+    mesh = physical_mesh(facts.axis_sizes, facts.devices, topology)
+    plan = predicted_fields(text, topology, mesh, 1)
     return plan["timeline"], plan["step_seconds"], topology
 
 

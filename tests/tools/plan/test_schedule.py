@@ -8,7 +8,7 @@ import pytest
 
 from praxis_lite.tools.plan.chips import CHIPS
 from praxis_lite.tools.plan.costs import FITTED
-from praxis_lite.tools.plan.predict import timed
+from praxis_lite.tools.plan.predict import predicted_fields
 from praxis_lite.tools.plan.schedule.schedule import schedule
 from praxis_lite.tools.plan.topology import PhysicalMesh, Topology
 
@@ -198,7 +198,7 @@ def test_a_step_grows_each_time_the_slices_double():
     mesh = PhysicalMesh({"data": 8}, np.zeros(8, int))
     devices = [types.SimpleNamespace(platform="tpu")] * 32
     item, four = (
-        timed(TEXT, Topology("v5e:2x4", CHIP, (2, 4), slices, devices), mesh, 1, FITTED)
+        predicted_fields(TEXT, Topology("v5e:2x4", CHIP, (2, 4), slices, devices), mesh, 1, FITTED)
         for slices in (1, 4)
     )
     waits = 1 + 2 * FITTED.waiting

@@ -277,7 +277,7 @@ class _ComputationRun:
             self._scheduler.add_seconds(instruction, seconds * self._count)
             self._now += seconds
         else:
-            self._run_fused_or_plain(instruction)
+            self._compute(instruction)
 
     def _run_loop(self, loop: Instruction) -> None:
         (body,) = callees(loop, "body")
@@ -294,7 +294,8 @@ class _ComputationRun:
         trips = trips or 1
         self._now += trips * self._scheduler.run(body, count * trips)
 
-    def _run_fused_or_plain(self, instruction: Instruction) -> None:
+    def _compute(self, instruction: Instruction) -> None:
+        """Runs an instruction that computes, with the collectives of its fusion next to it."""
         collectives = self._scheduler.nested.in_fusion(instruction)
         new = {collective.chain for collective in collectives} - self._in_flight.keys()
         for chain, inner, computation in collectives:

@@ -93,9 +93,7 @@ def step_seconds(shape: Shape, layout: Layout, chip: Chip) -> float:
     num_links = 2 if chip.torus_dims else 1
     bandwidth = num_links * chip.link_bandwidth * FITTED.link
     weights = _bytes_for_weights(shape, layout) / bandwidth
-    activations = (
-        _bytes_for_features(shape, layout, repeated) + _bytes_for_heads(shape, layout, repeated)
-    ) / bandwidth
+    activations = _bytes_for_activations(shape, layout, repeated) / bandwidth
     # Gathers of weights overlap with matmuls; matmuls wait for those of activations.
     update = (2 + 2 * shape.slots + 2) * F32 * _weights_per_device(shape, layout)
     return max(matmuls, weights) + activations + update / chip.hbm_bandwidth
@@ -144,23 +142,16 @@ def _bytes_for_weights(shape: Shape, layout: Layout) -> float:
     return gathered + 2 * F32 * _weights_per_device(shape, layout) * (layout.replica > 1)
 
 
-def _bytes_for_features(shape: Shape, layout: Layout, repeated: float) -> float:
-    """Returns the bytes that a device sends for activations along `mdl` (tensor parallelism)."""
-    if layout.tensor_size == 1:
+def _bytes_for_activations(shape: Shape, layout: Layout, repeated: float) -> float:
+    """Returns the bytes that a device sends for activations along `mdl`."""
+    if layout.mdl_splits == "rows":
         return 0.0
-    tokens = _tokens_per_device(shape, layout) * layout.mdl
+    tokens = _tokens_per_device(shape, layout)
+    if layout.mdl_splits == "features":
+        tokens *= layout.mdl  # A layer's features are gathered for all tokens of the group.
     sent = tokens * shape.model_dims * BF16 * (layout.mdl - 1) / layout.mdl
-    # A gather and a scatter around each half of a block: forward, backward, and repeated forward.
-    return 4 * (2 + repeated) * sent * shape.num_layers * layout.micro_batches
-
-
-def _bytes_for_heads(shape: Shape, layout: Layout, repeated: float) -> float:
-    """Returns the bytes that a device sends to exchange a split of time for one of heads."""
-    if layout.mdl_splits != "time":
-        return 0.0
-    sent = _tokens_per_device(shape, layout) * shape.model_dims * BF16
-    sent *= (layout.mdl - 1) / layout.mdl
-    # Queries, keys, values and outputs (Ulysses): forward, backward, and repeated forward.
+    # Forward, backward, and repeated forward. Features: a gather and a scatter around each half of
+    # a block. Time: queries, keys, values and outputs are exchanged for a split of heads (Ulysses).
     return 4 * (2 + repeated) * sent * shape.num_layers * layout.micro_batches
 
 
