@@ -64,28 +64,25 @@ class Efficiencies:
       spread: relative error within which four of five runs were predicted.
     """
 
-    cycles: float = 1.0
-    kernel: float = 0.5
+    # By `benchmarks/plan_published.py --fit`. `matmul` and `nodes` are guesses: only one step was
+    # measured on a GPU, an H200, which took 97 ms instead of the predicted 105 (docs/profiles.md).
+    cycles: float = 1.055
+    kernel: float = 0.604
     grouped: float = 0.9
     matmul: float = 0.6
     hbm: float = 1.0
-    link: float = 1.0
-    network: float = 1.0
+    link: float = 1.11
+    network: float = 0.791
     host: float = 1.0
     nodes: float = 0.8
     hop_seconds: float = 1e-6
     network_seconds: float = 1e-4
-    waiting: float = 0.0
+    waiting: float = 0.0261
     step_seconds: float = 0.0
     spread: float = 0.15
 
 
-# By `benchmarks/plan_published.py --fit`. `matmul` and `nodes` are guesses: only one step was
-# measured on a GPU, an H200, which took 97 ms instead of the predicted 105 (docs/profiles.md).
-FITTED = Efficiencies(
-    cycles=1.055, kernel=0.604, matmul=0.6, link=1.11, network=0.791, hop_seconds=1e-6,
-    network_seconds=1e-4, waiting=0.0261, step_seconds=0.0, spread=0.15,
-)
+FITTED = Efficiencies()
 
 
 def compute_seconds(

@@ -9,7 +9,7 @@ import jax
 from praxis_lite.layers.moe.exchange import SLACK
 from praxis_lite.tools.plan.decoding import Decoding
 from praxis_lite.tools.plan.memory import Memory
-from praxis_lite.tools.plan.schedule.timeline import Timeline
+from praxis_lite.tools.plan.schedule.timeline import Timeline, Transfer
 
 EXPERT_LOAD = 2.0  # Default of --expert_load, an uneven load of experts.
 
@@ -126,36 +126,31 @@ class StepPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields of --json. Fields may be added, never removed or renamed."""
-        fields = {
-            name: getattr(self, name)
-            for name in (
-                "fits", "peak_bytes_per_device", "hbm_bytes_per_device", "step_seconds",
-                "step_seconds_low", "step_seconds_high", "flops_per_device", "mfu", "parameters",
-                "compile_seconds", "topology", "num_devices", "step", "hfu", "recomputed_flops",
-                "compute_seconds", "memory_seconds", "network_seconds", "exposed_seconds",
-                "tokens_per_second", "unit", "bubble_share", "why_not", "host_bytes",
-                "host_seconds", "host_exposed_seconds", "expert_turn_seconds", "expert_load",
-                "uneven_seconds",
-            )
+        nested = ("memory", "decoding", "correction")
+        record = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
+            if field.name not in (*nested, "timeline", "compiled")
         }
-        collectives = self.timeline.collectives.values() if self.timeline else ()
-        copies = self.timeline.host_copies.values() if self.timeline else ()
-        return fields | {
-            "host_copies": [
-                {name: getattr(copy, name) for name in (
-                    "kind", "layer", "count", "bytes", "seconds", "exposed_seconds"
-                )} for copy in sorted(copies, key=lambda copy: -copy.seconds)
-            ],
-            "memory": self.memory and dataclasses.asdict(self.memory),
-            "decoding": self.decoding and dataclasses.asdict(self.decoding),
-            "correction": self.correction and dataclasses.asdict(self.correction),
+        for name in nested:
+            value = getattr(self, name)
+            record[name] = value and dataclasses.asdict(value)
+        timeline = self.timeline or Timeline()
+        collectives = sorted(timeline.collectives.values(), key=lambda item: -item.seconds)
+        copies = sorted(timeline.host_copies.values(), key=lambda item: -item.seconds)
+        return record | {
+            "uneven_seconds": self.uneven_seconds,
             "notes": list(self.notes),
             "collectives": [
                 {
-                    "kind": item.kind, "axes": list(item.axes), "layer": item.layer,
-                    "count": item.count, "bytes": item.bytes, "seconds": item.seconds,
-                    "exposed_seconds": item.exposed_seconds, "crosses_slices": item.crosses,
+                    **_transfer_record(item), "axes": list(item.axes),
+                    "crosses_slices": item.crosses,
                 }
-                for item in sorted(collectives, key=lambda item: -item.seconds)
+                for item in collectives
             ],
+            "host_copies": [_transfer_record(item) for item in copies],
         }
+
+
+def _transfer_record(transfer: Transfer) -> dict[str, Any]:
+    names = ("kind", "layer", "count", "bytes", "seconds", "exposed_seconds")
+    return {name: getattr(transfer, name) for name in names}
