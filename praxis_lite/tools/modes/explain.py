@@ -47,7 +47,7 @@ def explained(command: CommandLine, print_text: Callable[[str], None]) -> "Expla
     launched = experiment_of(command)
     with job_on_mesh(command, launched, "explain") as job:
         from praxis_lite.tools.explain.explain import explain
-        from praxis_lite.tools.plan.measure import figures_of_attached
+        from praxis_lite.tools.plan.attached import figures_of_attached
 
         return explain(
             job.partitioner, job.datasets, job.decode_datasets, print_text,

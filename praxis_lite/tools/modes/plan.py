@@ -106,7 +106,7 @@ class Plan(Mode):
             launched = experiment_of(command)
 
             from praxis_lite.run.config.build import build
-            from praxis_lite.tools.plan.measure import measure as measure_steps
+            from praxis_lite.tools.plan.attached import measure as measure_steps
 
             measure_steps(build(launched.config), file=json, residuals=residuals)
         elif search:

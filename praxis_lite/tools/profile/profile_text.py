@@ -7,7 +7,7 @@ from praxis_lite.core.errors import format_bytes, printable
 from praxis_lite.run.text_table import table_lines
 from praxis_lite.tools.plan.plan_text import seconds_text
 from praxis_lite.tools.profile.measured import Measured, Row
-from praxis_lite.tools.profile.memory import PeakMemory
+from praxis_lite.tools.profile.peak_memory import PeakMemory
 
 MAX_ROWS = 20
 _COLUMNS = ("time", "share", "count", "predicted", "measured/predicted")

@@ -9,7 +9,7 @@ from praxis_lite.run.trainer.hooks.hook import Hook
 from praxis_lite.run.trainer.hooks.loop import Loop
 from praxis_lite.tools.plan.residuals import append_residual
 from praxis_lite.tools.profile.measured import Measured, measure
-from praxis_lite.tools.profile.memory import PeakMemory, peak_memory
+from praxis_lite.tools.profile.peak_memory import PeakMemory, peak_memory
 from praxis_lite.tools.profile.profile_text import profile_text
 
 PROFILE_TXT = "profile.txt"
