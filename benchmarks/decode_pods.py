@@ -31,9 +31,9 @@ from praxis_lite.layers import (
 )
 from praxis_lite.layers.whole_model.sharding_presets import SHARDING_PRESETS
 from praxis_lite.tasks.language_model import LanguageModelTask
-from praxis_lite.tools.plan.planned_job import PLANNING_OPTIONS
+from praxis_lite.tools.plan.job_on_topology import PLANNING_OPTIONS
+from praxis_lite.tools.plan.plan_text import decoding_table, plan_text
 from praxis_lite.tools.plan.predict import plan_step
-from praxis_lite.tools.plan.report import decoding_table, plan_text
 from praxis_lite.tools.plan.step_plan import StepPlan
 from praxis_lite.tools.plan.topology import Topology, topology_of
 
@@ -78,7 +78,9 @@ def planned(options: argparse.Namespace, name: str) -> list[StepPlan]:
         plan = plan_step(partitioner, partitioner.decode_step, batch, topology)
         if options.top:
             print(plan_text(plan))
-            for instruction, seconds in plan.timeline.of.most_common(options.top):
+            for instruction, seconds in plan.timeline.instruction_seconds.most_common(
+                options.top
+            ):
                 print(f"  {seconds * 1e6:9.2f} us  {instruction}")
         # What is compiled is large.
         plans.append(dataclasses.replace(plan, compiled=None))

@@ -32,9 +32,8 @@ from praxis_lite.run.trainer.layout_table import layout_warnings
 from praxis_lite.tools.explain import hlo
 from praxis_lite.tools.plan.costs import FITTED, Efficiencies
 from praxis_lite.tools.plan.memory import out_of_memory
-from praxis_lite.tools.plan.predict import compiled_readably, timed
-from praxis_lite.tools.plan.topology import Topology, topology_of
-from praxis_lite.tools.plan.topology import mesh_of as mesh_of_devices
+from praxis_lite.tools.plan.predict import compiled_readably, predicted_fields
+from praxis_lite.tools.plan.topology import Topology, physical_mesh, topology_of
 
 # Families whose runs the efficiencies are fitted on; all others are held out.
 FITTED_FAMILIES = (
@@ -124,7 +123,7 @@ class Row:
     def predict(self, efficiencies: Efficiencies) -> float:
         """Returns the predicted seconds of a step over the published ones; keeps the plan."""
         if self.planned_by != efficiencies:
-            self.plan = timed(
+            self.plan = predicted_fields(
                 with_kernel_of(self.run, self.record["text"]), self.devices, self._mesh(),
                 self.run["tokens_per_step"], efficiencies,
             )
@@ -136,7 +135,7 @@ class Row:
             from praxis_lite.core import make_mesh
 
             mesh = make_mesh(mesh_of(self.run), self.devices.devices)
-            self._made = mesh_of_devices(
+            self._made = physical_mesh(
                 dict(mesh.shape), list(mesh.devices.flat), self.devices
             )
         return self._made

@@ -41,8 +41,8 @@ from praxis_lite.tools.explain.hlo_text import op_name_of, parse
 from praxis_lite.tools.plan.chips import CHIPS
 from praxis_lite.tools.plan.costs import Efficiencies
 from praxis_lite.tools.plan.schedule.schedule import schedule
-from praxis_lite.tools.plan.schedule.timeline import Mesh, Timeline
-from praxis_lite.tools.plan.topology import topology_of
+from praxis_lite.tools.plan.schedule.timeline import Timeline
+from praxis_lite.tools.plan.topology import PhysicalMesh, topology_of
 
 # The peers' seconds are of the compiler's own cycles, whole links and no latency; kernels of
 # Pallas, of which it says none, take no time.
@@ -117,18 +117,18 @@ def measured(options: argparse.Namespace, row: str) -> None:
         with open(options.dump, "w", encoding="utf-8") as file:
             file.write(text)
     shape = dict(partitioner.mesh.shape)
-    mesh = Mesh(shape, np.zeros(partitioner.mesh.size, int))
+    mesh = PhysicalMesh(shape, np.zeros(partitioner.mesh.size, int))
     result, one_link = (
         schedule(text, CHIPS[chip], mesh, AS_THE_PEERS, both_links=both) for both in (True, False)
     )
-    cycles = (result.compute + result.memory) * CHIPS[chip].clock
+    cycles = (result.compute_seconds + result.memory_seconds) * CHIPS[chip].clock
     figures = (
         compiled.memory_analysis().peak_memory_in_bytes / 1e6, cycles / 1e9, result.seconds
     )
     print(f"{row}  {topology}  {options.preset}  {partitioner.mesh.shape_tuple}")
     print(f"  peak {figures[0]:.0f} MB  {figures[1]:.4f} Gcycles  {figures[2]:.4f} s, of which "
-          f"{result.exposed:.4f} s wait for the wire; {one_link.seconds:.4f} s with rings on one "
-          "link")
+          f"{result.exposed_seconds:.4f} s wait for the wire; {one_link.seconds:.4f} s with rings "
+          "on one link")
     print(f"  {hlo_matmuls.flops(compiled):.4g} flops, compiled in {seconds:.0f} s")
     if result.kernel_flops:
         kernels = result.kernel_flops / (0.5 * CHIPS[chip].peak())
@@ -150,7 +150,7 @@ def _by_operation(text: str, timeline: Timeline) -> collections.Counter:
         for name, instruction in computation.items()
     }
     seconds = collections.Counter()
-    for name, value in timeline.of.items():
+    for name, value in timeline.instruction_seconds.items():
         seconds[op_name_of(instructions[name]) or instructions[name].opcode] += value
     return seconds
 

@@ -42,7 +42,7 @@ from praxis_lite.run.job.job_dir import JobDir  # noqa: E402
 from praxis_lite.run.trainer import launch  # noqa: E402
 from praxis_lite.run.trainer.job_on_mesh import JobOnMesh  # noqa: E402
 from praxis_lite.tools.plan.chips import CHIPS  # noqa: E402
-from praxis_lite.tools.utilization.hook import Utilization  # noqa: E402
+from praxis_lite.tools.utilization.utilization_hook import Utilization  # noqa: E402
 from praxis_lite.tools_of_jobs import TOOLS, hooks_of_tools  # noqa: E402
 
 STEP_SECONDS, GOAL = 0.01, 1.01

@@ -88,10 +88,10 @@ def chosen_mesh(job: "Job", devices: "Sequence[jax.Device]") -> "MeshConfig":
 def hooks_of_tools(job: "JobOnMesh") -> "list[Hook]":
     """Returns the hooks that tools add to a job; they come before those of every job."""
     from praxis_lite.tools.explain.compiler_warnings import CompilerWarnings
-    from praxis_lite.tools.explain.waited_for import WaitedFor
-    from praxis_lite.tools.non_finite.hook import NonFinite
+    from praxis_lite.tools.explain.first_collectives import ReportFirstCollectives
+    from praxis_lite.tools.non_finite.reports import NonFinite
     from praxis_lite.tools.profile.tables import ProfileTables
-    from praxis_lite.tools.utilization.hook import Utilization
+    from praxis_lite.tools.utilization.utilization_hook import Utilization
 
     non_finite = [NonFinite(job)] if job.run.debug_nans else []
     certificates = []
@@ -100,8 +100,8 @@ def hooks_of_tools(job: "JobOnMesh") -> "list[Hook]":
 
         certificates = [Certificates(job)]
     return [
-        *certificates, CompilerWarnings(job), WaitedFor(job), Utilization(job), *non_finite,
-        ProfileTables(),
+        *certificates, CompilerWarnings(job), ReportFirstCollectives(job), Utilization(job),
+        *non_finite, ProfileTables(),
     ]
 
 

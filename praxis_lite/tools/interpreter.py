@@ -1,4 +1,4 @@
-"""A program run operation by operation, from jax 0.10 to 0.12, in values of a user's own."""
+"""Evaluates a jaxpr operation by operation on custom values, with jax 0.10 to 0.12."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import jax
 
 from praxis_lite.core.jaxprs import followed
 
-# Operations that call another program, and run it as it is.
+# Primitives that only call another jaxpr.
 CALLS = {
     "jit", "pjit", "closed_call", "core_call", "remat2", "remat", "checkpoint", "custom_jvp_call",
     "custom_vjp_call", "custom_vjp_call_jaxpr", "eval_jaxpr",
@@ -15,27 +15,27 @@ CALLS = {
 
 
 class Interpreter:
-    """Runs programs; a subclass says what its values are, and what an operation makes of them.
+    """Evaluates jaxprs. A subclass defines its values, and the results of an operation on them.
 
     Attributes:
-      name_stack: the scopes around the operation that is run, as JAX writes them.
-      tracebacks: of where it is written and of the calls and loops around it, innermost first;
-        JAX cuts each off at the call around it.
+      name_stack: the scopes of the current operation, as JAX writes them.
+      tracebacks: those of the current operation and of the calls and loops around it, innermost
+        first. JAX cuts each traceback off at the enclosing call.
     """
 
     def __init__(self):
         self.name_stack, self.tracebacks = "", ()
 
     def call(self, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
-        """Returns the results of a program."""
-        around = self.name_stack, self.tracebacks
+        """Returns the results of a jaxpr."""
+        outer = self.name_stack, self.tracebacks
 
         def rule(eqn: Any, operands: list[Any]) -> list[Any]:
-            self.name_stack = _joined(around[0], str(eqn.source_info.name_stack))
-            self.tracebacks = (eqn.source_info.traceback, *around[1])
+            self.name_stack = _joined(outer[0], str(eqn.source_info.name_stack))
+            self.tracebacks = (eqn.source_info.traceback, *outer[1])
             with eqn.ctx.manager:
                 results = self.results(eqn, operands)
-            self.name_stack, self.tracebacks = around
+            self.name_stack, self.tracebacks = outer
             return results
 
         return followed(jaxpr, values, rule, self.constant)
@@ -56,28 +56,28 @@ class Interpreter:
         raise NotImplementedError
 
     def operation(self, eqn: Any, operands: list[Any]) -> list[Any]:
-        """Returns the results of an operation that runs no other program, or only as a kernel."""
+        """Returns the results of an operation that contains no other jaxpr, except for kernels."""
         raise NotImplementedError
 
-    scan = while_loop = cond = shard_map = operation  # These run their programs with `call`.
+    scan = while_loop = cond = shard_map = operation  # Override to evaluate their jaxprs by `call`.
 
 
-def _joined(around: str, inside: str) -> str:
-    """Returns the scopes of an operation inside a call, with those of the call before them."""
-    # A program that a custom_jvp calls repeats the scopes around it.
-    if inside and f"/{around}".endswith(f"/{inside}"):
-        return around
-    return "/".join(part for part in (around, inside) if part)
+def _joined(outer: str, inner: str) -> str:
+    """Returns the scopes of a call followed by those of an operation inside it."""
+    # A jaxpr that a custom_jvp calls repeats the scopes around it.
+    if inner and f"/{outer}".endswith(f"/{inner}"):
+        return outer
+    return "/".join(part for part in (outer, inner) if part)
 
 
 def mapped(
     eqn: Any, body: Callable[..., Any], more_in: Sequence[Any] = (), more_out: Sequence[Any] = ()
 ) -> Callable[..., Any]:
-    """Returns a shard_map like that of `eqn`, of another body.
+    """Returns a shard_map with the mesh and specs of `eqn`, and another body.
 
     Args:
-      body: takes the operands as one tuple, and arguments of the specs `more_in`; returns a tuple
-        of the results, and results of the specs `more_out`.
+      body: takes the operands as one tuple, and further arguments with the specs `more_in`. Returns
+        the results as one tuple, and further results with the specs `more_out`.
     """
     params = eqn.params
     return jax.shard_map(
@@ -88,7 +88,7 @@ def mapped(
 
 
 def bound(eqn: Any, operands: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
-    """Returns the results of an operation of arrays, with other parameters if given."""
+    """Binds an operation to arrays and returns its results, with other parameters if given."""
     params = eqn.params if params is None else params
     results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(params))
     return list(results) if eqn.primitive.multiple_results else [results]

@@ -99,15 +99,15 @@ def memory_on_tpu(policy: Any, **settings: Any) -> dict[str, int]:
     Beside them those that a plan counts on the link between the two.
     """
     from praxis_lite.tools.plan.costs import FITTED
-    from praxis_lite.tools.plan.schedule.schedule import Mesh, schedule
-    from praxis_lite.tools.plan.topology import topology_of
+    from praxis_lite.tools.plan.schedule.schedule import schedule
+    from praxis_lite.tools.plan.topology import PhysicalMesh, topology_of
 
     topology = topology_of("v5e:2x4", 1)
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 4, 2)), topology.devices)
     made = partitioner(policy, dims=LARGE, mesh=mesh, **settings)
     compiled = made.train_step.lower(spec(64, 512)).compile()
     planned = compiled.memory_analysis()
-    in_one_slice = Mesh(dict(mesh.shape), np.zeros(mesh.size, int))
+    in_one_slice = PhysicalMesh(dict(mesh.shape), np.zeros(mesh.size, int))
     copies = schedule(compiled.as_text(), topology.chip, in_one_slice, FITTED).host_copies.values()
     return {
         name: int(getattr(planned, f"{name}_size_in_bytes"))

@@ -58,7 +58,7 @@ def features(folder: Path) -> dict[str, Callable[[], object]]:
     from praxis_lite.tools.huggingface.model import load
     from praxis_lite.tools.lm_eval import harness_model
     from praxis_lite.tools.lm_eval.__main__ import evaluate
-    from praxis_lite.tools.plan.search.report import picture
+    from praxis_lite.tools.plan.search.search_report import picture
     from praxis_lite.tools.plan.topology import topology_of
     from praxis_lite.tools.sweep.study import Study
 

@@ -1,4 +1,4 @@
-"""What does a compiled step hold and send on each device? Told as text, and drawn.
+"""Reads compiled steps: what each device stores, sends and computes, as text and as a page.
 
-Reads layouts and compiled programs, and never runs one.
+Never runs a step.
 """

@@ -1,4 +1,4 @@
-"""What XLA warns of while it compiles, in words that name the layer and what to change."""
+"""Rewrites XLA's warnings about full rematerialization to name the layer and what to change."""
 
 import contextlib
 import os
@@ -14,26 +14,26 @@ from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.tools.explain.hlo_layers import layers_of_name
 
 _END = b"praxis_lite: compiled\n"
-# Passes each line on as it comes, except the warnings, which it gives back at the end. It is a
-# process of its own, so that XLA's last words before an abort are passed on too.
+# Forwards standard error line by line, except for the warnings, which it returns at the end. It is
+# a separate process, so that XLA's last messages before an abort are forwarded too.
 _FILTER = """
 import os, signal, sys
 signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # A scheduler sends it to all processes of a job.
-end, kept = sys.argv[1].encode(), []
+end, warnings = sys.argv[1].encode(), []
 for line in open(0, "rb"):
     if line.endswith(end):
         os.write(2, line[:-len(end)])
         with open(1, "wb") as answer:
-            answer.write(b"".join(kept))
+            answer.write(b"".join(warnings))
     elif b"[SPMD] Involuntary full rematerialization" in line:
-        kept.append(line)
+        warnings.append(line)
     else:
         os.write(2, line)
 """
 
 
 class CompilerWarnings(Hook):
-    """Notes what XLA warns of while it compiles a job's training step for several devices."""
+    """Notes XLA's warnings while it compiles a job's training step for several devices."""
 
     def __init__(self, job: JobOnMesh):
         self._is_split = job.partitioner.mesh.size > 1
@@ -47,13 +47,13 @@ class CompilerWarnings(Hook):
 
 @contextlib.contextmanager
 def explained_warnings(note: Callable[[str], None]) -> Iterator[None]:
-    """Notes on the way out, once for each layer, that XLA reshards it through full copies.
+    """Notes on exit, once per layer, that XLA reshards it through full copies.
 
-    Only those lines of XLA ("Involuntary full rematerialization") are kept off standard error.
+    XLA's own lines ("Involuntary full rematerialization") are removed from standard error.
     """
     sys.stderr.flush()
     stderr = os.dup(2)
-    # In a session of its own, out of reach of the terminal's Ctrl-C.
+    # In a new session, so that the terminal's Ctrl-C does not reach it.
     child = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _FILTER, _END.decode()],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
@@ -70,15 +70,15 @@ def explained_warnings(note: Callable[[str], None]) -> Iterator[None]:
         os.close(stderr)
         lines = child.stdout.read().decode(errors="replace").splitlines()
         child.stdout.close()
-        # Processes that began meanwhile may write to it for longer.
+        # A process that was started in the meantime may hold the pipe open for longer.
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(1.0)
-        for warning in dict.fromkeys(map(_in_words, lines)):
+        for warning in dict.fromkeys(map(_explained, lines)):
             note(warning)
 
 
-def _in_words(line: str) -> str:
-    """Returns a warning of XLA's as a sentence that names the layer."""
+def _explained(line: str) -> str:
+    """Returns XLA's warning as a message that names the layer and the settings to change."""
     name = re.search(r'op_name="([^"]*)"', line)
     layer = (layers_of_name(name[1])[0] if name else "") or "an operation outside of any layer"
     splits = re.search(r"from sharding (\{.*?\}) to (\{.*?\}) efficiently", line)

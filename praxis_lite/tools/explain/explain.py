@@ -1,4 +1,4 @@
-"""A job's layout and each compiled step's collectives, without running it."""
+"""Explains a job without running it: its layout, and the collectives of each compiled step."""
 
 import dataclasses
 import time
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+from flax import nnx
 from jax.sharding import Mesh
 
 from praxis_lite.core.errors import format_bytes
@@ -14,7 +15,10 @@ from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.sharding.inputs import batch_spec
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
+from praxis_lite.core.sharding.split_dims import num_shards_of
 from praxis_lite.inputs.base import InputPipeline
+from praxis_lite.layers.attention.attentions import DotProductAttention
+from praxis_lite.layers.attention.latent import MultiHeadLatentAttention
 from praxis_lite.lowered.mended_products import mended
 from praxis_lite.run.trainer.checks.step_of_data import step_for
 from praxis_lite.run.trainer.layout_table import (
@@ -25,14 +29,13 @@ from praxis_lite.run.trainer.layout_table import (
     split_text,
 )
 from praxis_lite.tools.explain import hlo, hlo_matmuls
-from praxis_lite.tools.explain.cache_notes import cache_notes
 from praxis_lite.tools.explain.explain_page import ExplainedStep, in_notebook, page
 
 if TYPE_CHECKING:
     from praxis_lite.core.task import Task
 
 
-# (step, shapes of a batch, the step compiled, seconds of compiling) -> (name, value) each
+# (step, shapes of a batch, the compiled step, seconds of compilation) -> (name, value) lines
 Figures = Callable[[Step, Any, jax.stages.Compiled, float], Sequence[tuple[str, str]]]
 
 
@@ -40,15 +43,15 @@ Figures = Callable[[Step, Any, jax.stages.Compiled, float], Sequence[tuple[str, 
 class Explanation:
     """The layout of an experiment, and its compiled steps.
 
-    It prints as --mode=explain does, and a notebook draws what each device holds and sends.
+    `print` shows what --mode=explain prints; a notebook draws what each device stores and sends.
 
     Attributes:
       experiment: its full name.
-      mesh: of the devices.
-      layout: of the state: shapes, specs and bytes per device of each array.
-      notes, warnings: on the layout, and on products that XLA may permute, in sentences.
-      steps: compiled, each with its batch, collectives, memory per device and flops.
-      text: all that --mode=explain prints of it.
+      mesh: the devices.
+      layout: shapes, specs and bytes per device of each array of the train state.
+      notes, warnings: sentences about the layout, and about matmuls that XLA may permute.
+      steps: the compiled steps, each with its batch, collectives, memory per device and flops.
+      text: what --mode=explain prints.
     """
 
     experiment: str
@@ -66,7 +69,7 @@ class Explanation:
         return in_notebook(self.page())
 
     def page(self) -> str:
-        """Returns the page of --html: a whole HTML page that asks nothing of the network."""
+        """Returns the page of --html, a self-contained HTML page without network requests."""
         return page(self.experiment, self.mesh, self.layout, self.warnings, self.steps)
 
 
@@ -79,30 +82,30 @@ def explain(
     experiment: str = "",
     figures_of: Figures | None = None,
 ) -> Explanation:
-    """Returns the table of layout.txt, notes, warnings, and per step its batch and collectives.
+    """Compiles a job's steps and explains them and the layout of the job's state.
 
     Args:
-      print_text: told each part of the text as soon as it is known, without its last line break.
+      print_text: called with each part of the text as soon as it is known, without its last line
+        break.
       experiment: its full name.
-      figures_of: what else is said of a compiled step (step, spec of a batch, step compiled, its
-        seconds of compiling) -> (name, value) each; --mode=plan's figures of attached devices.
+      figures_of: returns further lines for a compiled step, such as a plan's predictions.
     """
     texts: list[str] = []
 
-    def say(text: str) -> None:
+    def add(text: str) -> None:
         texts.append(text)
         print_text(text)
 
     layout = partitioner.layout
-    say(layout_table(layout))
+    add(layout_table(layout))
     notes = [*layout.notes, *padding_notes(layout)]
     if decode_datasets:
         notes += cache_notes(partitioner.task, partitioner.mesh)
     for note in notes:
-        say(f"note: {note}")
+        add(f"note: {note}")
     warnings = layout_warnings(layout)
     for warning in warnings:
-        say(f"WARNING: {warning}")
+        add(f"WARNING: {warning}")
     steps = [
         (step_for(partitioner, root, name), name, pipeline)
         for root, pipelines in (("datasets", datasets), ("decode_datasets", decode_datasets))
@@ -110,31 +113,52 @@ def explain(
     ]
     explained = []
     for step, name, pipeline in steps:
-        say(f"\n{step.name}, batches of {name}")
+        add(f"\n{step.name}, batches of {name}")
         spec = pipeline.element_spec()
         start = time.monotonic()
-        told: list[str] = []
-        compiled = mended(step.lower(spec), partitioner.mesh, told.append).compile()
+        step_warnings: list[str] = []
+        compiled = mended(step.lower(spec), partitioner.mesh, step_warnings.append).compile()
         seconds = time.monotonic() - start
-        for warning in told:
-            warnings.append(warning)
-            say(f"  WARNING: {warning}")
+        for warning in step_warnings:
+            add(f"  WARNING: {warning}")
+        warnings += step_warnings
         item = explained_step(partitioner, step, name, spec, compiled)
         if figures_of is not None:
             figures = figures_of(step, spec, compiled, seconds)
             item = dataclasses.replace(item, figures=figures)
         explained.append(item)
-        say("\n".join(f"  {line}".rstrip() for line in _step_text(item).splitlines()))
+        add("\n".join(f"  {line}".rstrip() for line in _step_text(item).splitlines()))
     return Explanation(
         experiment, partitioner.mesh, layout, notes, warnings, explained, "\n".join(texts)
     )
+
+
+def cache_notes(task: "Task", mesh: Mesh) -> list[str]:
+    """Returns a note for each attention layer whose KV cache is split over time on this mesh."""
+    module = task.model.abstract_module()
+    if not isinstance(module, nnx.Module):
+        return []
+    notes = []
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        for path, layer in nnx.compat.iter_modules(module):
+            if isinstance(layer, DotProductAttention):
+                has_cache = layer.is_causal or layer.is_cross_attention
+            else:
+                has_cache = isinstance(layer, MultiHeadLatentAttention)
+            axes = layer.split_of_time() if has_cache else None
+            if axes is not None:
+                notes.append(
+                    f"{'/'.join(map(str, path))}: the cache splits over time along {axes!r}, for "
+                    f"it has no heads that divide over {num_shards_of(axes)} devices"
+                )
+    return notes
 
 
 def explained_step(
     partitioner: Partitioner, step: Step, name: str, element_spec: dict,
     compiled: jax.stages.Compiled,
 ) -> ExplainedStep:
-    """Returns the memory and traffic of a compiled step, of batches of the dataset `name`."""
+    """Returns the memory and collectives of a compiled step for batches of the dataset `name`."""
     return ExplainedStep(
         step=step.kind,
         dataset=name,
@@ -147,7 +171,7 @@ def explained_step(
 
 
 def _batch_layout(task: "Task", element_spec: dict, axis_sizes: Mapping[str, int]) -> StateLayout:
-    """Returns the layout that a batch has when it reaches a step: rows over the whole mesh."""
+    """Returns the layout of a batch as it enters a step: rows split over the complete mesh."""
     declared_by = {}
     for path, x in leaves_with_path(element_spec):
         entry = (task.inputs_split_mapping or {}).get(f"map_{x.ndim}d")
@@ -164,15 +188,13 @@ def _batch_layout(task: "Task", element_spec: dict, axis_sizes: Mapping[str, int
 
 
 def _step_text(explained: ExplainedStep) -> str:
-    lines = [leaf_table(explained.batch.leaves()), ""]
-    lines += [hlo.collectives_table(explained.collectives)]
-    if (memory := explained.memory) is not None:
-        lines.append(
-            f"memory per device: arguments {format_bytes(memory.arguments)}, outputs "
-            f"{format_bytes(memory.outputs)}, temporary {format_bytes(memory.temp)}"
-        )
-    size, number = explained.donated
-    lines.append(f"donated per device: {format_bytes(size)} in {number} buffers")
-    lines.append(f"matmul flops per device: {explained.flops:,}")
-    lines += [f"{name}: {value}" for name, value in explained.figures]
-    return "\n".join(lines)
+    memory, (donated_bytes, num_donated) = explained.memory, explained.donated
+    return "\n".join([
+        leaf_table(explained.batch.leaves()), "",
+        hlo.collectives_table(explained.collectives),
+        f"memory per device: arguments {format_bytes(memory.arguments)}, outputs "
+        f"{format_bytes(memory.outputs)}, temporary {format_bytes(memory.temp)}",
+        f"donated per device: {format_bytes(donated_bytes)} in {num_donated} buffers",
+        f"matmul flops per device: {explained.flops:,}",
+        *(f"{name}: {value}" for name, value in explained.figures),
+    ])

@@ -1,6 +1,6 @@
-"""The page of --mode=explain --html=FILE: what every device holds and sends, to look at.
+"""The HTML page of --mode=explain --html=FILE, which draws what every device stores and sends.
 
-The page is explain_page.html; the data that it draws is put into it as one JSON document.
+The page is explain_page.html, with the data inserted as one JSON document.
 """
 
 import collections
@@ -19,27 +19,27 @@ from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
 from praxis_lite.run.trainer.layout_table import bytes_per_device, host_note, kind_of
 from praxis_lite.tools.explain import hlo
 
-# Of more devices groups are drawn: a page of 4,096 squares is slow, and shows none.
-MOST_DRAWN = 256
+# With more devices the page draws groups of them: 4,096 squares are slow and unreadable.
+MAX_DRAWN_DEVICES = 256
 
 
 @dataclass(frozen=True)
 class ExplainedStep:
-    """A compiled step: "train", "eval" or "decode" with batches of a dataset.
+    """A compiled step, with batches of one dataset.
 
     Attributes:
-      batch: the layout of one.
-      memory: None if the backend does not tell.
-      donated: bytes per device, and buffers.
-      flops: of matmuls, per device.
-      figures: what a plan says besides, as (name, value).
+      step: "train", "eval" or "decode".
+      batch: the layout of a batch.
+      donated: bytes per device, and the number of buffers.
+      flops: matmul flops per device.
+      figures: (name, value) lines that a plan adds.
     """
 
     step: str
     dataset: str
     batch: StateLayout
     collectives: list[hlo.Collective]
-    memory: hlo.MemoryPerDevice | None
+    memory: hlo.MemoryPerDevice
     donated: tuple[int, int]
     flops: int
     figures: Sequence[tuple[str, str]] = ()
@@ -52,7 +52,7 @@ def page(
     warnings: Sequence[str],
     steps: Sequence[ExplainedStep],
 ) -> str:
-    """Returns a whole HTML page that asks nothing of the network."""
+    """Returns a self-contained HTML page, which makes no network requests."""
     template = (resources.files(__package__) / "explain_page.html").read_text("utf-8")
     document = {
         "title": title,
@@ -66,17 +66,17 @@ def page(
         "leaves": [_leaf(leaf, kind_of(leaf)) for leaf in layout.leaves()],
         "steps": [_step(step) for step in steps],
     }
-    # In a script element only "<" can end it; names may hold anything.
+    # Names can contain any text, and "<" could end the script element.
     text = json.dumps(document, separators=(",", ":")).replace("<", "\\u003c")
     before, after = template.split("{{document}}")
     return before.replace("{{title}}", html.escape(title)) + text + after
 
 
 def in_notebook(page: str, *, height: int = 640) -> str:
-    """Returns a page as an element of a notebook's output: a frame with styles of its own.
+    """Returns a page as an iframe for a notebook's output, isolated from the notebook's styles.
 
     Args:
-      page: a whole HTML page.
+      page: a complete HTML page.
       height: of the frame, in pixels.
     """
     return (
@@ -86,26 +86,26 @@ def in_notebook(page: str, *, height: int = 640) -> str:
 
 
 def _drawn_mesh(axis_sizes: Mapping[str, int], device_ids: list[int]) -> dict[str, Any]:
-    """Returns the axes that are drawn: of very many devices, groups, numbered from 0.
+    """Returns the mesh to draw. With very many devices a square stands for a group of them.
 
-    A group has the devices that lie beside each other along the longest axes.
+    A group consists of neighbouring devices along the longest axes. Groups are numbered from 0.
     """
     sizes = dict(axis_sizes)
-    while math.prod(sizes.values()) > MOST_DRAWN:
+    while math.prod(sizes.values()) > MAX_DRAWN_DEVICES:
         longest = max(sizes, key=lambda axis: sizes[axis])
         size = sizes[longest]
         divisor = next(number for number in range(2, size + 1) if size % number == 0)
         sizes[longest] = size // divisor
     if sizes == dict(axis_sizes):
         return {"axes": list(sizes.items()), "device_ids": device_ids, "groups": ""}
-    each = len(device_ids) // math.prod(sizes.values())
+    group_size = len(device_ids) // math.prod(sizes.values())
     along = " and ".join(
         f"{axis_sizes[axis] // size} along {axis}"
         for axis, size in sizes.items() if size < axis_sizes[axis]
     )
     return {
         "axes": list(sizes.items()), "device_ids": list(range(math.prod(sizes.values()))),
-        "groups": f"Each square, and each number, stands for {each} devices: {along}.",
+        "groups": f"Each square, and each number, stands for {group_size} devices: {along}.",
     }
 
 
@@ -124,40 +124,40 @@ def _leaf(leaf: LeafLayout, kind: str) -> dict[str, Any]:
     }
 
 
-def _step(item: ExplainedStep) -> dict[str, Any]:
-    step = f"{item.step}_step"
-    kind = f"batch of {item.dataset} ({step})"
-    groups = hlo.by_layer(item.collectives)
+def _step(explained: ExplainedStep) -> dict[str, Any]:
+    step = f"{explained.step}_step"
+    kind = f"batch of {explained.dataset} ({step})"
+    groups = hlo.by_layer(explained.collectives)
     return {
         "step": step,
-        "dataset": item.dataset,
-        "batch": [_leaf(leaf, kind) for leaf in item.batch.leaves()],
+        "dataset": explained.dataset,
+        "batch": [_leaf(leaf, kind) for leaf in explained.batch.leaves()],
         "collectives": [
             {
                 "kind": group[0].kind,
                 "layer": group[0].layer,
                 "layers": _bytes_by_layer(group),
-                "count": sum(element.count for element in group),
-                "bytes": sum(one.count * one.bytes for one in group),
-                "bound": hlo.bound(group),
+                "count": sum(c.count for c in group),
+                "bytes": sum(c.count * c.bytes for c in group),
+                "bound": hlo.bound_sign(group),
             }
             for group in groups
         ],
         "bounds": {
-            kind: hlo.bound(c for c in item.collectives if c.kind == kind)
-            for kind in hlo.summarise(item.collectives)
+            kind: hlo.bound_sign([c for c in explained.collectives if c.kind == kind])
+            for kind in hlo.summarise(explained.collectives)
         },
-        "memory": item.memory and vars(item.memory),
-        "donated": item.donated,
-        "flops": item.flops,
-        "figures": item.figures,
+        "memory": vars(explained.memory),
+        "donated": explained.donated,
+        "flops": explained.flops,
+        "figures": explained.figures,
     }
 
 
 def _bytes_by_layer(group: Sequence[hlo.Collective]) -> list[tuple[str, int]]:
     """Returns (layer, bytes of all executions), most bytes first."""
     totals = collections.Counter()
-    for item in group:
-        for layer, size in item.layers:
-            totals[layer] += item.count * size
+    for collective in group:
+        for layer, size in collective.layers:
+            totals[layer] += collective.count * size
     return totals.most_common()

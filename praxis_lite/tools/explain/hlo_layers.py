@@ -1,8 +1,8 @@
 """Which layer an instruction comes from, read from the names that JAX writes into a program.
 
 'jit(step)/transpose(jvp(encoder))/while/body/checkpoint/blocks/ffn/dot_general' is the gradient of
-the layer encoder/blocks/ffn: the scopes that layers opened stand between what JAX adds, the names
-of its transformations and of its loops. Written differently by jax 0.10 and 0.12, read alike.
+the layer encoder/blocks/ffn: between the scopes that layers opened, JAX adds the names of its
+transformations and loops. jax 0.10 and 0.12 spell these differently; both are understood.
 """
 
 import itertools
@@ -11,75 +11,102 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from praxis_lite.core.user_lines import LIBRARY_FOLDERS
-from praxis_lite.tools.explain.hlo_runs import Site
-from praxis_lite.tools.explain.hlo_text import Instruction, Program, arrays_of, op_name_of
+from praxis_lite.tools.explain.hlo_text import (
+    Computation,
+    Instruction,
+    Program,
+    arrays_of,
+    op_name_of,
+)
 
-# What JAX puts between the scopes: loops, branches, rematerialisation, calls.
+# Parts that JAX adds between the scopes: loops, branches, rematerialization, calls.
 _STRUCTURE = re.compile(
     r"while|body|cond|closed_call|eval_jaxpr|core_call|checkpoint|remat\d?|rematted_computation"
     r"|scan|shard_map|pjit|branch_\d+_fun|custom_(jvp|vjp)_call(_jaxpr)?|.*->.*|"
 )
-_FUNCTIONS = ("jit", "pjit", "pmap")  # Around the name of a function rather than a scope.
+_FUNCTIONS = ("jit", "pjit", "pmap")  # jit(step): the name of a function, not of a scope.
 _FOR_LAYERS = os.path.join("layers", "base", "result_types.py")
 _LIBRARY = re.compile(r"lib/python3|(site|dist)-packages")  # In a file's name.
 GRADIENT_OF = "gradient of "  # Before the path of a layer, in its backward pass.
 
 
-def layers_of(program: Program, site: Site) -> dict[str, int]:
-    """Returns the layers an instruction's result comes from, with the bytes of each layer's part.
+def layer_of(program: Program, instruction: Instruction, computation: Computation) -> str:
+    """Returns the layer that an instruction comes from, or '' if it has no name.
+
+    If XLA merged instructions of several layers, it is 'several in encoder'.
+    """
+    return merged_layer(layers_of(program, instruction, computation))
+
+
+def layers_of(
+    program: Program, instruction: Instruction, computation: Computation
+) -> dict[str, int]:
+    """Returns the layers that an instruction's result comes from, and the bytes of each part.
 
     There are several if XLA merged instructions. An unknown layer is ''.
     """
-    # XLA takes apart again what it merged; each part has the name and the line that it had.
+    # XLA takes apart again what it merged; each part has its original name and source line.
     parts = [
-        item
-        for item in site.computation.values()
-        if item.opcode == "get-tuple-element"
-        and item.operands[0] == site.instruction.name
-        and op_name_of(item)
+        part
+        for part in computation.values()
+        if part.opcode == "get-tuple-element"
+        and part.operands[0] == instruction.name
+        and op_name_of(part)
     ]
     bytes_of: dict[str, int] = {}
-    for part in parts if len(parts) > 1 else [site.instruction]:
-        layers = layers_of_name(op_name_of(part), source_line(source_frames(program, part)))
+    for part in parts if len(parts) > 1 else [instruction]:
+        layers = _named_layers(program, part)
         if not any(layers):
-            # If an argument is gathered before it is used, only the argument has a name.
-            operands = [site.computation.get(name) for name in part.operands]
-            arguments = [x for x in operands if x is not None and x.opcode == "parameter"]
-            layers = [argument_path(op_name_of(x)) for x in arguments] or [""]
+            # If an argument is gathered before it is used, only the argument has a name, such as
+            # "state.mdl_vars['ffn']['w']".
+            operands = [computation.get(name) for name in part.operands]
+            layers = [
+                "/".join(re.findall(r"[^\[\].'\\]+", op_name_of(operand)))
+                for operand in operands if operand is not None and operand.opcode == "parameter"
+            ] or [""]
         for layer in layers:
             size = sum(array.bytes for array in arrays_of(part.shape)) // len(layers)
             bytes_of[layer] = bytes_of.get(layer, 0) + size
     return bytes_of
 
 
-def nearest_layer(program: Program, site: Site) -> str:
-    """Returns the layer that uses a gathered array, or that is reduced; '' if none is near.
+_MAX_HOPS = 6  # Unnamed copies, bitcasts and fusions between a collective and a named instruction.
 
-    For collectives without a name: XLA drops it where a program runs on several slices.
+
+def nearest_layer(program: Program, instruction: Instruction, computation: Computation) -> str:
+    """Returns the layer of the nearest named user or operand of a collective, or ''.
+
+    XLA drops the names of collectives in programs for several slices. A gathered array belongs to
+    the layer that uses it, a reduced or sent one to the layer that computed it.
     """
-    computation, result = site.computation, [site.instruction]
-    gathers = "reduce" not in site.instruction.opcode and site.instruction.opcode != "send"
-    for _ in range(_HOPS):
-        if gathers:
-            names = {element.name for element in result}
-            result = [one for one in computation.values() if names & set(one.operands)]
+    follows_users = "reduce" not in instruction.opcode and instruction.opcode != "send"
+    reached = [instruction]
+    for _ in range(_MAX_HOPS):
+        if follows_users:
+            names = {item.name for item in reached}
+            reached = [user for user in computation.values() if names & set(user.operands)]
         else:
-            result = [computation[n] for one in result for n in one.operands if n in computation]
-        for item in result:
-            layers = layers_of_name(op_name_of(item), source_line(source_frames(program, item)))
+            reached = [
+                computation[name] for item in reached for name in item.operands
+                if name in computation
+            ]
+        for item in reached:
+            layers = _named_layers(program, item)
             if any(layers):
                 return next(filter(None, layers))
     return ""
 
 
-_HOPS = 6  # Copies, bitcasts and fusions without a name that lie between.
+def _named_layers(program: Program, instruction: Instruction) -> list[str]:
+    line = source_line(source_frames(program, instruction))
+    return layers_of_name(op_name_of(instruction), line)
 
 
 def layers_of_name(op_name: str, source_line: str = "") -> list[str]:
     """Returns the layer, 'encoder/ffn', of each operation that a name stands for.
 
-    In a backward pass it is 'gradient of encoder/ffn', and `source_line` where no scope was opened.
-    There are several if XLA merged operations, which it names 'common/path/(one:other)'.
+    In a backward pass it is 'gradient of encoder/ffn'. Outside of any scope it is `source_line`.
+    XLA names merged operations 'common/path/(first:second)'; they have a layer each.
     """
     layers = []
     for name in _unmerged(op_name):
@@ -103,8 +130,8 @@ def _unmerged(op_name: str) -> Iterator[str]:
 def _scopes(parts: Iterable[str]) -> tuple[list[str], bool]:
     scopes, starts, is_gradient = [], [], False
     for part in parts:
-        if around := re.fullmatch(r"(\w+)\((.*)\)", part):
-            name, inside = around.groups()
+        if transformed := re.fullmatch(r"(\w+)\((.*)\)", part):
+            name, inside = transformed.groups()
             is_gradient |= name == "transpose"
             if name not in _FUNCTIONS:
                 inner, is_transposed = _scopes(_split(inside, "/"))
@@ -120,23 +147,18 @@ def _scopes(parts: Iterable[str]) -> tuple[list[str], bool]:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Returns the parts between separators that stand in no bracket."""
+    """Splits a text at the separators outside of brackets."""
     parts, depth, begin = [], 0, 0
-    for place, mark in enumerate(text):
-        depth += (mark in "([{") - (mark in ")]}")
-        if mark == separator and depth == 0:
-            parts.append(text[begin:place])
-            begin = place + 1
+    for index, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if character == separator and depth == 0:
+            parts.append(text[begin:index])
+            begin = index + 1
     return [*parts, text[begin:]]
 
 
-def argument_path(op_name: str) -> str:
-    """Returns 'state/mdl_vars/ffn/w' of an argument's name, "state.mdl_vars['ffn']['w']"."""
-    return "/".join(re.findall(r"[^\[\].'\\]+", op_name))
-
-
-def together(bytes_of: Mapping[str, int]) -> str:
-    """Returns a text for the layers of a merged operation: 'several in encoder'.
+def merged_layer(bytes_of: Mapping[str, int]) -> str:
+    """Returns one text for the layers of a merged operation, 'several in encoder'.
 
     It is 'several (encoder, decoder)', with up to three names, if they have no path in common. A
     layer with less than a hundredth of the bytes, such as a norm's scalar, is left out.
@@ -155,45 +177,48 @@ def together(bytes_of: Mapping[str, int]) -> str:
 
 
 def source_line(frames: Sequence[tuple[str, int]]) -> str:
-    """Returns 'model.py:13', the line to look at, from (file, line) of the frames, innermost first.
+    """Returns 'model.py:13', the innermost line of the user's code, or "".
 
-    The user's own line if there is one, otherwise this package's, or "".
+    It is a line of this package if no frame is of the user's code.
+
+    Args:
+      frames: (file, line) of each call, innermost first.
     """
-    local = own_frames(frames)
-    users = [item for item in local if not item[0].startswith(LIBRARY_FOLDERS)]
-    file, line = next(iter([*users, *local]), ("", 0))
+    frames = own_frames(frames)
+    users = [frame for frame in frames if not frame[0].startswith(LIBRARY_FOLDERS)]
+    file, line = next(iter([*users, *frames]), ("", 0))
     return f"{os.path.basename(file)}:{line}" if file else ""
 
 
 def own_frames(frames: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
     """Returns the frames of the user's code and of this package, innermost first.
 
-    Without the frames of libraries, without those that launched this package, and without those
-    that call jax.numpy for a layer (result_types.py).
+    It drops frames of other libraries, of the program that launched this package, and of
+    result_types.py, which calls jax.numpy on behalf of layers.
     """
-    local = [
+    own = [
         (file, line) for file, line in frames
         if (file.startswith(LIBRARY_FOLDERS) and not file.endswith(_FOR_LAYERS))
         or not (file.startswith(LIBRARY_FOLDERS) or _LIBRARY.search(file))
     ]
-    ours = [place for place, (file, _) in enumerate(local) if file.startswith(LIBRARY_FOLDERS)]
-    return local[: ours[-1] + 1] if ours else local
+    of_package = [i for i, (file, _) in enumerate(own) if file.startswith(LIBRARY_FOLDERS)]
+    return own[: of_package[-1] + 1] if of_package else own
 
 
 def source_frames(program: Program, instruction: Instruction) -> list[tuple[str, int]]:
     """Returns (file, line) of the calls that an instruction comes from, innermost first."""
     if line := re.search(r'source_file="([^"]*)"(?: source_line=(\d+))?', instruction.attributes):
         return [(line.group(1), int(line.group(2) or 0))]
-    names, places, stack = program.tables.values()
+    file_names, locations, stack = program.tables.values()
     # The outermost frame has the parent 0, or itself if frames count from one.
     first = _numbers(stack[1]).get("parent_frame_id", 0) if 1 in stack else 0
-    number = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
-    frames, at = [], int(number.group(1)) if number else 0
-    while at in stack and len(frames) < len(stack):
-        frame = _numbers(stack[at])
-        place = _numbers(places[frame["file_location_id"]])
-        frames.append((names[place["file_name_id"]].strip('"'), place["line"]))
-        at = frame.get("parent_frame_id", 0) - first
+    frame_id = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
+    frames, index = [], int(frame_id.group(1)) if frame_id else 0
+    while index in stack and len(frames) < len(stack):
+        frame = _numbers(stack[index])
+        location = _numbers(locations[frame["file_location_id"]])
+        frames.append((file_names[location["file_name_id"]].strip('"'), location["line"]))
+        index = frame.get("parent_frame_id", 0) - first
     return frames
 
 

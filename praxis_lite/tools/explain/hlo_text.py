@@ -18,8 +18,8 @@ class Array(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Of an element."""
-        bits = re.search(r"\d+", self.dtype)  # s4, bf16, f8e4m3fn; a token or opaque has none.
+        """Bits of an element."""
+        bits = re.search(r"\d+", self.dtype)  # s4, bf16, f8e4m3fn; a token has none.
         return 8 if self.dtype == "pred" else int(bits.group(0)) if bits else 0
 
     @property
@@ -33,7 +33,7 @@ class Instruction(NamedTuple):
     name: str
     shape: str
     opcode: str
-    operands: tuple[str, ...]  # names; the literal of a parameter or a constant
+    operands: tuple[str, ...]  # Names; the literal of a parameter or a constant.
     attributes: str
     is_root: bool
 
@@ -51,7 +51,7 @@ class Program(NamedTuple):
 
 
 def parse(compiled: "jax.stages.Compiled | str") -> Program:
-    """Returns the program of a `Compiled` or its text; raises ValueError if that is no HLO."""
+    """Returns the program of a `Compiled` or its text; raises ValueError if that is not HLO."""
     return _parse(compiled if isinstance(compiled, str) else compiled.as_text())
 
 
@@ -72,7 +72,7 @@ def _parse(text: str) -> Program:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Yields lines; an attribute of Pallas (kernel_metadata) on several lines is joined."""
+    """Yields lines; an instruction on several lines (Pallas's kernel_metadata) becomes one."""
     parts: list[str] = []
     for line in text.splitlines():
         depth = sum(part.count("{") - part.count("}") for part in parts)
@@ -81,7 +81,7 @@ def _lines(text: str) -> Iterator[str]:
             continue
         if parts:
             yield "".join(parts)
-        # Only an instruction goes on: its line is indented, and has open braces at its end.
+        # Only an indented line with an open brace at its end, an instruction, can continue.
         parts = [line]
         if not (line.startswith("  ") and line.endswith("{")):
             yield line
@@ -93,8 +93,8 @@ def _lines(text: str) -> Iterator[str]:
 def _tables(text: str) -> dict[str, dict[int, str]]:
     tables = {}
     for name in ("FileNames", "FileLocations", "StackFrames"):
-        result = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
-        rows = (row.split(" ", 1) for row in result.group(1).splitlines()) if result else ()
+        table = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
+        rows = (row.split(" ", 1) for row in table.group(1).splitlines()) if table else ()
         tables[name] = {int(number): row for number, row in rows}
     return tables
 
@@ -113,7 +113,7 @@ def _instruction(head: re.Match, line: str) -> Instruction:
 
 
 def bracket(text: str, start: int) -> tuple[list[str], int]:
-    """Returns the parts, between commas, of the bracket at `start`, and the place after it."""
+    """Returns the comma-separated parts of the bracket at `start`, and the index after it."""
     parts, depth, begin = [], 0, start + 1
     for mark in re.compile(r'[(){}\[\],]|"(?:[^"\\]|\\.)*"').finditer(text, start):
         depth += (mark.group(0) in "([{") - (mark.group(0) in ")]}")
@@ -126,7 +126,7 @@ def bracket(text: str, start: int) -> tuple[list[str], int]:
 
 
 def braced(text: str, key: str) -> str:
-    """Returns the braces behind `key`, or an empty string."""
+    """Returns the braced text that follows `key`, or an empty string."""
     start = text.find(key + "{") + len(key)
     return text[start : bracket(text, start)[1]] if start >= len(key) else ""
 
@@ -141,14 +141,14 @@ def arrays_of(shape: str) -> list[Array]:
 
 def op_name_of(instruction: Instruction) -> str:
     """Returns the JAX operation that an instruction comes from, or an empty string."""
-    result = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.attributes)
-    return result.group(1) if result else ""
+    name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.attributes)
+    return name.group(1) if name else ""
 
 
 def callees(instruction: Instruction, key: str) -> list[str]:
     """Returns the computations that an attribute of an instruction names."""
-    result = re.search(rf" {key}=(\{{[^}}]*\}}|[%\w.\-]+)", instruction.attributes)
-    return re.findall(r"[\w.\-]+", result.group(1)) if result else []
+    names = re.search(rf" {key}=(\{{[^}}]*\}}|[%\w.\-]+)", instruction.attributes)
+    return re.findall(r"[\w.\-]+", names.group(1)) if names else []
 
 
 def root_of(computation: Computation) -> Instruction:

@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 class Explain(Mode):
-    """Compiles an experiment's steps, and prints what each device holds, sends and computes."""
+    """Compiles an experiment's steps, and prints what each device stores, sends and computes."""
 
     name = "explain"
-    summary = "compiles an experiment's steps, and says what each device holds and sends"
+    summary = "compiles an experiment's steps; prints what devices store and send"
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
         """Adds --html."""
         options.add_argument(
             "--html", metavar="FILE", type=file_to_write("explain.html"),
-            help="where to write it as a page as well",
+            help="where to write the explanation as an HTML page",
         )
 
     def run(self, command: CommandLine, *, html: Path | None) -> None:
-        """Explains; raises ConfigError as training does."""
+        """Prints the explanation; raises ConfigError where training would."""
         explanation = explained(command, print)
         if html is not None:
             write_whole(html, explanation.page().encode())
@@ -36,18 +36,18 @@ class Explain(Mode):
 
 
 def explained(command: CommandLine, print_text: Callable[[str], None]) -> "Explanation":
-    """Returns the explanation of the experiment of a command line.
+    """Returns the explanation of a command line's experiment.
 
     Args:
-      print_text: told each part of its text as soon as it is known.
+      print_text: called with each part of the text as soon as it is known.
 
     Raises:
-      ConfigError: as training does.
+      ConfigError: training would raise it.
     """
     launched = experiment_of(command)
     with job_on_mesh(command, launched, "explain") as job:
         from praxis_lite.tools.explain.explain import explain
-        from praxis_lite.tools.plan.measured.attached import figures_of_attached
+        from praxis_lite.tools.plan.attached import figures_of_attached
 
         return explain(
             job.partitioner, job.datasets, job.decode_datasets, print_text,

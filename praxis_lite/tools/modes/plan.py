@@ -1,6 +1,7 @@
-"""`main.py --mode=plan`: what an experiment would do on devices that nobody has."""
+"""`main.py --mode=plan`: predicts an experiment's steps on devices that need not exist."""
 
 import argparse
+import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,65 +18,65 @@ if TYPE_CHECKING:
     from praxis_lite.tools.plan.job_plan import Plan
 
 STEPS = ("train", "eval", "decode")
-_MINUTES = 10.0
-_EXPERT_LOAD = 2.0
+_SEARCH_MINUTES = 10.0
+_EXPERT_LOAD = 2.0  # As in step_plan.py, which is slow to import.
 
 
 class Plan(Mode):
     """Predicts time, memory and cost of an experiment's steps on a topology."""
 
     name = "plan"
-    summary = "predicts the steps of an experiment on devices that need not be there"
+    summary = "predicts the steps of an experiment on devices that need not exist"
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
-        """Adds those of the topology, of the search, of --measure, and of files."""
+        """Adds the options of the topology, the search, --measure, and files."""
         options.add_argument(
             "--topology", metavar="CHIP:SHAPE",
             help="the devices to plan for, such as v5e:16x16, cpu:8, gpu:h100:4x8",
         )
         options.add_argument(
             "--num_slices", metavar="N", type=int, default=1,
-            help="so many slices of that topology; default: 1",
+            help="number of slices of that topology; default: 1",
         )
         options.add_argument(
             "--steps", metavar="NAMES", type=_steps, default=["train"],
-            help=f"of {','.join(STEPS)}; default: train",
+            help=f"names among {','.join(STEPS)}; default: train",
         )
         options.add_argument(
             "--batch_sizes", metavar="N,N", type=_batch_sizes, default=(),
-            help="with --steps=decode: so many prompts, each a plan, such as 1,8,32; default: the "
-            "dataset's",
+            help="with --steps=decode: plan for each of these numbers of prompts, such as 1,8,32; "
+            "default: the dataset's",
         )
         options.add_argument(
             "--search", action="store_true",
             help="look for the fastest mesh, preset, remat and micro-batches",
         )
         options.add_argument(
-            "--search_minutes", metavar="M", type=float, default=_MINUTES,
-            help=f"with --search: for how long; default: {_MINUTES:g}",
+            "--search_minutes", metavar="M", type=float, default=_SEARCH_MINUTES,
+            help=f"with --search: how long to search; default: {_SEARCH_MINUTES:g}",
         )
         options.add_argument(
             "--measure", action="store_true",
-            help="run ten steps on the attached devices, and compare",
+            help="run ten steps on the attached devices, and compare with the plan",
         )
         options.add_argument(
             "--expert_load", metavar="X", type=_load, default=_EXPERT_LOAD,
-            help="of experts split over devices: tell a step's seconds at this load as well, the "
-            "most tokens from a device to another one's experts over those of even loads; "
+            help="for experts split over devices: also predict a step at this load, the most "
+            "tokens that a device sends to another one's experts over the number with even loads; "
             f"default: {_EXPERT_LOAD:g}",
         )
         options.add_argument(
             "--residuals", metavar="FILE", type=file_to_write("residuals.jsonl"),
-            help="the file of measured over predicted seconds, to which --measure adds a line and "
-            "by which a plan is corrected; default: JOB/residuals.jsonl, with --job_log_dir",
+            help="a file of measured and predicted seconds, to which --measure adds a line, and "
+            "which corrects plans; default: JOB/residuals.jsonl, with --job_log_dir",
         )
         options.add_argument(
             "--html", metavar="FILE", type=file_to_write("plan.html"),
-            help="where to write it as a page as well",
+            help="where to write the plan as an HTML page",
         )
         options.add_argument(
             "--json", metavar="FILE", type=file_to_write("plan.json"),
-            help="where to write the plan as well",
+            help="where to write the plan as JSON",
         )
 
     def run(
@@ -87,13 +88,12 @@ class Plan(Mode):
         """Plans; raises ConfigError, after all steps, if any does not fit."""
         if measure and (topology is not None or search):
             raise ConfigError(
-                "--measure runs on the devices that are attached: leave --topology and --search "
-                "out."
+                "--measure runs on the attached devices: leave --topology and --search out."
             )
         if batch_sizes and (measure or search or "decode" not in steps):
             raise ConfigError(
-                f"--batch_sizes={','.join(map(str, batch_sizes))} is of prompts that are decoded: "
-                "say --steps=decode, without --search and --measure."
+                f"--batch_sizes={','.join(map(str, batch_sizes))} are numbers of prompts to "
+                "decode: say --steps=decode, without --search and --measure."
             )
         if topology is None and not measure:
             raise ConfigError(
@@ -106,24 +106,27 @@ class Plan(Mode):
             launched = experiment_of(command)
 
             from praxis_lite.run.config.build import build
-            from praxis_lite.tools.plan.measured.attached import measure as measured
+            from praxis_lite.tools.plan.attached import measure as measure_steps
 
-            measured(build(launched.config), file=json, residuals=residuals)
+            measure_steps(build(launched.config), file=json, residuals=residuals)
         elif search:
             launched = experiment_of(command)
 
-            from praxis_lite.tools.plan.job_plan import chosen_topology, compiling_for
-            from praxis_lite.tools.plan.search.search import search as searched
+            from praxis_lite.tools.plan.job_plan import compiling_for
+            from praxis_lite.tools.plan.search.search import search as search_layouts
+            from praxis_lite.tools.plan.topology import topology_of
 
-            _ask_for_no_device()
-            chosen = chosen_topology(topology, num_slices)
+            _avoid_accelerators()
+            chosen = topology_of(topology, num_slices)
             with compiling_for(chosen):
-                searched(launched, command.packages, chosen, minutes=search_minutes, file=json)
+                search_layouts(
+                    launched, command.packages, chosen, minutes=search_minutes, file=json
+                )
         else:
-            _ask_for_no_device()
+            _avoid_accelerators()
             plan = planned(
-                command, _print_now, topology, num_slices, steps, batch_sizes, residuals,
-                expert_load,
+                command, functools.partial(print, flush=True), topology, num_slices, steps,
+                batch_sizes, residuals, expert_load,
             )
             if html is not None:
                 write_whole(html, plan.page().encode())
@@ -138,62 +141,59 @@ def planned(
     steps: Sequence[str], batch_sizes: Sequence[int] = (), residuals: Path | None = None,
     expert_load: float = _EXPERT_LOAD,
 ) -> "Plan":
-    """Returns the plan of the experiment of a command line, whether it fits or not.
+    """Returns the plan of a command line's experiment, whether it fits or not.
 
     Args:
-      print_text: told each part of its text as soon as it is known.
+      print_text: called with each part of the text as soon as it is known.
       topology, num_slices, steps, batch_sizes, residuals, expert_load: as the options of these
         names.
 
     Raises:
-      ConfigError: there is no such topology, the mesh does not fill it, or as training does.
+      ConfigError: there is no such topology, the mesh does not fill it, or training would raise it.
     """
     launched = experiment_of(command)
 
     from praxis_lite.run.config.build import build
-    from praxis_lite.tools.plan.job_plan import chosen_topology, plan_job
+    from praxis_lite.tools.plan.job_plan import plan_job
+    from praxis_lite.tools.plan.topology import topology_of
 
-    chosen = chosen_topology(topology, num_slices)
+    devices = topology_of(topology, num_slices)
     job = build(launched.config)
     return plan_job(
-        job, chosen, steps, print_text, experiment=launched.experiment, batch_sizes=batch_sizes,
+        job, devices, steps, print_text, experiment=launched.experiment, batch_sizes=batch_sizes,
         residuals=residuals, expert_load=expert_load,
     )
 
 
-def _ask_for_no_device() -> None:
-    """Keeps JAX from accelerators, which need not be there for a plan."""
+def _avoid_accelerators() -> None:
+    """Makes JAX use the CPU; a plan needs no accelerator."""
     if "JAX_PLATFORMS" not in os.environ:
         import jax
 
         jax.config.update("jax_platforms", "cpu")
 
 
-def _print_now(text: str) -> None:
-    print(text, flush=True)
-
-
-def _steps(words: str) -> list[str]:
-    if not set(names(words)) <= set(STEPS):
+def _steps(text: str) -> list[str]:
+    if not set(names(text)) <= set(STEPS):
         raise argparse.ArgumentTypeError(
-            f"{words!r} with --mode=plan; wanted is names of steps: {', '.join(STEPS)}"
+            f"{text!r} with --mode=plan; expected names of steps: {', '.join(STEPS)}"
         )
-    return names(words)
+    return names(text)
 
 
-def _batch_sizes(words: str) -> list[int]:
-    given = names(words)
-    if not given or not all(word.isdecimal() and int(word) > 0 for word in given):
+def _batch_sizes(text: str) -> list[int]:
+    sizes = names(text)
+    if not sizes or not all(size.isdecimal() and int(size) > 0 for size in sizes):
         raise argparse.ArgumentTypeError(
-            f"{words!r} with --mode=plan; wanted is numbers of prompts, 1 or more: 1,8,32"
+            f"{text!r} with --mode=plan; expected numbers of prompts, 1 or more, such as 1,8,32"
         )
-    return list(map(int, given))
+    return list(map(int, sizes))
 
 
-def _load(word: str) -> float:
-    load = float(word)
+def _load(text: str) -> float:
+    load = float(text)
     if not 1.0 <= load < float("inf"):
         raise argparse.ArgumentTypeError(
-            f"{word} with --mode=plan; wanted is 1 (even loads) or more, such as 1.5"
+            f"{text} with --mode=plan; expected 1 (even loads) or more, such as 1.5"
         )
     return load

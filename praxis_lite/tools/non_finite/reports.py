@@ -1,7 +1,6 @@
 """Names the layer that made a step's loss or gradient NaN or infinite (run.debug_nans)."""
 
 import dataclasses
-import itertools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -20,23 +19,48 @@ from praxis_lite.core.sharding.leaf_paths import path_of
 from praxis_lite.core.user_lines import LIBRARY_FOLDERS
 from praxis_lite.files.json_text import opened_to_append
 from praxis_lite.layers.stacking.pipelining import ticks as pipeline_ticks
+from praxis_lite.run.trainer.hooks.hook import Hook, StepMade
+from praxis_lite.run.trainer.hooks.loop import Loop as TrainingLoop
+from praxis_lite.run.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.tools.explain.hlo_layers import GRADIENT_OF, layers_of_name, own_frames
-from praxis_lite.tools.non_finite.operations import Loop, Operation
 from praxis_lite.tools.non_finite.origins import Origin, OriginSearch
+from praxis_lite.tools.non_finite.tags import Loop, Operation
 
 MAX_REPORTS = 20
 
 
+class NonFinite(Hook):
+    """Reports the layer that made a step's loss or gradient non-finite (run.debug_nans)."""
+
+    waits = False  # `after_step` waits for the step, which then counts as the step's time.
+
+    def __init__(self, job: JobOnMesh):
+        self._job = job
+
+    def before_training(self, loop: TrainingLoop, state: TrainState) -> None:
+        self._watchdog = loop.watchdog
+        self._reports = NonFiniteReports(
+            self._job.partitioner, self._job.files.non_finite_txt, loop.note
+        )
+
+    def after_step(self, made: StepMade) -> None:
+        with self._watchdog.during(f"looking for a NaN in step {made.step}"):
+            self._reports.check(made.step, made.state, made.batch, made.key, made.outputs)
+
+
 class NonFiniteReports:
-    """Looks at every step of a run; a step with a non-finite loss or gradient is run again.
+    """Checks every step of a run; reruns a step whose loss or gradient is not finite.
 
-    Such a step left weights and slots as they were, so its state is still there. Its operations run
-    one after the other, and each result is looked at. This is another program than the step,
-    compiled at the first such step; it needs a step's memory besides the state, and takes several
-    times as long.
+    Such a step does not change weights and slots, so its state is still available. The rerun is a
+    different program, which checks the result of every operation. It is compiled at the first such
+    step, needs a step's memory in addition to the state, and takes several times as long.
 
-    At most `max_reports` are added to the file at `path`; `note` is told each line. `search` is the
-    compiled program, or None before the first such step.
+    Args:
+      path: the file to which at most `max_reports` reports are appended.
+      note: called with each line of a report.
+
+    Attributes:
+      search: the compiled program, or None before the first such step.
     """
 
     def __init__(
@@ -47,12 +71,13 @@ class NonFiniteReports:
         self._num_left = self._max_reports = max_reports
         self.search: OriginSearch | None = None
 
-    def look(
+    def check(
         self, step: int, state: TrainState, batch: Any, key: jax.Array, outputs: Any
     ) -> None:
         """Waits for a step and, if its loss or gradient is not finite, reports why.
 
-        `state` is that after the step, and is not donated.
+        Args:
+          state: the state after the step; it is not donated.
         """
         loss, grad_norm = map(float, jax.device_get(_watched(outputs)))
         if (math.isfinite(loss) and math.isfinite(grad_norm)) or not self._num_left:
@@ -69,14 +94,14 @@ class NonFiniteReports:
         try:
             with opened_to_append(self._path) as file:
                 file.writelines(f"{line}\n" for line in lines)
-        except OSError as error:  # A full disk, say: no reason to end the run.
+        except OSError as error:  # For example a full disk, which must not end the run.
             lines.append(f"  (not written to {self._path}: {error.strerror or error})")
         for line in lines:
             self._note(line)
 
     def _before(self, step: int, state: TrainState, outputs: Any) -> TrainState:
         opt_states = dict(state.opt_states)
-        if "loss_scale" in opt_states:  # Besides counts, a skipped step changes only this.
+        if "loss_scale" in opt_states:  # Apart from counts, a skipped step changes only this.
             scale = outputs["learner"]["loss_scale"]
             opt_states["loss_scale"] = {**opt_states["loss_scale"], "scale": scale}
         before = jax.device_put(np.int32(step - 1), self._partitioner.replicated)
@@ -100,8 +125,8 @@ class NonFiniteReports:
                 "together (digits kept between them in bfloat16 or float16), or does not come back."
             ]
         if first.operation is not None and first.operation.argument is not None:
-            result = leaves[first.operation.argument]
-            return _argument_reasons(*result, self._partitioner.replicated)
+            path, x = leaves[first.operation.argument]
+            return _argument_reasons(path, x, self._partitioner.replicated)
         loss_nan, gradient_nan = self.search(args, only_nan=True)
         return _reasons(first, loss_nan if loss else gradient_nan, is_forward=loss is not None)
 
@@ -111,7 +136,7 @@ def _watched(outputs: Any) -> tuple[Any, Any]:
 
 
 def _argument_reasons(path: tuple, x: jax.Array, replicated: NamedSharding) -> list[str]:
-    """Returns the report of a weight, or a leaf of the batch, that was not finite before."""
+    """Returns the report on a weight, or a leaf of the batch, that was already non-finite."""
     name = path_of(path)
     for prefix, kind in (
         ("0/mdl_vars/params/", "the weight"), ("0/mdl_vars/non_trainable/", "the variable"),
@@ -135,7 +160,7 @@ def _argument_reasons(path: tuple, x: jax.Array, replicated: NamedSharding) -> l
 def _reasons(first: Origin, first_nan: Origin | None, is_forward: bool) -> list[str]:
     where = "the forward pass" if is_forward else "the backward pass (the loss is finite)"
     if first.operation is None:
-        # A mask of -inf is meant; the fault is in the code that made a NaN of it.
+        # A mask of -inf is intended; the fault is in the code that turned it into a NaN.
         if first_nan is None or first_nan.operation is None:
             what = "infinity" if first_nan is None else "NaN"
             return [f"in {where}, from a constant {what} of the model's code"]
@@ -150,28 +175,29 @@ def _reasons(first: Origin, first_nan: Origin | None, is_forward: bool) -> list[
 
 def _place(origin: Origin) -> str:
     """Returns 'in the layer encoder/blocks[3]/ffn, made by log, at block.py:12'."""
-    operation, before, turns = origin.operation, 0, []
+    operation, depth, iterations = origin.operation, 0, []
     scopes = _scopes(operation)
-    for loop, turn in zip(operation.loops, origin.turns, strict=True):
-        before = max(before, len(_scopes(loop)))
+    for loop, iteration in zip(operation.loops, origin.iterations, strict=True):
+        depth = max(depth, len(_scopes(loop)))
         file = next((file for file, _ in _frames(loop.tracebacks)), "")
         name = {accumulation.__file__: "micro-batch", pipeline_ticks.__file__: "tick"}.get(file)
-        if turn is None:
+        if iteration is None:
             continue
-        if name is None and before < len(scopes) and "[" not in scopes[before]:
-            scopes[before] += f"[{turn}]"
+        # A loop over stacked layers: its index belongs to the first scope inside the loop.
+        if name is None and depth < len(scopes) and "[" not in scopes[depth]:
+            scopes[depth] += f"[{iteration}]"
         else:
-            turns.append(f"{name or 'turn'} {turn}")
+            iterations.append(f"{name or 'turn'} {iteration}")
     layer = "/".join(scopes)
     hint = " (an index out of range gives NaN)" if operation.primitive == "gather" else ""
     parts = [f"in the layer {layer}" if layer else "", f"made by {operation.primitive}{hint}"]
     lines = _source_lines(operation.tracebacks)
-    parts += [f"at {lines}" if lines else "", *turns]
+    parts += [f"at {lines}" if lines else "", *iterations]
     return ", ".join(part for part in parts if part)
 
 
 def _scopes(named: Operation | Loop) -> list[str]:
-    # The last part would be the operation.
+    # A name's last part is the operation, which is not a scope.
     layer = layers_of_name(f"{named.name_stack}/operation")[0].removeprefix(GRADIENT_OF)
     return layer.split("/") if layer else []
 
@@ -179,19 +205,19 @@ def _scopes(named: Operation | Loop) -> list[str]:
 def _source_lines(tracebacks: Sequence[Any]) -> str:
     """Returns 'linears.py:45, called at my_model.py:12', or 'my_model.py:12' alone.
 
-    The first is the innermost line that is not of an installed library; if this package has it,
-    the line outside that called it follows.
+    The innermost line that is not in another library. If it is in this package, the line of the
+    user's code that called it follows.
     """
     frames = _frames(tracebacks)
-    outer = itertools.islice(frames, 1, None)
-    users = [item for item in outer if not item[0].startswith(LIBRARY_FOLDERS)]
-    names = [f"{os.path.basename(file)}:{line}" for file, line in (*frames[:1], *users[:1])]
-    is_ours = frames and frames[0][0].startswith(LIBRARY_FOLDERS)
-    return ", called at ".join(names if is_ours else names[:1])
+    shown = frames[:1]
+    if shown and shown[0][0].startswith(LIBRARY_FOLDERS):
+        users = [frame for frame in frames[1:] if not frame[0].startswith(LIBRARY_FOLDERS)]
+        shown += users[:1]
+    return ", called at ".join(f"{os.path.basename(file)}:{line}" for file, line in shown)
 
 
 def _frames(tracebacks: Sequence[Any]) -> list[tuple[str, int]]:
-    """Returns (file, line) of the calls from the step inwards, innermost first."""
+    """Returns (file, line) of the calls within the step, innermost first."""
     return own_frames([
         (frame.file_name, frame.line_num) for traceback in tracebacks if traceback is not None
         for frame in traceback.frames

@@ -1,4 +1,4 @@
-"""Will a step fit on a pod, and how long does it take? Answered without the pod.
+"""Predicts without the devices whether a step fits on a pod and how long it takes.
 
-Reads layouts and compiled programs, and never runs one but with --measure.
+Reads layouts and compiled programs; only --measure runs a step.
 """

@@ -1,26 +1,25 @@
-"""The abilities of a chip: a table of public figures, each with its source. Bytes, not bits."""
+"""Peak rates and memory of chips: public figures with their sources, in bytes, not bits."""
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-
-from praxis_lite.core.errors import require_choice
 
 _GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CudaTarget:
-    """What XLA's compiler for CUDA asks of a GPU that is not there.
+    """What XLA's CUDA compiler needs to know about an absent GPU.
 
     Attributes:
       capability: CUDA's compute capability.
       cores: streaming multiprocessors.
-      fpus, shared, shared_of_block: of each: units for float32; bytes of shared memory; how much of
-        it a block may take.
-      l2: bytes of the second-level cache.
-      clock: GHz.
-      memory: bytes, all of it.
+      fpus: float32 units per multiprocessor.
+      shared: bytes of shared memory per multiprocessor.
+      shared_of_block: the part of `shared` that one block can use.
+      l2: bytes of the L2 cache.
+      clock: in GHz.
+      memory: bytes of the device's memory.
       description: the device's name.
     """
 
@@ -35,7 +34,7 @@ class CudaTarget:
     description: str
 
     def text(self, bandwidth: float) -> str:
-        """Returns it as XLA reads it, a GpuTargetConfigProto in text."""
+        """Returns XLA's GpuTargetConfigProto in text format."""
         major, minor = self.capability
         return f"""gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -53,7 +52,7 @@ device_description_str: "{self.description}"
 """
 
 
-# By a matmul's element type: the one whose units multiply it.
+# Element type of a matmul -> the type of the matmul units that multiply it.
 _UNITS = {
     "s4": "s8", "u4": "s8", "u8": "s8", "f8e5m2": "f8e4m3fn", "f8e4m3": "f8e4m3fn",
     "f8e3m4": "f8e4m3fn",
@@ -63,24 +62,24 @@ _NARROW = {"s8": "int8", "f8e4m3fn": "float8"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """A JAX device: a chip, or half of a TPU7x, whose two cores are devices of their own.
+    """A JAX device: a chip, or one of the two cores of a TPU7x.
 
     Attributes:
       name: as in a topology's name: "v5e" of "v5e:16x16".
-      flops: peak operations per second of a matmul, by element type.
-      hbm_bytes: memory for programs; less than what is sold, for the runtime keeps some.
+      flops: peak flops per second of a matmul, by element type.
+      hbm_bytes: memory available to programs, without what the runtime reserves.
       hbm_bandwidth: bytes per second.
-      clock: of the matmul units in Hz, which the compiler's cycles count; None: it tells none.
-      mxu: rows, and columns, of a matmul unit, a systolic array; None: not told.
-      torus_dims: of the interconnect within a slice (ICI); 0: every device reaches each other one
-        of its node alike (NVLink).
-      link_bandwidth: bytes per second of one link one way. Two links lie along each torus dim. Of
-        a node with torus_dims 0: all that a device can send within it.
-      wraps_at: a torus dim of a multiple of this many chips can close into a ring; see `wraps`.
+      link_bandwidth: bytes per second of one link in one direction. Each torus dim has two links.
+        With torus_dims=0: bytes per second that a device can send within its node.
       network_bandwidth: bytes per second that a device can send to another slice or node (DCN).
-      host_bandwidth: bytes per second, each way, between a device and its host (PCIe).
+      host_bandwidth: bytes per second, in each direction, between a device and its host (PCIe).
       sources: where the figures are from.
-      cuda: of a GPU: what its compiler asks.
+      clock: of the matmul units in Hz, in which the compiler counts cycles; None if it gives none.
+      mxu: rows and columns of a matmul unit, a systolic array; None if unknown.
+      torus_dims: of the interconnect within a slice (ICI). 0: all devices of a node are connected
+        to each other (NVLink).
+      wraps_at: a torus dim of a multiple of this many chips can close into a ring; see `wraps`.
+      cuda: for a GPU, what its compiler needs to know.
     """
 
     name: str
@@ -97,27 +96,30 @@ class Chip:
     wraps_at: int = 1
     cuda: CudaTarget | None = None
 
-    def filled(self, dims: int) -> float:
-        """Returns the share of a matmul unit that a product fills whose one dim has `dims`."""
+    def mxu_utilization(self, dims: int) -> float:
+        """Returns the share of a matmul unit that a matmul with a dim of size `dims` fills."""
         return 1.0 if self.mxu is None else dims / (math.ceil(dims / self.mxu) * self.mxu)
 
     def peak(self, dtype: str = "bf16") -> float:
-        """Returns the peak of a matmul in `dtype`, as XLA writes it.
+        """Returns the peak flops per second of a matmul.
 
-        4 bits are multiplied as int8, and the types of float8 alike. What a chip has no units for
-        is multiplied in bfloat16.
+        4-bit integers are multiplied as int8, and all float8 types count as one. Types without
+        units on this chip are multiplied in bfloat16.
+
+        Args:
+          dtype: an element type in XLA's names.
         """
         return self.flops.get(_UNITS.get(dtype, dtype), self.flops["bf16"])
 
     def notes_of_types(self, flops: Mapping[str, int]) -> list[str]:
-        """Returns sentences about matmuls in 8 bits and less: their share, and their peak.
+        """Returns sentences about matmuls in at most 8 bits: their share, and their peak.
 
         Args:
-          flops: of a program's matmuls by element type.
+          flops: a program's matmul flops by element type.
         """
         total, bf16, notes = sum(flops.values()), self.peak(), []
         for unit, name in _NARROW.items():
-            count = sum(item for dtype, item in flops.items() if _UNITS.get(dtype, dtype) == unit)
+            count = sum(n for dtype, n in flops.items() if _UNITS.get(dtype, dtype) == unit)
             if count:
                 peak, share = self.peak(unit), f"{count / total:.0%} of the matmuls' flops"
                 notes.append(
@@ -130,11 +132,11 @@ class Chip:
         return notes
 
     def wraps(self, dims: Sequence[int]) -> tuple[bool, ...]:
-        """Returns for each torus dim of a slice whether links join its ends, into a ring.
+        """Returns for each torus dim of a slice whether links join its ends into a ring.
 
-        A slice of 3-D chips has such links along all its dims or none: it is made of whole cubes of
-        4 x 4 x 4, joined by optical switches, or lies within one. A dim of a 2-D chip has them
-        where it spans the pod.
+        Slices of chips with a 3-D torus have such links along all dims or none: a slice consists of
+        complete cubes of 4 x 4 x 4 chips, connected by optical switches, or is a part of one. With
+        a 2-D torus, a dim has them if it spans the pod.
         """
         closed = tuple(size % self.wraps_at == 0 for size in dims)
         return closed if self.torus_dims == 2 else (all(closed),) * len(closed)
@@ -149,14 +151,14 @@ def _hopper(memory: int, description: str) -> CudaTarget:
 
 _CLOUD = "https://docs.cloud.google.com/tpu/docs/"
 _BOOK = "https://jax-ml.github.io/scaling-book/tpus/ (links, to other slices, and to the host)"
-# Matmul units: of v6e its own page ("two 256x256 matrix-multiply units"), of all others
+# Matmul units: v6e's own page ("two 256x256 matrix-multiply units"), for the others
 # docs/system-architecture-tpu-vm ("256 x 256 (TPU v6e and TPU7x) or 128 x 128").
-# Of a link: 0.9 of what the maker says of a chip's interconnect, over its links and both ways. The
-# memory for programs is what libtpu 0.0.51 says is there when a program does not fit. Clocks follow
-# from peak / (matmul units x 2 x their size), and reproduce the compiler's cycles.
+# A link: 0.9 of the maker's figure for the chip's interconnect, divided by links and directions.
+# Memory: what libtpu 0.0.51 reports as available when a program does not fit.
+# Clock: peak / (matmul units x 2 x their size), which reproduces the compiler's cycles.
 CHIPS: dict[str, Chip] = {
-    item.name: item
-    for item in (
+    chip.name: chip
+    for chip in (
         Chip(
             name="v4", flops={"bf16": 275e12, "s8": 275e12}, hbm_bytes=int(30.75 * _GIB),
             hbm_bandwidth=1228e9, clock=1.05e9, mxu=128, torus_dims=3,
@@ -226,17 +228,11 @@ CHIPS: dict[str, Chip] = {
                 l2=132_120_576, clock=1.965, memory=192 * 10**9, description="NVIDIA B200",
             ),
         ),
-        # No figures of a maker's: what one core of a server or laptop does, to an order.
+        # Not a maker's figures: the order of magnitude of one core of a server or laptop.
         Chip(
             name="cpu", flops={"bf16": 30e9}, hbm_bytes=2 * _GIB, hbm_bandwidth=5e9,
             link_bandwidth=2e9, network_bandwidth=1e9, host_bandwidth=5e9,
-            sources=("nominal: one core of a machine; its memory is its part of the machine's",),
+            sources=("nominal: one core of a machine, and its share of the machine's memory",),
         ),
     )
 }
-
-
-def chip_named(name: str) -> Chip:
-    """Returns the chip of CHIPS; raises ConfigError with the names there are if there is none."""
-    require_choice("The chip of --topology", name, CHIPS)
-    return CHIPS[name]

@@ -1,16 +1,17 @@
-"""What an instruction costs on a chip: matmuls, memory, kernels. The model, explicit.
+"""The cost of an instruction on a chip: matmuls, memory, kernels.
 
-A TPU's compiler writes into its text how many cycles it expects of each instruction of its own;
-these are taken, and divided by an efficiency. All else is worked out here: a roofline where there
-are no cycles, kernels of attention by their matmuls. Collectives: schedule/wire.py.
+A TPU's compiler writes into its text how many cycles it expects of its own instructions; these are
+used, divided by a fitted efficiency. Everything else is computed here: a roofline where there are
+no cycles, attention kernels by their matmuls. Collectives are in schedule/collective_cost.py.
 """
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from praxis_lite.tools.explain import hlo_matmuls
 from praxis_lite.tools.explain.hlo_text import (
+    Computation,
     Instruction,
     Program,
     arrays_of,
@@ -25,110 +26,122 @@ from praxis_lite.tools.explain.kernels import (
 )
 from praxis_lite.tools.plan.chips import Chip
 
-# By the compiler, of the smallest of its own instructions.
-LEAST_CYCLES = 1830
-FUSIONS = ("fusion", "fusion-start")  # On a GPU the second one runs beside other instructions.
+FUSIONS = ("fusion", "fusion-start")  # fusion-start (GPU) runs next to other instructions.
+_MIN_CYCLES = 1830  # The compiler's estimate for the smallest of its own instructions.
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_SLICES = ("dynamic-slice", "slice", "gather")  # They read only what they return.
+# They write one operand, of this index, into another one in place.
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+_VIEWS = ("bitcast", "reshape")
+# Instructions that move no data.
+_FREE = frozenset({
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota",
+    "partition-id", "replica-id", "opt-barrier", "copy-done", "slice-done", "reshape",
+})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Efficiencies:
-    """Shares of a chip's abilities that programs get; fitted on published runs (docs/plan.md).
+    """Shares of a chip's peak rates that programs reach, fitted on published runs (docs/plan.md).
 
     Attributes:
-      cycles: the compiler's cycles over those that pass; above 1 where it expects too many.
-      kernel: of the peak, that a kernel reaches, Pallas's or cuDNN's, of heads that fill the
-        chip's matmul units (`Chip.filled`).
-      grouped: of the peak, that a kernel's grouped matmul of experts reaches within its tiles; not
-        fitted: what the compiler's own large matmuls do.
-      matmul: of the peak, that a matmul reaches where the compiler tells no cycles.
-      hbm: of the memory's bandwidth, which no instruction exceeds; infinity: it is not asked.
-      link: of a link's bandwidth, which the table of chips has at 0.9 of the maker's.
-      network: of the bandwidth of a TPU to other slices.
-      host: of the bandwidth to the host; not fitted.
-      nodes: of the bandwidth of a GPU to other nodes.
-      hop_seconds: for a message to reach the next device of a ring.
-      network_seconds: for a message to another slice or node.
-      waiting: relative, that a step grows each time the slices double: all wait for the slowest.
-      step_seconds: of a step, whatever is in it.
-      spread: relative; four of five runs were that near to what was predicted.
+      cycles: the compiler's cycles over measured ones; above 1 where it expects too many.
+      kernel: share of the peak that a kernel (Pallas, cuDNN) reaches with heads that fill the
+        chip's matmul units (`Chip.mxu_utilization`).
+      grouped: share of the peak within the tiles of an expert's grouped matmul; not fitted, it is
+        that of the compiler's own large matmuls.
+      matmul: share of the peak of a matmul for which the compiler gives no cycles.
+      hbm: share of the memory's bandwidth that no instruction exceeds; infinity disables the limit.
+      link: share of a link's bandwidth. The table of chips has 0.9 of the maker's figure.
+      network: share of a TPU's bandwidth to other slices.
+      host: share of the bandwidth to the host; not fitted.
+      nodes: share of a GPU's bandwidth to other nodes.
+      hop_seconds: latency of a message to the next device of a ring.
+      network_seconds: latency of a message to another slice or node.
+      waiting: relative growth of a step each time the number of slices doubles, because all of them
+        wait for the slowest.
+      step_seconds: constant seconds of every step.
+      spread: relative error within which four of five runs were predicted.
     """
 
-    cycles: float = 1.0
-    kernel: float = 0.5
+    # By `benchmarks/plan_published.py --fit`. `matmul` and `nodes` are guesses: only one step was
+    # measured on a GPU, an H200, which took 97 ms instead of the predicted 105 (docs/profiles.md).
+    cycles: float = 1.055
+    kernel: float = 0.604
     grouped: float = 0.9
     matmul: float = 0.6
     hbm: float = 1.0
-    link: float = 1.0
-    network: float = 1.0
+    link: float = 1.11
+    network: float = 0.791
     host: float = 1.0
     nodes: float = 0.8
     hop_seconds: float = 1e-6
     network_seconds: float = 1e-4
-    waiting: float = 0.0
+    waiting: float = 0.0261
     step_seconds: float = 0.0
     spread: float = 0.15
 
 
-# By `benchmarks/plan_published.py --fit`. `matmul` and `nodes` are guesses: of GPUs a single step
-# was measured, on an H200, which took 97 ms rather than 105 (docs/profiles.md).
-FITTED = Efficiencies(
-    cycles=1.055, kernel=0.604, matmul=0.6, link=1.11, network=0.791, hop_seconds=1e-6,
-    network_seconds=1e-4, waiting=0.0261, step_seconds=0.0, spread=0.15,
-)
+FITTED = Efficiencies()
 
 
 def compute_seconds(
-    one: Instruction, around: Mapping[str, Instruction], program: Program, chip: Chip,
+    instruction: Instruction, computation: Computation, program: Program, chip: Chip,
     efficiencies: Efficiencies,
 ) -> float:
-    """Returns the seconds of an instruction that is no collective, loop, branch or call."""
-    if result := _CYCLES.search(one.attributes):
-        return int(result.group(1)) / (chip.clock or 1e9) / efficiencies.cycles
-    if one.opcode.endswith("-done"):
+    """Returns the seconds of an instruction that is not a collective, loop, branch or call."""
+    if cycles := _CYCLES.search(instruction.attributes):
+        return int(cycles.group(1)) / (chip.clock or 1e9) / efficiencies.cycles
+    if instruction.opcode.endswith("-done"):
         return 0.0
-    if tiles := tiles_of_experts(one, around) if is_kernel(one) else None:
-        multiplied = tiles.flops / (chip.peak() * efficiencies.grouped)
-        return tiles.count * max(
-            multiplied, tiles.bytes / (chip.hbm_bandwidth * efficiencies.hbm)
-        )
-    if is_kernel(one):
-        # Heads of fewer dims than a matmul unit has rows leave the rest of it idle.
-        dims = dims_per_head(one, around)
-        share = efficiencies.kernel * (1.0 if dims is None else chip.filled(dims))
-        return kernel_flops(one, around) / (chip.peak() * share)
+    if is_kernel(instruction):
+        return _kernel_seconds(instruction, computation, chip, efficiencies)
     if chip.clock is not None:
-        # What has no cycles is free, or hidden behind what has: copies in flight. Not a scatter.
-        least = LEAST_CYCLES / chip.clock / efficiencies.cycles
-        return least if is_update(one, program) and one.opcode == "fusion" else 0.0
-    flops, dtype = _matmul(one, around, program)
+        # On TPU, instructions without cycles are free or overlap with others, except for scatters.
+        is_scatter = instruction.opcode == "fusion" and is_update(instruction, program)
+        return _MIN_CYCLES / chip.clock / efficiencies.cycles if is_scatter else 0.0
+    flops, dtype = _matmul(instruction, computation, program)
     matmul = flops / (chip.peak(dtype) * efficiencies.matmul)
-    return max(matmul, bytes_moved(one, around, program) / chip.hbm_bandwidth)
+    return max(matmul, bytes_moved(instruction, computation, program) / chip.hbm_bandwidth)
 
 
-def is_matmul(one: Instruction, program: Program) -> bool:
-    """Returns True if an instruction is a matmul, or a fusion around a matmul, or a kernel."""
-    if one.opcode in ("dot", "convolution") or is_kernel(one):
+def _kernel_seconds(
+    kernel: Instruction, computation: Computation, chip: Chip, efficiencies: Efficiencies
+) -> float:
+    if tiles := tiles_of_experts(kernel, computation):
+        matmul = tiles.flops / (chip.peak() * efficiencies.grouped)
+        return tiles.count * max(matmul, tiles.bytes / (chip.hbm_bandwidth * efficiencies.hbm))
+    # A head dim smaller than a matmul unit leaves the rest of the unit idle.
+    dims = dims_per_head(kernel, computation)
+    share = efficiencies.kernel * (1.0 if dims is None else chip.mxu_utilization(dims))
+    return kernel_flops(kernel, computation) / (chip.peak() * share)
+
+
+def is_matmul(instruction: Instruction, program: Program) -> bool:
+    """Returns whether an instruction is a matmul, a fusion with a matmul, or a kernel."""
+    if instruction.opcode in ("dot", "convolution") or is_kernel(instruction):
         return True
-    return one.opcode in FUSIONS and any(
+    return instruction.opcode in FUSIONS and any(
         is_matmul(inner, program)
-        for name in callees(one, "calls") for inner in program.computations[name].values()
+        for name in callees(instruction, "calls")
+        for inner in program.computations[name].values()
     )
 
 
 def _matmul(
-    instruction: Instruction, around: Mapping[str, Instruction], program: Program
+    instruction: Instruction, computation: Computation, program: Program
 ) -> tuple[int, str]:
     """Returns the matmul flops of an instruction and its calls, and its operands' type."""
-    flops, dtype = hlo_matmuls.matmul_flops(instruction, around), "bf16"
+    flops, dtype = hlo_matmuls.matmul_flops(instruction, computation), "bf16"
     if flops:
-        return flops, hlo_matmuls.matmul_type(instruction, around)
+        return flops, hlo_matmuls.matmul_type(instruction, computation)
     if instruction.opcode in (*FUSIONS, "call"):
         for name in callees(instruction, "calls") or callees(instruction, "to_apply"):
             inside = program.computations[name]
             for inner in inside.values():
-                more, of = _matmul(inner, inside, program)
-                flops, dtype = flops + more, of if more else dtype
+                inner_flops, inner_dtype = _matmul(inner, inside, program)
+                if inner_flops:
+                    flops, dtype = flops + inner_flops, inner_dtype
     return flops, dtype
 
 
@@ -138,96 +151,91 @@ def bytes_of(shape: str) -> int:
 
 
 def bytes_moved(
-    instruction: Instruction, around: Mapping[str, Instruction], program: Program,
+    instruction: Instruction, computation: Computation, program: Program,
     size: Callable[[str], int] = bytes_of,
 ) -> int:
     """Returns the bytes that an instruction reads and writes.
 
-    Of a slice, of the rows of a table and of an update in place only the part that is taken.
+    Slices, gathers and in-place updates count only the part of an array that they access.
 
     Args:
-      size: the bytes of a shape that count.
+      size: returns the bytes of a shape to count.
     """
     if instruction.opcode in _FREE:
         return 0
+    operands = [
+        size(computation[name].shape) for name in instruction.operands if name in computation
+    ]
     if instruction.opcode not in FUSIONS:
-        return _part(instruction, around, size) or size(instruction.shape) + sum(
-            size(around[name].shape) for name in instruction.operands if name in around
-        )
+        sliced = _sliced_bytes(instruction, computation, size)
+        return sliced or size(instruction.shape) + sum(operands)
     inside = program.computations[callees(instruction, "calls")[0]]
-    # The shape of a begin has the operands too.
-    is_begin = instruction.opcode != "fusion"
-    result = size(root_of(inside).shape if is_begin else instruction.shape)
-    if is_update(instruction, program) and result:
-        root = _behind_names(root_of(inside), inside)
-        result = bytes_of(inside[root.operands[_UPDATES[root.opcode]]].shape)
-    reads = [size(around[name].shape) for name in instruction.operands if name in around]
+    # The shape of a fusion-start contains the operands too.
+    is_start = instruction.opcode == "fusion-start"
+    written = size(root_of(inside).shape if is_start else instruction.shape)
+    if is_update(instruction, program) and written:
+        update = _behind_views(root_of(inside), inside)
+        written = bytes_of(inside[update.operands[_UPDATES[update.opcode]]].shape)
     for inner in inside.values():
-        index = int(inner.operands[0]) if inner.opcode == "parameter" else len(reads)
-        if index < len(reads) and reads[index]:
-            parts = _parts_read(inner.name, inside)
-            reads[index] = reads[index] if parts is None else parts
-    return result + sum(reads)
+        index = int(inner.operands[0]) if inner.opcode == "parameter" else len(operands)
+        if index < len(operands) and operands[index]:
+            sliced = _bytes_read_in_slices(inner.name, inside)
+            if sliced is not None:
+                operands[index] = sliced
+    return written + sum(operands)
 
 
-def is_update(one: Instruction, program: Program) -> bool:
-    """Returns True if an instruction writes a part of an array in place."""
-    if one.opcode in FUSIONS:
-        inside = program.computations[callees(one, "calls")[0]]
-        return _behind_names(root_of(inside), inside).opcode in _UPDATES
-    return one.opcode in _UPDATES
+def is_update(instruction: Instruction, program: Program) -> bool:
+    """Returns whether an instruction writes a part of an array in place."""
+    if instruction.opcode in FUSIONS:
+        inside = program.computations[callees(instruction, "calls")[0]]
+        return _behind_views(root_of(inside), inside).opcode in _UPDATES
+    return instruction.opcode in _UPDATES
 
 
-def _part(
-    instruction: Instruction, around: Mapping[str, Instruction], size: Callable[[str], int]
+def _sliced_bytes(
+    instruction: Instruction, computation: Computation, size: Callable[[str], int]
 ) -> int:
-    """Returns the bytes of the part that is read and written, or 0 if the arrays are whole."""
-    whole = around.get(instruction.operands[0]) if instruction.operands else None
-    ends = (size(instruction.shape) > 0) + (whole is not None and size(whole.shape) > 0)
+    """Returns the bytes that a slice or update reads and writes, or 0 for other instructions."""
+    array = computation.get(instruction.operands[0]) if instruction.operands else None
+    ends = (size(instruction.shape) > 0) + (array is not None and size(array.shape) > 0)
     if instruction.opcode in _SLICES:
         return ends * bytes_of(instruction.shape)
     if instruction.opcode in _UPDATES:
-        return ends * bytes_of(around[instruction.operands[_UPDATES[instruction.opcode]]].shape)
+        update = instruction.operands[_UPDATES[instruction.opcode]]
+        return ends * bytes_of(computation[update].shape)
     return 0
 
 
-def _parts_read(name: str, inside: Mapping[str, Instruction]) -> int | None:
-    """Returns the bytes that are read of an array, or None unless all users read parts."""
+def _bytes_read_in_slices(name: str, computation: Computation) -> int | None:
+    """Returns the bytes that are read of an array, or None unless all users read slices of it."""
     total = 0
-    users = [inner for inner in inside.values() if name in inner.operands]
-    for inner in users:
-        if _is_name(inner):
-            parts = _parts_read(inner.name, inside)
-            if parts is None:
+    users = [user for user in computation.values() if name in user.operands]
+    for user in users:
+        if _is_view(user):
+            sliced = _bytes_read_in_slices(user.name, computation)
+            if sliced is None:
                 return None
-            total += parts
-        elif inner.operands[0] != name or inner.opcode not in (*_SLICES, *_UPDATES):
+            total += sliced
+        elif user.operands[0] != name or user.opcode not in (*_SLICES, *_UPDATES):
             return None
-        elif inner.opcode in _SLICES:
-            total += bytes_of(inner.shape)
+        elif user.opcode in _SLICES:
+            total += bytes_of(user.shape)
     return total if users else None
 
 
-def _behind_names(one: Instruction, inside: Mapping[str, Instruction]) -> Instruction:
-    return _behind_names(inside[one.operands[0]], inside) if _is_name(one) else one
+def _behind_views(instruction: Instruction, computation: Computation) -> Instruction:
+    while _is_view(instruction):
+        instruction = computation[instruction.operands[0]]
+    return instruction
 
 
-def _is_name(one: Instruction) -> bool:
-    """Returns True for an array under another name.
+def _is_view(instruction: Instruction) -> bool:
+    """Returns whether an instruction returns its operand's data without moving it.
 
-    A fusion within a fusion whose result has its operand's place is one too: on TPU7x it tells
-    that the rows of a tile are numbered in another way.
+    A nested fusion that aliases its operand is one too: on TPU7x it renumbers the rows of a tile.
     """
-    return one.opcode in _NAMES or (
-        one.opcode == "fusion" and "output_to_operand_aliasing={{}: (0, {})}" in one.attributes
+    return instruction.opcode in _VIEWS or (
+        instruction.opcode == "fusion"
+        and "output_to_operand_aliasing={{}: (0, {})}" in instruction.attributes
     )
-
-
-_SLICES = ("dynamic-slice", "slice", "gather")  # They read what they give.
-_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # In place; by the operand that is written.
-_NAMES = ("bitcast", "reshape")
-# Names of values, and what a program has only to be written down.
-_FREE = frozenset({
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota",
-    "partition-id", "replica-id", "opt-barrier", "copy-done", "slice-done", "reshape",
-})

@@ -1,8 +1,9 @@
-"""The plan of decoding: a token's seconds against the memory's limit, and those before the first.
+"""Figures of decoding: a token's seconds, their lower limit, and the time to the first token.
 
-A decoding step is compiled whole, as it runs: the prompts' way into the cache, and a loop of which
-each turn makes a token for each row. The turn is what is planned; all around the loop comes before
-the first token. At best a turn reads all weights and the cache once, at the memory's bandwidth.
+A compiled decoding step has a prefill, which fills the cache with the prompts, and a loop that
+makes a token for each row in an iteration. The plan's seconds are those of an iteration; everything
+outside of the loop comes before the first token. An iteration must read all weights and the cache
+once, which at the memory's bandwidth is its lower limit.
 """
 
 import dataclasses
@@ -21,24 +22,26 @@ from praxis_lite.tools.explain.hlo_runs import trip_count
 from praxis_lite.tools.explain.hlo_text import Program, callees
 from praxis_lite.tools.plan.chips import Chip
 
-# A language model's prompts. What other tasks read for each token is not known here.
+# The inputs of a language model. What other tasks read for each token is not known here.
 _PROMPTS = {"ids", "prefix_lengths", "weights"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """The figures of a decoding step besides those of its turn, which are the StepPlan's.
+    """The figures of a decoding step, in addition to its StepPlan, which is of one iteration.
 
     Attributes:
-      batch_size, rows: prompts; and sequences that get a token in a turn: prompts x hypotheses.
-      prompt_length, max_decode_steps: of the batch, padded, and of the decoder: at most.
-      first_token_seconds: from the batch to the first token: the prompts' way into the cache.
+      batch_size: prompts.
+      rows: sequences that get a token in an iteration: prompts x hypotheses.
+      prompt_length: padded length of the prompts.
+      max_decode_steps: of the decoder.
+      first_token_seconds: seconds until the first token (prefill).
       tokens_per_second: of all devices together, while the loop runs.
-      weight_bytes, cache_bytes: that a device reads for a token of each row: of weights all but
-        tables of which only rows are read; of the cache all places, filled or not. None where the
-        task is no language model.
-      limit_seconds: both over the memory's bandwidth; None as they are.
-      share_of_limit: `limit_seconds` over the seconds of a turn.
+      weight_bytes: bytes of weights that a device reads in an iteration, without embedding tables.
+        This and the fields below are None if the task is not a language model.
+      cache_bytes: bytes of the cache on a device, filled or not.
+      limit_seconds: weight_bytes and cache_bytes over the memory's bandwidth.
+      share_of_limit: `limit_seconds` over the seconds of an iteration.
     """
 
     batch_size: int
@@ -61,7 +64,8 @@ def decoding_of(
 
     Args:
       element_spec: shapes and types of a batch of prompts.
-      token_seconds, first_token_seconds: of a turn of the loop over tokens; of all around it.
+      token_seconds: of an iteration of the loop over tokens.
+      first_token_seconds: of everything outside of the loop.
     """
     task = partitioner.task
     batch_size, prompt_length = element_spec["ids"].shape
@@ -83,14 +87,14 @@ def decoding_of(
 
 
 def loop_over_tokens(program: Program) -> str | None:
-    """Returns the body of the loop that ends when all rows have, or None if there is no such loop.
+    """Returns the body of the loop that ends when all rows have ended, or None.
 
-    It is the largest of those whose number of turns is not known before they run.
+    It is the largest loop of unknown trip count.
     """
     bodies = [
-        callees(one, "body")[0] for around in program.computations.values()
-        for one in around.values()
-        if one.opcode == "while" and trip_count(program, around, one) is None
+        callees(instruction, "body")[0] for computation in program.computations.values()
+        for instruction in computation.values()
+        if instruction.opcode == "while" and trip_count(program, computation, instruction) is None
     ]
     return max(bodies, key=lambda name: len(program.computations[name]), default=None)
 
@@ -98,16 +102,16 @@ def loop_over_tokens(program: Program) -> str | None:
 def weight_bytes(partitioner: Partitioner) -> int:
     """Returns the bytes of weights that a device reads for a token, as decoding stores them.
 
-    Of a table that ids are looked up in only rows are read; they count as nothing.
+    Embedding tables are left out, because only a few of their rows are read.
     """
-    tables = set(_tables(partitioner))
+    tables = set(_embedding_tables(partitioner))
     return sum(
         leaf.bytes_per_device for leaf in partitioner.decode_step.layout.leaves()
         if leaf.path not in tables
     )
 
 
-def _tables(partitioner: Partitioner) -> Iterator[str]:
+def _embedding_tables(partitioner: Partitioner) -> Iterator[str]:
     module = partitioner.task.model.abstract_module()
     for path, layer in nnx.compat.iter_modules(module) if module is not None else ():
         if isinstance(layer, Embedding) and layer.lookup_style == "index":
@@ -115,9 +119,9 @@ def _tables(partitioner: Partitioner) -> Iterator[str]:
 
 
 def cache_bytes(partitioner: Partitioner, num_rows: int, length: int) -> int:
-    """Returns the bytes of the cache on a device, of so many rows of that length.
+    """Returns the bytes per device of a KV cache for `num_rows` rows of `length` tokens.
 
-    The split of an empty cache is the compiler's to say: layers constrain it, and it fills in.
+    The compiler decides how an empty cache is split, within the constraints of the layers.
     """
     step: StepOfWeights = partitioner.decode_step
     empty = partitioner.with_mdl_vars(

@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.train_state import StateLayout
-from praxis_lite.core.sharding.devices.libtpu import mismatch
 from praxis_lite.core.sharding.inputs import num_rows_of
 from praxis_lite.run.experiment.experiment import Job
 from praxis_lite.run.trainer.job_on_mesh import print_compiler_options, use_compilation_cache
@@ -19,29 +18,29 @@ from praxis_lite.run.trainer.layout_table import layout_warnings, mesh_text
 from praxis_lite.tools.explain.compiler_warnings import explained_warnings
 from praxis_lite.tools.explain.explain import explained_step
 from praxis_lite.tools.explain.explain_page import ExplainedStep, in_notebook, page
-from praxis_lite.tools.plan.measured.residuals import corrected, read_residuals
-from praxis_lite.tools.plan.planned_job import planned_partitioner, step_specs
+from praxis_lite.tools.plan.job_on_topology import planned_partitioner, step_specs
+from praxis_lite.tools.plan.plan_text import decoding_table, figures, plan_text
 from praxis_lite.tools.plan.predict import plan_step
-from praxis_lite.tools.plan.report import decoding_table, figures, plan_text
+from praxis_lite.tools.plan.residuals import corrected, read_residuals
 from praxis_lite.tools.plan.step_plan import EXPERT_LOAD, StepPlan
-from praxis_lite.tools.plan.topology import Topology, topology_of
+from praxis_lite.tools.plan.topology import Topology
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The predicted steps of an experiment on devices that need not be there.
+    """The predicted steps of an experiment on devices that need not exist.
 
-    It prints as --mode=plan does, and a notebook draws what each device holds and sends.
+    `print` shows what --mode=plan prints; a notebook draws what each device stores and sends.
 
     Attributes:
       experiment: its full name.
       topology: the devices.
-      mesh: of them.
-      layout: of the state: shapes, specs and bytes per device of each array.
-      warnings: on the layout, in sentences.
-      steps: the predictions, in the order asked for: seconds, bytes and shares of the peak.
+      mesh: the mesh of these devices.
+      layout: shapes, specs and bytes per device of each array of the train state.
+      warnings: sentences about the layout.
+      steps: the predictions, in the requested order: seconds, bytes and shares of the peak.
       drawn: the steps that compiled, as the page draws them.
-      text: all that --mode=plan prints of it.
+      text: what --mode=plan prints.
     """
 
     experiment: str
@@ -61,11 +60,11 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """True if each step's memory is no more than the device's."""
+        """Whether every step fits in a device's memory."""
         return all(step.fits for step in self.steps)
 
     def page(self) -> str:
-        """Returns the page of --html: a whole HTML page that asks nothing of the network."""
+        """Returns the page of --html, a self-contained HTML page without network requests."""
         return page(self.experiment, self.mesh, self.layout, self.warnings, self.drawn)
 
     def json_text(self) -> str:
@@ -74,7 +73,7 @@ class Plan:
         return json.dumps(first | {"other_steps": others}, indent=1) + "\n"
 
     def require_fit(self) -> None:
-        """Raises ConfigError if a step does not fit; names the first, and what to change."""
+        """Raises ConfigError if a step does not fit, which names the step and what to change."""
         for step in self.steps:
             if not step.fits:
                 raise ConfigError(
@@ -84,27 +83,15 @@ class Plan:
                 )
 
 
-def chosen_topology(name: str, num_slices: int) -> Topology:
-    """Returns the topology of --topology and --num_slices.
-
-    Raises:
-      ConfigError: as `topology_of`.
-    """
-    topology = topology_of(name, num_slices)
-    if topology.compiled_for == "tpu" and (message := mismatch()):
-        print(f"WARNING: {message}")
-    return topology
-
-
 @contextlib.contextmanager
 def compiling_for(topology: Topology) -> Iterator[None]:
-    """Sets JAX's cache of compiled programs for a topology's, while it is entered."""
+    """Configures JAX's compilation cache for compiling a topology's programs."""
     if topology.compiled_for != "tpu":
         use_compilation_cache()
         yield
         return
     before = jax.config.jax_enable_compilation_cache
-    # JAX (0.10 to 0.12) cannot read back a program for devices that are not there, and warns.
+    # JAX (0.10 to 0.12) cannot load a cached program for absent devices, and warns.
     jax.config.update("jax_enable_compilation_cache", False)
     try:
         yield
@@ -122,45 +109,47 @@ def plan_job(
 
     Args:
       steps: "train", "eval" or "decode".
-      batch_sizes: of prompts, each a plan of "decode"; empty: that of the job's first dataset.
-      print_text: told each part of the text as soon as it is known, without its last line break.
+      print_text: called with each part of the text as soon as it is known, without its last line
+        break.
       experiment: its full name.
+      batch_sizes: numbers of prompts, for a plan of "decode" each; empty: the batch size of the
+        job's first dataset.
+      residuals: the file of residuals that correct the seconds; None: no correction.
       expert_load: see StepPlan.
-      residuals: the file of steps that ran, which correct the seconds; None: there is none.
 
     Raises:
-      ConfigError: the mesh does not fill the topology, there is no dataset for a step, or the file
-        of residuals is damaged.
+      ConfigError: the mesh does not fill the topology, there is no dataset for a step, or the
+        residuals file is damaged.
     """
     earlier = read_residuals(residuals) if residuals is not None else []
     texts: list[str] = []
 
-    def say(text: str) -> None:
+    def add(text: str) -> None:
         texts.append(text)
         print_text(text)
 
     partitioner = planned_partitioner(job, topology)
     mesh, layout = partitioner.mesh, partitioner.layout
     where = f"{mesh_text(mesh.shape)} on {topology.name}"
-    say(f"{where}: {mesh.size} devices, none of them needed here")
+    add(f"{where}: {mesh.size} devices, none of them needed here")
     print_compiler_options(partitioner)
     warnings = layout_warnings(layout)
     for warning in warnings:
-        say(f"WARNING: {warning}")
+        add(f"WARNING: {warning}")
     plans, drawn = [], []
     chosen = [partitioner.steps[step] for step in steps]
     for step, name, spec in step_specs(job, partitioner, chosen, batch_sizes):
-        say(f"\n{step.name}, batches of {name}, {num_rows_of(spec)} rows")
-        with compiling_for(topology), explained_warnings(say):
-            item = plan_step(partitioner, step, spec, topology)
-        item = dataclasses.replace(item, expert_load=expert_load)
-        item = corrected(item, topology.chip.name, mesh.shape, residuals, earlier)
-        say(plan_text(item))
-        if item.compiled is not None:
-            shown = explained_step(partitioner, step, name, spec, item.compiled)
-            drawn.append(dataclasses.replace(shown, figures=figures(item)))
-        # What is compiled is large, and no longer needed.
-        plans.append(dataclasses.replace(item, compiled=None))
-    if len(decoded := [item for item in plans if item.step == "decode"]) > 1:
-        say("\n" + decoding_table(decoded))
+        add(f"\n{step.name}, batches of {name}, {num_rows_of(spec)} rows")
+        with compiling_for(topology), explained_warnings(add):
+            plan = plan_step(partitioner, step, spec, topology)
+        plan = dataclasses.replace(plan, expert_load=expert_load)
+        plan = corrected(plan, topology.chip.name, mesh.shape, residuals, earlier)
+        add(plan_text(plan))
+        if plan.compiled is not None:
+            explained = explained_step(partitioner, step, name, spec, plan.compiled)
+            drawn.append(dataclasses.replace(explained, figures=figures(plan)))
+        # The compiled program is large, and no longer needed.
+        plans.append(dataclasses.replace(plan, compiled=None))
+    if len(decoded := [plan for plan in plans if plan.step == "decode"]) > 1:
+        add("\n" + decoding_table(decoded))
     return Plan(experiment, topology, mesh, layout, warnings, plans, drawn, "\n".join(texts))

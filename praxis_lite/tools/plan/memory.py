@@ -1,4 +1,4 @@
-"""Parts of a device's memory in a step, and the changes to make where it does not fit."""
+"""The parts of a device's memory in a step, and what to change if the step does not fit."""
 
 import dataclasses
 import math
@@ -15,17 +15,17 @@ from praxis_lite.tools.explain.hlo_text import arrays_of, callees, op_name_of, p
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of a device in a step.
+    """Bytes on a device in a step.
 
     Attributes:
       peak: arguments + outputs - donated + temporaries, as the compiler plans them.
-      weights, slots: of the state, padding included; slots with averages of weights.
-      batch: all else that a step is handed.
-      gradients, activations: of scanned stacks: what the backward pass's loop fills, and what the
-        forward pass's keeps for it. Of other layers they are among the temporaries.
-      temporaries: all else.
-      padding: the part of weights and slots that is padding.
-      host: in the host's memory, of the state and what is offloaded to it; no part of `peak`.
+      weights, slots: of the state, with padding; moving averages of weights count as slots.
+      batch: all other arguments.
+      gradients, activations: of scanned layers: arrays that the loop of the backward pass fills,
+        and those that the forward pass saves for it. Those of other layers are temporaries.
+      temporaries: everything else.
+      padding: the padding within weights and slots.
+      host: bytes in host memory (offloaded state and activations), not part of `peak`.
     """
 
     peak: int
@@ -39,7 +39,7 @@ class Memory:
     host: int = 0
 
     def table(self) -> str:
-        """Returns a line per part, the largest first, and the padding."""
+        """Returns a line per part, the largest first, then padding and host memory."""
         parts = {
             "weights": self.weights, "optimizer slots": self.slots, "batch": self.batch,
             "gradients of scanned layers": self.gradients,
@@ -50,35 +50,37 @@ class Memory:
             f"  {name:<36}{format_bytes(size):>12}  {size / max(self.peak, 1):>6.1%}"
             for name, size in sorted(parts.items(), key=lambda part: -part[1])
         ]
-        if self.padding:
-            lines.append(f"  {'(padding, within weights and slots)':<36}"
-                         f"{format_bytes(self.padding):>12}")
-        if self.host:
-            name = "(besides, in the host's memory)"
-            lines.append(f"  {name:<36}{format_bytes(self.host):>12}")
+        others = {
+            "(padding, within weights and slots)": self.padding,
+            "(besides, in the host's memory)": self.host,
+        }
+        lines += [
+            f"  {name:<36}{format_bytes(size):>12}" for name, size in others.items() if size
+        ]
         return "\n".join(lines)
 
 
 def memory_of(layout: StateLayout, planned: hlo.MemoryPerDevice, text: str, step: Step) -> Memory:
-    """Returns how the memory that the compiler plans for a step is taken.
+    """Divides the memory that the compiler plans for a step into its parts.
 
     Args:
-      step: one that trains holds all of the layout, others weights alone, in their own layout.
-      text: of the compiled step.
+      layout: the layout of the train state, which a training step takes. Other steps take weights
+        only, in the step's own layout.
+      text: the compiled step.
     """
-    held = list(layout.leaves() if step.trains else step.layout.leaves())
+    leaves = layout.leaves() if step.trains else step.layout.leaves()
+    leaves = [leaf for leaf in leaves if not (leaf.is_on_host and planned.host)]
     weights, slots = 0, 0
-    held = [leaf for leaf in held if not (leaf.is_on_host and planned.host)]
-    for leaf in held:
+    for leaf in leaves:
         if step.trains and kind_of(leaf) != "weights":
             slots += leaf.bytes_per_device
         else:
             weights += leaf.bytes_per_device
-    padding = sum(leaf.bytes_per_device * leaf.padding_share for leaf in held)
+    padding = sum(leaf.bytes_per_device * leaf.padding_share for leaf in leaves)
     gradients, activations = bytes_of_stacks(text) if step.trains else (0, 0)
     batch = max(0, planned.arguments - weights - slots)
     rest = planned.peak - weights - slots - batch
-    # Buffers are shared: what the stacks hold cannot be more than there is.
+    # Arrays can share buffers, so the sum over stacks may exceed the memory that is left.
     activations = min(activations, max(0, rest))
     gradients = min(gradients, max(0, rest - activations))
     return Memory(
@@ -89,10 +91,14 @@ def memory_of(layout: StateLayout, planned: hlo.MemoryPerDevice, text: str, step
 
 
 def bytes_of_stacks(text: str) -> tuple[int, int]:
-    """Returns the bytes of the arrays, an entry per turn, that backward and forward loops fill."""
+    """Returns the bytes of stacked arrays, one entry per layer, that loops over layers fill.
+
+    Returns:
+      Bytes filled by backward loops (gradients), and by forward loops (saved activations).
+    """
     program = parse(text)
     entry = program.computations[program.entry]
-    totals = {True: 0, False: 0}
+    gradients = activations = 0
     for loop in entry.values():
         if loop.opcode != "while":
             continue
@@ -101,21 +107,31 @@ def bytes_of_stacks(text: str) -> tuple[int, int]:
         root = root_of(body)
         if not trips or root.opcode != "tuple":
             continue
-        # By most names in it: with several slices XLA drops the loop's own.
-        names = [name for element in body.values() if (name := op_name_of(element))]
+        # A majority of names decides: with several slices XLA drops the name of the loop itself.
+        names = [name for instruction in body.values() if (name := op_name_of(instruction))]
         is_backward = 2 * sum("transpose(" in name for name in names) > len(names)
+        filled = 0
         for index, name in enumerate(root.operands):
-            item = body[name]
-            kept = item.opcode == "get-tuple-element" and f"index={index}," in item.attributes + ","
-            arrays = arrays_of(item.shape)
-            # With several slices XLA takes the last turn out of the loop.
-            if not kept and arrays and arrays[0].dims[:1] in ((trips,), (trips + 1,)):
-                totals[is_backward] += sum(array.bytes for array in arrays)
-    return totals[True], totals[False]
+            output = body[name]
+            is_unchanged = output.opcode == "get-tuple-element" and (
+                f"index={index}," in output.attributes + ","
+            )
+            arrays = arrays_of(output.shape)
+            # With several slices XLA peels off the last iteration of the loop.
+            if not is_unchanged and arrays and arrays[0].dims[:1] in ((trips,), (trips + 1,)):
+                filled += sum(array.bytes for array in arrays)
+        if is_backward:
+            gradients += filled
+        else:
+            activations += filled
+    return gradients, activations
 
 
 def out_of_memory(error: Exception) -> tuple[int, str] | None:
-    """Returns the bytes that a compiler wanted of a device, and its words; None: another error."""
+    """Returns the bytes per device that an out-of-memory error asks for, and its message.
+
+    Returns None for any other error.
+    """
     message = str(error)
     if "RESOURCE_EXHAUSTED" not in message and "Ran out of memory" not in message:
         return None
@@ -128,20 +144,21 @@ def out_of_memory(error: Exception) -> tuple[int, str] | None:
 
 
 def what_to_change(memory: Memory | None, layout: StateLayout, available: int) -> str:
-    """Returns, for a step that does not fit, what would make it fit, the largest part first.
+    """Returns advice for a step that does not fit, about the largest part of its memory first.
 
     Args:
-      memory: None where the compiler gave up.
+      memory: None if the compiler ran out of memory.
+      available: bytes of a device.
     """
     num_devices = math.prod(layout.axis_sizes.values())
-    held = bytes_per_device(layout)
-    state = sum(held.values())
-    slots = state - held.get("weights", 0)
+    bytes_by_kind = bytes_per_device(layout)
+    state = sum(bytes_by_kind.values())
+    slots = state - bytes_by_kind.get("weights", 0)
     changes = []
     if state > available / 2:
-        more = -(-2 * state // available)
+        factor = -(-2 * state // available)
         changes.append(
-            f"a mesh of at least {more * num_devices} devices, over which a preset such as fsdp "
+            f"a mesh of at least {factor * num_devices} devices, over which a preset such as fsdp "
             "splits weights and slots"
         )
         if slots > state / 2:
@@ -151,11 +168,11 @@ def what_to_change(memory: Memory | None, layout: StateLayout, available: int) -
                 "low_precision_slots)"
             )
     activations = memory.activations + memory.temporaries if memory else 0
-    words = [
+    for_activations = [
         "checkpoint_policy='save_nothing' of the stack, or {'iteration_input': 'offload'}",
         "micro-batches (Learner.gradient_accumulation_steps)", "fewer rows per device",
         "a softmax in chunks (softmax chunk_size)",
     ]
     if memory is None or activations > available / 4 or not changes:
-        changes += words
+        changes += for_activations
     return "Change one of: " + "; ".join(changes) + "."

@@ -1,7 +1,6 @@
-"""A plan: a compiled step's memory, traffic and seconds on each device of a topology."""
+"""Compiles a step for a topology and predicts its memory, traffic and seconds."""
 
 import math
-import re
 import tempfile
 import time
 from pathlib import Path
@@ -9,91 +8,85 @@ from typing import Any
 
 import jax
 
-from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout
+from praxis_lite.core.sharding.inputs import num_rows_of
 from praxis_lite.lowered.mended_products import mended
 from praxis_lite.run.checkpoints.init.kept_arrays import whole_layout
 from praxis_lite.tools.explain import hlo
 from praxis_lite.tools.explain.hlo_text import parse
 from praxis_lite.tools.plan.costs import FITTED, Efficiencies
 from praxis_lite.tools.plan.decoding import decoding_of, loop_over_tokens
+from praxis_lite.tools.plan.job_on_topology import PLANNING_OPTIONS
 from praxis_lite.tools.plan.memory import memory_of, out_of_memory, what_to_change
-from praxis_lite.tools.plan.planned_job import PLANNING_OPTIONS
 from praxis_lite.tools.plan.schedule.schedule import schedule
-from praxis_lite.tools.plan.schedule.timeline import Mesh
 from praxis_lite.tools.plan.search.formulas import bubble_share
 from praxis_lite.tools.plan.step_plan import StepPlan
-from praxis_lite.tools.plan.topology import Topology, mesh_of
+from praxis_lite.tools.plan.topology import PhysicalMesh, Topology, physical_mesh
 
 PyTree = Any
 
 
 def plan_step(
-    partitioner: Partitioner, step: Step, element_spec: PyTree, topology: Topology,
-    efficiencies: Efficiencies = FITTED,
+    partitioner: Partitioner, step: Step, element_spec: PyTree, topology: Topology
 ) -> StepPlan:
-    """Compiles a step and returns its plan; a step too large for the compiler has a plan, too.
+    """Compiles a step and returns its plan, also if the compiler runs out of memory.
 
     Args:
-      step: of the partitioner.
+      step: a step of the partitioner.
       element_spec: shapes and types of a global batch.
 
     Raises:
-      ConfigError: what a layer or the task refuses when it is traced, or XLA's text cannot be read.
+      ConfigError: a layer or the task raised it while the step was traced.
     """
     chip, start = topology.chip, time.monotonic()
     lowered = mended(step.lower(element_spec), partitioner.mesh)
     try:
         compiled = compiled_readably(lowered, topology)
     except jax.errors.JaxRuntimeError as error:
-        expected = out_of_memory(error)
-        if expected is None:
+        needed = out_of_memory(error)
+        if needed is None:
             raise
+        num_bytes, message = needed
         return StepPlan(
             **_common(partitioner, step, element_spec, topology), fits=False,
-            peak_bytes_per_device=max(expected[0], chip.hbm_bytes + 1),
-            compile_seconds=time.monotonic() - start, notes=(f"the compiler: {expected[1]}",),
+            peak_bytes_per_device=max(num_bytes, chip.hbm_bytes + 1),
+            compile_seconds=time.monotonic() - start, notes=(f"the compiler: {message}",),
             why_not=what_to_change(None, partitioner.layout, chip.hbm_bytes),
         )
     return plan_of_compiled(
-        partitioner, step, element_spec, topology, compiled, time.monotonic() - start, efficiencies
+        partitioner, step, element_spec, topology, compiled, time.monotonic() - start
     )
 
 
 def plan_of_compiled(
     partitioner: Partitioner, step: Step, element_spec: PyTree, topology: Topology,
-    compiled: jax.stages.Compiled, compile_seconds: float, efficiencies: Efficiencies = FITTED,
+    compiled: jax.stages.Compiled, compile_seconds: float,
 ) -> StepPlan:
-    """Returns the plan of a step that is compiled for the topology's devices; as `plan_step`."""
+    """Returns the plan of a step that is already compiled for the topology's devices."""
     layout, mesh, chip = partitioner.layout, partitioner.mesh, topology.chip
-    planned = hlo.memory_per_device(compiled)
-    if planned is None:
-        raise ConfigError(f"The compiler for {topology.name} does not tell the memory of a step.")
-    text = text_of(compiled, topology)
-    memory = memory_of(layout, planned, text, step)
+    text = compiled.as_text()
+    memory = memory_of(layout, hlo.memory_per_device(compiled), text, step)
     fits = memory.peak <= chip.hbm_bytes
-    places = mesh_of(dict(mesh.shape), list(mesh.devices.flat), topology)
-    is_decoded = step is partitioner.decode_step and partitioner.task.decoder is not None
-    loop = loop_over_tokens(parse(text)) if is_decoded else None
-    fields = timed(text, topology, places, num_units(element_spec), efficiencies, loop)
+    physical = physical_mesh(dict(mesh.shape), list(mesh.devices.flat), topology)
+    has_decoder = step is partitioner.decode_step and partitioner.task.decoder is not None
+    loop = loop_over_tokens(parse(text)) if has_decoder else None
+    fields = predicted_fields(text, topology, physical, num_units(element_spec), loop_body=loop)
     if loop is not None:
-        first = schedule(text, chip, places, efficiencies, without=loop).seconds
+        first = schedule(text, chip, physical, skipped_loop=loop).seconds
         decoding = decoding_of(partitioner, element_spec, chip, fields["step_seconds"], first)
         per_device = decoding.tokens_per_second / mesh.size
         fields |= {"decoding": decoding, "tokens_per_second": per_device, "unit": "tokens"}
+    bubbles = None
+    if step is not partitioner.decode_step:
+        bubbles = bubble_share(partitioner.task.model, num_rows_of(element_spec))
     return StepPlan(
         **_common(partitioner, step, element_spec, topology) | fields, fits=fits,
         peak_bytes_per_device=memory.peak, compile_seconds=compile_seconds, memory=memory,
-        compiled=compiled, bubble_share=_bubbles(partitioner, step, element_spec),
+        compiled=compiled, bubble_share=bubbles,
         why_not="" if fits else what_to_change(memory, layout, chip.hbm_bytes),
     )
-
-
-def _bubbles(partitioner: Partitioner, step: Step, element_spec: PyTree) -> float | None:
-    rows = next(iter(jax.tree.leaves(element_spec))).shape[0]
-    return None if step is partitioner.decode_step else bubble_share(partitioner.task.model, rows)
 
 
 def _common(
@@ -101,7 +94,7 @@ def _common(
 ) -> dict[str, Any]:
     unit = partitioner.task.weight_unit
     if unit == "examples" and len(getattr(_weights(element_spec), "shape", ())) > 1:
-        unit = "tokens"  # A loss of one's own: a weight for each.
+        unit = "tokens"  # A custom loss with a weight per token.
     return {
         "step": step.kind, "topology": topology.name, "num_devices": partitioner.mesh.size,
         "hbm_bytes_per_device": topology.chip.hbm_bytes,
@@ -110,34 +103,35 @@ def _common(
     }
 
 
-def timed(
-    text: str, topology: Topology, mesh: Mesh, num_units: float,
-    efficiencies: Efficiencies = FITTED, turn_of: str | None = None,
+def predicted_fields(
+    text: str, topology: Topology, mesh: PhysicalMesh, num_units: float,
+    efficiencies: Efficiencies = FITTED, loop_body: str | None = None,
 ) -> dict[str, Any]:
     """Returns the fields of a StepPlan that follow from a program's text.
 
     Args:
       num_units: tokens, or rows, of a global batch.
-      turn_of: the body of a loop, a turn of which is the step.
+      loop_body: body of a loop (decoding); one iteration of it then counts as the step.
     """
     chip, num_devices = topology.chip, len(topology.devices)
-    result = schedule(text, chip, mesh, efficiencies, turn_of=turn_of)
-    low, middle, high = (efficiencies.step_seconds + result.seconds,) * 3
+    timeline = schedule(text, chip, mesh, efficiencies, loop_body=loop_body)
+    low, middle, high = (efficiencies.step_seconds + timeline.seconds,) * 3
     notes = []
     if topology.compiled_for == "tpu":
-        # A ring that turns both ways uses both links of an axis; the text does not tell which.
+        # The text does not show whether a permute uses the links of both directions.
         low = efficiencies.step_seconds + schedule(
-            text, chip, mesh, efficiencies, both_links=True, turn_of=turn_of
+            text, chip, mesh, efficiencies, both_links=True, loop_body=loop_body
         ).seconds
-        waits = 1 + efficiencies.waiting * math.log2(topology.num_slices)
-        low, middle, high = low * waits, middle * waits, high * waits
+        slowdown = 1 + efficiencies.waiting * math.log2(topology.num_slices)
+        low, middle, high = low * slowdown, middle * slowdown, high * slowdown
     elif topology.compiled_for == "gpu":
         notes.append(
             "of GPUs no efficiency is fitted: 60% of the peak and 80% of the network are guesses"
         )
     elif chip.name != "cpu":
-        work = result.compute + result.memory
-        low, middle = max(work, result.wire), (max(work, result.wire) + result.seconds) / 2
+        work = timeline.compute_seconds + timeline.memory_seconds
+        low = max(work, timeline.collective_seconds)
+        middle = (low + timeline.seconds) / 2
         notes.append(
             f"modelled, not compiled: flops, bytes and collectives are those of the program that "
             f"XLA makes for {num_devices} CPU devices (reduce-scatters are all-reduces there, and "
@@ -145,28 +139,36 @@ def timed(
             "all collectives overlapped to none. With JAX's plugin for CUDA installed it is "
             "compiled: pip install jax-cuda12-plugin jax-cuda12-pjrt, of jax's version"
         )
-    notes += chip.notes_of_types(result.flops_by_type)
-    if result.unknown_kernels:
-        names = ", ".join(sorted(result.unknown_kernels)[:3])
+    notes += chip.notes_of_types(timeline.flops_by_type)
+    if timeline.unknown_kernels:
+        names = ", ".join(sorted(timeline.unknown_kernels)[:3])
         notes.append(f"kernels that the plan knows nothing of count as no time: {names}")
     spread, peak = efficiencies.spread, chip.peak()
-    useful = result.flops - result.recomputed_flops
+    useful = timeline.flops - timeline.recomputed_flops
     return {
-        "step_seconds": middle, "step_seconds_low": low / (1 + spread),
-        "step_seconds_high": high * (1 + spread), "compute_seconds": result.compute,
-        "memory_seconds": result.memory, "network_seconds": result.wire,
-        "exposed_seconds": result.exposed, "host_seconds": result.host_link,
-        "host_bytes": sum(copy.bytes for copy in result.host_copies.values()),
-        "host_exposed_seconds": result.host_exposed, "flops_per_device": result.flops,
-        "recomputed_flops": result.recomputed_flops, "mfu": useful / (middle * peak),
-        "hfu": result.flops / (middle * peak), "timeline": result, "notes": tuple(notes),
+        "step_seconds": middle,
+        "step_seconds_low": low / (1 + spread),
+        "step_seconds_high": high * (1 + spread),
+        "compute_seconds": timeline.compute_seconds,
+        "memory_seconds": timeline.memory_seconds,
+        "network_seconds": timeline.collective_seconds,
+        "exposed_seconds": timeline.exposed_seconds,
+        "host_bytes": sum(copy.bytes for copy in timeline.host_copies.values()),
+        "host_seconds": timeline.host_copy_seconds,
+        "host_exposed_seconds": timeline.exposed_host_copy_seconds,
+        "flops_per_device": timeline.flops,
+        "recomputed_flops": timeline.recomputed_flops,
+        "mfu": useful / (middle * peak),
+        "hfu": timeline.flops / (middle * peak),
         "tokens_per_second": num_units / num_devices / middle,
-        "expert_turn_seconds": result.expert_turn_seconds or None,
+        "expert_turn_seconds": timeline.expert_turn_seconds or None,
+        "timeline": timeline,
+        "notes": tuple(notes),
     }
 
 
 def num_parameters(layout: StateLayout) -> int:
-    """Returns how many weights a model has, without padding."""
+    """Returns the number of a model's parameters, without padding."""
     leaves = whole_layout(layout).leaves()
     return sum(
         math.prod(leaf.shape) for leaf in leaves if leaf.path.startswith("mdl_vars/params")
@@ -174,19 +176,17 @@ def num_parameters(layout: StateLayout) -> int:
 
 
 def num_units(element_spec: PyTree) -> int:
-    """Returns how many tokens, or rows, a batch has: the elements of `weights`, if it has any."""
+    """Returns the number of tokens in a batch (elements of `weights`), or else of rows."""
     weights = _weights(element_spec)
-    if weights is not None:
-        return math.prod(weights.shape)
-    return next(iter(jax.tree.leaves(element_spec))).shape[0]
+    return num_rows_of(element_spec) if weights is None else math.prod(weights.shape)
 
 
 def _weights(element_spec: PyTree) -> Any:
     return element_spec.get("weights") if isinstance(element_spec, dict) else None
 
 
-class _Readable:
-    """A compiled step whose text the compiler wrote into a file."""
+class _CompiledWithText:
+    """A compiled step whose text comes from the compiler's own files."""
 
     def __init__(self, compiled: jax.stages.Compiled, text: str):
         self._compiled, self._text = compiled, text
@@ -199,9 +199,10 @@ class _Readable:
 
 
 def compiled_readably(lowered: Any, topology: Topology) -> Any:
-    """Returns the compiled step; `as_text` works also where XLA cannot read what it made.
+    """Compiles a step so that `as_text` works, also for programs that XLA cannot parse itself.
 
-    That is where SparseCores do collectives, as on TPU7x. The compiler's own files have the text.
+    Those are programs with collectives on SparseCores, as on TPU7x. Their text is taken from the
+    files that the compiler dumps.
     """
     if topology.chip.name not in PLANNING_OPTIONS:
         return lowered.compile()
@@ -212,17 +213,5 @@ def compiled_readably(lowered: Any, topology: Topology) -> Any:
         except jax.errors.JaxRuntimeError:
             texts = Path(folder).glob("*.after_codegen.txt")
             largest = max(texts, key=lambda path: path.stat().st_size)
-            return _Readable(compiled, largest.read_text("utf-8"))
+            return _CompiledWithText(compiled, largest.read_text("utf-8"))
     return compiled
-
-
-def text_of(compiled: jax.stages.Compiled, topology: Topology) -> str:
-    """Returns a program's text; raises ConfigError where XLA cannot read its own (SparseCores)."""
-    try:
-        return compiled.as_text()
-    except jax.errors.JaxRuntimeError as error:
-        first = re.sub(r"\s+", " ", str(error))[:200]
-        raise ConfigError(
-            f"XLA cannot write down the program that it made for {topology.name} ({first}). Turn "
-            "off what it offloads to SparseCores, in mesh.compiler_options."
-        ) from error

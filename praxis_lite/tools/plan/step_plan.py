@@ -1,4 +1,4 @@
-"""The plan of a step: its memory and its seconds, as they are printed and kept."""
+"""The plan of a step: its memory and seconds, and their JSON form."""
 
 import dataclasses
 import math
@@ -9,9 +9,9 @@ import jax
 from praxis_lite.layers.moe.exchange import SLACK
 from praxis_lite.tools.plan.decoding import Decoding
 from praxis_lite.tools.plan.memory import Memory
-from praxis_lite.tools.plan.schedule.timeline import Timeline
+from praxis_lite.tools.plan.schedule.timeline import Timeline, Transfer
 
-EXPERT_LOAD = 2.0  # A load that is uneven, of which plans tell the seconds unless told another.
+EXPERT_LOAD = 2.0  # Default of --expert_load, an uneven load of experts.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,11 +19,11 @@ class Correction:
     """A plan's seconds corrected by residuals.
 
     Attributes:
-      seconds: of the step, corrected.
-      ratio: the median of measured over predicted, which the plan's seconds are multiplied by.
-      count: of the residuals.
-      is_of_step: they are of this very step; False: of other steps on the same kind of chip.
-      chip, file: of the residuals.
+      seconds: corrected seconds of the step.
+      ratio: the median of measured over predicted seconds, the factor of the correction.
+      count: number of residuals.
+      is_of_step: whether they are of this very step, or of other steps on the same kind of chip.
+      chip, file: the residuals' chip, and where they are from.
     """
 
     seconds: float
@@ -34,44 +34,47 @@ class Correction:
     file: str
 
     def __str__(self) -> str:
-        whose = "this step took" if self.is_of_step else f"other steps on {self.chip} took"
-        return f"{whose} {self.ratio:.3g} of the plan (median of {self.count} in {self.file})"
+        steps = "this step took" if self.is_of_step else f"other steps on {self.chip} took"
+        return f"{steps} {self.ratio:.3g} of the plan (median of {self.count} in {self.file})"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """The plan of a step on a device. Seconds and bytes; None where it does not compile.
+    """The plan of a step on one device. What was not compiled is None.
+
+    For a decoding step, all figures except `decoding` are of one iteration of the loop over tokens,
+    which makes a token for each row.
 
     Attributes:
       step: "train", "eval" or "decode".
-      fits: the step's memory is no more than the device's.
-      peak_bytes_per_device, hbm_bytes_per_device: what the step holds, what the device has.
-      memory: `peak_bytes_per_device` in parts.
-      step_seconds, step_seconds_low, step_seconds_high: predicted; four of five published runs lay
-        between the last two. Of decoding these and all below, but for `decoding`, are of a turn of
-        the loop over tokens: a token for each row.
-      compute_seconds, memory_seconds: in matmuls and kernels; in all else.
-      network_seconds, exposed_seconds: of collectives, alone; and what is waited for.
-      host_bytes, host_seconds, host_exposed_seconds: of copies to and from the host's memory:
-        alone, and what is waited for.
-      flops_per_device, recomputed_flops: of matmuls; what of these remat adds.
-      mfu, hfu: the share of the device's peak, without and with what remat adds.
-      tokens_per_second: of one device; of a task that counts no tokens, rows.
-      unit: "tokens" or "rows".
-      bubble_share: of a pipeline's ticks, those in which a stage idles; None: there is no pipeline.
-        What idle stages compute is among the seconds of matmuls.
-      decoding: of a step that decodes by a loop: the first token, and the memory's limit.
-      timeline: collectives by kind, axes and layer, and the costliest operations.
+      topology, num_devices: the devices.
+      fits: whether the step fits in the device's memory.
+      peak_bytes_per_device, hbm_bytes_per_device: memory that the step needs, and that there is.
       parameters: of the model.
-      compile_seconds: of this step, lowering included.
-      why_not: for a step that does not fit, what to change.
-      notes: what was modelled rather than compiled, and kernels that count as nothing.
-      expert_turn_seconds: of a turn of the exchanges of tokens between experts' devices, of which
-        even loads take one, as `step_seconds` has it; None: there are none.
-      expert_load: the uneven load that the text tells the seconds of: the most tokens that a device
-        sends to another one's experts, over those where loads are even.
-      correction: by residuals of steps that ran, where there are any.
-      compiled: the step, where it was.
+      compile_seconds: of this step, with lowering.
+      memory: the parts of `peak_bytes_per_device`.
+      step_seconds, step_seconds_low, step_seconds_high: the prediction and its range, in which four
+        of five published runs were.
+      compute_seconds, memory_seconds: in matmuls and kernels, and in all other instructions.
+      network_seconds, exposed_seconds: of all collectives, and the part that is waited for.
+      host_bytes, host_seconds, host_exposed_seconds: of copies to and from host memory: their
+        bytes, their seconds, and the part that is waited for.
+      flops_per_device, recomputed_flops: matmul flops, and the part that remat adds.
+      mfu, hfu: shares of the device's peak, without and with the flops that remat adds.
+      tokens_per_second: of one device, in units of `unit`.
+      unit: "tokens", or "rows" for a task that does not count tokens.
+      bubble_share: the share of a pipeline's ticks in which a stage idles; None: no pipeline. The
+        matmuls of idle stages are in `compute_seconds`.
+      timeline: collectives by kind, axes and layer, and seconds by instruction.
+      decoding: figures of a step that decodes: the first token, and the limit set by memory.
+      why_not: if the step does not fit, what to change.
+      notes: what was modelled instead of compiled, and kernels of unknown cost.
+      expert_turn_seconds: seconds of one round of the exchanges between experts; `step_seconds` has
+        one round, which is enough for even loads. None: no such exchanges.
+      expert_load: the uneven load for `uneven_seconds`: the most tokens that a device sends to
+        another device's experts, over the number with even loads.
+      correction: by residuals of steps that ran, if there are any.
+      compiled: the compiled step.
     """
 
     step: str
@@ -111,48 +114,43 @@ class StepPlan:
 
     @property
     def expert_turns(self) -> int:
-        """Turns that the exchanges take at `expert_load`."""
+        """Rounds of the exchanges between experts at `expert_load`."""
         return max(1, math.ceil(self.expert_load / SLACK))
 
     @property
     def uneven_seconds(self) -> float | None:
-        """Seconds of a step at `expert_load`, at most; None: there are no exchanges."""
+        """Upper bound for the seconds of a step at `expert_load`; None: no exchanges."""
         if self.expert_turn_seconds is None:
             return None
         return self.step_seconds + (self.expert_turns - 1) * self.expert_turn_seconds
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields of --json, a contract that only grows."""
-        fields = {
-            name: getattr(self, name)
-            for name in (
-                "fits", "peak_bytes_per_device", "hbm_bytes_per_device", "step_seconds",
-                "step_seconds_low", "step_seconds_high", "flops_per_device", "mfu", "parameters",
-                "compile_seconds", "topology", "num_devices", "step", "hfu", "recomputed_flops",
-                "compute_seconds", "memory_seconds", "network_seconds", "exposed_seconds",
-                "tokens_per_second", "unit", "bubble_share", "why_not", "host_bytes",
-                "host_seconds", "host_exposed_seconds", "expert_turn_seconds", "expert_load",
-                "uneven_seconds",
-            )
+        """Returns the fields of --json. Fields may be added, never removed or renamed."""
+        nested = ("memory", "decoding", "correction")
+        record = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
+            if field.name not in (*nested, "timeline", "compiled")
         }
-        result = self.timeline.collectives.values() if self.timeline else ()
-        copies = self.timeline.host_copies.values() if self.timeline else ()
-        return fields | {
-            "host_copies": [
-                {name: getattr(item, name) for name in (
-                    "kind", "layer", "count", "bytes", "seconds", "exposed_seconds"
-                )} for item in sorted(copies, key=lambda element: -element.seconds)
-            ],
-            "memory": self.memory and dataclasses.asdict(self.memory),
-            "decoding": self.decoding and dataclasses.asdict(self.decoding),
-            "correction": self.correction and dataclasses.asdict(self.correction),
+        for name in nested:
+            value = getattr(self, name)
+            record[name] = value and dataclasses.asdict(value)
+        timeline = self.timeline or Timeline()
+        collectives = sorted(timeline.collectives.values(), key=lambda item: -item.seconds)
+        copies = sorted(timeline.host_copies.values(), key=lambda item: -item.seconds)
+        return record | {
+            "uneven_seconds": self.uneven_seconds,
             "notes": list(self.notes),
             "collectives": [
                 {
-                    "kind": item.kind, "axes": list(item.axes), "layer": item.layer,
-                    "count": item.count, "bytes": item.bytes, "seconds": item.seconds,
-                    "exposed_seconds": item.exposed_seconds, "crosses_slices": item.crosses,
+                    **_transfer_record(item), "axes": list(item.axes),
+                    "crosses_slices": item.crosses,
                 }
-                for item in sorted(result, key=lambda element: -element.seconds)
+                for item in collectives
             ],
+            "host_copies": [_transfer_record(item) for item in copies],
         }
+
+
+def _transfer_record(transfer: Transfer) -> dict[str, Any]:
+    names = ("kind", "layer", "count", "bytes", "seconds", "exposed_seconds")
+    return {name: getattr(transfer, name) for name in names}

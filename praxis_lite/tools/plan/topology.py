@@ -1,7 +1,8 @@
-"""The devices that are planned for, by name: a TPU slice, a GPU cluster, simulated devices."""
+"""The devices to plan for, by name: a TPU slice, a GPU cluster or simulated devices."""
 
 import dataclasses
 import importlib.util
+import logging
 import math
 import os
 import re
@@ -12,21 +13,22 @@ import jax
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.sharding.devices.libtpu import WITHOUT_TPU
+from praxis_lite.core.sharding.devices.libtpu import WITHOUT_TPU, mismatch
 from praxis_lite.core.sharding.devices.xla_options import check_environment
 from praxis_lite.core.sharding.mesh import simulated_devices
 from praxis_lite.core.sharding.mesh_config import TPUS
 from praxis_lite.host.optional_packages import require_package
-from praxis_lite.tools.plan.chips import CHIPS, Chip, chip_named
-from praxis_lite.tools.plan.schedule.timeline import Mesh
+from praxis_lite.tools.plan.chips import CHIPS, Chip
 
-# Examples of what each kind of name looks like, for errors. libtpu takes others, too.
+log = logging.getLogger(__name__)
+
+# Shapes by number of torus dims, for error messages. libtpu accepts others, too.
 _EXAMPLES = {
     2: "1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16",
     3: "2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4, 4x4x8, 8x8x8, 8x8x16 (multiples of 4 from there)",
 }
 _TPUS = [name for name, chip in CHIPS.items() if chip.torus_dims]
-# Words in the names of slower variants and of parts of a GPU, which the table lacks.
+# Words in the names of slower variants and of partitions of a GPU, which the table lacks.
 _LESSER_GPUS = {"mig", "nvl", "pcie"}
 _GPUS = [name for name, chip in CHIPS.items() if not chip.torus_dims and name != "cpu"]
 
@@ -36,11 +38,11 @@ class Topology:
     """Devices to plan for.
 
     Attributes:
-      name: as it was asked for, "v5e:16x16".
+      name: the value of --topology, "v5e:16x16".
       chip: what one device can do.
-      dims: of a slice's torus in chips; of GPUs (nodes, devices of a node); of "cpu:8" (8,).
+      dims: a TPU slice's torus in chips; for GPUs (nodes, devices of a node); for "cpu:8" (8,).
       num_slices: slices, or nodes of GPUs.
-      devices: to compile for; on "cpu" real ones.
+      devices: devices to compile for, which are real only on CPU.
     """
 
     name: str
@@ -55,23 +57,23 @@ class Topology:
 
     @property
     def wraps(self) -> tuple[bool, ...]:
-        """For each of `dims` whether links join its ends, into a ring."""
+        """For each of `dims`, whether links join its ends into a ring."""
         return self.chip.wraps(self.dims)
 
     @property
     def compiled_for(self) -> str:
-        """The platform whose compiler makes the programs; "cpu" for GPUs without their plugin."""
+        """The platform whose compiler is used; "cpu" for GPUs if JAX's CUDA plugin is missing."""
         platform = self.devices[0].platform
         return "gpu" if platform == "cuda" else platform
 
 
 def topology_of(name: str, num_slices: int = 1) -> Topology:
-    """Returns the devices that a name stands for.
+    """Returns the devices of a topology.
 
     Args:
       name: "v5e:16x16" (a TPU slice's torus, in chips), "cpu:8" (simulated devices), or
         "gpu:h100:4x8" (nodes x GPUs of a node).
-      num_slices: of a TPU: that many such slices, joined by the data-centre network.
+      num_slices: for TPUs, the number of slices, connected by the data-center network.
 
     Raises:
       ConfigError: no such chip or shape, or its compiler is not installed.
@@ -80,16 +82,16 @@ def topology_of(name: str, num_slices: int = 1) -> Topology:
     if kind == "gpu":
         kind, _, shape = shape.partition(":")
         if kind not in _GPUS:
-            raise _unknown(name, f"{kind!r} is no GPU of its table")
+            raise _unknown(name, f"{kind!r} is not a known GPU")
     elif kind not in (*_TPUS, "cpu"):
-        raise _unknown(name, f"{kind!r} is no TPU of its table")
-    chip = chip_named(kind)
+        raise _unknown(name, f"{kind!r} is not a known TPU")
+    chip = CHIPS[kind]
     if re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4})*", shape) is None:
-        raise _unknown(name, f"{shape!r} is no shape")
+        raise _unknown(name, f"{shape!r} is not a shape")
     dims = tuple(map(int, shape.split("x")))
     if num_slices < 1 or (num_slices > 1 and not chip.torus_dims):
         raise ConfigError(
-            f"--num_slices={num_slices}; wanted is 1 or more, and 1 but for TPUs: the nodes of "
+            f"--num_slices={num_slices}; expected 1 or more, and 1 except for TPUs: the nodes of "
             "GPUs are in the topology's name, as in gpu:h100:4x8."
         )
     if chip.torus_dims:
@@ -106,13 +108,13 @@ def topology_of(name: str, num_slices: int = 1) -> Topology:
 
 
 def _share_of_this_machine(chip: Chip, count: int) -> Chip:
-    """Returns a simulated device: of this machine's memory it has its part."""
+    """Returns a simulated device, which has its share of this machine's memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return dataclasses.replace(chip, hbm_bytes=memory // count)
 
 
 def attached_topology(devices: Sequence[jax.Device]) -> Topology | None:
-    """Returns the topology of devices that are there; None of a kind that the table lacks."""
+    """Returns the topology of attached devices, or None if the table of chips lacks their kind."""
     kind, platform = devices[0].device_kind.lower(), devices[0].platform
     words = set(re.split(r"[ -]", kind))
     name = "cpu" if platform == "cpu" else TPUS.get(kind) or next(
@@ -134,23 +136,86 @@ def attached_topology(devices: Sequence[jax.Device]) -> Topology | None:
     return Topology(f"{name}:{shape}", chip, dims, slices, devices)
 
 
-def mesh_of(
+@dataclasses.dataclass(frozen=True)
+class PhysicalMesh:
+    """Where the devices of a mesh are: in which slice, and where in its torus.
+
+    Devices are numbered in the mesh's row-major order. Groups are arrays [groups, devices] of
+    these numbers.
+
+    Attributes:
+      axis_sizes: devices along each mesh axis.
+      slices: int [devices], the slice or node of each device.
+      coords: int [devices, dims], each device's coordinates in its slice's torus; None without one.
+      dims: sizes of the torus.
+      wraps: for each of `dims`, whether links join its ends.
+    """
+
+    axis_sizes: Mapping[str, int]
+    slices: np.ndarray
+    coords: np.ndarray | None = None
+    dims: tuple[int, ...] = ()
+    wraps: tuple[bool, ...] = ()
+
+    def crosses(self, groups: np.ndarray | None) -> bool:
+        """Returns whether a group has devices in several slices."""
+        if groups is None or groups.max(initial=0) >= len(self.slices):
+            return False
+        slices = self.slices[groups]
+        return bool((slices != slices[:, :1]).any())
+
+    def is_ring(self, groups: np.ndarray | None) -> bool:
+        """Returns whether links close into a ring through the devices of a group.
+
+        Devices in a plane always form one. Devices along one dim of the torus do if they span it
+        and it wraps.
+        """
+        coords = self._coords_of_first(groups)
+        if coords is None:
+            return True
+        varying = [dim for dim in range(coords.shape[1]) if len(set(coords[:, dim])) > 1]
+        if len(varying) != 1:
+            return True
+        (dim,) = varying
+        return len(set(coords[:, dim])) == self.dims[dim] and self.wraps[dim]
+
+    def devices_per_chip(self, groups: np.ndarray | None) -> int:
+        """Returns how many devices of a group are on one chip: 1, or both cores of a TPU7x."""
+        coords = self._coords_of_first(groups)
+        return 1 if coords is None else len(coords) // len(np.unique(coords, axis=0))
+
+    def _coords_of_first(self, groups: np.ndarray | None) -> np.ndarray | None:
+        """Returns the coordinates of the first group's devices, None if they are unknown."""
+        if groups is None or self.coords is None or not len(groups):
+            return None
+        return None if groups.max(initial=0) >= len(self.coords) else self.coords[groups[0]]
+
+    def axes_between_slices(self) -> tuple[str, ...]:
+        """Returns the mesh axes along which devices are in different slices."""
+        slices = self.slices.reshape(tuple(self.axis_sizes.values()))
+        return tuple(
+            axis for dim, axis in enumerate(self.axis_sizes) if np.diff(slices, axis=dim).any()
+        )
+
+
+def physical_mesh(
     axis_sizes: Mapping[str, int], devices: Sequence[Any], topology: Topology
-) -> Mesh:
-    """Returns a schedule's view of a mesh over the topology's devices.
+) -> PhysicalMesh:
+    """Returns where the devices of a mesh are in a topology.
 
     Args:
-      devices: in the mesh's order, with the attributes of a `jax.Device`.
+      devices: in the mesh's row-major order, with the attributes of a `jax.Device`.
     """
     per_slice = topology.devices_per_slice
     if topology.chip.torus_dims:
         slices = np.array([getattr(device, "slice_index", None) or 0 for device in devices])
         coords = np.array([device.coords for device in devices])
-        # Devices have three coordinates, those of a chip with fewer torus dims too.
+        # Every device has three coordinates, also on chips with two torus dims.
         dims, wraps = (*topology.dims, 1, 1)[:3], (*topology.wraps, False, False)[:3]
-        return Mesh(axis_sizes, slices, coords, dims, wraps)
-    place = {device.id: index for index, device in enumerate(topology.devices)}
-    return Mesh(axis_sizes, np.array([place[item.id] // per_slice for item in devices]))
+        return PhysicalMesh(axis_sizes, slices, coords, dims, wraps)
+    index = {device.id: i for i, device in enumerate(topology.devices)}
+    slices = np.array([index[device.id] // per_slice for device in devices])
+    return PhysicalMesh(axis_sizes, slices)
 
 
 def _tpus(name: str, chip: Chip, dims: tuple[int, ...], num_slices: int) -> Sequence[jax.Device]:
@@ -158,28 +223,30 @@ def _tpus(name: str, chip: Chip, dims: tuple[int, ...], num_slices: int) -> Sequ
         raise _unknown(name, f"a {chip.name}'s torus has {chip.torus_dims} dims")
     require_package("libtpu", f"--topology={name}")
     check_environment()
+    if message := mismatch():
+        log.warning("WARNING: %s", message)
     for setting, value in WITHOUT_TPU.items():
         os.environ.setdefault(setting, value)
     from jax.experimental import topologies
 
-    # Without `wrap` libtpu describes a mesh: no pod has that, and its collectives are others.
+    # Without `wrap` libtpu describes a mesh, which no pod is, and compiles other collectives.
     options: dict[str, Any] = {"wrap": (*chip.wraps(dims), False, False)[:3]}
     if chip.name == "v4":
         options["chip_config_name"] = "megacore"  # A device is a chip, as on v5p.
-    if num_slices > 1 or chip.name != "v4":  # Which takes no 1.
+    if num_slices > 1 or chip.name != "v4":  # v4 does not accept num_slices=1.
         options["num_slices"] = num_slices
-    if math.prod(dims) == 1:  # libtpu up to 0.0.42 takes four chips for a host's.
+    if math.prod(dims) == 1:  # libtpu up to 0.0.42 assumes four chips per host.
         options["chips_per_host_bounds"] = (1, 1, 1)
     try:
         return topologies.get_topology_desc(
             platform="tpu", topology_name=f"{chip.name}:{'x'.join(map(str, dims))}", **options
         ).devices
-    except Exception as error:  # libtpu's own words say which shapes it takes.
+    except Exception as error:  # libtpu's message lists the shapes it accepts.
         raise _unknown(name, f"libtpu says: {str(error).splitlines()[0][:200]}") from error
 
 
 def _gpus(name: str, chip: Chip, dims: tuple[int, ...]) -> Sequence[jax.Device] | None:
-    """Returns GPUs to compile for, or None where JAX's plugin for CUDA is not installed."""
+    """Returns GPUs to compile for, or None if JAX's CUDA plugin is not installed."""
     plugins = ("jax_cuda13_plugin", "jax_cuda12_plugin")
     if chip.cuda is None or not any(map(importlib.util.find_spec, plugins)):
         return None
@@ -197,7 +264,7 @@ def _unknown(name: str, why: str) -> ConfigError:
         for dims, examples in _EXAMPLES.items()
     )
     return ConfigError(
-        f"--topology={name}: {why}. Wanted is CHIP:SHAPE, such as v5e:16x16. TPUs: {shapes}. "
+        f"--topology={name}: {why}. Expected CHIP:SHAPE, such as v5e:16x16. TPUs: {shapes}. "
         f"GPUs: gpu:CHIP:NODESxGPUS with {', '.join(_GPUS)}, such as gpu:h100:4x8. Simulated "
         "devices: cpu:8."
     )

@@ -1,4 +1,4 @@
-"""Where did the time and the memory of the steps in a profile go, and where were they predicted?
+"""Time and memory of profiled steps by layer and collective, next to the plan's predictions.
 
 Reads the files of a profile, and never runs a step.
 """

@@ -1,7 +1,7 @@
-"""The largest buffers among a step's temporaries, from XLA's assignment of buffers to memory.
+"""The largest temporary buffers of a step, from XLA's buffer assignment.
 
-`train_step.hlo_proto.pb` is an HloProto (xla/service/hlo.proto), of which a few fields are read
-here, so that no package with XLA's protocol buffers is needed.
+`train_step.hlo_proto.pb` is an HloProto (xla/service/hlo.proto). The few fields needed are decoded
+here from the wire format, because no small package has XLA's protocol buffers.
 """
 
 from collections.abc import Iterator
@@ -12,13 +12,13 @@ from praxis_lite.files.json_text import content_of
 
 
 def largest_temporaries(file: Path) -> list[tuple[str, int]]:
-    """Returns instructions and the bytes of the buffers that hold their results, largest first.
+    """Returns instructions and the bytes of the buffers of their results, largest first.
 
-    A buffer is left out if a larger one has its place in memory at another time: so the bytes add
-    up to no more than the temporaries of a step.
+    Buffers that share memory at different times count once, by the largest of them. So the sum is
+    at most the temporaries of the step.
 
     Returns:
-      Names and bytes; [] where the compiler has told no assignment.
+      (instruction name, bytes); empty without a buffer assignment.
 
     Raises:
       ConfigError: the file is missing or damaged.
@@ -32,25 +32,26 @@ def largest_temporaries(file: Path) -> list[tuple[str, int]]:
 
 
 def _largest(content: bytes) -> list[tuple[str, int]]:
-    module, assignment = _parts(content, 1), _parts(content, 3)
+    module, assignment = _submessages(content, 1), _submessages(content, 3)
     if not assignment:
         return []
     names = {
-        _number(instruction, 35): _parts(instruction, 1)[0].decode()
-        for computation in _parts(module[0], 3) for instruction in _parts(computation, 2)
+        _number(instruction, 35): _submessages(instruction, 1)[0].decode()
+        for computation in _submessages(module[0], 3)
+        for instruction in _submessages(computation, 2)
     }
     defined = {
-        _number(buffer, 1): _number(_parts(buffer, 3)[0], 4)
-        for buffer in _parts(assignment[0], 1)
+        _number(buffer, 1): _number(_submessages(buffer, 3)[0], 4)
+        for buffer in _submessages(assignment[0], 1)
     }
     result: list[tuple[str, int]] = []
-    for allocation in _parts(assignment[0], 3):
-        # Thread-local, a parameter, live out of the step, a constant.
+    for allocation in _submessages(assignment[0], 3):
+        # is_thread_local, is_entry_computation_parameter, maybe_live_out, is_constant.
         if any(_number(allocation, field) for field in (3, 5, 7, 12)):
             continue
         assigned = [
             (_number(part, 3), _number(part, 2), _number(part, 1))
-            for part in _parts(allocation, 9)
+            for part in _submessages(allocation, 9)
         ]
         taken: list[tuple[int, int]] = []
         for size, offset, buffer in sorted(assigned, key=lambda item: (-item[0], *item[1:])):
@@ -60,14 +61,16 @@ def _largest(content: bytes) -> list[tuple[str, int]]:
     return sorted(result, key=lambda item: -item[1])
 
 
-def _parts(message: bytes, field: int) -> list[bytes]:
-    """Returns the values of a field whose values have a length: messages, texts."""
-    return [value for number, value in _fields(message) if number == field
-            and isinstance(value, bytes)]
+def _submessages(message: bytes, field: int) -> list[bytes]:
+    """Returns the values of a repeated field of messages or strings."""
+    return [
+        value for number, value in _fields(message)
+        if number == field and isinstance(value, bytes)
+    ]
 
 
 def _number(message: bytes, field: int) -> int:
-    """Returns the value of a field that is a number; 0 where it is absent."""
+    """Returns the value of a field that is a number; 0 if it is absent."""
     return next(
         (value for number, value in _fields(message) if number == field and type(value) is int), 0
     )
@@ -75,29 +78,27 @@ def _number(message: bytes, field: int) -> int:
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
     """Yields the number and the value of each field of a message in the wire format."""
-    place = 0
-    while place < len(message):
-        tag, place = _varint(message, place)
-        kind = tag & 7
-        if kind == 0:
-            value, place = _varint(message, place)
-        elif kind == 2:
-            size, place = _varint(message, place)
-            value, place = message[place : place + size], place + size
-        elif kind in (1, 5):
-            size = 8 if kind == 1 else 4
-            value, place = int.from_bytes(message[place : place + size], "little"), place + size
-        else:
-            raise ValueError(f"a field of the unknown kind {kind}")
-        if place > len(message):
-            raise ValueError("a field that is cut off")
+    offset = 0
+    while offset < len(message):
+        tag, offset = _varint(message, offset)
+        wire_type = tag & 7
+        if wire_type == 0:
+            value, offset = _varint(message, offset)
+        elif wire_type == 2:
+            size, offset = _varint(message, offset)
+            value, offset = message[offset : offset + size], offset + size
+        else:  # 64 or 32 bits.
+            size = {1: 8, 5: 4}[wire_type]
+            value, offset = int.from_bytes(message[offset : offset + size], "little"), offset + size
+        if offset > len(message):
+            raise ValueError("a field is truncated")
         yield tag >> 3, value
 
 
-def _varint(message: bytes, place: int) -> tuple[int, int]:
+def _varint(message: bytes, offset: int) -> tuple[int, int]:
     value = shift = 0
     while True:
-        byte = message[place]
-        value, shift, place = value | (byte & 0x7F) << shift, shift + 7, place + 1
+        byte = message[offset]
+        value, shift, offset = value | (byte & 0x7F) << shift, shift + 7, offset + 1
         if byte < 0x80:
-            return value, place
+            return value, offset

@@ -1,9 +1,10 @@
-"""The instructions behind the kernels of CUDA graphs: a trace names the graph alone.
+"""Finds the instruction behind each kernel of a CUDA graph; a trace only names the graph.
 
-XLA launches most of a GPU's program as graphs, and an event's `hlo_op` is then "command_buffer_20".
-But the kernels of a launch start in the order of the schedule, and XLA calls a fusion's kernel
-after the fusion, or after another with the same content. Between these, kernels of libraries
-(cuBLAS, cuDNN, NCCL) and copies belong to the library calls and copies of the schedule.
+XLA launches most of a GPU's program as graphs, whose events have an `hlo_op` such as
+"command_buffer_20". The kernels of a launch start in the order of the schedule, and XLA names a
+fusion's kernel after the fusion, or after another fusion with the same content. Kernels of
+libraries (cuBLAS, cuDNN, NCCL) and copies between them belong to the library calls and copies of
+the schedule. So the kernels are aligned with the schedule, by dynamic programming.
 """
 
 import functools
@@ -21,17 +22,20 @@ _WITHOUT_KERNEL = frozenset((
 ))
 _CALLS = ("condition", "body", "branch_computations", "true_computation", "false_computation",
           "to_apply", "calls", "called_computations")
-# Points of an alignment: a kernel that has its fusion's name, one that a library call may have
-# launched, another kernel of the same call, one that fits nowhere, an instruction without kernel.
-_NAMED, _LIKELY, _POSSIBLE, _SAME, _STRAY, _SKIPPED = 4, 2, 1, 0, -2, -1
+# Scores of an alignment.
+_NAMED = 4  # A kernel named after the fusion.
+_LIKELY, _POSSIBLE = 2, 1  # A kernel that a library call may have launched.
+_SAME = 0  # Another kernel of the same call.
+_SKIPPED = -1  # An instruction without a kernel.
+_STRAY = -2  # A kernel that fits nowhere.
 _NEVER = -(10**6)
 
 
 class Schedule:
-    """The instructions of a program that launch kernels, in the order in which they do.
+    """The instructions of a program that launch kernels, in launch order.
 
     Attributes:
-      names: of all its instructions.
+      names: the names of all instructions.
     """
 
     def __init__(self, program: Program):
@@ -39,79 +43,83 @@ class Schedule:
             name for computation in program.computations.values() for name in computation
         )
         self._launched = list(_launched(program, program.entry))
-        # An instruction's number, by the names of kernels that it may run under.
+        # Kernel name -> the indices of the instructions that may run it.
         by_content: dict[str, list[int]] = {}
-        for number, item in enumerate(self._launched):
-            by_content.setdefault(_content(item), []).append(number)
+        for index, instruction in enumerate(self._launched):
+            by_content.setdefault(_content(instruction), []).append(index)
         self._by_kernel = {
-            re.sub(r"\W", "_", item.name): by_content[_content(item)] for item in self._launched
+            re.sub(r"\W", "_", instruction.name): by_content[_content(instruction)]
+            for instruction in self._launched
         }
+        # Graphs are launched in every step: cache per instance.
         self.instructions_of = functools.cache(self._instructions_of)
-        self._of_library = functools.cache(self._of_library)
+        self._library_scores = functools.cache(self._library_scores)
 
     def _instructions_of(self, kernels: tuple[str, ...]) -> tuple[str | None, ...]:
-        """Returns the instruction behind each kernel of a graph, None where none is found.
+        """Returns the instruction behind each kernel of a graph, or None if it is unknown.
 
         Args:
           kernels: their names, in the order in which they start.
         """
         units = list(_units(kernels, self._by_kernel))
-        places = _aligned(self._points(kernels[main]) for _, main in units)
-        result: list[str | None] = []
-        for (first, main), place in zip(units, places, strict=True):
-            if place is None:  # A name that a single instruction has, tells it anywhere.
-                alone = self._of_name(kernels[main]) or ()
-                place = alone[0] if len(alone) == 1 else None
-            name = None if place is None else self._launched[place].name
-            result += [name] * (main + 1 - first)
-        return tuple(result)
+        indices = _aligned(self._scores(kernels[main]) for _, main in units)
+        names: list[str | None] = []
+        for (first, main), index in zip(units, indices, strict=True):
+            if index is None:  # A name that only one instruction has identifies it anywhere.
+                named = self._named(kernels[main]) or ()
+                index = named[0] if len(named) == 1 else None
+            name = None if index is None else self._launched[index].name
+            names += [name] * (main + 1 - first)
+        return tuple(names)
 
-    def _of_name(self, kernel: str) -> list[int] | None:
-        # A name that was taken already has "__1" at its end.
+    def _named(self, kernel: str) -> list[int] | None:
+        # XLA appends "__1" to a name that is already taken.
         return self._by_kernel.get(kernel) or self._by_kernel.get(re.sub(r"__\d+$", "", kernel))
 
-    def _points(self, kernel: str) -> np.ndarray:
-        """Returns by instruction the points for a kernel that is its first."""
-        named = self._of_name(kernel)
+    def _scores(self, kernel: str) -> np.ndarray:
+        """Returns for each instruction the score if this is its first kernel."""
+        named = self._named(kernel)
         if named is None:
-            return self._of_library(kernel)
-        result = np.full(len(self._launched), _NEVER, np.int32)
-        result[named] = _NAMED
-        return result
+            return self._library_scores(kernel)
+        scores = np.full(len(self._launched), _NEVER, np.int32)
+        scores[named] = _NAMED
+        return scores
 
-    def _of_library(self, kernel: str) -> np.ndarray:
-        points = [_points_of_library(kernel, item) for item in self._launched]
-        return np.array(points, np.int32)
+    def _library_scores(self, kernel: str) -> np.ndarray:
+        return np.array([_library_score(kernel, item) for item in self._launched], np.int32)
 
 
 def _launched(program: Program, computation: str) -> Iterator[Instruction]:
-    for item in program.computations[computation].values():
-        if item.opcode in ("while", "call", "conditional", "async-start"):
+    """Yields the instructions that launch kernels, in launch order."""
+    for instruction in program.computations[computation].values():
+        opcode = instruction.opcode
+        if opcode in ("while", "call", "conditional", "async-start"):
             for key in _CALLS:
-                for callee in callees(item, key):
+                for callee in callees(instruction, key):
                     yield from _launched(program, callee)
-        elif item.opcode not in _WITHOUT_KERNEL and not item.opcode.endswith("-done"):
-            yield item
+        elif opcode not in _WITHOUT_KERNEL and not opcode.endswith("-done"):
+            yield instruction
 
 
-def _content(item: Instruction) -> str:
-    """Returns a name that fusions of the same content share: XLA compiles a kernel for them all."""
-    shared = re.search(r'deduplicated_name="([^"]*)"', item.attributes)
-    return shared[1] if shared else item.name
+def _content(instruction: Instruction) -> str:
+    """Returns a name that fusions of equal content share; XLA compiles one kernel for them."""
+    shared = re.search(r'deduplicated_name="([^"]*)"', instruction.attributes)
+    return shared[1] if shared else instruction.name
 
 
 def _units(kernels: Sequence[str], named: dict[str, list[int]]) -> Iterator[tuple[int, int]]:
-    """Yields first and last of the kernels that belong together: a library clears memory first."""
+    """Yields (first, last) of kernels of one call: libraries clear memory before their kernel."""
     first = 0
-    for place, kernel in enumerate(kernels):
-        following = kernels[place + 1] if place + 1 < len(kernels) else ""
+    for index, kernel in enumerate(kernels):
+        following = kernels[index + 1] if index + 1 < len(kernels) else ""
         if kernel.startswith("Memset") and following and following not in named:
             continue
-        yield first, place
-        first = place + 1
+        yield first, index
+        first = index + 1
 
 
-def _points_of_library(kernel: str, item: Instruction) -> int:
+def _library_score(kernel: str, item: Instruction) -> int:
+    """Returns the score if a library's kernel, or a copy, is the first kernel of an instruction."""
     kind = item.opcode.removesuffix("-start")
     is_copy = re.match(r"(?i)mem(cpy|set)", kernel)
     if is_copy or kind == "copy":
@@ -122,39 +130,45 @@ def _points_of_library(kernel: str, item: Instruction) -> int:
     if "cudnn" in kernel.lower():
         return _LIKELY if "__cudnn" in item.attributes else _NEVER
     if item.opcode == "custom-call":
-        if re.search(r"(?i)splitk_?reduce", kernel):  # The second kernel of a product.
+        if re.search(r"(?i)splitk_?reduce", kernel):  # The second kernel of a matmul.
             return _SAME
         return _POSSIBLE if "__cudnn" in item.attributes else _LIKELY
     return _POSSIBLE if "kind=kCustom" in item.attributes or kind != "fusion" else _NEVER
 
 
-def _aligned(points: Iterable[np.ndarray]) -> list[int | None]:
-    """Returns the instruction of each kernel, in ascending order, with the most points together.
+def _aligned(scores: Iterable[np.ndarray]) -> list[int | None]:
+    """Returns the instruction index of each kernel, ascending, that maximizes the total score.
 
-    The instructions are a part of the schedule; None: a kernel that fits nowhere in it.
+    Skip this on a first read. It is a sequence alignment by dynamic programming: `best[i]` is the
+    best score of the kernels so far if the last one belongs to instruction i. A kernel either
+    begins instruction i, after any earlier one (instructions between are skipped), or continues it.
 
     Args:
-      points: of each kernel, by instruction.
+      scores: for each kernel, its score by instruction.
+
+    Returns:
+      Indices; None for a kernel that fits nowhere.
     """
-    best, rows = None, []
-    for given in points:
-        numbers = np.arange(len(given), dtype=np.int32)
-        if best is None:  # The first instruction may be any.
-            best, begun = np.zeros_like(given), given
-            origin = numbers
+    best, choices = None, []
+    for score in scores:
+        indices = np.arange(len(score), dtype=np.int32)
+        if best is None:  # The first kernel may begin any instruction.
+            best, begun = np.zeros_like(score), score
+            previous = indices
         else:
-            # The best of all instructions before each, less those skipped between.
-            slope = numbers * _SKIPPED
-            reached = np.maximum.accumulate(best - slope)
-            newest = np.maximum.accumulate(np.where(best - slope == reached, numbers, 0))
-            origin = np.roll(newest, 1)
-            begun = given + np.where(numbers > 0, np.roll(reached + slope, 1), _NEVER)
-        fits = given > _NEVER
+            # The best score of any earlier instruction, less the penalty for those skipped.
+            penalty = indices * _SKIPPED
+            reached = np.maximum.accumulate(best - penalty)
+            newest = np.maximum.accumulate(np.where(best - penalty == reached, indices, 0))
+            previous = np.roll(newest, 1)
+            begun = score + np.where(indices > 0, np.roll(reached + penalty, 1), _NEVER)
+        fits = score > _NEVER
         continued = best + np.where(fits, _SAME, _STRAY)
-        rows.append((fits, begun >= continued, origin))
+        choices.append((fits, begun >= continued, previous))
         best = np.maximum(begun, continued)
-    place, result = int(np.argmax(best)), []
-    for fits, begins, origin in reversed(rows):
-        result.append(place if fits[place] else None)
-        place = int(origin[place]) if begins[place] else place
-    return result[::-1]
+    # Trace the choices back from the best end.
+    index, aligned = int(np.argmax(best)), []
+    for fits, begins, previous in reversed(choices):
+        aligned.append(index if fits[index] else None)
+        index = int(previous[index]) if begins[index] else index
+    return aligned[::-1]

@@ -1,4 +1,4 @@
-"""Measured seconds of a step by layer and by collective, beside those that the plan predicts."""
+"""Measured seconds of a step by layer and by collective, next to the plan's predictions."""
 
 import collections
 import dataclasses
@@ -13,24 +13,28 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.files.json_text import content_of
 from praxis_lite.run.trainer.hooks.profile_facts import HLO_TXT, ProfileFacts, read_facts
 from praxis_lite.tools.explain import hlo
-from praxis_lite.tools.explain.hlo_layers import layers_of, together
-from praxis_lite.tools.explain.hlo_runs import Site
-from praxis_lite.tools.explain.hlo_text import Instruction, Program, parse
+from praxis_lite.tools.explain.hlo_layers import layer_of
+from praxis_lite.tools.explain.hlo_text import Computation, Instruction, Program, parse
 from praxis_lite.tools.plan.chips import CHIPS
 from praxis_lite.tools.plan.costs import is_matmul
-from praxis_lite.tools.plan.measured.residuals import Residual
-from praxis_lite.tools.plan.predict import timed
+from praxis_lite.tools.plan.predict import predicted_fields
+from praxis_lite.tools.plan.residuals import Residual
 from praxis_lite.tools.plan.schedule.schedule import schedule
-from praxis_lite.tools.plan.schedule.timeline import Mesh, Timeline
-from praxis_lite.tools.plan.topology import Topology, attached_topology, mesh_of
+from praxis_lite.tools.plan.schedule.timeline import Timeline
+from praxis_lite.tools.plan.topology import (
+    PhysicalMesh,
+    Topology,
+    attached_topology,
+    physical_mesh,
+)
 from praxis_lite.tools.profile.graphs import Schedule
 from praxis_lite.tools.profile.trace import Trace, read_trace
 
 _CONTAINERS = ("while", "call", "conditional")
 OUTSIDE = "outside of any layer"
 NOT_NAMED = "kernels that the trace does not name"
-# By name: an instruction, and the computation that it is in.
-_Instructions = Mapping[str, tuple[Instruction, Mapping[str, Instruction]]]
+# By name: an instruction, and the computation that contains it.
+_Instructions = Mapping[str, tuple[Instruction, Computation]]
 
 
 @dataclasses.dataclass
@@ -38,9 +42,9 @@ class Row:
     """A layer, or a collective of a layer, in a step on a device.
 
     Attributes:
-      count: executions of its instructions; of a collective's first ones alone.
-      seconds: measured, the mean over devices and steps.
-      predicted: seconds by the plan; None: it predicts nothing.
+      count: executions of its instructions, without the `-done` of asynchronous ones.
+      seconds: measured seconds, the mean over devices and steps.
+      predicted: the plan's seconds; None without a prediction.
     """
 
     count: float = 0.0
@@ -50,20 +54,20 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The measured time of a step, means over the traced devices and the steps of a profile.
+    """The measured times of a step, as means over the traced devices and steps.
 
     Attributes:
-      facts: of the profile.
-      num_devices: that were traced.
-      step_seconds: from a step's first instruction to its last, or where the trace does not tell
-        steps apart the time from the first instruction of all to the last, by step.
-      idle_seconds: of these, in which no instruction of the step ran.
-      other_seconds: of other programs, by name; they run between steps.
+      facts: facts about the profile.
+      num_devices: traced devices.
+      step_seconds: from a step's first instruction to its last. If the trace does not distinguish
+        steps, the time from the first instruction to the last, divided by the number of steps.
+      idle_seconds: the part of `step_seconds` in which no instruction of the step ran.
+      other_seconds: seconds of other programs, which run between steps, by name.
       layers: "encoder/ffn" or "gradient of encoder/ffn" -> its time, without collectives.
-      collectives: (kind, axes, layer) -> its time, with what it waits for the other devices.
-      predicted_seconds: of the step, by the plan; None: it has no figures of the devices.
-      topology: that was predicted for; None as before.
-      flops_per_device: of a step's matmuls.
+      collectives: (kind, axes, layer) -> its time, which includes waiting for other devices.
+      predicted_seconds: the plan's seconds of the step; None for chips that it does not know.
+      topology: the devices of the plan; None likewise.
+      flops_per_device: matmul flops of a step.
     """
 
     facts: ProfileFacts
@@ -79,7 +83,7 @@ class Measured:
 
     @property
     def residual(self) -> Residual | None:
-        """The residual of the step's plan, or None where there is no plan."""
+        """The residual of the step's plan, or None without a plan."""
         if self.topology is None:
             return None
         return Residual(
@@ -105,7 +109,8 @@ def measure(folder: Path) -> Measured:
         name for name, (item, _) in instructions.items() if item.opcode in _CONTAINERS
     ]
     file = folder / "plugins/profile" / f"step_{facts.first_step}" / "process_0.xplane.pb"
-    trace = read_trace(file, _module(program), containers, Schedule(program))
+    module = re.match(r"HloModule ([\w.\-]+)", program.header)[1]
+    trace = read_trace(file, module, containers, Schedule(program))
     timeline, predicted_seconds, topology = _predicted(facts, text)
     layers, collectives = _rows(trace, facts, program, instructions, timeline, bool(topology))
     steps = len(trace.devices) * facts.num_steps
@@ -130,18 +135,18 @@ def text_of_step(folder: Path) -> str:
     return text
 
 
-def _module(program: Program) -> str:
-    return re.match(r"HloModule ([\w.\-]+)", program.header)[1]
-
-
 def _predicted(facts: ProfileFacts, text: str) -> tuple[Timeline, float | None, Topology | None]:
-    """Returns the plan of the step; its seconds and topology are None where it has no figures."""
+    """Returns the step's timeline, its predicted seconds, and the topology that was predicted for.
+
+    The last two are None for chips that the plan does not know.
+    """
     topology = attached_topology(facts.devices)
     if topology is None:
-        # Its collectives are grouped all the same; for that any chip does.
-        mesh = Mesh(facts.axis_sizes, np.zeros(len(facts.devices), int))
+        # The timeline still groups the collectives by layer; any chip serves for that.
+        mesh = PhysicalMesh(facts.axis_sizes, np.zeros(len(facts.devices), int))
         return schedule(text, CHIPS["cpu"], mesh), None, None
-    plan = timed(text, topology, mesh_of(facts.axis_sizes, facts.devices, topology), 1)
+    mesh = physical_mesh(facts.axis_sizes, facts.devices, topology)
+    plan = predicted_fields(text, topology, mesh, 1)
     return plan["timeline"], plan["step_seconds"], topology
 
 
@@ -151,46 +156,48 @@ def _rows(
 ) -> tuple[dict[str, Row], dict[tuple[str, tuple[str, ...], str], Row]]:
     """Returns the rows of layers and those of collectives, most seconds first."""
     on_gpu = facts.devices[0].platform in ("gpu", "cuda", "rocm")
-    on_wire = {
-        name: entry for entry in timeline.collectives.values() for name in entry.instructions
+    # Fusions of a matmul and a collective count as matmuls.
+    transfers = {
+        name: transfer
+        for transfer in timeline.collectives.values() for name in transfer.instructions
         if not is_matmul(instructions[name][0], program)
     }
-    layers: dict[str, Row] = collections.defaultdict(Row)
-    on_wires: dict[tuple[str, tuple[str, ...], str], Row] = collections.defaultdict(Row)
+    layer_rows: dict[str, Row] = collections.defaultdict(Row)
+    collective_rows: dict[tuple[str, tuple[str, ...], str], Row] = collections.defaultdict(Row)
     steps = len(trace.devices) * facts.num_steps
-    for name, ran in trace.ops.items():
+    for name, time in trace.ops.items():
         instruction, computation = instructions.get(name, (None, None))
-        entry = on_wire.get(name)
-        if entry is not None:
-            row = on_wires[entry.kind, entry.axes, entry.layer]
+        transfer = transfers.get(name)
+        if transfer is not None:
+            row = collective_rows[transfer.kind, transfer.axes, transfer.layer]
         elif instruction is not None and _kind(instruction) in hlo.KINDS:
-            # Of a branch that the plan does not take.
-            row = on_wires[_kind(instruction), (), _layer(program, instruction, computation)]
+            # In a branch that the plan does not take.
+            layer = _layer(program, instruction, computation)
+            row = collective_rows[_kind(instruction), (), layer]
         else:
-            row = layers[_layer(program, instruction, computation)]
-        row.seconds += ran.seconds / steps
+            row = layer_rows[_layer(program, instruction, computation)]
+        row.seconds += time.seconds / steps
         if instruction is None or not instruction.opcode.endswith("-done"):
-            row.count += ran.count / steps
+            row.count += time.count / steps
     if is_predicted:
-        for name, seconds in timeline.of.items():
-            if name not in on_wire:
-                row = layers[_layer(program, *instructions[name])]
+        for name, seconds in timeline.instruction_seconds.items():
+            if name not in transfers:
+                row = layer_rows[_layer(program, *instructions[name])]
                 row.predicted = (row.predicted or 0.0) + seconds
-        for entry in timeline.collectives.values():
-            # A GPU sends in a stream of its own, and the trace has all of it; on other devices the
-            # trace has what a device waits.
-            row = on_wires[entry.kind, entry.axes, entry.layer]
-            row.predicted = entry.seconds if on_gpu else entry.exposed_seconds
-    return _sorted(layers), _sorted(on_wires)
+        for transfer in timeline.collectives.values():
+            # On GPU collectives run in a separate stream, and the trace has all of their time. On
+            # other devices it has only the time that the device waits.
+            row = collective_rows[transfer.kind, transfer.axes, transfer.layer]
+            row.predicted = transfer.seconds if on_gpu else transfer.exposed_seconds
+    return _sorted(layer_rows), _sorted(collective_rows)
 
 
 def _layer(
-    program: Program, instruction: Instruction | None, computation: Mapping[str, Instruction] | None
+    program: Program, instruction: Instruction | None, computation: Computation | None
 ) -> str:
     if instruction is None:
         return NOT_NAMED
-    site = Site(instruction, computation, 1, False, False, (), False)
-    return together(layers_of(program, site)) or OUTSIDE
+    return layer_of(program, instruction, computation) or OUTSIDE
 
 
 def _kind(instruction: Instruction) -> str:

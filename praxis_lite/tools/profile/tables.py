@@ -1,4 +1,4 @@
-"""The tables of a profile: made from its files, by the hook of a run and by --mode=profile."""
+"""Makes the tables of a profile from its files, in a run's hook and for --mode=profile."""
 
 from pathlib import Path
 
@@ -7,10 +7,10 @@ from praxis_lite.files.whole_files import write_whole
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.trainer.hooks.hook import Hook
 from praxis_lite.run.trainer.hooks.loop import Loop
-from praxis_lite.tools.plan.measured.residuals import append_residual
+from praxis_lite.tools.plan.residuals import append_residual
 from praxis_lite.tools.profile.measured import Measured, measure
-from praxis_lite.tools.profile.memory import PeakMemory, peak_memory
-from praxis_lite.tools.profile.report import profile_text
+from praxis_lite.tools.profile.peak_memory import PeakMemory, peak_memory
+from praxis_lite.tools.profile.profile_text import profile_text
 
 PROFILE_TXT = "profile.txt"
 _PRINTED_ROWS = 6  # Of each kind, between the lines of a job's progress.
@@ -26,7 +26,7 @@ def _read(folder: Path) -> tuple[Measured, PeakMemory]:
         return measure(folder), peak_memory(folder)
     except ConfigError:
         raise
-    except Exception as error:  # A text may be spoilt in more ways than its parser looks for.
+    except Exception as error:  # A damaged text can fail anywhere in its parser.
         raise ConfigError(
             f"The files in {folder} are damaged, or of different programs "
             f"({type(error).__name__}: {error}). Make another profile."
@@ -34,7 +34,10 @@ def _read(folder: Path) -> tuple[Measured, PeakMemory]:
 
 
 def folder_of(files: JobDir, step: int | None) -> Path:
-    """Returns the folder of a job's profile that begins with a step; None: of the newest.
+    """Returns the folder of a job's profile.
+
+    Args:
+      step: the profile's first step; None: the newest profile.
 
     Raises:
       ConfigError: there is no such profile.
@@ -57,9 +60,9 @@ def folder_of(files: JobDir, step: int | None) -> Path:
 
 
 class ProfileTables(Hook):
-    """Prints the tables of each profile once it is written, and keeps them beside it.
+    """Prints the tables of each profile once it is written, and saves them next to it.
 
-    The step's measured and predicted seconds are added to the job's residuals, for later plans.
+    It also appends the step's measured and predicted seconds to the job's residuals.
     """
 
     every, waits = None, False
@@ -75,7 +78,7 @@ class ProfileTables(Hook):
             if measured.residual is not None:
                 # The folder is JOB/profiles/STEP.
                 append_residual(JobDir(folder.parents[1]).residuals_jsonl, measured.residual)
-        except Exception as error:  # The run has nothing of it.
+        except Exception as error:  # A profile must not end the run.
             self._note(f"the profile has no tables, and training goes on: {error}")
             return
         self._note(f"{text}\nmore rows: {folder / PROFILE_TXT}")

@@ -1,9 +1,9 @@
-"""A trace of JAX's profiler, read: how often and how long each instruction ran on each device.
+"""Reads a trace of JAX's profiler: how often and how long each instruction ran on each device.
 
-XLA writes it in one of three ways. On CPU a thread's events carry the instruction, the program, the
-device and the run; on GPU the events of a device's streams are kernels, and carry the program and
-the instruction, or the graph that launched them; on TPU a device has a line of instructions, and a
-line of the programs around them.
+The format depends on the platform. On CPU a thread's events name the instruction, program, device
+and run. On GPU the events of a device's streams are kernels, which name the program and either the
+instruction or the graph that launched them. On TPU a device has a line of instructions, and a line
+of the programs that they belong to.
 """
 
 import bisect
@@ -22,28 +22,34 @@ from praxis_lite.files.json_text import content_of
 from praxis_lite.tools.profile.graphs import Schedule
 
 _DEVICE = re.compile(r"/device:(?:TPU|GPU):(\d+)")
-UNNAMED = ""  # In the place of an instruction: kernels that none was found for.
-_OPS, _MODULES = "XLA Ops", "XLA Modules"  # Lines of a TPU.
+UNNAMED = ""  # Instead of an instruction's name, for kernels whose instruction is unknown.
+_OPS, _MODULES = "XLA Ops", "XLA Modules"  # Lines of a TPU's trace.
 
 
 class Event(NamedTuple):
-    """An instruction that ran once on a device; times in nanoseconds."""
+    """One execution of an instruction on a device; times in nanoseconds.
+
+    Attributes:
+      run: identifies the run of the program, if the trace tells.
+      kernel: the kernel's name, on GPU.
+      launch: identifies the launch of the kernel's graph, on GPU.
+    """
 
     device: int
     module: str
-    run: int | None  # A number that the events of one run of the program share, if there is one.
+    run: int | None
     op: str
     start: float
     end: float
-    kernel: str = ""  # On GPU.
-    launch: int = 0  # On GPU: a number that kernels share if one graph launched them.
+    kernel: str = ""
+    launch: int = 0
 
 
 @dataclasses.dataclass
 class OpTime:
-    """The executions of an instruction on all devices, and their seconds together.
+    """The executions of an instruction on all devices, and the sum of their seconds.
 
-    One that runs several kernels, such as a library's, ran as often as the rarest of them.
+    An instruction with several kernels, such as a library call, counts as often as its rarest one.
     """
 
     count: int = 0
@@ -52,16 +58,16 @@ class OpTime:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """The content of a trace, as far as a program's instructions go.
+    """A program's instructions in a trace.
 
     Attributes:
-      devices: those on which the program ran, by number.
-      ops: of the program, by instruction; UNNAMED: kernels whose instruction is unknown.
-      run_seconds: of each run of the program on a device, from the first instruction to the last;
-        empty where the trace does not tell runs apart.
-      span_seconds: from the first instruction of all to the last, of all devices.
-      busy_seconds: in which a device ran at least one instruction of the program, of all devices.
-      other_seconds: of instructions of other programs, by program, of all devices.
+      devices: ids of the devices on which the program ran.
+      ops: times by instruction; UNNAMED for kernels whose instruction is unknown.
+      run_seconds: for each run of the program on a device, from its first instruction to its last;
+        empty if the trace does not distinguish runs.
+      span_seconds: from the first instruction of all runs to the last, summed over devices.
+      busy_seconds: with at least one instruction of the program running, summed over devices.
+      other_seconds: of other programs' instructions, by program, summed over devices.
     """
 
     devices: frozenset[int]
@@ -79,8 +85,8 @@ def read_trace(
 
     Args:
       module: the program's name, "jit__train_step".
-      containers: instructions whose time is that of others inside: loops, calls, branches.
-      schedule: of the program, which names the kernels of a GPU's graphs; None: they stay UNNAMED.
+      containers: instructions whose time is that of others in them: loops, calls, branches.
+      schedule: names the kernels of a GPU's graphs.
 
     Raises:
       ConfigError: it cannot be read, or the program is not in it.
@@ -93,8 +99,8 @@ def read_trace(
             f"{file} cannot be read as a trace ({error}). Make another profile."
         ) from None
     with warnings.catch_warnings():
-        # jaxlib 0.12 ends the process where its first look at an event's stats is warned of by
-        # Python 3.13 (a type without __module__), and warnings are errors.
+        # If warnings are errors, jaxlib 0.12 aborts on the first access to an event's stats: Python
+        # 3.13 warns that its type has no __module__.
         warnings.simplefilter("ignore", DeprecationWarning)
         events = _instructions(_events(planes), module, schedule)
         trace = _summed(events, module, frozenset(containers))
@@ -110,7 +116,7 @@ def read_trace(
 def _instructions(
     events: Iterable[Event], module: str, schedule: Schedule | None
 ) -> Iterator[Event]:
-    """Yields events, those of a graph with the instructions that its kernels belong to."""
+    """Yields events, with the instructions of kernels that a graph launched."""
     graphs: dict[tuple[int, int, str], list[Event]] = collections.defaultdict(list)
     for event in events:
         is_known = schedule is None or event.op in schedule.names
@@ -118,10 +124,10 @@ def _instructions(
             graphs[event.device, event.launch, event.op].append(event)
         else:
             yield event
-    for launched in graphs.values():
-        launched.sort(key=lambda event: event.start)
-        names = schedule.instructions_of(tuple(event.kernel for event in launched))
-        for event, name in zip(launched, names, strict=True):
+    for kernels in graphs.values():
+        kernels.sort(key=lambda event: event.start)
+        names = schedule.instructions_of(tuple(event.kernel for event in kernels))
+        for event, name in zip(kernels, names, strict=True):
             yield event._replace(op=name or UNNAMED)
 
 
@@ -134,7 +140,7 @@ def _summed(events: Iterable[Event], module: str, containers: frozenset[str]) ->
     for event in events:
         seconds = (event.end - event.start) * 1e-9
         if _base(event.module) != module:
-            # Loops of other programs are counted with what is in them; there are few.
+            # Loops of other programs count twice, with their contents; they are rare.
             other_seconds[_base(event.module)] += seconds
             continue
         if event.run is not None:
@@ -145,8 +151,8 @@ def _summed(events: Iterable[Event], module: str, containers: frozenset[str]) ->
         kernels[event.op][event.kernel] += 1
         ops[event.op].seconds += seconds
         intervals[event.device].append((event.start, event.end))
-    for op, ran in ops.items():
-        ran.count = min(kernels[op].values()) if op != UNNAMED else kernels[op].total()
+    for op, time in ops.items():
+        time.count = min(kernels[op].values()) if op != UNNAMED else kernels[op].total()
     return Trace(
         frozenset(intervals), dict(ops), [(last - first) * 1e-9 for first, last in spans.values()],
         sum(map(_span, intervals.values())), sum(map(_covered, intervals.values())),
@@ -160,12 +166,12 @@ def _base(module: str) -> str:
 
 
 def _span(intervals: list[tuple[float, float]]) -> float:
-    """Returns the seconds from the first begin of intervals to their last end."""
+    """Returns the seconds from the first start of intervals to their last end."""
     return (max(end for _, end in intervals) - min(start for start, _ in intervals)) * 1e-9
 
 
 def _covered(intervals: list[tuple[float, float]]) -> float:
-    """Returns the seconds that intervals cover together."""
+    """Returns the seconds of the union of intervals."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, until))
@@ -178,30 +184,30 @@ def _events(planes: Iterable[Any]) -> Iterator[Event]:
         device = _DEVICE.match(plane.name)
         lines = {line.name: line for line in plane.lines}
         if device and _OPS in lines and _MODULES in lines:
-            yield from _of_tpu(int(device[1]), lines[_OPS], lines[_MODULES])
+            yield from _tpu_events(int(device[1]), lines[_OPS], lines[_MODULES])
             continue
-        # A GPU's other lines, where there are some, are made of the events of its streams.
+        # Other lines of a GPU repeat the events of its streams.
         streams = [line for name, line in lines.items() if name.startswith("Stream ")]
         for line in streams if device and streams else plane.lines:
             for event in line.events:
                 stats = dict(event.stats)
                 if "hlo_op" not in stats:
                     continue
-                place = stats.get("device_ordinal", int(device[1]) if device else 0)
+                ordinal = stats.get("device_ordinal", int(device[1]) if device else 0)
                 yield Event(
-                    int(place), str(stats.get("hlo_module", "")), stats.get("run_id"),
+                    int(ordinal), str(stats.get("hlo_module", "")), stats.get("run_id"),
                     str(stats["hlo_op"]), event.start_ns, event.start_ns + event.duration_ns,
                     event.name if device else "", int(stats.get("correlation_id", 0)),
                 )
 
 
-def _of_tpu(device: int, ops: Any, modules: Any) -> Iterator[Event]:
+def _tpu_events(device: int, ops: Any, modules: Any) -> Iterator[Event]:
     runs = sorted(
         (run.start_ns, run.start_ns + run.duration_ns, run.name) for run in modules.events
     )
     starts = [start for start, *_ in runs]
     for event in ops.events:
-        # "%fusion.1 = bf16[8,128] fusion(...)", or its name alone.
+        # "%fusion.1 = bf16[8,128] fusion(...)", or only the name.
         name = re.match(r"%?([\w.\-]+)", event.name)
         index = bisect.bisect_right(starts, event.start_ns) - 1
         if name is None or index < 0 or event.start_ns > runs[index][1]:

@@ -1,4 +1,4 @@
-"""The matmul flops of a model, as it is written: on a single device, and without recomputation."""
+"""Counts the matmul flops of a model as it is written: on one device, without recomputation."""
 
 import dataclasses
 import math
@@ -18,13 +18,13 @@ from praxis_lite.tools.explain.hlo_matmuls import window_hits
 
 @dataclasses.dataclass(frozen=True)
 class ModelFlops:
-    """The flops of a program on all devices together.
+    """The flops of a program, summed over all devices.
 
     Attributes:
-      flops: 2 x multiplications in matmuls and convolutions, but for those that a backward pass
-        makes again, and those of an optimizer.
-      at_least: some are in a loop whose length the program does not tell (`lax.while_loop`): they
-        count as in a single pass.
+      flops: 2 x multiplications in matmuls and convolutions, without those that a backward pass
+        recomputes and those of the optimizer.
+      at_least: whether some are in a loop of unknown length (`lax.while_loop`), which counts as one
+        iteration.
     """
 
     flops: int
@@ -32,29 +32,29 @@ class ModelFlops:
 
 
 def flops_of_step(partitioner: Partitioner, element_spec: Any) -> ModelFlops:
-    """Returns the flops that a training step's model needs, the same on every mesh.
+    """Returns the flops that a training step's model needs, which are the same on every mesh.
 
-    The step is traced for a single device: a pipeline has no idle stages there, and experts that
-    are spread over devices get no rows in reserve.
+    The step is traced for one device, where a pipeline has no idle stages and experts have no spare
+    capacity.
     """
     mesh = partitioner.mesh
-    shape = (1,) * len(mesh.axis_names)
-    device = np.array(mesh.local_devices[:1]).reshape(shape)
-    alone = mesh_of(device, mesh.axis_names)
-    step = Partitioner(partitioner.task, alone, gradients=Gradients(_of_whole_batch)).train_step
+    devices = np.array(mesh.local_devices[:1]).reshape((1,) * len(mesh.axis_names))
+    one_device = mesh_of(devices, mesh.axis_names)
+    gradients = Gradients(_without_micro_batches)
+    step = Partitioner(partitioner.task, one_device, gradients=gradients).train_step
     return model_flops(step.trace(element_spec).jaxpr)
 
 
-def _of_whole_batch(*args: Any, num_micro_batches: int, **named: Any) -> Any:
-    """Returns `value_and_grad` without micro-batches, which may divide the rows of devices only."""
+def _without_micro_batches(*args: Any, num_micro_batches: int, **named: Any) -> Any:
+    """Calls `value_and_grad` on the complete batch; micro-batches may only divide padded rows."""
     return accumulation.value_and_grad(*args, **named)
 
 
 def model_flops(jaxpr: Any) -> ModelFlops:
-    """Returns the flops of a traced program, whose shapes are those of no mesh.
+    """Returns the flops of a traced program with global shapes.
 
-    A scan counts as often as it runs, of branches the costliest; kernels (Pallas, cuDNN) count as
-    nothing.
+    A scan counts as often as it runs, a conditional as its costliest branch. Kernels (Pallas,
+    cuDNN) do not count.
     """
     flops, at_least = 0, False
     for eqn in map(plain, opened(jaxpr).eqns):
@@ -65,16 +65,16 @@ def model_flops(jaxpr: Any) -> ModelFlops:
         if name in _MATMULS:
             flops += _MATMULS[name](eqn)
         elif name != "pallas_call":
-            inner = [model_flops(item) for item in core.jaxprs_in_params(params)]
-            costliest = max((item.flops for item in inner), default=0)
-            total = costliest if name == "cond" else sum(item.flops for item in inner)
+            inner = [model_flops(jaxpr) for jaxpr in core.jaxprs_in_params(params)]
+            combine = max if name == "cond" else sum
+            total = combine([0, *(x.flops for x in inner)])
             flops += total * _num_runs(name, params)
-            at_least |= any(item.at_least for item in inner) or (name == "while" and total > 0)
+            at_least |= any(x.at_least for x in inner) or (name == "while" and total > 0)
     return ModelFlops(flops, at_least)
 
 
 def _num_runs(name: str, params: dict[str, Any]) -> int:
-    """Returns how often an operation runs its program; each device of a shard_map runs it once."""
+    """Returns how often an operation runs its jaxpr: once per device for a shard_map."""
     if name == "scan":
         return params["length"]
     if name == "shard_map":
@@ -84,18 +84,18 @@ def _num_runs(name: str, params: dict[str, Any]) -> int:
 
 
 def _dot(eqn: core.JaxprEqn) -> int:
-    (over, _), _ = eqn.params["dimension_numbers"]
+    (contracting, _), _ = eqn.params["dimension_numbers"]
     lhs = eqn.invars[0].aval.shape
-    return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[dim] for dim in over)
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[dim] for dim in contracting)
 
 
 def _ragged_dot(eqn: core.JaxprEqn) -> int:
     numbers = eqn.params["ragged_dot_dimension_numbers"]
-    (over, _), _ = numbers.dot_dimension_numbers
+    (contracting, _), _ = numbers.dot_dimension_numbers
     lhs, result = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    flops = 2 * math.prod(result) * math.prod(lhs[dim] for dim in over)
-    if set(numbers.lhs_ragged_dimensions) & set(over):
-        # A result for each group, from the rows of that group alone.
+    flops = 2 * math.prod(result) * math.prod(lhs[dim] for dim in contracting)
+    if set(numbers.lhs_ragged_dimensions) & set(contracting):
+        # One result per group, from the rows of that group.
         return flops // eqn.invars[2].aval.shape[-1]
     return flops
 

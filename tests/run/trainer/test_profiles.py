@@ -20,7 +20,7 @@ from praxis_lite.run.job.processes.stopping import StopRequest
 from praxis_lite.run.trainer.hooks.profile_facts import read_facts
 from praxis_lite.run.trainer.hooks.profile_requests import ProfileRequests
 from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
-from praxis_lite.tools.plan.measured.residuals import read_residuals
+from praxis_lite.tools.plan.residuals import read_residuals
 from praxis_lite.tools.profile.measured import measure
 from tests.run.job.test_disk_full import files_of_at_most
 from tests.support import process_pairs

@@ -31,7 +31,6 @@ LEAVES = {
     "opt_states/slots/ffn/w": ((7, 13), P("a", ("b", "c"))),
     "step": ((), P()),
 }
-HOSTILE = "</script><script>document.title='stolen'</script><img src=http://evil.test/ onerror=a>"
 
 
 def collective(kind, layers, count, size, **flags):
@@ -339,20 +338,6 @@ def test_a_device_is_picked_with_the_mouse_and_with_the_keyboard(shown):
     )
     marked = "[...document.querySelectorAll('#mesh .on')].map((one) => one.innerText)"
     assert item.run(marked) == ["0", "1", "4", "5"]
-
-
-def test_names_are_text_whatever_they_hold(browser, mesh_222):
-    path = f"mdl_vars/params/{HOSTILE}"
-    layout = layout_of(
-        {path: ((7,), P("a"))}, dict(mesh_222.shape), declared_by={path: HOSTILE}, notes=(HOSTILE,)
-    )
-    item = browser(mesh_222, layout, title=HOSTILE, warnings=[HOSTILE])
-    assert item.run("document.title") == f"{HOSTILE}: what lies where"
-    assert item.run("document.getElementById('title').innerText") == HOSTILE
-    assert item.run("document.querySelector('.leaf code').innerText") == path
-    assert item.run("document.body.innerText").count("onerror=a") == 5
-    assert item.run("document.querySelectorAll('img').length") == 0
-    assert (item.complaints, item.requests) == ([], [item.run("location.href")])
 
 
 @pytest.mark.parametrize("width", [1280, 390])

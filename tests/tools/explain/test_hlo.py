@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from praxis_lite.core.errors import format_bytes
 from praxis_lite.tools.explain import hlo, hlo_matmuls
-from praxis_lite.tools.explain.hlo_layers import layers_of_name, source_line, together
+from praxis_lite.tools.explain.hlo_layers import layers_of_name, merged_layer, source_line
 from tests.support.unknown_loops import unknown_loops
 
 F32 = 4  # bytes
@@ -190,15 +190,6 @@ def test_program_without_collectives_says_so():
     assert hlo.collectives_table([]) == "no collectives"
 
 
-def test_table_lists_count_and_readable_bytes(mesh):
-    lines = hlo.collectives_table(hlo.collectives(compile_scan(mesh))).splitlines()
-    assert [line.split() for line in lines] == [
-        ["collective", "count", "bytes"],
-        ["all-reduce", "7", "3.6", "KiB"],
-        ["layer", "7", "3.6", "KiB"],
-    ]
-
-
 @pytest.mark.parametrize(
     "size, text", [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (7 * 2**30, "7.0 GiB")]
 )
@@ -239,14 +230,6 @@ def test_memory_of_arguments_and_outputs_is_per_device(mesh):
     assert memory.aliased == 0
     assert memory.temp > 0
     assert memory.peak == memory.arguments + memory.outputs + memory.temp
-
-
-def test_memory_is_none_where_the_backend_does_not_tell():
-    class Silent:
-        def memory_analysis(self):
-            return None
-
-    assert hlo.memory_per_device(Silent()) is None
 
 
 def test_flops_of_scanned_matmuls_and_their_gradients(mesh):
@@ -481,28 +464,6 @@ ENTRY %main (a: f32[13], b: bf16[7], c: f32[26]) -> f32[13] {{
     assert (item.count, item.bytes, item.group_size) == (1, size, 6)
 
 
-@pytest.mark.parametrize(
-    "groups, size",
-    [
-        ("{{0,1,2},{3,4,5}}", 3),
-        ("[2,4]<=[4,2]T(1,0)", 4),
-        ("mesh['replica'=1,'data'=4,'mdl'=2] {'data'}", 4),
-        ("mesh['data'=4,'mdl'=2] {'data','mdl'}", 8),
-        ("mesh['data'=4,'mdl'=2] {'data':(1)2}", 2),
-    ],
-)
-def test_group_size_in_every_spelling(groups, size):
-    text = f"""\
-HloModule m
-
-ENTRY %main (a: f32[13]) -> f32[13] {{
-  %a = f32[13]{{0}} parameter(0)
-  ROOT %r = f32[13]{{0}} all-reduce(%a), replica_groups={groups}, to_apply=%add
-}}
-"""
-    assert hlo.collectives(text)[0].group_size == size
-
-
 def test_flops_of_a_cublas_call():
     text = """\
 HloModule m
@@ -597,12 +558,12 @@ def test_what_is_in_no_layer_has_its_source_line():
     ],
 )
 def test_merged_layers_in_one_text(layers, text):
-    assert together(dict.fromkeys(layers, 7)) == together(dict.fromkeys(layers, 0)) == text
+    assert merged_layer(dict.fromkeys(layers, 7)) == merged_layer(dict.fromkeys(layers, 0)) == text
     if len(layers) > 1:
         # Below a hundredth of the bytes a layer is not spoken of.
         small = dict.fromkeys(layers[1:], 1)
-        assert together({layers[0]: 99, layers[1]: 1}) != layers[0]
-        assert together({layers[0]: 100 * len(small), **small}) == layers[0]
+        assert merged_layer({layers[0]: 99, layers[1]: 1}) != layers[0]
+        assert merged_layer({layers[0]: 100 * len(small), **small}) == layers[0]
 
 
 OURS = str(Path(hlo.__file__).parent)

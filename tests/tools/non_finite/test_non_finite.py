@@ -118,7 +118,7 @@ class Bench:
         batch = self.partitioner.global_batch({**batch_of(self.num_rows), **(batch or {})})
         state, outputs = self.partitioner.train_step(state, batch, key)
         before = jax.device_get(state)
-        self.reports.look(1, state, batch, key, outputs)
+        self.reports.check(1, state, batch, key, outputs)
         jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state))
         lines, self.lines[:] = list(self.lines), []
         return "\n".join(lines)
@@ -261,7 +261,7 @@ def test_reports_are_kept_in_a_file_and_there_are_not_too_many(tmp_path):
     batch = partitioner.global_batch(batch_of(13))
     for step in range(1, MAX_REPORTS + 4):
         state, outputs = partitioner.train_step(state, batch, key)
-        reports.look(step, state, batch, key, outputs)
+        reports.check(step, state, batch, key, outputs)
     written = (tmp_path / "many.txt").read_text().splitlines()
     assert written == message and len(written) == 2 * MAX_REPORTS + 1
     assert [line.split(":")[0] for line in written[::2]] == [
@@ -390,7 +390,7 @@ def test_a_language_model_on_uneven_sizes_is_told_its_layer(tmp_path):
         weight = f"transformer/blocks/{name}/linear/w"
         state = planted(result.init(key), {weight: (layer, 3e38)})
         state, outputs = result.train_step(state, batch, key)
-        reports.look(1, state, batch, key, outputs)
+        reports.check(1, state, batch, key, outputs)
         where = f"in the layer transformer/blocks[{layer}]/{name}/linear"
         assert ", in the forward pass: " in message[1] and where in message[1], message
         assert "made by dot_general, at dense.py:" in message[1]

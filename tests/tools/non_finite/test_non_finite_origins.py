@@ -66,19 +66,19 @@ def test_nothing_is_found_where_all_is_finite(search):
 
 
 @pytest.mark.parametrize(
-    ("fault", "operation", "turns"),
+    ("fault", "operation", "iterations"),
     [
         (0, "log", (4,)), (1, "div", ()), (2, "rsqrt", (1, 2)), (3, "div", ()), (4, "mul", ()),
         (5, "div", ()),
     ],
     ids=["while", "branch", "nested scans", "keys", "bfloat16", "custom gradient"],
 )
-def test_an_infinity_is_found_where_it_was_made(search, fault, operation, turns):
+def test_an_infinity_is_found_where_it_was_made(search, fault, operation, iterations):
     args = jnp.ones(6).at[fault].set(0.0), jax.random.key(0)
     actual = search(args, only_nan=False)
     assert [origin is not None for origin in actual] == [i == fault for i in range(6)]
     origin = actual[fault]
-    assert (origin.operation.primitive, origin.turns) == (operation, turns)
+    assert (origin.operation.primitive, origin.iterations) == (operation, iterations)
     assert search(args, only_nan=True) == [None] * 6
 
 
@@ -133,4 +133,4 @@ def test_a_row_that_is_finite_has_nothing_of_the_other_rows():
 
     x = jnp.array([1.0, -1.0, 7.0])  # Logarithms: 0, NaN, finite.
     (actual,) = OriginSearch(jax.jit(made).trace(x).jaxpr, [0])([x], only_nan=False)
-    assert (actual.operation.primitive, actual.turns) == ("div", (0,))
+    assert (actual.operation.primitive, actual.iterations) == ("div", (0,))

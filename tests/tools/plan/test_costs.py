@@ -18,10 +18,10 @@ from praxis_lite.tools.plan.costs import (
     bytes_moved,
     compute_seconds,
 )
-from praxis_lite.tools.plan.schedule.hbm import bytes_in_hbm
+from praxis_lite.tools.plan.schedule.collective_cost import CollectiveSpec, collective_seconds
+from praxis_lite.tools.plan.schedule.copies import bytes_in_hbm
 from praxis_lite.tools.plan.schedule.schedule import schedule
-from praxis_lite.tools.plan.schedule.timeline import Mesh
-from praxis_lite.tools.plan.schedule.wire import Wire, wire_seconds
+from praxis_lite.tools.plan.topology import PhysicalMesh
 
 PLAIN = Efficiencies(
     cycles=1.0, kernel=1.0, matmul=1.0, link=1.0, network=1.0, hop_seconds=0.0, network_seconds=0.0
@@ -146,7 +146,7 @@ def test_a_matmul_is_timed_at_the_peak_of_the_wider_of_its_operands_types():
 
 def test_notes_say_the_share_of_each_narrow_type_and_what_the_chip_gains_by_it():
     text = OF_TYPES.replace("bf16[128,256] parameter", "s8[128,256] parameter")
-    flops = schedule(text, H100, Mesh({}, np.zeros(1, int)), PLAIN).flops_by_type
+    flops = schedule(text, H100, PhysicalMesh({}, np.zeros(1, int)), PLAIN).flops_by_type
     assert flops == {"s8": 4 * 512 * 256 * 128, "f8e5m2": 2 * 512 * 256 * 128}
     int8, float8 = CHIPS["v6e"].notes_of_types(flops)
     assert re.search("67% .* int8, whose peak is 1,836 .* bfloat16's, 918", int8)
@@ -353,15 +353,17 @@ def test_the_share_of_blocks_that_splash_computes(mask, lengths):
     ],
 )
 def test_what_a_ring_sends(kind, sent):
-    wire = Wire(kind=kind, bytes=1024, group=8)
-    assert wire.sent == sent
-    assert wire_seconds(wire, V5E, PLAIN) == pytest.approx(sent / (2 * V5E.link_bandwidth))
+    spec = CollectiveSpec(kind=kind, operand_bytes=1024, group_size=8)
+    assert spec.sent_bytes == sent
+    assert collective_seconds(spec, V5E, PLAIN) == pytest.approx(sent / (2 * V5E.link_bandwidth))
 
 
 def test_devices_of_a_chip_send_once_what_all_devices_get():
     def seconds(kind, per_chip):
-        wire = Wire(kind=kind, bytes=1024, group=8, per_chip=per_chip)
-        return wire_seconds(wire, V5E, PLAIN)
+        spec = CollectiveSpec(
+            kind=kind, operand_bytes=1024, group_size=8, devices_per_chip=per_chip
+        )
+        return collective_seconds(spec, V5E, PLAIN)
 
     for kind in ("all-gather", "all-reduce", "reduce-scatter"):
         assert seconds(kind, 2) == pytest.approx(seconds(kind, 1) / 2)
@@ -370,12 +372,15 @@ def test_devices_of_a_chip_send_once_what_all_devices_get():
 
 
 def test_lines_hops_slices_and_nvlink():
-    ring = Wire(kind="all-gather", bytes=2**20, group=8)
-    line = dataclasses.replace(ring, is_ring=False)
-    assert wire_seconds(line, V5E, PLAIN) == pytest.approx(2 * wire_seconds(ring, V5E, PLAIN))
+    ring = CollectiveSpec(kind="all-gather", operand_bytes=2**20, group_size=8)
+
+    def seconds(chip, efficiencies=PLAIN, **changes):
+        return collective_seconds(dataclasses.replace(ring, **changes), chip, efficiencies)
+
+    assert seconds(V5E, is_ring=False) == pytest.approx(2 * seconds(V5E))
     late = dataclasses.replace(PLAIN, hop_seconds=1.0)
-    assert wire_seconds(ring, V5E, late) == pytest.approx(4.0, abs=1e-3)  # Both ways round.
-    between = dataclasses.replace(ring, crosses=True)
-    assert wire_seconds(between, V5E, PLAIN) == pytest.approx(ring.sent / V5E.network_bandwidth)
-    assert wire_seconds(ring, H100, PLAIN) == pytest.approx(ring.sent / H100.link_bandwidth)
-    assert wire_seconds(Wire(kind="all-reduce", bytes=2**20, group=1), V5E, PLAIN) == 0.0
+    assert seconds(V5E, late) == pytest.approx(4.0, abs=1e-3)  # Both ways round.
+    sent = ring.sent_bytes
+    assert seconds(V5E, crosses=True) == pytest.approx(sent / V5E.network_bandwidth)
+    assert seconds(H100) == pytest.approx(sent / H100.link_bandwidth)
+    assert seconds(V5E, kind="all-reduce", group_size=1) == 0.0

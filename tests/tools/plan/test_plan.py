@@ -9,17 +9,18 @@ import jax
 import pytest
 
 from praxis_lite import ConfigError
+from praxis_lite.core.sharding.inputs import num_rows_of
 from praxis_lite.run.config.build import build
 from praxis_lite.run.config.class_attributes import configured
 from praxis_lite.run.experiment import registry
 from praxis_lite.tools.explain import hlo, hlo_matmuls
-from praxis_lite.tools.plan import predict
 from praxis_lite.tools.plan.chips import CHIPS
+from praxis_lite.tools.plan.job_on_topology import planned_partitioner, step_specs
 from praxis_lite.tools.plan.job_plan import plan_job
 from praxis_lite.tools.plan.memory import bytes_of_stacks, out_of_memory
-from praxis_lite.tools.plan.planned_job import planned_partitioner, step_specs
+from praxis_lite.tools.plan.plan_text import plan_text
 from praxis_lite.tools.plan.predict import compiled_readably, plan_of_compiled, plan_step
-from praxis_lite.tools.plan.report import plan_text
+from praxis_lite.tools.plan.search.formulas import bubble_share
 from praxis_lite.tools.plan.topology import Topology, topology_of
 from tests.support.job_runs import launch
 
@@ -209,7 +210,7 @@ def test_a_pipelines_bubbles_are_told():
     job = job_of(exp="pipelined.PyDocs")
     partitioner = planned_partitioner(job, topology_of("cpu:8"))
     ((_, _, spec),) = step_specs(job, partitioner, [partitioner.train_step])
-    assert predict._bubbles(partitioner, partitioner.train_step, spec) == pytest.approx(1 / 9)
+    assert bubble_share(job.task.model, num_rows_of(spec)) == pytest.approx(1 / 9)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,9 @@ import pytest
 
 from praxis_lite.tools.plan.chips import CHIPS
 from praxis_lite.tools.plan.costs import FITTED
-from praxis_lite.tools.plan.predict import timed
+from praxis_lite.tools.plan.predict import predicted_fields
 from praxis_lite.tools.plan.schedule.schedule import schedule
-from praxis_lite.tools.plan.schedule.timeline import Mesh
-from praxis_lite.tools.plan.topology import Topology
+from praxis_lite.tools.plan.topology import PhysicalMesh, Topology
 
 # A loop of 3 turns: 1,500 cycles beside a permute of 4096 bytes; then an all-gather of 8 devices
 # of 1024 bytes each, awaited; and a condition of 300 or 600 cycles.
@@ -60,7 +59,7 @@ ENTRY %main (x: f32[1024], p: f32[256], q: pred[]) -> f32[256] {
 
 
 CHIP = CHIPS["v5e"]
-MESH = Mesh({"data": 8}, np.zeros(8, int))
+MESH = PhysicalMesh({"data": 8}, np.zeros(8, int))
 
 
 def seconds_of(wire_bytes, links, hops, efficiencies):
@@ -79,7 +78,7 @@ def test_a_program_takes_what_its_parts_do(hop_seconds):
     permute = seconds_of(4096, 1, 1, fitted)
     gather = seconds_of(7 * 1024, 2, 4, fitted)
     assert (permute > computed) == (hop_seconds == 1e-3)
-    assert actual.memory == pytest.approx(3 * computed + 600 / CHIP.clock / fitted.cycles)
+    assert actual.memory_seconds == pytest.approx(3 * computed + 600 / CHIP.clock / fitted.cycles)
     assert actual.seconds == pytest.approx(
         3 * max(permute, computed) + gather + 600 / CHIP.clock / fitted.cycles
     )
@@ -92,8 +91,9 @@ def test_a_program_takes_what_its_parts_do(hop_seconds):
     assert by_kind["all-gather"].bytes == 8 * 1024
     assert by_kind["all-gather"].axes == ("data",)
     assert by_kind["collective-permute"].instructions == {"start", "done"}
-    assert actual.of == pytest.approx({"y": 3 * computed, "b": actual.memory - 3 * computed})
-    assert actual.exposed == pytest.approx(3 * max(permute - computed, 0) + gather)
+    branch = 600 / CHIP.clock / fitted.cycles
+    assert actual.instruction_seconds == pytest.approx({"y": 3 * computed, "b": branch})
+    assert actual.exposed_seconds == pytest.approx(3 * max(permute - computed, 0) + gather)
 
 
 def test_a_permute_over_both_links_takes_half_as_long():
@@ -144,7 +144,7 @@ def test_copies_share_the_memorys_bandwidth_with_instructions_and_wait_for_it():
     first = (1_638_400 - 409_600) / 819.2e9
     wire = seconds_of(2 * 7 / 8 * 4096, 2, 4, exact)
     second = 819_200 / 819.2e9 - wire
-    assert actual.of == pytest.approx(
+    assert actual.instruction_seconds == pytest.approx(
         {"y": 1e-6, "here": first, "there": second, "put_": 1830 / chip.clock}
     )
     assert actual.seconds == pytest.approx(1e-6 + first + wire + second + 1830 / chip.clock)
@@ -154,8 +154,8 @@ def test_copies_share_the_memorys_bandwidth_with_instructions_and_wait_for_it():
 
 def test_a_turn_of_a_loop_alone_and_all_else():
     whole = schedule(TEXT, CHIP, MESH).seconds
-    turn = schedule(TEXT, CHIP, MESH, turn_of="body").seconds
-    rest = schedule(TEXT, CHIP, MESH, without="body").seconds
+    turn = schedule(TEXT, CHIP, MESH, loop_body="body").seconds
+    rest = schedule(TEXT, CHIP, MESH, skipped_loop="body").seconds
     assert whole == pytest.approx(3 * turn + rest)
     assert min(turn, rest) > 0
 
@@ -180,7 +180,7 @@ frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
 
 
 def test_the_network_between_slices_leaves_the_links_within_one_free():
-    mesh = Mesh({"replica": 2, "data": 8}, np.repeat([0, 1], 8))
+    mesh = PhysicalMesh({"replica": 2, "data": 8}, np.repeat([0, 1], 8))
     actual = schedule(TWO_SLICES, CHIP, mesh, FITTED)
     send = FITTED.network_seconds + 25_000 / (CHIP.network_bandwidth * FITTED.network)
     gather = seconds_of(7 * 1024, 2, 4, FITTED)
@@ -195,10 +195,10 @@ def test_the_network_between_slices_leaves_the_links_within_one_free():
 
 
 def test_a_step_grows_each_time_the_slices_double():
-    mesh = Mesh({"data": 8}, np.zeros(8, int))
+    mesh = PhysicalMesh({"data": 8}, np.zeros(8, int))
     devices = [types.SimpleNamespace(platform="tpu")] * 32
     item, four = (
-        timed(TEXT, Topology("v5e:2x4", CHIP, (2, 4), slices, devices), mesh, 1, FITTED)
+        predicted_fields(TEXT, Topology("v5e:2x4", CHIP, (2, 4), slices, devices), mesh, 1, FITTED)
         for slices in (1, 4)
     )
     waits = 1 + 2 * FITTED.waiting
@@ -240,7 +240,7 @@ def test_a_collective_over_more_torus_dims_has_more_links(algorithm, dims):
 )
 def test_devices_along_a_dim_are_a_ring_where_it_wraps(dims, devices, expected):
     count = len(devices)
-    mesh = Mesh(
+    mesh = PhysicalMesh(
         {"data": count}, np.zeros(count, int), np.array(devices), dims, CHIPS["v5p"].wraps(dims)
     )
     assert mesh.is_ring(np.arange(count)[None]) is expected
@@ -299,14 +299,13 @@ def test_copies_to_and_from_the_host_take_the_link_and_are_hidden_or_not():
     assert (fetched.count, fetched.bytes) == (2, 4 * 4096)  # A layer, and all three.
     assert sent.exposed_seconds == pytest.approx(3 * (layer - computed))
     assert fetched.seconds == fetched.exposed_seconds == pytest.approx(4 * layer)
-    assert actual.host_link == pytest.approx(7 * layer)
-    assert actual.host_exposed == pytest.approx(7 * layer - 3 * computed)
+    assert actual.host_copy_seconds == pytest.approx(7 * layer)
+    assert actual.exposed_host_copy_seconds == pytest.approx(7 * layer - 3 * computed)
     # A copy within the device is none of these.
     near = 2 * 4096 / CHIP.hbm_bandwidth
     assert actual.seconds == pytest.approx(7 * layer, abs=2 * near)
-    assert schedule(ON_HOST, dataclasses.replace(chip, host_bandwidth=1e12), MESH).host_exposed < (
-        actual.host_exposed / 100
-    )
+    fast = schedule(ON_HOST, dataclasses.replace(chip, host_bandwidth=1e12), MESH)
+    assert fast.exposed_host_copy_seconds < actual.exposed_host_copy_seconds / 100
 
 
 def test_a_copy_to_the_host_in_an_asynchronous_call_counts_as_one_by_itself():
@@ -325,7 +324,7 @@ ENTRY"""
     ).replace("dynamic-slice-done(%fetch)", "async-done(%fetch)")
     chip = dataclasses.replace(CHIP, host_bandwidth=1e9)
     actual, expected = schedule(called, chip, MESH), schedule(ON_HOST, chip, MESH)
-    assert "calls=%taken" in called and actual.host_link == expected.host_link
+    assert "calls=%taken" in called and actual.host_copy_seconds == expected.host_copy_seconds
     assert actual.seconds == expected.seconds
 
 
@@ -367,7 +366,7 @@ def test_a_collective_on_a_sparsecore_runs_beside_instructions_over_its_rings(
     ring = f'{{"phase_rings":[{{"ring_dim":"ICI_RING_DIM_{dim}"}}]}}'
     config = f'backend_config={{"color_strategies":[{",".join([ring] * rings)}]}}'
     coords = np.stack([np.arange(8) // per_chip, np.zeros(8, int), np.zeros(8, int)], axis=1)
-    mesh = Mesh({"data": 8}, np.zeros(8, int), coords, (8 // per_chip, 1, 1), (True,) * 3)
+    mesh = PhysicalMesh({"data": 8}, np.zeros(8, int), coords, (8 // per_chip, 1, 1), (True,) * 3)
     actual = schedule(ON_SPARSECORE.replace("RINGS", config), chip, mesh, fitted)
     bandwidth = links * per_chip * chip.link_bandwidth * fitted.link
     on_wire = 7 * 512 / bandwidth + 4 * fitted.hop_seconds

@@ -12,8 +12,8 @@ import pytest
 from praxis_lite.run.config.class_attributes import configured
 from praxis_lite.run.experiment import registry
 from praxis_lite.tools.plan.search import search as searching
-from praxis_lite.tools.plan.search.candidates import candidates, paths_of, spread
-from praxis_lite.tools.plan.search.report import front, table
+from praxis_lite.tools.plan.search.candidates import candidates, diversified, paths_of
+from praxis_lite.tools.plan.search.search_report import pareto_front, table
 from praxis_lite.tools.plan.topology import topology_of
 from tests.support.job_runs import CHECKOUT, launch
 
@@ -47,7 +47,7 @@ def test_every_candidate_fills_the_devices_and_goes_together(found):
 
 
 def test_one_of_each_kind_comes_before_a_second(found):
-    order = list(spread(sorted(found[1], key=lambda item: item.seconds)))
+    order = diversified(sorted(found[1], key=lambda item: item.seconds))
     assert sorted(map(repr, order)) == sorted(map(repr, found[1]))
     kinds = [(element.preset, element.layout.policy) for element in order]
     assert len(set(kinds[: len(set(kinds))])) == len(set(kinds))
@@ -87,7 +87,7 @@ def test_the_front_is_what_nothing_beats_in_both():
     unknown = Plan(None, 1000, False, None)
     item = type("One", (), {"name": "a"})()
     plans = [(item, plan) for plan in (worse, best, unknown, slim, large)]
-    assert front(plans) == [best, slim]
+    assert pareto_front(plans) == [best, slim]
     lines = table(plans).splitlines()
     assert [line[0] for line in lines[1:]] == [" ", "*", "*", " ", " "]
     assert searching.fastest(plans)[1] is best

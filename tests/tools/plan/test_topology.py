@@ -79,13 +79,3 @@ def test_attached_devices_by_their_kind():
 )
 def test_where_links_join_the_ends_of_a_torus(chip, dims, expected):
     assert topologies.CHIPS[chip].wraps(dims) == expected
-
-
-def test_what_the_compiler_for_cuda_is_told_of_each_gpu():
-    for chip in topologies.CHIPS.values():
-        assert (chip.cuda is not None) == (not chip.torus_dims and chip.name != "cpu")
-        if chip.cuda is not None:
-            text = chip.cuda.text(chip.hbm_bandwidth)
-            assert f"memory_bandwidth: {int(chip.hbm_bandwidth)}" in text
-            assert text.count("{") == text.count("}") == 3
-            assert chip.hbm_bytes < chip.cuda.memory  # The runtime keeps some.

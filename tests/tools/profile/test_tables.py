@@ -18,8 +18,8 @@ from praxis_lite.tools.plan.chips import CHIPS
 from praxis_lite.tools.plan.costs import FITTED
 from praxis_lite.tools.profile.buffers import largest_temporaries
 from praxis_lite.tools.profile.measured import OUTSIDE, Row, measure, text_of_step
-from praxis_lite.tools.profile.memory import peak_memory
-from praxis_lite.tools.profile.report import profile_text
+from praxis_lite.tools.profile.peak_memory import peak_memory
+from praxis_lite.tools.profile.profile_text import profile_text
 from praxis_lite.tools.profile.tables import PROFILE_TXT, folder_of, tables_of
 from tests.support.job_runs import home, launch, succeed
 from tests.support.line_jobs import LINE

@@ -10,7 +10,7 @@ from praxis_lite.tools.explain import hlo_matmuls
 from praxis_lite.tools.explain.hlo_runs import executed
 from praxis_lite.tools.explain.hlo_text import op_name_of, parse
 from praxis_lite.tools.plan.chips import CHIPS
-from praxis_lite.tools.utilization import hook
+from praxis_lite.tools.utilization import utilization_hook as hook
 from tests.support.job_runs import succeed, trained
 from tests.support.lm_runs import batches, partitioner_of, structs
 

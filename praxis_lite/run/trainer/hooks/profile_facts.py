@@ -44,7 +44,7 @@ class ProfileFacts:
       devices: of the mesh, in its order.
       arrays: of the state by path: its bytes on a device.
       step_bytes: that the compiler plans for a step on a device: "argument", "output", "temp",
-        "alias" and "generated_code"; None where it does not tell.
+        "alias" and "generated_code".
       peak_bytes: the most that each device of the first process had in use since the process began,
         by its id; empty where the platform does not tell.
     """
@@ -55,7 +55,7 @@ class ProfileFacts:
     axis_sizes: Mapping[str, int]
     devices: Sequence[DeviceFacts]
     arrays: Mapping[str, int]
-    step_bytes: Mapping[str, int] | None
+    step_bytes: Mapping[str, int]
     peak_bytes: Mapping[int, int]
 
     @property
@@ -81,7 +81,7 @@ def write_facts(job: JobOnMesh, folder: Path, steps: range, seconds: float) -> N
         first_step=steps[0], last_step=steps[-1], seconds=seconds, axis_sizes=dict(mesh.shape),
         devices=[_facts_of(device) for device in mesh.devices.flat],
         arrays={leaf.path: leaf.bytes_per_device for leaf in partitioner.layout.leaves()},
-        step_bytes=stats and {name: getattr(stats, f"{name}_size_in_bytes") for name in _PLANNED},
+        step_bytes={name: getattr(stats, f"{name}_size_in_bytes") for name in _PLANNED},
         peak_bytes={
             device.id: peak for device in mesh.local_devices
             if (peak := (device.memory_stats() or {}).get("peak_bytes_in_use")) is not None

@@ -1,1 +1,1 @@
-"""A compiled program in time: the order of its instructions, and how long each waits for others."""
+"""Simulates a compiled program: when each instruction runs, and what it waits for."""

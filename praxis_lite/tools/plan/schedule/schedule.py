@@ -1,32 +1,26 @@
-"""The time of each instruction of a compiled step: the overlap rule, and the exposed rest.
+"""Simulates a compiled step on a clock: when each instruction runs, and what it waits for.
 
-Instructions run one after the other, in the order of the compiled program. One collective is on the
-wires inside a slice at a time, and one on the network between slices; what is scheduled between a
-collective's start and its end goes on beside it, and only what is left of it then is waited for.
-Copies to the host and from it go by the same rule, each way over a wire of its own. What a kernel,
-a matmul or a collective costs is `costs`'.
+The overlap rule: instructions run one after another, in the order of the compiled program. Next to
+them four resources carry transfers, each one transfer at a time: the links within a slice, the
+network between slices, and the link to the host in either direction. Instructions between the start
+and the end of a transfer overlap with it. What is left of the transfer at its end is waited for:
+its exposed seconds.
+
+Where to look: `_ComputationRun` is where time passes, with one method per kind of instruction.
+`_Scheduler` adds up costs over the program. The costs themselves are in costs.py (instructions),
+collective_cost.py, and copies.py (bandwidth of HBM).
 """
 
-import re
-from collections.abc import Callable, Mapping, Sequence
-
-import numpy as np
+import collections
 
 from praxis_lite.core.jaxprs import RECOMPUTED
 from praxis_lite.tools.explain import hlo, hlo_matmuls
-from praxis_lite.tools.explain.hlo_groups import axes_of_groups, device_groups
-from praxis_lite.tools.explain.hlo_layers import (
-    layers_of,
-    nearest_layer,
-    source_frames,
-    source_line,
-    together,
-)
-from praxis_lite.tools.explain.hlo_runs import Site, is_of_uneven_loads, trip_count
+from praxis_lite.tools.explain.hlo_layers import layer_of, nearest_layer
+from praxis_lite.tools.explain.hlo_runs import is_extra_exchange, trip_count
 from praxis_lite.tools.explain.hlo_text import (
+    Computation,
     Instruction,
     Program,
-    arrays_of,
     callees,
     op_name_of,
     parse,
@@ -38,285 +32,311 @@ from praxis_lite.tools.plan.costs import (
     FUSIONS,
     Efficiencies,
     bytes_moved,
-    bytes_of,
     compute_seconds,
     is_matmul,
 )
-from praxis_lite.tools.plan.schedule.hbm import (
-    DONES,
-    FROM_HOST,
-    STARTS,
-    TO_HOST,
+from praxis_lite.tools.plan.schedule.collective_cost import (
+    collective_seconds,
+    collective_spec,
+    is_slice_transfer,
+)
+from praxis_lite.tools.plan.schedule.copies import (
+    HBM_COPY_DONES,
+    HBM_COPY_STARTS,
+    HbmTraffic,
     HostCopy,
-    Traffic,
     bytes_in_hbm,
     host_copy,
 )
-from praxis_lite.tools.plan.schedule.held import Held
-from praxis_lite.tools.plan.schedule.timeline import Mesh, OnWire, Timeline
-from praxis_lite.tools.plan.schedule.wire import Wire, torus_dims, wire_seconds
+from praxis_lite.tools.plan.schedule.nested import NestedTransfers
+from praxis_lite.tools.plan.schedule.timeline import Timeline, Transfer
+from praxis_lite.tools.plan.topology import PhysicalMesh
+
+_LINKS, _NETWORK = "links within a slice", "network between slices"
 
 
 def schedule(
-    text: str, chip: Chip, mesh: Mesh, efficiencies: Efficiencies = FITTED, *,
-    both_links: bool = False, turn_of: str | None = None, without: str | None = None,
+    text: str, chip: Chip, mesh: PhysicalMesh, efficiencies: Efficiencies = FITTED, *,
+    both_links: bool = False, loop_body: str | None = None, skipped_loop: str | None = None,
 ) -> Timeline:
-    """Returns the schedule of a program's text.
+    """Returns the timeline of a compiled program.
 
     Args:
-      text: as `Compiled.as_text()` writes it.
-      both_links: a collective-permute sends both ways round, over two links; else over one, as a
-        ring that turns one way.
-      turn_of: the body of a loop, which alone is scheduled, once.
-      without: the body of a loop that takes no time.
+      text: the program, as `Compiled.as_text()` writes it.
+      both_links: whether a collective-permute sends in both directions of a ring, over two links.
+      loop_body: if given, only one iteration of the loop with this body is scheduled.
+      skipped_loop: body of a loop that takes no time.
     """
-    walk = _Walk(parse(text), chip, mesh, efficiencies, both_links, without)
-    walk.made.seconds = walk.run(turn_of or walk.program.entry, 1)
-    return walk.made
+    program = parse(text)
+    scheduler = _Scheduler(program, chip, mesh, efficiencies, both_links, skipped_loop)
+    scheduler.timeline.seconds = scheduler.run(loop_body or program.entry, 1)
+    return scheduler.timeline
 
 
-class _Walk:
+class _Scheduler:
+    """Runs computations and adds the cost of their instructions to one timeline."""
+
     def __init__(
-        self, program: Program, chip: Chip, mesh: Mesh, efficiencies: Efficiencies, both: bool,
-        without: str | None,
+        self, program: Program, chip: Chip, mesh: PhysicalMesh, efficiencies: Efficiencies,
+        both_links: bool, skipped_loop: str | None,
     ):
-        self.program, self.held, self.chip, self.mesh = program, Held(program), chip, mesh
-        self.efficiencies, self.both_links, self.made = efficiencies, both, Timeline()
-        self.without = without
-        self.traffic = Traffic(chip.hbm_bandwidth * efficiencies.hbm)
-
-    def apart(self, name: str) -> float:
-        """Returns the seconds of a computation that runs once, which are no part of the step's."""
-        return _Walk(
-            self.program, self.chip, self.mesh, self.efficiencies, self.both_links, self.without
-        ).run(name, 1)
+        self.program, self.chip, self.mesh = program, chip, mesh
+        self.efficiencies, self.both_links = efficiencies, both_links
+        self.skipped_loop = skipped_loop
+        self.nested, self.timeline = NestedTransfers(program), Timeline()
+        self.hbm = HbmTraffic(chip.hbm_bandwidth * efficiencies.hbm)
 
     def run(self, name: str, count: int) -> float:
-        """Returns the seconds of a computation that runs `count` times; adds up the rest."""
-        computation = self.program.computations[name]
-        ends_in = {
-            chain: one.name for one in computation.values() for chain, *_ in self.held.fused(one)
-        }
-        # The wires, the network, the link to the host.
-        now, is_free = 0.0, dict.fromkeys((False, True, TO_HOST, FROM_HOST), 0.0)
-        pending: dict[str, tuple[float, OnWire]] = {}
-        started_cores: dict[str, tuple[Instruction, Mapping]] = {}
+        """Returns the seconds of a computation, and adds `count` runs of it to the timeline."""
+        return _ComputationRun(self, name, count).seconds()
 
-        def sent(one: Instruction, around: Mapping, outside: str = "") -> tuple[float, OnWire]:
-            in_fusion = computation[outside] if outside else None
-            seconds, crosses, entry = self.on_the_wire(one, around, count, in_fusion, computation)
-            entry.instructions.add(item.name)
-            is_free[crosses] = max(now, is_free[crosses]) + seconds
-            return is_free[crosses], entry
+    def seconds_apart(self, name: str) -> float:
+        """Returns the seconds of one run of a computation without adding them to the timeline."""
+        return _Scheduler(
+            self.program, self.chip, self.mesh, self.efficiencies, self.both_links,
+            self.skipped_loop,
+        ).run(name, 1)
 
-        def copied(copy: HostCopy) -> tuple[float, OnWire]:
-            seconds, entry = self.on_host_link(item, computation, copy, count)
-            is_free[copy.kind] = max(now, is_free[copy.kind]) + seconds
-            return is_free[copy.kind], entry
-
-        def waited(until: float, entry: OnWire) -> float:
-            entry.exposed_seconds += max(0.0, until - now) * count
-            entry.instructions.add(item.name)
-            self.traffic.passed(max(0.0, until - now))
-            return max(now, until)
-
-        for item in computation.values():
-            kind = item.opcode.removesuffix("-start")
-            if item.opcode == "while":
-                if callees(item, "body")[0] == self.without:
-                    continue
-                (body,) = callees(item, "body")
-                trips = trip_count(self.program, computation, item)
-                if trips is None and is_of_uneven_loads(self.program, item):
-                    self.made.expert_turn_seconds += self.apart(body) * count
-                else:
-                    now += (trips or 1) * self.run(body, count * (trips or 1))
-            elif item.opcode == "conditional":
-                now += self.run(self.costliest(item), count)
-            elif item.opcode == "call":
-                now += self.run(callees(item, "to_apply")[0], count)
-            elif item.opcode == "async-start" and (held := self.held.called(item)):
-                if item.operands:
-                    pending[item.name] = sent(*held)
-                else:  # A SparseCore is started; it gets what it sends by the update that follows.
-                    started_cores[item.name] = held
-            elif item.opcode == "async-start" and (copy := self.held.copied(item)):
-                pending[item.name] = copied(copy)
-            elif item.opcode == "async-update" and item.operands[0] in started_cores:
-                pending[item.name] = sent(*started_cores.pop(item.operands[0]))
-            elif kind in hlo.KINDS or self.is_transfer(item):
-                end, entry = sent(item, computation)
-                if item.opcode.endswith("-start") or item.opcode in ("send", "recv"):
-                    pending[item.name] = end, entry
-                else:
-                    now = waited(end, entry)
-            elif copy := host_copy(item, computation):
-                if item.opcode.endswith("-start"):
-                    pending[item.name] = copied(copy)
-                else:
-                    now = waited(*copied(copy))
-            elif item.opcode in STARTS:
-                self.traffic.begin(item)
-            elif item.opcode.endswith("-done") and item.operands and item.operands[0] in pending:
-                now = waited(*pending.pop(item.operands[0]))
-            elif item.opcode in DONES:
-                now += self.spent(item, self.traffic.wait(item.operands[0]), count)
-            else:
-                started = {chain for chain, *_ in self.held.fused(item)} - pending.keys()
-                for chain, instruction, around in self.held.fused(item):
-                    if chain in started:
-                        pending[chain] = sent(instruction, around, ends_in[chain])
-                        started.discard(chain)
-                now += self.computed(item, computation, count)
-                for chain, *_ in self.held.fused(item):
-                    if ends_in[chain] == item.name and chain in pending:
-                        now = waited(*pending.pop(chain))
-        return now
-
-    def is_transfer(self, one: Instruction) -> bool:
-        """Returns True for a TPU's message to another slice, which the text has in two halves."""
-        return one.opcode == "send" and "_xla_megascale_transfer_type" in one.attributes
-
-    def computed(self, one: Instruction, around: Mapping, count: int) -> float:
-        seconds = compute_seconds(one, around, self.program, self.chip, self.efficiencies)
-        flops = self.flops_of(one, around, count)
-        if "tpu_custom_call" in one.attributes and not flops and not seconds:
-            self.made.unknown_kernels.add(one.name)
+    def compute(self, instruction: Instruction, computation: Computation, count: int) -> float:
+        """Returns the seconds of an instruction that is not a transfer, and adds its costs."""
+        seconds = compute_seconds(
+            instruction, computation, self.program, self.chip, self.efficiencies
+        )
+        flops = self._add_flops(instruction, computation, count)
+        if "tpu_custom_call" in instruction.attributes and not flops and not seconds:
+            self.timeline.unknown_kernels.add(instruction.name)
         if self.chip.clock is not None and seconds:
-            taken = bytes_moved(one, around, self.program, bytes_in_hbm)
-            seconds = max(seconds, taken / self.traffic.bandwidth)
-            self.traffic.passed(seconds, taken)
-        return self.spent(one, seconds, count, bool(flops) or is_matmul(one, self.program))
-
-    def spent(
-        self, one: Instruction, seconds: float, count: int, is_compute: bool = False
-    ) -> float:
-        """Returns the seconds, and adds them to those of the instruction and of its kind."""
-        if seconds:
-            if is_compute:
-                self.made.compute += seconds * count
-            else:
-                self.made.memory += seconds * count
-            self.made.of[one.name] += seconds * count
+            # The compiler's cycles leave out HBM's bandwidth, which copies in flight use too.
+            moved = bytes_moved(instruction, computation, self.program, bytes_in_hbm)
+            seconds = max(seconds, moved / self.hbm.bandwidth)
+            self.hbm.advance(seconds, moved)
+        is_compute = bool(flops) or is_matmul(instruction, self.program)
+        self.add_seconds(instruction, seconds * count, is_compute=is_compute)
         return seconds
 
-    def flops_of(self, one: Instruction, around: Mapping, count: int) -> int:
-        """Returns the matmul flops of an instruction and its calls; adds them up."""
-        if one.opcode in FUSIONS:
-            inside = self.program.computations[callees(one, "calls")[0]]
-            return sum(self.flops_of(inner, inside, count) for inner in inside.values())
-        flops = hlo_matmuls.matmul_flops(one, around)
-        dtype = hlo_matmuls.matmul_type(one, around) if flops else "bf16"
-        if not flops and is_kernel(one):
-            flops = kernel_flops(one, around)
-            self.made.kernel_flops += flops * count
-        self.made.flops += flops * count
+    def add_seconds(
+        self, instruction: Instruction, seconds: float, *, is_compute: bool = False
+    ) -> None:
+        if not seconds:
+            return
+        if is_compute:
+            self.timeline.compute_seconds += seconds
+        else:
+            self.timeline.memory_seconds += seconds
+        self.timeline.instruction_seconds[instruction.name] += seconds
+
+    def _add_flops(self, instruction: Instruction, computation: Computation, count: int) -> int:
+        """Returns the matmul flops of an instruction, with its fusion, and adds `count` times."""
+        if instruction.opcode in FUSIONS:
+            inside = self.program.computations[callees(instruction, "calls")[0]]
+            return sum(self._add_flops(inner, inside, count) for inner in inside.values())
+        timeline = self.timeline
+        flops, dtype = hlo_matmuls.matmul_flops(instruction, computation), "bf16"
         if flops:
-            self.made.flops_by_type[dtype] += flops * count
-        if RECOMPUTED in op_name_of(one):
-            self.made.recomputed_flops += flops * count
+            dtype = hlo_matmuls.matmul_type(instruction, computation)
+        elif is_kernel(instruction):
+            flops = kernel_flops(instruction, computation)
+            timeline.kernel_flops += flops * count
+        if flops:
+            timeline.flops += flops * count
+            timeline.flops_by_type[dtype] += flops * count
+            if RECOMPUTED in op_name_of(instruction):
+                timeline.recomputed_flops += flops * count
         return flops
 
-    def on_the_wire(
-        self, one: Instruction, around: Mapping, count: int, fusion: Instruction | None,
-        outside: Mapping,
-    ) -> tuple[float, bool, OnWire]:
-        """Returns a collective's seconds, alone, if it crosses, and the entry it is counted in.
+    def add_collective(
+        self, instruction: Instruction, computation: Computation, count: int,
+        fusion: Instruction | None = None, outer: Computation | None = None,
+    ) -> tuple[str, float, Transfer]:
+        """Adds a collective to the timeline.
 
         Args:
-          fusion: in `outside`, that ends the collective, if it is part of one.
+          fusion: the last fusion, in `outer`, that carries the collective, if it is fused.
+
+        Returns:
+          The resource that it occupies, for how many seconds, and its entry in the timeline.
         """
-        kind = one.opcode.removesuffix("-start")
-        shapes = [around[name].shape for name in one.operands if name in around]
-        operands = sum(map(bytes_of, shapes))
-        groups = device_groups(one.attributes, self.program)
-        crosses = kind == "send" or self.mesh.crosses(groups)
-        if kind == "send":
-            operands = sum(array.bytes for array in arrays_of(one.shape)[:1])
-            result = re.search(r'_xla_megascale_transfer_type="(\w+)"', one.attributes)
-            kind = result.group(1).lower().replace("_", "-")
-            kind = kind if kind in hlo.KINDS else "collective-permute"
-        # With a slice of its result in one fusion an all-reduce is a reduce-scatter.
-        slices = any(inner.opcode == "dynamic-slice" for inner in around.values())
-        if kind == "all-reduce" and fusion is not None and slices:
-            kind = "reduce-scatter"
-        group = groups.shape[1] if groups is not None else int(self.mesh.slices.max()) + 1
-        links, is_ring = self._links(one, kind, groups)
-        wire = Wire(kind=kind, bytes=operands, group=group, links=links, is_ring=is_ring,
-                    per_chip=self.mesh.per_chip(groups), crosses=crosses)
-        seconds = wire_seconds(wire, self.chip, self.efficiencies)
-        entry = self._entry(one, around, kind, groups, fusion, outside)
-        entry.crosses |= crosses
-        entry.count, entry.seconds = entry.count + count, entry.seconds + seconds * count
-        entry.wire_bytes += wire.sent * count
-        results = {"all-gather": operands * group, "reduce-scatter": operands // group}
-        entry.bytes += int(results.get(kind, operands)) * count
-        return seconds, crosses, entry
+        spec = collective_spec(
+            instruction, computation, self.program, self.chip, self.mesh,
+            in_fusion=fusion is not None, both_links=self.both_links,
+        )
+        seconds = collective_seconds(spec, self.chip, self.efficiencies)
+        if fusion is None:
+            layer = self._layer_of(instruction, computation, instruction, computation)
+        else:
+            named_by = fusion._replace(opcode=spec.kind)
+            layer = self._layer_of(instruction, computation, named_by, outer)
+        transfer = self.timeline.collectives.setdefault(
+            (spec.kind, spec.axes, layer), Transfer(spec.kind, spec.axes, layer)
+        )
+        transfer.crosses |= spec.crosses
+        transfer.add(count, seconds, spec.sent_bytes, spec.result_bytes)
+        return _NETWORK if spec.crosses else _LINKS, seconds, transfer
 
-    def on_host_link(
-        self, one: Instruction, around: Mapping, copy: HostCopy, count: int
-    ) -> tuple[float, OnWire]:
-        """Returns the seconds of a copy to or from the host, and the entry it is counted in."""
+    def add_host_copy(
+        self, instruction: Instruction, computation: Computation, copy: HostCopy, count: int
+    ) -> tuple[str, float, Transfer]:
+        """Adds a copy to or from the host to the timeline; returns as `add_collective`."""
         seconds = copy.bytes / (self.chip.host_bandwidth * self.efficiencies.host)
-        layer, source = self._place(one, around, one, around)
-        entry = self.made.host_copies.setdefault(
-            (copy.kind, (), layer), OnWire(copy.kind, (), layer, source)
+        layer = self._layer_of(instruction, computation, instruction, computation)
+        transfer = self.timeline.host_copies.setdefault(
+            (copy.kind, (), layer), Transfer(copy.kind, (), layer)
         )
-        entry.count, entry.seconds = entry.count + count, entry.seconds + seconds * count
-        entry.bytes, entry.wire_bytes = (
-            size + copy.bytes * count for size in (entry.bytes, entry.wire_bytes)
-        )
-        return seconds, entry
+        transfer.add(count, seconds, copy.bytes, copy.bytes)
+        return copy.kind, seconds, transfer
 
-    def _entry(
-        self, instruction: Instruction, around: Mapping, kind: str, groups: np.ndarray | None,
-        fusion: Instruction | None, outside: Mapping,
-    ) -> OnWire:
-        axes = axes_of_groups(groups, self.mesh.axis_sizes) if groups is not None else ()
-        if instruction.opcode == "send":
-            axes = self.mesh.axes_between_slices()
-        whole = fusion._replace(opcode=kind) if fusion else instruction
-        layer, source = self._place(instruction, around, whole, outside if fusion else around)
-        return self.made.collectives.setdefault(
-            (kind, axes, layer), OnWire(kind, axes, layer, source)
+    def _layer_of(
+        self, instruction: Instruction, computation: Computation, outer_instruction: Instruction,
+        outer: Computation,
+    ) -> str:
+        """Returns the layer of an instruction, else the nearest one to the fusion around it."""
+        return (
+            layer_of(self.program, instruction, computation)
+            or nearest_layer(self.program, outer_instruction, outer) or "unknown"
         )
 
-    def _place(
-        self, one: Instruction, around: Mapping, whole: Instruction, outside: Mapping
-    ) -> tuple[str, str]:
-        """Returns the layer and the line that an instruction is of, or the fusion around it."""
-        site = Site(one, around, 1, False, False, (), False)
-        layer = together(layers_of(self.program, site))
-        if not layer:
-            near = site._replace(instruction=whole, computation=outside)
-            layer = nearest_layer(self.program, near) or "unknown"
-        return layer, source_line(source_frames(self.program, one))
+    def costliest_branch(self, conditional: Instruction) -> str:
+        """Returns the name of the branch whose instructions take longest, collectives aside."""
+        def cost(name: str) -> float:
+            computation = self.program.computations[name]
+            return sum(
+                compute_seconds(
+                    instruction, computation, self.program, self.chip, self.efficiencies
+                )
+                for instruction in computation.values()
+            )
 
-    def _links(
-        self, instruction: Instruction, kind: str, groups: np.ndarray | None
-    ) -> tuple[int, bool]:
-        """Returns the links that carry a collective at once, and whether they close into rings."""
-        if not self.chip.torus_dims:
-            return 1, True
-        if kind == "collective-permute":
-            return (2 if self.both_links else 1), True
-        if colors := re.search(r"UniDirection\w*\{colors:(\d+)", instruction.attributes):
-            return int(colors.group(1)), True
-        if rings := instruction.attributes.count('"phase_rings":'):
-            # Of a SparseCore, each one way; along a dim whose ends no link joins, back and forth.
-            return rings, "_MESH" not in instruction.attributes
-        dims = torus_dims(instruction.attributes)
-        return 2 * dims, dims > 1 or self.mesh.is_ring(groups)
-
-    def costliest(self, one: Instruction) -> str:
-        """Returns the branch of a conditional that takes longest."""
-        branches: Sequence[str] = [
-            name for key in ("branch_computations", "true_computation", "false_computation")
-            for name in callees(one, key)
-        ]
-        cost: Callable[[str], float] = lambda name: sum(  # noqa: E731
-            compute_seconds(inner, self.program.computations[name], self.program, self.chip,
-                            self.efficiencies)
-            for inner in self.program.computations[name].values()
+        return max(
+            (
+                name for key in ("branch_computations", "true_computation", "false_computation")
+                for name in callees(conditional, key)
+            ),
+            key=cost,
         )
-        return max(branches, key=cost)
+
+
+class _ComputationRun:
+    """One run of a computation: its clock, and the transfers that are in flight."""
+
+    def __init__(self, scheduler: _Scheduler, name: str, count: int):
+        self._scheduler, self._count = scheduler, count
+        self._computation = scheduler.program.computations[name]
+        self._now = 0.0
+        self._free_at: dict[str, float] = collections.defaultdict(float)  # By resource.
+        # By the instruction, or chain of fusions, that started a transfer: its end, and its entry.
+        self._in_flight: dict[str, tuple[float, Transfer]] = {}
+        # A SparseCore's call is started first, and gets its data by a later async-update.
+        self._sparsecore_calls: dict[str, tuple[Instruction, Computation]] = {}
+        # By chain: the last fusion that carries a fused collective, where the collective ends.
+        self._last_fusions = {
+            collective.chain: instruction
+            for instruction in self._computation.values()
+            for collective in scheduler.nested.in_fusion(instruction)
+        }
+
+    def seconds(self) -> float:
+        for instruction in self._computation.values():
+            self._run(instruction)
+        return self._now
+
+    def _run(self, instruction: Instruction) -> None:
+        opcode, nested = instruction.opcode, self._scheduler.nested
+        starts_only = opcode.endswith("-start") or opcode in ("send", "recv")
+        first_operand = instruction.operands[0] if instruction.operands else ""
+        if opcode == "while":
+            self._run_loop(instruction)
+        elif opcode == "conditional":
+            branch = self._scheduler.costliest_branch(instruction)
+            self._now += self._scheduler.run(branch, self._count)
+        elif opcode == "call":
+            callee = callees(instruction, "to_apply")[0]
+            self._now += self._scheduler.run(callee, self._count)
+        elif opcode == "async-start" and (collective := nested.in_async_call(instruction)):
+            if instruction.operands:
+                self._start_collective(instruction, *collective)
+            else:
+                self._sparsecore_calls[instruction.name] = collective
+        elif opcode == "async-start" and (copy := nested.host_copy_in_async_call(instruction)):
+            self._start_host_copy(instruction, copy)
+        elif opcode == "async-update" and first_operand in self._sparsecore_calls:
+            self._start_collective(instruction, *self._sparsecore_calls.pop(first_operand))
+        elif opcode.removesuffix("-start") in hlo.KINDS or is_slice_transfer(instruction):
+            self._start_collective(instruction, instruction, self._computation)
+            if not starts_only:
+                self._wait(instruction, instruction.name)
+        elif copy := host_copy(instruction, self._computation):
+            self._start_host_copy(instruction, copy)
+            if not starts_only:
+                self._wait(instruction, instruction.name)
+        elif opcode in HBM_COPY_STARTS:
+            self._scheduler.hbm.start(instruction)
+        elif opcode.endswith("-done") and first_operand in self._in_flight:
+            self._wait(instruction, first_operand)
+        elif opcode in HBM_COPY_DONES:
+            seconds = self._scheduler.hbm.wait_for(first_operand)
+            self._scheduler.add_seconds(instruction, seconds * self._count)
+            self._now += seconds
+        else:
+            self._compute(instruction)
+
+    def _run_loop(self, loop: Instruction) -> None:
+        (body,) = callees(loop, "body")
+        if body == self._scheduler.skipped_loop:
+            return
+        program, count = self._scheduler.program, self._count
+        trips = trip_count(program, self._computation, loop)
+        if trips is None and is_extra_exchange(program, loop):
+            # With even loads this loop does not run; the plan reports what one round would add.
+            self._scheduler.timeline.expert_turn_seconds += (
+                self._scheduler.seconds_apart(body) * count
+            )
+            return
+        trips = trips or 1
+        self._now += trips * self._scheduler.run(body, count * trips)
+
+    def _compute(self, instruction: Instruction) -> None:
+        """Runs an instruction that computes, with the collectives of its fusion next to it."""
+        collectives = self._scheduler.nested.in_fusion(instruction)
+        new = {collective.chain for collective in collectives} - self._in_flight.keys()
+        for chain, inner, computation in collectives:
+            if chain in new:
+                new.discard(chain)
+                self._start(instruction, chain, *self._scheduler.add_collective(
+                    inner, computation, self._count, self._last_fusions[chain], self._computation
+                ))
+        self._now += self._scheduler.compute(instruction, self._computation, self._count)
+        for chain, *_ in collectives:
+            is_last = self._last_fusions[chain].name == instruction.name
+            if is_last and chain in self._in_flight:
+                self._wait(instruction, chain)
+
+    def _start_collective(
+        self, instruction: Instruction, collective: Instruction, computation: Computation
+    ) -> None:
+        self._start(
+            instruction, instruction.name,
+            *self._scheduler.add_collective(collective, computation, self._count),
+        )
+
+    def _start_host_copy(self, instruction: Instruction, copy: HostCopy) -> None:
+        self._start(
+            instruction, instruction.name,
+            *self._scheduler.add_host_copy(instruction, self._computation, copy, self._count),
+        )
+
+    def _start(
+        self, instruction: Instruction, key: str, resource: str, seconds: float, transfer: Transfer
+    ) -> None:
+        """Starts a transfer as soon as its resource is free."""
+        transfer.instructions.add(instruction.name)
+        self._free_at[resource] = max(self._now, self._free_at[resource]) + seconds
+        self._in_flight[key] = self._free_at[resource], transfer
+
+    def _wait(self, instruction: Instruction, key: str) -> None:
+        """Waits for the end of the transfer that was started under `key`."""
+        end, transfer = self._in_flight.pop(key)
+        exposed = max(0.0, end - self._now)
+        transfer.exposed_seconds += exposed * self._count
+        transfer.instructions.add(instruction.name)
+        self._scheduler.hbm.advance(exposed)
+        self._now = max(self._now, end)

@@ -1,4 +1,4 @@
-"""Which layout of an experiment on a topology is the fastest?
+"""Searches for the fastest layout of an experiment on a topology.
 
-It compiles plans by way of the package around it, and never runs a step.
+Candidates are ranked by formulas; the best are compiled and planned. Never runs a step.
 """

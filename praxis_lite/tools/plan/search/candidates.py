@@ -1,8 +1,9 @@
-"""Ways to lay an experiment out: meshes, presets, remat, micro-batches, pipeline schedules."""
+"""Candidate layouts: meshes, sharding presets, remat, micro-batches, pipeline schedules."""
 
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,17 +14,22 @@ from praxis_lite.tools.plan.search.formulas import POLICIES, Layout, Shape, peak
 from praxis_lite.tools.plan.topology import Topology
 
 AXES = ("replica", "data", "mdl")
-# Presets of one word that are candidates, and what `mdl` splits in them.
+# Candidate presets, and which dim of activations `mdl` splits in them.
 _PRESETS = {
     "fsdp": "rows", "replicated": "rows", "megatron": "features", "fsdp+tensor": "features",
     "fsdp+ring": "features", "fsdp+mlp_ring": "features", "fsdp+context": "time",
 }
-_MOST_TENSOR = 32
+_MAX_MDL = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A way to lay a job out, as lines for --set, with figures by formulas."""
+    """A layout of a job.
+
+    Attributes:
+      settings: the lines for --set.
+      seconds, bytes: of a step on a device, by formulas.
+    """
 
     settings: tuple[str, ...]
     layout: Layout
@@ -39,7 +45,7 @@ class Candidate:
 
 
 def candidates(config: "fdl.Config", shape: Shape, topology: Topology) -> Iterator[Candidate]:
-    """Yields every mesh, preset, policy and number of micro-batches that go together."""
+    """Yields every valid combination of mesh, preset, policy and number of micro-batches."""
     dcn = math.prod(config.mesh.dcn_mesh_shape or (1,))
     per_slice = len(topology.devices) // dcn
     paths = list(paths_of(config.task, "checkpoint_policy", "task"))
@@ -55,7 +61,7 @@ def candidates(config: "fdl.Config", shape: Shape, topology: Topology) -> Iterat
             continue
         if preset == "replicated" and (data > 1 or mdl > 1):
             continue
-        if preset in ("fsdp",) and replica > 1 and replica == per_slice:
+        if preset == "fsdp" and replica > 1 and replica == per_slice:
             continue
         for micro in _micro_batches(shape, replica * data * mdl) if has_micro else (1,):
             layout = Layout(
@@ -77,7 +83,7 @@ def candidates(config: "fdl.Config", shape: Shape, topology: Topology) -> Iterat
 def _pipelines(
     config: "fdl.Config", shape: Shape, topology: Topology, paths: Sequence[str]
 ) -> Iterator[Candidate]:
-    """Yields schedules of a pipeline on the experiment's own mesh, with its own splits."""
+    """Yields pipeline schedules on the experiment's own mesh, with its own splits."""
     (path,) = paths_of(config.task, "num_microbatches", "task")
     stack = path.removesuffix(".num_microbatches")
     pipeline = config
@@ -85,45 +91,42 @@ def _pipelines(
         pipeline = getattr(pipeline, name)
     stages, layers = pipeline.num_stages, shape.num_layers
     sizes = dict(zip(config.mesh.axis_names, config.mesh.ici_mesh_shape, strict=True))
-    of_stages, mdl = sizes.pop("stage", stages), sizes.pop("mdl", 1)
-    layout = Layout(
-        replica=math.prod(sizes.values()), data=of_stages, mdl=mdl,
+    stage_size, mdl = sizes.pop("stage", stages), sizes.pop("mdl", 1)
+    own_layout = Layout(
+        replica=math.prod(sizes.values()), data=stage_size, mdl=mdl,
         mdl_splits="features" if mdl > 1 else "rows", gathers_weights=False,
     )
-    repeats = [element for element in (1, 2, 4) if layers % (element * stages) == 0]
-    numbers = [one for one in (1, 2, 4, 8, 16, 32) if shape.rows % one == 0]
+    repeats = [repeat for repeat in (1, 2, 4) if layers % (repeat * stages) == 0]
+    numbers = [number for number in (1, 2, 4, 8, 16, 32) if shape.rows % number == 0]
     for repeat, number, policy in itertools.product(repeats, numbers, POLICIES):
         if repeat > 1 and number < stages:
             continue
-        item = dataclasses.replace(layout, policy=policy)
-        idle = Schedule(stages, number, repeat).bubble_share
+        layout = dataclasses.replace(own_layout, policy=policy)
+        bubbles = Schedule(stages, number, repeat).bubble_share
         settings = [f"{path}={number}", f"{stack}.circular_repeat={repeat}"]
-        settings += [f"{where}={policy}" for where in paths]
+        settings += [f"{policy_path}={policy}" for policy_path in paths]
         yield Candidate(
-            tuple(settings), item, f"{number} microbatches, {repeat} times round,",
-            step_seconds(shape, item, topology.chip) / (1 - idle),
-            peak_bytes(shape, item),
+            tuple(settings), layout, f"{number} microbatches, {repeat} times round,",
+            step_seconds(shape, layout, topology.chip) / (1 - bubbles),
+            peak_bytes(shape, layout),
         )
 
 
-def spread(found: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Yields candidates, best first, but each preset and policy once before any of them again."""
-    left = list(found)
-    while left:
-        seen: set[tuple[str, str]] = set()
-        later = []
-        for item in left:
-            key = (item.preset, item.layout.policy)
-            if key in seen:
-                later.append(item)
-            else:
-                seen.add(key)
-                yield item
-        left = later
+def diversified(ranked: Sequence[Candidate]) -> list[Candidate]:
+    """Returns candidates in rounds: each round has the best left of every preset and policy."""
+    num_seen: Counter[tuple[str, str]] = Counter()
+    rounds = []
+    for candidate in ranked:
+        key = (candidate.preset, candidate.layout.policy)
+        rounds.append(num_seen[key])
+        num_seen[key] += 1
+    return [candidate for _, candidate in sorted(
+        zip(rounds, ranked, strict=True), key=lambda item: item[0]
+    )]
 
 
 def paths_of(config: Any, argument: str, path: str) -> Iterator[str]:
-    """Yields the paths of all configs that take an argument of that name, each with the name."""
+    """Yields the path of every argument of that name in a config and the configs within it."""
     if isinstance(config, fdl.Buildable):
         if argument in _arguments(config):
             yield f"{path}.{argument}"
@@ -141,7 +144,7 @@ def _arguments(config: Any) -> frozenset[str]:
 
 
 def _meshes(devices: int) -> Iterator[tuple[int, int, int]]:
-    for mdl in range(1, min(devices, _MOST_TENSOR) + 1):
+    for mdl in range(1, min(devices, _MAX_MDL) + 1):
         for replica in range(1, devices // mdl + 1):
             if devices % (mdl * replica) == 0:
                 yield replica, devices // (mdl * replica), mdl

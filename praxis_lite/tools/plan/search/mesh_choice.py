@@ -1,4 +1,4 @@
-"""The mesh of a job for as many devices as there are: by formulas the fastest legal mesh."""
+"""Chooses a job's mesh for a given set of devices: the fastest valid mesh, by formulas."""
 
 import dataclasses
 import math
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 
 from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.sharding.inputs import num_rows_of
 from praxis_lite.core.sharding.logical_axes import axes_of
 from praxis_lite.core.sharding.mesh import make_mesh
 from praxis_lite.core.sharding.mesh_config import MeshConfig
@@ -22,26 +23,24 @@ from praxis_lite.run.trainer.checks.datasets import check_reads
 from praxis_lite.run.trainer.checks.memory import bytes_of_a_device, check_fits
 from praxis_lite.run.trainer.job_on_mesh import partitioner_on
 from praxis_lite.tools.plan.chips import CHIPS, Chip
+from praxis_lite.tools.plan.plan_text import seconds_text
 from praxis_lite.tools.plan.predict import num_units
-from praxis_lite.tools.plan.report import seconds_text
 from praxis_lite.tools.plan.search.formulas import Layout, Shape, peak_bytes, step_seconds
 from praxis_lite.tools.plan.topology import attached_topology
 
-# Speeds of an accelerator that the plan does not know: they order meshes, and predict nothing.
-_OF_UNKNOWN = CHIPS["h100"]
-_SAME = 0.01  # Step times that differ by less count as equal.
-_SLOTS = 2  # Elements that an optimizer keeps per weight, for the formulas: Adam's.
+_DEFAULT_CHIP = CHIPS["h100"]  # Ranks meshes of accelerators that the table of chips lacks.
+_TIME_TOLERANCE = 0.01  # Step times that differ by a smaller factor count as equal.
+_NUM_SLOTS = 2  # Elements that the optimizer stores per weight, for the formulas: Adam's.
 
 
 @dataclasses.dataclass(frozen=True)
 class _Candidate:
-    """A mesh with the formulas' figures of a train step on it.
+    """A mesh, and estimates of a train step on it.
 
     Attributes:
-      mesh: its config.
-      keeps_slices: it has as many slices as there are.
-      seconds, bytes: of a step on a device.
-      distance: from the experiment's own mesh: the sum of the logarithms of the axes' changes.
+      keeps_slices: whether the mesh has as many slices as the devices.
+      seconds, bytes: of a step on a device, by formulas.
+      distance: from the experiment's own mesh: sum over axes of |log(size / own size)|.
     """
 
     mesh: MeshConfig
@@ -54,16 +53,15 @@ class _Candidate:
 def chosen_mesh(job: Job, devices: Sequence[jax.Device]) -> MeshConfig:
     """Returns the mesh of a job for these devices, with the axes of its own mesh.
 
-    Each way to factorize their number over the axes is a candidate; nothing has to divide. By the
-    formulas' seconds of a step, the first one is taken that task and data accept and whose state
-    fits the devices. Nothing is compiled. Of equally fast meshes the nearest to the job's own
-    comes first.
+    Every factorization of the number of devices over the axes is a candidate. It returns the
+    fastest one, by formulas, that the task and the data accept and whose state fits in memory. Of
+    equally fast meshes it prefers the nearest to the job's own. Nothing is compiled.
 
     Raises:
-      ConfigError: no candidate is legal, or fits; says how many devices could hold the state.
+      ConfigError: no candidate is valid or fits; the message has the number of devices needed.
     """
     topology = attached_topology(devices)
-    chip = _OF_UNKNOWN if topology is None else topology.chip
+    chip = _DEFAULT_CHIP if topology is None else topology.chip
     candidates, refused, too_large = _ranked(job, devices, chip), [], []
     for candidate in candidates:
         try:
@@ -101,7 +99,7 @@ def chosen_mesh(job: Job, devices: Sequence[jax.Device]) -> MeshConfig:
 def _ranked(job: Job, devices: Sequence[jax.Device], chip: Chip) -> list[_Candidate]:
     """Returns all candidates, the best first."""
     spec = checked_spec(job.datasets[TRAIN], f"datasets.{TRAIN}")
-    rows = next(iter(jax.tree.leaves(spec))).shape[0]
+    rows = num_rows_of(spec)
     num_slices = _num_slices(job.mesh, devices)
     specs = job.task.model.weight_specs()
     candidates = []
@@ -114,14 +112,14 @@ def _ranked(job: Job, devices: Sequence[jax.Device], chip: Chip) -> list[_Candid
             _distance(job.mesh, sizes),
         ))
     fastest = min(item.seconds for item in candidates)
-    # How much of its host's memory a simulated device gets, `check_fits` asks.
+    # For simulated devices, `check_fits` compares with the host's memory.
     room = math.inf if chip.name == "cpu" else chip.hbm_bytes
 
-    def rank(item: _Candidate) -> tuple:
-        slower = round(math.log(item.seconds / fastest) / _SAME)
+    def rank(candidate: _Candidate) -> tuple:
+        slowdown = round(math.log(candidate.seconds / fastest) / _TIME_TOLERANCE)
         return (
-            not item.keeps_slices, item.bytes > room, slower, round(item.distance, 6),
-            item.mesh.shape,
+            not candidate.keeps_slices, candidate.bytes > room, slowdown,
+            round(candidate.distance, 6), candidate.mesh.shape,
         )
 
     return sorted(candidates, key=rank)
@@ -139,20 +137,20 @@ def _factorizations(number: int, num_axes: int) -> Iterator[tuple[int, ...]]:
 
 
 def _num_slices(config: MeshConfig, devices: Sequence[jax.Device]) -> int:
-    """Returns how many slices a mesh of these devices has; 1 where the job's own has 1."""
+    """Returns the number of slices for a mesh of these devices; 1 if the job's own mesh has 1."""
     if math.prod(config.dcn_mesh_shape or (1,)) == 1:
         return 1
     slices = Counter(getattr(device, "slice_index", None) for device in devices)
     if len(slices) == 1:
         slices = Counter(device.process_index for device in devices)
-    # Slices of different sizes have no mesh between them.
+    # Slices of different sizes cannot form a mesh.
     return len(slices) if len(set(slices.values())) == 1 else 1
 
 
 def _mesh(
     config: MeshConfig, sizes: tuple[int, ...], num_slices: int, *, is_torus: bool
 ) -> MeshConfig:
-    """Returns `config` with these sizes, its slices along the axis that most of them lay along."""
+    """Returns `config` with these sizes, and its slices along their axis, if they divide it."""
     shape, dcn = list(sizes), None
     if num_slices > 1:
         axis = config.dcn_mesh_shape.index(max(config.dcn_mesh_shape))
@@ -161,13 +159,13 @@ def _mesh(
             dcn = tuple(num_slices if k == axis else 1 for k in range(len(sizes)))
     return dataclasses.replace(
         config, ici_mesh_shape=tuple(shape), dcn_mesh_shape=dcn,
-        # A torus that has lost a host seldom has dims of these sizes.
+        # The dims of a torus that lost a host rarely match these sizes.
         allow_split_physical_axes=config.allow_split_physical_axes or is_torus,
     )
 
 
 def _distance(config: MeshConfig, sizes: tuple[int, ...]) -> float:
-    own = [abs(size) * dcn for size, dcn in zip(  # -1 counts as 1: it fits any number.
+    own = [abs(size) * dcn for size, dcn in zip(  # -1, which fits any size, counts as 1.
         config.ici_mesh_shape, config.dcn_mesh_shape or (1,) * len(sizes), strict=True
     )]
     return sum(abs(math.log(size / other)) for size, other in zip(sizes, own, strict=True))
@@ -176,42 +174,44 @@ def _distance(config: MeshConfig, sizes: tuple[int, ...]) -> float:
 def _formula_terms(
     task: Task, weight_specs: Mapping, mesh: MeshConfig, rows: int, tokens_per_row: int
 ) -> tuple[Shape, Layout]:
-    """Returns a task and a mesh as the formulas know them.
+    """Returns a task and a mesh in terms of the formulas.
 
-    An axis that splits rows is "data" if most weights are split over it too, "replica" if they are
-    not; another one that splits most weights is "mdl". One that splits nothing counts as not there.
-    Weights count with their padding. Of a model's sizes only the weights are known: the dim that
-    most of them share is the model's, and 12 of its squares are a layer.
+    An axis that splits rows counts as "data" if most weights are split over it too, otherwise as
+    "replica". Any other axis that splits most weights counts as "mdl". Weights count with padding.
+    Model sizes are estimated from the weights: model_dims is the most frequent dim, and a layer has
+    12 * model_dims**2 weights.
     """
     sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
     decided = decide_shardings(weight_specs, task.weight_sharding, sizes).weight_specs
-    split, dims, parameters = Counter(), Counter(), 0
+    num_split, num_weights_with_dim, parameters = Counter(), Counter(), 0
     for path, weight in spec_items(decided["params"]):
         spec = weight.partition_spec(tuple(sizes), "/".join(path))
-        number = math.prod(padded_shape(weight.shape, spec, sizes))
-        parameters += number
-        split.update({axis: number for entry in spec for axis in axes_of(entry)})
-        dims.update(weight.shape[-2:] if len(weight.shape) > 1 else ())
+        size = math.prod(padded_shape(weight.shape, spec, sizes))
+        parameters += size
+        num_split.update({axis: size for entry in spec for axis in axes_of(entry)})
+        num_weights_with_dim.update(weight.shape[-2:] if len(weight.shape) > 1 else ())
     mapping = task.inputs_split_mapping
-    of_rows = set(sizes) if mapping is None else {
+    row_axes = set(sizes) if mapping is None else {
         axis for entry in mapping.values() for axis in axes_of(entry[0])
     }
-    of_weights = {axis for axis, number in split.items() if 2 * number >= parameters}
-    model_dims = max(dims, key=lambda dim: (dims[dim], dim), default=1)
+    weight_axes = {axis for axis, size in num_split.items() if 2 * size >= parameters}
+    model_dims = max(
+        num_weights_with_dim, key=lambda dim: (num_weights_with_dim[dim], dim), default=1
+    )
 
-    def along(axes: set[str]) -> int:
+    def num_devices(axes: set[str]) -> int:
         return math.prod(sizes[axis] for axis in axes)
 
-    mdl = along(of_weights - of_rows)
+    data, mdl = num_devices(row_axes & weight_axes), num_devices(weight_axes - row_axes)
     layout = Layout(
-        replica=along(of_rows - of_weights), data=along(of_rows & of_weights), mdl=mdl,
+        replica=num_devices(row_axes - weight_axes), data=data, mdl=mdl,
         mdl_splits="features" if mdl > 1 else "rows",
-        gathers_weights=along(of_rows & of_weights) > 1,
+        gathers_weights=data > 1,
         micro_batches=task.learner.gradient_accumulation_steps,
     )
     return Shape(
         parameters=parameters, num_layers=max(1, round(parameters / (12 * model_dims**2))),
         model_dims=model_dims, hidden_dims=4 * model_dims,
-        vocab_size=max(task.num_ids().values(), default=0), slots=_SLOTS, rows=rows,
+        vocab_size=max(task.num_ids().values(), default=0), slots=_NUM_SLOTS, rows=rows,
         tokens_per_row=tokens_per_row,
     ), layout

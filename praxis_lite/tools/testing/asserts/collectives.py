@@ -17,7 +17,7 @@ from praxis_lite.run.config.overrides import check_required
 from praxis_lite.run.experiment.experiment import Experiment
 from praxis_lite.tools.explain import hlo
 from praxis_lite.tools.explain.hlo_layers import GRADIENT_OF
-from praxis_lite.tools.plan.planned_job import planned_partitioner, step_specs
+from praxis_lite.tools.plan.job_on_topology import planned_partitioner, step_specs
 from praxis_lite.tools.plan.topology import topology_of
 
 _RESHARDS = ("all-to-all", "ragged-all-to-all", "collective-permute", "all-gather")

@@ -1,13 +1,12 @@
-"""The result of a search: a table, a picture, and an experiment class that runs as it is."""
+"""Reports a search: a table, a picture, and the source of the best experiment class."""
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from praxis_lite.files.whole_files import write_picture
 from praxis_lite.host.optional_packages import optional_module
-from praxis_lite.tools.plan.report import seconds_text
+from praxis_lite.tools.plan.plan_text import seconds_text
 from praxis_lite.tools.plan.search.candidates import Candidate
 from praxis_lite.tools.plan.step_plan import StepPlan
 from praxis_lite.tools.plan.topology import Topology
@@ -15,64 +14,58 @@ from praxis_lite.tools.plan.topology import Topology
 Plans = Sequence[tuple[Candidate, StepPlan]]
 
 
-class WrittenClass(NamedTuple):
-    """The source of an experiment class."""
-
-    name: str
-    text: str
-
-
-def front(plans: Plans) -> list[StepPlan]:
+def pareto_front(plans: Plans) -> list[StepPlan]:
     """Returns the fitting plans that no other beats in both memory and time, the fastest first."""
     fitting = sorted(
         (plan for _, plan in plans if plan.fits and plan.step_seconds is not None),
         key=lambda plan: (plan.step_seconds, plan.peak_bytes_per_device),
     )
-    result, least = [], math.inf
+    front, least_bytes = [], math.inf
     for plan in fitting:
-        if plan.peak_bytes_per_device < least:
-            result.append(plan)
-            least = plan.peak_bytes_per_device
-    return result
+        if plan.peak_bytes_per_device < least_bytes:
+            front.append(plan)
+            least_bytes = plan.peak_bytes_per_device
+    return front
 
 
 def table(plans: Plans) -> str:
     """Returns a line per plan, the fastest first; '*' marks the Pareto front of memory and time."""
-    best = front(plans)
+    front = pareto_front(plans)
     lines = [f"  {'step':>9}  {'GiB':>7}  {'MFU':>6}  {'fits':<5} layout"]
-    for item, plan in sorted(plans, key=lambda pair: pair[1].step_seconds or math.inf):
+    for candidate, plan in sorted(plans, key=lambda pair: pair[1].step_seconds or math.inf):
         seconds = seconds_text(plan.step_seconds) if plan.step_seconds else "-"
         mfu = f"{plan.mfu:.1%}" if plan.mfu is not None else "-"
-        mark = "*" if any(plan is other for other in best) else " "
+        mark = "*" if any(plan is other for other in front) else " "
         lines.append(
             f"{mark} {seconds:>9}  {plan.peak_bytes_per_device / 2**30:>7.2f}  {mfu:>6}  "
-            f"{'yes' if plan.fits else 'no':<5} {item.name}"
+            f"{'yes' if plan.fits else 'no':<5} {candidate.name}"
         )
     return "\n".join(lines)
 
 
 def picture(plans: Plans, topology: Topology, path: Path) -> None:
-    """Draws memory against time, with the Pareto front and the device's memory, as a PNG."""
-    figures = optional_module("matplotlib.figure", str(path))
-    figure = figures.Figure(figsize=(9, 6), layout="constrained")
+    """Draws memory against time as a PNG, with the Pareto front and the device's memory."""
+    matplotlib_figure = optional_module("matplotlib.figure", str(path))
+    figure = matplotlib_figure.Figure(figsize=(9, 6), layout="constrained")
     axes = figure.subplots()
-    timed = [(element, plan) for element, plan in plans if plan.step_seconds is not None]
-    for is_fitting, colour in ((True, "tab:blue"), (False, "tab:red")):
-        some = [plan for _, plan in timed if plan.fits == is_fitting]
+
+    def points(some_plans: Sequence[StepPlan]) -> tuple[list[float], list[float]]:
+        gib = [plan.peak_bytes_per_device / 2**30 for plan in some_plans]
+        return gib, [plan.step_seconds for plan in some_plans]
+
+    timed = [(candidate, plan) for candidate, plan in plans if plan.step_seconds is not None]
+    for fits, color in ((True, "tab:blue"), (False, "tab:red")):
         axes.scatter(
-            [plan.peak_bytes_per_device / 2**30 for plan in some],
-            [plan.step_seconds for plan in some], color=colour,
-            label="fits" if is_fitting else "does not fit",
+            *points([plan for _, plan in timed if plan.fits == fits]), color=color,
+            label="fits" if fits else "does not fit",
         )
-    for item, plan in timed:
+    for candidate, plan in timed:
         axes.annotate(
-            item.name, (plan.peak_bytes_per_device / 2**30, plan.step_seconds), fontsize=6,
+            candidate.name, (plan.peak_bytes_per_device / 2**30, plan.step_seconds), fontsize=6,
             xytext=(4, 3), textcoords="offset points",
         )
-    best = front(plans)
     axes.plot(
-        [plan.peak_bytes_per_device / 2**30 for plan in best],
-        [plan.step_seconds for plan in best], color="tab:blue", linewidth=1, label="Pareto front",
+        *points(pareto_front(plans)), color="tab:blue", linewidth=1, label="Pareto front"
     )
     axes.axvline(topology.chip.hbm_bytes / 2**30, color="tab:red", linestyle=":", linewidth=1)
     axes.set(xlabel="GiB per device", ylabel="predicted seconds per step", title=topology.name)
@@ -80,24 +73,23 @@ def picture(plans: Plans, topology: Topology, path: Path) -> None:
     write_picture(path, figure, dpi=130)
 
 
-def written_class(
-    experiment: str, topology: Topology, settings: Sequence[str],
-    best: "tuple[Candidate, StepPlan]",
-) -> WrittenClass:
-    """Returns the source of a class that is `experiment` with `settings`, for --exp."""
+def experiment_source(
+    experiment: str, topology: Topology, settings: Sequence[str], best: tuple[Candidate, StepPlan]
+) -> tuple[str, str]:
+    """Returns the name and the source of a class that is `experiment` with `settings`."""
     module, _, base = experiment.rpartition(".")
     name = f"{base}Planned"
     candidate, plan = best
-    local = "\n".join(f"    {setting!r}," for setting in settings)
+    setting_lines = "\n".join(f"    {setting!r}," for setting in settings)
     slices = f", {topology.num_slices} slices" if topology.num_slices > 1 else ""
-    text = f'''"""What --mode=plan --search found for {experiment} on {topology.name}{slices}."""
+    source = f'''"""What --mode=plan --search found for {experiment} on {topology.name}{slices}."""
 
 from {module} import {base}
 from praxis_lite import register
 from praxis_lite.run.config.class_attributes import configured
 
 SETTINGS = [
-{local}
+{setting_lines}
 ]
 
 
@@ -111,4 +103,4 @@ class {name}({base}):
     def config(self):
         return configured({base}, SETTINGS, {{{module.partition(".")[0]!r}}})
 '''
-    return WrittenClass(name, text)
+    return name, source

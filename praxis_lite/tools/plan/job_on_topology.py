@@ -1,4 +1,4 @@
-"""An experiment's job laid over a topology: its partitioner, and the batches of its steps."""
+"""Places an experiment's job on a topology: its partitioner, and the batches of its steps."""
 
 from collections.abc import Sequence
 
@@ -16,28 +16,28 @@ from praxis_lite.run.trainer.checks.job_checks import check_parts
 from praxis_lite.run.trainer.job_on_mesh import partitioner_on
 from praxis_lite.tools.plan.topology import Topology
 
-# By chips that have SparseCores. What these do besides collectives has no cycles in the text, so
-# that it would count as nothing: lookups in tables, and scatters of tokens.
+# For chips with SparseCores: compile embedding lookups and scatters for the TensorCore. On a
+# SparseCore they have no cycles in the program's text, and would count as free.
 _NO_GATHERS = {"xla_tpu_offload_gather_to_sparsecore?": "false"}
 _NO_SCATTERS = {"xla_tpu_enable_offloading_scatter_to_sparsecore?": "false"}
 PLANNING_OPTIONS: dict[str, dict[str, str]] = {
     "v5p": _NO_GATHERS, "v6e": _NO_GATHERS, "tpu7x": _NO_GATHERS | _NO_SCATTERS,
 }
 
-# Without a GPU to try them on, XLA chooses tiles for Triton that it then cannot compile.
+# Without a GPU for autotuning, XLA chooses Triton tiles that it then cannot compile.
 NO_TRITON = {"xla_gpu_enable_triton_gemm?": False}
 
 
 def planned_partitioner(job: Job, topology: Topology) -> Partitioner:
-    """Returns the job's task on its mesh, laid over a topology; -1 in its shape is filled.
+    """Returns the partitioner of a job on the devices of a topology; fills in -1 in its mesh shape.
 
     Raises:
-      ConfigError: the mesh does not fill the topology, or parts of the job do not go together.
+      ConfigError: the mesh does not fill the topology, or parts of the job do not fit together.
     """
     check_parts(job)
     mesh_config = job.mesh
-    of_slices = topology.num_slices > 1 and topology.chip.torus_dims
-    if of_slices and mesh_config.dcn_mesh_shape is None:
+    has_slices = topology.num_slices > 1 and topology.chip.torus_dims
+    if has_slices and mesh_config.dcn_mesh_shape is None:
         raise ConfigError(
             f"--num_slices={topology.num_slices}, but mesh.dcn_mesh_shape is None. Say along which "
             f"axis the slices lie, for instance --set mesh.dcn_mesh_shape="
@@ -60,31 +60,30 @@ def planned_partitioner(job: Job, topology: Topology) -> Partitioner:
 def step_specs(
     job: Job, partitioner: Partitioner, steps: Sequence[Step], batch_sizes: Sequence[int] = (),
 ) -> list[tuple[Step, str, dict]]:
-    """Returns (step, dataset, shapes and types of a batch) of the steps asked for; reads no data.
+    """Returns (step, dataset, shapes and types of a batch) for each step, without reading data.
 
     Args:
-      batch_sizes: of prompts, to decode each; empty: the dataset's.
+      batch_sizes: numbers of prompts to decode, each in an entry; empty: the dataset's.
 
     Raises:
-      ConfigError: there is no dataset for a step, or the task cannot take its batches.
+      ConfigError: there is no dataset for a step, or the task cannot read its batches.
     """
     result = []
     for step in steps:
-        is_decoded = step is partitioner.decode_step
-        root = "decode_datasets" if is_decoded else "datasets"
-        names = [
-            name for name in getattr(job, root) if is_decoded or (name == TRAIN) == step.trains
-        ]
+        decodes = step is partitioner.decode_step
+        root, datasets = "datasets", job.datasets
+        if decodes:
+            root, datasets = "decode_datasets", job.decode_datasets
+        names = [name for name in datasets if decodes or (name == TRAIN) == step.trains]
         if not names:
             raise ConfigError(
                 f"--steps={step.kind}, but the experiment's {root}() has no dataset for it. Leave "
                 f"{step.kind} out."
             )
-        pipeline = getattr(job, root)[names[0]]
-        spec = checked_spec(pipeline, f"{root}.{names[0]}")
+        spec = checked_spec(datasets[names[0]], f"{root}.{names[0]}")
         check_reads(step, spec, f"{root}.{names[0]}")
-        specs = [_with_rows(spec, rows) for rows in batch_sizes] if is_decoded else []
-        result += [(step, names[0], item) for item in specs or [spec]]
+        resized = [_with_rows(spec, rows) for rows in batch_sizes] if decodes else []
+        result += [(step, names[0], batch_spec) for batch_spec in resized or [spec]]
     return result
 
 

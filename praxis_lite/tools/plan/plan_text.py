@@ -1,12 +1,14 @@
-"""A plan in words: the figures, and the collectives as a table."""
+"""Formats a plan as text: its figures, memory, and a table of collectives."""
 
 from collections.abc import Sequence
 
 from praxis_lite.core.errors import format_bytes
 from praxis_lite.run.text_table import table_lines
+from praxis_lite.tools.plan.decoding import Decoding
+from praxis_lite.tools.plan.schedule.timeline import Timeline, Transfer
 from praxis_lite.tools.plan.step_plan import StepPlan
 
-MOST_COLLECTIVES = 12
+_MAX_LAYERS = 12  # Per kind of collective, in the table.
 
 
 def seconds_text(seconds: float) -> str:
@@ -18,7 +20,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def figures(plan: StepPlan) -> list[tuple[str, str]]:
-    """Returns the figures of a plan of a step, as (name, value)."""
+    """Returns the figures of a step's plan as (name, value) lines."""
     share = plan.peak_bytes_per_device / plan.hbm_bytes_per_device
     room = plan.hbm_bytes_per_device - plan.peak_bytes_per_device
     spare = f"{format_bytes(room)} to spare" if room >= 0 else f"{format_bytes(-room)} too much"
@@ -28,7 +30,7 @@ def figures(plan: StepPlan) -> list[tuple[str, str]]:
     ]
     if plan.step_seconds is not None:
         flops = max(plan.flops_per_device, 1)
-        # Simulated devices share the cores that there are: a speed of one would mean nothing.
+        # Simulated devices share this machine's cores, so speeds per device would be meaningless.
         speed = (
             ", if each simulated device were a nominal core of its own"
             if plan.topology.startswith("cpu") else
@@ -62,7 +64,8 @@ def figures(plan: StepPlan) -> list[tuple[str, str]]:
                  f"{seconds_text(plan.host_seconds)} over the link, of which "
                  f"{seconds_text(plan.host_exposed_seconds)} is waited for")
             )
-    result += _of_decoding(plan)
+    if plan.decoding is not None:
+        result += _decoding_figures(plan.decoding)
     if plan.bubble_share is not None:
         result.append(
             ("pipeline", f"its stages idle in {plan.bubble_share:.1%} of the ticks (bubbles)")
@@ -71,89 +74,85 @@ def figures(plan: StepPlan) -> list[tuple[str, str]]:
     return result
 
 
-def _of_decoding(plan: StepPlan) -> list[tuple[str, str]]:
-    item = plan.decoding
-    if item is None:
-        return []
+def _decoding_figures(decoding: Decoding) -> list[tuple[str, str]]:
     result = [
-        ("first", f"token of {item.rows:,} rows after {seconds_text(item.first_token_seconds)}, "
-         f"from prompts of {item.prompt_length:,} tokens; then {item.tokens_per_second:,.0f} "
-         "tokens per second of all devices"),
+        ("first", f"token of {decoding.rows:,} rows after "
+         f"{seconds_text(decoding.first_token_seconds)}, from prompts of "
+         f"{decoding.prompt_length:,} tokens; then {decoding.tokens_per_second:,.0f} tokens per "
+         "second of all devices"),
     ]
-    if item.limit_seconds is not None:
+    if decoding.limit_seconds is not None:
         result.append(
-            ("limit", f"{seconds_text(item.limit_seconds)} to read "
-             f"{format_bytes(item.weight_bytes)} of weights and {format_bytes(item.cache_bytes)} "
-             f"of cache on each device, {item.share_of_limit:.0%} of the token's time")
+            ("limit", f"{seconds_text(decoding.limit_seconds)} to read "
+             f"{format_bytes(decoding.weight_bytes)} of weights and "
+             f"{format_bytes(decoding.cache_bytes)} of cache on each device, "
+             f"{decoding.share_of_limit:.0%} of the token's time")
         )
     return result
 
 
 def decoding_table(plans: Sequence[StepPlan]) -> str:
-    """Returns a line per plan of decoding: its batch, seconds, speed and share of the limit."""
+    """Returns a line per decoding plan: its batch, seconds, speed and share of the limit."""
     rows: list[Sequence[str]] = [
         ("batch", "token", "limit", "of it", "tokens/s", "per device", "first token", "GiB",
          "fits")
     ]
     for plan in plans:
-        item, gib = plan.decoding, f"{plan.peak_bytes_per_device / 2**30:.2f}"
+        decoding, gib = plan.decoding, f"{plan.peak_bytes_per_device / 2**30:.2f}"
         fits = "yes" if plan.fits else "NO"
-        if item is None:
+        if decoding is None:  # It did not compile.
             rows.append((*"-" * 7, gib, fits))
             continue
-        has_limit = item.limit_seconds is not None
+        has_limit = decoding.limit_seconds is not None
         rows.append((
-            f"{item.batch_size:,}", seconds_text(plan.step_seconds),
-            seconds_text(item.limit_seconds) if has_limit else "-",
-            f"{item.share_of_limit:.0%}" if has_limit else "-",
-            f"{item.tokens_per_second:,.0f}", f"{plan.tokens_per_second:,.0f}",
-            seconds_text(item.first_token_seconds), gib, fits,
+            f"{decoding.batch_size:,}", seconds_text(plan.step_seconds),
+            seconds_text(decoding.limit_seconds) if has_limit else "-",
+            f"{decoding.share_of_limit:.0%}" if has_limit else "-",
+            f"{decoding.tokens_per_second:,.0f}", f"{plan.tokens_per_second:,.0f}",
+            seconds_text(decoding.first_token_seconds), gib, fits,
         ))
     return "\n".join(table_lines(rows, right=range(8)))
 
 
 def plan_text(plan: StepPlan) -> str:
-    """Returns a step's plan: figures, memory in parts, collectives, notes."""
+    """Returns the text of a step's plan: figures, parts of the memory, collectives, notes."""
     lines = [f"{name:<10}{value}" for name, value in figures(plan)]
     if plan.memory is not None:
         lines += ["", "memory per device", plan.memory.table()]
     if plan.timeline is not None:
-        lines += ["", collectives_text(plan)]
+        lines += ["", _transfers_table(plan.timeline)]
     lines += [f"note: {note}" for note in plan.notes]
     if plan.why_not:
         lines.append(f"It does not fit. {plan.why_not}")
     return "\n".join(lines)
 
 
-def collectives_text(plan: StepPlan) -> str:
-    """Returns bytes and seconds of collectives, by kind and axes, and of the costliest layers.
-
-    Copies to and from the host are among them.
-    """
-    result = [*plan.timeline.collectives.values(), *plan.timeline.host_copies.values()]
-    if not result:
+def _transfers_table(timeline: Timeline) -> str:
+    """Returns a table of collectives and host copies, by kind and axes, with the slowest layers."""
+    transfers = [*timeline.collectives.values(), *timeline.host_copies.values()]
+    if not transfers:
         return "no collectives"
     rows: list[Sequence[str]] = [("collective", "axes", "count", "sent", "on the wire", "exposed")]
-    groups: dict[tuple[str, tuple[str, ...]], list] = {}
-    for element in result:
-        groups.setdefault((element.kind, element.axes), []).append(element)
-    by_time = sorted(groups.items(), key=lambda item: -sum(one.seconds for one in item[1]))
-    for (kind, axes), group in by_time:
-        named = "+".join(axes) or "-"
-        if any(one.crosses for one in group):
-            named += " (between slices)"
-        rows.append((kind, named, *_sums(group)))
-        largest = sorted(group, key=lambda one: -one.seconds)
-        rows += [(f"  {one.layer}", "", *_sums([one])) for one in largest[:MOST_COLLECTIVES]]
-        if left := largest[MOST_COLLECTIVES:]:
-            rows.append((f"  {len(left)} more layers", "", *_sums(left)))
+    groups: dict[tuple[str, tuple[str, ...]], list[Transfer]] = {}
+    for transfer in transfers:
+        groups.setdefault((transfer.kind, transfer.axes), []).append(transfer)
+    by_seconds = sorted(groups.items(), key=lambda item: -sum(x.seconds for x in item[1]))
+    for (kind, axes), group in by_seconds:
+        axes_text = "+".join(axes) or "-"
+        if any(transfer.crosses for transfer in group):
+            axes_text += " (between slices)"
+        rows.append((kind, axes_text, *_cells(group)))
+        slowest = sorted(group, key=lambda transfer: -transfer.seconds)
+        rows += [(f"  {x.layer}", "", *_cells([x])) for x in slowest[:_MAX_LAYERS]]
+        if rest := slowest[_MAX_LAYERS:]:
+            rows.append((f"  {len(rest)} more layers", "", *_cells(rest)))
     return "\n".join(table_lines(rows, right=range(2, len(rows[0]))))
 
 
-def _sums(group: Sequence) -> tuple[str, str, str, str]:
+def _cells(group: Sequence[Transfer]) -> tuple[str, str, str, str]:
     return (
-        f"{sum(item.count for item in group):,}",
-        format_bytes(int(sum(element.wire_bytes for element in group))),
-        seconds_text(sum(one.seconds for one in group)),
-        seconds_text(sum(one.exposed_seconds for one in group)),
+        f"{sum(x.count for x in group):,}",
+        format_bytes(int(sum(x.wire_bytes for x in group))),
+        seconds_text(sum(x.seconds for x in group)),
+        seconds_text(sum(x.exposed_seconds for x in group)),
     )

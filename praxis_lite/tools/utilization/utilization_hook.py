@@ -1,4 +1,4 @@
-"""MFU and HFU of each step, where the chips are known."""
+"""Adds MFU and HFU to each step's metrics, if the chips are known."""
 
 import contextlib
 import dataclasses
@@ -22,17 +22,16 @@ from praxis_lite.tools.utilization.model_flops import flops_of_step
 
 
 class Utilization(Hook):
-    """Adds the shares of the chips' peak in bfloat16 that a step uses, and says how they count.
+    """Adds the shares of the chips' bfloat16 peak that a step uses, and notes how they count.
 
-    MFU (model flops utilization) is of the matmuls of the model as it is written, over all devices:
-    without padding, idle stages of a pipeline and the optimizer, and without what several devices
-    compute alike or the backward pass computes again. HFU (hardware flops utilization) is of the
-    matmuls of the compiled program on a device, all of them. Either is divided by the seconds of
-    the step and the peak of the chip. Nothing is added on CPU and on chips that the table
-    (tools/plan/chips.py) lacks.
+    MFU (model flops utilization) counts the matmuls of the model as it is written, over all
+    devices: without padding, idle pipeline stages, the optimizer, recomputation (remat), and work
+    that several devices repeat. HFU (hardware flops utilization) counts all matmuls of the compiled
+    program on a device. Both are flops over the seconds of the step and the chip's peak. Nothing is
+    added on CPU, and on chips that the table (tools/plan/chips.py) lacks.
 
     Args:
-      chip: of the devices; None: the chip that is attached.
+      chip: the devices' chip; None: that of the attached devices.
     """
 
     every, waits = None, False
@@ -64,13 +63,13 @@ class Utilization(Hook):
         try:
             model = flops_of_step(partitioner, spec)
         except Exception as error:
-            words = " ".join(str(error).split()) or type(error).__name__
+            reason = " ".join(str(error).split()) or type(error).__name__
             self._loop.note(
                 f"{head}no MFU, for the model cannot be traced for a single device: "
-                f"{shown(words, 300)}"
+                f"{shown(reason, 300)}"
             )
             return
-        # A compiler that merges matmuls makes fewer than were written.
+        # A compiler that merges matmuls executes fewer flops than the model has.
         on_device = model.flops / partitioner.mesh.size + program.useful_kernels
         self._flops[MFU] = min(on_device, program.flops)
         unknown = "; a loop of unknown length counts as a single pass" * model.at_least
@@ -91,8 +90,8 @@ class ProgramFlops:
     """The matmul flops of a compiled program on a device.
 
     Attributes:
-      flops: all of them, those of kernels that are known (splash attention, cuDNN's) included.
-      useful_kernels: of those kernels, without what is computed again.
+      flops: all matmul flops, including those of known kernels (splash attention, cuDNN's).
+      useful_kernels: the flops of these kernels without recomputation.
     """
 
     flops: int
@@ -100,21 +99,20 @@ class ProgramFlops:
 
 
 def flops_of_program(text: str) -> ProgramFlops:
-    """Returns the flops of a program's text; loops of unknown length count as a single pass."""
+    """Returns the flops of a program's text; a loop of unknown length counts as one iteration."""
     flops = useful = 0
     for site in executed(parse(text)):
-        instruction, count = site.instruction, site.count
-        flops += count * hlo_matmuls.matmul_flops(instruction, site.computation)
+        instruction, computation = site.instruction, site.computation
+        flops += site.count * hlo_matmuls.matmul_flops(instruction, computation)
         if is_kernel(instruction):
-            kernel = count * kernel_flops(instruction, site.computation)
-            flops += kernel
+            flops += site.count * kernel_flops(instruction, computation)
             if RECOMPUTED not in op_name_of(instruction):
-                useful += count * kernel_flops(instruction, site.computation, of_model=True)
+                useful += site.count * kernel_flops(instruction, computation, of_model=True)
     return ProgramFlops(flops, useful)
 
 
 def attached_chip(job: JobOnMesh) -> Chip | None:
-    """Returns the chip of the job's mesh, or None on CPU and for a kind that the table lacks."""
+    """Returns the chip of the job's mesh, or None on CPU and for chips that the table lacks."""
     devices = list(job.partitioner.mesh.devices.flat)
     topology = None if devices[0].platform == "cpu" else attached_topology(devices)
     return topology and topology.chip

@@ -1,4 +1,4 @@
-"""Plans of devices that are attached: their figures for --mode=explain, and --measure."""
+"""Plans for attached devices: predictions for --mode=explain, and --measure."""
 
 import json
 import statistics
@@ -16,28 +16,27 @@ from praxis_lite.inputs.base import TRAIN
 from praxis_lite.run.experiment.experiment import Job
 from praxis_lite.run.trainer.checks.memory import compile_step
 from praxis_lite.run.trainer.job_on_mesh import partitioner_of
-from praxis_lite.tools.plan.measured.residuals import (
+from praxis_lite.tools.plan.plan_text import figures, plan_text, seconds_text
+from praxis_lite.tools.plan.predict import plan_of_compiled
+from praxis_lite.tools.plan.residuals import (
+    Residual,
     append_residual,
     corrected,
     read_residuals,
-    residual_of,
 )
-from praxis_lite.tools.plan.predict import plan_of_compiled
-from praxis_lite.tools.plan.report import figures, plan_text, seconds_text
 from praxis_lite.tools.plan.step_plan import StepPlan
 from praxis_lite.tools.plan.topology import attached_topology
 
-NUM_STEPS = 10  # Measured, after two that are not.
-_NUM_FIRST = 2
+_NUM_WARMUP_STEPS, _NUM_MEASURED_STEPS = 2, 10
 
 
 def figures_of_attached(
     partitioner: Partitioner,
 ) -> Callable[[Step, Any, jax.stages.Compiled, float], list[tuple[str, str]]]:
-    """Returns the plan's figures that --mode=explain adds to a compiled step."""
+    """Returns a function that predicts the figures of a step for --mode=explain (`Figures`)."""
     topology = attached_topology(list(partitioner.mesh.devices.flat))
 
-    def found(
+    def figures_of(
         step: Step, spec: Any, compiled: jax.stages.Compiled, seconds: float
     ) -> list[tuple[str, str]]:
         if topology is None:
@@ -45,24 +44,24 @@ def figures_of_attached(
         plan = plan_of_compiled(partitioner, step, spec, topology, compiled, seconds)
         return [*figures(plan), *(("note", note) for note in plan.notes)]
 
-    return found
+    return figures_of
 
 
 def measure(
     job: Job, *, file: Path | None = None, residuals: Path | None = None
 ) -> tuple[StepPlan, list[float]]:
-    """Trains ten steps on the attached devices; prints what was predicted and what was measured.
+    """Trains ten steps on the attached devices and prints predicted and measured seconds.
 
     Args:
-      file: to write the plan and the measured seconds into, as JSON.
-      residuals: the file that gets a line with both, for later plans.
+      file: where to write the plan and the measured seconds as JSON.
+      residuals: the residuals file to append the result to, for later plans.
 
     Returns:
       The plan, and the seconds of each step.
 
     Raises:
-      ConfigError: the devices are not in the table, the file of residuals is damaged, or the job
-        is refused as in training.
+      ConfigError: the devices are not in the table of chips, the residuals file is damaged, or
+        training would raise it.
     """
     partitioner = partitioner_of(job, "train")
     topology = attached_topology(list(partitioner.mesh.devices.flat))
@@ -79,27 +78,32 @@ def measure(
     plan = plan_of_compiled(
         partitioner, partitioner.train_step, spec, topology, compiled, time.monotonic() - start
     )
-    of = topology.chip.name, partitioner.mesh.shape
-    print(plan_text(corrected(plan, *of, residuals, earlier)), flush=True)
+    chip, axis_sizes = topology.chip, partitioner.mesh.shape
+    print(plan_text(corrected(plan, chip.name, axis_sizes, residuals, earlier)), flush=True)
     key, batches = partitioner.key(job.run.seed), pipeline.batches()
     state = partitioner.init(key)
     seconds = []
-    for index in range(_NUM_FIRST + NUM_STEPS):
+    for index in range(_NUM_WARMUP_STEPS + _NUM_MEASURED_STEPS):
         batch = partitioner.global_batch(next(batches))
         start = time.monotonic()
         state, outputs = partitioner.train_step(state, batch, key)
         jax.block_until_ready(outputs)
-        if index >= _NUM_FIRST:
+        if index >= _NUM_WARMUP_STEPS:
             seconds.append(time.monotonic() - start)
-    taken = statistics.median(seconds)
+    measured = statistics.median(seconds)
     useful = plan.flops_per_device - plan.recomputed_flops
     print(
-        f"\nmeasured  {seconds_text(taken)} a step (median of {NUM_STEPS}; "
+        f"\nmeasured  {seconds_text(measured)} a step (median of {_NUM_MEASURED_STEPS}; "
         f"{seconds_text(min(seconds))} to {seconds_text(max(seconds))}), MFU "
-        f"{useful / taken / topology.chip.peak():.1%}\n"
-        f"predicted {seconds_text(plan.step_seconds)}: {plan.step_seconds / taken:.2f} of measured"
+        f"{useful / measured / chip.peak():.1%}\n"
+        f"predicted {seconds_text(plan.step_seconds)}: "
+        f"{plan.step_seconds / measured:.2f} of measured"
     )
-    residual = residual_of(plan, *of, source="--measure", measured_seconds=taken)
+    residual = Residual(
+        chip=chip.name, step=plan.step, axis_sizes=dict(axis_sizes),
+        flops_per_device=plan.flops_per_device, predicted_seconds=plan.step_seconds,
+        measured_seconds=measured, source="--measure",
+    )
     if residuals is None:
         print("residual  not kept: name --residuals=FILE or --job_log_dir=DIR for later plans")
     elif jax.process_index() == 0:

@@ -1,1 +1,0 @@
-"""Plans beside steps that ran: on devices that are attached, and residuals that correct them."""
