@@ -1,4 +1,4 @@
-"""--mode=sweep from its options: the sweep is checked, run or printed, and reported."""
+"""Checks a sweep, runs or prints its trials, and reports them."""
 
 import shlex
 import sys
@@ -17,7 +17,7 @@ from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.job.job_lock import JobLock
 from praxis_lite.run.job.local_directory import local_directory
 from praxis_lite.run.modes.mode import CommandLine
-from praxis_lite.tools.sweep.report import picture, report
+from praxis_lite.tools.sweep.report import report
 from praxis_lite.tools.sweep.running import (
     check_parallel,
     is_refused_by_plan,
@@ -25,7 +25,7 @@ from praxis_lite.tools.sweep.running import (
     run_trials,
 )
 from praxis_lite.tools.sweep.settings import NUM_TRIALS, SweepSettings, metric_of
-from praxis_lite.tools.sweep.space import Space, space_of
+from praxis_lite.tools.sweep.space import Space, described, space_of
 from praxis_lite.tools.sweep.study import OpenTrial, Study
 from praxis_lite.tools.sweep.trial_job import TrialJob
 
@@ -178,19 +178,20 @@ def _announce(settings: SweepSettings, path: Path, parallel: int) -> None:
         f"({settings.search}), {parallel} at a time, by {settings.metric} ({better} is better)"
         f"{prunes}"
     )
-    for item in settings.space.searched:
-        _say(f"  {item}")
+    for path_and_values in settings.space.searched.items():
+        _say(f"  {described(*path_and_values)}")
 
 
 def _reported(study: Study, path: Path) -> int | None:
-    records = study.records()
-    _say(report(study.settings, records, path))
+    _say(report(study, path))
+    if study.best() is None:
+        return 1
     try:
-        picture(study.settings, records, path / "sweep.png")
+        study.draw(path / "sweep.png")
         _say(f"drawn: {path / 'sweep.png'}")
     except ConfigError as error:
         _say(f"note: {error}")
-    return None if study.best() else 1
+    return None
 
 
 def _say(line: str) -> None:
