@@ -72,9 +72,8 @@ def _certify(
 ) -> int:
     from praxis_lite.files.whole_files import write_whole
     from praxis_lite.tools.report.certified.certificate import certified
-    from praxis_lite.tools.report.certified.shown import page_of, text_of
-    from praxis_lite.tools.report.job_reader import JobReader
-    from praxis_lite.tools.report.named_jobs import named_jobs
+    from praxis_lite.tools.report.certified.certificate_page import page_of, text_of
+    from praxis_lite.tools.report.job_reader import JobReader, named_jobs
 
     named = named_jobs(paths)
     certificate = certified(named, reading)

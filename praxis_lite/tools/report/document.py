@@ -6,6 +6,7 @@ are what they are, and a page of five long jobs is a third of its size as text.
 
 import base64
 import datetime
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,11 +15,16 @@ import numpy as np
 from praxis_lite.run.goodput.goodput import Goodput
 from praxis_lite.run.job.elastic.changes import ChangeOfHands
 from praxis_lite.run.trainer.metrics.json_lines import strict_json
-from praxis_lite.tools.report.buckets import Buckets, buckets_of, with_extremes
-from praxis_lite.tools.report.certificates import failed, summary
-from praxis_lite.tools.report.config_differences import config_differences
-from praxis_lite.tools.report.job_reader import JobState
-from praxis_lite.tools.report.progress_axes import at_steps, progress_axes, weight_unit
+from praxis_lite.tools.report.curves import (
+    Buckets,
+    at_steps,
+    buckets_of,
+    progress_axes,
+    weight_unit,
+    with_extremes,
+)
+from praxis_lite.tools.report.job_reader import JobState, truncated
+from praxis_lite.tools.report.step_certificates import failed, summary
 
 # Where the time of a step went, in the order in which they are drawn.
 SPENT = ("input_time", "dispatch_time", "device_time", "save_time", "evaluation_time")
@@ -31,6 +37,7 @@ _EVALUATION_BYTES, _MOST_EVALUATIONS, _FEWEST_EVALUATIONS = 1_000_000, 500, 11
 _MOST_METRICS, _MOST_MARKS, _MOST_ARRAYS = 80, 300, 12
 _AXES_BYTES = 3 * 8  # Of a point.
 _MOST_DIFFERENCES = 500
+_MOST_OF_VALUE = 300  # Letters: one line of a config may hold a whole list of files.
 MOST_LETTERS = 600_000  # Of samples.
 
 
@@ -71,6 +78,24 @@ def metric_names(jobs: Sequence[JobState]) -> list[str]:
             if name not in _NO_METRICS:
                 counts[name] = counts.get(name, 0) + 1
     return sorted(counts, key=lambda name: (name != "loss", -counts[name]))
+
+
+def config_differences(
+    configs: Sequence[Mapping[str, str]],
+) -> tuple[list[tuple[str, list[str | None]]], int]:
+    """Returns the paths whose values differ, and how many are equal in all configs.
+
+    Each path has a value per config, or None where it is missing, in the order of the configs'
+    lines. Long values are truncated. An empty config is unknown and not compared.
+    """
+    known = [bool(config) for config in configs]
+    paths = list(dict.fromkeys(path for config in configs for path in config))
+    values = {path: [config.get(path) for config in configs] for path in paths}
+    differing = [
+        (path, [value and truncated(value, _MOST_OF_VALUE) for value in values[path]])
+        for path in paths if len(set(itertools.compress(values[path], known))) > 1
+    ]
+    return differing, len(paths) - len(differing)
 
 
 def _most_buckets(jobs: Sequence[JobState], names: Sequence[str]) -> int:

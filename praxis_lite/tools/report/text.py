@@ -8,11 +8,10 @@ import numpy as np
 from praxis_lite.core.errors import few, printable, shown
 from praxis_lite.run.text_table import table_lines
 from praxis_lite.run.trainer.metrics.progress import count_of, metric_text
-from praxis_lite.tools.report.certificates import failed, summary
-from praxis_lite.tools.report.config_differences import config_differences
-from praxis_lite.tools.report.document import SPENT
+from praxis_lite.tools.report.curves import progress_axes, weight_unit
+from praxis_lite.tools.report.document import SPENT, config_differences
 from praxis_lite.tools.report.job_reader import JobState
-from praxis_lite.tools.report.progress_axes import progress_axes, weight_unit
+from praxis_lite.tools.report.step_certificates import failed, summary
 
 _MOST_DIFFERENCES = 40
 _MOST_CHANGES = 20

@@ -1,7 +1,7 @@
-"""The files of a job that its certificate is about: each complete, readable, and to the last step.
+"""Checks the files of a job for its certificate: complete, readable, and up to the last step.
 
-A file that the job must have written and that is missing, cut short or damaged is a fault. What a
-job need not have, such as evaluations, is asked of its config and of its newest checkpoint.
+A file that the job must have written and that is missing, cut short or damaged is a fault. The
+config and the newest checkpoint determine which optional files there must be.
 """
 
 import dataclasses
@@ -40,12 +40,12 @@ _MISSING = "is missing, and the job has trained"
 
 @dataclasses.dataclass(frozen=True)
 class JobFiles:
-    """The files of a job up to a step, and what they are held against.
+    """The files of a job up to a step, and what they are compared with.
 
     Attributes:
       job_dir: of the job.
-      step: the newest saved step that they are about.
-      newest_step: the newest saved step that there is.
+      step: the newest saved step that the certificate covers.
+      newest_step: the newest saved step.
       packages: that the config may name.
       first_step: the step before the first one that the job made.
       start: the step from which its newest launch trained.
@@ -69,9 +69,8 @@ class JobFiles:
 
     @property
     def has_trained(self) -> bool:
-        """False for a job that began with weights of another system, and made no step yet."""
-        data = self.manifest.get("data", {})
-        return self.step > 0 or "run_seed" in data
+        """Whether the job trained; not if its only checkpoint is an import without a step."""
+        return self.step > 0 or "run_seed" in self.manifest.get("data", {})
 
     @functools.cached_property
     def config(self) -> LoadedConfig | None:
@@ -242,6 +241,17 @@ class JobFiles:
         return not stretches or stretches[-1].ended_by == THE_END
 
 
+def all_faults(faults: Callable[[], Iterator[str]]) -> list[str]:
+    """Returns the faults, including that a file cannot be read."""
+    found = []
+    try:
+        for fault in faults():
+            found.append(fault)
+    except (ConfigError, OSError) as error:
+        found.append(str(error.args[0] if isinstance(error, ConfigError) else error))
+    return found
+
+
 def faults_of_lines(path: Path, *, may_be_cut: bool = False) -> Iterator[str]:
     """Yields a fault for each line that is not a JSON object, and for a truncated end.
 
@@ -315,16 +325,3 @@ def _parsed(text: str) -> Any:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
-
-
-def told(faults: Callable[[], Iterator[str]]) -> list[str]:
-    """Returns the faults, among them that a file cannot be read."""
-    result = []
-    try:
-        for fault in faults():
-            result.append(fault)
-    except ConfigError as error:
-        result.append(str(error.args[0]))
-    except OSError as error:
-        result.append(str(error))
-    return result
