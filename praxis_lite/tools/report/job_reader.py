@@ -11,7 +11,7 @@ import numpy as np
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.files.json_text import content_of
 from praxis_lite.run.goodput.goodput import Goodput, goodput_of
-from praxis_lite.run.goodput.stretches import THE_END
+from praxis_lite.run.goodput.spans import THE_END
 from praxis_lite.run.job.elastic.changes import START, ChangeOfHands, changes_of_hands
 from praxis_lite.run.job.job_dir import JobDir, open_for_reading, recorded_experiment
 from praxis_lite.run.job.job_lock import is_training

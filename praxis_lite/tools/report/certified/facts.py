@@ -17,7 +17,7 @@ from praxis_lite.run.experiment.recorded_examples import (
     train_pipeline,
 )
 from praxis_lite.run.goodput.goodput import num_lost_steps
-from praxis_lite.run.goodput.stretches import read_stretches
+from praxis_lite.run.goodput.spans import read_spans
 from praxis_lite.run.job.examples.history import Part
 from praxis_lite.run.job.job_dir import JobDir, recorded_experiment
 from praxis_lite.run.trainer.metrics.json_lines import json_line, strict_json
@@ -324,7 +324,7 @@ def _beginning(path: Path, scope: Scope) -> dict[str, Any] | None:
 def _closed_bytes(path: Path) -> int:
     """Returns the bytes of a timeline but for its last line, if a launch may still rewrite that."""
     lines = content_of(path).splitlines(keepends=True)
-    if lines and (stretches := read_stretches(path)) and stretches[-1].ended_by is None:
+    if lines and (spans := read_spans(path)) and spans[-1].ended_by is None:
         lines = lines[:-1]
     return sum(map(len, lines))
 

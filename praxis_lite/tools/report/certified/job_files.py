@@ -24,7 +24,7 @@ from praxis_lite.run.config.build import build
 from praxis_lite.run.config.text import LoadedConfig, load_config_file
 from praxis_lite.run.experiment.recorded_job import tokenizers_of
 from praxis_lite.run.experiment.run_config import RunConfig
-from praxis_lite.run.goodput.stretches import THE_END, read_stretches
+from praxis_lite.run.goodput.spans import THE_END, read_spans
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.trainer.job_history import evaluates
 from praxis_lite.run.trainer.layout_table import read_layout, shape_text, split_text
@@ -210,10 +210,10 @@ class JobFiles:
                 yield f"{path.name} {_MISSING}"
             return
         yield from faults_of_lines(path)
-        stretches = read_stretches(path)
-        if len(stretches) < sum(1 for text in _texts(path) if _parsed(text) is not None):
+        spans = read_spans(path)
+        if len(spans) < sum(1 for text in _texts(path) if _parsed(text) is not None):
             yield f"{path.name} has lines that make no sense"
-        steps = [item.last_step for item in stretches if item.last_step is not None]
+        steps = [item.last_step for item in spans if item.last_step is not None]
         if max(steps, default=0) < self.step:
             yield f"{path.name} ends before step {self.step}"
 
@@ -235,10 +235,10 @@ class JobFiles:
     def _has_ended(self) -> bool:
         """Returns True unless the newest launch was asked to end, or killed."""
         try:
-            stretches = read_stretches(self.job_dir.timeline_jsonl)
+            spans = read_spans(self.job_dir.timeline_jsonl)
         except ConfigError:
             return True
-        return not stretches or stretches[-1].ended_by == THE_END
+        return not spans or spans[-1].ended_by == THE_END
 
 
 def all_faults(faults: Callable[[], Iterator[str]]) -> list[str]:
