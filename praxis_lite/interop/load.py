@@ -117,16 +117,9 @@ def options_taken(about: dict, mesh: Mesh) -> dict:
             jax.jit(lambda: 0, out_shardings=whole, compiler_options=option).lower().compile()
             taken |= option
         except jax.errors.JaxRuntimeError as error:
-            reason = f"{str(error).rstrip('.')}."
-            try:  # Where it is installed, it knows today's names of former options.
-                from praxis_lite.core.sharding.devices.xla_options import not_known
-
-                if "No such compile option" in reason:
-                    reason = not_known(name, "libtpu" if backend == "tpu" else "jaxlib")
-            except ImportError:
-                pass
+            reason = str(error).rstrip(".")
             warnings.warn(
-                f"{name}={value}, with which the program was exported, is left out: {reason} Its "
+                f"{name}={value}, with which the program was exported, is left out: {reason}. Its "
                 "speed and memory may differ. Correct compiler_options in manifest.json.",
                 stacklevel=3,
             )

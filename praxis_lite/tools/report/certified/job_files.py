@@ -174,7 +174,10 @@ class JobFiles:
         if run is None:
             return
         datasets = set(self.config.config.datasets) - {TRAIN}
-        last = self.step if self._has_ended() else self.step - 1
+        # A launch that was stopped or killed may not have evaluated its last step.
+        spans = read_spans(self.job_dir.timeline_jsonl)
+        has_ended = not spans or spans[-1].ended_by == THE_END
+        last = self.step if has_ended else self.step - 1
         due = {step for step in range(self.start + 1, last + 1) if evaluates(run, step)}
         if not datasets or not due:
             return
@@ -231,14 +234,6 @@ class JobFiles:
         for directory, copy in tokenizers_of(self.config.config, self.job_dir).items():
             if copy is None:
                 yield f"{self.job_dir.tokenizers.name}/ has no copy of {shown(directory)}"
-
-    def _has_ended(self) -> bool:
-        """Returns True unless the newest launch was asked to end, or killed."""
-        try:
-            spans = read_spans(self.job_dir.timeline_jsonl)
-        except ConfigError:
-            return True
-        return not spans or spans[-1].ended_by == THE_END
 
 
 def all_faults(faults: Callable[[], Iterator[str]]) -> list[str]:
@@ -299,20 +294,13 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _cut_short(path: Path) -> Iterator[str]:
-    content = _content(path)
+    content = content_of(path)
     if content and not content.endswith(b"\n"):
         yield f"{path.name} is cut short"
 
 
-def _content(path: Path) -> bytes:
-    try:
-        return content_of(path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror or error}).") from None
-
-
 def _texts(path: Path) -> list[str]:
-    text = _content(path).decode("utf-8", "replace")
+    text = content_of(path).decode("utf-8", "replace")
     return [line for line in text.split("\n") if line]
 
 
