@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Explain(Mode):
-    """Compiles an experiment's steps, and prints what each device holds, sends and computes."""
+    """Compiles an experiment's steps, and prints what each device stores, sends and computes."""
 
     name = "explain"
-    summary = "compiles an experiment's steps, and says what each device holds and sends"
+    summary = "compiles an experiment's steps, and prints what each device stores and sends"
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
         """Adds --html."""
@@ -39,7 +39,7 @@ def explained(command: CommandLine, print_text: Callable[[str], None]) -> "Expla
     """Returns the explanation of the experiment of a command line.
 
     Args:
-      print_text: told each part of its text as soon as it is known.
+      print_text: called with each part of the text as soon as it is known.
 
     Raises:
       ConfigError: as training does.

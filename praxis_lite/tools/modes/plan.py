@@ -1,4 +1,4 @@
-"""`main.py --mode=plan`: what an experiment would do on devices that nobody has."""
+"""`main.py --mode=plan`: predicts an experiment on devices that are not attached."""
 
 import argparse
 import os
@@ -25,7 +25,7 @@ class Plan(Mode):
     """Predicts time, memory and cost of an experiment's steps on a topology."""
 
     name = "plan"
-    summary = "predicts the steps of an experiment on devices that need not be there"
+    summary = "predicts the steps of an experiment on devices that need not be attached"
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
         """Adds those of the topology, of the search, of --measure, and of files."""
@@ -43,8 +43,8 @@ class Plan(Mode):
         )
         options.add_argument(
             "--batch_sizes", metavar="N,N", type=_batch_sizes, default=(),
-            help="with --steps=decode: so many prompts, each a plan, such as 1,8,32; default: the "
-            "dataset's",
+            help="with --steps=decode: numbers of prompts, each a plan, such as 1,8,32; default: "
+            "the dataset's",
         )
         options.add_argument(
             "--search", action="store_true",
@@ -60,8 +60,8 @@ class Plan(Mode):
         )
         options.add_argument(
             "--expert_load", metavar="X", type=_load, default=_EXPERT_LOAD,
-            help="of experts split over devices: tell a step's seconds at this load as well, the "
-            "most tokens from a device to another one's experts over those of even loads; "
+            help="of experts split over devices: print a step's seconds at this load too, the most "
+            "tokens that a device sends to another one's experts over those of even loads; "
             f"default: {_EXPERT_LOAD:g}",
         )
         options.add_argument(
@@ -92,8 +92,8 @@ class Plan(Mode):
             )
         if batch_sizes and (measure or search or "decode" not in steps):
             raise ConfigError(
-                f"--batch_sizes={','.join(map(str, batch_sizes))} is of prompts that are decoded: "
-                "say --steps=decode, without --search and --measure."
+                f"--batch_sizes={','.join(map(str, batch_sizes))} is for decoding: add "
+                "--steps=decode, without --search and --measure."
             )
         if topology is None and not measure:
             raise ConfigError(
@@ -115,12 +115,12 @@ class Plan(Mode):
             from praxis_lite.tools.plan.job_plan import chosen_topology, compiling_for
             from praxis_lite.tools.plan.search.search import search as searched
 
-            _ask_for_no_device()
+            _use_cpu()
             chosen = chosen_topology(topology, num_slices)
             with compiling_for(chosen):
                 searched(launched, command.packages, chosen, minutes=search_minutes, file=json)
         else:
-            _ask_for_no_device()
+            _use_cpu()
             plan = planned(
                 command, _print_now, topology, num_slices, steps, batch_sizes, residuals,
                 expert_load,
@@ -141,7 +141,7 @@ def planned(
     """Returns the plan of the experiment of a command line, whether it fits or not.
 
     Args:
-      print_text: told each part of its text as soon as it is known.
+      print_text: called with each part of the text as soon as it is known.
       topology, num_slices, steps, batch_sizes, residuals, expert_load: as the options of these
         names.
 
@@ -161,8 +161,8 @@ def planned(
     )
 
 
-def _ask_for_no_device() -> None:
-    """Keeps JAX from accelerators, which need not be there for a plan."""
+def _use_cpu() -> None:
+    """Keeps JAX from waiting for accelerators, which a plan does not need."""
     if "JAX_PLATFORMS" not in os.environ:
         import jax
 
@@ -173,19 +173,19 @@ def _print_now(text: str) -> None:
     print(text, flush=True)
 
 
-def _steps(words: str) -> list[str]:
-    if not set(names(words)) <= set(STEPS):
+def _steps(text: str) -> list[str]:
+    if not set(names(text)) <= set(STEPS):
         raise argparse.ArgumentTypeError(
-            f"{words!r} with --mode=plan; wanted is names of steps: {', '.join(STEPS)}"
+            f"{text!r} with --mode=plan; expected names of steps: {', '.join(STEPS)}"
         )
-    return names(words)
+    return names(text)
 
 
-def _batch_sizes(words: str) -> list[int]:
-    given = names(words)
-    if not given or not all(word.isdecimal() and int(word) > 0 for word in given):
+def _batch_sizes(text: str) -> list[int]:
+    given = names(text)
+    if not all(word.isdecimal() and int(word) > 0 for word in given):
         raise argparse.ArgumentTypeError(
-            f"{words!r} with --mode=plan; wanted is numbers of prompts, 1 or more: 1,8,32"
+            f"{text!r} with --mode=plan; expected numbers of prompts, 1 or more: 1,8,32"
         )
     return list(map(int, given))
 
@@ -194,6 +194,6 @@ def _load(word: str) -> float:
     load = float(word)
     if not 1.0 <= load < float("inf"):
         raise argparse.ArgumentTypeError(
-            f"{word} with --mode=plan; wanted is 1 (even loads) or more, such as 1.5"
+            f"{word} with --mode=plan; expected 1 (even loads) or more, such as 1.5"
         )
     return load

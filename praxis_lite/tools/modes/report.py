@@ -1,4 +1,4 @@
-"""`main.py --mode=report`: jobs beside each other, as text and as a page."""
+"""`main.py --mode=report`: compares jobs, as text and as a page."""
 
 import argparse
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class Report(Mode):
         )
         options.add_argument(
             "--follow", action="store_true",
-            help="tell it again and again, until none of the jobs trains any longer",
+            help="repeat until none of the jobs trains any longer",
         )
         options.add_argument(
             "--every", metavar="S", type=_seconds,
