@@ -218,16 +218,12 @@ def _change(change: ChangeOfHands, axes: Mapping[str, np.ndarray]) -> dict[str, 
             "generation": change.generation, "kind": change.kind, "why": change.why,
             "from_step": change.from_step, "source": change.source, "lost": change.lost_steps,
             "processes": len(change.members), "devices": change.num_devices,
-            "mesh": mesh_text(change), "reached": change.reached,
+            "mesh": ", ".join(f"{axis} {size}" for axis, size in change.mesh.items()),
+            "reached": change.reached,
             "seconds": dict(change.seconds), "total": change.total, "axes": at,
         },
         "hands",
     )
-
-
-def mesh_text(change: ChangeOfHands) -> str:
-    """Returns the mesh that a job goes on with, "replica 1, data 7"; "" if it is not known."""
-    return ", ".join(f"{axis} {size}" for axis, size in change.mesh.items())
 
 
 def _devices(job: JobState, axes: Mapping[str, np.ndarray]) -> dict[str, Any] | None:

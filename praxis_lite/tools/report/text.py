@@ -21,7 +21,7 @@ def report_text(jobs: Sequence[JobState]) -> str:
     """Returns a table of jobs, the differences of their configs, and what happened to them."""
     parts = [
         _jobs(jobs), _evaluations(jobs), _differences(jobs), _times(jobs), _events(jobs),
-        *(_changes(job) for job in jobs), *(_certificates(job) for job in jobs),
+        *(changes_text(job) for job in jobs), *(_certificates(job) for job in jobs),
         "\n".join(f"note: {job.name}: {note}" for job in jobs for note in job.notes),
     ]
     return printable("\n\n".join(part for part in parts if part))
@@ -117,7 +117,7 @@ def _events(jobs: Sequence[JobState]) -> str:
     return "\n".join(lines)
 
 
-def _changes(job: JobState) -> str:
+def changes_text(job: JobState) -> str:
     """Returns a table of the newest changes of hands, or ""."""
     changes = job.changes
     if not changes:

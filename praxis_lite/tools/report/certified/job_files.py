@@ -8,12 +8,9 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from praxis_lite.core.errors import ConfigError, few, shown
 from praxis_lite.files.json_text import content_of, parse_json, read_json
@@ -27,7 +24,7 @@ from praxis_lite.run.experiment.run_config import RunConfig
 from praxis_lite.run.goodput.spans import THE_END, read_spans
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.trainer.job_history import evaluates
-from praxis_lite.run.trainer.layout_table import read_layout, shape_text, split_text
+from praxis_lite.run.trainer.layout_table import read_layout, shape_text
 from praxis_lite.run.trainer.metrics.json_lines import (
     evaluation_lines,
     json_line,
@@ -112,28 +109,13 @@ class JobFiles:
                 yield f"{path.name} {_MISSING}"
             return
         arrays, _ = read_layout(path)
-        here = {array.path: array for array in arrays if array.path != "step"}
-        sizes = self.manifest.get("mesh", {})
-        for name in sorted(here.keys() | leaves.keys()):
-            if not leaves:
-                return
-            if name not in here or name not in leaves:
-                yield f"{path.name} and the checkpoint do not both have {shown(name)}"
-                continue
-            leaf, array = leaves[name], here[name]
-            split = [x if isinstance(x, list) else [x] for x in leaf["spec"] if x is not None]
-            parts = math.prod(sizes.get(axis, 1) for axes in split for axis in axes)
-            spec = split_text([tuple(x) if isinstance(x, list) else x for x in leaf["spec"]])
-            num_bytes = math.prod(leaf["padded_shape"]) * np.dtype(leaf["dtype"]).itemsize // parts
-            expected = (
-                shape_text(leaf["shape"]), shape_text(leaf["padded_shape"]), leaf["dtype"],
-                num_bytes,
-            )
-            actual = array.shape, array.padded_shape, array.dtype, array.num_bytes
-            if actual != expected or not array.spec.startswith(spec):
+        here = {array.path: (array.shape, array.dtype) for array in arrays if array.path != "step"}
+        saved = {name: (shape_text(leaf["shape"]), leaf["dtype"]) for name, leaf in leaves.items()}
+        for name in sorted(here.keys() | saved.keys()) if saved else ():
+            if here.get(name) != saved.get(name):
                 yield (
-                    f"{path.name} says {shown(str((*actual, array.spec)))} of {shown(name)}; step "
-                    f"{self.newest_step} was saved with {(*expected, spec)}"
+                    f"{path.name} has {here.get(name)} for {shown(name)}; step {self.newest_step} "
+                    f"was saved with {saved.get(name)}"
                 )
 
     def layout(self) -> Any:
