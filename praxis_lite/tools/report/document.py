@@ -1,7 +1,7 @@
-"""All that a report's page shows, as a single JSON document.
+"""The data of a report's page as one JSON document.
 
-Arrays are Base64 of their bytes, little-endian: float32, on axes float64. So NaN and the infinities
-are what they are, and a page of five long jobs is a third of its size as text.
+Arrays are Base64 of their bytes, little-endian: float32, of axes float64. That keeps NaN and the
+infinities, and takes a third of the size as text.
 """
 
 import base64
@@ -20,7 +20,6 @@ from praxis_lite.tools.report.curves import (
     at_steps,
     buckets_of,
     progress_axes,
-    weight_unit,
     with_extremes,
 )
 from praxis_lite.tools.report.job_reader import JobState, truncated
@@ -28,7 +27,7 @@ from praxis_lite.tools.report.step_certificates import failed, summary
 
 # Where the time of a step went, in the order in which they are drawn.
 SPENT = ("input_time", "dispatch_time", "device_time", "save_time", "evaluation_time")
-# Columns that say something of single steps; a page marks those.
+# Columns of events at single steps, which the page marks.
 MARKS = {"skipped": "num_skipped_in_a_row", "spikes": "is_loss_spike"}
 _NO_METRICS = {"step", *SPENT, *MARKS.values(), "num_skipped_steps", "num_batches_left_out"}
 # A page of less than 5 MB, and curves with more points than a screen has.
@@ -109,7 +108,7 @@ def _most_buckets(jobs: Sequence[JobState], names: Sequence[str]) -> int:
 
 
 def _most_evaluations(jobs: Sequence[JobState]) -> int:
-    """Returns how many points each metric of an evaluation may have, likewise."""
+    """Returns how many points each metric of an evaluation may have, for the same reason."""
     num_curves = sum(len(columns) for job in jobs for columns in job.evaluations.values())
     of_point = num_curves * (_AXES_BYTES + 4)
     return min(
@@ -118,7 +117,7 @@ def _most_evaluations(jobs: Sequence[JobState]) -> int:
 
 
 def _in_base64(num_bytes: int, of_each: int) -> int:
-    """Returns how often so many bytes fit in, once Base64 has made 4 of 3."""
+    """Returns how many items of `of_each` bytes fit into `num_bytes` as Base64."""
     return num_bytes * 3 // (4 * max(of_each, 1))
 
 
@@ -147,7 +146,6 @@ def _job(
         "state": job.state,
         "last_step": job.last_step,
         "num_train_steps": job.num_train_steps,
-        "weight_unit": weight_unit(job.columns),
         "num_lines": buckets.num_lines,
         "axes": _axes({name: axis[buckets.ends] for name, axis in axes.items()}),
         "metrics": {
@@ -217,7 +215,7 @@ def _change(change: ChangeOfHands, axes: Mapping[str, np.ndarray]) -> dict[str, 
         {
             "generation": change.generation, "kind": change.kind, "why": change.why,
             "from_step": change.from_step, "source": change.source, "lost": change.lost_steps,
-            "processes": len(change.members), "devices": change.num_devices,
+            "devices": change.num_devices,
             "mesh": ", ".join(f"{axis} {size}" for axis, size in change.mesh.items()),
             "reached": change.reached,
             "seconds": dict(change.seconds), "total": change.total, "axes": at,
@@ -227,7 +225,7 @@ def _change(change: ChangeOfHands, axes: Mapping[str, np.ndarray]) -> dict[str, 
 
 
 def _devices(job: JobState, axes: Mapping[str, np.ndarray]) -> dict[str, Any] | None:
-    """Returns how many devices the job had from which step on; None if it is not elastic."""
+    """Returns the number of devices by first step; None if the job is not elastic."""
     known = [
         change for change in job.changes
         if change.reached and change.from_step is not None and change.num_devices
@@ -235,7 +233,7 @@ def _devices(job: JobState, axes: Mapping[str, np.ndarray]) -> dict[str, Any] | 
     if not known:
         return None
     steps = np.array([change.from_step for change in known], float)
-    # Of steps that were made again, the devices that made them for good.
+    # Of repeated steps, the devices of the last repetition.
     kept = np.minimum.accumulate(steps[::-1])[::-1] >= steps
     return {
         "axes": _axes(at_steps(axes, steps[kept])),

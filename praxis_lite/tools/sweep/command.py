@@ -34,11 +34,11 @@ def sweep(
     command: CommandLine, directory: str, *, parallel: int, prints: bool, num_trials: int | None,
     metric: str | None, topology: str | None = None, **chosen: Any,
 ) -> int | None:
-    """Runs the trials of a sweep, or prints their commands; returns 1 if none is complete at last.
+    """Runs the trials of a sweep, or prints their commands; returns 1 if no trial is complete.
 
     Args:
-      directory: of --job_log_dir. Without --exp its sweep is reported, and nothing is run.
-      topology: devices, as of --mode=plan: what does not fit on them is not begun.
+      directory: --job_log_dir. Without --exp its sweep is reported, and nothing is run.
+      topology: devices, as for --mode=plan: trials that do not fit on them are not started.
       chosen: search, better, pruner and seed, as of `SweepSettings`.
 
     Raises:
@@ -49,8 +49,8 @@ def sweep(
     _check_directory(path, journal, is_new=command.exp is not None)
     if command.exp is None:
         return _reported(Study(journal), path)
-    # What --print prints is for a scheduler, and nothing else stands between its lines.
-    note = _say_aside if prints else _say
+    # The output of --print is for a scheduler and has no other lines.
+    note = _print_error if prints else _print
     settings = _settings(command, num_trials, metric, note, **chosen)
     if prints:
         require(
@@ -75,8 +75,8 @@ def sweep(
                 return None
         else:
             _announce(settings, path, parallel)
-            if reason := run_trials(study, job_of, parallel, topology, _say):
-                _say(f"stopped by {reason}: the same command goes on with the sweep: {path}")
+            if reason := run_trials(study, job_of, parallel, topology, _print):
+                _print(f"stopped by {reason}: the same command goes on with the sweep: {path}")
                 return None
         return _reported(study, path)
 
@@ -102,7 +102,7 @@ def _settings(
     command: CommandLine, num_trials: int | None, metric: str | None, note: Callable[[str], None],
     *, search: str, **chosen: Any,
 ) -> SweepSettings:
-    """Returns the settings of a sweep, every value to try checked in the experiment's config."""
+    """Returns the settings of a sweep, after checking every value in the experiment's config."""
     packages = registry.allowed_packages(command.packages)
     experiment = registry.get_experiment(command.exp, command.packages)
     space = space_of(
@@ -156,15 +156,15 @@ def _checked(command: CommandLine, settings: list[str], space: Space) -> Any:
 def _printed(
     study: Study, job_of: Callable[[OpenTrial], TrialJob], topology: str | None
 ) -> bool:
-    """Prints the command of each trial that has yet to be made; returns False if all are."""
+    """Prints the commands of trials without a result; returns False if there are none."""
     trials = study.begun()
     while (trial := study.next()) is not None:
         trials.append(trial)
-    trials = [x for x in trials if not is_refused_by_plan(x, job_of(x), topology, _say_aside)]
+    trials = [x for x in trials if not is_refused_by_plan(x, job_of(x), topology, _print_error)]
     for trial in trials:
         job = job_of(trial)
         if job.is_training():
-            _say_aside(f"trial {trial.number} is trained now: {job.files.path}")
+            _print_error(f"trial {trial.number} is trained now: {job.files.path}")
         else:
             print(shlex.join(job.command()))
     return bool(trials)
@@ -173,30 +173,30 @@ def _printed(
 def _announce(settings: SweepSettings, path: Path, parallel: int) -> None:
     better = "less" if settings.better == "min" else "more"
     prunes = "" if settings.pruner == "none" else f"; the worst end early ({settings.pruner})"
-    _say(
+    _print(
         f"{settings.experiment}, sweep, in {path}: {settings.num_trials} trials "
         f"({settings.search}), {parallel} at a time, by {settings.metric} ({better} is better)"
         f"{prunes}"
     )
     for path_and_values in settings.space.searched.items():
-        _say(f"  {described(*path_and_values)}")
+        _print(f"  {described(*path_and_values)}")
 
 
 def _reported(study: Study, path: Path) -> int | None:
-    _say(report(study, path))
+    _print(report(study, path))
     if study.best() is None:
         return 1
     try:
         study.draw(path / "sweep.png")
-        _say(f"drawn: {path / 'sweep.png'}")
+        _print(f"drawn: {path / 'sweep.png'}")
     except ConfigError as error:
-        _say(f"note: {error}")
+        _print(f"note: {error}")
     return None
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(line, flush=True)
 
 
-def _say_aside(line: str) -> None:
+def _print_error(line: str) -> None:
     print(line, file=sys.stderr)

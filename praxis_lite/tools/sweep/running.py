@@ -21,7 +21,7 @@ _PLATFORM = (
 )
 
 
-class EndRequest(signals.SignalListener):
+class _EndRequest(signals.SignalListener):
     """Listens for the signal that ends all trials softly; a second one ends them at once.
 
     Attributes:
@@ -101,7 +101,7 @@ def run_trials(
     study: Study, job_of: Callable[[OpenTrial], TrialJob], parallel: int,
     topology: str | None, note: Callable[[str], None],
 ) -> str | None:
-    """Runs the trials that are left; returns the signal that ended the sweep before, or None.
+    """Runs the trials without a result; returns the signal that ended the sweep early, or None.
 
     Args:
       job_of: returns the job of a trial.
@@ -113,7 +113,7 @@ def run_trials(
     """
     waiting, running = study.begun(), list[RunningTrial]()
     printed_at = time.monotonic()
-    with EndRequest() as request, _ending_all(running):
+    with _EndRequest() as request, _ending_all(running):
         while request.reason is None:
             while request.reason is None and len(running) < parallel:
                 trial = waiting.pop(0) if waiting else study.next()
@@ -150,10 +150,10 @@ def _ending_all(running: list[RunningTrial]) -> Iterator[None]:
 def is_refused_by_plan(
     trial: OpenTrial, job: TrialJob, topology: str | None, note: Callable[[str], None]
 ) -> bool:
-    """Plans a trial that has not begun; records that it is refused if it does not fit.
+    """Plans a trial without steps; records that it is refused if it does not fit.
 
     Args:
-      topology: the devices, as of --topology; None: nothing is planned.
+      topology: the devices, as for --topology; None: nothing is planned.
 
     Raises:
       ConfigError: there is no such topology, or its compiler is not installed.
@@ -175,7 +175,7 @@ def is_refused_by_plan(
 
 
 def _begun(
-    trial: OpenTrial, job: TrialJob, request: EndRequest, note: Callable[[str], None]
+    trial: OpenTrial, job: TrialJob, request: _EndRequest, note: Callable[[str], None]
 ) -> RunningTrial:
     deadline = time.monotonic() + _LEFT_SECONDS
     if job.is_training():
@@ -206,9 +206,9 @@ def _progress(study: Study, running: list[RunningTrial]) -> str:
 
 
 def check_parallel(parallel: int) -> None:
-    """Checks that several trials can share this machine: accelerators belong to a process each.
+    """Checks that several trials can share this machine: a process takes all accelerators.
 
-    Another process asks for the devices, for whoever asks may hold them.
+    Another process looks for devices, because it may take them.
 
     Raises:
       ConfigError: the number is below 1, or there are accelerators.
