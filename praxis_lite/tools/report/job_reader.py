@@ -15,6 +15,7 @@ from praxis_lite.run.goodput.spans import THE_END
 from praxis_lite.run.job.elastic.changes import START, ChangeOfHands, changes_of_hands
 from praxis_lite.run.job.job_dir import JobDir, open_for_reading, recorded_experiment
 from praxis_lite.run.job.job_lock import is_training
+from praxis_lite.run.text_table import unique_ends
 from praxis_lite.run.trainer.layout_table import LayoutArray, read_layout
 from praxis_lite.run.trainer.metrics.columns import MetricsColumns, columns_by_dataset
 from praxis_lite.run.trainer.metrics.json_lines import lines_if_any
@@ -149,15 +150,17 @@ class JobReader:
             notes.append("There is no config.txt, so its settings are not compared.")
         samples, notes_on_samples = read_samples(files, most_letters)
         notes += notes_on_samples
+        eval_file, elastic_file = files.eval_metrics_jsonl, files.elastic_jsonl
         return JobState(
-            self._name, str(files.path), recorded_experiment(files), trains, columns,
-            read_or_note(lambda: columns_by_dataset(lines_if_any(files.eval_metrics_jsonl)), {}),
-            config, samples,
-            read_or_note(lambda: goodput_of(files), None),
-            read_or_note(lambda: changes_of_hands(files.elastic_jsonl), []),
-            read_or_note(lambda: step_certificates(files.certificates_jsonl), []),
-            read_or_note(lambda: read_layout(files.layout_json), ([], "")),
-            _profiles(files), notes,
+            name=self._name, path=str(files.path), experiment=recorded_experiment(files),
+            is_training=trains, columns=columns,
+            evaluations=read_or_note(lambda: columns_by_dataset(lines_if_any(eval_file)), {}),
+            config=config, samples=samples,
+            goodput=read_or_note(lambda: goodput_of(files), None),
+            changes=read_or_note(lambda: changes_of_hands(elastic_file), []),
+            certificates=read_or_note(lambda: step_certificates(files.certificates_jsonl), []),
+            layout=read_or_note(lambda: read_layout(files.layout_json), ([], "")),
+            profiles=_profiles(files), notes=notes,
         )
 
 
@@ -177,16 +180,8 @@ def named_jobs(paths: Sequence[str]) -> dict[str, JobDir]:
     for path in paths:
         job = open_for_reading(path, writes=False)
         jobs.setdefault(os.path.realpath(job.path), job)
-    all_parts = [job.path.parts for job in jobs.values()]
-    named = {}
-    for job in jobs.values():
-        parts = job.path.parts
-        size = next(
-            (size for size in range(1, len(parts))
-             if sum(other[-size:] == parts[-size:] for other in all_parts) == 1), len(parts)
-        )
-        named[str(Path(*parts[-size:]))] = job
-    return named
+    names = unique_ends([job.path.parts for job in jobs.values()])
+    return {str(Path(*name)): job for name, job in zip(names, jobs.values(), strict=True)}
 
 
 def read_samples(files: JobDir, most: int) -> tuple[Samples, list[str]]:

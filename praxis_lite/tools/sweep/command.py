@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.errors import ConfigError, printable, require
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.run.config.build import build
 from praxis_lite.run.config.class_attributes import value_after
@@ -17,7 +17,7 @@ from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.job.job_lock import JobLock
 from praxis_lite.run.job.local_directory import local_directory
 from praxis_lite.run.modes.mode import CommandLine
-from praxis_lite.tools.sweep.report import report
+from praxis_lite.run.text_table import table_lines, unique_ends
 from praxis_lite.tools.sweep.running import (
     check_parallel,
     is_refused_by_plan,
@@ -183,7 +183,7 @@ def _announce(settings: SweepSettings, path: Path, parallel: int) -> None:
 
 
 def _reported(study: Study, path: Path) -> int | None:
-    _print(report(study, path))
+    _print(_table(study, path))
     if study.best() is None:
         return 1
     try:
@@ -192,6 +192,45 @@ def _reported(study: Study, path: Path) -> int | None:
     except ConfigError as error:
         _print(f"note: {error}")
     return None
+
+
+def _table(study: Study, directory: Path) -> str:
+    """Returns the trials as a table, '*' before the best, and its settings as --set has them."""
+    sweep, records, best = study.settings, study.records(), study.best()
+    paths = list(sweep.space.searched)
+    names = map(".".join, unique_ends([path.split(".") for path in paths]))
+    rows = [["", "trial", *names, sweep.metric, "step", "status"]]
+    for record in records:
+        value = "" if record.value is None else f"{record.value:.6g}"
+        rows.append([
+            "*" if record == best else "", str(record.number),
+            *(_shown(record.values.get(path, "")) for path in paths), value,
+            "" if record.step is None else str(record.step), record.status,
+        ])
+    lines = table_lines(rows, right={1, len(paths) + 2, len(paths) + 3})
+    lines += [f"trial {x.number} {x.status}: {x.reason}" for x in records if x.reason]
+    if best is None:
+        lines.append("no trial is complete, so none is the best")
+    else:
+        settings = shlex.join(sweep.space.settings(best.values))
+        lines += [
+            f"the best is trial {best.number}, {sweep.metric} {best.value:.6g}: "
+            f"{directory / 'trials' / f'{best.number:04d}'}",
+            f"    --exp={sweep.experiment} --set {settings}",
+        ]
+    return printable("\n".join(lines))
+
+
+def _shown(text: str) -> str:
+    """Returns a fraction with at most four digits, any other text unchanged."""
+    if text.isdecimal():
+        return text
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    short = f"{number:.4g}"
+    return short if len(short) < len(text) else text
 
 
 def _print(line: str) -> None:
