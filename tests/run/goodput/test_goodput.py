@@ -1,7 +1,6 @@
 """Each second of a job is of one kind: sums by hand, on clocks that pass only when told."""
 
 import json
-import os
 
 import pytest
 
@@ -200,15 +199,6 @@ def test_the_line_of_a_span_is_written_anew_in_its_place(job):
     assert [json.loads(line)["seconds"] for line in lines] == [
         dict.fromkeys((COMPILE, RESTORE, EVALUATION), 123456.7891), {SAVE: 1.0},
     ]
-
-
-def test_steps_write_nothing_between_the_signs_of_life(job, monkeypatch):
-    launch = FakeLaunch(job.timeline_jsonl, Clocks(), from_step=0)
-    launch.killed()
-    writes = []
-    monkeypatch.setattr(os, "pwrite", lambda *args: writes.append(args))
-    launch.steps(1, 1000, 0.01)
-    assert writes == []
 
 
 def test_a_launch_that_found_nothing_to_do_leaves_the_file_as_it_was(job):
