@@ -64,8 +64,8 @@ def inputs_of(
         )
     if given:
         require(
-            batch is None and length is None, "--batch or --length beside --inputs",
-            batch or length, "neither", "--inputs says all shapes.",
+            batch is None and length is None, "--batch or --length next to --inputs",
+            batch or length, "neither", "--inputs gives all shapes.",
         )
         return _parsed(given)
     is_any = batch == ANY_ROWS

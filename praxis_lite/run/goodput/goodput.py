@@ -24,14 +24,14 @@ from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.text_table import table_lines
 
 # Kinds of seconds that no launch knows of itself.
-LOST_STEP = "lost step"  # Steps that were made, not saved, and made again later.
+LOST_STEP = "lost step"  # Steps that were lost before a save, and repeated.
 HANDS = "change of hands"  # Of an elastic job: another process is gone, leaves or comes; agreed.
 IDLE = "idle"  # Between launches, and from the last sign of life of a launch that was killed.
 KINDS = (
     IMPORT, INIT, COMPILE, RESTORE, INPUT_WAIT, STEP, LOST_STEP, EVALUATION, SAVE, HANDS,
     IDLE,
 )
-# The goodput of a first launch is reported from so many seconds on.
+# A single launch shorter than this reports no goodput.
 _FIRST_SECONDS = 600
 
 
@@ -41,10 +41,10 @@ class Launch:
 
     Attributes:
       began, ended: in Unix seconds. A launch that was killed ends with its last sign of life.
-      first_step: the step that it went on from; None: it ended before that was known.
+      first_step: the step that it started from; None: it ended before that was known.
       last_step: the newest step that it made, or None.
       ended_by: THE_END, a signal, the name of an exception; None: it was killed, or still runs.
-      num_lost_steps: how many of its steps were made again later.
+      num_lost_steps: how many of its steps were lost and repeated.
       seconds: by kind, all that a launch can have; they add up to `ended` - `began`.
     """
 
@@ -74,12 +74,12 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """The share of the time in which steps were made that count; 0 if no time passed."""
+        """The share of time of steps that were not lost; 0 if no time passed."""
         return self._share(self.seconds[STEP])
 
     @property
     def num_lost_steps(self) -> int:
-        """The number of steps that were made again later."""
+        """The number of steps that were lost and repeated."""
         return sum(launch.num_lost_steps for launch in self.launches)
 
     def line(self) -> str:

@@ -18,9 +18,9 @@ _EVERY_SECONDS = 1.0
 class Timeline(Listener, contextlib.AbstractContextManager):
     """Keeps a file up to date with the events of a launch, while it is entered.
 
-    The file has a line per span of the launch (see `Span`). A thread writes the line of the
-    open span anew every second, in its place, so the file grows with the saves of a job and not
-    with its seconds. It is not synced (fsync): a kill loses nothing, a power cut some lines.
+    The file has a line per span of the launch (see `Span`). A thread overwrites the line of the
+    open span every second, so the file grows with the saves of a job and not with its seconds. It
+    is not synced (fsync): a kill loses nothing, a power cut some lines.
 
     If the file cannot be written, that is noted once and the run continues; each second it is tried
     again, with all lines that are not written yet.

@@ -35,7 +35,7 @@ class Plan(Mode):
         )
         options.add_argument(
             "--num_slices", metavar="N", type=int, default=1,
-            help="so many slices of that topology; default: 1",
+            help="the number of slices of that topology; default: 1",
         )
         options.add_argument(
             "--steps", metavar="NAMES", type=_steps, default=["train"],

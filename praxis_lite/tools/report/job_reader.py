@@ -78,7 +78,7 @@ class JobState:
 
     @property
     def state(self) -> str:
-        """ "trains", "has no steps", "was stopped" before it made all its steps, or "has ended"."""
+        """ "trains", "has no steps", "was stopped" before its last step, or "has ended"."""
         if self.is_training:
             return "trains"
         if not self.last_step:
@@ -90,7 +90,7 @@ class JobState:
 
     @property
     def restarts(self) -> np.ndarray:
-        """The steps that later launches went on from, but for changes of hands."""
+        """The steps from which later launches resumed, without changes of hands."""
         launches = self.goodput.launches[1:] if self.goodput else ()
         changed = {change.from_step for change in self.changes}
         steps = [item.first_step for item in launches if item.first_step is not None]

@@ -106,12 +106,12 @@ def _times(jobs: Sequence[JobState]) -> str:
 def _events(jobs: Sequence[JobState]) -> str:
     lines = []
     for job in jobs:
-        for words, column in (
+        for label, column in (
             ("skipped", "num_skipped_in_a_row"), ("loss spikes", "is_loss_spike"),
         ):
             steps = [f"{step:.0f}" for step in job.steps_where(column)]
             if steps:
-                lines.append(f"{job.name}: {len(steps)} {words}, at steps {few(steps, 8)}")
+                lines.append(f"{job.name}: {len(steps)} {label}, at steps {few(steps, 8)}")
         if job.goodput and len(job.goodput.launches) > 1:
             lines.append(f"{job.name}: {len(job.goodput.launches)} launches")
     return "\n".join(lines)
@@ -124,7 +124,7 @@ def changes_text(job: JobState) -> str:
         return ""
     number = len(job.hands)
     without = sum(not change.reached for change in changes)
-    vain = f", and {without} that made no step" if without else ""
+    unreached = f", and {without} that made no step" if without else ""
     numbers = [str(change.num_devices) for change in changes if change.num_devices]
     course = [number for number, _ in itertools.groupby(numbers)]
     left_out = ["..."] * (len(course) > _MOST_CHANGES)
@@ -139,7 +139,7 @@ def changes_text(job: JobState) -> str:
             shown(f"{change.kind}: {change.why}", 100) + " (made no step)" * (not change.reached),
         ])
     return "\n".join([
-        f"{job.name}: changes of hands: {number}{vain}; devices: "
+        f"{job.name}: changes of hands: {number}{unreached}; devices: "
         f"{' -> '.join([*left_out, *course[-_MOST_CHANGES:]]) or 'not known'}",
         *table_lines(rows, right=range(5)),
     ])

@@ -85,9 +85,9 @@ def record_result(trial: OpenTrial, job: TrialJob, status: int) -> str:
         return trial.failed("failed", str(error))
     # A job checks its settings, its data and its memory before its first step.
     if status == 2 and not job.has_stepped():
-        return trial.failed("refused", job.last_words())
+        return trial.failed("refused", job.last_error())
     if status or job.was_stopped():
-        return trial.failed("failed", f"status {status}: {job.last_words()}")
+        return trial.failed("failed", f"status {status}: {job.last_error()}")
     if not values:
         return trial.failed("failed", lacks_metric)
     step, value = values[-1]
@@ -167,10 +167,10 @@ def is_refused_by_plan(
         process.terminate()
     if status == 0:
         return False
-    words = job.last_words()
-    if status != 2 or words.startswith("--topology"):
-        raise ConfigError(f"The plan of trial {trial.number} ended with status {status}: {words}")
-    note(f"trial {trial.number}: {trial.failed('refused', words)}")
+    reason = job.last_error()
+    if status != 2 or reason.startswith("--topology"):
+        raise ConfigError(f"The plan of trial {trial.number} ended with status {status}: {reason}")
+    note(f"trial {trial.number}: {trial.failed('refused', reason)}")
     return True
 
 
@@ -193,16 +193,17 @@ def _begun(
 
 
 def _progress(study: Study, running: list[RunningTrial]) -> str:
-    words = []
+    progress = []
     for item in running:
         values = item.job.values()
         known = f" {values[-1][1]:.4g} at step {values[-1][0]}" if values else " no value yet"
-        words.append(f"trial {item.trial.number}:{known}")
+        progress.append(f"trial {item.trial.number}:{known}")
     records = study.records()
     ended = sum(record.status not in ("runs", "waits") for record in records)
     best = study.best()
     so_far = f"; the best: {best.value:.6g}, trial {best.number}" if best else ""
-    return f"{ended} of {study.settings.num_trials} trials have ended{so_far}; {', '.join(words)}"
+    count = f"{ended} of {study.settings.num_trials} trials have ended"
+    return f"{count}{so_far}; {', '.join(progress)}"
 
 
 def check_parallel(parallel: int) -> None:

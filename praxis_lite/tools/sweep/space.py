@@ -18,7 +18,7 @@ _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})(?::(log|linear))?")
 _WORD, _QUOTED = re.compile(r"\w+"), re.compile(r"'[^']*'|\"[^\"]*\"")
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
-# A range that spans so many times its lower end is searched by the logarithm.
+# A range whose upper end is at least this many times the lower one is searched by the logarithm.
 _LOG_FROM = 10.0
 
 # The value that a path has after settings; raises ConfigError.
@@ -147,10 +147,10 @@ def _searched(
 
 def _ambiguous(setting: str, single: str, several: str, count: int) -> ConfigError:
     path = setting.partition("=")[0]
-    words = (shlex.quote(f"{path}={text}") for text in (single, several))
+    spellings = (shlex.quote(f"{path}={text}") for text in (single, several))
     return ConfigError(
         f"--set {setting} may be a single value with commas, or {count} values to try. Write --set "
-        f"{next(words)} for a single value, or --set {next(words)} for values to try."
+        f"{next(spellings)} for a single value, or --set {next(spellings)} for values to try."
     )
 
 

@@ -75,7 +75,7 @@ class TrialJob:
                 command = [sys.executable, "-S", "-c", _WITH_PARENT, *command]
             return subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                # Ctrl-C reaches a whole group: the sweep passes it on, once.
+                # Ctrl-C signals the process group: the sweep forwards it, once.
                 env=environment, start_new_session=True,
             )
 
@@ -84,7 +84,7 @@ class TrialJob:
         return is_training(self.files.path)
 
     def is_complete(self) -> bool:
-        """Returns True if the job has made its last step, and nobody trains it."""
+        """Returns whether the job has made its last step and no process trains it."""
         if self.is_training() or not self.files.config_json.is_file():
             return False
         steps = committed_steps(self.files.checkpoints)
@@ -95,7 +95,7 @@ class TrialJob:
             return False
 
     def has_stepped(self) -> bool:
-        """Returns True if a step of the job was made."""
+        """Returns whether the job has made a step."""
         with contextlib.suppress(ConfigError):
             self._metrics.read()
         return len(self._metrics.columns()["step"]) > 0
@@ -114,7 +114,7 @@ class TrialJob:
         return self._values
 
     def read_values(self, every: int = 1) -> Values:
-        """Returns the metric by step, in order; of training's own loss every so many steps.
+        """Returns the metric by step, in order; of the training loss only multiples of `every`.
 
         Raises:
           ConfigError: the file is damaged.
@@ -141,7 +141,7 @@ class TrialJob:
         })
         return f"it has no {self.metric}; its evaluations have {', '.join(names) or 'none'}"
 
-    def last_words(self) -> str:
+    def last_error(self) -> str:
         """Returns the error that the job's last launch ended with, or its last line."""
         if not self.output.exists():
             return ""
@@ -149,9 +149,9 @@ class TrialJob:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_OUTPUT))
             launch = file.read().decode("utf-8", "replace").rpartition("\n$ ")[2]
         before, error, paragraph = launch.rpartition("\nerror: ")
-        words = paragraph if error else (launch.strip().splitlines() or [""])[-1]
-        return " ".join(words.split())
+        text = paragraph if error else (launch.strip().splitlines() or [""])[-1]
+        return " ".join(text.split())
 
     def was_stopped(self) -> bool:
         """Returns True if the last launch was stopped from outside, and the job is not complete."""
-        return self.last_words().startswith("stopped by ")
+        return self.last_error().startswith("stopped by ")

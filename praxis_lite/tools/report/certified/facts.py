@@ -94,7 +94,7 @@ class Reading:
 
 
 def scope_of(job_dir: JobDir) -> Scope:
-    """Returns the whole of a job as it is now; raises ConfigError if nothing of it is saved."""
+    """Returns the scope of a complete job; raises ConfigError if it has no checkpoint."""
     steps = committed_steps(job_dir.checkpoints) if job_dir.checkpoints.is_dir() else []
     if not steps:
         raise ConfigError(
@@ -154,11 +154,12 @@ def _fact(
     """Returns a fact; a file that cannot be read makes it a fault."""
     found = all_faults(faults)
     try:
-        made = value()
+        result = value()
     except (ConfigError, OSError) as error:
         fault = str(error.args[0] if isinstance(error, ConfigError) else error)
-        return Fact(section, name, None, "it cannot be read", tuple(dict.fromkeys([*found, fault])))
-    return Fact(section, name, made, why_not if made is None else "", tuple(found))
+        unique = tuple(dict.fromkeys([*found, fault]))
+        return Fact(section, name, None, "it cannot be read", unique)
+    return Fact(section, name, result, why_not if result is None else "", tuple(found))
 
 
 def _proof(job_dir: JobDir, scope: Scope) -> tuple[ExamplesProof | None, list[Fact]]:

@@ -139,8 +139,8 @@ class JobFiles:
         expected = list(range(self.first_step + 1, self.step + 1))
         if steps != expected:
             missing = [str(step) for step in sorted(set(expected) - set(steps))]
-            words = f"lacks the steps {few(missing, 8)}" if missing else "has a step twice"
-            yield f"{path.name} {words}"
+            fault = f"lacks the steps {few(missing, 8)}" if missing else "has a step twice"
+            yield f"{path.name} {fault}"
         yield from _cut_short(path)
 
     def evaluations(self) -> list[str]:
@@ -163,10 +163,10 @@ class JobFiles:
         due = {step for step in range(self.start + 1, last + 1) if evaluates(run, step)}
         if not datasets or not due:
             return
-        made: dict[int, set[str]] = {}
+        evaluated: dict[int, set[str]] = {}
         for line in evaluation_lines(path):
-            made.setdefault(line["step"], set()).add(line["dataset"])
-        missing = [str(step) for step in sorted(due) if not datasets <= made.get(step, set())]
+            evaluated.setdefault(line["step"], set()).add(line["dataset"])
+        missing = [str(step) for step in sorted(due) if not datasets <= evaluated.get(step, set())]
         if missing:
             yield f"{path.name} lacks evaluations of the steps {few(missing, 8)}"
 
@@ -179,12 +179,12 @@ class JobFiles:
         hooks = self.manifest.get("data", {}).get("hooks") or {}
         if every is None or not any(name.split("#")[0].endswith(_HOOK) for name in hooks):
             return
-        made = {
+        certified = {
             line.get("step") for text in (_texts(path) if path.exists() else [])
             if isinstance(line := _parsed(text), dict)
         }
         due = range(-(-(self.start + 1) // every) * every, self.step + 1, every)
-        if missing := [str(step) for step in due if step not in made]:
+        if missing := [str(step) for step in due if step not in certified]:
             yield f"{path.name} lacks certificates of the steps {few(missing, 8)}"
 
     def faults_of_timeline(self) -> Iterator[str]:
