@@ -30,9 +30,9 @@ SPENT = ("input_time", "dispatch_time", "device_time", "save_time", "evaluation_
 # Columns of events at single steps, which the page marks.
 MARKS = {"skipped": "num_skipped_in_a_row", "spikes": "is_loss_spike"}
 _NO_METRICS = {"step", *SPENT, *MARKS.values(), "num_skipped_steps", "num_batches_left_out"}
-# A page of less than 5 MB, and curves with more points than a screen has.
-_CURVE_BYTES, _MOST_BUCKETS, _FEWEST_BUCKETS = 3_000_000, 2_000, 50
-_EVALUATION_BYTES, _MOST_EVALUATIONS, _FEWEST_EVALUATIONS = 1_000_000, 500, 11
+# Of all curves, and of all evaluations: bytes of Base64, the fewest and the most points of each.
+# The page stays below 5 MB, and curves have more points than a screen.
+_CURVES_BUDGET, _EVALUATIONS_BUDGET = (3_000_000, 50, 2_000), (1_000_000, 11, 500)
 _MOST_METRICS, _MOST_MARKS, _MOST_ARRAYS = 80, 300, 12
 _AXES_BYTES = 3 * 8  # Of a point.
 _MOST_DIFFERENCES = 500
@@ -50,7 +50,13 @@ def document(
       reload_seconds: after which an open page asks for a newer one; None: never.
     """
     names = metric_names(jobs)
-    most, most_points = _most_buckets(jobs, names[:_MOST_METRICS]), _most_evaluations(jobs)
+    drawn = names[:_MOST_METRICS]
+    # A bucket of a curve has mean, lowest and highest, and that of a part of the time its mean.
+    num_values = sum(3 * (name in job.columns) for job in jobs for name in drawn)
+    num_values += sum(name in job.columns for job in jobs for name in SPENT)
+    num_buckets = _num_points(len(jobs) * _AXES_BYTES + 4 * num_values, _CURVES_BUDGET)
+    num_curves = sum(len(columns) for job in jobs for columns in job.evaluations.values())
+    num_evaluations = _num_points(num_curves * (_AXES_BYTES + 4), _EVALUATIONS_BUDGET)
     rows, num_equal = config_differences([job.config for job in jobs])
     notes = [f"{job.name}: {note}" for job in jobs for note in job.notes]
     if len(names) > _MOST_METRICS:
@@ -60,9 +66,9 @@ def document(
     return {
         "written": written.strftime("%Y-%m-%d %H:%M:%S %Z").strip(),
         "reload_seconds": reload_seconds,
-        "metrics": names[:_MOST_METRICS],
+        "metrics": drawn,
         "spent": SPENT,
-        "jobs": [_job(job, names[:_MOST_METRICS], most, most_points) for job in jobs],
+        "jobs": [_job(job, drawn, num_buckets, num_evaluations) for job in jobs],
         "config": {"rows": rows[:_MOST_DIFFERENCES], "num_equal": num_equal},
         "notes": notes,
     }
@@ -97,35 +103,17 @@ def config_differences(
     return differing, len(paths) - len(differing)
 
 
-def _most_buckets(jobs: Sequence[JobState], names: Sequence[str]) -> int:
-    """Returns how many buckets each job may have, for a page of limited size."""
-    of_bucket = sum(
-        _AXES_BYTES + 4 * sum(3 for name in names if name in job.columns)
-        + 4 * sum(1 for name in SPENT if name in job.columns)
-        for job in jobs
-    )
-    return min(max(_in_base64(_CURVE_BYTES, of_bucket), _FEWEST_BUCKETS), _MOST_BUCKETS)
-
-
-def _most_evaluations(jobs: Sequence[JobState]) -> int:
-    """Returns how many points each metric of an evaluation may have, for the same reason."""
-    num_curves = sum(len(columns) for job in jobs for columns in job.evaluations.values())
-    of_point = num_curves * (_AXES_BYTES + 4)
-    return min(
-        max(_in_base64(_EVALUATION_BYTES, of_point), _FEWEST_EVALUATIONS), _MOST_EVALUATIONS
-    )
-
-
-def _in_base64(num_bytes: int, of_each: int) -> int:
-    """Returns how many items of `of_each` bytes fit into `num_bytes` as Base64."""
-    return num_bytes * 3 // (4 * max(of_each, 1))
+def _num_points(bytes_per_point: int, budget: tuple[int, int, int]) -> int:
+    num_bytes, fewest, most = budget
+    in_base64 = num_bytes * 3 // (4 * max(bytes_per_point, 1))
+    return min(max(in_base64, fewest), most)
 
 
 def _job(
-    job: JobState, names: Sequence[str], most: int, most_evaluations: int
+    job: JobState, names: Sequence[str], num_buckets: int, num_evaluations: int
 ) -> dict[str, Any]:
     axes = progress_axes(job.columns)
-    buckets = buckets_of(len(job.columns["step"]), most)
+    buckets = buckets_of(len(job.columns["step"]), num_buckets)
     arrays, totals = job.layout
     largest = sorted(arrays, key=lambda array: -array.num_bytes)
     marked = {kind: job.steps_where(column) for kind, column in MARKS.items()}
@@ -161,7 +149,7 @@ def _job(
         },
         "evaluations": {
             dataset: {
-                name: _evaluation(columns["step"], values, axes, most_evaluations)
+                name: _evaluation(columns["step"], values, axes, num_evaluations)
                 for name, values in columns.items() if name != "step"
             }
             for dataset, columns in job.evaluations.items()

@@ -66,7 +66,7 @@ def _step_certificate(text: str) -> StepCertificate | None:
         return StepCertificate(
             line["step"], int(line["num_comparisons"]),
             closest and (shown(str(closest["leaf"]), 200), float(closest["share"])),
-            "" if line["certified"] is True else _difference(line["difference"]),
+            "" if line["certified"] is True else _difference(line["difference"] or {}),
         )
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return None
@@ -75,4 +75,4 @@ def _step_certificate(text: str) -> StepCertificate | None:
 def _difference(fields: Mapping[str, Any]) -> str:
     """Returns the fields of a difference as "cause device, leaf mdl_vars/w, ..."."""
     texts = [f"{name} {value}" for name, value in fields.items() if value not in ("", None)]
-    return shown(", ".join(texts), 500)
+    return shown(", ".join(texts), 500) or "not certified"

@@ -86,7 +86,8 @@ def record_result(trial: OpenTrial, job: TrialJob, status: int) -> str:
     # A job checks its settings, its data and its memory before its first step.
     if status == 2 and not job.has_stepped():
         return trial.failed("refused", job.last_error())
-    if status or job.was_stopped():
+    # A job that was stopped from outside ends with status 0, and is not complete.
+    if status or job.last_error().startswith("stopped by "):
         return trial.failed("failed", f"status {status}: {job.last_error()}")
     if not values:
         return trial.failed("failed", lacks_metric)

@@ -151,7 +151,3 @@ class TrialJob:
         before, error, paragraph = launch.rpartition("\nerror: ")
         text = paragraph if error else (launch.strip().splitlines() or [""])[-1]
         return " ".join(text.split())
-
-    def was_stopped(self) -> bool:
-        """Returns True if the last launch was stopped from outside, and the job is not complete."""
-        return self.last_error().startswith("stopped by ")

@@ -127,12 +127,15 @@ def facts_of(job_dir: JobDir, scope: Scope, reading: Reading) -> list[Fact]:
         job_dir, scope.last_step, newest, reading.packages, first_step=min(starts, default=0),
         start=max(starts, default=scope.last_step),
     )
+    timeline = job_dir.timeline_jsonl
     if proof is None and not files.has_trained:
         examples = [Fact(x.section, x.name, None, "the job made no step yet") for x in examples]
     return [
         _fact("config", "experiment", lambda: recorded_experiment(job_dir)),
         _fact(
-            "config", "config.json", lambda: _sha256(job_dir.config_json), files.faults_of_config
+            "config", "config.json",
+            lambda: hashlib.sha256(content_of(job_dir.config_json)).hexdigest(),
+            files.faults_of_config,
         ),
         _fact("config", "layout.json", files.layout, files.faults_of_layout),
         *examples,
@@ -142,7 +145,9 @@ def facts_of(job_dir: JobDir, scope: Scope, reading: Reading) -> list[Fact]:
         *_checkpoints(job_dir, scope, reading, newest),
         *_folders(files, scope),
         _certificates(files, scope),
-        _time(files, scope),
+        _fact(
+            "time", timeline.name, lambda: _beginning(timeline, scope), files.faults_of_timeline
+        ),
         _changes(files, scope, parts),
     ]
 
@@ -291,11 +296,6 @@ def _certificates(files: JobFiles, scope: Scope) -> Fact:
     )
 
 
-def _time(files: JobFiles, scope: Scope) -> Fact:
-    path = files.job_dir.timeline_jsonl
-    return _fact("time", path.name, lambda: _beginning(path, scope), files.faults_of_timeline)
-
-
 def _changes(files: JobFiles, scope: Scope, parts: Sequence[Part]) -> Fact:
     path = files.job_dir.elastic_jsonl
 
@@ -328,7 +328,3 @@ def _closed_bytes(path: Path) -> int:
     if lines and (spans := read_spans(path)) and spans[-1].ended_by is None:
         lines = lines[:-1]
     return sum(map(len, lines))
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(content_of(path)).hexdigest()
