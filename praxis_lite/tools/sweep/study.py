@@ -14,6 +14,7 @@ from typing import Any
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.files.whole_files import DISK_FULL, not_written, write_picture
 from praxis_lite.host.optional_packages import optional_module
+from praxis_lite.run.text_table import unique_ends
 from praxis_lite.tools.sweep.settings import SweepSettings
 from praxis_lite.tools.sweep.space import text_of
 
@@ -105,10 +106,17 @@ class Study:
         """
         pyplot = optional_module("matplotlib.pyplot", str(path))
         plots = optional_module("optuna.visualization.matplotlib", str(path))
-        with warnings.catch_warnings(), pyplot.rc_context({"text.parse_math": False}):
+        with warnings.catch_warnings(), pyplot.rc_context():
             warnings.simplefilter("ignore")  # Experimental in Optuna; the axis of a single value.
             plots.plot_slice(self._study, target_name=self.settings.metric)
             figure = pyplot.gcf()
+            # Optuna sorts the settings; the last axes are the color bar's.
+            names = unique_ends([path.split(".") for path in sorted(self.settings.space.searched)])
+            for axes, name in zip(figure.axes, names, strict=False):
+                axes.set_xlabel(".".join(name))
+                if axes.get_xscale() != "log":  # Its labels may be texts with dollar signs.
+                    for label in axes.get_xticklabels():
+                        label.set_parse_math(False)
             try:
                 write_picture(path, figure, dpi=110)
             finally:
