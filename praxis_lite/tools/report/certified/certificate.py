@@ -101,8 +101,6 @@ def read_certificate(path: Path) -> tuple[Certificate, Verdict]:
         digest = fields.pop("sha256")
         require(fields["format"] == FORMAT, f"{path}: the format", fields["format"], FORMAT)
         certificate = Certificate(fields["written"], [_job(job) for job in fields["jobs"]])
-    except ConfigError:
-        raise
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} is not a certificate ({shown(str(error))}). --mode=certify JOB --json=FILE "
@@ -135,7 +133,7 @@ def notes_on_versions(certificate: Certificate) -> list[str]:
     here, notes = versions(), []
     for job in certificate.jobs:
         used = next((fact.value for fact in job.facts if fact.section == "versions"), None) or []
-        last = used[-1] if isinstance(used, list) and used else {}
+        last = used[-1] if used else {}
         notes += [
             f"{job.name} used {name} {shown(str(last[name]))}; here is {version}"
             for name, version in here.items() if last.get(name, version) != version
