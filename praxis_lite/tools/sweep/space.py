@@ -6,13 +6,10 @@ import math
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.host.optional_packages import optional_module
-
-if TYPE_CHECKING:
-    from optuna.distributions import BaseDistribution
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})(?::(log|linear))?")
@@ -21,6 +18,7 @@ _PAIRS = {"(": ")", "[": "]", "{": "}"}
 # A range whose upper end is at least this many times the lower one is searched by the logarithm.
 _LOG_FROM = 10.0
 
+Distribution = Any  # A distribution of Optuna, which is imported late.
 # The value that a path has after settings; raises ConfigError.
 ValueAfter = Callable[[Sequence[str], str], Any]
 
@@ -36,7 +34,7 @@ class Space:
     """
 
     fixed: tuple[str, ...]
-    searched: "Mapping[str, BaseDistribution]"
+    searched: Mapping[str, Distribution]
 
     def combinations(self) -> Iterator[dict[str, str]]:
         """Yields each combination of values by path; raises ConfigError if there is a range."""
@@ -60,7 +58,7 @@ class Space:
         return [*self.fixed, *(f"{path}={text}" for path, text in values.items())]
 
 
-def described(path: str, item: "BaseDistribution") -> str:
+def described(path: str, item: Distribution) -> str:
     """Returns a setting and its values as text."""
     if hasattr(item, "choices"):
         return f"{path}: {', '.join(item.choices)}"
@@ -74,7 +72,7 @@ def text_of(value: str | float) -> str:
     return value if isinstance(value, str) else repr(value)
 
 
-def _examples(item: "BaseDistribution") -> Sequence[str]:
+def _examples(item: Distribution) -> Sequence[str]:
     return item.choices if hasattr(item, "choices") else (repr(item.low), repr(item.high))
 
 
@@ -89,7 +87,7 @@ def space_of(settings: Sequence[str], value_after: ValueAfter) -> Space:
     Raises:
       ConfigError: there is no such field or value, a list is ambiguous, or nothing is to be tried.
     """
-    searched: dict[str, BaseDistribution] = {}
+    searched: dict[str, Distribution] = {}
     fixed, before = [], []
     for setting in settings:
         path, _, text = map(str.strip, setting.partition("="))
@@ -113,7 +111,7 @@ def space_of(settings: Sequence[str], value_after: ValueAfter) -> Space:
 
 def _searched(
     path: str, text: str, setting: str, before: Sequence[str], value_after: ValueAfter
-) -> "BaseDistribution | None":
+) -> Distribution | None:
     """Returns the values to try of a setting, or None if it has a single value."""
     is_range, items = _RANGE.fullmatch(text), items_of(text)
     if not is_range and len(items) < 2:
@@ -168,7 +166,7 @@ def _all_accepted(
 def _range(
     path: str, low: str, high: str, scale: str | None, before: Sequence[str],
     value_after: ValueAfter,
-) -> "BaseDistribution":
+) -> Distribution:
     ends = [value_after([*before, f"{path}={end}"], path) for end in (low, high)]
     for end, text in zip(ends, (low, high), strict=True):
         is_number = isinstance(end, int | float) and math.isfinite(end)
