@@ -19,7 +19,6 @@ from praxis_lite.run.modes.train import begun, trained
 from praxis_lite.tools.modes.check import checked
 from praxis_lite.tools.modes.explain import explained
 from praxis_lite.tools.modes.plan import STEPS, planned
-from praxis_lite.tools.modes.report import reader_of
 from praxis_lite.tools_of_jobs import TOOLS
 
 if TYPE_CHECKING:
@@ -168,7 +167,10 @@ def report(*job_log_dirs: str | os.PathLike[str]) -> "Report":
     Raises:
       ConfigError: a directory is no job's, or its files cannot be read.
     """
-    return reader_of([os.fspath(path) for path in job_log_dirs]).read()
+    from praxis_lite.tools.report.job_reader import named_jobs
+    from praxis_lite.tools.report.report import ReportReader
+
+    return ReportReader(named_jobs([os.fspath(path) for path in job_log_dirs])).read()
 
 
 def _command(

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from praxis_lite.run.events import Listener, events
-from praxis_lite.run.goodput.goodput import say_goodput
+from praxis_lite.run.goodput.goodput import note_goodput
 from praxis_lite.run.goodput.timeline import Timeline
 from praxis_lite.run.job.elastic import order
 from praxis_lite.run.trainer.job_tools import JobTools, OtherSaves
@@ -48,8 +48,8 @@ def goodput_recorder(files: "JobDir", note: "Note") -> Iterator[Listener]:
     """Yields the writer of timeline.jsonl; reports the goodput if training ends well."""
     with Timeline(files.timeline_jsonl, events, note) as timeline:
         yield timeline
-    if timeline.is_kept:
-        say_goodput(files, note)
+    if not timeline.is_taken_back:
+        note_goodput(files, note)
 
 
 def peer_saves(job: "JobOnMesh", note: "Note") -> OtherSaves:

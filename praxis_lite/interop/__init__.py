@@ -1,7 +1,7 @@
-"""How do other programs use a trained model? Over HTTP, or as files that need no part of this.
+"""Trained models for other programs: over HTTP, or as files that need only jax.
 
     python -m praxis_lite.interop.export JOB OUT --what=decode|predict
     python -m praxis_lite.main --mode=serve --job_log_dir=JOB
 
-Never sees how a model is trained: it takes weights, and a compiled step's function.
+It knows nothing of training: it takes weights and a compiled step's function.
 """

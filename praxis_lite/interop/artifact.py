@@ -27,8 +27,8 @@ def write_artifact(
     """Writes a program and its weights into a folder; returns the files' sizes in bytes, by name.
 
     Args:
-      weights: as the program takes them, a tree of the program's layout.
-      about: what the manifest says besides, as JSON.
+      weights: a tree of the program's layout.
+      about: more facts for the manifest, as JSON.
     """
     (folder / PROGRAM).write_bytes(program.exported.serialize())
     _write_weights(folder / WEIGHTS, program, weights)
@@ -41,7 +41,7 @@ def write_artifact(
 
 
 def _write_weights(path: Path, program: Program, weights: Any) -> None:
-    """Writes weights in turn, as `np.savez` does, and names them by their paths."""
+    """Writes weights one after the other, as `np.savez` does, each under its path."""
     leaves = program.layout.leaves()
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         for leaf, x in zip(leaves, jax.tree.leaves(weights), strict=True):
@@ -63,7 +63,7 @@ def _manifest(
         "calling_convention_version": exported.calling_convention_version,
         "platforms": list(exported.platforms), "devices": devices,
         "mesh": dict(mesh.shape),
-        # By the name of jax's backend: others compile without.
+        # By the name of jax's backend; other backends compile without them.
         "compiler_options": {mesh.devices.flat[0].platform: program.compiler_options},
         "disabled_checks": [str(check) for check in exported.disabled_safety_checks],
         "inputs": {name: _described(x, x.sharding.spec) for name, x in program.inputs.items()},

@@ -1,4 +1,4 @@
-"""Exports a job's decoding, or its model's call, as files that jax alone runs: StableHLO, weights.
+"""Exports a job's decoding step or its model's call as StableHLO and weights, to run with jax only.
 
     python -m praxis_lite.interop.export JOB OUT --what=decode|predict [--mesh=1,2,2]
         [--batch=ROWS|b] [--length=TOKENS] [--platforms=cpu,cuda] [--step N] [--set path=value ...]
@@ -7,7 +7,7 @@
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from praxis_lite.host.optional_packages import require_package
 from praxis_lite.run.command import Parser, run
@@ -28,7 +28,7 @@ def _export(argv: Sequence[str] | None) -> None:
     print_log()
     args = _parser().parse_args(argv)
     require_package("flatbuffers", "praxis_lite.interop.export")
-    # Imported here: a signal may come while jax is.
+    # Imported here, so that a signal during the import of jax prints no traceback.
     from praxis_lite.core.errors import format_bytes
     from praxis_lite.files.whole_files import new_directory
     from praxis_lite.interop.artifact import MANIFEST, write_artifact
@@ -38,27 +38,34 @@ def _export(argv: Sequence[str] | None) -> None:
 
     out = local_directory(args.out)
     with new_directory(out, MANIFEST) as target:
-        source = _source(args)
-        task = source.partitioner.task
+        partitioner, weights, datasets, about = _source(args)
         inputs = inputs_of(
-            task, args.what, source.datasets, given=args.inputs, batch=args.batch,
+            partitioner.task, args.what, datasets, given=args.inputs, batch=args.batch,
             length=args.length,
         )
-        program = exported_program(
-            source.partitioner, args.what, inputs, [x for x in args.platforms.split(",") if x]
-        )
-        about = {"what": args.what, "job": args.job, **source.about, **_texts(task)}
-        sizes = write_artifact(target, program, source.partitioner, source.weights, about)
+        platforms = [name for name in args.platforms.split(",") if name]
+        program = exported_program(partitioner, args.what, inputs, platforms)
+        about = {
+            "what": args.what, "job": args.job, **about, **_text_settings(partitioner.task)
+        }
+        if args.what == "decode":
+            # Donated: nothing else is computed with them.
+            weights = partitioner.for_decoding(weights, donates=True)
+        sizes = write_artifact(target, program, partitioner, weights, about)
     files = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
     print(f"wrote {out}: {files}")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Source:
-    """A trained model to export, and its place in the manifest."""
+class _Source(NamedTuple):
+    """A trained model to export.
+
+    Attributes:
+      mdl_vars: its weights.
+      about: facts for the manifest.
+    """
 
     partitioner: "Partitioner"
-    weights: Any
+    mdl_vars: Any
     datasets: "Mapping[str, InputPipeline]"
     about: dict[str, Any]
 
@@ -66,9 +73,9 @@ class _Source:
 def _source(args: Any) -> _Source:
     from praxis_lite.run.job.local_directory import local_directory
 
-    # Jobs keep no safetensors in their own folder.
+    # The folder of a job has no safetensors.
     if any(local_directory(args.job).glob("*.safetensors")):
-        return _of_hugging_face(args)
+        return _from_huggingface(args)
     from praxis_lite.run.loading import load
 
     mesh = [] if args.mesh is None else [f"mesh.ici_mesh_shape={args.mesh}"]
@@ -80,11 +87,10 @@ def _source(args: Any) -> _Source:
     use_ema = run.decode_use_ema_states if decodes else run.evaluation.use_ema_states
     datasets = model.job.decode_datasets if decodes else model.job.datasets
     about = {"experiment": model.experiment, "step": model.step}
-    weights = _in_form(model.partitioner, model.mdl_vars_with(use_ema=use_ema), args.what)
-    return _Source(model.partitioner, weights, datasets, about)
+    return _Source(model.partitioner, model.mdl_vars_with(use_ema=use_ema), datasets, about)
 
 
-def _of_hugging_face(args: Any) -> _Source:
+def _from_huggingface(args: Any) -> _Source:
     from praxis_lite.core.errors import require
     from praxis_lite.core.sharding.mesh import make_mesh, simulate_devices
     from praxis_lite.core.sharding.mesh_config import MeshConfig
@@ -96,18 +102,16 @@ def _of_hugging_face(args: Any) -> _Source:
     require(is_right, "--mesh", args.mesh, "three sizes, of replica, data and mdl: 1,2,2")
     config = MeshConfig(ici_mesh_shape=tuple(map(int, sizes)), allow_unused_devices=True)
     simulate_devices(config.num_devices)
-    model = load(args.job, make_mesh(config), settings=args.settings, note=_say)
-    weights = _in_form(model.partitioner, model.mdl_vars, args.what)
-    return _Source(model.partitioner, weights, {}, {"experiment": EXPERIMENT, "step": None})
+    model = load(
+        args.job, make_mesh(config), settings=args.settings,
+        note=lambda line: print(line, flush=True),
+    )
+    about = {"experiment": EXPERIMENT, "step": None}
+    return _Source(model.partitioner, model.mdl_vars, {}, about)
 
 
-def _in_form(partitioner: "Partitioner", mdl_vars: Any, what: str) -> Any:
-    # Donated: nothing else is computed with them.
-    return partitioner.for_decoding(mdl_vars, donates=True) if what == "decode" else mdl_vars
-
-
-def _texts(task: Any) -> dict[str, Any]:
-    """Returns how a task's ids are texts, and how it decodes, as JSON."""
+def _text_settings(task: Any) -> dict[str, Any]:
+    """Returns a task's tokenizer and decoder as JSON for the manifest."""
     result = {}
     if task.tokenizer is not None:
         tokenizer = task.tokenizer
@@ -144,10 +148,6 @@ def _parser() -> Parser:
         help="as of main.py")
     add("--packages", metavar="NAME,...", default="", help="as of main.py")
     return parser
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The arrays that a program is exported for: told on the command line, or those of a dataset."""
+"""The input shapes that a program is exported for: from the command line, or from a dataset."""
 
 import dataclasses
 import inspect
@@ -17,10 +17,10 @@ from praxis_lite.inputs.batches import checked_spec
 from praxis_lite.run.trainer.forward_pass import LEAVES_OF_ARGUMENTS
 
 What = Literal["decode", "predict"]
-# In place of the number of rows: any number.
+# Stands for any number of rows.
 ANY_ROWS = "b"
 _INPUT = re.compile(rf"([\w/]+)=(\w+)\[(\d+|{ANY_ROWS})((?:,\d+)*)\]")
-# The batches of prompts, and of texts, need no dataset to look at.
+# Rank and dtype of the inputs of language models, whose shapes need no dataset.
 _OF_TEXTS = {
     "ids": (2, jnp.int32), "prefix_lengths": (1, jnp.int32), "weights": (1, jnp.float32),
 }
@@ -32,8 +32,8 @@ class Inputs:
     """The shapes and dtypes of a program's inputs.
 
     Attributes:
-      specs: by path, without padding; of any number of rows, these have 1.
-      any_rows: the number of rows is left open.
+      specs: by path, without padding; with 1 row if `any_rows`.
+      any_rows: whether the program takes any number of rows.
     """
 
     specs: Specs
@@ -47,15 +47,15 @@ def inputs_of(
     """Returns the inputs of a job's decoding step, or of its model's call.
 
     Args:
-      datasets: by name; for "decode" those of prompts. The shapes are those of the first, or of the
-        one that is trained on.
+      datasets: by name; for "decode" those of prompts. The shapes are those of the training
+        dataset, or else of the first.
       given: "NAME=DTYPE[ROWS,DIM,...]" each, in place of a dataset's.
       batch: the number of rows, or `ANY_ROWS`; None: the dataset's.
-      length: the tokens of a row of ids, and of what lies beside them; None: the dataset's.
+      length: the number of tokens of a row; None: the dataset's.
 
     Raises:
-      ConfigError: the task decodes nothing, a text is another, the rows differ, or nothing tells
-        the shapes.
+      ConfigError: the task does not decode, an option is malformed, the rows differ, or nothing
+        determines the shapes.
     """
     if what == "decode" and type(task).decode is Task.decode:
         raise ConfigError(
@@ -64,8 +64,8 @@ def inputs_of(
         )
     if given:
         require(
-            batch is None and length is None, "--batch or --length beside --inputs",
-            batch or length, "neither", "--inputs says all shapes.",
+            batch is None and length is None, "--batch or --length next to --inputs",
+            batch or length, "neither", "--inputs gives all shapes.",
         )
         return _parsed(given)
     is_any = batch == ANY_ROWS
@@ -103,7 +103,7 @@ def inputs_of(
 
 
 def takes_batches(task: Task) -> bool:
-    """Returns True for a model without a call: `Task.predict` takes all of a batch for it."""
+    """Returns whether `Task.predict` takes complete batches, because the model has no call."""
     return task.predict is not None and not callable(task.model.abstract_module())
 
 
@@ -142,7 +142,7 @@ def _of_dataset(
     datasets: Mapping[str, InputPipeline], field: str,
     arguments: Mapping[str, Sequence[str]] | None,
 ) -> Specs:
-    """Returns the leaves of a dataset that are arguments, or all if there are none to choose."""
+    """Returns the leaves of a dataset that are arguments; all leaves without arguments."""
     name = TRAIN if TRAIN in datasets else next(iter(sorted(datasets)), None)
     if name is None:
         raise ConfigError(
@@ -150,24 +150,25 @@ def _of_dataset(
             "--batch=ROWS and --length=TOKENS of a language model, or --inputs "
             "NAME=DTYPE[ROWS,DIM,...] of each."
         )
-    there = dict(leaves_with_path(checked_spec(datasets[name], f"{field}.{name}")))
+    available = dict(leaves_with_path(checked_spec(datasets[name], f"{field}.{name}")))
     if arguments is None:
-        return there
-    result = {
-        argument: there[leaf] for argument, leaves in arguments.items()
-        for leaf in [next((leaf for leaf in leaves if leaf in there), None)] if leaf is not None
-    }
-    if not result or len(result) < len(arguments):
+        return available
+    specs = {}
+    for argument, names in arguments.items():
+        leaf = next((leaf for leaf in names if leaf in available), None)
+        if leaf is not None:
+            specs[argument] = available[leaf]
+    if not specs or len(specs) < len(arguments):
         call = f"the arguments {list(arguments)}" if arguments else "arguments without names"
         raise ConfigError(
-            f"The model's call takes {call}, and batches of {field}.{name} have {sorted(there)}. "
-            "Say what it is called with: --inputs NAME=DTYPE[ROWS,DIM,...] of each."
+            f"The model's call takes {call}, and batches of {field}.{name} have "
+            f"{sorted(available)}. Give all inputs with --inputs NAME=DTYPE[ROWS,DIM,...] of each."
         )
-    return result
+    return specs
 
 
 def _leaves_of_arguments(task: Task) -> dict[str, tuple[str, ...]]:
-    """Returns, by the arguments that the model's call must have, leaves of a batch that fit."""
+    """Returns the names of matching leaves of a batch by required argument of the model's call."""
     model = task.model.abstract_module()
     parameters = inspect.signature(model).parameters.values() if callable(model) else ()
     names = [

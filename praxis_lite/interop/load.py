@@ -1,4 +1,4 @@
-"""Loads what lies beside this file with jax alone: `outputs = load()({"ids": ids, ...})`."""
+"""Loads the program in this folder with jax only: `outputs = load()({"ids": ids, ...})`."""
 
 import contextlib
 import hashlib
@@ -31,11 +31,11 @@ def load(folder: Path = Path(__file__).parent) -> Callable[[dict], object]:
         raise Refused(f"{mesh} needs {num} devices; jax has {len(devices)}. {about['devices']}")
     with archive.reading("manifest.json"):
         mesh = Mesh(np.reshape(devices[:num], [*mesh.values()]), [*mesh], axis_types=AUTO*len(mesh))
-        places, _ = jax.tree.unflatten(program.in_tree, program.in_shardings_jax(mesh))
-    weights = archive.weights(program.in_avals[: len(places[0])])
-    weights = [jax.device_put(x, place) for x, place in zip(weights, places[0], strict=True)]
+        shardings, _ = jax.tree.unflatten(program.in_tree, program.in_shardings_jax(mesh))
+    weights = archive.weights(program.in_avals[: len(shardings[0])])
+    weights = [jax.device_put(x, y) for x, y in zip(weights, shardings[0], strict=True)]
     options = options_taken(about, mesh)
-    run = jax.jit(program.call, in_shardings=places, compiler_options=options)
+    run = jax.jit(program.call, in_shardings=shardings, compiler_options=options)
     return lambda inputs: jax.device_get(run(weights, inputs))
 
 
@@ -110,23 +110,16 @@ class Archive:
 
 def options_taken(about: dict, mesh: Mesh) -> dict:
     """Returns the recorded options that this compiler takes; warns of each that it does not."""
-    taken, whole, backend = {}, NamedSharding(mesh, PartitionSpec()), jax.default_backend()
+    taken, replicated, backend = {}, NamedSharding(mesh, PartitionSpec()), jax.default_backend()
     for name, value in (about["compiler_options"].get(backend) or {}).items():
         option = {name: value}
         try:
-            jax.jit(lambda: 0, out_shardings=whole, compiler_options=option).lower().compile()
+            jax.jit(lambda: 0, out_shardings=replicated, compiler_options=option).lower().compile()
             taken |= option
         except jax.errors.JaxRuntimeError as error:
-            reason = f"{str(error).rstrip('.')}."
-            try:  # Where it is installed, it knows today's names of former options.
-                from praxis_lite.core.sharding.devices.xla_options import not_known
-
-                if "No such compile option" in reason:
-                    reason = not_known(name, "libtpu" if backend == "tpu" else "jaxlib")
-            except ImportError:
-                pass
+            reason = str(error).rstrip(".")
             warnings.warn(
-                f"{name}={value}, with which the program was exported, is left out: {reason} Its "
+                f"{name}={value}, with which the program was exported, is left out: {reason}. Its "
                 "speed and memory may differ. Correct compiler_options in manifest.json.",
                 stacklevel=3,
             )

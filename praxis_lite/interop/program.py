@@ -18,15 +18,15 @@ from praxis_lite.interop.inputs import ANY_ROWS, Inputs, Specs, What, takes_batc
 from praxis_lite.lowered.mended_products import mended_export
 from praxis_lite.run.trainer.forward_pass import arrays_of, forward_on_the_mesh
 
-# The input with the data of a random key.
+# The name of the input with the data of a random key.
 KEY = "key"
-# Of those that jax exports for.
+# Supported by jax.export.
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-# cuDNN's attention, which jax promises to no later version. TrainedModel takes it on a GPU too:
-# without it the outputs would be others than its.
+# cuDNN's attention, for which jax guarantees no compatibility with later versions. TrainedModel
+# uses it on a GPU too: without it the outputs would differ.
 _CUDNN = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaScaleBiasSoftmax")
 
-# Of programs that compute with the number of rows, or that jax does not export.
+# Errors of programs that compute with the number of rows, or that jax cannot export.
 _REFUSALS = (
     TypeError, ValueError, NotImplementedError, jax.errors.InconclusiveDimensionOperation
 )
@@ -40,11 +40,10 @@ class Program:
     """A function (weights, inputs) -> outputs, exported for a mesh.
 
     Attributes:
-      exported: of a list of padded weights, in the layout's order, and a dict of inputs.
+      exported: takes a list of padded weights, in the layout's order, and a dict of inputs.
       layout: of the weights.
-      inputs: by name, with shardings; `KEY` is among them to decode. Any number of rows is an
-        expression of jax.
-      compiler_options: that the job compiles the same with on this mesh; None: there are none.
+      inputs: by name, with shardings; to decode, with `KEY`. Any number of rows is a symbolic dim.
+      compiler_options: those of the job's own program on this mesh, or None.
     """
 
     exported: export.Exported
@@ -59,11 +58,11 @@ def exported_program(
     """Returns the program; nothing is compiled.
 
     Args:
-      platforms: that it may run on; empty: the mesh's.
+      platforms: on which it is to run; empty: the mesh's.
 
     Raises:
-      ConfigError: the task computes nothing of such inputs, or not of any number of rows; the
-        platforms are others, or need other kernels than the mesh's; jax exports no such operation.
+      ConfigError: the task cannot compute with these inputs, or with any number of rows; a platform
+        is unknown, or needs other kernels than the mesh's; jax cannot export an operation.
     """
     mesh, platforms = partitioner.mesh, _checked_platforms(platforms)
     require(KEY not in inputs.specs, "The name of an input", KEY, "another; a random key has it")
@@ -99,17 +98,17 @@ def exported_program(
     return Program(mended_export(exported, mesh), layout, arguments[1], options)
 
 
-def _why_not(words: str, inputs: Inputs) -> str | None:
-    """Returns the message for an error of jax that the user can mend, or None for others."""
-    if "host_callbacks" in words or "custom calls whose targets" in words:
-        call = words.rpartition("Examples are:")[2].strip()
+def _why_not(reason: str, inputs: Inputs) -> str | None:
+    """Returns the message for an error of jax that the user can fix, or None for others."""
+    if "host_callbacks" in reason or "custom calls whose targets" in reason:
+        call = reason.rpartition("Examples are:")[2].strip()
         return (
             f"The program calls something that jax exports to no other process: "
             f"{shown(call, 300)} Set other kernels, and leave out callbacks to the host."
         )
     if inputs.any_rows:
         return (
-            f"The program is not one for any number of rows: {shown(words, 300)} Give "
+            f"The program is not one for any number of rows: {shown(reason, 300)} Give "
             "--batch=ROWS, a number."
         )
     return None
@@ -121,17 +120,17 @@ def _checked_platforms(platforms: Sequence[str]) -> list[str]:
         require_choice("--platforms", platform, PLATFORMS)
     if own != "cpu" and not set(platforms) <= {own}:
         raise ConfigError(
-            f"--platforms is {','.join(platforms)}; wanted is {own} alone, for there layers choose "
-            "kernels that no other has. For several platforms export on the CPU, with "
+            f"--platforms is {','.join(platforms)}; expected {own} alone, because layers choose "
+            f"kernels of {own}. For several platforms export on the CPU, with "
             "JAX_PLATFORMS=cpu in the environment."
         )
     return list(dict.fromkeys(platforms)) or [own]
 
 
 def _placed(inputs: Inputs, mesh: Mesh) -> Specs:
-    """Returns the inputs with shardings: split by rows, or whole if the devices do not divide them.
+    """Returns the inputs with shardings: split by rows, or replicated if the rows do not divide.
 
-    Any number of rows is a multiple of the devices.
+    Any number of rows is a multiple of the number of devices.
     """
     any_rows = export.symbolic_shape(f"{mesh.size}*{ANY_ROWS}") if inputs.any_rows else ()
 
@@ -145,12 +144,12 @@ def _placed(inputs: Inputs, mesh: Mesh) -> Specs:
 
 
 def _split(x: jax.Array, mesh: Mesh) -> jax.Array:
-    """Returns an input padded and split as `global_batch` does it, before the program begins."""
+    """Returns an input padded and split by rows, as `global_batch` does."""
     if x.ndim == 0 or x.shape[0] % mesh.size == 0:
         return x
     x = jnp.pad(x, [(0, -x.shape[0] % mesh.size), *[(0, 0)] * (x.ndim - 1)])
     sharding = NamedSharding(mesh, batch_spec(x.ndim, mesh.axis_names))
-    # The barrier keeps XLA from seeing more than it sees of an argument: the numbers are the same.
+    # With the barrier XLA knows no more than of an argument, so the outputs are bitwise equal.
     return jax.lax.optimization_barrier(jax.lax.with_sharding_constraint(x, sharding))
 
 

@@ -1,4 +1,4 @@
-"""Text in columns."""
+"""Tables as text."""
 
 from collections.abc import Collection, Sequence
 
@@ -17,3 +17,15 @@ def table_lines(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> l
         ).rstrip()
         for row in rows
     ]
+
+
+def unique_ends(names: Sequence[Sequence[str]]) -> list[Sequence[str]]:
+    """Returns the last parts of each name, as many as distinguish it from the other names."""
+    ends = []
+    for name in names:
+        candidates = (name[-size:] for size in range(1, len(name)))
+        ends.append(next(
+            (end for end in candidates if sum(other[-len(end):] == end for other in names) == 1),
+            name,
+        ))
+    return ends

@@ -1,6 +1,5 @@
 """An exported program, loaded with jax alone, gives the numbers of the job that it came from."""
 
-import ast
 import hashlib
 import io
 import json
@@ -137,20 +136,6 @@ def test_the_program_has_no_weights_in_it(folder):
     assert sizes["program.bin"] < 60_000 < sizes["weights.npz"]
 
 
-def test_the_loader_has_twenty_lines_and_imports_jax_alone(folder):
-    text = (folder / "decode/load.py").read_text()
-    function, _ = [x for x in ast.parse(text).body if isinstance(x, ast.FunctionDef)]
-    assert function.name == "load" and function.end_lineno - function.body[1].lineno < 20
-    modules = {
-        name for node in ast.parse(text).body if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in ([node.module] if isinstance(node, ast.ImportFrom) else
-                     [alias.name for alias in node.names])
-    }
-    assert {name.partition(".")[0] for name in modules} - sys.stdlib_module_names == {
-        "jax", "numpy"
-    }
-
-
 @pytest.fixture
 def copied(folder, tmp_path):
     """A copy of the model's `predict`, to change."""
@@ -267,7 +252,7 @@ def test_a_program_runs_without_the_recorded_options_that_the_compiler_lacks(cop
         run = loader.load(copied)
     gone, wrong = [str(item.message) for item in warned]
     assert "xla_gpu_graph_level=0, with which the program was exported, is left out" in gone
-    assert "xla_gpu_enable_command_buffer" in gone
+    assert "No such compile option: 'xla_gpu_graph_level'." in gone
     assert "xla_cpu_enable_fast_math=perhaps" in wrong and "'perhaps'" in wrong
     np.testing.assert_allclose(run({"ids": ids})[0], expected, atol=1e-6)
 
@@ -284,15 +269,6 @@ def test_an_export_records_the_options_of_what_it_computes(tmp_path):
         write(tmp_path / what, partitioner, mdl_vars, what, batch="3", length=5)
         manifest = json.loads((tmp_path / what / "manifest.json").read_text())
         assert manifest["compiler_options"] == {"cpu": options}
-
-
-def test_options_are_left_out_where_praxis_lite_is_not_installed(monkeypatch):
-    monkeypatch.setitem(sys.modules, "praxis_lite.core.sharding.devices.xla_options", None)
-    mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 2, 2)))
-    with pytest.warns() as warned:
-        options = loader.options_taken({"compiler_options": RECORDED}, mesh)
-    assert options == {"xla_cpu_enable_fast_min_max": False}
-    assert "No such compile option: 'xla_gpu_graph_level'." in str(warned[0].message)
 
 
 def test_another_jax_that_cannot_read_it_is_told_apart_from_damage(copied):
@@ -332,7 +308,7 @@ def test_bfloat16_and_scalars_are_weights_too(tmp_path):
     ("decode", {"given": ["ids=int64[2,3]"]}, "int64.*wanted is a dtype"),
     ("decode", {"given": ["ids=int32[2,0]"]}, "dims of 1 or more"),
     ("decode", {"given": ["ids=int32[2,3]", "weights=float32[b]"]}, "ids 2, weights b.*the same"),
-    ("decode", {"given": ["ids=int32[2,3]"], "batch": "2"}, "--batch or --length beside --inputs"),
+    ("decode", {"given": ["ids=int32[2,3]"], "batch": "2"}, "--batch or --length next to --inputs"),
     ("decode", {"batch": "0", "length": 3}, "--batch is '0'; wanted is 1 or more, or b"),
     ("decode", {"batch": "2", "length": 0}, "--length is 0"),
     ("decode", {"batch": "2"}, "no decode_datasets.*--length=TOKENS"),

@@ -1,6 +1,6 @@
-"""Where did the time of a job go? Each second, in its launches and between them, has a kind.
+"""Goodput: where the time of a job went, with a kind for each second in and between launches.
 
-Knows clocks and a file in the job's directory, and never sees an array or a step.
+Reads clocks and a file in the job's directory, and never an array.
 """
 
 from praxis_lite.run.goodput.goodput import Goodput, Launch, goodput_of

@@ -1,4 +1,4 @@
-"""Where the time of a job went: all its launches, and what lay between them."""
+"""Where the time of a job went, in all its launches and between them."""
 
 import dataclasses
 import itertools
@@ -17,21 +17,21 @@ from praxis_lite.run.events import (
     SAVE,
     STEP,
 )
-from praxis_lite.run.goodput.stretches import Stretch, read_stretches
+from praxis_lite.run.goodput.spans import Span, read_spans
 from praxis_lite.run.job import processes
-from praxis_lite.run.job.elastic.changes import START, changes_of_hands
+from praxis_lite.run.job.elastic.changes import START, ChangeOfHands, changes_of_hands
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.text_table import table_lines
 
 # Kinds of seconds that no launch knows of itself.
-LOST_STEP = "lost step"  # Steps that were made, not saved, and made again later.
+LOST_STEP = "lost step"  # Steps that were lost before a save, and repeated.
 HANDS = "change of hands"  # Of an elastic job: another process is gone, leaves or comes; agreed.
 IDLE = "idle"  # Between launches, and from the last sign of life of a launch that was killed.
 KINDS = (
     IMPORT, INIT, COMPILE, RESTORE, INPUT_WAIT, STEP, LOST_STEP, EVALUATION, SAVE, HANDS,
     IDLE,
 )
-# The goodput of a first launch is reported from so many seconds on.
+# A single launch shorter than this reports no goodput.
 _FIRST_SECONDS = 600
 
 
@@ -41,10 +41,10 @@ class Launch:
 
     Attributes:
       began, ended: in Unix seconds. A launch that was killed ends with its last sign of life.
-      first_step: the step that it went on from; None: it ended before that was known.
+      first_step: the step that it started from; None: it ended before that was known.
       last_step: the newest step that it made, or None.
       ended_by: THE_END, a signal, the name of an exception; None: it was killed, or still runs.
-      num_lost_steps: how many of its steps were made again later.
+      num_lost_steps: how many of its steps were lost and repeated.
       seconds: by kind, all that a launch can have; they add up to `ended` - `began`.
     """
 
@@ -74,12 +74,12 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """The share of the time in which steps were made that count; 0 if no time passed."""
+        """The share of time of steps that were not lost; 0 if no time passed."""
         return self._share(self.seconds[STEP])
 
     @property
     def num_lost_steps(self) -> int:
-        """The number of steps that were made again later."""
+        """The number of steps that were lost and repeated."""
         return sum(launch.num_lost_steps for launch in self.launches)
 
     def line(self) -> str:
@@ -131,72 +131,26 @@ class Goodput:
 
 
 def goodput_of(job_dir: JobDir) -> Goodput | None:
-    """Returns where the time of a job went, or None if no launch has left a word.
+    """Returns where the time of a job went, or None if no launch recorded it.
 
     Launches count from the moment that they hold the job's directory; one that was refused before
     has no entry, and its time is idle. So is the time of a launch that found nothing to do. Only
-    launches that train are there.
+    launches that train are recorded.
+
+    A launch that began before the previous one had ended is cut: its import is shorter by the
+    overlap. If it began earlier than that a clock was set back, and no time is between the two.
 
     Raises:
       ConfigError: timeline.jsonl cannot be read.
     """
     if not job_dir.timeline_jsonl.exists():
         return None
-    changes = changes_of_hands(job_dir.elastic_jsonl)
-    # What another generation ended for has no idle time before it: its processes were ending.
-    hands = [
-        (change.time if change.kind == START else 0.0, change.time, change.time + change.total)
-        for change in changes
-    ]
-    return goodput(read_stretches(job_dir.timeline_jsonl), hands)
-
-
-def say_goodput(job_dir: JobDir, note: Callable[[str], None]) -> None:
-    """Notes where the time of the job went so far, or why that is not known."""
-    if not processes.is_first():
-        return
-    try:
-        actual = goodput_of(job_dir)
-    except ConfigError as error:
-        note(f"note: {error}")
-        return
-    if actual is not None:
-        note(actual.line())
-
-
-def num_lost_steps(job_dir: JobDir) -> int:
-    """Returns how many steps of a job were made again later, as far as timeline.jsonl knows."""
-    actual = goodput_of(job_dir)
-    return actual.num_lost_steps if actual else 0
-
-
-def time_section(job_dir: JobDir) -> str:
-    """Returns where the time of a job went, as a section of its summary; "" if it is not known."""
-    if (actual := goodput_of(job_dir)) is None:
-        return ""
-    return "Where the time went\n" + textwrap.indent(str(actual), "  ")
-
-
-def goodput(
-    stretches: Sequence[Stretch], hands: Sequence[tuple[float, float, float]] = ()
-) -> Goodput | None:
-    """Returns where the time went by all stretches of a job, in their order; None if by none.
-
-    A launch that began before the one before it had ended is cut: its import is shorter by the
-    time that both were there. If it began before by more than that, a clock was set back, and no
-    time lies between the two.
-
-    Args:
-      hands: of each change of hands, in Unix seconds: since when the time between launches is its
-        own, when it happened, and when it ended. What a launch did meanwhile has its own kind.
-    """
-    stretches = _with_steps_after_the_last_sign(stretches)
-    lost = _lost_shares(stretches)
+    spans = _with_steps_before_a_kill(read_spans(job_dir.timeline_jsonl))
+    pairs = zip(spans, _lost_shares(spans), strict=True)
     launches: list[Launch] = []
-    for began, group in itertools.groupby(zip(stretches, lost, strict=True), lambda x: x[0].launch):
-        parts = list(group)
-        before = launches[-1].ended if launches else None
-        launches.append(_launch(began, parts, before))
+    for began, group in itertools.groupby(pairs, lambda pair: pair[0].launch):
+        previous_end = launches[-1].ended if launches else None
+        launches.append(_launch(began, list(group), previous_end))
     if not launches:
         return None
     seconds = {
@@ -206,91 +160,122 @@ def goodput(
         (before.ended, after.began) for before, after in itertools.pairwise(launches)
         if after.began > before.ended
     ]
-    seconds[HANDS] = sum(_covered(gap, hands) for gap in gaps)
+    changes = changes_of_hands(job_dir.elastic_jsonl)
+    seconds[HANDS] = sum(_seconds_of_changes(gap, changes) for gap in gaps)
     seconds[IDLE] = sum(end - begin for begin, end in gaps) - seconds[HANDS]
     return Goodput(tuple(launches), seconds, sum(seconds.values()))
 
 
-def _covered(
-    gap: tuple[float, float], hands: Sequence[tuple[float, float, float]]
-) -> float:
-    """Returns the seconds of a gap between launches that changes of hands took."""
+def note_goodput(job_dir: JobDir, note: Callable[[str], None]) -> None:
+    """Notes where the time of the job went so far, or why that is not known."""
+    if not processes.is_first():
+        return
+    try:
+        goodput = goodput_of(job_dir)
+    except ConfigError as error:
+        note(f"note: {error}")
+        return
+    if goodput is not None:
+        note(goodput.line())
+
+
+def num_lost_steps(job_dir: JobDir) -> int:
+    """Returns how many steps of a job were lost and repeated, as recorded in timeline.jsonl."""
+    goodput = goodput_of(job_dir)
+    return goodput.num_lost_steps if goodput else 0
+
+
+def time_section(job_dir: JobDir) -> str:
+    """Returns where the time of a job went, as a section of its summary; "" if it is not known."""
+    if (goodput := goodput_of(job_dir)) is None:
+        return ""
+    return "Where the time went\n" + textwrap.indent(str(goodput), "  ")
+
+
+def _seconds_of_changes(gap: tuple[float, float], changes: Sequence[ChangeOfHands]) -> float:
+    """Returns the seconds of a gap between launches that changes of hands took.
+
+    A change takes the gap's time up to its end: before, the processes of the previous generation
+    were ending. The start of a job takes time only from when it happened.
+    """
     seconds, reached = 0.0, gap[0]
-    within = sorted(
-        (since, end) for since, event, end in hands if event < gap[1] and end > gap[0]
+    intervals = sorted(
+        (change.time if change.kind == START else gap[0], change.time + change.total)
+        for change in changes if change.time < gap[1]
     )
-    for since, end in within:
-        begin, end = max(since, reached), min(end, gap[1])
+    for begin, end in intervals:
+        begin, end = max(begin, reached), min(end, gap[1])
         if end > begin:
             seconds, reached = seconds + end - begin, end
     return seconds
 
 
 def _launch(
-    began: float, parts: Sequence[tuple[Stretch, "_Lost"]], before: float | None
+    began: float, parts: Sequence[tuple[Span, "_Lost"]], previous_end: float | None
 ) -> Launch:
     kinds = [kind for kind in KINDS if kind not in (HANDS, IDLE)]
     seconds = {
-        kind: sum(part.seconds.get(kind, 0.0) for part, _ in parts) for kind in kinds
+        kind: sum(span.seconds.get(kind, 0.0) for span, _ in parts) for kind in kinds
     }
-    seconds[LOST_STEP] = sum(part.seconds[STEP] * lost.share for part, lost in parts)
+    seconds[LOST_STEP] = sum(span.seconds[STEP] * lost.share for span, lost in parts)
     seconds[STEP] = max(0.0, seconds[STEP] - seconds[LOST_STEP])
-    if before is not None and 0 < before - began <= seconds[IMPORT]:
-        seconds[IMPORT] -= before - began
-        began = before
-    steps = [part for part, _ in parts if part.first_step is not None]
+    if previous_end is not None and 0 < previous_end - began <= seconds[IMPORT]:
+        seconds[IMPORT] -= previous_end - began
+        began = previous_end
+    with_steps = [span for span, _ in parts if span.first_step is not None]
     return Launch(
         began, began + sum(seconds.values()),
-        steps[0].first_step if steps else None, steps[-1].last_step if steps else None,
+        with_steps[0].first_step if with_steps else None,
+        with_steps[-1].last_step if with_steps else None,
         parts[-1][0].ended_by, sum(lost.num_steps for _, lost in parts), seconds,
     )
 
 
-def _with_steps_after_the_last_sign(stretches: Sequence[Stretch]) -> list[Stretch]:
-    """Returns stretches with the steps that a later launch found, in the second before a kill."""
-    result: list[Stretch] = []
-    newest = None  # The index of the newest stretch with steps.
-    for stretch in stretches:
-        if stretch.lost_to is not None and newest is not None:
-            last_step = max(result[newest].last_step, stretch.lost_to)
+def _with_steps_before_a_kill(spans: Sequence[Span]) -> list[Span]:
+    """Returns spans with the steps that a later launch found, of the last second before a kill."""
+    result: list[Span] = []
+    newest = None  # The index of the newest span with steps.
+    for span in spans:
+        if span.lost_to is not None and newest is not None:
+            last_step = max(result[newest].last_step, span.lost_to)
             result[newest] = dataclasses.replace(result[newest], last_step=last_step)
-        if stretch.first_step is not None:
+        if span.first_step is not None:
             newest = len(result)
-        result.append(stretch)
+        result.append(span)
     return result
 
 
 @dataclasses.dataclass
 class _Lost:
-    """The steps of a stretch that were made again, and their share of its seconds of steps."""
+    """The steps of a span that were lost and repeated, and their share of its seconds of steps."""
 
     num_steps: int = 0
     share: float = 0.0
 
 
-def _lost_shares(stretches: Sequence[Stretch]) -> list[_Lost]:
-    """Returns the loss of each stretch: its steps that a later stretch made again."""
-    lost = [_Lost() for _ in stretches]
-    ends: list[tuple[int, int]] = []  # Stretches that count, and the last step that counts of each.
-    for index, stretch in enumerate(stretches):
-        first = stretch.first_step
+def _lost_shares(spans: Sequence[Span]) -> list[_Lost]:
+    """Returns the loss of each span: its steps that a later span repeated."""
+    lost = [_Lost() for _ in spans]
+    ends: list[tuple[int, int]] = []  # The index and the last kept step of each span with any.
+    for index, span in enumerate(spans):
+        first = span.first_step
         if first is None:
             continue
-        former = stretches[index - 1] if index else None
-        is_same = former is not None and former.launch == stretch.launch
-        if not (is_same and former.last_step == first):
+        previous = spans[index - 1] if index else None
+        is_same = previous is not None and previous.launch == span.launch
+        if not (is_same and previous.last_step == first):
             while ends and ends[-1][1] >= first:
                 before, end = ends.pop()
-                begin = stretches[before].first_step
-                if begin >= first:  # With the step that it was in when it was killed.
+                begin = spans[before].first_step
+                if begin >= first:  # With the step in which it was killed.
                     lost[before] = _Lost(lost[before].num_steps + end - begin, 1.0)
                     continue
                 if end > first:
                     lost[before].num_steps += end - first
                     lost[before].share = lost[before].num_steps / (
-                        stretches[before].last_step - begin
+                        spans[before].last_step - begin
                     )
                 ends.append((before, first))
                 break
-        ends.append((index, stretch.last_step))
+        ends.append((index, span.last_step))
     return lost

@@ -10,21 +10,20 @@ from typing import Any
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.files.json_text import descriptor
 from praxis_lite.run.events import SAVE, JobEvents, Listener, Phase
-from praxis_lite.run.goodput.stretches import THE_END, Stretch
+from praxis_lite.run.goodput.spans import THE_END, Span
 
 _EVERY_SECONDS = 1.0
-_MOST_CLOSED = 100_000  # Lines that are kept for a disk that takes none.
 
 
 class Timeline(Listener, contextlib.AbstractContextManager):
     """Keeps a file up to date with the events of a launch, while it is entered.
 
-    The file has a line per stretch of the launch (see `Stretch`). A thread writes the line of the
-    open stretch anew every second, in its place, so the file grows with the saves of a job and not
-    with its seconds. It is not synced (fsync): a kill loses nothing, a power cut some lines.
+    The file has a line per span of the launch (see `Span`). A thread overwrites the line of the
+    open span every second, so the file grows with the saves of a job and not with its seconds. It
+    is not synced (fsync): a kill loses nothing, a power cut some lines.
 
-    If the file cannot be written, `note` is told so once, and the run goes on; each second it is
-    tried again, with all lines that are not written yet.
+    If the file cannot be written, that is noted once and the run continues; each second it is tried
+    again, with all lines that are not written yet.
 
     Args:
       path: of the file.
@@ -32,7 +31,8 @@ class Timeline(Listener, contextlib.AbstractContextManager):
       note: prints a line.
 
     Attributes:
-      ended_by: what the last line says of the end, if no exception ends the launch.
+      ended_by: the end in the last line, if no exception ends the launch.
+      is_taken_back: whether the lines of the launch were removed.
     """
 
     def __init__(self, path: Path, events: JobEvents, note: Callable[[str], None]):
@@ -41,61 +41,46 @@ class Timeline(Listener, contextlib.AbstractContextManager):
         self._first_step: int | None = None
         self._last_step: int | None = None
         self._lost_to: int | None = None
-        # The stretch's seconds are above these.
+        # The span's seconds are above these.
         self._before = dict.fromkeys(events.seconds(), 0.0)
-        self._closed = b""  # Lines of closed stretches that are not in the file yet.
+        self._closed = b""  # Lines of closed spans that are not in the file yet.
         self._file, self._offset, self._start = -1, 0, 0
-        self._open_bytes = 0  # Of the open stretch's line, as it stands in the file.
+        self._open_bytes = 0  # Of the open span's line, as it stands in the file.
         self._lock, self._is_over, self._has_failed = threading.Lock(), threading.Event(), False
-        self._is_taken_back = False
+        self.is_taken_back = False
         self._thread = threading.Thread(target=self._keep, name="timeline", daemon=True)
 
     def begins(self, phase: Phase, step: int | None) -> None:
         if phase.kind == SAVE and step not in (None, self._first_step):
-            self.goes_on_from(step)
+            self._begin_span(step)
 
     def report(self, facts: Mapping[str, Any]) -> None:
-        for name, value in facts.items():
-            if name == "made":
-                self.made(value)
-            elif name == "trains_from":
-                self.goes_on_from(value)
-            elif name == "lost_to":
-                self.loses(value)
-            elif name == "ended_by":
-                self.ended_by = value or THE_END
-            elif name == "nothing_to_do":
-                self.take_back()
+        if "made" in facts:
+            self._last_step = facts["made"]
+        if "trains_from" in facts:
+            self._begin_span(facts["trains_from"])
+        if "lost_to" in facts:
+            self._lost_to = facts["lost_to"]
+        if "ended_by" in facts:
+            self.ended_by = facts["ended_by"] or THE_END
+        if "nothing_to_do" in facts:
+            self._take_back()
 
-    @property
-    def is_kept(self) -> bool:
-        """False once the lines of the launch were taken back."""
-        return not self._is_taken_back
-
-    def goes_on_from(self, step: int) -> None:
-        """Begins a stretch at a step that was restored, or whose save begins."""
+    def _begin_span(self, step: int) -> None:
+        """Begins a span at a step that was restored, or whose save begins."""
         with self._lock:
             if self._first_step is not None:
                 now = self._events.seconds()
-                if self._closed.count(b"\n") < _MOST_CLOSED:
-                    self._closed += self._line(now, None)
+                self._closed += self._line(now, None)
                 self._before = now
             self._first_step = self._last_step = step
             self._lost_to = None
 
-    def loses(self, step: int) -> None:
-        """Notes that the steps to `step`, after the stretch's first step, were made before."""
-        self._lost_to = step
-
-    def made(self, step: int) -> None:
-        """Notes that a step has ended and its metrics are known."""
-        self._last_step = step
-
-    def take_back(self) -> None:
-        """Leaves the file as it was before: a launch that finds nothing to do is no launch."""
+    def _take_back(self) -> None:
+        """Removes the lines of this launch, which found nothing to do or was refused."""
         with self._lock, contextlib.suppress(OSError):
             self._is_over.set()
-            self._is_taken_back = True
+            self.is_taken_back = True
             if self._file >= 0:
                 os.ftruncate(self._file, self._start)
 
@@ -106,10 +91,10 @@ class Timeline(Listener, contextlib.AbstractContextManager):
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is not None and issubclass(kind, ConfigError) and self._first_step is None:
-            self.take_back()  # A launch that is refused changes no file.
+            self._take_back()  # A launch that is refused changes no file.
         self._is_over.set()
         self._thread.join()
-        if self.is_kept:
+        if not self.is_taken_back:
             self._write(self.ended_by if kind is None else kind.__name__)
         if self._file >= 0:
             os.close(self._file)
@@ -154,7 +139,7 @@ class Timeline(Listener, contextlib.AbstractContextManager):
 
     def _line(self, now: dict[str, float], ended_by: str | None) -> bytes:
         seconds = {kind: value - self._before[kind] for kind, value in now.items()}
-        stretch = Stretch(
+        span = Span(
             self._events.began, self._first_step, self._last_step, seconds, ended_by, self._lost_to
         )
-        return stretch.line().encode()
+        return span.line().encode()

@@ -1,4 +1,4 @@
-"""Which tools does the command line offer? A mode per file.
+"""The tools of the command line, a mode per file.
 
 Turns options into arguments of the tools, and never computes.
 """

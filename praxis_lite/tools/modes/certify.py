@@ -20,10 +20,10 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Certify(Mode):
-    """Puts together digests of all parts of a job; or holds such a certificate against jobs."""
+    """Collects digests of all parts of a job, or compares such a certificate with jobs."""
 
     name = "certify"
-    summary = "certifies a job by digests of all that it is made of; or verifies that"
+    summary = "certifies a job by digests of all its files and data; or verifies that"
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
         """Adds the jobs, --json, --html, --verify and --recorded_only."""
@@ -40,19 +40,18 @@ class Certify(Mode):
         )
         options.add_argument(
             "--verify", metavar="FILE", type=Path,
-            help="in place of making one: a certificate to hold against the jobs, or against those "
-            "where it says that they are",
+            help="a certificate to compare with the jobs instead; default: the jobs that it names",
         )
         options.add_argument(
             "--recorded_only", action="store_true",
-            help="do not make the jobs' data again; --set says where they are now",
+            help="do not recompute the jobs' data; --set tells where they are now",
         )
 
     def run(
         self, command: CommandLine, *, jobs: Sequence[str], json: Path | None, html: Path | None,
         verify: Path | None, recorded_only: bool,
     ) -> int:
-        """Returns 1 if something is wrong or differs; raises ConfigError if it cannot be told."""
+        """Returns 1 if something is wrong or differs; raises ConfigError if a job is not found."""
         if command.exp is not None:
             raise ConfigError("--mode=certify reads jobs, and has no use for --exp. Leave it out.")
         if verify is not None and (json or html):
@@ -72,9 +71,8 @@ def _certify(
 ) -> int:
     from praxis_lite.files.whole_files import write_whole
     from praxis_lite.tools.report.certified.certificate import certified
-    from praxis_lite.tools.report.certified.shown import page_of, text_of
-    from praxis_lite.tools.report.job_reader import JobReader
-    from praxis_lite.tools.report.named_jobs import named_jobs
+    from praxis_lite.tools.report.certified.certificate_page import page_of, text_of
+    from praxis_lite.tools.report.job_reader import JobReader, named_jobs
 
     named = named_jobs(paths)
     certificate = certified(named, reading)
@@ -104,7 +102,7 @@ def _verify(file: Path, paths: Sequence[str], reading: "Reading") -> int:
     if len(paths) != len(certificate.jobs):
         raise ConfigError(
             f"{file} is about {len(certificate.jobs)} jobs, and {len(paths)} are named: name as "
-            "many, in its order, or none if they lie where it says."
+            "many, in its order, or none if they are in the directories that it names."
         )
     jobs = [open_for_reading(path, writes=False) for path in paths]
     verdicts = [own, *verified(certificate, jobs, reading)]
@@ -113,7 +111,7 @@ def _verify(file: Path, paths: Sequence[str], reading: "Reading") -> int:
     for note in notes_on_versions(certificate):
         print(printable(f"note: {note}"))
     for fault in certificate.faults:
-        print(printable(f"WRONG, as the certificate says itself: {fault}"))
+        print(printable(f"WRONG according to the certificate: {fault}"))
     counts = {
         kind: sum(item.verdict == kind for item in verdicts)
         for kind in dict.fromkeys(item.verdict for item in verdicts)
@@ -123,12 +121,12 @@ def _verify(file: Path, paths: Sequence[str], reading: "Reading") -> int:
 
 
 class _Progress:
-    """Says every ten seconds which part is looked at."""
+    """Prints every ten seconds which part is being read."""
 
     def __init__(self):
-        self._said = time.monotonic()
+        self._printed_at = time.monotonic()
 
-    def __call__(self, words: str) -> None:
-        if time.monotonic() - self._said >= _SECONDS_BETWEEN_LINES:
-            self._said = time.monotonic()
-            print(words, file=sys.stderr, flush=True)
+    def __call__(self, text: str) -> None:
+        if time.monotonic() - self._printed_at >= _SECONDS_BETWEEN_LINES:
+            self._printed_at = time.monotonic()
+            print(text, file=sys.stderr, flush=True)

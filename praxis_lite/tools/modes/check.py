@@ -1,4 +1,4 @@
-"""`main.py --mode=check`: does an experiment compute alike on a mesh and on a single device?"""
+"""`main.py --mode=check`: compares an experiment on meshes with a single device."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -64,7 +64,7 @@ def checked(
     """Returns the certificate of the experiment of a command line.
 
     Args:
-      print_text: told what is being done, a line each.
+      print_text: called with lines on the progress.
       meshes, steps, shrink: as for `check_launched`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`--elastic` on the command line: this process supervises its host, or works for a supervisor."""
+"""`--elastic`: this process supervises its host, or is the worker of a supervisor."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ from praxis_lite.run.modes.mode import CommandLine
 def begin_elastic(
     command: CommandLine, argv: Sequence[str] | None, health_dir: str | None
 ) -> int | None:
-    """Returns the status of this host's supervisor; None in a worker, which has its order then.
+    """Returns the status of this host's supervisor; None in a worker, once it has its order.
 
     Args:
       health_dir: of the option of that name.
@@ -70,7 +70,7 @@ def _supervise(command: CommandLine, argv: Sequence[str], health_dir: str | None
 
 
 def _import(command: CommandLine) -> None:
-    """Imports what training needs, so that an order need not wait for it."""
+    """Imports what training needs before an order comes."""
     from praxis_lite.run.experiment.launched_config import config_of_experiment
     from praxis_lite.run.trainer import launch  # noqa: F401
 

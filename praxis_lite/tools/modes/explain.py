@@ -18,7 +18,7 @@ class Explain(Mode):
     """Compiles an experiment's steps, and prints what each device stores, sends and computes."""
 
     name = "explain"
-    summary = "compiles an experiment's steps; prints what devices store and send"
+    summary = "compiles an experiment's steps: what each device stores and sends"
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
         """Adds --html."""

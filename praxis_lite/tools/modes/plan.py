@@ -1,4 +1,4 @@
-"""`main.py --mode=plan`: predicts an experiment's steps on devices that need not exist."""
+"""`main.py --mode=plan`: predicts an experiment on devices that are not attached."""
 
 import argparse
 import functools
@@ -26,7 +26,7 @@ class Plan(Mode):
     """Predicts time, memory and cost of an experiment's steps on a topology."""
 
     name = "plan"
-    summary = "predicts the steps of an experiment on devices that need not exist"
+    summary = "predicts the steps of an experiment on devices that need not be attached"
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
         """Adds the options of the topology, the search, --measure, and files."""
@@ -36,7 +36,7 @@ class Plan(Mode):
         )
         options.add_argument(
             "--num_slices", metavar="N", type=int, default=1,
-            help="number of slices of that topology; default: 1",
+            help="the number of slices of that topology; default: 1",
         )
         options.add_argument(
             "--steps", metavar="NAMES", type=_steps, default=["train"],
@@ -92,8 +92,8 @@ class Plan(Mode):
             )
         if batch_sizes and (measure or search or "decode" not in steps):
             raise ConfigError(
-                f"--batch_sizes={','.join(map(str, batch_sizes))} are numbers of prompts to "
-                "decode: say --steps=decode, without --search and --measure."
+                f"--batch_sizes={','.join(map(str, batch_sizes))} is for decoding: add "
+                "--steps=decode, without --search and --measure."
             )
         if topology is None and not measure:
             raise ConfigError(

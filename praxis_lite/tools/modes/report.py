@@ -1,16 +1,12 @@
-"""`main.py --mode=report`: jobs beside each other, as text and as a page."""
+"""`main.py --mode=report`: compares jobs, as text and as a page."""
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.run.modes.mode import CommandLine, Mode
 from praxis_lite.run.modes.options import file_to_write
-
-if TYPE_CHECKING:
-    from praxis_lite.tools.report.report import ReportReader
 
 _EVERY = 5.0
 
@@ -32,7 +28,7 @@ class Report(Mode):
         )
         options.add_argument(
             "--follow", action="store_true",
-            help="tell it again and again, until none of the jobs trains any longer",
+            help="repeat until none of the jobs trains any longer",
         )
         options.add_argument(
             "--every", metavar="S", type=_seconds,
@@ -52,21 +48,14 @@ class Report(Mode):
             raise ConfigError(
                 "--mode=report reads jobs, and has no use for --exp or --set. Leave them out."
             )
-        from praxis_lite.tools.report.report import told_reports
+        from praxis_lite.tools.report.job_reader import named_jobs
+        from praxis_lite.tools.report.report import ReportReader, print_reports
 
         also = [command.job_log_dir] if command.job_log_dir is not None else []
-        told_reports(
-            reader_of([*jobs, *also]), html=html,
+        print_reports(
+            ReportReader(named_jobs([*jobs, *also])), html=html,
             follow_seconds=(every or _EVERY) if follow else None,
         )
-
-
-def reader_of(paths: Sequence[str]) -> "ReportReader":
-    """Returns a reader of the jobs in these directories; raises ConfigError as `named_jobs`."""
-    from praxis_lite.tools.report.named_jobs import named_jobs
-    from praxis_lite.tools.report.report import ReportReader
-
-    return ReportReader(named_jobs(paths))
 
 
 def _seconds(word: str) -> float:

@@ -12,7 +12,7 @@ class Sweep(Mode):
     """Trains an experiment with each of several settings, and compares the results."""
 
     name = "sweep"
-    summary = "trains an experiment with many settings, and tells the best"
+    summary = "trains an experiment with many settings, and finds the best"
     goes_on = True
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:
@@ -31,8 +31,8 @@ class Sweep(Mode):
         )
         options.add_argument(
             "--metric", metavar="NAME",
-            help="what is compared, such as heldout/loss; default: the loss of the only dataset "
-            "that is evaluated on, or of training (loss)",
+            help="the metric to compare, such as heldout/loss; default: the loss of the only "
+            "evaluation dataset, or of training (loss)",
         )
         options.add_argument(
             "--better", metavar="min|max", default="min",
@@ -53,7 +53,7 @@ class Sweep(Mode):
         )
         options.add_argument(
             "--print", dest="prints", action="store_true",
-            help="print the trials' commands for a scheduler, in place of running them",
+            help="print the trials' commands for a scheduler instead of running them",
         )
 
     def run(

@@ -1,4 +1,4 @@
-"""How do jobs compare, and how are they getting on? Told as text, and drawn on a page.
+"""Reports: compares jobs, as text and as a page with curves.
 
-Reads the files in their directories, while they train too, and never the weights.
+Reads the files of their directories, also while they train, and never the weights.
 """

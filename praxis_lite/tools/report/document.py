@@ -1,11 +1,12 @@
-"""All that a report's page shows, as a single JSON document.
+"""The data of a report's page as one JSON document.
 
-Arrays are Base64 of their bytes, little-endian: float32, on axes float64. So NaN and the infinities
-are what they are, and a page of five long jobs is a third of its size as text.
+Arrays are Base64 of their bytes, little-endian: float32, of axes float64. That keeps NaN and the
+infinities, and takes a third of the size as text.
 """
 
 import base64
 import datetime
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,23 +15,28 @@ import numpy as np
 from praxis_lite.run.goodput.goodput import Goodput
 from praxis_lite.run.job.elastic.changes import ChangeOfHands
 from praxis_lite.run.trainer.metrics.json_lines import strict_json
-from praxis_lite.tools.report.buckets import Buckets, buckets_of, with_extremes
-from praxis_lite.tools.report.certificates import failed, summary
-from praxis_lite.tools.report.config_differences import config_differences
-from praxis_lite.tools.report.job_reader import JobState
-from praxis_lite.tools.report.progress_axes import at_steps, progress_axes, weight_unit
+from praxis_lite.tools.report.curves import (
+    Buckets,
+    at_steps,
+    buckets_of,
+    progress_axes,
+    with_extremes,
+)
+from praxis_lite.tools.report.job_reader import JobState, truncated
+from praxis_lite.tools.report.step_certificates import failed, summary
 
 # Where the time of a step went, in the order in which they are drawn.
 SPENT = ("input_time", "dispatch_time", "device_time", "save_time", "evaluation_time")
-# Columns that say something of single steps; a page marks those.
+# Columns of events at single steps, which the page marks.
 MARKS = {"skipped": "num_skipped_in_a_row", "spikes": "is_loss_spike"}
 _NO_METRICS = {"step", *SPENT, *MARKS.values(), "num_skipped_steps", "num_batches_left_out"}
-# A page of less than 5 MB, and curves with more points than a screen has.
-_CURVE_BYTES, _MOST_BUCKETS, _FEWEST_BUCKETS = 3_000_000, 2_000, 50
-_EVALUATION_BYTES, _MOST_EVALUATIONS, _FEWEST_EVALUATIONS = 1_000_000, 500, 11
+# Of all curves, and of all evaluations: bytes of Base64, the fewest and the most points of each.
+# The page stays below 5 MB, and curves have more points than a screen.
+_CURVES_BUDGET, _EVALUATIONS_BUDGET = (3_000_000, 50, 2_000), (1_000_000, 11, 500)
 _MOST_METRICS, _MOST_MARKS, _MOST_ARRAYS = 80, 300, 12
 _AXES_BYTES = 3 * 8  # Of a point.
 _MOST_DIFFERENCES = 500
+_MOST_OF_VALUE = 300  # Letters: one line of a config may hold a whole list of files.
 MOST_LETTERS = 600_000  # Of samples.
 
 
@@ -44,7 +50,13 @@ def document(
       reload_seconds: after which an open page asks for a newer one; None: never.
     """
     names = metric_names(jobs)
-    most, most_points = _most_buckets(jobs, names[:_MOST_METRICS]), _most_evaluations(jobs)
+    drawn = names[:_MOST_METRICS]
+    # A bucket of a curve has mean, lowest and highest, and that of a part of the time its mean.
+    num_values = sum(3 * (name in job.columns) for job in jobs for name in drawn)
+    num_values += sum(name in job.columns for job in jobs for name in SPENT)
+    num_buckets = _num_points(len(jobs) * _AXES_BYTES + 4 * num_values, _CURVES_BUDGET)
+    num_curves = sum(len(columns) for job in jobs for columns in job.evaluations.values())
+    num_evaluations = _num_points(num_curves * (_AXES_BYTES + 4), _EVALUATIONS_BUDGET)
     rows, num_equal = config_differences([job.config for job in jobs])
     notes = [f"{job.name}: {note}" for job in jobs for note in job.notes]
     if len(names) > _MOST_METRICS:
@@ -54,9 +66,9 @@ def document(
     return {
         "written": written.strftime("%Y-%m-%d %H:%M:%S %Z").strip(),
         "reload_seconds": reload_seconds,
-        "metrics": names[:_MOST_METRICS],
+        "metrics": drawn,
         "spent": SPENT,
-        "jobs": [_job(job, names[:_MOST_METRICS], most, most_points) for job in jobs],
+        "jobs": [_job(job, drawn, num_buckets, num_evaluations) for job in jobs],
         "config": {"rows": rows[:_MOST_DIFFERENCES], "num_equal": num_equal},
         "notes": notes,
     }
@@ -73,35 +85,35 @@ def metric_names(jobs: Sequence[JobState]) -> list[str]:
     return sorted(counts, key=lambda name: (name != "loss", -counts[name]))
 
 
-def _most_buckets(jobs: Sequence[JobState], names: Sequence[str]) -> int:
-    """Returns how many buckets each job may have, for a page of limited size."""
-    of_bucket = sum(
-        _AXES_BYTES + 4 * sum(3 for name in names if name in job.columns)
-        + 4 * sum(1 for name in SPENT if name in job.columns)
-        for job in jobs
-    )
-    return min(max(_in_base64(_CURVE_BYTES, of_bucket), _FEWEST_BUCKETS), _MOST_BUCKETS)
+def config_differences(
+    configs: Sequence[Mapping[str, str]],
+) -> tuple[list[tuple[str, list[str | None]]], int]:
+    """Returns the paths whose values differ, and how many are equal in all configs.
+
+    Each path has a value per config, or None where it is missing, in the order of the configs'
+    lines. Long values are truncated. An empty config is unknown and not compared.
+    """
+    known = [bool(config) for config in configs]
+    paths = list(dict.fromkeys(path for config in configs for path in config))
+    values = {path: [config.get(path) for config in configs] for path in paths}
+    differing = [
+        (path, [value and truncated(value, _MOST_OF_VALUE) for value in values[path]])
+        for path in paths if len(set(itertools.compress(values[path], known))) > 1
+    ]
+    return differing, len(paths) - len(differing)
 
 
-def _most_evaluations(jobs: Sequence[JobState]) -> int:
-    """Returns how many points each metric of an evaluation may have, likewise."""
-    num_curves = sum(len(columns) for job in jobs for columns in job.evaluations.values())
-    of_point = num_curves * (_AXES_BYTES + 4)
-    return min(
-        max(_in_base64(_EVALUATION_BYTES, of_point), _FEWEST_EVALUATIONS), _MOST_EVALUATIONS
-    )
-
-
-def _in_base64(num_bytes: int, of_each: int) -> int:
-    """Returns how often so many bytes fit in, once Base64 has made 4 of 3."""
-    return num_bytes * 3 // (4 * max(of_each, 1))
+def _num_points(bytes_per_point: int, budget: tuple[int, int, int]) -> int:
+    num_bytes, fewest, most = budget
+    in_base64 = num_bytes * 3 // (4 * max(bytes_per_point, 1))
+    return min(max(in_base64, fewest), most)
 
 
 def _job(
-    job: JobState, names: Sequence[str], most: int, most_evaluations: int
+    job: JobState, names: Sequence[str], num_buckets: int, num_evaluations: int
 ) -> dict[str, Any]:
     axes = progress_axes(job.columns)
-    buckets = buckets_of(len(job.columns["step"]), most)
+    buckets = buckets_of(len(job.columns["step"]), num_buckets)
     arrays, totals = job.layout
     largest = sorted(arrays, key=lambda array: -array.num_bytes)
     marked = {kind: job.steps_where(column) for kind, column in MARKS.items()}
@@ -122,7 +134,6 @@ def _job(
         "state": job.state,
         "last_step": job.last_step,
         "num_train_steps": job.num_train_steps,
-        "weight_unit": weight_unit(job.columns),
         "num_lines": buckets.num_lines,
         "axes": _axes({name: axis[buckets.ends] for name, axis in axes.items()}),
         "metrics": {
@@ -138,7 +149,7 @@ def _job(
         },
         "evaluations": {
             dataset: {
-                name: _evaluation(columns["step"], values, axes, most_evaluations)
+                name: _evaluation(columns["step"], values, axes, num_evaluations)
                 for name, values in columns.items() if name != "step"
             }
             for dataset, columns in job.evaluations.items()
@@ -192,21 +203,17 @@ def _change(change: ChangeOfHands, axes: Mapping[str, np.ndarray]) -> dict[str, 
         {
             "generation": change.generation, "kind": change.kind, "why": change.why,
             "from_step": change.from_step, "source": change.source, "lost": change.lost_steps,
-            "processes": len(change.members), "devices": change.num_devices,
-            "mesh": mesh_text(change), "reached": change.reached,
+            "devices": change.num_devices,
+            "mesh": ", ".join(f"{axis} {size}" for axis, size in change.mesh.items()),
+            "reached": change.reached,
             "seconds": dict(change.seconds), "total": change.total, "axes": at,
         },
         "hands",
     )
 
 
-def mesh_text(change: ChangeOfHands) -> str:
-    """Returns the mesh that a job goes on with, "replica 1, data 7"; "" if it is not known."""
-    return ", ".join(f"{axis} {size}" for axis, size in change.mesh.items())
-
-
 def _devices(job: JobState, axes: Mapping[str, np.ndarray]) -> dict[str, Any] | None:
-    """Returns how many devices the job had from which step on; None if it is not elastic."""
+    """Returns the number of devices by first step; None if the job is not elastic."""
     known = [
         change for change in job.changes
         if change.reached and change.from_step is not None and change.num_devices
@@ -214,7 +221,7 @@ def _devices(job: JobState, axes: Mapping[str, np.ndarray]) -> dict[str, Any] | 
     if not known:
         return None
     steps = np.array([change.from_step for change in known], float)
-    # Of steps that were made again, the devices that made them for good.
+    # Of repeated steps, the devices of the last repetition.
     kept = np.minimum.accumulate(steps[::-1])[::-1] >= steps
     return {
         "axes": _axes(at_steps(axes, steps[kept])),

@@ -1,22 +1,27 @@
-"""The report of jobs: as they are now, or again and again until none of them trains."""
+"""Reports of jobs: once, or repeated until none of them trains."""
 
 import dataclasses
 import datetime
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from importlib import resources
 from pathlib import Path
 
 from praxis_lite.files.whole_files import write_whole
 from praxis_lite.run.job.job_dir import JobDir
+from praxis_lite.run.shown_model import html_of
 from praxis_lite.tools.report.document import MOST_LETTERS, document
 from praxis_lite.tools.report.job_reader import JobReader, JobState
-from praxis_lite.tools.report.page import page
 from praxis_lite.tools.report.text import progress_text, report_text
+
+_MOST_WITHOUT_SCRIPT = 8  # Jobs.
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Jobs beside each other, as their files were when they were read.
+    """A comparison of jobs, from their files when they were read.
 
     It prints as --mode=report does, and a notebook shows its page.
 
@@ -37,21 +42,35 @@ class Report:
         return in_notebook(self.page(), height=900)
 
     def page(self, *, reload_seconds: float | None = None) -> str:
-        """Returns the page of --html: a whole HTML page that asks nothing of the network.
+        """Returns the page of --html, which loads nothing from the network.
+
+        Without a script it shows the losses of the first jobs.
 
         Args:
           reload_seconds: after which an open page asks for a newer one; None: never.
         """
-        return page(
-            self.jobs, document(self.jobs, written=self.read_at, reload_seconds=reload_seconds)
-        )
+        content = document(self.jobs, written=self.read_at, reload_seconds=reload_seconds)
+        losses = [
+            html_of(job.name, job.path, job.columns, job.evaluations)
+            for job in self.jobs[:_MOST_WITHOUT_SCRIPT]
+        ]
+        parts = {
+            "title": escape(", ".join(job.name for job in self.jobs)),
+            "jobs": "".join(losses),
+            # Only "<" can end a script element; names may have any text.
+            "document": json.dumps(content, separators=(",", ":"), allow_nan=False)
+                        .replace("<", "\\u003c"),
+        }
+        pieces = [(resources.files(__package__) / "report_page.html").read_text("utf-8")]
+        for name, value in parts.items():
+            # Inserted text is not searched for the next placeholder.
+            before, after = pieces.pop().split("{{" + name + "}}")
+            pieces += [before, value, after]
+        return "".join(pieces)
 
 
 class ReportReader:
-    """Reads jobs as often as it is asked; lines that it has read it does not read again.
-
-    A job that trains is never waited for and never holds anything up: only its files are read.
-    """
+    """Reads jobs again and again; see `JobReader`."""
 
     def __init__(self, jobs: Mapping[str, JobDir]):
         self._readers = [JobReader(name, files) for name, files in jobs.items()]
@@ -63,22 +82,22 @@ class ReportReader:
         return Report(jobs, datetime.datetime.now().astimezone())
 
 
-def told_reports(
+def print_reports(
     reader: ReportReader, *, html: Path | None, follow_seconds: float | None,
     write_line: Callable[[str], None] = print, sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Prints a report and writes its page, once or until no job trains any longer.
 
     Args:
-      html: the page's file, which is replaced whole each time; None: none is written.
-      follow_seconds: between two readings; None: it reads once.
+      html: the page's file, which is replaced atomically; None: none is written.
+      follow_seconds: between two readings; None: the jobs are read once.
 
     Raises:
       ConfigError: a job cannot be read, or the page cannot be written.
     """
     if follow_seconds is not None and html is not None:
         write_line(f"writing {html} every {follow_seconds:g} s while a job trains")
-    told: dict[str, int] = {}
+    printed: dict[str, int] = {}
     while True:
         report = reader.read()
         follows = follow_seconds is not None and any(job.is_training for job in report.jobs)
@@ -88,8 +107,8 @@ def told_reports(
         if not follows:
             break
         for job in report.jobs:
-            if told.get(job.name) != job.last_step:
-                told[job.name] = job.last_step
+            if printed.get(job.name) != job.last_step:
+                printed[job.name] = job.last_step
                 write_line(progress_text(job))
         sleep(follow_seconds)
     write_line(str(report))

@@ -8,11 +8,10 @@ import numpy as np
 from praxis_lite.core.errors import few, printable, shown
 from praxis_lite.run.text_table import table_lines
 from praxis_lite.run.trainer.metrics.progress import count_of, metric_text
-from praxis_lite.tools.report.certificates import failed, summary
-from praxis_lite.tools.report.config_differences import config_differences
-from praxis_lite.tools.report.document import SPENT
+from praxis_lite.tools.report.curves import progress_axes, weight_unit
+from praxis_lite.tools.report.document import SPENT, config_differences
 from praxis_lite.tools.report.job_reader import JobState
-from praxis_lite.tools.report.progress_axes import progress_axes, weight_unit
+from praxis_lite.tools.report.step_certificates import failed, summary
 
 _MOST_DIFFERENCES = 40
 _MOST_CHANGES = 20
@@ -22,7 +21,7 @@ def report_text(jobs: Sequence[JobState]) -> str:
     """Returns a table of jobs, the differences of their configs, and what happened to them."""
     parts = [
         _jobs(jobs), _evaluations(jobs), _differences(jobs), _times(jobs), _events(jobs),
-        *(_changes(job) for job in jobs), *(_certificates(job) for job in jobs),
+        *(changes_text(job) for job in jobs), *(_certificates(job) for job in jobs),
         "\n".join(f"note: {job.name}: {note}" for job in jobs for note in job.notes),
     ]
     return printable("\n\n".join(part for part in parts if part))
@@ -107,25 +106,25 @@ def _times(jobs: Sequence[JobState]) -> str:
 def _events(jobs: Sequence[JobState]) -> str:
     lines = []
     for job in jobs:
-        for words, column in (
+        for label, column in (
             ("skipped", "num_skipped_in_a_row"), ("loss spikes", "is_loss_spike"),
         ):
             steps = [f"{step:.0f}" for step in job.steps_where(column)]
             if steps:
-                lines.append(f"{job.name}: {len(steps)} {words}, at steps {few(steps, 8)}")
+                lines.append(f"{job.name}: {len(steps)} {label}, at steps {few(steps, 8)}")
         if job.goodput and len(job.goodput.launches) > 1:
             lines.append(f"{job.name}: {len(job.goodput.launches)} launches")
     return "\n".join(lines)
 
 
-def _changes(job: JobState) -> str:
+def changes_text(job: JobState) -> str:
     """Returns a table of the newest changes of hands, or ""."""
     changes = job.changes
     if not changes:
         return ""
     number = len(job.hands)
     without = sum(not change.reached for change in changes)
-    vain = f", and {without} that made no step" if without else ""
+    unreached = f", and {without} that made no step" if without else ""
     numbers = [str(change.num_devices) for change in changes if change.num_devices]
     course = [number for number, _ in itertools.groupby(numbers)]
     left_out = ["..."] * (len(course) > _MOST_CHANGES)
@@ -140,7 +139,7 @@ def _changes(job: JobState) -> str:
             shown(f"{change.kind}: {change.why}", 100) + " (made no step)" * (not change.reached),
         ])
     return "\n".join([
-        f"{job.name}: changes of hands: {number}{vain}; devices: "
+        f"{job.name}: changes of hands: {number}{unreached}; devices: "
         f"{' -> '.join([*left_out, *course[-_MOST_CHANGES:]]) or 'not known'}",
         *table_lines(rows, right=range(5)),
     ])

@@ -1,4 +1,4 @@
-"""Which settings are best? Many jobs of an experiment, chosen by Optuna, each a process of its own.
+"""Sweeps: trains an experiment with many settings, which Optuna chooses, a process per trial.
 
 Reads the files of jobs and launches `main.py --mode=train`; never computes a step.
 """

@@ -1,4 +1,4 @@
-"""--mode=sweep from its options: the sweep is checked, run or printed, and reported."""
+"""Checks a sweep, runs or prints its trials, and reports them."""
 
 import shlex
 import sys
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.errors import ConfigError, printable, require
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.run.config.build import build
 from praxis_lite.run.config.class_attributes import value_after
@@ -17,7 +17,7 @@ from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.job.job_lock import JobLock
 from praxis_lite.run.job.local_directory import local_directory
 from praxis_lite.run.modes.mode import CommandLine
-from praxis_lite.tools.sweep.report import picture, report
+from praxis_lite.run.text_table import table_lines, unique_ends
 from praxis_lite.tools.sweep.running import (
     check_parallel,
     is_refused_by_plan,
@@ -25,7 +25,7 @@ from praxis_lite.tools.sweep.running import (
     run_trials,
 )
 from praxis_lite.tools.sweep.settings import NUM_TRIALS, SweepSettings, metric_of
-from praxis_lite.tools.sweep.space import Space, space_of
+from praxis_lite.tools.sweep.space import Space, described, space_of
 from praxis_lite.tools.sweep.study import OpenTrial, Study
 from praxis_lite.tools.sweep.trial_job import TrialJob
 
@@ -34,11 +34,11 @@ def sweep(
     command: CommandLine, directory: str, *, parallel: int, prints: bool, num_trials: int | None,
     metric: str | None, topology: str | None = None, **chosen: Any,
 ) -> int | None:
-    """Runs the trials of a sweep, or prints their commands; returns 1 if none is complete at last.
+    """Runs the trials of a sweep, or prints their commands; returns 1 if no trial is complete.
 
     Args:
-      directory: of --job_log_dir. Without --exp its sweep is reported, and nothing is run.
-      topology: devices, as of --mode=plan: what does not fit on them is not begun.
+      directory: --job_log_dir. Without --exp its sweep is reported, and nothing is run.
+      topology: devices, as for --mode=plan: trials that do not fit on them are not started.
       chosen: search, better, pruner and seed, as of `SweepSettings`.
 
     Raises:
@@ -49,8 +49,8 @@ def sweep(
     _check_directory(path, journal, is_new=command.exp is not None)
     if command.exp is None:
         return _reported(Study(journal), path)
-    # What --print prints is for a scheduler, and nothing else stands between its lines.
-    note = _say_aside if prints else _say
+    # The output of --print is for a scheduler and has no other lines.
+    note = _print_error if prints else _print
     settings = _settings(command, num_trials, metric, note, **chosen)
     if prints:
         require(
@@ -75,8 +75,8 @@ def sweep(
                 return None
         else:
             _announce(settings, path, parallel)
-            if reason := run_trials(study, job_of, parallel, topology, _say):
-                _say(f"stopped by {reason}: the same command goes on with the sweep: {path}")
+            if reason := run_trials(study, job_of, parallel, topology, _print):
+                _print(f"stopped by {reason}: the same command goes on with the sweep: {path}")
                 return None
         return _reported(study, path)
 
@@ -102,7 +102,7 @@ def _settings(
     command: CommandLine, num_trials: int | None, metric: str | None, note: Callable[[str], None],
     *, search: str, **chosen: Any,
 ) -> SweepSettings:
-    """Returns the settings of a sweep, every value to try checked in the experiment's config."""
+    """Returns the settings of a sweep, after checking every value in the experiment's config."""
     packages = registry.allowed_packages(command.packages)
     experiment = registry.get_experiment(command.exp, command.packages)
     space = space_of(
@@ -156,15 +156,15 @@ def _checked(command: CommandLine, settings: list[str], space: Space) -> Any:
 def _printed(
     study: Study, job_of: Callable[[OpenTrial], TrialJob], topology: str | None
 ) -> bool:
-    """Prints the command of each trial that has yet to be made; returns False if all are."""
+    """Prints the commands of trials without a result; returns False if there are none."""
     trials = study.begun()
     while (trial := study.next()) is not None:
         trials.append(trial)
-    trials = [x for x in trials if not is_refused_by_plan(x, job_of(x), topology, _say_aside)]
+    trials = [x for x in trials if not is_refused_by_plan(x, job_of(x), topology, _print_error)]
     for trial in trials:
         job = job_of(trial)
         if job.is_training():
-            _say_aside(f"trial {trial.number} is trained now: {job.files.path}")
+            _print_error(f"trial {trial.number} is trained now: {job.files.path}")
         else:
             print(shlex.join(job.command()))
     return bool(trials)
@@ -173,29 +173,69 @@ def _printed(
 def _announce(settings: SweepSettings, path: Path, parallel: int) -> None:
     better = "less" if settings.better == "min" else "more"
     prunes = "" if settings.pruner == "none" else f"; the worst end early ({settings.pruner})"
-    _say(
+    _print(
         f"{settings.experiment}, sweep, in {path}: {settings.num_trials} trials "
         f"({settings.search}), {parallel} at a time, by {settings.metric} ({better} is better)"
         f"{prunes}"
     )
-    for item in settings.space.searched:
-        _say(f"  {item}")
+    for path_and_values in settings.space.searched.items():
+        _print(f"  {described(*path_and_values)}")
 
 
 def _reported(study: Study, path: Path) -> int | None:
-    records = study.records()
-    _say(report(study.settings, records, path))
+    _print(_table(study, path))
+    if study.best() is None:
+        return 1
     try:
-        picture(study.settings, records, path / "sweep.png")
-        _say(f"drawn: {path / 'sweep.png'}")
+        study.draw(path / "sweep.png")
+        _print(f"drawn: {path / 'sweep.png'}")
     except ConfigError as error:
-        _say(f"note: {error}")
-    return None if study.best() else 1
+        _print(f"note: {error}")
+    return None
 
 
-def _say(line: str) -> None:
+def _table(study: Study, directory: Path) -> str:
+    """Returns the trials as a table, '*' before the best, and its settings as --set has them."""
+    sweep, records, best = study.settings, study.records(), study.best()
+    paths = list(sweep.space.searched)
+    names = map(".".join, unique_ends([path.split(".") for path in paths]))
+    rows = [["", "trial", *names, sweep.metric, "step", "status"]]
+    for record in records:
+        value = "" if record.value is None else f"{record.value:.6g}"
+        rows.append([
+            "*" if record == best else "", str(record.number),
+            *(_shown(record.values.get(path, "")) for path in paths), value,
+            "" if record.step is None else str(record.step), record.status,
+        ])
+    lines = table_lines(rows, right={1, len(paths) + 2, len(paths) + 3})
+    lines += [f"trial {x.number} {x.status}: {x.reason}" for x in records if x.reason]
+    if best is None:
+        lines.append("no trial is complete, so none is the best")
+    else:
+        settings = shlex.join(sweep.space.settings(best.values))
+        lines += [
+            f"the best is trial {best.number}, {sweep.metric} {best.value:.6g}: "
+            f"{directory / 'trials' / f'{best.number:04d}'}",
+            f"    --exp={sweep.experiment} --set {settings}",
+        ]
+    return printable("\n".join(lines))
+
+
+def _shown(text: str) -> str:
+    """Returns a fraction with at most four digits, any other text unchanged."""
+    if text.isdecimal():
+        return text
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    short = f"{number:.4g}"
+    return short if len(short) < len(text) else text
+
+
+def _print(line: str) -> None:
     print(line, flush=True)
 
 
-def _say_aside(line: str) -> None:
+def _print_error(line: str) -> None:
     print(line, file=sys.stderr)

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, require, require_choice
-from praxis_lite.tools.sweep.space import Range, Space, Values
+from praxis_lite.host.optional_packages import optional_module
+from praxis_lite.tools.sweep.space import Space, described
 
 SEARCHES, PRUNERS, BETTER = ("grid", "random", "tpe"), ("median", "halving", "none"), ("min", "max")
 NUM_TRIALS = 20
@@ -47,40 +48,40 @@ class SweepSettings:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the settings for the record of the sweep."""
-        searched = [dataclasses.asdict(item) for item in self.space.searched]
-        for item in searched:
-            item |= {"texts": [*item["texts"]]} if "texts" in item else {}  # As JSON gives it.
+        to_json = optional_module("optuna.distributions", "--mode=sweep").distribution_to_json
+        searched = {path: to_json(item) for path, item in self.space.searched.items()}
         space = {"fixed": [*self.space.fixed], "searched": searched}
         return {**vars(self), "packages": [*self.packages], "space": space}
 
     @classmethod
     def of_json(cls, recorded: Mapping[str, Any]) -> "SweepSettings":
         """Returns the settings that `as_json` recorded."""
-        fixed, searched = recorded["space"]["fixed"], recorded["space"]["searched"]
-        items = [
-            Values(x["path"], tuple(x["texts"])) if "texts" in x else Range(**x) for x in searched
-        ]
-        return cls(**{**recorded, "space": Space(tuple(fixed), tuple(items))})
+        of_json = optional_module("optuna.distributions", "--mode=sweep").json_to_distribution
+        space = recorded["space"]
+        searched = {path: of_json(text) for path, text in space["searched"].items()}
+        return cls(**{**recorded, "space": Space(tuple(space["fixed"]), searched)})
 
-    def check_goes_on(self, before: "SweepSettings") -> None:
-        """Raises ConfigError unless a sweep with these settings goes on with a recorded sweep.
+    def check_continues(self, before: "SweepSettings") -> None:
+        """Raises ConfigError unless these settings continue a recorded sweep.
 
-        It may make more trials, and prune otherwise.
+        Only the number of trials and the pruner may change.
         """
-        for (name, old), new in zip(before._fixed(), dict(self._fixed()).values(), strict=True):
-            if old != new:
+        now = self._fixed()
+        for name, old in before._fixed().items():
+            if old != (new := now[name]):
                 raise ConfigError(
                     f"--job_log_dir holds a sweep with {name} {old}, and {name} is {new} now. Give "
                     "the same to go on with it, or name another directory."
                 )
 
-    def _fixed(self) -> list[tuple[str, object]]:
-        """Returns names and words of the settings that stay the same as long as a sweep goes on."""
-        space = "; ".join([*self.space.fixed, *map(str, self.space.searched)])
-        return [
-            ("--exp", self.experiment), ("--set", space), ("--search", self.search),
-            ("--metric", self.metric), ("--better", self.better), ("--seed", self.seed),
-        ]
+    def _fixed(self) -> dict[str, object]:
+        """Returns the settings that stay the same when a sweep is continued, by option."""
+        searched = (described(path, item) for path, item in self.space.searched.items())
+        return {
+            "--exp": self.experiment, "--set": "; ".join([*self.space.fixed, *searched]),
+            "--search": self.search, "--metric": self.metric, "--better": self.better,
+            "--seed": self.seed,
+        }
 
 
 def metric_of(given: str | None, eval_sets: Sequence[str]) -> str:

@@ -1,20 +1,22 @@
-"""The trials of a sweep: Optuna chooses and judges them, and keeps them in a journal.
+"""The trials of a sweep: Optuna chooses and prunes them, and records them in a journal.
 
-A trial that is running when the sweep is killed stays so in the journal, and goes on.
+A trial that is running when the sweep is killed stays so in the journal, and is resumed.
 """
 
 import contextlib
 import dataclasses
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.files.whole_files import DISK_FULL, not_written
+from praxis_lite.files.whole_files import DISK_FULL, not_written, write_picture
 from praxis_lite.host.optional_packages import optional_module
+from praxis_lite.run.text_table import unique_ends
 from praxis_lite.tools.sweep.settings import SweepSettings
+from praxis_lite.tools.sweep.space import text_of
 
 # The first quarter of a trial is not judged: rates are warming up there.
 _UNJUDGED_PART = 4
@@ -22,7 +24,7 @@ _UNJUDGED_PART = 4
 
 @dataclasses.dataclass(frozen=True)
 class TrialRecord:
-    """A trial as the journal has it.
+    """A trial as recorded in the journal.
 
     Attributes:
       number: from 0.
@@ -40,23 +42,12 @@ class TrialRecord:
     reason: str
 
 
-def best_of(records: Sequence[TrialRecord], better: str) -> TrialRecord | None:
-    """Returns the complete trial with the best value, the first of equals; None without any.
-
-    Args:
-      better: "min" or "max".
-    """
-    complete = [record for record in records if record.status == "complete"]
-    sign = 1.0 if better == "min" else -1.0
-    return min(complete, key=lambda record: (sign * record.value, record.number), default=None)
-
-
 class Study:
     """The trials of a sweep.
 
     Args:
       journal: the file. Only the holder of the sweep's directory may write it.
-      settings: of the sweep, to begin it or to go on with it; None: to read it.
+      settings: of the sweep, to begin or to resume it; None: to read it.
 
     Raises:
       ConfigError: Optuna is missing, the journal is damaged, or of another sweep.
@@ -67,8 +58,6 @@ class Study:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         backends = optional_module("optuna.storages.journal", "--mode=sweep")
         if settings is not None:
-            # Left by a holder that was killed, or by a full disk.
-            journal.with_name(f"{journal.name}.lock").unlink(missing_ok=True)
             _cut_torn_line(journal)
         try:
             storage = optuna.storages.JournalStorage(backends.JournalFileBackend(str(journal)))
@@ -89,7 +78,7 @@ class Study:
                 "file, or name another directory."
             ) from error
         if settings is not None and before is not None:
-            settings.check_goes_on(before)
+            settings.check_continues(before)
         self.settings = settings or before
         if settings is not None and recorded != settings.as_json():
             self._study.set_user_attr("settings", settings.as_json())
@@ -103,8 +92,35 @@ class Study:
         return [_record(trial) for trial in self._study.get_trials(deepcopy=False)]
 
     def best(self) -> TrialRecord | None:
-        """Returns the best trial so far, as `best_of`."""
-        return best_of(self.records(), self.settings.better)
+        """Returns the complete trial with the best value, the first of equals; None if none is."""
+        try:
+            return _record(self._study.best_trial)
+        except ValueError:
+            return None
+
+    def draw(self, path: Path) -> None:
+        """Draws the metric of complete trials against each setting, a panel per setting, as a PNG.
+
+        Raises:
+          ConfigError: matplotlib is missing, or the file cannot be written.
+        """
+        pyplot = optional_module("matplotlib.pyplot", str(path))
+        plots = optional_module("optuna.visualization.matplotlib", str(path))
+        with warnings.catch_warnings(), pyplot.rc_context():
+            warnings.simplefilter("ignore")  # Experimental in Optuna; the axis of a single value.
+            plots.plot_slice(self._study, target_name=self.settings.metric)
+            figure = pyplot.gcf()
+            # Optuna sorts the settings; the last axes are the color bar's.
+            names = unique_ends([path.split(".") for path in sorted(self.settings.space.searched)])
+            for axes, name in zip(figure.axes, names, strict=False):
+                axes.set_xlabel(".".join(name))
+                if axes.get_xscale() != "log":  # Its labels may be texts with dollar signs.
+                    for label in axes.get_xticklabels():
+                        label.set_parse_math(False)
+            try:
+                write_picture(path, figure, dpi=110)
+            finally:
+                pyplot.close(figure)
 
     def next(self) -> "OpenTrial | None":
         """Returns the next trial to begin, or None if all have begun."""
@@ -117,9 +133,8 @@ class Study:
 
     def begun(self) -> "list[OpenTrial]":
         """Returns the trials that were running when the sweep ended."""
-        trials = self._study.get_trials(deepcopy=False)
         opened = []
-        for trial in trials:
+        for trial in self._study.get_trials(deepcopy=False):
             if trial.state.name == "RUNNING":
                 with self._choosing(trial.number):
                     again = self._optuna.trial.Trial(self._study, trial._trial_id)
@@ -127,13 +142,16 @@ class Study:
         return opened
 
     def _opened(self, trial: Any) -> "OpenTrial":
-        values = {x.path: x.suggested(trial) for x in self.settings.space.searched}
-        trial.set_user_attr("values", values)
+        # As Study.ask does with distributions; a trial whose values are recorded keeps them.
+        values = {
+            path: text_of(trial._suggest(path, item))
+            for path, item in self.settings.space.searched.items()
+        }
         return OpenTrial(self._study, trial, values)
 
     @contextlib.contextmanager
     def _choosing(self, number: int) -> Iterator[None]:
-        """Holds a sampler for a trial: its draws follow from the seed and the trial's number."""
+        """Sets a sampler for a trial whose draws depend on the seed and the trial's number only."""
         seed, samplers = self.settings.seed + 1_000_003 * number, self._optuna.samplers
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Of what is experimental in Optuna.
@@ -156,7 +174,7 @@ class Study:
 
 @dataclasses.dataclass(frozen=True)
 class OpenTrial:
-    """A trial that runs: it is told the metric as it comes, and how it ended."""
+    """A running trial: records its metric and how it ended."""
 
     _study: Any
     _trial: Any
@@ -167,9 +185,9 @@ class OpenTrial:
         """The number of the trial, from 0."""
         return self._trial.number
 
-    def is_among_the_worst(self, step: int, value: float) -> bool:
-        """Takes the metric at a step; returns True if the trial is to end there."""
-        # A trial that goes on has reported its former steps.
+    def should_prune(self, step: int, value: float) -> bool:
+        """Records the metric at a step; returns whether the trial is to end there."""
+        # A resumed trial has already reported its earlier steps.
         trials = self._study.get_trials(deepcopy=False)
         if step not in trials[self.number].intermediate_values:
             self._trial.report(value, step)
@@ -186,7 +204,7 @@ class OpenTrial:
         self._study.tell(self._trial, state=_state("PRUNED"))
 
     def failed(self, status: str, reason: str) -> str:
-        """Records why there is no result, and returns it in words.
+        """Records why there is no result, and returns it as text.
 
         Args:
           status: "failed" or "refused".
@@ -198,7 +216,7 @@ class OpenTrial:
 
 
 def _cut_torn_line(journal: Path) -> None:
-    """Cuts a last line without its end off, which Optuna would go on in."""
+    """Removes a last line without its end, to which Optuna would append."""
     if journal.is_file():
         content = journal.read_bytes()
         os.truncate(journal, content.rfind(b"\n") + 1)
@@ -216,11 +234,12 @@ def _state(name: str) -> Any:
 
 def _record(trial: Any) -> TrialRecord:
     attributes, reported = trial.user_attrs, trial.intermediate_values
-    values = attributes.get("values") or trial.system_attrs.get("fixed_params") or trial.params
+    values = trial.params or trial.system_attrs.get("fixed_params", {})
     status = _STATUS[trial.state.name]
     step = attributes.get("step", max(reported, default=None))
     return TrialRecord(
-        trial.number, values, attributes.get("status", status) if status == "failed" else status,
+        trial.number, {path: text_of(value) for path, value in values.items()},
+        attributes.get("status", status) if status == "failed" else status,
         trial.value if status == "complete" else reported.get(step), step,
         attributes.get("reason", ""),
     )

@@ -1,4 +1,4 @@
-"""A trial as a job of its own: its command, its process, its output, and the metric as it comes."""
+"""A trial's job: its command, its process, its output, and its metric."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ from praxis_lite.run.trainer.job_history import evaluations, is_complete
 from praxis_lite.run.trainer.metrics.columns import MetricsColumns
 from praxis_lite.tools.sweep.settings import SweepSettings
 
-# Of training's own loss so many values are judged in a trial.
+# Values of training's own loss that are judged in a trial.
 _MOST_LOSSES = 50
 _MOST_OUTPUT = 1 << 20  # Bytes of a launch's output, from its end.
 # Lets the kernel send SIGTERM to a process once its parent is gone (PR_SET_PDEATHSIG), however that
@@ -33,18 +33,22 @@ Values = list[tuple[int, float]]
 
 
 class TrialJob:
-    """The job of a trial, in SWEEP/trials/NNNN; its output is in the file SWEEP/trials/NNNN.txt."""
+    """The job of a trial, in SWEEP/trials/NNNN; its output is in the file SWEEP/trials/NNNN.txt.
+
+    Attributes:
+      metric: by which trials are compared.
+    """
 
     def __init__(self, sweep_dir: Path, number: int, sweep: SweepSettings, settings: Sequence[str]):
         self.files = JobDir(sweep_dir / "trials" / f"{number:04d}")
         self.output = sweep_dir / "trials" / f"{number:04d}.txt"
-        self._sweep, self._settings = sweep, settings
+        self.metric, self._sweep, self._settings = sweep.metric, sweep, settings
         self._metrics = MetricsColumns(self.files.metrics_jsonl)
         self._sizes: list[int] = []
         self._values: Values = []
 
     def command(self) -> list[str]:
-        """Returns the command that trains the job, or goes on with it."""
+        """Returns the command that trains or resumes the job."""
         return self._main("train", f"--job_log_dir={self.files.path}")
 
     def _main(self, mode: str, option: str) -> list[str]:
@@ -56,23 +60,11 @@ class TrialJob:
         ]
 
     def plan_command(self, topology: str) -> list[str]:
-        """Returns the command that plans the job for devices that need not be there."""
+        """Returns the command that plans the job; its status is 2 if the job does not fit."""
         return self._main("plan", f"--topology={topology}")
 
-    @property
-    def metric(self) -> str:
-        """The metric that trials are compared by."""
-        return self._sweep.metric
-
-    def start(self) -> subprocess.Popen:
-        """Starts the job. It ends softly with this process, however that ends (on Linux)."""
-        return self._started(self.command())
-
-    def start_plan(self, topology: str) -> subprocess.Popen:
-        """Starts the plan; its status is 2 if the job does not fit."""
-        return self._started(self.plan_command(topology))
-
-    def _started(self, command: list[str]) -> subprocess.Popen:
+    def start(self, command: list[str]) -> subprocess.Popen:
+        """Starts a command, which gets SIGTERM when this process ends (on Linux)."""
         self.output.parent.mkdir(parents=True, exist_ok=True)
         paths = [str(Path(praxis_lite.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
@@ -83,7 +75,7 @@ class TrialJob:
                 command = [sys.executable, "-S", "-c", _WITH_PARENT, *command]
             return subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                # Ctrl-C reaches a whole group: the sweep passes it on, once.
+                # Ctrl-C signals the process group: the sweep forwards it, once.
                 env=environment, start_new_session=True,
             )
 
@@ -92,7 +84,7 @@ class TrialJob:
         return is_training(self.files.path)
 
     def is_complete(self) -> bool:
-        """Returns True if the job has made its last step, and nobody trains it."""
+        """Returns whether the job has made its last step and no process trains it."""
         if self.is_training() or not self.files.config_json.is_file():
             return False
         steps = committed_steps(self.files.checkpoints)
@@ -103,35 +95,31 @@ class TrialJob:
             return False
 
     def has_stepped(self) -> bool:
-        """Returns True if a step of the job was made."""
+        """Returns whether the job has made a step."""
         with contextlib.suppress(ConfigError):
             self._metrics.read()
         return len(self._metrics.columns()["step"]) > 0
 
     def values(self) -> Values:
-        """Returns the metric by step, in order, as far as it is known; of many losses some.
+        """Returns the metric by step so far, in order; at most `_MOST_LOSSES` losses.
 
-        The files are read only if they have grown. Of a damaged file the values of before stay.
+        The files are read only if they have grown. While a file is damaged the last values stay.
         """
         paths = self.files.metrics_jsonl, self.files.eval_metrics_jsonl
         sizes = [path.stat().st_size if path.exists() else 0 for path in paths]
         if sizes != self._sizes:
             self._sizes = sizes
             with contextlib.suppress(ConfigError):
-                self._values = self._read_values(max(1, self._sweep.num_steps // _MOST_LOSSES))
+                self._values = self.read_values(max(1, self._sweep.num_steps // _MOST_LOSSES))
         return self._values
 
-    def result(self) -> tuple[int, float] | None:
-        """Returns the last step with a value of the metric, and the value; None without any.
+    def read_values(self, every: int = 1) -> Values:
+        """Returns the metric by step, in order; of the training loss only multiples of `every`.
 
         Raises:
           ConfigError: the file is damaged.
         """
-        values = self._read_values(every=1)
-        return values[-1] if values else None
-
-    def _read_values(self, every: int) -> Values:
-        dataset, slash, name = self._sweep.metric.rpartition("/")
+        dataset, slash, name = self.metric.rpartition("/")
         if not slash:
             self._metrics.read()
             columns = self._metrics.columns()
@@ -151,9 +139,9 @@ class TrialJob:
             f"{dataset}/{name}" for _, dataset, metrics in evaluations(self.files)
             for name in metrics
         })
-        return f"it has no {self._sweep.metric}; its evaluations have {', '.join(names) or 'none'}"
+        return f"it has no {self.metric}; its evaluations have {', '.join(names) or 'none'}"
 
-    def last_words(self) -> str:
+    def last_error(self) -> str:
         """Returns the error that the job's last launch ended with, or its last line."""
         if not self.output.exists():
             return ""
@@ -161,9 +149,5 @@ class TrialJob:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_OUTPUT))
             launch = file.read().decode("utf-8", "replace").rpartition("\n$ ")[2]
         before, error, paragraph = launch.rpartition("\nerror: ")
-        words = paragraph if error else (launch.strip().splitlines() or [""])[-1]
-        return " ".join(words.split())
-
-    def was_stopped(self) -> bool:
-        """Returns True if the last launch was stopped from outside, and the job is not complete."""
-        return self.last_words().startswith("stopped by ")
+        text = paragraph if error else (launch.strip().splitlines() or [""])[-1]
+        return " ".join(text.split())

@@ -31,7 +31,7 @@ class FakeLaunch:
         self.timeline = Timeline(path, self.events, self.notes.append)
         self.timeline.__enter__()
         if from_step is not None:
-            self.timeline.goes_on_from(from_step)
+            self.timeline.report({"trains_from": from_step})
 
     def spends(self, kind, seconds):
         with self.events.phase(kind):
@@ -41,11 +41,11 @@ class FakeLaunch:
         """Makes steps first to last, each of `seconds`."""
         for step in range(first, last + 1):
             self.spends(STEP, seconds)
-            self.timeline.made(step)
+            self.timeline.report({"made": step})
 
     def saves(self, step, seconds):
-        self.timeline.goes_on_from(step)
-        self.spends(SAVE, seconds)
+        with self.events.told(self.timeline), self.events.phase(SAVE, step):
+            self.clocks.passes(seconds)
 
     def killed(self, unseen=0.0):
         """Ends without a word; the last `unseen` seconds are in no file."""

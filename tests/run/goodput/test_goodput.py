@@ -1,7 +1,6 @@
 """Each second of a job is of one kind: sums by hand, on clocks that pass only when told."""
 
 import json
-import os
 
 import pytest
 
@@ -16,8 +15,8 @@ from praxis_lite.run.events import (
     SAVE,
     STEP,
 )
-from praxis_lite.run.goodput.goodput import HANDS, IDLE, KINDS, LOST_STEP, goodput_of, say_goodput
-from praxis_lite.run.goodput.stretches import Stretch, read_stretches
+from praxis_lite.run.goodput.goodput import HANDS, IDLE, KINDS, LOST_STEP, goodput_of, note_goodput
+from praxis_lite.run.goodput.spans import Span, read_spans
 from praxis_lite.run.job.job_dir import JobDir
 from tests.run.goodput.launches import Clocks, FakeLaunch
 
@@ -46,7 +45,7 @@ def test_three_launches_two_of_them_killed_add_up_to_all_of_the_time(job):
     first.events.begins(INIT)
     clocks.passes(2)
     first.spends(COMPILE, 7)
-    first.timeline.goes_on_from(0)
+    first.timeline.report({"trains_from": 0})
     first.steps(1, 5, 0.5)
     first.spends(INPUT_WAIT, 0.25)
     first.spends(EVALUATION, 1.5)
@@ -63,7 +62,7 @@ def test_three_launches_two_of_them_killed_add_up_to_all_of_the_time(job):
     third = FakeLaunch(job.timeline_jsonl, clocks)
     clocks.passes(4)
     third.spends(RESTORE, 2)
-    third.timeline.goes_on_from(5)
+    third.timeline.report({"trains_from": 5})
     third.steps(6, 10, 0.25)
     third.saves(10, 1)
     third.ends()
@@ -92,7 +91,7 @@ def test_a_roll_back_loses_steps_within_a_launch_and_across_saves(job):
     launch.saves(8, 0.5)  # Of which nothing came: the steps after 4 are lost.
     launch.steps(9, 10, 1)
     launch.spends(RESTORE, 2)
-    launch.timeline.goes_on_from(4)
+    launch.timeline.report({"trains_from": 4})
     launch.steps(5, 12, 1)
     launch.saves(12, 0.5)
     launch.ends("SIGTERM")
@@ -132,7 +131,7 @@ def test_steps_of_the_last_second_before_a_kill_are_counted_by_the_launch_that_f
     launch.steps(1, 3, 1)
     launch.killed(unseen=0.75)  # In which it made steps 4 to 6, a line of metrics.jsonl each.
     launch = FakeLaunch(job.timeline_jsonl, clocks, from_step=0)
-    launch.timeline.loses(6)
+    launch.timeline.report({"lost_to": 6})
     launch.steps(1, 2, 1)
     launch.saves(2, 1)
     launch.ends()
@@ -142,7 +141,7 @@ def test_steps_of_the_last_second_before_a_kill_are_counted_by_the_launch_that_f
 
 
 def test_a_launch_goes_on_from_a_step_that_no_line_begins_with(job):
-    """Lines that a disk did not take: the steps share their stretch's seconds alike."""
+    """Lines that a disk did not take: the steps share their span's seconds alike."""
     clocks = Clocks()
     launch = FakeLaunch(job.timeline_jsonl, clocks, from_step=0)
     launch.steps(1, 8, 1)
@@ -186,15 +185,15 @@ def test_clocks_that_are_set_back_and_launches_that_overlap_still_add_up(job):
     assert actual.launches[2].began == actual.launches[1].ended
 
 
-def test_the_line_of_a_stretch_is_written_anew_in_its_place(job):
+def test_the_line_of_a_span_is_written_anew_in_its_place(job):
     clocks = Clocks()
     launch = FakeLaunch(job.timeline_jsonl, clocks)
     for kind in (COMPILE, RESTORE, EVALUATION):
         launch.spends(kind, 123456.7891)
         launch.killed()
     assert len(job.timeline_jsonl.read_text().splitlines()) == 1
-    launch.timeline.goes_on_from(0)
-    launch.saves(0, 1)  # The new line is shorter than the one before.
+    launch.timeline.report({"trains_from": 0})
+    launch.saves(1, 1)  # The new line is shorter than the one before.
     launch.ends()
     lines = job.timeline_jsonl.read_text().splitlines()
     assert [json.loads(line)["seconds"] for line in lines] == [
@@ -202,21 +201,12 @@ def test_the_line_of_a_stretch_is_written_anew_in_its_place(job):
     ]
 
 
-def test_steps_write_nothing_between_the_signs_of_life(job, monkeypatch):
-    launch = FakeLaunch(job.timeline_jsonl, Clocks(), from_step=0)
-    launch.killed()
-    writes = []
-    monkeypatch.setattr(os, "pwrite", lambda *args: writes.append(args))
-    launch.steps(1, 1000, 0.01)
-    assert writes == []
-
-
 def test_a_launch_that_found_nothing_to_do_leaves_the_file_as_it_was(job):
     clocks = Clocks()
     FakeLaunch(job.timeline_jsonl, clocks).ends()
     before = job.timeline_jsonl.read_bytes()
     launch = FakeLaunch(job.timeline_jsonl, clocks)
-    launch.timeline.take_back()
+    launch.timeline.report({"nothing_to_do": "trained"})
     launch.ends()
     assert job.timeline_jsonl.read_bytes() == before
 
@@ -245,7 +235,7 @@ def test_lines_of_strangers_are_left_out(job):
     whole = job.timeline_jsonl.read_bytes()
     for line in STRANGE:
         job.timeline_jsonl.write_bytes(line.encode("latin-1") + b"\n")
-        assert read_stretches(job.timeline_jsonl) == [] and goodput_of(job) is None, line
+        assert read_spans(job.timeline_jsonl) == [] and goodput_of(job) is None, line
     rest = "\n".join(STRANGE).encode("latin-1")
     job.timeline_jsonl.write_bytes(b"\xff\xfe\n" + rest + b"\n" + whole + rest)
     assert seconds_of(job) == {STEP: 3.0}
@@ -255,7 +245,7 @@ def test_lines_of_strangers_are_left_out(job):
 
 
 def test_a_launch_without_a_second_has_no_share(job):
-    line = Stretch(5.0, None, None, {}).line()
+    line = Span(5.0, None, None, {}).line()
     job.timeline_jsonl.write_text(line)
     assert goodput_of(job).line().startswith("steps took 0 of 0 s")
     assert "goodput: 0.0%" in str(goodput_of(job))
@@ -276,7 +266,7 @@ def test_no_file_is_no_goodput_and_a_file_that_cannot_be_read_is_named(job):
     with pytest.raises(ConfigError, match=r"timeline\.jsonl"):
         goodput_of(job)
     notes = []
-    say_goodput(job, notes.append)  # At the end of training it is no error.
+    note_goodput(job, notes.append)  # At the end of training it is no error.
     assert len(notes) == 1 and str(job.timeline_jsonl) in notes[0]
 
 
@@ -330,7 +320,7 @@ def test_what_lies_between_launches_while_hands_change_is_no_idle_time(job):
 @pytest.mark.parametrize(("seconds", "has_share"), [(40, False), (599, False), (601, True)])
 def test_a_short_first_run_has_seconds_and_no_share(job, seconds, has_share):
     parts = {COMPILE: 35.0, STEP: seconds - 35.0}
-    job.timeline_jsonl.write_text(Stretch(5.0, None, None, parts).line())
+    job.timeline_jsonl.write_text(Span(5.0, None, None, parts).line())
     line = goodput_of(job).line()
     assert ("goodput" in line) == has_share
     assert has_share or f"steps took {seconds - 35} of {seconds} s; compile 35 s" in line

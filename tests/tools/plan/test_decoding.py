@@ -84,7 +84,7 @@ def test_the_loop_over_tokens_is_the_one_whose_end_is_not_known():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--batch_sizes=1,8"], "say --steps=decode"),
+        (["--batch_sizes=1,8"], "add --steps=decode"),
         (["--steps=decode", "--batch_sizes=0,8"], "'0,8'"),
         (["--batch_size=8"], "--batch_sizes"),
     ],

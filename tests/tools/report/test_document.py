@@ -18,7 +18,7 @@ from praxis_lite.run.trainer.summary import summary
 from praxis_lite.tools.profile.tables import PROFILE_TXT
 from praxis_lite.tools.report.document import MOST_LETTERS, SPENT, document
 from praxis_lite.tools.report.job_reader import JobReader
-from praxis_lite.tools.report.page import page
+from praxis_lite.tools.report.report import Report
 from praxis_lite.tools.report.text import report_text
 from tests.support.written_jobs import (
     LAYOUT,
@@ -46,7 +46,7 @@ def document_in(text):
 def document_of(jobs):
     """Returns the document as it stands in the page."""
     states = read(jobs)
-    return document_in(page(states, document(states, written=NOW, reload_seconds=None)))
+    return document_in(Report(states, NOW).page())
 
 
 def numbers(text, dtype="<f4"):
@@ -108,7 +108,7 @@ def test_a_long_jobs_page_keeps_every_extreme_and_is_of_limited_size(tmp_path):
 def test_a_page_of_very_many_jobs_has_fewer_points_of_each(tmp_path):
     job = written_job(tmp_path / "job", training_lines(1_009))
     states = read({"job": job}) * 300
-    text = page(states, document(states, written=NOW, reload_seconds=None))
+    text = Report(states, NOW).page()
     assert len(text.encode()) < 5_000_000
     assert len(numbers(document_in(text)["jobs"][7]["axes"]["steps"], "<f8")) >= 40
 
@@ -151,7 +151,7 @@ def test_many_evaluations_keep_the_page_small(tmp_path):
     (state,) = read({"job": written_job(tmp_path / "job", training_lines(7),
                                         evaluations=evaluations)})
     made = document(5 * [state], written=NOW, reload_seconds=None)
-    assert len(page(5 * [state], made).encode()) < 5_000_000
+    assert len(Report(5 * [state], NOW).page().encode()) < 5_000_000
     points = made["jobs"][4]["evaluations"]["set 4"]["m11"]
     assert points["num"] == 700 and numbers(points["values"])[-1] == np.float32(700 / 12)
 
@@ -268,7 +268,7 @@ def test_a_job_without_anything_and_damaged_files_are_shown_with_notes(tmp_path)
 def test_files_of_nonsense_end_no_report(tmp_path, seed):
     job = nonsense_job(tmp_path / "job", seed)
     states = read({"job": job})
-    text = page(states, document(states, written=NOW, reload_seconds=None))
+    text = Report(states, NOW).page()
     assert len(document_in(text)["jobs"]) == 1 and report_text(states)
     with contextlib.suppress(ConfigError):  # Of a damaged line.
         assert summary(job)
@@ -284,7 +284,7 @@ def test_names_settings_and_samples_stay_text_in_the_page(tmp_path):
         experiment=HOSTILE, layout={"totals": HOSTILE, "arrays": [array]},
     )
     states = read({HOSTILE: job})
-    text = page(states, document(states, written=NOW, reload_seconds=None))
+    text = Report(states, NOW).page()
     template = (resources.files("praxis_lite.tools.report") / "report_page.html").read_text("utf-8")
     for tag in ("<script", "</script", "<img", "<!--"):
         assert text.count(tag) == template.count(tag), tag

@@ -16,8 +16,8 @@ from praxis_lite.main import main
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.job.job_lock import JobLock
 from praxis_lite.run.trainer.metrics.json_lines import json_line
-from praxis_lite.tools.report.named_jobs import named_jobs
-from praxis_lite.tools.report.report import ReportReader, told_reports
+from praxis_lite.tools.report.job_reader import named_jobs
+from praxis_lite.tools.report.report import ReportReader, print_reports
 from tests.support import line_jobs
 from tests.support.job_runs import CHECKOUT, home
 from tests.support.written_jobs import training_lines, written_job
@@ -132,7 +132,7 @@ def test_following_ends_with_the_job_and_shows_its_last_line(tmp_path):
 
     rest = [""]
     with lock:
-        told_reports(
+        print_reports(
             ReportReader({"job": JobDir(job.path)}), html=html, follow_seconds=3.0,
             write_line=told.append, sleep=sleep,
         )
@@ -151,7 +151,7 @@ def test_nothing_is_followed_that_does_not_train(jobs, tmp_path):
     def sleep(seconds):
         raise AssertionError
 
-    told_reports(
+    print_reports(
         ReportReader(named_jobs(list(map(str, jobs)))), html=None, follow_seconds=3.0,
         write_line=lambda _: None, sleep=sleep,
     )
@@ -187,6 +187,6 @@ def test_a_real_training_is_followed_to_its_end(tmp_path):
     assert (training.returncode, status, err) == (0, 0, "")
     (of_job,) = document_in(html)["jobs"]
     assert (of_job["last_step"], of_job["state"]) == (97, "has ended")
-    assert of_job["weight_unit"] == "examples" and of_job["goodput"]["seconds"]["step"] > 0
+    assert "examples" in of_job["axes"] and of_job["goodput"]["seconds"]["step"] > 0
     assert re.search("^job +97 +97 ", out, re.MULTILINE)
     assert out.startswith(f"writing {html} every 0.2 s")

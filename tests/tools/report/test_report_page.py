@@ -8,9 +8,8 @@ import pytest
 
 import praxis_lite
 from praxis_lite.run.trainer.metrics.json_lines import json_line
-from praxis_lite.tools.report.document import document
 from praxis_lite.tools.report.job_reader import JobReader
-from praxis_lite.tools.report.page import page
+from praxis_lite.tools.report.report import Report
 from tests.support.browser import EXECUTABLE, NO_BROWSER, Browser
 from tests.support.written_jobs import (
     certificate_line,
@@ -31,7 +30,7 @@ TIMELINE = [{"launch": 1e9, "first_step": 0, "last_step": 37, "ended_by": HOSTIL
 def page_of(jobs, reload_seconds=None):
     states = [JobReader(name, job).read(100_000) for name, job in jobs.items()]
     now = datetime.datetime.now(datetime.UTC)
-    return page(states, document(states, written=now, reload_seconds=reload_seconds))
+    return Report(states, now).page(reload_seconds=reload_seconds)
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,16 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.run.config.class_attributes import value_after
-from praxis_lite.tools.sweep.space import Range, Space, Values, items_of, space_of
+from praxis_lite.tools.sweep.space import Space, items_of, space_of
 from tests.support.job_runs import home
 from tests.support.swept_jobs import SWEPT
 
 assert SWEPT
+optuna = pytest.importorskip("optuna")
+
+
+def values(*texts):
+    return optuna.distributions.CategoricalDistribution(texts)
 
 
 def space(*settings):
@@ -27,33 +32,32 @@ FILES = "datasets.train.corpus.files"
 
 
 @pytest.mark.parametrize("settings, searched", [
-    ([f"{RATE}=1e-3,3e-3, 1e-2"], [Values(RATE, ("1e-3", "3e-3", "1e-2"))]),
+    ([f"{RATE}=1e-3,3e-3, 1e-2"], {RATE: values("1e-3", "3e-3", "1e-2")}),
     # A sequence's items are parted by commas, as always; several of them stand in brackets.
-    ([f"{MESH}=1,3,2", f"{RATE}=1,2"], [Values(RATE, ("1", "2"))]),
-    ([f"{MESH}=(1,3,2),(1,2,2)"], [Values(MESH, ("(1,3,2)", "(1,2,2)"))]),
+    ([f"{MESH}=1,3,2", f"{RATE}=1,2"], {RATE: values("1", "2")}),
+    ([f"{MESH}=(1,3,2),(1,2,2)"], {MESH: values("(1,3,2)", "(1,2,2)")}),
     (["task.learner.optimizer=adam,lion,optax.sgd"],
-     [Values("task.learner.optimizer", ("adam", "lion", "optax.sgd"))]),
+     {"task.learner.optimizer": values("adam", "lion", "optax.sgd")}),
     # A later setting's field is there once an earlier one is set.
     ([f"{RATE}=cosine_decay_schedule()", f"{RATE}.init_value=1e-3,1e-2", f"{RATE}.decay_steps=7"],
-     [Values(f"{RATE}.init_value", ("1e-3", "1e-2"))]),
-    (["PRESET=a,b"], [Values("PRESET", ("a", "b"))]),
-    ([f"{FILES}='a/*','b,c'"], [Values(FILES, ("'a/*'", "'b,c'"))]),
-    (["PRESET='a,b'", f"{RATE}=1,2"], [Values(RATE, ("1", "2"))]),
-    (["run.log_every_steps=none,7"], [Values("run.log_every_steps", ("none", "7"))]),
-    ([f"{RATE}=1e-4..1e-2"], [Range(RATE, 1e-4, 1e-2, is_log=True)]),
-    ([f"{RATE}=0.1..0.5"], [Range(RATE, 0.1, 0.5, is_log=False)]),
-    ([f"{RATE}=0.1..0.5:log"], [Range(RATE, 0.1, 0.5, is_log=True)]),
-    ([f"{RATE}=0..1"], [Range(RATE, 0.0, 1.0, is_log=False)]),
+     {f"{RATE}.init_value": values("1e-3", "1e-2")}),
+    (["PRESET=a,b"], {"PRESET": values("a", "b")}),
+    ([f"{FILES}='a/*','b,c'"], {FILES: values("'a/*'", "'b,c'")}),
+    (["PRESET='a,b'", f"{RATE}=1,2"], {RATE: values("1", "2")}),
+    (["run.log_every_steps=none,7"], {"run.log_every_steps": values("none", "7")}),
+    ([f"{RATE}=1e-4..1e-2"], {RATE: optuna.distributions.FloatDistribution(1e-4, 1e-2, log=True)}),
+    ([f"{RATE}=0.1..0.5"], {RATE: optuna.distributions.FloatDistribution(0.1, 0.5, log=False)}),
+    ([f"{RATE}=0.1..0.5:log"], {RATE: optuna.distributions.FloatDistribution(0.1, 0.5, log=True)}),
+    ([f"{RATE}=0..1"], {RATE: optuna.distributions.FloatDistribution(0.0, 1.0, log=False)}),
     (["datasets.train.batch_size=8..64:linear"],
-     [Range("datasets.train.batch_size", 8, 64, is_log=False)]),
+     {"datasets.train.batch_size": optuna.distributions.IntDistribution(8, 64, log=False)}),
     (["datasets.train.batch_size=8..512"],
-     [Range("datasets.train.batch_size", 8, 512, is_log=True)]),
+     {"datasets.train.batch_size": optuna.distributions.IntDistribution(8, 512, log=True)}),
 ])
 def test_values_are_told_from_sequences_by_the_field(settings, searched):
     actual = space(*settings)
-    assert list(actual.searched) == searched
-    paths = {item.path for item in searched}
-    assert list(actual.fixed) == [x for x in settings if x.partition("=")[0] not in paths]
+    assert actual.searched == searched
+    assert list(actual.fixed) == [x for x in settings if x.partition("=")[0] not in searched]
 
 
 @pytest.mark.parametrize("settings, words", [
@@ -82,7 +86,7 @@ def test_a_field_that_holds_both_a_value_and_a_sequence_of_them_is_ambiguous():
 
 
 def test_a_grid_has_each_combination_in_order_and_no_range():
-    given = Space(("a=1",), (Values("b", ("2", "3")), Values("c", ("x", "y"))))
+    given = Space(("a=1",), {"b": values("2", "3"), "c": values("x", "y")})
     assert [given.settings(values) for values in given.combinations()] == [
         ["a=1", "b=2", "c=x"], ["a=1", "b=2", "c=y"], ["a=1", "b=3", "c=x"], ["a=1", "b=3", "c=y"],
     ]
@@ -90,7 +94,7 @@ def test_a_grid_has_each_combination_in_order_and_no_range():
         ["a=1", "b=2", "c=x"], ["a=1", "b=3", "c=x"], ["a=1", "b=2", "c=x"], ["a=1", "b=2", "c=y"],
     ]
     with pytest.raises(ConfigError, match="--search=random"):
-        list(Space((), (Range("b", 1, 2, is_log=False),)).combinations())
+        list(Space((), {"b": optuna.distributions.IntDistribution(1, 2)}).combinations())
 
 
 @pytest.mark.parametrize("text, items", [

@@ -18,16 +18,15 @@ from praxis_lite.run.modes.mode import CommandLine
 from praxis_lite.run.trainer.metrics.json_lines import read_json_lines
 from praxis_lite.tools.sweep import running
 from praxis_lite.tools.sweep.command import sweep
-from praxis_lite.tools.sweep.report import picture
 from praxis_lite.tools.sweep.settings import SweepSettings
-from praxis_lite.tools.sweep.space import Space, Values
-from praxis_lite.tools.sweep.study import Study, TrialRecord
+from praxis_lite.tools.sweep.space import Space
+from praxis_lite.tools.sweep.study import Study
 from praxis_lite.tools.sweep.trial_job import TrialJob
 from tests.support import quick_trial
 from tests.support.job_runs import home
 from tests.support.swept_jobs import SWEPT
 
-pytest.importorskip("optuna")
+optuna = pytest.importorskip("optuna")
 RATE = "task.learner.learning_rate"
 CHOSEN = {"search": "grid", "better": "min", "pruner": "none", "seed": 7}
 
@@ -286,16 +285,15 @@ def test_the_loss_of_training_is_judged_without_evaluations(tmp_path, quick):
 
 
 def test_texts_that_were_tried_are_no_formulas_in_the_picture(tmp_path):
-    texts = (r"$\frac$", "b" * 400)
-    records = [
-        TrialRecord(number, {"a.b": text}, "complete", 1.0 + number, 7, "")
-        for number, text in enumerate(texts)
-    ]
-    settings = SweepSettings(
-        experiment="zoo.Lm", packages=(), space=Space((), (Values("a.b", texts),)), metric="loss",
-        num_trials=2, num_steps=7, **CHOSEN,
-    )
-    picture(settings, records, tmp_path / "sweep.png")
+    texts = (r"$\frac$", "b" * 40)
+    space = Space((), {"a.b": optuna.distributions.CategoricalDistribution(texts)})
+    study = Study(tmp_path / "sweep.journal", SweepSettings(
+        experiment="zoo.Lm", packages=(), space=space, metric="loss", num_trials=2, num_steps=7,
+        **CHOSEN,
+    ))
+    for value in (1.0, 2.0):
+        study.next().completed(7, value)
+    study.draw(tmp_path / "sweep.png")
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -304,5 +302,3 @@ def test_accelerators_are_no_processes_to_share(monkeypatch):
     with pytest.raises(ConfigError, match="--parallel is 2; wanted is 1 on devices of .*'tpu'"):
         running.check_parallel(2)
     running.check_parallel(1)
-
-

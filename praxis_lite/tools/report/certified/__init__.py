@@ -1,4 +1,4 @@
-"""Is a job as its certificate says? Its facts as a document, which others make again.
+"""Certificates of jobs: a document of facts that others can recompute and compare.
 
-Knows the files of a job, and its data made again; never trains, and needs no accelerator.
+Reads the files of a job and recomputes its data; never trains, and needs no accelerator.
 """

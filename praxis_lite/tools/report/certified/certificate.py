@@ -1,4 +1,4 @@
-"""The certificate of jobs: written as JSON with a digest over itself, and held against the jobs."""
+"""Certificates of jobs: written as JSON with a digest over itself, and compared with the jobs."""
 
 import dataclasses
 import datetime
@@ -20,7 +20,7 @@ SAME, DIFFERS, UNKNOWN = "same", "DIFFERS", "cannot be recomputed here"
 
 @dataclasses.dataclass(frozen=True)
 class CertifiedJob:
-    """A job and what its certificate says.
+    """A job and its certified facts.
 
     Attributes:
       name: the last part of its directory.
@@ -63,58 +63,53 @@ class Certificate:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """A fact of a certificate, held against the job.
+    """The comparison of a certificate's fact with the job.
 
     Attributes:
       title: of the fact, with the job's name.
       verdict: SAME, DIFFERS or UNKNOWN.
-      words: the two values, or why it cannot be told; "" if they are the same.
+      details: the two values, or why they cannot be compared; "" if they are the same.
     """
 
     title: str
     verdict: str
-    words: str = ""
+    details: str = ""
 
     def __str__(self) -> str:
-        return f"{self.title}: {self.verdict}" + (f": {self.words}" if self.words else "")
+        return f"{self.title}: {self.verdict}" + (f": {self.details}" if self.details else "")
 
 
 def certified(jobs: Mapping[str, JobDir], reading: Reading) -> Certificate:
     """Returns the certificate of jobs as they are now; raises ConfigError as `scope_of`."""
-    made = []
+    certified_jobs = []
     for name, job_dir in jobs.items():
         scope = scope_of(job_dir)
-        made.append(
-            CertifiedJob(name, str(job_dir.path), scope, facts_of(job_dir, scope, reading))
-        )
+        facts = facts_of(job_dir, scope, reading)
+        certified_jobs.append(CertifiedJob(name, str(job_dir.path), scope, facts))
     now = datetime.datetime.now(datetime.UTC)
-    return Certificate(now.isoformat(timespec="seconds"), made)
+    return Certificate(now.isoformat(timespec="seconds"), certified_jobs)
 
 
 def read_certificate(path: Path) -> tuple[Certificate, Verdict]:
     """Returns the certificate in a file, and whether its digest is that of its content.
 
     Raises:
-      ConfigError: the file cannot be read, or holds no certificate.
+      ConfigError: the file cannot be read, or is not a certificate.
     """
     try:
         fields = read_json(path)
         digest = fields.pop("sha256")
         require(fields["format"] == FORMAT, f"{path}: the format", fields["format"], FORMAT)
-        certificate = Certificate(
-            _text(fields["written"]), [_job(item) for item in _list(fields["jobs"])]
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, ConfigError):
-            raise
+        certificate = Certificate(fields["written"], [_job(job) for job in fields["jobs"]])
+    except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{path} is no certificate ({shown(str(error))}). --mode=certify JOB --json=FILE "
+            f"{path} is not a certificate ({shown(str(error))}). --mode=certify JOB --json=FILE "
             "writes one."
         ) from None
     actual, title = _digest(fields), "the certificate's own digest"
     if actual == digest:
         return certificate, Verdict(title, SAME)
-    return certificate, Verdict(title, DIFFERS, f"it says {_short(digest)}; {_short(actual)} here")
+    return certificate, Verdict(title, DIFFERS, f"recorded {_short(digest)}, here {_short(actual)}")
 
 
 def verified(
@@ -138,7 +133,7 @@ def notes_on_versions(certificate: Certificate) -> list[str]:
     here, notes = versions(), []
     for job in certificate.jobs:
         used = next((fact.value for fact in job.facts if fact.section == "versions"), None) or []
-        last = used[-1] if isinstance(used, list) and used else {}
+        last = used[-1] if used else {}
         notes += [
             f"{job.name} used {name} {shown(str(last[name]))}; here is {version}"
             for name, version in here.items() if last.get(name, version) != version
@@ -148,24 +143,23 @@ def notes_on_versions(certificate: Certificate) -> list[str]:
 
 def _verdict(job: str, fact: Fact, here: Fact | None) -> Verdict:
     title = f"{job}: {fact.title}"
-    if here is not None and set(here.faults) - set(fact.faults) and fact.value is None:
-        return Verdict(title, DIFFERS, "; ".join(here.faults[:3]))
-    if fact.value is None:
-        same = here is not None and here.value is None and here.faults == fact.faults
-        words = f"the certificate has none: {fact.why_not}"
-        return Verdict(title, SAME if same and not fact.faults else UNKNOWN, words)
     if here is None:
         return Verdict(title, UNKNOWN, "this version knows no such fact")
+    faults = "; ".join(here.faults[:3])
+    if fact.value is None:
+        if set(here.faults) - set(fact.faults):
+            return Verdict(title, DIFFERS, faults)
+        is_same = here.value is None and not fact.faults
+        text = f"the certificate has none: {fact.why_not}"
+        return Verdict(title, SAME if is_same else UNKNOWN, text)
     if here.value is None:
-        faults = "; ".join(here.faults[:3])
-        if here.faults:
+        if faults:
             return Verdict(title, DIFFERS, f"{here.why_not}: {faults}")
         return Verdict(title, UNKNOWN, here.why_not)
     if here.value != fact.value:
         return Verdict(title, DIFFERS, _difference(fact.value, here.value))
     if here.faults != fact.faults:
-        words = "; ".join(here.faults[:3]) or "here nothing is wrong"
-        return Verdict(title, DIFFERS, words)
+        return Verdict(title, DIFFERS, faults or "here nothing is wrong")
     return Verdict(title, SAME)
 
 
@@ -187,37 +181,6 @@ def _digest(fields: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _job(item: Any) -> CertifiedJob:
-    scope = item["scope"]
-    return CertifiedJob(
-        _text(item["name"]), _text(item["path"]),
-        Scope(
-            _number(scope["last_step"]), tuple(map(_number, _list(scope["checkpoints"]))),
-            {_text(name): _number(size) for name, size in scope["sizes"].items()},
-        ),
-        [
-            Fact(
-                _text(fact["section"]), _text(fact["name"]), fact["value"],
-                _text(fact["why_not"]), tuple(_text(fault) for fault in _list(fact["faults"])),
-            )
-            for fact in _list(item["facts"])
-        ],
-    )
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise TypeError(f"{value!r:.60} is no list")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r:.60} is no text")
-    return value
-
-
-def _number(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**53:
-        raise TypeError(f"{value!r:.60} is no number")
-    return value
+def _job(fields: Mapping[str, Any]) -> CertifiedJob:
+    facts = [Fact(**{**fact, "faults": tuple(fact["faults"])}) for fact in fields["facts"]]
+    return CertifiedJob(fields["name"], fields["path"], Scope(**fields["scope"]), facts)

@@ -1,4 +1,4 @@
-"""The facts that certify a job: each a value that whoever has the job's files can make again."""
+"""The facts that certify a job: values that anyone with the job's files can recompute."""
 
 import contextlib
 import dataclasses
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.files.json_text import content_of, opened
+from praxis_lite.files.json_text import content_of
 from praxis_lite.run.checkpoints.digest import digest_of
 from praxis_lite.run.checkpoints.steps.step_dirs import committed_steps, numbered_steps
 from praxis_lite.run.experiment.recorded_examples import (
@@ -17,21 +17,21 @@ from praxis_lite.run.experiment.recorded_examples import (
     train_pipeline,
 )
 from praxis_lite.run.goodput.goodput import num_lost_steps
-from praxis_lite.run.goodput.stretches import read_stretches
+from praxis_lite.run.goodput.spans import read_spans
 from praxis_lite.run.job.examples.history import Part
 from praxis_lite.run.job.job_dir import JobDir, recorded_experiment
 from praxis_lite.run.trainer.metrics.json_lines import json_line, strict_json
-from praxis_lite.tools.report.certificates import certificates_of, failed
 from praxis_lite.tools.report.certified.job_files import (
     JobFiles,
+    all_faults,
     digest_of_folder,
     faults_of_folder,
     faults_of_lines,
-    told,
 )
+from praxis_lite.tools.report.step_certificates import failed, step_certificates
 
 _MOST_CHECKPOINTS = 3
-# Files to which a job only adds: of one that went on, the beginning is compared.
+# Append-only files: if the job continued, their beginning is compared.
 _GROWING = ("certificates.jsonl", "elastic.jsonl")
 _FOLDERS = ("tokenizers/", "huggingface")
 
@@ -44,8 +44,8 @@ class Fact:
       section: "config", "versions", "examples", "losses", "evaluations", "checkpoints",
         "tokenizers", "certificates in flight", "time" or "changes of hands".
       name: within its section.
-      value: for JSON; None: it cannot be made.
-      why_not: why it cannot, in words. Without a fault, because the job need not have it.
+      value: for JSON; None: it cannot be computed.
+      why_not: why it cannot. Without a fault, the job is not required to have it.
       faults: sentences on what is wrong with the job by this fact.
     """
 
@@ -63,7 +63,7 @@ class Fact:
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """The part of a job that its certificate is about; the job may go on.
+    """The part of a job that its certificate covers; the job may continue training.
 
     Attributes:
       last_step: the newest that is saved.
@@ -79,29 +79,29 @@ class Scope:
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """How a job's facts are made.
+    """How a job's facts are computed.
 
     Attributes:
       packages, settings: as for --packages and --set, such as where the data are now.
-      recorded_only: True: the data are not made again.
-      progress: told in words what is looked at.
+      recorded_only: True: the data are not recomputed.
+      progress: called with a text on what is being read.
     """
 
     packages: Sequence[str] = ()
     settings: Sequence[str] = ()
     recorded_only: bool = False
-    progress: Callable[[str], None] = lambda words: None
+    progress: Callable[[str], None] = lambda text: None
 
 
 def scope_of(job_dir: JobDir) -> Scope:
-    """Returns the whole of a job as it is now; raises ConfigError if nothing of it is saved."""
+    """Returns the scope of a complete job; raises ConfigError if it has no checkpoint."""
     steps = committed_steps(job_dir.checkpoints) if job_dir.checkpoints.is_dir() else []
     if not steps:
         raise ConfigError(
             f"{job_dir.path} has no checkpoint, so there is nothing to certify. Train until a step "
             "is saved."
         )
-    # A folder without a commit, which had one when it got its number, is damaged.
+    # Numbered folders include those without a commit, which are damaged.
     newest = tuple(numbered_steps(job_dir.checkpoints)[-_MOST_CHECKPOINTS:])
     sizes = {
         name: path.stat().st_size for name in _GROWING
@@ -127,12 +127,15 @@ def facts_of(job_dir: JobDir, scope: Scope, reading: Reading) -> list[Fact]:
         job_dir, scope.last_step, newest, reading.packages, first_step=min(starts, default=0),
         start=max(starts, default=scope.last_step),
     )
+    timeline = job_dir.timeline_jsonl
     if proof is None and not files.has_trained:
         examples = [Fact(x.section, x.name, None, "the job made no step yet") for x in examples]
     return [
         _fact("config", "experiment", lambda: recorded_experiment(job_dir)),
         _fact(
-            "config", "config.json", lambda: _sha256(job_dir.config_json), files.faults_of_config
+            "config", "config.json",
+            lambda: hashlib.sha256(content_of(job_dir.config_json)).hexdigest(),
+            files.faults_of_config,
         ),
         _fact("config", "layout.json", files.layout, files.faults_of_layout),
         *examples,
@@ -142,7 +145,9 @@ def facts_of(job_dir: JobDir, scope: Scope, reading: Reading) -> list[Fact]:
         *_checkpoints(job_dir, scope, reading, newest),
         *_folders(files, scope),
         _certificates(files, scope),
-        _time(files, scope),
+        _fact(
+            "time", timeline.name, lambda: _beginning(timeline, scope), files.faults_of_timeline
+        ),
         _changes(files, scope, parts),
     ]
 
@@ -152,13 +157,14 @@ def _fact(
     faults: Callable[[], Iterable[str]] = lambda: (), why_not: str = "the job has none",
 ) -> Fact:
     """Returns a fact; a file that cannot be read makes it a fault."""
-    found = told(faults)
+    found = all_faults(faults)
     try:
-        made = value()
+        result = value()
     except (ConfigError, OSError) as error:
-        words = str(error.args[0] if isinstance(error, ConfigError) else error)
-        return Fact(section, name, None, "it cannot be read", tuple(dict.fromkeys([*found, words])))
-    return Fact(section, name, made, why_not if made is None else "", tuple(found))
+        fault = str(error.args[0] if isinstance(error, ConfigError) else error)
+        unique = tuple(dict.fromkeys([*found, fault]))
+        return Fact(section, name, None, "it cannot be read", unique)
+    return Fact(section, name, result, why_not if result is None else "", tuple(found))
 
 
 def _proof(job_dir: JobDir, scope: Scope) -> tuple[ExamplesProof | None, list[Fact]]:
@@ -169,10 +175,10 @@ def _proof(job_dir: JobDir, scope: Scope) -> tuple[ExamplesProof | None, list[Fa
             num_lost_steps=num_lost_steps(job_dir),
         )
     except ConfigError as error:
-        words = str(error.args[0])
+        fault = str(error.args[0])
         return None, [
-            Fact("versions", "by their first step", None, "there is no record", (words,)),
-            Fact("examples", "on record", None, "there is no record", (words,)),
+            Fact("versions", "by their first step", None, "there is no record", (fault,)),
+            Fact("examples", "on record", None, "there is no record", (fault,)),
         ]
     return proof, [
         Fact("versions", "by their first step", _versions(proof.history.parts)),
@@ -185,10 +191,10 @@ def _proof(job_dir: JobDir, scope: Scope) -> tuple[ExamplesProof | None, list[Fa
 
 
 def _damaged_examples(job_dir: JobDir) -> list[str]:
-    """Returns faults of lines that no kill has cut short."""
+    """Returns the faults of lines in the record, except for lines that a kill truncated."""
     return [
         f"{job_dir.examples.name}/{fault}" for path in sorted(job_dir.examples.glob("*.jsonl"))
-        for fault in told(lambda path=path: faults_of_lines(path, may_be_cut=True))
+        for fault in all_faults(lambda path=path: faults_of_lines(path, may_be_cut=True))
     ]
 
 
@@ -251,7 +257,7 @@ def _checkpoints(
         reading.progress(f"reading the checkpoint of step {step}")
         section, name, step_dir = "checkpoints", f"step {step}", job_dir.checkpoints / str(step)
         if not step_dir.is_dir() and newest > scope.last_step:
-            # The job went on, and deleted older steps.
+            # The job continued and deleted older steps.
             yield Fact(section, name, None, "it is no longer kept")
             continue
         try:
@@ -280,7 +286,7 @@ def _certificates(files: JobFiles, scope: Scope) -> Fact:
 
     def faults() -> Iterator[str]:
         yield from files.faults_of_certificates()
-        for item in failed(certificates_of(path)):
+        for item in failed(step_certificates(path)):
             if item.step <= scope.last_step:
                 yield f"step {item.step} is not certified: {item.difference}"
 
@@ -288,11 +294,6 @@ def _certificates(files: JobFiles, scope: Scope) -> Fact:
         "certificates in flight", path.name, lambda: _beginning(path, scope), faults,
         "the job made none (run.certify_every_steps)",
     )
-
-
-def _time(files: JobFiles, scope: Scope) -> Fact:
-    path = files.job_dir.timeline_jsonl
-    return _fact("time", path.name, lambda: _beginning(path, scope), files.faults_of_timeline)
 
 
 def _changes(files: JobFiles, scope: Scope, parts: Sequence[Part]) -> Fact:
@@ -314,8 +315,7 @@ def _beginning(path: Path, scope: Scope) -> dict[str, Any] | None:
     """Returns the digest of what a file had when the job was certified; None: it was not there."""
     if path.name not in scope.sizes:
         return None
-    with opened(path) as file:
-        content = file.read(scope.sizes[path.name])
+    content = content_of(path)[: scope.sizes[path.name]]
     return {
         "lines": content.count(b"\n"), "bytes": len(content),
         "sha256": hashlib.sha256(content).hexdigest(),
@@ -325,11 +325,6 @@ def _beginning(path: Path, scope: Scope) -> dict[str, Any] | None:
 def _closed_bytes(path: Path) -> int:
     """Returns the bytes of a timeline but for its last line, if a launch may still rewrite that."""
     lines = content_of(path).splitlines(keepends=True)
-    if lines and (stretches := read_stretches(path)) and stretches[-1].ended_by is None:
+    if lines and (spans := read_spans(path)) and spans[-1].ended_by is None:
         lines = lines[:-1]
     return sum(map(len, lines))
-
-
-def _sha256(path: Path) -> str:
-    with opened(path) as file:
-        return hashlib.sha256(file.read()).hexdigest()

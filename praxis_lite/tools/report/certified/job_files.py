@@ -1,19 +1,16 @@
-"""The files of a job that its certificate is about: each complete, readable, and to the last step.
+"""Checks the files of a job for its certificate: complete, readable, and up to the last step.
 
-A file that the job must have written and that is missing, cut short or damaged is a fault. What a
-job need not have, such as evaluations, is asked of its config and of its newest checkpoint.
+A file that the job must have written and that is missing, cut short or damaged is a fault. The
+config and the newest checkpoint determine which optional files there must be.
 """
 
 import dataclasses
 import functools
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from praxis_lite.core.errors import ConfigError, few, shown
 from praxis_lite.files.json_text import content_of, parse_json, read_json
@@ -24,10 +21,10 @@ from praxis_lite.run.config.build import build
 from praxis_lite.run.config.text import LoadedConfig, load_config_file
 from praxis_lite.run.experiment.recorded_job import tokenizers_of
 from praxis_lite.run.experiment.run_config import RunConfig
-from praxis_lite.run.goodput.stretches import THE_END, read_stretches
+from praxis_lite.run.goodput.spans import THE_END, read_spans
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.trainer.job_history import evaluates
-from praxis_lite.run.trainer.layout_table import read_layout, shape_text, split_text
+from praxis_lite.run.trainer.layout_table import read_layout, shape_text
 from praxis_lite.run.trainer.metrics.json_lines import (
     evaluation_lines,
     json_line,
@@ -40,12 +37,12 @@ _MISSING = "is missing, and the job has trained"
 
 @dataclasses.dataclass(frozen=True)
 class JobFiles:
-    """The files of a job up to a step, and what they are held against.
+    """The files of a job up to a step, and what they are compared with.
 
     Attributes:
       job_dir: of the job.
-      step: the newest saved step that they are about.
-      newest_step: the newest saved step that there is.
+      step: the newest saved step that the certificate covers.
+      newest_step: the newest saved step.
       packages: that the config may name.
       first_step: the step before the first one that the job made.
       start: the step from which its newest launch trained.
@@ -69,9 +66,8 @@ class JobFiles:
 
     @property
     def has_trained(self) -> bool:
-        """False for a job that began with weights of another system, and made no step yet."""
-        data = self.manifest.get("data", {})
-        return self.step > 0 or "run_seed" in data
+        """Whether the job trained; not if its only checkpoint is an import without a step."""
+        return self.step > 0 or "run_seed" in self.manifest.get("data", {})
 
     @functools.cached_property
     def config(self) -> LoadedConfig | None:
@@ -113,28 +109,13 @@ class JobFiles:
                 yield f"{path.name} {_MISSING}"
             return
         arrays, _ = read_layout(path)
-        here = {array.path: array for array in arrays if array.path != "step"}
-        sizes = self.manifest.get("mesh", {})
-        for name in sorted(here.keys() | leaves.keys()):
-            if not leaves:
-                return
-            if name not in here or name not in leaves:
-                yield f"{path.name} and the checkpoint do not both have {shown(name)}"
-                continue
-            leaf, array = leaves[name], here[name]
-            split = [x if isinstance(x, list) else [x] for x in leaf["spec"] if x is not None]
-            parts = math.prod(sizes.get(axis, 1) for axes in split for axis in axes)
-            spec = split_text([tuple(x) if isinstance(x, list) else x for x in leaf["spec"]])
-            num_bytes = math.prod(leaf["padded_shape"]) * np.dtype(leaf["dtype"]).itemsize // parts
-            expected = (
-                shape_text(leaf["shape"]), shape_text(leaf["padded_shape"]), leaf["dtype"],
-                num_bytes,
-            )
-            actual = array.shape, array.padded_shape, array.dtype, array.num_bytes
-            if actual != expected or not array.spec.startswith(spec):
+        here = {array.path: (array.shape, array.dtype) for array in arrays if array.path != "step"}
+        saved = {name: (shape_text(leaf["shape"]), leaf["dtype"]) for name, leaf in leaves.items()}
+        for name in sorted(here.keys() | saved.keys()) if saved else ():
+            if here.get(name) != saved.get(name):
                 yield (
-                    f"{path.name} says {shown(str((*actual, array.spec)))} of {shown(name)}; step "
-                    f"{self.newest_step} was saved with {(*expected, spec)}"
+                    f"{path.name} has {here.get(name)} for {shown(name)}; step {self.newest_step} "
+                    f"was saved with {saved.get(name)}"
                 )
 
     def layout(self) -> Any:
@@ -158,8 +139,8 @@ class JobFiles:
         expected = list(range(self.first_step + 1, self.step + 1))
         if steps != expected:
             missing = [str(step) for step in sorted(set(expected) - set(steps))]
-            words = f"lacks the steps {few(missing, 8)}" if missing else "has a step twice"
-            yield f"{path.name} {words}"
+            fault = f"lacks the steps {few(missing, 8)}" if missing else "has a step twice"
+            yield f"{path.name} {fault}"
         yield from _cut_short(path)
 
     def evaluations(self) -> list[str]:
@@ -175,14 +156,17 @@ class JobFiles:
         if run is None:
             return
         datasets = set(self.config.config.datasets) - {TRAIN}
-        last = self.step if self._has_ended() else self.step - 1
+        # A launch that was stopped or killed may not have evaluated its last step.
+        spans = read_spans(self.job_dir.timeline_jsonl)
+        has_ended = not spans or spans[-1].ended_by == THE_END
+        last = self.step if has_ended else self.step - 1
         due = {step for step in range(self.start + 1, last + 1) if evaluates(run, step)}
         if not datasets or not due:
             return
-        made: dict[int, set[str]] = {}
+        evaluated: dict[int, set[str]] = {}
         for line in evaluation_lines(path):
-            made.setdefault(line["step"], set()).add(line["dataset"])
-        missing = [str(step) for step in sorted(due) if not datasets <= made.get(step, set())]
+            evaluated.setdefault(line["step"], set()).add(line["dataset"])
+        missing = [str(step) for step in sorted(due) if not datasets <= evaluated.get(step, set())]
         if missing:
             yield f"{path.name} lacks evaluations of the steps {few(missing, 8)}"
 
@@ -195,12 +179,12 @@ class JobFiles:
         hooks = self.manifest.get("data", {}).get("hooks") or {}
         if every is None or not any(name.split("#")[0].endswith(_HOOK) for name in hooks):
             return
-        made = {
+        certified = {
             line.get("step") for text in (_texts(path) if path.exists() else [])
             if isinstance(line := _parsed(text), dict)
         }
         due = range(-(-(self.start + 1) // every) * every, self.step + 1, every)
-        if missing := [str(step) for step in due if step not in made]:
+        if missing := [str(step) for step in due if step not in certified]:
             yield f"{path.name} lacks certificates of the steps {few(missing, 8)}"
 
     def faults_of_timeline(self) -> Iterator[str]:
@@ -211,10 +195,10 @@ class JobFiles:
                 yield f"{path.name} {_MISSING}"
             return
         yield from faults_of_lines(path)
-        stretches = read_stretches(path)
-        if len(stretches) < sum(1 for text in _texts(path) if _parsed(text) is not None):
+        spans = read_spans(path)
+        if len(spans) < sum(1 for text in _texts(path) if _parsed(text) is not None):
             yield f"{path.name} has lines that make no sense"
-        steps = [item.last_step for item in stretches if item.last_step is not None]
+        steps = [item.last_step for item in spans if item.last_step is not None]
         if max(steps, default=0) < self.step:
             yield f"{path.name} ends before step {self.step}"
 
@@ -233,13 +217,16 @@ class JobFiles:
             if copy is None:
                 yield f"{self.job_dir.tokenizers.name}/ has no copy of {shown(directory)}"
 
-    def _has_ended(self) -> bool:
-        """Returns True unless the newest launch was asked to end, or killed."""
-        try:
-            stretches = read_stretches(self.job_dir.timeline_jsonl)
-        except ConfigError:
-            return True
-        return not stretches or stretches[-1].ended_by == THE_END
+
+def all_faults(faults: Callable[[], Iterator[str]]) -> list[str]:
+    """Returns the faults, including that a file cannot be read."""
+    found = []
+    try:
+        for fault in faults():
+            found.append(fault)
+    except (ConfigError, OSError) as error:
+        found.append(str(error.args[0] if isinstance(error, ConfigError) else error))
+    return found
 
 
 def faults_of_lines(path: Path, *, may_be_cut: bool = False) -> Iterator[str]:
@@ -289,20 +276,13 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _cut_short(path: Path) -> Iterator[str]:
-    content = _content(path)
+    content = content_of(path)
     if content and not content.endswith(b"\n"):
         yield f"{path.name} is cut short"
 
 
-def _content(path: Path) -> bytes:
-    try:
-        return content_of(path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror or error}).") from None
-
-
 def _texts(path: Path) -> list[str]:
-    text = _content(path).decode("utf-8", "replace")
+    text = content_of(path).decode("utf-8", "replace")
     return [line for line in text.split("\n") if line]
 
 
@@ -315,16 +295,3 @@ def _parsed(text: str) -> Any:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
-
-
-def told(faults: Callable[[], Iterator[str]]) -> list[str]:
-    """Returns the faults, among them that a file cannot be read."""
-    result = []
-    try:
-        for fault in faults():
-            result.append(fault)
-    except ConfigError as error:
-        result.append(str(error.args[0]))
-    except OSError as error:
-        result.append(str(error))
-    return result

@@ -1,0 +1,120 @@
+"""The curves of a report: their horizontal axes, and fewer points that look the same."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+_PER_SECOND = "_per_second"
+# They do not overlap: together all the time in which a job trains, without its start.
+_TIMES = ("step_time", "evaluation_time", "save_time")
+
+
+def weight_unit(columns: Mapping[str, np.ndarray]) -> str | None:
+    """Returns the unit of a batch's weight, such as "tokens"; None without such a column."""
+    units = [name.removesuffix(_PER_SECOND) for name in columns if name.endswith(_PER_SECOND)]
+    units = [unit for unit in units if unit not in ("steps", "hours")]  # The other axes.
+    usual = [unit for unit in ("tokens", "examples") if unit in units]
+    return next(iter([*usual, *units]), None)
+
+
+def progress_axes(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns "steps", the total weight by its unit, and "hours" after each line.
+
+    Lost steps do not count. Hours are those of steps, evaluations and saves, without launches and
+    the time between them.
+    """
+    axes = {"steps": columns["step"]}
+    times = {name: _valid(columns[name]) for name in _TIMES if name in columns}
+    unit = weight_unit(columns)
+    if unit and "step_time" in times:
+        axes[unit] = np.cumsum(_valid(columns[f"{unit}{_PER_SECOND}"]) * times["step_time"]).round()
+    if times:
+        axes["hours"] = np.cumsum(sum(times.values())) / 3600
+    return axes
+
+
+def _valid(column: np.ndarray) -> np.ndarray:
+    """Returns a column with 0 in place of impossible seconds or weights."""
+    return np.where((column > 0) & (column < 1e15), column, 0.0)
+
+
+def at_steps(axes: Mapping[str, np.ndarray], steps: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns the values of all axes at given steps, such as those of evaluations.
+
+    Steps before the first line have zeros, and those after the last line its values.
+    """
+    known = {name: axis for name, axis in axes.items() if name != "steps"}
+    lines = np.searchsorted(axes["steps"], steps, side="right")
+    return {
+        "steps": steps,
+        **{name: np.concatenate([[0.0], axis])[lines] for name, axis in known.items()},
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """Lines in groups of neighbours, smaller at the start of a run, where curves are steep.
+
+    Attributes:
+      starts: the first line of each bucket, of shape (number of buckets,).
+      num_lines: of all buckets.
+    """
+
+    starts: np.ndarray
+    num_lines: int
+
+    @property
+    def ends(self) -> np.ndarray:
+        """The last line of each bucket."""
+        return np.append(self.starts, self.num_lines)[1:] - 1
+
+    @property
+    def are_lines(self) -> bool:
+        """True if each bucket has a single line."""
+        return len(self.starts) == self.num_lines
+
+    def means(self, values: np.ndarray) -> np.ndarray:
+        """Returns the mean of each bucket's finite values, NaN if it has none."""
+        is_finite = np.isfinite(values)
+        counts = np.add.reduceat(is_finite, self.starts, dtype=float)
+        with np.errstate(over="ignore"):  # A sum beyond all floats is infinite.
+            sums = np.add.reduceat(np.where(is_finite, values, 0.0), self.starts)
+        return np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)
+
+    def lowest(self, values: np.ndarray) -> np.ndarray:
+        """Returns the lowest value of each bucket, -inf too; NaN if all are NaN."""
+        return np.fmin.reduceat(values, self.starts)
+
+    def highest(self, values: np.ndarray) -> np.ndarray:
+        """Returns the highest value of each bucket, inf too; NaN if all are NaN."""
+        return np.fmax.reduceat(values, self.starts)
+
+
+def buckets_of(num_lines: int, most: int) -> Buckets:
+    """Returns at most `most` buckets: three quarters of equal size, the others at the start.
+
+    With `most` lines or fewer, each line is a bucket.
+    """
+    if num_lines <= most:
+        return Buckets(np.arange(num_lines), num_lines)
+    at_start = most // 4
+    equal = np.linspace(0, num_lines, most - at_start, endpoint=False)
+    growing = np.geomspace(1, num_lines, at_start, endpoint=False)
+    return Buckets(np.unique(np.concatenate([equal, growing]).astype(np.int64)), num_lines)
+
+
+def with_extremes(values: np.ndarray, most: int) -> np.ndarray:
+    """Returns the indices of the lowest and highest of neighbours and of the last, at most `most`.
+
+    They are in order.
+    """
+    if len(values) <= most:
+        return np.arange(len(values))
+    bounds = np.linspace(0, len(values), (most - 1) // 2 + 1).astype(np.int64)
+    kept = {len(values) - 1}
+    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+        part = values[start:end]
+        if not np.isnan(part).all():
+            kept |= {start + int(np.nanargmin(part)), start + int(np.nanargmax(part))}
+    return np.array(sorted(kept))
