@@ -41,8 +41,7 @@ from praxis_lite.core import (
 from praxis_lite.layers import Linear, set_sharding_params
 from praxis_lite.tasks.loss import LossTask
 from praxis_lite.tools.huggingface import family
-from praxis_lite.tools.huggingface.same_model import weights_of
-from praxis_lite.tools.huggingface.weights import parts
+from praxis_lite.tools.huggingface.weights import parts, weights_of
 from tests.support.job_runs import launch, lines_of, succeed
 
 PAGE = (Path(__file__).parents[2] / "docs/how_to_add.md").read_text(encoding="utf-8")

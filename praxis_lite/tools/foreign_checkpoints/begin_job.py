@@ -1,4 +1,4 @@
-"""A new job whose checkpoint of step 0 has weights that another system has trained."""
+"""Creates a job whose checkpoint of step 0 has weights that another system trained."""
 
 import contextlib
 import os
@@ -6,10 +6,8 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 
-from praxis_lite.core.errors import ConfigError, few
+from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.partitioner import Partitioner
-from praxis_lite.files.json_text import opened_to_append
-from praxis_lite.files.whole_files import not_written
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
 from praxis_lite.run.checkpoints.init.frozen_base import check_frozen_base
@@ -23,73 +21,33 @@ from praxis_lite.run.experiment.experiment import Job
 from praxis_lite.run.experiment.launched_config import config_of_experiment
 from praxis_lite.run.job.job_dir import JobDir, open_for_training
 from praxis_lite.run.job.job_lock import JobLock
-from praxis_lite.run.job.local_directory import local_directory
 from praxis_lite.run.trainer.checks.memory import check_fits
 from praxis_lite.run.trainer.job_on_mesh import partitioner_of
 
 
 @contextlib.contextmanager
-def beginning(
+def new_job_dir(
     job_log_dir: str | os.PathLike[str], experiment: str, packages: Sequence[str] = ()
 ) -> Iterator[JobDir]:
-    """Yields the directory of a job that is to begin, cleared again if what follows fails.
-
-    A mark in it says that the job is half made. Where a command was killed, and left the mark, the
-    same command begins anew.
+    """Yields the locked directory of a new job; removes the job's files if the body fails.
 
     Raises:
-      ConfigError: the experiment is not known, or the directory is of another job, cannot be
-        written or has checkpoints; or the disk does not take what follows.
+      ConfigError: the experiment is unknown, or the directory has a job, has other files or cannot
+        be written.
     """
     name = registry.full_name(registry.get_experiment(experiment, packages))
-    job_dir = JobDir(local_directory(job_log_dir))
-    if job_dir.beginning.is_file() and not job_dir.config_json.exists():
-        with _marked(job_dir):
-            _clear(job_dir)
     job_dir = open_for_training(job_log_dir, name)
-    saved_before = sorted(path.name for path in job_dir.checkpoints.glob("*"))
-    if saved_before:
-        raise ConfigError(
-            f"{job_dir.path} has checkpoints already ({few(saved_before)}), and a job can begin "
-            "only where there are none. Name a new directory."
-        )
-    had_config = job_dir.config_json.exists()
-    with _marked(job_dir):
+    if job_dir.config_json.exists():
+        raise ConfigError(f"{job_dir.path} already has a job. Name a new directory.")
+    with JobLock(job_dir.path, print):
         try:
             yield job_dir
-        except BaseException as error:
-            if not had_config:  # Of a job without its weights, which training would draw.
-                with contextlib.suppress(OSError):
-                    job_dir.config_json.unlink(missing_ok=True)
-            _clear(job_dir)
-            if isinstance(error, OSError) and not isinstance(error, ConfigError):
-                path = error.filename or job_dir.path
-                raise not_written(path, error, "it begins the job anew") from error
+        except BaseException:
+            for folder in (job_dir.huggingface, job_dir.checkpoints):
+                shutil.rmtree(folder, ignore_errors=True)
+            for file in (job_dir.config_json, job_dir.config_txt):
+                file.unlink(missing_ok=True)
             raise
-
-
-@contextlib.contextmanager
-def _marked(job_dir: JobDir) -> Iterator[None]:
-    with contextlib.ExitStack() as held:
-        try:
-            held.enter_context(JobLock(job_dir.path, print))
-            opened_to_append(job_dir.beginning).close()
-        except OSError as error:
-            raise not_written(job_dir.beginning, error) from error
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                job_dir.beginning.unlink(missing_ok=True)
-
-
-def _clear(job_dir: JobDir) -> None:
-    """Removes the files of a job that has not begun from its directory, as far as possible."""
-    for folder in (job_dir.huggingface, job_dir.checkpoints):
-        shutil.rmtree(folder, ignore_errors=True)
-    if not job_dir.config_json.exists():
-        with contextlib.suppress(OSError):
-            job_dir.config_txt.unlink(missing_ok=True)
 
 
 def begin_job_with(
@@ -100,18 +58,17 @@ def begin_job_with(
     packages: Sequence[str] = (),
     note: Note = lambda line: None,
 ) -> JobDir:
-    """Returns the job as if its step 0 was saved, to be trained or evaluated.
+    """Saves step 0 of a new job and returns the job, which can be trained or evaluated.
 
-    The optimizer's slots are new, made from the weights, and the training data starts at its first
-    batch.
+    The optimizer's slots are new, and the training data starts at its first batch.
 
     Args:
-      source: returns the initial state; what it leaves out is drawn with the run's seed.
+      source: returns the initial state; other arrays are drawn with the run's seed.
       experiment: its name, as for `--exp`.
-      job_dir: of `beginning`.
+      job_dir: from `new_job_dir`.
       settings: "path=value", as for `--set`.
       packages: as for `--packages`.
-      note: told how far the reading is.
+      note: called with the progress of the reading.
 
     Raises:
       ConfigError: the task does not fit its mesh, or the weights do not fit the task.
@@ -132,11 +89,11 @@ def begin_job_with(
     return job_dir
 
 
-def how_to_go_on(
+def next_command(
     job_dir: JobDir, experiment: str, settings: Sequence[str] = (), packages: Sequence[str] = ()
 ) -> str:
-    """Returns the words printed of a job that was begun: the command that trains it."""
+    """Returns a message with the command that trains the new job."""
     words = ["main.py", f"--exp={experiment}", f"--job_log_dir={job_dir.path}"]
     words += [f"--packages={','.join(packages)}"] if packages else []
     words += ["--set", *settings] if settings else []
-    return f"began {job_dir.path}: go on with {shlex.join(words)}"
+    return f"created {job_dir.path}: continue with {shlex.join(words)}"

@@ -11,8 +11,7 @@ from praxis_lite.core.models.model import spec_leaves
 from praxis_lite.layers import set_sharding_params
 from praxis_lite.tools.huggingface.decoder import lm_config
 from praxis_lite.tools.huggingface.family import family_of
-from praxis_lite.tools.huggingface.same_model import weights_of
-from praxis_lite.tools.huggingface.weights import parts, tensor_shape
+from praxis_lite.tools.huggingface.weights import parts, tensor_shape, weights_of
 from tests.support.goldens import golden
 from tests.support.marks import every
 
