@@ -77,7 +77,7 @@ class TextWindows(IndexedPipeline):
 
     @functools.cached_property
     def stream(self) -> np.ndarray:
-        """The split's tokens and, at `filler_position`, a zero."""
+        """The split's tokens and, at `padding_position`, a zero."""
         return np.append(self.corpus.tokens(self.split), np.int32(0))
 
     @property
