@@ -16,7 +16,7 @@ from praxis_lite.inputs.__main__ import main as inputs
 from praxis_lite.inputs.tokenizers.__main__ import main as tokenizers
 from praxis_lite.run.checkpoints.__main__ import main as checkpoints
 from praxis_lite.run.command import run, status_of
-from praxis_lite.tools.foreign_checkpoints.begin_job import new_job_dir
+from praxis_lite.tools.foreign_checkpoints import new_job_dir
 from praxis_lite.tools.huggingface.__main__ import main as convert
 from praxis_lite.tools.huggingface.tensors.writing import save_tensors
 from praxis_lite.tools.pax import job as pax_job

@@ -21,7 +21,7 @@ def _convert(argv: Sequence[str] | None) -> None:
     print_log()
     args = _parser().parse_args(argv)
     # Import slow modules here, so that Ctrl-C during the import prints no traceback.
-    from praxis_lite.tools.foreign_checkpoints.begin_job import next_command
+    from praxis_lite.tools.foreign_checkpoints import next_command
     from praxis_lite.tools.huggingface.jobs import begin_job, export_job, hf_dir_setting
     from praxis_lite.tools.huggingface.model import EXPERIMENT
 

@@ -14,7 +14,7 @@ from praxis_lite.run.experiment.experiment import Job
 from praxis_lite.run.job.job_dir import JobDir, open_for_reading
 from praxis_lite.run.job.local_directory import local_directory
 from praxis_lite.run.loading import load
-from praxis_lite.tools.foreign_checkpoints.begin_job import begin_job_with, new_job_dir
+from praxis_lite.tools.foreign_checkpoints import begin_job_with, new_job_dir
 from praxis_lite.tools.huggingface.adapters import merged_weights
 from praxis_lite.tools.huggingface.model import EXPERIMENT
 from praxis_lite.tools.huggingface.pretrained import (

@@ -40,7 +40,7 @@ def begin_job(
       ConfigError: the directory has a job already, or the weights do not fit the model.
     """
     # Import slow modules here, so that Ctrl-C during the import prints no traceback.
-    from praxis_lite.tools.foreign_checkpoints.begin_job import begin_job_with, new_job_dir
+    from praxis_lite.tools.foreign_checkpoints import begin_job_with, new_job_dir
     from praxis_lite.tools.pax.checkpoints import read_pax_checkpoint
     from praxis_lite.tools.pax.weights import FromPax
 
@@ -81,7 +81,7 @@ def _begin(argv: Sequence[str] | None) -> None:
     job = begin_job(args.exp, args.pax, args.job_log_dir, step=args.pax_step,
                     settings=args.settings, ignore=args.ignore, new=args.new,
                     packages=args.packages)
-    from praxis_lite.tools.foreign_checkpoints.begin_job import next_command
+    from praxis_lite.tools.foreign_checkpoints import next_command
 
     print(next_command(job, args.exp, args.settings, args.packages))
 
