@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import fiddle as fdl
@@ -169,8 +169,16 @@ class HuggingFaceModel:
         """
         what = "generate: max_new_tokens"
         max_new_tokens = whole_number(max_new_tokens, what, 1)
-        rows = self._prompts(prompts)
-        lengths = np.array([len(element) for element in rows], np.int32)
+        require(
+            not isinstance(prompts, str) and len(prompts) > 0, "generate: prompts", prompts,
+            "a list of prompts, each a list of token ids",
+        )
+        vocab_size, num_positions = self._sizes["ids"], self._sizes.get("segment_pos")
+        rows = [
+            token_ids(prompt, f"generate: prompt {number}", vocab_size, ndim=1)
+            for number, prompt in enumerate(prompts)
+        ]
+        lengths = np.array([len(row) for row in rows], np.int32)
         longest = int(lengths.max())
         self._require_positions(
             longest + max_new_tokens, f"{what}={max_new_tokens} after a prompt of {longest} tokens"
@@ -178,12 +186,11 @@ class HuggingFaceModel:
         ends: tuple[int, ...] = ()
         if eos_id is not None:
             ends = eos_id if isinstance(eos_id, list | tuple) else [eos_id]
-            ends = tuple(token_ids(ends, "generate: eos_id", self._sizes["ids"], ndim=1).tolist())
-        num_positions = self.partitioner.task.num_ids().get("segment_pos")
-        padded = length_of_prompts(longest, max_new_tokens, num_positions)
-        ids = np.zeros((len(lengths), padded), np.int32)
-        for row, item in zip(ids, rows, strict=True):
-            row[: len(item)] = item
+            ends = tuple(token_ids(ends, "generate: eos_id", vocab_size, ndim=1).tolist())
+        padded_length = length_of_prompts(longest, max_new_tokens, num_positions)
+        ids = np.zeros((len(lengths), padded_length), np.int32)
+        for padded, row in zip(ids, rows, strict=True):
+            padded[: len(row)] = row
         form = self.partitioner.task.decoder.weights_form
         for name, expected in form.items():
             actual = settings.get(name, expected)
@@ -191,18 +198,22 @@ class HuggingFaceModel:
                 actual == expected, f"generate: {name}", actual, f"{expected!r}",
                 f"Load the model with settings=['task.decoder.{name}=...'].",
             )
+        config = self.experiment.task
         decoder = Greedy(max_decode_steps=max_new_tokens, eos_id=ends, **form)
-        partitioner = self._greedy(decoder, settings)
+        decoder = changed_decoder(self.partitioner.task, config, decoder, settings)
+        if decoder not in self._decoding:
+            task = fdl.build(fdl.copy_with(config, decoder=decoder))
+            self._decoding[decoder] = Partitioner(task, self.partitioner.mesh)
+        partitioner = self._decoding[decoder]
         batch = partitioner.global_batch({
             "ids": ids, "prefix_lengths": lengths, "weights": np.ones(len(lengths), np.float32),
         })
-        inputs = self._for_decoding, batch, partitioner.key(0)
-        result = jax.device_get(
-            self._runs.run(partitioner.decode_step, *inputs, key=ids.shape)
-        )
+        outputs = jax.device_get(self._runs.run(
+            partitioner.decode_step, self._for_decoding, batch, partitioner.key(0), key=ids.shape
+        ))
         return [
             row[0, : length[0]].tolist()
-            for row, length in zip(result["output_ids"], result["decode_lengths"], strict=True)
+            for row, length in zip(outputs["output_ids"], outputs["decode_lengths"], strict=True)
         ]
 
     def export(
@@ -227,16 +238,6 @@ class HuggingFaceModel:
             max_file_bytes=max_file_bytes, note=note,
         )
 
-    def _prompts(self, prompts: Any) -> list[np.ndarray]:
-        require(
-            isinstance(prompts, Iterable) and not isinstance(prompts, str) and bool(len(prompts)),
-            "generate: prompts", prompts, "a list of prompts, each a list of token ids",
-        )
-        return [
-            token_ids(prompt, f"generate: prompt {number}", self._sizes["ids"], ndim=1)
-            for number, prompt in enumerate(prompts)
-        ]
-
     def _require_positions(self, length: int, what: str) -> None:
         most = self._sizes.get("segment_pos")
         if most is not None and length > most:
@@ -253,14 +254,6 @@ class HuggingFaceModel:
     @functools.cached_property
     def _sizes(self) -> Mapping[str, int]:
         return self.partitioner.task.num_ids()
-
-    def _greedy(self, decoder: Greedy, settings: Mapping[str, Any]) -> Partitioner:
-        task, config = self.partitioner.task, self.experiment.task
-        decoder = changed_decoder(task, config, decoder, settings)
-        if decoder not in self._decoding:
-            task = fdl.build(fdl.copy_with(config, decoder=decoder))
-            self._decoding[decoder] = Partitioner(task, self.partitioner.mesh)
-        return self._decoding[decoder]
 
 
 def _ids_like(
