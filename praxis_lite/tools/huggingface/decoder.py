@@ -14,8 +14,8 @@ from praxis_lite.layers.moe.mixture_of_experts import TransformerFeedForwardMoe
 from praxis_lite.layers.normalizations import LayerNorm, RmsNorm
 from praxis_lite.layers.transformer.models import TransformerLm
 from praxis_lite.layers.transformer.transformers import Transformer, TransformerFeedForward
-from praxis_lite.tools.huggingface.fields.decoder_settings import DecoderSettings, LayerKind
-from praxis_lite.tools.huggingface.fields.rotary import latent_scale, rotary
+from praxis_lite.tools.huggingface.decoder_settings import DecoderSettings, LayerKind
+from praxis_lite.tools.huggingface.rotary import latent_scale, rotary
 
 # Our names of activations, by those of transformers.
 ACTIVATIONS = {

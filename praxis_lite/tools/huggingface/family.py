@@ -20,7 +20,7 @@ from praxis_lite.core.errors import (
     require_choice,
     shown,
 )
-from praxis_lite.tools.huggingface.fields.decoder_settings import DecoderSettings
+from praxis_lite.tools.huggingface.decoder_settings import DecoderSettings
 
 VALUES = ("constants", "defaults")  # Parts of a table in which false is a value.
 _MERGED = ("settings", "unused", "only", "reasons", "read_as", *VALUES, "tensors")

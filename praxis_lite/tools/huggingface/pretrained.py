@@ -24,8 +24,8 @@ from praxis_lite.run.checkpoints.init.kept_arrays import in_kept_form, kept_path
 from praxis_lite.run.job.job_dir import JobDir
 from praxis_lite.run.job.local_directory import local_directory
 from praxis_lite.tools.huggingface.adapters import Layers, write_peft
+from praxis_lite.tools.huggingface.exported_text import copy_files, write_text_files
 from praxis_lite.tools.huggingface.family import family_of, read_config
-from praxis_lite.tools.huggingface.fields.exported_text import copy_files, write_text_files
 from praxis_lite.tools.huggingface.tensors.reading import parts_in_files, read_weights
 from praxis_lite.tools.huggingface.tensors.tensor_files import DESCRIBED, FLOATS, TensorFiles
 from praxis_lite.tools.huggingface.tensors.writing import MAX_FILE_BYTES, write_tensors

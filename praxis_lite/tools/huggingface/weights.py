@@ -13,8 +13,8 @@ from praxis_lite.core.errors import ConfigError, few
 from praxis_lite.core.models.nnx_model import NnxModel
 from praxis_lite.layers.base.variables import num_stacked_dims
 from praxis_lite.tools.huggingface.decoder import lm_config
+from praxis_lite.tools.huggingface.decoder_settings import DecoderSettings
 from praxis_lite.tools.huggingface.family import EMBEDDING, HEAD, Family
-from praxis_lite.tools.huggingface.fields.decoder_settings import DecoderSettings
 from praxis_lite.tools.huggingface.tensors.forms import (
     Form,
     Weight,

@@ -17,9 +17,9 @@ from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
 from praxis_lite.run.checkpoints.init.initial_state import completed
 from praxis_lite.tools import huggingface
 from praxis_lite.tools.huggingface.decoder import lm_config
+from praxis_lite.tools.huggingface.decoder_settings import LayerKind
 from praxis_lite.tools.huggingface.family import family_of
-from praxis_lite.tools.huggingface.fields.decoder_settings import LayerKind
-from praxis_lite.tools.huggingface.fields.rotary import rotary
+from praxis_lite.tools.huggingface.rotary import rotary
 from tests.support.explicit_partitioner import explicit_partitioner
 from tests.support.goldens import GOLDENS, golden_arrays
 from tests.support.marks import slow_but

@@ -17,7 +17,7 @@ from praxis_lite.layers.embedding.rotary_scaling import (
     YarnRotary,
     yarn_factor,
 )
-from praxis_lite.tools.huggingface.fields.decoder_settings import (
+from praxis_lite.tools.huggingface.decoder_settings import (
     FULL,
     SLIDING,
     DecoderSettings,
