@@ -1,5 +1,6 @@
 """Tokens of a conversation, and which of them belong to the answers."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -43,7 +44,6 @@ def tokens_of(
         if not isinstance(conversation, Conversation):
             conversation = Conversation(as_messages(conversation))
         messages, variables = conversation.messages, conversation.variables
-        chat = None if tokenizer.chat is None else tokenizer.chat.chosen(variables)
         answers = [index for index, message in enumerate(messages) if message["role"] == ASSISTANT]
         if not any(index >= first for index in answers):
             roles = sorted({str(item["role"]) for item in messages[first:]})
@@ -63,24 +63,17 @@ def tokens_of(
                 "false, or is empty, so there is nothing to train on",
                 "Leave the conversation out.",
             )
-        if chat is not None:
-            messages = chat.prepared(messages)
-
-        def rendered(messages: Sequence[Message], asks: bool = False) -> str:
-            if chat is None:
-                return tokenizer.apply_chat_template(messages, asks, tokenize=False, **variables)
-            return chat.render_data(messages, asks, **variables)
-
-        if chat is not None and chat.marks_answers:
-            def marked(messages: Sequence[Message]) -> Answers:
-                return chat.answers(messages, **variables)
-
+        if tokenizer.chat is None:
+            tokenizer.apply_chat_template(messages)  # Raises that there is no template.
+        chat = tokenizer.chat.chosen(variables)
+        messages = chat.prepared(messages)
+        if chat.marks_answers:
+            marked = functools.partial(chat.answers, **variables)
             text, spans = chat.checked(messages, variables, marked)
             chosen = _chosen(messages, answers, learned, first, spans, marked, where)
         else:
-            text = rendered(messages) if chat is None else chat.checked(
-                messages, variables, rendered
-            )
+            rendered = functools.partial(chat.render_data, **variables)
+            text = chat.checked(messages, variables, rendered)
             chosen = [_span(messages, index, text, rendered, tokenizer, where) for index in learned]
     ids, offsets = tokenizer.encode_with_places(text)
     is_answer = np.zeros(len(ids), bool)

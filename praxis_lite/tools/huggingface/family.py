@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import tomllib
 import types
 import typing
@@ -97,6 +98,24 @@ class Family:
           ConfigError: a field is missing, unknown, has an unsupported value, or contradicts another
             one.
         """
+        self._check_fields(config)
+        values = {**self.defaults, **self._values_in(config), **self.constants}
+        fields = dataclasses.fields(DecoderSettings)
+        missing = [
+            self._field_of(field.name) for field in fields
+            if field.default is dataclasses.MISSING and field.name not in values
+        ]
+        if missing:
+            raise ConfigError(f"config.json of {self.name} lacks {', '.join(missing)}.")
+        for field in fields:
+            require(
+                field.name not in values or _has_type(values[field.name], field.type),
+                f"config.json: {self._field_of(field.name)}", values.get(field.name),
+                re.sub(r"[a-z_.]+\.", "", getattr(field.type, "__name__", str(field.type))),
+            )
+        return DecoderSettings(**values)
+
+    def _check_fields(self, config: Mapping[str, Any]) -> None:
         known = {*self.settings, *self.unused, *self.refused, *self.only, *self.without_effect}
         for field, value in config.items():
             if field in self.refused and value:
@@ -114,21 +133,6 @@ class Family:
                     f"config.json of {self.name}: {field}", value, " or ".join(map(repr, allowed)),
                     self.reasons.get(field, "No other value is supported."),
                 )
-        values = {**self.defaults, **self._values_in(config), **self.constants}
-        fields = dataclasses.fields(DecoderSettings)
-        missing = [
-            self._field_of(field.name) for field in fields
-            if field.default is dataclasses.MISSING and field.name not in values
-        ]
-        if missing:
-            raise ConfigError(f"config.json of {self.name} lacks {', '.join(missing)}.")
-        for field in fields:
-            require(
-                field.name not in values or _has_type(values[field.name], field.type),
-                f"config.json: {self._field_of(field.name)}", values.get(field.name),
-                getattr(field.type, "__name__", str(field.type)),
-            )
-        return DecoderSettings(**values)
 
     def _values_in(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the settings by name that a config.json sets."""
