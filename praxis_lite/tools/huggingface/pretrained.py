@@ -29,7 +29,7 @@ from praxis_lite.tools.huggingface.family import family_of, read_config
 from praxis_lite.tools.huggingface.tensors.reading import parts_in_files, read_weights
 from praxis_lite.tools.huggingface.tensors.tensor_files import DESCRIBED, FLOATS, TensorFiles
 from praxis_lite.tools.huggingface.tensors.writing import MAX_FILE_BYTES, write_tensors
-from praxis_lite.tools.huggingface.weights import parts, weights_of
+from praxis_lite.tools.huggingface.weights import map_tensors, weights_of
 
 # The file of `write_description` with the path of the directory that a job began with.
 CAME_FROM = "came_from.txt"
@@ -72,7 +72,8 @@ class Pretrained:
             {path: weight.shape for path, weight in weights.items()},
             {path: x for path, x in shapes.items() if not path.startswith(_REFERENCE)},
         )
-        self.parts = parts_in_files(family, parts(family, settings, weights), self.files, left_out)
+        parts = map_tensors(family, settings, weights)
+        self.parts = parts_in_files(family, parts, self.files, left_out)
         self.reference_parts = [
             dataclasses.replace(part, path=path) for part in self.parts
             if (path := part.path.replace("params/", _REFERENCE, 1)) in shapes

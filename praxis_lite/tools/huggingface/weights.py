@@ -61,7 +61,7 @@ class Part:
         """Returns the shape of the array at `index` of our weight."""
         return self.sizes if self.turn is None else self.sizes[:-1]
 
-    def as_ours(self, tensor: np.ndarray) -> np.ndarray:
+    def to_weight_layout(self, tensor: np.ndarray) -> np.ndarray:
         """Returns the part in the layout of our weight: a view of the tensor."""
         if self.dim is not None:
             stop = self.start + self.shape()[self.dim]
@@ -70,7 +70,7 @@ class Part:
         ours = tensor.reshape([self.sizes[i] for i in order]).transpose(np.argsort(order))
         return ours if self.turn is None else ours[..., self.turn]
 
-    def as_theirs(self, piece: np.ndarray) -> np.ndarray:
+    def to_tensor_layout(self, piece: np.ndarray) -> np.ndarray:
         """Returns our array (of alternating weights, their stack) in the tensor's layout."""
         return piece.transpose(self._order()).reshape(self.shape())
 
@@ -90,9 +90,9 @@ def as_tensor(of_tensor: Sequence[Part], pieces: Sequence[np.ndarray]) -> np.nda
     """Returns a tensor, given all its parts and the arrays at the index of each in our weights."""
     first = of_tensor[0]
     if first.turn is not None:
-        return first.as_theirs(np.stack(pieces, axis=-1))
-    result = [part.as_theirs(piece) for part, piece in zip(of_tensor, pieces, strict=True)]
-    return result[0] if first.dim is None else np.concatenate(result, axis=first.dim)
+        return first.to_tensor_layout(np.stack(pieces, axis=-1))
+    arrays = [part.to_tensor_layout(x) for part, x in zip(of_tensor, pieces, strict=True)]
+    return arrays[0] if first.dim is None else np.concatenate(arrays, axis=first.dim)
 
 
 def weights_of(settings: DecoderSettings) -> dict[str, Weight]:
@@ -108,7 +108,7 @@ def weights_of(settings: DecoderSettings) -> dict[str, Weight]:
     return weights
 
 
-def parts(
+def map_tensors(
     family: Family, settings: DecoderSettings, weights: Mapping[str, Weight]
 ) -> list[Part]:
     """Returns the parts of all of our weights.
@@ -120,28 +120,28 @@ def parts(
       ConfigError: a weight has no tensor in the family's table, or two; or an entry does not fit
         the dims of its weight.
     """
-    result: list[Part] = []
+    parts: list[Part] = []
     for name in family.tensors:
         for layer in range(settings.num_layers) if "{layer}" in name else [None]:
-            result += _of_tensor(family, name, layer, settings, weights)
-    missing = sorted(set(weights) - {part.path for part in result})
+            parts += _parts_of(family, name, layer, settings, weights)
+    missing = sorted(set(weights) - {part.path for part in parts})
     if missing:
         raise ConfigError(
             f"The table of {family.name} has no tensor for {few(missing)}, which the config "
             "needs. Add it to the table."
         )
     tensor_of: dict[tuple[str, tuple[int, ...]], str] = {}
-    for part in result:
-        if (place := (part.path, part.index)) in tensor_of:
+    for part in parts:
+        if (key := (part.path, part.index)) in tensor_of:
             raise ConfigError(
-                f"The table of {family.name}: {tensor_of[place]} and {part.tensor} are both "
+                f"The table of {family.name}: {tensor_of[key]} and {part.tensor} are both "
                 f"{part.path}, whose dims are {weights[part.path]}. Remove one of them."
             )
-        tensor_of[place] = part.tensor
-    return result
+        tensor_of[key] = part.tensor
+    return parts
 
 
-def _of_tensor(
+def _parts_of(
     family: Family, name: str, layer: int | None, settings: DecoderSettings,
     weights: Mapping[str, Weight],
 ) -> Iterator[Part]:

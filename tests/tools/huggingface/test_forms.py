@@ -11,7 +11,7 @@ from praxis_lite import ConfigError
 from praxis_lite.layers.base.dims import NONE, Matrix
 from praxis_lite.tools.huggingface.family import Entry, family_of
 from praxis_lite.tools.huggingface.tensors.forms import Weight, form_of, named_form, piece_of
-from praxis_lite.tools.huggingface.weights import as_tensor, parts, weights_of
+from praxis_lite.tools.huggingface.weights import as_tensor, map_tensors, weights_of
 from tests.support.goldens import GOLDENS
 
 HEADS = ("embed", "heads", "head_dim")
@@ -96,7 +96,7 @@ def family_with(entries, **fields):
 def by_tensor(*arguments):
     """Returns the parts of each tensor."""
     result = {}
-    for part in parts(*arguments):
+    for part in map_tensors(*arguments):
         result.setdefault(part.tensor, []).append(part)
     return result
 
@@ -107,7 +107,7 @@ def tensor_and_pieces(local):
     pieces = [rng.normal(size=part.piece_shape()) for part in local]
     tensor = as_tensor(local, pieces)
     for part, x in zip(local, pieces, strict=True):
-        np.testing.assert_array_equal(part.as_ours(tensor), x)
+        np.testing.assert_array_equal(part.to_weight_layout(tensor), x)
     return tensor, pieces
 
 
@@ -179,6 +179,6 @@ def test_weights_alternate_by_heads_or_one_by_one():
 ])  # fmt: skip
 def test_an_entry_that_does_not_fit_is_refused_with_the_dims_that_there_are(entries, words):
     with pytest.raises(ConfigError) as error:
-        parts(*family_with(entries))
+        map_tensors(*family_with(entries))
     message = str(error.value)
     assert all(word in message for word in ["The table of tern", *words]), message

@@ -171,7 +171,7 @@ def _shard(
         sizes = [x.stop - x.start for x in bounds[:leading]]
         if any(not 0 <= i < size for i, size in zip(place, sizes, strict=True)):
             continue
-        ours = part.as_ours(files.tensor(part.tensor))[bounds[leading:]]
+        ours = part.to_weight_layout(files.tensor(part.tensor))[bounds[leading:]]
         # Padding beyond the logical shape stays zero.
         shard[(*place, *map(slice, ours.shape))] = ours
     return shard
