@@ -1,6 +1,7 @@
 """Settings of a decoder-only language model, the target of the tables in `families/`."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -138,7 +139,7 @@ class DecoderSettings:
         """Dims of a head."""
         return self.dim_per_head or self.model_dims // self.num_heads
 
-    @property
+    @functools.cached_property
     def pattern(self) -> Sequence[LayerKind]:
         """The kinds of the layers of the repeated block."""
         kinds = [self._kind_of(i) for i in range(self.num_layers)]
