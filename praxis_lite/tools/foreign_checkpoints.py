@@ -37,9 +37,9 @@ def new_job_dir(
     """
     name = registry.full_name(registry.get_experiment(experiment, packages))
     job_dir = open_for_training(job_log_dir, name)
-    if job_dir.config_json.exists():
-        raise ConfigError(f"{job_dir.path} already has a job. Name a new directory.")
     with JobLock(job_dir.path, print):
+        if job_dir.config_json.exists():
+            raise ConfigError(f"{job_dir.path} already has a job. Name a new directory.")
         try:
             yield job_dir
         except BaseException:
