@@ -22,7 +22,7 @@ from praxis_lite.inputs.base import (
     spec_of_rows,
 )
 from praxis_lite.inputs.leaves import narrow, narrow_dtype, padded_rows, with_weights
-from praxis_lite.inputs.tf.tensorflow_import import tensorflow
+from praxis_lite.inputs.tensorflow_import import tensorflow
 
 if TYPE_CHECKING:
     import jax

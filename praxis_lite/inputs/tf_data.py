@@ -8,7 +8,7 @@ import numpy as np
 
 from praxis_lite.host.optional_packages import is_installed
 from praxis_lite.inputs import numpy_data
-from praxis_lite.inputs.tf.tensorflow_import import tensorflow
+from praxis_lite.inputs.tensorflow_import import tensorflow
 
 __all__ = ["TextWindows"]
 

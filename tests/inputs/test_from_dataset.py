@@ -13,7 +13,7 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.inputs import FromDataset, TextCorpus
-from praxis_lite.inputs.tf.tensorflow_import import tensorflow
+from praxis_lite.inputs.tensorflow_import import tensorflow
 from tests.support.marks import needs_tensorflow
 
 pytestmark = needs_tensorflow

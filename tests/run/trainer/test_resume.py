@@ -39,7 +39,7 @@ import optax
 from jobzoo.experiments import Tiny
 from praxis_lite import register
 from praxis_lite.inputs import FromDataset, WithWorkers, numpy_data, tf_data
-from praxis_lite.inputs.tf.tensorflow_import import tensorflow
+from praxis_lite.inputs.tensorflow_import import tensorflow
 from praxis_lite.layers import BatchNorm, Dropout, Linear
 from praxis_lite.core.learner.learner import Learner
 from praxis_lite.optimizers.loss_scaling import DynamicLossScale

@@ -1,1 +1,0 @@
-"""tensorflow for input pipelines, imported on first use; examples are read without it."""
