@@ -21,7 +21,7 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from praxis_lite.inputs import FromDataset, FromGrain, WithWorkers
-from praxis_lite.inputs.tf.tensorflow_import import tensorflow
+from praxis_lite.inputs.tensorflow_import import tensorflow
 
 TOKENS, TURNS = 1024, 5
 

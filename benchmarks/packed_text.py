@@ -26,7 +26,7 @@ import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from praxis_lite.inputs import ArrayRecords, Documents, PackedText
-from praxis_lite.inputs.tf.tensorflow_import import tensorflow
+from praxis_lite.inputs.tensorflow_import import tensorflow
 
 TOKENS, TURNS, BATCHES, EOS = 2048, 5, 100, 256
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def _from_huggingface(directory: str, layout: "StateLayout") -> "InitialState":
-    from praxis_lite.tools.huggingface.initial_state import FromHuggingFace
+    from praxis_lite.tools.huggingface.pretrained import FromHuggingFace
 
     return FromHuggingFace(directory, layout)
 

@@ -1,7 +1,7 @@
-"""Input pipelines and the text they read.
+"""Input pipelines, sources of examples, and text.
 
-`TextWindows` is there twice, with the same constructor and the same batches: `tf_data.TextWindows`
-prefetches with tf.data, `numpy_data.TextWindows` runs without tensorflow.
+`tf_data.TextWindows` and `numpy_data.TextWindows` have the same arguments and batches; the former
+prefetches with tf.data.
 """
 
 from praxis_lite.public_names import public_names

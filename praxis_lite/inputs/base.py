@@ -1,4 +1,4 @@
-"""The promise of a pipeline of batches: any rows of any batch by its index."""
+"""Base classes of input pipelines: any rows of any batch by its index."""
 
 import abc
 import functools
@@ -20,38 +20,38 @@ if TYPE_CHECKING:  # A worker process needs no JAX, which takes a second to impo
 
     from praxis_lite.inputs.tokenizers.base import Tokenizer
 
-# The name of the dataset that is trained on; all others are evaluated on.
+# The name of the training dataset; all others are for evaluation.
 TRAIN = "train"
 
 
 @typing.runtime_checkable
 class Fingerprinted(Protocol):
-    """A setting of a pipeline that says which data it stands for: a source, a tokenizer."""
+    """A setting of a pipeline with a fingerprint of its data: a source, a tokenizer."""
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns all that determines the data, as JSON."""
+        """Returns everything that determines the data, as JSON."""
 
 
 class InputPipeline(abc.ABC):
     """Batches of host arrays, each a pure function of (settings, seed, index).
 
     Resuming at step k is `batches(start=k)`: nothing is replayed and no position is stored. Every
-    batch of a pipeline has the same shapes; a last batch that is not full ends in zero rows whose
-    `weights` are 0. A constructor only keeps its settings: files are read by `check` or later.
+    batch of a pipeline has the same shapes; an incomplete last batch ends with zero rows whose
+    `weights` are 0. A constructor only stores its settings: `check` or later methods read files.
     """
 
     batch_size: int  # Rows of the global batch, over all hosts.
-    # True: batch k is found by making all before it; a job says so when it starts.
+    # True: batch k needs all batches before it; a job logs this at the start.
     replays: bool = False
-    tokenizer: "Tokenizer | None" = None  # Of a pipeline of text.
+    tokenizer: "Tokenizer | None" = None  # Set by pipelines of text.
 
     @property
     @abc.abstractmethod
     def num_batches(self) -> int | None:
-        """The batches in a pass, or None for a pipeline without end (training)."""
+        """The batches in a pass, or None for an endless pipeline (training)."""
 
     def check(self) -> None:
-        """Reads what must be read; raises ConfigError for what would fail later."""
+        """Reads files, and raises ConfigError for what would fail later."""
         self.require_at_least(1, "batch_size")
 
     @abc.abstractmethod
@@ -65,8 +65,8 @@ class InputPipeline(abc.ABC):
         """Returns batch `start`, `start + 1`, ..., or these rows of each.
 
         Args:
-            rows: a slice of the batch_size rows of the global batch. None: all. A
-                process asks for those that its devices hold (`sharding.inputs.process_rows`).
+            rows: a slice of the batch_size rows of the global batch. None: all. A process
+                requests the rows of its devices (`sharding.inputs.process_rows`).
 
         Raises:
             ConfigError: as `check`.
@@ -74,33 +74,33 @@ class InputPipeline(abc.ABC):
 
     @abc.abstractmethod
     def fingerprint(self) -> dict[str, Any]:
-        """Returns all that determines the batches, as JSON: settings, seed, hash of the data."""
+        """Returns everything that determines the batches, as JSON: settings, seed, data hash."""
 
     def nondeterminism(self) -> str | None:
-        """Returns why another run may see other batches, in a few words, or None.
+        """Returns why another run may have other batches, or None.
 
-        The first batch is made twice and compared; override it to say more.
+        The default compares the first batch of two iterations.
         """
         first, second = (next(self.batches(), {}) for _ in range(2))
         return difference(first, second)
 
     def baselines(self) -> dict[str, float]:
-        """Returns figures to hold an evaluation against, by name; {} unless overridden."""
+        """Returns figures to compare an evaluation with, by name; {} unless overridden."""
         return {}
 
     def classes(self) -> dict[str, tuple[str, ...]]:
-        """Returns the names of the classes that labels count, by the labels' name; {} if unknown.
+        """Returns the names of the classes, by the name of the labels; {} if unknown.
 
         A class has one number in all datasets of a job and in all sources of a mixture.
         """
         return {}
 
     def largest_id(self) -> int | None:
-        """Returns the largest token of the rows, or None if it is not known."""
+        """Returns the largest token id, or None if it is unknown."""
         return None
 
     def place_of_largest_id(self) -> str:
-        """Returns where the largest token stands, in a few words; "" if that is not known."""
+        """Returns the location of the largest token id; "" if unknown."""
         return ""
 
     def example_of(self, index: int, row: int) -> str:
@@ -108,19 +108,19 @@ class InputPipeline(abc.ABC):
         return ""
 
     def tokens_per_row(self) -> float | None:
-        """Returns the mean number of tokens of a row; None: a mixture counts them."""
+        """Returns the mean number of tokens per row; None: a mixture counts them."""
         return None
 
     def class_name(self) -> str:
-        """Returns the class's name in fingerprints: with its module, unless it is the library's.
+        """Returns the class's name for fingerprints, with its module unless it is the library's.
 
-        Both classes `TextWindows` have one name, for their batches are the same.
+        Both classes `TextWindows` have one name, because their batches are the same.
         """
         is_own = type(self).__module__.startswith("praxis_lite.inputs.")
         return ("" if is_own else f"{type(self).__module__}.") + type(self).__qualname__
 
     def settings_fingerprint(self, *settings: str) -> dict[str, Any]:
-        """Returns the class's name and these attributes, or the fingerprints of these."""
+        """Returns the class's name and these attributes, or their fingerprints."""
         values = {name: getattr(self, name) for name in settings}
         return {"pipeline": self.class_name()} | {
             name: value.fingerprint() if isinstance(value, Fingerprinted) else value
@@ -133,7 +133,7 @@ class InputPipeline(abc.ABC):
             value = getattr(self, setting)
             require(
                 hasattr(value, "__index__") and value >= minimum,
-                f"{type(self).__name__}.{setting}", value, f"a whole number, {minimum} or more",
+                f"{type(self).__name__}.{setting}", value, f"an integer, at least {minimum}",
             )
 
     def whole_or(self, rows: slice | None) -> slice:
@@ -151,7 +151,7 @@ class IndexedPipeline(InputPipeline):
     def batches(
         self, start: int = 0, *, rows: slice | None = None
     ) -> Iterator[dict[str, np.ndarray]]:
-        # Not a generator, so that it checks now and not at the first next().
+        # Not a generator, so that it checks before the first next().
         self.check()
         rows, end = self.whole_or(rows), self.num_batches
         indices = itertools.count(start) if end is None else range(start, end)
@@ -159,7 +159,7 @@ class IndexedPipeline(InputPipeline):
 
 
 class NumberedPipeline(IndexedPipeline):
-    """A pipeline of numbered examples: a batch is those that stand at its places of the order.
+    """A pipeline of numbered examples, in order or shuffled every epoch.
 
     Attributes:
         seed: of the order.
@@ -191,12 +191,12 @@ class NumberedPipeline(IndexedPipeline):
         return "".join(map(self.where, self.numbers(index, slice(row, row + 1)).tolist()))
 
     def where(self, number: int) -> str:
-        """Returns where an example is, for messages: its number, counted from 0, or its file."""
+        """Returns an example's location for messages: its number from 0 on, or its file."""
         return f"example {number}"
 
 
 class ReplayedPipeline(InputPipeline):
-    """A pipeline that gives its batches only in order: all before a batch are made again for it."""
+    """A pipeline with sequential access only: a resume recomputes all earlier batches."""
 
     replays = True
 
@@ -210,7 +210,7 @@ class ReplayedPipeline(InputPipeline):
         self.check()
         if start:
             _log.info(
-                "reading the %d batches before the next one again (%s)", start, type(self).__name__
+                "reading the first %d batches again (%s)", start, type(self).__name__
             )
         return self.batches_from(start, self.whole_or(rows))
 
@@ -218,9 +218,9 @@ class ReplayedPipeline(InputPipeline):
 def difference(
     first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]
 ) -> str | None:
-    """Returns the difference between a batch and the same made again, or None."""
+    """Returns the difference between a batch and the recomputed batch, or None."""
     if not isinstance(first, Mapping) or not isinstance(second, Mapping):
-        return None  # The user's mistake, which is reported where batches are read.
+        return None  # A mistake that `checked_batches` reports.
     for name, leaf in first.items():
         if name not in second or np.asarray(leaf).tobytes() != np.asarray(second[name]).tobytes():
             return f"the first batch, made twice, differs in {name!r}"
@@ -264,15 +264,15 @@ def digest_of(batches: Iterable[Mapping[str, np.ndarray]]) -> str:
 
 
 def described(value: Any) -> Any:
-    """Returns a function with its arguments, or an argument, as JSON alike in every process."""
+    """Returns a function with its arguments, or an argument, as JSON for fingerprints."""
     if isinstance(value, functools.partial):
-        arguments = {str(n): described(argument) for n, argument in enumerate(value.args)}
-        arguments |= {name: described(keyword) for name, keyword in value.keywords.items()}
+        arguments = {str(n): described(x) for n, x in enumerate(value.args)}
+        arguments |= {name: described(x) for name, x in value.keywords.items()}
         return {"function": described(value.func), **arguments}
     if isinstance(value, Mapping):
-        return {str(name): described(item) for name, item in value.items()}
+        return {str(name): described(x) for name, x in value.items()}
     if isinstance(value, list | tuple):
-        return [described(element) for element in value]
+        return [described(x) for x in value]
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Fingerprinted):

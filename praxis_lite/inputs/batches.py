@@ -1,4 +1,4 @@
-"""Batches as the loops read them: with the promised shapes and known ids, and NaNs reported."""
+"""Checks of pipelines and their batches against `element_spec`; reports of NaN in batches."""
 
 import dataclasses
 import inspect
@@ -25,21 +25,22 @@ def checked_batches(
       name: of the dataset, for the error: "datasets.train".
 
     Raises:
-      ConfigError: a batch has other names, shapes or dtypes than `element_spec` says; names it.
+      ConfigError: a batch has other names, shapes or dtypes than `element_spec`; names it.
     """
     spec = checked_spec(pipeline, name)
     num_rows = None if rows is None else rows.stop - rows.start
-    wanted = {path: _wanted(leaf, num_rows) for path, leaf in _leaves(spec).items()}
+    expected = {path: _expected(leaf, num_rows) for path, leaf in _leaves(spec).items()}
     batches = pipeline.batches(start=start, rows=rows)
     if not isinstance(batches, Iterable):
         raise ConfigError(
-            f"{name}: {pipeline.class_name()}.batches returns {_found(batches)}; wanted is an "
+            f"{name}: {pipeline.class_name()}.batches returns {_found(batches)}; expected an "
             "iterator of batches. Is a `return` or a `yield` missing?"
         )
     for index, batch in enumerate(batches, start=start):
-        found = {path: _found(leaf) for path, leaf in _leaves(batch).items()}
-        if found != wanted:
-            raise ConfigError(_difference(f"{name}: batch {index} (counted from 0)", found, wanted))
+        actual = {path: _found(leaf) for path, leaf in _leaves(batch).items()}
+        if actual != expected:
+            what = f"{name}: batch {index} (counted from 0)"
+            raise ConfigError(_difference(what, actual, expected))
         yield index, batch
 
 
@@ -48,14 +49,14 @@ def check_data(pipeline: InputPipeline, name: str) -> None:
 
     Raises:
       ConfigError: as its `check` does; for an example that its source may skip, with the path of
-        that setting.
+        the setting.
     """
     try:
         pipeline.check()
     except BadExample as error:
         sources = dict(_sources(pipeline, name))
-        there = [path for path, source in sources.items() if source.has(error.where)]
-        paths = there or list(sources)
+        paths = [path for path, source in sources.items() if source.has(error.where)]
+        paths = paths or list(sources)
         if len(paths) != 1:
             raise
         raise error.of_setting(f"{paths[0]}.skip") from None
@@ -66,19 +67,19 @@ def _sources(node: Any, path: str) -> Iterator[tuple[str, Source]]:
     if isinstance(node, Source):
         yield path, node
     elif isinstance(node, Mapping):
-        for name, item in node.items():
-            yield from _sources(item, f"{path}.{name}")
+        for name, child in node.items():
+            yield from _sources(child, f"{path}.{name}")
     elif dataclasses.is_dataclass(node):
         names = [field.name for field in dataclasses.fields(node)]
         for name in names:
             yield from _sources(getattr(node, name, None), f"{path}.{name}")
         documents = getattr(node, "documents", None)
         if "skip" in names and "documents" not in names and documents is not None:
-            yield path, documents.source  # Made of the pipeline's own settings.
+            yield path, documents.source  # The pipeline creates this source of its settings.
 
 
 def check_members(pipeline: InputPipeline, name: str) -> None:
-    """Checks that a user's own pipeline has the members of `InputPipeline`.
+    """Checks that a user-defined pipeline has the members of `InputPipeline`.
 
     Raises:
       ConfigError: it has no batch_size, or `batches` takes other arguments; names the dataset.
@@ -99,13 +100,13 @@ def checked_spec(pipeline: InputPipeline, name: str) -> Any:
     """Returns the pipeline's `element_spec`.
 
     Raises:
-      ConfigError: it is not a dict of shapes and dtypes, or num_batches is neither a number nor
-        None; names the dataset.
+      ConfigError: it is not a dict of shapes and dtypes, or num_batches is not a number or None;
+        names the dataset.
     """
     owner, num_batches = f"{name}: {pipeline.class_name()}", pipeline.num_batches
     require(
         num_batches is None or isinstance(num_batches, int | np.integer), f"{owner}.num_batches",
-        num_batches, "a property: the number of batches in one pass, or None for no end",
+        num_batches, "a property: the number of batches in one pass, or None if endless",
     )
     spec = pipeline.element_spec()
     leaves = _leaves(spec).values()
@@ -121,16 +122,16 @@ def checked_spec(pipeline: InputPipeline, name: str) -> Any:
 def non_finite_rows(
     batch: Any, first_row: int = 0, example_of: Callable[[int], str] = lambda row: ""
 ) -> str | None:
-    """Returns a sentence on the leaves and rows of a host batch with NaN or infinity, or None.
+    """Returns a message on the leaves and rows of a host batch with NaN or infinity, or None.
 
     Args:
-      first_row: the number in the global batch of the batch's first row.
-      example_of: returns the example in a row of the global batch; "" if that is not known.
+      first_row: the number of the batch's first row in the global batch.
+      example_of: returns the example in a row of the global batch; "" if unknown.
     """
-    words = []
+    messages = []
     for path, leaf in _leaves(batch).items():
         x = np.asarray(leaf)
-        # Not np.issubdtype: bfloat16 is of a kind of its own there.
+        # NumPy does not know that bfloat16 is a float.
         if not jax.numpy.issubdtype(x.dtype, np.inexact):
             continue
         bad = ~np.isfinite(x.astype(np.float32) if x.dtype.itemsize < 4 else x)
@@ -138,28 +139,25 @@ def non_finite_rows(
             continue
         kind = "NaN" if np.isnan(x).any() else "infinity"
         if not x.ndim:
-            words.append(f"{kind} in '{path}'")
+            messages.append(f"{kind} in '{path}'")
             continue
         rows = np.flatnonzero(bad.reshape(len(x), -1).any(axis=1)) + first_row
         more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
         named = ", ".join(
-            f"{row} ({place})" if (place := example_of(int(row))) else f"{row}" for row in rows[:5]
+            f"{row} ({example})" if (example := example_of(int(row))) else f"{row}"
+            for row in rows[:5]
         )
-        words.append(f"{kind} in '{path}', row{'s' * (len(rows) > 1)} {named}{more}")
-    return "; ".join(words) or None
+        messages.append(f"{kind} in '{path}', row{'s' * (len(rows) > 1)} {named}{more}")
+    return "; ".join(messages) or None
 
 
 def _leaves(batch: Any) -> dict[str, Any]:
     if not isinstance(batch, Mapping):
         return {"": batch}
-    return dict(leaves_with_path(dict(batch), is_leaf=_is_no_mapping))
+    return dict(leaves_with_path(dict(batch), is_leaf=lambda x: not isinstance(x, Mapping)))
 
 
-def _is_no_mapping(x: Any) -> bool:
-    return not isinstance(x, Mapping)
-
-
-def _wanted(leaf: jax.ShapeDtypeStruct, num_rows: int | None) -> str:
+def _expected(leaf: jax.ShapeDtypeStruct, num_rows: int | None) -> str:
     shape = tuple(leaf.shape)
     if num_rows is not None and shape:
         shape = (num_rows, *shape[1:])
@@ -169,19 +167,18 @@ def _wanted(leaf: jax.ShapeDtypeStruct, num_rows: int | None) -> str:
 def _found(leaf: Any) -> str:
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         return f"a {type(leaf).__name__}" if leaf is not None else "None"
-    # JAX makes 32 bits of 64.
+    # JAX converts 64 bits to 32.
     return f"{narrow_dtype(leaf.dtype)}{list(leaf.shape)}"
 
 
 def _difference(what: str, actual: Mapping[str, str], expected: Mapping[str, str]) -> str:
-    mend = "Every batch must be as the pipeline's element_spec says. Mend the pipeline."
+    fix = "Every batch must match the pipeline's element_spec. Fix the pipeline."
     if "" in actual:
-        return f"{what} is {actual['']}; wanted is a dict of arrays: {sorted(expected)}. {mend}"
+        return f"{what} is {actual['']}; expected a dict of arrays: {sorted(expected)}. {fix}"
     if actual.keys() != expected.keys():
-        return f"{what} has the leaves {sorted(actual)}; wanted are {sorted(expected)}. {mend}"
+        return f"{what} has the leaves {sorted(actual)}; expected {sorted(expected)}. {fix}"
     differing = [
-        f"'{path}' is {actual[path]}, wanted {item}"
-        for path, item in expected.items()
-        if actual[path] != item
+        f"'{path}' is {actual[path]}, expected {shape}"
+        for path, shape in expected.items() if actual[path] != shape
     ]
-    return f"{what} has other shapes or dtypes: {'; '.join(differing)}. {mend}"
+    return f"{what} has other shapes or dtypes: {'; '.join(differing)}. {fix}"

@@ -1,4 +1,4 @@
-"""A user's arrays as they stand in a batch: numbers of at most 32 bits, with weights."""
+"""Converts a user's arrays to leaves of a batch: numbers of at most 32 bits, with weights."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,10 +17,10 @@ def with_weights(leaves: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def narrow(owner: str, name: str, leaf: np.ndarray) -> np.ndarray:
-    """Returns the leaf `name` with 64-bit numbers as 32-bit, as JAX would make them.
+    """Returns the leaf `name` with 64-bit numbers converted to 32 bits, as in JAX.
 
     Raises:
-        ConfigError: it holds no numbers, or integers too large; names the pipeline `owner`.
+        ConfigError: it is not numeric, or an integer is too large; names the pipeline `owner`.
     """
     require_numbers(owner, name, leaf)
     dtype = narrow_dtype(leaf.dtype)
@@ -31,30 +31,30 @@ def narrow(owner: str, name: str, leaf: np.ndarray) -> np.ndarray:
         if leaf.min() < bounds.min or leaf.max() > bounds.max:
             raise ConfigError(
                 f"{owner}: the array {name!r} holds {leaf.dtype} numbers from {leaf.min()} to "
-                f"{leaf.max()}, which {bounds.dtype} cannot hold. Scale them, or give floats."
+                f"{leaf.max()}, which exceeds {bounds.dtype}. Scale them, or use floats."
             )
     return leaf.astype(dtype)
 
 
 def require_numbers(owner: str, name: str, leaf: np.ndarray) -> None:
-    """Raises ConfigError, which names the pipeline `owner`, if a leaf holds no numbers."""
+    """Raises ConfigError, which names the pipeline `owner`, if a leaf is not numeric."""
     if leaf.dtype.kind in "OSUMm":
         raise ConfigError(
-            f"{owner}: the array {name!r} holds {leaf.dtype}; numbers were wanted. Encode it as "
+            f"{owner}: the array {name!r} holds {leaf.dtype}; expected numbers. Encode it as "
             "integers or floats, or leave it out."
         )
 
 
 def narrow_dtype(dtype: np.dtype) -> np.dtype:
-    """Returns the dtype that `narrow` gives."""
+    """Returns the dtype of the result of `narrow`."""
     narrower = {"int64": np.int32, "uint64": np.uint32, "float64": np.float32}
     return np.dtype(narrower.get(dtype.name, dtype))
 
 
-def filled(
+def padded_rows(
     owner: str, where: str, batch: Mapping[str, np.ndarray], batch_size: int
 ) -> dict[str, np.ndarray]:
-    """Returns the leaves of `batch`, narrow, with weights, and with zero rows up to batch_size.
+    """Returns the leaves of `batch` as 32 bits, with weights, padded with zeros to batch_size rows.
 
     Raises:
         ConfigError: leaves differ in their rows, or have too many; names the pipeline `owner` and
@@ -64,8 +64,8 @@ def filled(
     num_rows = {name: len(leaf) for name, leaf in leaves.items()}
     if len(set(num_rows.values())) != 1 or max(num_rows.values()) > batch_size:
         raise ConfigError(
-            f"{owner}: a batch of {where} has the rows {num_rows}; all must be the same, and at "
-            f"most batch_size, which is {batch_size}."
+            f"{owner}: a batch of {where} has these numbers of rows: {num_rows}; they must be the "
+            f"same, and at most batch_size, {batch_size}."
         )
     num_missing = batch_size - num_rows["weights"]
     if not num_missing:
@@ -79,22 +79,25 @@ def filled(
 def stacked(
     owner: str, where: str, elements: Sequence[Any], num_rows: int
 ) -> dict[str, np.ndarray]:
-    """Returns examples as the rows of a batch, as `filled` does.
+    """Stacks examples to the rows of a batch; see `padded_rows`.
 
     Args:
-        elements: one or more dicts of arrays or numbers, which all have the same names and shapes.
+        elements: one or more dicts of arrays or numbers, all with the same names and shapes.
 
     Raises:
-        ConfigError: they do not; names the pipeline `owner` and `where` they come from.
+        ConfigError: they differ; names the pipeline `owner` and `where` they come from.
     """
-    for item in elements:
-        if not isinstance(item, Mapping) or item.keys() != elements[0].keys():
-            is_dict = isinstance(item, Mapping)
-            kind = f"a dict of {sorted(map(str, item))}" if is_dict else f"a {type(item).__name__}"
+    for element in elements:
+        is_dict = isinstance(element, Mapping)
+        if not is_dict or element.keys() != elements[0].keys():
+            kind = (
+                f"a dict of {sorted(map(str, element))}" if is_dict
+                else f"a {type(element).__name__}"
+            )
             raise ConfigError(
-                f"{owner}: an element of {where} is {kind}; wanted is a dict of arrays or "
-                "numbers by name, the same names in each, such as {'ids': ..., 'labels': ...}. "
-                "Make one with a map."
+                f"{owner}: an element of {where} is {kind}; expected a dict of arrays or numbers "
+                "with the same names in each, such as {'ids': ..., 'labels': ...}. Return one from "
+                "a map."
             )
     leaves = {}
     for name in elements[0]:
@@ -102,8 +105,8 @@ def stacked(
         if len({array.shape for array in arrays}) > 1:
             raise ConfigError(
                 f"{owner}: {name!r} of {where} has the shapes "
-                f"{sorted({one.shape for one in arrays})}; all must be alike. Pad or cut it with a "
-                "map."
+                f"{sorted({array.shape for array in arrays})}; they must be equal. Pad or cut it "
+                "with a map."
             )
         leaves[name] = np.stack(arrays)
-    return filled(owner, where, leaves, num_rows)
+    return padded_rows(owner, where, leaves, num_rows)

@@ -1,4 +1,4 @@
-"""Pipelines that need NumPy alone: windows of text, arrays in memory, a synthetic language."""
+"""Pipelines that only need NumPy: windows of text, arrays in memory, a synthetic language."""
 
 import dataclasses
 import functools
@@ -34,10 +34,10 @@ class TextWindows(IndexedPipeline):
 
     Args:
         split: 'train' or 'heldout' of the corpus.
-        shuffle: True for endless training batches, whose grid of windows and order are redrawn
-            every epoch; False for one pass in order, in which every label counts exactly once.
-        stride: for one pass: how far a window moves on. Below seq_len (the default) windows
-            overlap, and all but the last `stride` labels are context with weight 0.
+        shuffle: True for endless training batches, whose grid of windows and order change every
+            epoch; False for one pass in order, in which every label counts exactly once.
+        stride: for one pass: the distance of windows. Below seq_len (the default) windows overlap,
+            and all but the last `stride` labels are context with weight 0.
     """
 
     corpus: TextCorpus
@@ -57,19 +57,19 @@ class TextWindows(IndexedPipeline):
             self.require_at_least(1, "stride")
             require(
                 not self.shuffle and self.stride <= self.seq_len, "TextWindows.stride", self.stride,
-                "None with shuffle=True, and else at most seq_len, or some labels would be left "
+                "None with shuffle=True, and otherwise at most seq_len, or labels would be left "
                 f"out; seq_len is {self.seq_len}, shuffle {self.shuffle}",
             )
         num_labels = len(self.corpus.tokens(self.split)) - 1
         require(
             not self.shuffle or self.seq_len <= num_labels, "TextWindows.seq_len", self.seq_len,
-            f"at most the {num_labels} tokens to predict of the {self.split!r} split",
+            f"at most {num_labels}, the labels of the {self.split!r} split",
             "Lower seq_len or give more text.",
         )
 
     @functools.cached_property
     def index(self) -> TrainingWindows | EvaluationWindows:
-        """Where in the stream each window lies."""
+        """The positions of windows in the stream."""
         num_labels = len(self.corpus.tokens(self.split)) - 1
         if self.shuffle:
             return TrainingWindows(num_labels, self.seq_len, self.seed)
@@ -77,7 +77,7 @@ class TextWindows(IndexedPipeline):
 
     @functools.cached_property
     def stream(self) -> np.ndarray:
-        """The split's tokens and, at `filler_position`, a zero."""
+        """The split's tokens and, at `padding_position`, a zero."""
         return np.append(self.corpus.tokens(self.split), np.int32(0))
 
     @property
@@ -91,7 +91,7 @@ class TextWindows(IndexedPipeline):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The corpus' own."""
+        """The tokenizer of the corpus."""
         return self.corpus.tokenizer
 
     def largest_id(self) -> int:
@@ -115,7 +115,7 @@ class TextWindows(IndexedPipeline):
         return {"ids": tokens[:, :-1], "labels": tokens[:, 1:], "weights": weights}
 
     def fingerprint(self) -> dict[str, Any]:
-        # The same for tf_data.TextWindows, whose batches are the same bits.
+        # The same for tf_data.TextWindows, whose batches are equal.
         return self.settings_fingerprint(
             "corpus", "split", "batch_size", "seq_len", "seed", "shuffle", "stride"
         )
@@ -186,7 +186,7 @@ class InMemory(NumberedPipeline):
 
     @functools.cached_property
     def sha256(self) -> str:
-        """The hash of all names and numbers."""
+        """The hash of all names and arrays."""
         digest = hashlib.sha256()
         for name, leaf in sorted(self.leaves.items()):
             digest.update(f"{name} {leaf.dtype} {leaf.shape} ".encode())
@@ -195,13 +195,13 @@ class InMemory(NumberedPipeline):
 
 
 class SyntheticLm(IndexedPipeline):
-    """A made-up language without a file: runs that count upwards, modulo the vocabulary.
+    """A synthetic language: runs that count upwards, modulo the vocabulary.
 
-    A token is followed by its successor with probability 7/8, and by a random one with 1/8. A model
-    that has learnt it has a loss of about 0.38 + ln(vocab_size) / 8; chance is ln(vocab_size).
+    A token is followed by its successor with probability 7/8, and by a random token with 1/8. The
+    loss of a perfect model is about 0.38 + ln(vocab_size) / 8; chance is ln(vocab_size).
 
     Args:
-        num_batches: None for endless training batches; a number for one pass of that many.
+        num_batches: None for endless training batches; a number for one pass.
     """
 
     def __init__(
@@ -232,10 +232,10 @@ class SyntheticLm(IndexedPipeline):
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
         first, count = index * self.batch_size, rows.stop - rows.start
         length = self.seq_len + 1
-        # Each row has random bits of its own, so that a host draws only what it needs.
+        # Each row has separate random bits, so that a host only draws its own rows.
         numbers = range(first + rows.start, first + rows.stop)
         bits = np.array([random_bits(self.seed, row, length) for row in numbers], np.uint64)
-        bits = bits.reshape(count, length)  # Of no rows, too.
+        bits = bits.reshape(count, length)  # Also without rows.
         times = np.arange(length)
         is_new = (bits & np.uint64(7) == 0) | (times == 0)
         run_start = np.maximum.accumulate(np.where(is_new, times, 0), axis=1)

@@ -1,4 +1,4 @@
-"""Position of a job in its training data: the next batch, and the batches left out."""
+"""The position of a job in its training data: the next batch, and skipped batches."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -13,11 +13,11 @@ from praxis_lite.inputs.batches import checked_batches
 
 @dataclasses.dataclass(frozen=True)
 class DataPosition:
-    """Index of the next batch, and the batches that are left out.
+    """The index of the next step's batch, and skipped batches.
 
     Attributes:
       next_batch: the index of the next step's batch.
-      skipped: indices of batches that are left out, in order.
+      skipped: indices of skipped batches, in order.
     """
 
     next_batch: int = 0
@@ -26,17 +26,16 @@ class DataPosition:
     @classmethod
     def of_step(cls, step: int, skipped: tuple[int, ...] = ()) -> "DataPosition":
         """Returns the position after `step` steps."""
-        index = step
-        left_out = tuple(sorted(set(skipped)))
-        for batch in left_out:
+        index, skipped = step, tuple(sorted(set(skipped)))
+        for batch in skipped:
             if batch <= index:
                 index += 1
-        return cls(index, left_out)
+        return cls(index, skipped)
 
     def batches(
         self, pipeline: InputPipeline, rows: slice
     ) -> Iterator[tuple[int, Mapping[str, np.ndarray]]]:
-        """Yields (index, these rows of the batch) from here on, of the training data.
+        """Yields (index, these rows of the batch) of the training data from this position on.
 
         Raises:
           ConfigError: as `checked_batches`, or the pipeline ends.
@@ -48,12 +47,12 @@ class DataPosition:
                 yield index, batch
         raise ConfigError(
             f"datasets.train ended after {num_made} batches, but training needs more; its "
-            f"num_batches says {pipeline.num_batches} (None: without end). Mend the pipeline, or "
-            "make fewer steps (run.num_train_steps)."
+            f"num_batches is {pipeline.num_batches} (None: endless). Fix the pipeline, or train "
+            "fewer steps (run.num_train_steps)."
         )
 
     def as_json(self, pipeline: InputPipeline) -> dict[str, Any]:
-        """Serialises this position for the checkpoint manifest."""
+        """Returns the position for the checkpoint manifest."""
         return {
             "next_batch": self.next_batch, "skipped": list(self.skipped),
             "fingerprint": pipeline.fingerprint(),
@@ -61,5 +60,6 @@ class DataPosition:
 
 
 def step_of(data: Mapping[str, Any]) -> int:
-    """Returns the number of steps made at a position that `as_json` serialised."""
-    return data["next_batch"] - sum(item < data["next_batch"] for item in data.get("skipped", ()))
+    """Returns the step of a position that `as_json` returned."""
+    skipped = [index for index in data.get("skipped", ()) if index < data["next_batch"]]
+    return data["next_batch"] - len(skipped)

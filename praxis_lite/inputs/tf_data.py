@@ -1,4 +1,4 @@
-"""Windows of text through tf.data: prefetched while the devices compute."""
+"""Windows of text, prefetched by tf.data while the devices compute."""
 
 import functools
 import logging
@@ -8,7 +8,7 @@ import numpy as np
 
 from praxis_lite.host.optional_packages import is_installed
 from praxis_lite.inputs import numpy_data
-from praxis_lite.inputs.tf.tensorflow_import import tensorflow
+from praxis_lite.inputs.tensorflow_import import tensorflow
 
 __all__ = ["TextWindows"]
 
@@ -16,10 +16,10 @@ _PREFETCHED_BATCHES = 2
 
 
 class TextWindows(numpy_data.TextWindows):
-    """`numpy_data.TextWindows`, with the same settings and the same bits, prefetched by tf.data.
+    """`numpy_data.TextWindows` with the same settings and batches, prefetched by tf.data.
 
-    tensorflow is imported when the first batch is asked for. Where it is not installed, as there is
-    none for this Python, NumPy makes the batches.
+    tensorflow is imported at the first batch. If it is not installed (no release supports this
+    Python, for instance), NumPy makes the batches.
     """
 
     def batches(
@@ -28,7 +28,7 @@ class TextWindows(numpy_data.TextWindows):
         self.check()
         rows = self.whole_or(rows)
         if not is_installed("tensorflow"):
-            _log_numpy()
+            _log_no_tensorflow()
             return super().batches(start, rows=rows)
         tf = tensorflow("tf_data.TextWindows")
         end = np.iinfo(np.int64).max if self.num_batches is None else self.num_batches
@@ -55,9 +55,9 @@ class TextWindows(numpy_data.TextWindows):
 
 
 @functools.cache
-def _log_numpy() -> None:
-    """Logs, once in a process, that tf.data is not used."""
+def _log_no_tensorflow() -> None:
+    """Logs once per process."""
     logging.getLogger("praxis_lite").info(
-        "tf_data.TextWindows: tensorflow is not installed; NumPy makes the same batches, which are "
-        "not prefetched"
+        "tf_data.TextWindows: tensorflow is not installed; NumPy makes the same batches without "
+        "prefetching"
     )

@@ -1,4 +1,4 @@
-"""Batches computed ahead by worker processes or threads, the same whatever their number."""
+"""Prefetches batches with worker processes or threads, in order."""
 
 import atexit
 import collections
@@ -19,23 +19,22 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class WithWorkers(IndexedPipeline):
-    """The batches of another pipeline, bit for bit and in order, computed ahead.
+    """Prefetches the batches of another pipeline, unchanged and in order.
 
     Worker w of N computes batches start + w, start + w + N, ... Each is a pure function of its
-    index, so the fingerprint leaves out the number and kind of workers: both may change when a job
-    resumes. Workers start anew with each call of `batches`, so this is for training. If one fails,
-    or is killed, the training process gets an error that names it in place of the missing batch.
+    index, so the fingerprint omits the number and kind of workers: both may change when a job
+    resumes. Workers restart with each call of `batches`, so this is for training. If a worker
+    fails or is killed, the training process gets an error that names it instead of the batch.
 
-    A worker process is a new Python (0.3 s and 30 MB, and what the pipeline's module imports) with
-    a copy of the pipeline and of all that it has read. It ignores SIGINT and SIGTERM, which the
-    training process answers, and ends with that process. JAX sees only CPUs there. Threads cost
-    none of that, and help where rows are read or computed without Python's lock: files, large
-    NumPy operations.
+    A worker process is a new Python (0.3 s and 30 MB, and the imports of the pipeline's module)
+    with a copy of the pipeline and its data. It ignores SIGINT and SIGTERM, which the training
+    process handles, and ends with that process. JAX has only CPUs there. Threads cost none of that;
+    they help where the GIL is released: files, large NumPy operations.
 
     Args:
-        pipeline: for processes it must be picklable: no lambdas in it.
+        pipeline: for processes it must be picklable, without lambdas.
         num_workers: how many batches are computed at a time.
-        num_prefetched: how many finished batches of each worker wait.
+        num_prefetched: how many finished batches each worker may queue.
         kind: "processes" or "threads".
     """
 
@@ -55,10 +54,9 @@ class WithWorkers(IndexedPipeline):
     def check(self) -> None:
         if not isinstance(self.pipeline, IndexedPipeline):
             raise ConfigError(
-                f"WithWorkers: pipeline is a {type(self.pipeline).__name__}, which gives its "
-                "batches only in order; workers need an IndexedPipeline, which gives any batch by "
-                "its index. Leave WithWorkers out (tf.data has workers of its own: "
-                "num_parallel_calls), or write the pipeline as an IndexedPipeline."
+                f"WithWorkers: pipeline is a {type(self.pipeline).__name__}, which has only "
+                "sequential access; workers need an IndexedPipeline. Remove WithWorkers (tf.data "
+                "has workers: num_parallel_calls), or write the pipeline as an IndexedPipeline."
             )
         self.require_at_least(1, "num_workers", "num_prefetched")
         require_choice("WithWorkers.kind", self.kind, ("processes", "threads"))
@@ -89,10 +87,10 @@ class WithWorkers(IndexedPipeline):
         self, start: int = 0, *, rows: slice | None = None
     ) -> Iterator[dict[str, np.ndarray]]:
         self.check()
-        of_kind = self._of_processes if self.kind == "processes" else self._of_threads
-        return of_kind(start, self.whole_or(rows))
+        batches = self._from_processes if self.kind == "processes" else self._from_threads
+        return batches(start, self.whole_or(rows))
 
-    def _of_threads(self, start: int, rows: slice) -> Iterator[dict[str, np.ndarray]]:
+    def _from_threads(self, start: int, rows: slice) -> Iterator[dict[str, np.ndarray]]:
         num_ahead = self.num_workers * (1 + self.num_prefetched)
         executor = concurrent.futures.ThreadPoolExecutor(self.num_workers, "batches")
         pending: collections.deque[concurrent.futures.Future] = collections.deque()
@@ -106,15 +104,15 @@ class WithWorkers(IndexedPipeline):
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
 
-    def _of_processes(self, start: int, rows: slice) -> Iterator[dict[str, np.ndarray]]:
+    def _from_processes(self, start: int, rows: slice) -> Iterator[dict[str, np.ndarray]]:
         workers: list[WorkerProcess] = []
 
         def stop() -> None:
             while workers:
                 workers.pop().kill()
 
-        # Python's exit waits for child processes. A traceback may keep this generator alive until
-        # then, so that its `finally` would come too late.
+        # Python's exit waits for child processes. If a traceback keeps this generator alive until
+        # then, its `finally` would run too late.
         atexit.register(stop)
         try:
             for number in range(self.num_workers):

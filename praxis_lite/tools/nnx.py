@@ -1,6 +1,6 @@
-"""Weights from an Orbax checkpoint of `nnx.state(model)`, in the form that Flax's guide saves.
+"""Reads weights from an Orbax checkpoint of `nnx.state(model)`, as in Flax's guide.
 
-A job begins with them by `run.init_from_checkpoint_rules`, which takes such a folder too.
+To begin a job with them, name the folder in `run.init_from_checkpoint_rules`.
 """
 
 import warnings
@@ -23,19 +23,19 @@ def mdl_vars_from_nnx(
 ) -> MdlVars:
     """Returns `{"params": ..., "non_trainable": ...}` of NumPy arrays, not padded.
 
-    The state of random streams (`nnx.Dropout`'s) is left out: no job keeps it. So are scalars and
-    strings that the model does not have, such as a step; a warning names them.
+    The state of random streams (`nnx.Dropout`'s) is left out. So are scalars and strings that the
+    model lacks, such as a step; a warning names them.
 
     Args:
-      model: whose variables are wanted.
-      directory: the folder that Orbax saved `nnx.state(model)` or
-        `nnx.to_pure_dict(nnx.state(model))` to, by StandardCheckpointer or `checkpoint.v1`; or the
+      model: the model that gets the variables.
+      directory: the folder to which Orbax saved `nnx.state(model)` or
+        `nnx.to_pure_dict(nnx.state(model))` with StandardCheckpointer or `checkpoint.v1`; or the
         folder of a `training.Checkpointer` or a CheckpointManager, with its steps.
       step: its number, or None for the latest.
 
     Raises:
-      ConfigError: it is no such checkpoint, or damaged; it has several trees of arrays; variables
-        are left over or missing, or have another shape or dtype. Lists them.
+      ConfigError: it is not such a checkpoint, or damaged; it has several trees of arrays;
+        variables are left over or missing, or have another shape or dtype. Lists them.
     """
     saved = NnxCheckpoint(Path(directory))
     arrays = saved.arrays(step)
@@ -51,21 +51,21 @@ def mdl_vars_from_nnx(
             continue
         unused.discard(array)
         actual[path] = array
-        there = f"{array.dtype}{list(array.shape)}"
+        saved_as = f"{array.dtype}{list(array.shape)}"
         expected = f"{np.dtype(spec.dtype)}{list(spec.shape)}"
-        if there != expected:
-            errors.append(f"{name} is {there} there, {expected} in the model.")
+        if saved_as != expected:
+            errors.append(f"{name} is {saved_as} in the checkpoint, {expected} in the model.")
     left_over = sorted(array.path.removesuffix("/value") for array in unused if array.shape)
     errors += [f"{path} is left over." for path in left_over]
     if errors:
         raise ConfigError(
-            f"{saved.directory} does not fit the model: {few(errors, 5, ' ')} Build the model as "
-            "the one that was saved."
+            f"{saved.directory} does not fit the model: {few(errors, 5, ' ')} Build the model "
+            "with the settings of the saved one."
         )
     left_out = [array.path for array in unused] + saved.strings(step)
     if left_out:
         warnings.warn(
-            f"{saved.directory}: left out, because the model has no such variable: "
+            f"{saved.directory}: left out, because the model lacks them: "
             f"{few(sorted(left_out), 8)}",
             stacklevel=2,
         )

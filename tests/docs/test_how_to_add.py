@@ -41,8 +41,7 @@ from praxis_lite.core import (
 from praxis_lite.layers import Linear, set_sharding_params
 from praxis_lite.tasks.loss import LossTask
 from praxis_lite.tools.huggingface import family
-from praxis_lite.tools.huggingface.same_model import weights_of
-from praxis_lite.tools.huggingface.weights import parts
+from praxis_lite.tools.huggingface.weights import map_tensors, weights_of
 from tests.support.job_runs import launch, lines_of, succeed
 
 PAGE = (Path(__file__).parents[2] / "docs/how_to_add.md").read_text(encoding="utf-8")
@@ -195,7 +194,7 @@ def test_the_family_has_llamas_tensors_but_one_and_its_own_fields(tmp_path, monk
         llama = tomllib.loads((shipped / "llama.toml").read_text())
         up, own = (f"model.layers.{{layer}}.mlp.{name}.weight" for name in ("up_proj", "ffn_in"))
         assert set(tern.tensors) == {*llama["tensors"], own} - {up}
-        shape_of = {x.tensor: x.shape() for x in parts(tern, settings, weights_of(settings))}
+        shape_of = {x.tensor: x.shape() for x in map_tensors(tern, settings, weights_of(settings))}
         assert shape_of[own.format(layer=0)] == (16, 8)
     finally:
         family.families.cache_clear()

@@ -14,7 +14,6 @@ import numpy as np
 from praxis_lite import inputs
 from praxis_lite.inputs.sources.base import Source
 from tests.faults.readers import Reader
-from tests.support.goldens import GOLDENS
 
 TEXTS = [f"the cat number {i} sat on the mat, né 😀" for i in range(60)]
 # The tokens that models of chats have.
@@ -176,28 +175,6 @@ def _images(folder: Path) -> None:
 # Models, checkpoints and jobs.
 
 
-def _hugging_face(family: str, folder: Path) -> None:
-    for path in (GOLDENS / "hf" / family).iterdir():
-        if not path.name.startswith("goldens"):
-            shutil.copyfile(path, folder / path.name)
-
-
-def _read_hugging_face(folder: Path) -> None:
-    from praxis_lite.tools import huggingface
-
-    huggingface.load(folder)
-
-
-def _read_description(folder: Path) -> None:
-    """Reads a model's directory but for the values of its tensors: nothing is compiled."""
-    from praxis_lite.tools.huggingface.decoder import lm_config
-    from praxis_lite.tools.huggingface.family import settings_in
-    from praxis_lite.tools.huggingface.tensors.tensor_files import TensorFiles
-
-    lm_config(settings_in(folder))
-    TensorFiles(folder)
-
-
 def _train(job: Path) -> None:
     from praxis_lite.main import main
     from tests.faults.zoo import train_argv
@@ -281,15 +258,6 @@ READERS: tuple[Reader, ...] = (
         {"chosen": MESSAGES, "rejected": [MESSAGES[0], {"role": "assistant", "content": "no"}]},
     ]), _read_preferences),
     Reader("prompts", _prompts, _read_prompts),
-    *(
-        Reader(f"config of {family}", functools.partial(_hugging_face, family), _read_description)
-        for family in sorted(path.name for path in (GOLDENS / "hf").iterdir())
-    ),
-    *(
-        Reader(f"model of {family}", functools.partial(_hugging_face, family), _read_hugging_face,
-               0.1, 60.0)
-        for family in ("llama", "mixtral")
-    ),
     Reader("job", _job_texts, _read_job),
     Reader("checkpoint", _checkpoint, _read_checkpoint),
 )

@@ -1,6 +1,5 @@
 """Conversations and preferences as batches: which labels count, and how rows are shared."""
 
-import gzip
 import json
 
 import pytest
@@ -108,14 +107,6 @@ def test_rows_are_shared_and_every_conversation_is_in_one_of_them_once(path):
     assert chats(path, packing=False).table.num_rows == len(expected)
 
 
-def test_every_epoch_of_training_has_each_row_once_in_another_order(path):
-    actual = chats(path, shuffle=True, batch_size=1)
-    rows = [actual.rows(i, slice(0, 1))["ids"].tobytes() for i in range(2 * actual.table.num_rows)]
-    first, second = rows[: actual.table.num_rows], rows[actual.table.num_rows :]
-    assert sorted(first) == sorted(second) and first != second and actual.num_batches is None
-    assert actual.largest_id() < 128 and actual.nondeterminism() is None
-
-
 BAD = {
     "{": "chat.jsonl:2.*JSON",
     '{"text": "a"}': r"chat.jsonl:2.*'messages'.*\['text'\]",
@@ -159,16 +150,6 @@ def test_pairs_are_read_in_each_form_of_trl_and_only_answers_count(tmp_path):
     path.write_text('{"prompt": "a", "chosen": "b"}\n')
     with pytest.raises(ConfigError, match="pairs.jsonl:1.*\\['chosen'.*'prompt'\\]"):
         pairs(path).check()
-
-
-def test_pairs_of_compressed_files_are_the_same(tmp_path):
-    plain, packed = tmp_path / "pairs.jsonl", tmp_path / "pairs.jsonl.gz"
-    plain.write_text("".join(json.dumps(item) + "\n" for item in FORMS), "utf-8")
-    packed.write_bytes(gzip.compress(plain.read_bytes()))
-    assert pairs(packed).fingerprint() == pairs(plain).fingerprint()
-    packed.write_bytes(packed.read_bytes()[:-20])
-    with pytest.raises(ConfigError, match="pairs.jsonl.gz"):
-        pairs(packed).check()
 
 
 def test_without_files_they_are_about_python(tmp_path):

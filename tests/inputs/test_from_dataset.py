@@ -13,7 +13,7 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.inputs import FromDataset, TextCorpus
-from praxis_lite.inputs.tf.tensorflow_import import tensorflow
+from praxis_lite.inputs.tensorflow_import import tensorflow
 from tests.support.marks import needs_tensorflow
 
 pytestmark = needs_tensorflow
@@ -190,7 +190,7 @@ def test_a_resume_says_that_it_reads_again():
         log.removeHandler(handler)
         log.setLevel(level)
     assert [record.getMessage() for record in records] == [
-        "reading the 2 batches before the next one again (FromDataset)"
+        "reading the first 2 batches again (FromDataset)"
     ]
 
 

@@ -155,15 +155,6 @@ def test_bad_files_are_named_in_one_paragraph(folder, monkeypatch, files, words)
     assert "\n" not in str(error.value)
 
 
-def test_unreadable_file_is_named(folder, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("builtins.open", refuse)  # Root, in a container, may read everything.
-    with pytest.raises(ConfigError, match=r"one\.txt'.*\(Permission denied\)"):
-        TextCorpus(f"{folder}/one.txt").documents("train")
-
-
 def test_empty_split_and_bad_settings_are_refused(tmp_path):
     (tmp_path / "short.txt").write_text("Only one block.\n")
     corpus = TextCorpus(str(tmp_path / "short.txt"), heldout_percent=0)

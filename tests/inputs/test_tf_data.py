@@ -1,4 +1,4 @@
-"""tf.data yields what NumPy yields; tensorflow comes late, quietly, or not at all."""
+"""tf.data yields what NumPy yields; tensorflow is imported late, or not at all."""
 
 import itertools
 import os
@@ -57,22 +57,18 @@ def test_batches_are_those_of_numpy_to_the_bit(settings, rows):
 
 @needs_tensorflow
 @pytest.mark.slow
-def test_tensorflow_is_quiet_and_owns_no_gpu():
+def test_tensorflow_is_imported_late_and_owns_no_gpu():
     done = run_python(
-        "import os, sys\n"
+        "import sys\n"
         "from praxis_lite.inputs import TextCorpus, tf_data\n"
         "pipeline = tf_data.TextWindows(TextCorpus(), 'train', 2, 7, shuffle=True)\n"
         "pipeline.check(); pipeline.element_spec(); pipeline.fingerprint()\n"
         "assert 'tensorflow' not in sys.modules\n"
-        "before = os.environ.get('TF_CPP_MIN_LOG_LEVEL')\n"  # JAX sets it when it is imported.
         "print(next(pipeline.batches())['ids'].shape)\n"
-        "print('kept', file=sys.stderr)\n"
-        "assert os.environ.get('TF_CPP_MIN_LOG_LEVEL') == before\n"
         "import tensorflow as tf\n"
         "assert not tf.config.get_visible_devices('GPU')\n"
     )
     assert done.stdout == "(2, 7)\n"
-    assert done.stderr == "kept\n"
 
 
 def test_without_tensorflow_numpy_makes_the_batches():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from praxis_lite.inputs.mixing.shuffle import shuffled
-from praxis_lite.inputs.text.windows import EvaluationWindows, TrainingWindows, filler_position
+from praxis_lite.inputs.text.windows import EvaluationWindows, TrainingWindows, padding_position
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3, 5, 7])
@@ -21,7 +21,7 @@ def test_evaluation_counts_every_label_once(num_labels, stride):
                 counted[int(label_position)] += 1
     assert counted == {position: 1 for position in range(1, num_labels + 1)}
     assert set(np.unique(weights)) <= {0, 1}
-    assert np.all(positions[index.num_windows :] == filler_position(num_labels))
+    assert np.all(positions[index.num_windows :] == padding_position(num_labels))
     assert np.any(weights[index.num_windows - 1]), "the last window counts nothing: one too many"
 
 

@@ -16,8 +16,7 @@ from praxis_lite.inputs.__main__ import main as inputs
 from praxis_lite.inputs.tokenizers.__main__ import main as tokenizers
 from praxis_lite.run.checkpoints.__main__ import main as checkpoints
 from praxis_lite.run.command import run, status_of
-from praxis_lite.run.job.job_dir import open_for_training
-from praxis_lite.tools.foreign_checkpoints.begin_job import beginning
+from praxis_lite.tools.foreign_checkpoints import new_job_dir
 from praxis_lite.tools.huggingface.__main__ import main as convert
 from praxis_lite.tools.huggingface.tensors.writing import save_tensors
 from praxis_lite.tools.pax import job as pax_job
@@ -199,35 +198,23 @@ def test_tensors_for_which_there_is_no_room_are_an_error_of_the_disk(tmp_path):
     assert full.value.errno == errno.EFBIG and full.value.filename.endswith("x.safetensors")
 
 
-def test_a_job_that_was_half_begun_is_begun_anew(tmp_path):
+def test_an_import_that_fails_leaves_no_files(tmp_path):
     path = tmp_path / "job"
     with (
-        pytest.raises(ConfigError, match="/job .*No space left"),
-        beginning(path, SYNTHETIC) as job_dir,
+        pytest.raises(OSError, match="No space left"),
+        new_job_dir(path, SYNTHETIC) as job_dir,
     ):
         job_dir.huggingface.mkdir()
+        job_dir.write_config("{}", [])
         raise OSError(errno.ENOSPC, "No space left on device")
     assert os.listdir(path) == [".training"]
-    # As a kill leaves it.
-    (path / "checkpoints/0.saving").mkdir(parents=True)
-    (path / "huggingface").mkdir()
-    (path / "config.txt").write_text("half")
-    with (
-        pytest.raises(ConfigError, match="config.txt"),
-        beginning(path, SYNTHETIC),
-    ):
-        pytest.fail("what is not known is removed")
-    (path / ".beginning").touch()
-    with pytest.raises(ConfigError, match=r"--job_log_dir=.*/job .*\(import, pax_job\)"):
-        open_for_training(path, "praxis_lite.experiments.lm.Synthetic")
     with (
         open(path / ".training") as lock,
         pytest.raises(ConfigError, match="--job_log_dir=.*/job: "),
     ):
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with beginning(path, SYNTHETIC):
-            pytest.fail("two begin")
-    with beginning(path, SYNTHETIC) as job_dir:
-        assert sorted(os.listdir(path)) == [".beginning", ".training"]
+        with new_job_dir(path, SYNTHETIC):
+            pytest.fail("two commands write the directory")
+    with new_job_dir(path, SYNTHETIC) as job_dir:
         job_dir.write_config("{}", [])
     assert sorted(os.listdir(path)) == [".training", "config.json", "config.txt"]

@@ -40,21 +40,10 @@ def size_of(model, name):
 IDS = {
     "beyond": ([[1, "V"]], "{V} at .0, 1.;"),
     "negative": ([[-1, 1]], "-1 .*.0, 0.;.* 100"),
-    "a fraction": ([[1.7]], "float64.1, 1.;.* int.B, T."),
     "a float": (np.ones((1, 2), np.float32), "float32.1, 2."),
-    "NaN": ([[np.nan, 1]], "float64.1, 2."),
-    "bools": ([[True, False]], "bool.1, 2."),
-    "texts": ([["a", "b"]], "<U1.1, 2."),
-    "a text": ("ab", "<U2"),
-    "nothing": ([], "float64.0."),
     "an empty row": ([[]], "float64.1, 0."),
-    "None": (None, "object"),
-    "ragged": ([[1, 2], [1]], "int.B, T."),
     "one row": ([1, 2], "int64.2.;.* int.B, T."),
-    "three dims": ([[[1]]], "int64.1, 1, 1."),
     "too large for int32": ([[BIG + 1]], "2147483649 .*.0, 0."),
-    "uint64": (np.array([[2**64 - 1]], np.uint64), "18446744073709551615"),
-    "too large for any": ([[10**30]], "object.1, 1."),
 }
 
 
@@ -66,64 +55,43 @@ def test_logits_take_ids_of_the_model_alone(rotary, name):
         given = [[1, size]]
     with pytest.raises(ConfigError, match=f"logits: ids .*{words.format(V=size)}"):
         rotary.logits(given)
-    if name not in ("ragged", "one row", "three dims", "nothing", "None", "a text"):
+    if name != "one row":
         with pytest.raises(ConfigError, match="generate: prompt 1 "):
             rotary.generate([[1], given[0]])
 
 
 @pytest.mark.parametrize("given, words", [
-    ({"attention_mask": [[1, 2]]}, "attention_mask.*int64.1, 2.;.* 1 .* 0"),
-    ({"attention_mask": [[1, np.nan]]}, "attention_mask.*float64"),
-    ({"attention_mask": [1, 1, 1]}, "attention_mask.*int64.3.;.* .1, 2."),
-    ({"attention_mask": [[[1, 1]]]}, "attention_mask.*int64.1, 1, 2."),
-    ({"attention_mask": [["a", "b"]]}, "attention_mask.*<U1"),
+    ({"attention_mask": [1, 1, 1]}, ".*attention_mask.*3.*1, 2"),
     ({"position_ids": [[7, "P"]]}, "position_ids.* {P} .*.0, 1.;"),
-    ({"position_ids": [[-1, 0]]}, "position_ids.*-1"),
-    ({"position_ids": [[0.5, 1]]}, "position_ids.*float64"),
     ({"position_ids": [[0, 1, 2]]}, "position_ids.* ids, .1, 2."),
     ({"segment_ids": [[-1, 1]]}, "segment_ids.*-1"),
-    ({"segment_ids": [[1, 2, 3]]}, "segment_ids.* ids, .1, 2."),
-    ({"segment_ids": [[True, True]]}, "segment_ids.*bool"),
-    ({"ids": [list(range(1, 12)) * 3]}, "ids.* {P} "),
+    ({"ids": [list(range(1, 12)) * 3]}, "ids.* {P}"),
 ])
 @pytest.mark.parametrize("kind", ["rotary", "learned"])
-def test_what_stands_beside_ids_is_looked_at(kind, given, words, request):
+def test_arguments_next_to_ids_are_checked(kind, given, words, request):
     model = request.getfixturevalue(kind)
     most = size_of(model, "segment_pos")
     given = {name: [[most if x == "P" else x for x in x] if isinstance(x, list) else x
                     for x in value] for name, value in given.items()}
     if "ids" in given:
         given["ids"] = [(given["ids"][0] * 40)[: most + 1]]
-        words = f".* ids .*{most + 1};.* {most} "
+        words = f".* ids .*{most + 1};.* {most}"
     with pytest.raises(ConfigError, match=f"logits: {words.format(P=most)}"):
         model.logits(**{"ids": [[1, 2]], **given})
 
 
 @pytest.mark.parametrize("given, words", [
     ({"max_new_tokens": 0}, "max_new_tokens.* 0;.* 1"),
-    ({"max_new_tokens": -3}, "max_new_tokens.*-3"),
     ({"max_new_tokens": 2.0}, "max_new_tokens.*2.0"),
-    ({"max_new_tokens": True}, "max_new_tokens.*True"),
-    ({"max_new_tokens": "2"}, "max_new_tokens.*'2'"),
-    ({"max_new_tokens": None}, "max_new_tokens.*None"),
-    ({"max_new_tokens": 10**12}, "max_new_tokens.*1000000000000"),
     ({"max_new_tokens": 15}, "max_new_tokens=15.*2.*17.*16"),
     ({"prompts": [[1] * 16]}, "max_new_tokens=2.*16.*18"),
     ({"eos_id": 10**6}, "eos_id.*1000000"),
-    ({"eos_id": -1}, "eos_id.*-1"),
-    ({"eos_id": 1.0}, "eos_id.*float64.1."),
-    ({"eos_id": True}, "eos_id.*bool"),
-    ({"eos_id": [1, 10**6]}, "eos_id.*1000000"),
-    ({"eos_id": []}, "eos_id.*float64.0."),
     ({"eos_id": "</s>"}, "eos_id.*<U4"),
     ({"prompts": []}, "prompts.* ..;"),
     ({"prompts": "ab"}, "prompts.* 'ab';"),
-    ({"prompts": b"ab"}, "prompts.* b'ab';"),
-    ({"prompts": 7}, "prompts.* 7;"),
-    ({"prompts": {"a": [1]}}, "prompts.*'a'"),
     ({"prompts": [1, 2]}, "prompt 0.*int64..;.* int.T."),
 ])
-def test_generate_looks_at_its_arguments(rotary, given, words):
+def test_generate_checks_its_arguments(rotary, given, words):
     with pytest.raises(ConfigError, match=f"generate: {words}"):
         rotary.generate(**{"prompts": [[1, 2]], "max_new_tokens": 2, **given})
 

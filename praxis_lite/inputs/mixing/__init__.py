@@ -1,4 +1,1 @@
-"""In which order rows come: shuffled, and mixed of several pipelines.
-
-How the rows are made is the pipelines' affair.
-"""
+"""The order of rows: shuffled, and mixed from several pipelines."""

@@ -1,4 +1,4 @@
-"""A mixture of pipelines: rows of each, in the ratios of their weights."""
+"""A mixture of pipelines, with rows in the ratios of their weights."""
 
 import dataclasses
 import functools
@@ -11,37 +11,37 @@ import numpy as np
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, require, require_choice
 from praxis_lite.inputs.base import IndexedPipeline, spec_of_rows, zero_rows
-from praxis_lite.inputs.mixing import shares
 from praxis_lite.inputs.mixing.same_classes import require_same_classes
+from praxis_lite.inputs.mixing.schedule import MOST_PARTS, Schedule, parts_of, rounded_parts
 
 if TYPE_CHECKING:
     import jax
 
 Weights = Mapping[str, float]
-_NUM_MEASURED = 1024  # Rows of a source, whose tokens are counted.
+_NUM_MEASURED = 1024  # Rows of a source whose tokens are counted.
 
 
 @dataclasses.dataclass(eq=False)
 class Mixture(IndexedPipeline):
     """Rows of several pipelines, in the ratios of their weights, as a single stream.
 
-    The rows of a source come in its own order. At every place of the stream, each source has given
-    its share of the rows so far, to less than one row. Where weights change, what it is owed of a
-    row stays owed: a source whose weight becomes 0 may give one row more. Where a row comes from
-    follows from its place and all weights, those after it too: any batch is found at once.
+    The rows of a source keep their order. At every place of the stream, each source has given its
+    share of the rows so far, to within one row. Fractions of a row carry over changes of weights: a
+    source whose weight becomes 0 may give one more row. A row's source follows from its place and
+    all weights, including later ones, so any batch is found without making others.
 
-    A source without end (`shuffle=True`) goes on from epoch to epoch; one with an end begins again.
+    An endless source (`shuffle=True`) continues from epoch to epoch; a finite one starts again.
 
     Args:
-        sources: by name. All with the same leaves and the same length of rows; their batch sizes
-            do not matter.
-        weights: of each source, in any unit: {"code": 0.7, "text": 0.3}. What is 0.7 counts as
-            7/10 exactly. Or [(0, {...}), (1000, {...})]: from these batches on.
+        sources: by name, all with the same leaves and row lengths; their batch sizes do not
+            matter.
+        weights: of each source, in any unit: {"code": 0.7, "text": 0.3}; 0.7 counts as exactly
+            7/10. Or [(0, {...}), (1000, {...})]: from these batches on.
         batch_size: rows of the global batch.
-        stop: "never", or "first": with the first source whose rows are all given.
-        unit: what a weight is a share of: "examples" are rows, "tokens" labels with a weight. A
-            row counts as many as its source's method `tokens_per_row()` says is the mean of an
-            epoch; without that method, as the first 1,024 rows have on average.
+        stop: "never", or "first": when the first source has given all its rows.
+        unit: weights are shares of "examples" (rows) or of "tokens" (labels with a weight). The
+            tokens of a row are its source's `tokens_per_row()`, the mean of an epoch; without that
+            method, the mean of the first 1,024 rows.
     """
 
     sources: Mapping[str, IndexedPipeline]
@@ -62,15 +62,15 @@ class Mixture(IndexedPipeline):
         for name, source in self.sources.items():
             if not isinstance(source, IndexedPipeline):
                 raise ConfigError(
-                    f"Mixture: the source {name!r} is a {type(source).__name__}, which gives its "
-                    "batches only in order; wanted is an IndexedPipeline, which gives any batch "
-                    "by its index. Put WithWorkers around the mixture, not into it."
+                    f"Mixture: the source {name!r} is a {type(source).__name__}, which has only "
+                    "sequential access; expected an IndexedPipeline. Put WithWorkers around the "
+                    "mixture, not into it."
                 )
             source.check()
         for name, length in self._lengths.items():
             if length == 0:
                 raise ConfigError(
-                    f"Mixture: the source {name!r} is empty. Leave it out, or give it data."
+                    f"Mixture: the source {name!r} is empty. Remove it, or give it data."
                 )
         self._check_leaves()
         _ = self._phases
@@ -86,40 +86,40 @@ class Mixture(IndexedPipeline):
     def _check_leaves(self) -> None:
         require_same_classes({f"Mixture.sources.{k}": v for k, v in self.sources.items()})
         rows = {
-            name: {leaf: (*item.shape[1:], str(np.dtype(item.dtype)))
-                   for leaf, item in source.element_spec().items()}
+            name: {leaf: (*spec.shape[1:], str(np.dtype(spec.dtype)))
+                   for leaf, spec in source.element_spec().items()}
             for name, source in self.sources.items()
         }
         first = next(iter(rows))
         for name, row in rows.items():
             if row != rows[first]:
                 raise ConfigError(
-                    f"Mixture: a row of {name!r} has {row}, one of {first!r} {rows[first]}. "
+                    f"Mixture: a row of {name!r} has {row}, but {first!r} has {rows[first]}. "
                     "Give all sources the same leaves and the same seq_len."
                 )
 
     @functools.cached_property
     def _lengths(self) -> dict[str, int | None]:
-        """The rows of a pass of each source; None: it has no end."""
+        """Rows per pass of each source; None: endless."""
         return {name: _num_rows(source) for name, source in self.sources.items()}
 
     @functools.cached_property
     def _phases(self) -> list[tuple[int, tuple[int, ...]]]:
         """`[(first_batch, weights)]`: the phases of the schedule."""
         given = self.weights
-        listed = [(0, given)] if isinstance(given, Mapping) else [tuple(item) for item in given]
-        starts = [element[0] for element in listed]
+        phases = [(0, given)] if isinstance(given, Mapping) else [tuple(phase) for phase in given]
+        starts = [start for start, _ in phases]
         require(
-            all(isinstance(one, int) for one in starts) and starts[:1] == [0]
+            all(isinstance(start, int) for start in starts) and starts[:1] == [0]
             and all(a < b for a, b in pairwise(starts)),
-            "Mixture.weights", given, "weights by name, or pairs (batch, weights) whose first "
-            "batch is 0 and which come in order",
+            "Mixture.weights", given,
+            "weights by name, or pairs (batch, weights) in order, from batch 0 on",
         )
-        return [(start, self._parts(weights)) for start, weights in listed]
+        return [(start, self._parts(weights)) for start, weights in phases]
 
     @functools.cached_property
-    def _schedule(self) -> shares.Schedule:
-        return shares.Schedule([(start * self.batch_size, parts) for start, parts in self._phases])
+    def _schedule(self) -> Schedule:
+        return Schedule([(start * self.batch_size, parts) for start, parts in self._phases])
 
     def _parts(self, weights: Weights) -> tuple[int, ...]:
         for name in weights:
@@ -131,32 +131,29 @@ class Mixture(IndexedPipeline):
                 )
         if missing := [name for name in self.sources if name not in weights]:
             raise ConfigError(
-                f"Mixture.weights lacks {missing}. Give each source a weight; 0 is for none."
+                f"Mixture.weights lacks {missing}. Give each source a weight; 0 leaves it out."
             )
         values = [weights[name] for name in self.sources]
-        is_right = all(
-            isinstance(item, int | float) and math.isfinite(item) and item >= 0 for item in values
-        )
         require(
-            is_right and sum(values) > 0, "Mixture.weights", dict(weights),
-            "numbers of 0 or more, and one above 0",
+            all(0 <= value < math.inf for value in values) and sum(values) > 0, "Mixture.weights",
+            dict(weights), "numbers from 0 on, at least one above 0",
         )
         if self.unit == "tokens":
-            return shares.rounded_parts([
+            return rounded_parts([
                 value / tokens for value, tokens in zip(values, self._tokens, strict=True)
             ])
-        parts = shares.parts_of(values)
+        parts = parts_of(values)
         if parts is None:
             raise ConfigError(
-                f"Mixture.weights: {dict(weights)} have no small common denominator: in whole "
-                f"numbers they add up to more than {shares.MOST_PARTS:,}. Write them with fewer "
-                "digits, such as 0.35."
+                f"Mixture.weights: {dict(weights)} have no small common denominator: as integers "
+                f"they add up to more than {MOST_PARTS:,}. Write them with fewer digits, "
+                "such as 0.35."
             )
         return parts
 
     @functools.cached_property
     def _tokens(self) -> list[float]:
-        """Tokens that a row of each source counts as."""
+        """Tokens per row of each source."""
         return [
             _tokens_per_row(name, source, self._lengths[name])
             for name, source in self.sources.items()
@@ -164,7 +161,7 @@ class Mixture(IndexedPipeline):
 
     @functools.cached_property
     def _end(self) -> int | None:
-        """The place at which a source would give a row that it does not have, or None."""
+        """The first place whose source has no row left, or None."""
         places = [
             self._schedule.place_of(number, length)
             for number, length in enumerate(self._lengths.values()) if length is not None
@@ -184,10 +181,10 @@ class Mixture(IndexedPipeline):
     def largest_id(self) -> int:
         """Returns the largest id of the sources that know theirs, or 0."""
         largest = (source.largest_id() for source in self.sources.values())
-        return max((item for item in largest if item is not None), default=0)
+        return max((number for number in largest if number is not None), default=0)
 
     def sources_of(self, first: int, count: int) -> np.ndarray:
-        """Returns int16[count]: from which source, counted in order, rows of the stream are."""
+        """Returns int16[count]: the number of the source of each row from `first` on."""
         return self._schedule.sources_at(first, count)
 
     def example_of(self, index: int, row: int) -> str:
@@ -195,12 +192,12 @@ class Mixture(IndexedPipeline):
         if self.stop == "first" and self._end is not None and place >= self._end:
             return ""
         number = int(self.sources_of(place, 1)[0])
-        (name, source), before = list(self.sources.items())[number], self._schedule
-        at = int(before.counts_before(place)[number])
+        name, source = list(self.sources.items())[number]
+        row = int(self._schedule.counts_before(place)[number])
         if length := self._lengths[name]:
-            at %= length
-        found = source.example_of(*divmod(at, source.batch_size))
-        return f"{name}: {found}" if found else f"of the source {name}"
+            row %= length
+        example = source.example_of(*divmod(row, source.batch_size))
+        return f"{name}: {example}" if example else f"of the source {name}"
 
     def rows(self, index: int, rows: slice) -> dict[str, np.ndarray]:
         first, count = index * self.batch_size + rows.start, rows.stop - rows.start
@@ -227,7 +224,7 @@ class Mixture(IndexedPipeline):
 
 
 def _num_rows(source: IndexedPipeline) -> int | None:
-    """Returns the rows of a pass, without the filler of its last batch."""
+    """Returns the rows of a pass, without the padding of its last batch."""
     if source.num_batches is None or source.num_batches == 0:
         return source.num_batches
     last = source.rows(source.num_batches - 1, slice(0, source.batch_size))
@@ -242,13 +239,13 @@ def _num_rows(source: IndexedPipeline) -> int | None:
 def _stream(
     source: IndexedPipeline, length: int | None, first: int, count: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yields rows first, first + 1, ... of a source that begins again at its end, in pieces."""
+    """Yields rows first, first + 1, ... in pieces; a finite source starts again at its end."""
     while count:
-        at = first if length is None else first % length
-        index, start = divmod(at, source.batch_size)
+        row = first if length is None else first % length
+        index, start = divmod(row, source.batch_size)
         stop = min(start + count, source.batch_size)
         if length is not None:
-            stop = min(stop, start + length - at)
+            stop = min(stop, start + length - row)
         yield source.rows(index, slice(start, stop))
         first, count = first + stop - start, count - (stop - start)
 

@@ -17,7 +17,7 @@ from praxis_lite.inputs.sources.base import Example, RowsOfFiles
 from praxis_lite.inputs.sources.copied import FileSource
 from praxis_lite.inputs.sources.faults import BadExample
 from praxis_lite.inputs.sources.opened import OpenedFiles
-from praxis_lite.inputs.tf.tf_example import tf_example
+from praxis_lite.inputs.sources.tf_example import tf_example
 
 if TYPE_CHECKING:
     from array_record.python.array_record_data_source import ArrayRecordDataSource

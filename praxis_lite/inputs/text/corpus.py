@@ -1,38 +1,41 @@
-"""A corpus of documents, split into those to train on and those held out, and their tokens."""
+"""A corpus of text documents, split into training and held-out documents, and its tokens."""
 
+import codecs
 import functools
 import gzip
 import hashlib
-from collections.abc import Iterable
+import os
 from typing import Any
 
 import numpy as np
 
 from praxis_lite.core.errors import ConfigError, require, require_choice
+from praxis_lite.inputs.sources.faults import none_skipped
 from praxis_lite.inputs.sources.files.paths import matching_files
-from praxis_lite.inputs.text.files import BLOCK_BYTES, read_documents
+from praxis_lite.inputs.sources.files.texts import decoded
 from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.inputs.tokenizers.loading import as_tokenizer
 from praxis_lite.inputs.tokenizers.plain import ByteTokenizer
 
 SPLITS = ("train", "heldout")
+BLOCK_BYTES = 16 * 1024
 
 
 class TextCorpus:
-    """Documents, read when first asked for; a fixed rule holds some of them out.
+    """Text documents, read on first use; a hash of a document's name decides its split.
 
-    The rule: the last two decimal digits of sha256(name), read backwards, are below
-    heldout_percent; at 10 that is `sha256(name) % 10 == 0`. It depends on nothing but the name, so
-    adding documents moves none of the others to the other side. A paragraph that is also in a
-    held-out document is left out of training: the language reference repeats itself, and 19% of
-    the held-out text would otherwise have been seen.
+    A document is held out if the last two decimal digits of sha256(name), in reverse order, are
+    below heldout_percent; at 10 that is `sha256(name) % 10 == 0`. So adding documents moves no
+    other document to the other split. A paragraph that is also in a held-out document is left out
+    of training: the language reference repeats itself, and 19% of the held-out text would
+    otherwise be in the training data.
 
     Args:
-        files: globs of text files, separated by commas; `**` and `~` work. Each file is cut, at
+        files: globs of text files, separated by commas; `**` and `~` work. Each file is split, at
             line ends, into documents of at most 16 KiB named `<basename>#<k>`. None: CPython's
             language reference (`pydoc_data.topics`), a document per topic.
         heldout_percent: 0 to 100.
-        tokenizer: of its tokens, or the directory of one; None: bytes.
+        tokenizer: or the directory of one; None: bytes.
     """
 
     def __init__(
@@ -42,13 +45,14 @@ class TextCorpus:
         self.files = files
         self.heldout_percent = heldout_percent
         self.tokenizer = as_tokenizer(tokenizer)
+        self._tokens: dict[str, np.ndarray] = {}
 
     def documents(self, split: str) -> list[tuple[str, bytes]]:
         """Returns the (name, text) of each document of 'train' or 'heldout', in a fixed order.
 
         Raises:
-            ConfigError: another split; no documents in it; files that are missing, empty or
-                unreadable.
+            ConfigError: another split; no documents in it; files that are missing, empty or not
+                UTF-8.
         """
         require_choice("The split of a TextCorpus", split, SPLITS)
         documents = self._splits[split]
@@ -57,7 +61,7 @@ class TextCorpus:
             raise ConfigError(
                 f"TextCorpus: the {split!r} split of {self._source} is empty: at heldout_percent "
                 f"{self.heldout_percent} all {total} documents fall to the other split. Change "
-                f"heldout_percent, or give more text (files are cut into documents of "
+                f"heldout_percent, or give more text (files are split into documents of "
                 f"{BLOCK_BYTES // 1024} KiB)."
             )
         return documents
@@ -65,8 +69,8 @@ class TextCorpus:
     def tokens(self, split: str) -> np.ndarray:
         """Returns the stream EOS, document, EOS, document, ..., EOS as int32.
 
-        All but the first are labels; of bytes these are num_bytes + one EOS per document. A BOS
-        that the tokenizer puts before a text is before each document as well.
+        All but the first are labels; with bytes there are num_bytes + one EOS per document. If
+        the tokenizer puts a BOS before a text, each document has it as well.
         """
         if split not in self._tokens:
             tokenizer = self.tokenizer
@@ -79,36 +83,33 @@ class TextCorpus:
                 pieces.append(tokenizer.with_end(
                     ids if starts_with_end else tokenizer.with_start(ids)
                 ))
-            # The stream is read as a circle: it ends with what it begins with.
+            # Windows wrap around, so the stream ends with the token that it begins with.
             if not len(end):
                 pieces.append(np.array(tokenizer.document_start[:1], np.int32))
             self._tokens[split] = np.concatenate(pieces)
         return self._tokens[split]
 
     def num_bytes(self, split: str) -> int:
-        """Returns the bytes of text in the split, without the ends of documents."""
+        """Returns the bytes of text in the split, without end tokens."""
         return sum(len(text) for _, text in self.documents(split))
 
     def gzip_bits_per_byte(self, split: str) -> float:
         """Returns the bits per byte that `gzip -9` needs for the split.
 
-        It compresses the documents, each followed by a zero byte for EOS, which counts as a byte. A
-        model's mean loss over the `tokens` of bytes has the same divisor: loss / ln 2 compares with
-        this figure. The loss of other tokens does so times `tokens_per_byte`.
+        It compresses the documents, each followed by a zero byte for EOS, which counts as a byte.
+        Compare it with loss / ln 2 of a model of bytes, and with that times `tokens_per_byte` for
+        other tokens.
         """
         data = b"".join(text + b"\0" for _, text in self.documents(split))
         return 8 * len(gzip.compress(data, compresslevel=9, mtime=0)) / len(data)
 
     def tokens_per_byte(self, split: str) -> float:
-        """Returns the labels per byte of the stream, a byte added for each end of a document."""
+        """Returns labels per byte of the stream, counting one byte for each document's end."""
         num_bytes = self.num_bytes(split) + len(self.documents(split))
         return (len(self.tokens(split)) - 1) / num_bytes
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns the hash of all names and texts with their splits, but not of paths.
-
-        And what decides their tokens, if these are not bytes.
-        """
+        """Returns a hash of all names, texts and splits (not paths), and of the tokenizer."""
         if isinstance(self.tokenizer, ByteTokenizer):
             return dict(self._fingerprint)
         return {**self._fingerprint, **self.tokenizer.fingerprint()}
@@ -122,15 +123,16 @@ class TextCorpus:
         return {"heldout_percent": self.heldout_percent, "sha256": digest.hexdigest()}
 
     @functools.cached_property
-    def _tokens(self) -> dict[str, np.ndarray]:
-        return {}
-
-    @functools.cached_property
     def _splits(self) -> dict[str, list[tuple[str, bytes]]]:
         require_percent("TextCorpus.heldout_percent", self.heldout_percent)
         splits: dict[str, list[tuple[str, bytes]]] = {split: [] for split in SPLITS}
-        for name, text in self._read():
-            held_out = _place(name) < self.heldout_percent
+        if self.files is None:
+            documents = language_reference()
+        else:
+            files = matching_files(self.files)
+            documents = [document for path in files for document in read_documents(path)]
+        for name, text in documents:
+            held_out = _percentile(name) < self.heldout_percent
             splits["heldout" if held_out else "train"].append((name, text))
         held_out_paragraphs = {
             paragraph for _, text in splits["heldout"] for paragraph in _paragraphs(text)
@@ -143,21 +145,15 @@ class TextCorpus:
     def _source(self) -> str:
         return "the Python language reference" if self.files is None else repr(self.files)
 
-    def _read(self) -> Iterable[tuple[str, bytes]]:
-        if self.files is None:
-            return language_reference()
-        files = matching_files(self.files)
-        return [document for path in files for document in read_documents(path)]
-
 
 def require_percent(setting: str, found: Any) -> None:
-    """Raises ConfigError unless a setting is a whole number of percent."""
-    is_right = hasattr(found, "__index__") and 0 <= found <= 100
-    require(is_right, setting, found, "a whole number from 0 to 100")
+    """Raises ConfigError unless a setting is an integer from 0 to 100."""
+    is_percent = hasattr(found, "__index__") and 0 <= found <= 100
+    require(is_percent, setting, found, "an integer from 0 to 100")
 
 
 def _paragraphs(text: bytes) -> list[bytes]:
-    """Returns the paragraphs long enough to give something away when they stand elsewhere too."""
+    """Returns the paragraphs that are long enough to leak held-out text."""
     return [part for part in text.split(b"\n\n") if len(part) >= 40]
 
 
@@ -165,24 +161,50 @@ def _without(text: bytes, paragraphs: set[bytes]) -> bytes:
     return b"\n\n".join(part for part in text.split(b"\n\n") if part not in paragraphs)
 
 
-def _place(name: str) -> int:
-    """Returns the document's place in 0..99, fixed by its name alone."""
-    # Backwards, so that a tenth is the plain rule "hash % 10 == 0".
+def _percentile(name: str) -> int:
+    """Returns a number from 0 to 99 that depends on the document's name alone."""
+    # Digits in reverse order, so that 10 percent is the simple rule "hash % 10 == 0".
     tens, ones = divmod(int(hashlib.sha256(name.encode()).hexdigest(), 16) % 100, 10)
     return 10 * ones + tens
 
 
 def language_reference() -> list[tuple[str, bytes]]:
-    """Returns CPython's language reference: (topic, text) each.
+    """Returns CPython's language reference as (topic, text)."""
+    from pydoc_data.topics import topics
+
+    return [(name, topics[name].encode()) for name in sorted(topics)]
+
+
+def read_documents(path: str) -> list[tuple[str, bytes]]:
+    """Returns the blocks of a file as (`<basename>#<k>`, UTF-8), without a byte order mark.
 
     Raises:
-        ConfigError: this Python comes without it.
+        ConfigError: the file is empty or not UTF-8; names file and line.
     """
-    try:
-        from pydoc_data.topics import topics
-    except ImportError as error:
+    with open(path, "rb") as file:
+        data = file.read().removeprefix(codecs.BOM_UTF8)
+    if not data:
         raise ConfigError(
-            "TextCorpus: files is None, which means the language reference that comes with Python "
-            "(pydoc_data.topics), but this Python has none. Set files to a glob of text files."
-        ) from error
-    return [(name, topics[name].encode()) for name in sorted(topics)]
+            f"TextCorpus: the text file {path!r} is empty. Fill it, or leave it out of files."
+        )
+    with none_skipped():
+        decoded(data, f"TextCorpus: {path}", is_file=True)
+    name = os.path.basename(path)
+    return [(f"{name}#{k}", block) for k, block in enumerate(_blocks(data))]
+
+
+def _blocks(data: bytes) -> list[bytes]:
+    """Splits UTF-8 into blocks of at most BLOCK_BYTES, at line ends, or between characters."""
+    blocks, start = [], 0
+    while start < len(data):
+        end = min(start + BLOCK_BYTES, len(data))
+        if end < len(data):
+            line_end = data.rfind(b"\n", start, end)
+            if line_end >= 0:
+                end = line_end + 1
+            else:
+                # Bytes 10xxxxxx continue a character.
+                end -= next((n for n in range(4) if data[end - n] & 0xC0 != 0x80), 0)
+        blocks.append(data[start:end])
+        start = end
+    return blocks

@@ -1,4 +1,4 @@
-"""Documents out of a source of examples, as tokens: made ahead on disk, or when they are needed."""
+"""Tokenized documents of a source of examples, stored on disk or tokenized at each use."""
 
 import collections
 import dataclasses
@@ -27,28 +27,28 @@ from praxis_lite.inputs.tokenizers.plain import TokenIds
 
 @dataclasses.dataclass(eq=False)
 class Documents:
-    """The documents of a source, tokenised once by all cores, and kept beside its files.
+    """The documents of a source, tokenized once on all cores and cached next to its files.
 
-    That first pass finds what is wrong with any example, drops what `keep` does not want, and
-    learns how long each document is, so that any row of packed documents is found at once. It goes
-    on where it was ended, and reads again only files that have changed.
+    The first pass reports faults of any example, drops examples for which `keep` returns False,
+    and measures each document, so that any row of packed documents can be found without reading
+    others. If interrupted it resumes; later it reads only changed files.
 
     Args:
       source: of the examples.
-      holds: what of an example is a document: "text"; "ids", tokenised by others; "messages", a
-        conversation, of which what the assistant says is learnt; "completion", which is learnt,
-        after a "prompt", which is not; conversations as ShareGPT ("sharegpt": `conversations`) and
-        Alpaca ("alpaca": `instruction`, `input`, `output`) have them; or a "preference": `prompt`,
-        `chosen` and `rejected`, for PreferenceData.
-      key: where an example has it. None: under the name of what it holds.
+      holds: the format of examples: "text"; "ids", which are tokenized already; "messages", a
+        conversation, trained on the assistant's messages; "completion", trained on, after a
+        "prompt", which is not; conversations of ShareGPT ("sharegpt": `conversations`) and Alpaca
+        ("alpaca": `instruction`, `input`, `output`); or a "preference": `prompt`, `chosen` and
+        `rejected`, for PreferenceData.
+      key: of the value in an example. None: the name of the format.
       tokenizer: or its directory; None: bytes, and for ids no tokenizer.
-      transform: an importable function from an example to an example, before all else.
-      keep: an importable function that says of an example whether it is wanted.
-      ignored_keys: keys of examples that hold conversations or preferences that are not read, such
-        as "id"; any other key that is not known is an error.
-      heldout_percent: of the documents, chosen by their content, which are the split "heldout".
-      ahead: True: tokens are kept on disk. False: only lengths are, and a document is read and
-        tokenised again whenever it is needed.
+      transform: an importable function from an example to an example, applied first.
+      keep: an importable predicate of examples.
+      ignored_keys: keys of conversations or preferences that are not read, such as "id"; any other
+        unknown key is an error.
+      heldout_percent: of the documents, chosen by their content, are in the split "heldout".
+      ahead: True: tokens are stored on disk. False: only lengths are, and a document is read and
+        tokenized at each use.
     """
 
     source: Source
@@ -68,12 +68,12 @@ class Documents:
         self.tokenizer = as_tokenizer(self.tokenizer)
 
     def check(self) -> None:
-        """Prepares all documents. Raises ConfigError for errors in any of them."""
+        """Prepares all documents. Raises ConfigError for a fault in any of them."""
         require_choice("Documents.holds", self.holds, KEYS)
         has_names = self.key is None or KEYS[self.holds] is not None
         require(
-            has_names, "Documents.key", self.key, f"None: {self.holds} has names of its own",
-            "Give them by a transform.",
+            has_names, "Documents.key", self.key, f"None: {self.holds} has fixed keys",
+            "Rename the keys with a transform.",
         )
         require(
             not isinstance(self.ignored_keys, str), "Documents.ignored_keys", self.ignored_keys,
@@ -88,7 +88,7 @@ class Documents:
 
     @functools.cached_property
     def parts(self) -> list[DerivedPart]:
-        """The kept record of each part of the source."""
+        """The cached record of each part of the source."""
         self.source.check()
         recipe = {
             "version": 3, "holds": self.holds, "key": self.key, "ahead": self.ahead,
@@ -98,86 +98,86 @@ class Documents:
             "transform": code_of(self.transform), "keep": code_of(self.keep),
         }
         kind = "tokens" if self.ahead else "lengths"
-        return derived(self.source, kind, recipe, self._made, "tokenising")
+        return derived(self.source, kind, recipe, self._made, "tokenizing")
 
     @functools.cached_property
     def left_out(self) -> dict[str, int]:
-        """How many examples are no document, by name.
+        """The number of left out examples by reason.
 
-        A fault; "filtered" by `keep`; "empty"; or "too_short", of a single id.
+        Reasons are a fault; "filtered" by `keep`; "empty"; or "too_short", a single id.
         """
         return left_out(self.source, self.parts)
 
     def _made(self, part: Part) -> Made:
-        """Returns the kept record of the examples of a part."""
+        """Returns the cached record of the examples of a part."""
         documents: list[Tokens] = []
-        chosen_lengths, rows, places, missing = [], [], [], collections.Counter()
+        chosen_lengths, rows, percentiles, missing = [], [], [], collections.Counter()
         largest, largest_row = -1, -1
 
         def made(example: Example, number: int) -> tuple[Tokens | Pair, int] | str:
-            """Returns the tokens of an example, and its place of 100, by its content."""
-            actual = self._of_example(example, number)
-            if isinstance(actual, str):
-                return actual
-            if isinstance(actual, Pair):
+            """Returns the tokens of an example, and a number from 0 to 99 by its content."""
+            tokens = self._encode(example, number)
+            if isinstance(tokens, str):
+                return tokens
+            if isinstance(tokens, Pair):
                 content = json.dumps(example, sort_keys=True, default=repr).encode()
-                return actual, int(hashlib.sha256(content).hexdigest(), 16) % 100
-            digest = hashlib.sha256(actual.ids.tobytes() + actual.is_answer.tobytes())
-            return actual, int.from_bytes(digest.digest()[:8], "little") % 100
+                return tokens, int(hashlib.sha256(content).hexdigest(), 16) % 100
+            digest = hashlib.sha256(tokens.ids.tobytes() + tokens.is_answer.tobytes())
+            return tokens, int.from_bytes(digest.digest()[:8], "little") % 100
 
-        for number, (result, place) in self.source.made_of(part, made, missing):
-            if isinstance(result, Pair):
-                chosen_lengths.append(len(result.chosen.ids))
-                result = Tokens(*map(np.concatenate, zip(*result, strict=True)))
-            documents.append(result)
+        for number, (tokens, percentile) in self.source.made_of(part, made, missing):
+            if isinstance(tokens, Pair):
+                chosen_lengths.append(len(tokens.chosen.ids))
+                tokens = Tokens(*map(np.concatenate, zip(*tokens, strict=True)))
+            documents.append(tokens)
             rows.append(number - part.start)
-            places.append(place)
-            if (most := int(result.ids.max())) > largest:
+            percentiles.append(percentile)
+            if (most := int(tokens.ids.max())) > largest:
                 largest, largest_row = most, number - part.start
         arrays = {
             "lengths": np.array([len(document.ids) for document in documents], np.int32),
             "rows": np.array(rows, np.int32),
-            "places": np.array(places, np.uint8),
+            "places": np.array(percentiles, np.uint8),
         }
         if self.holds == "preference":
             arrays["chosen_lengths"] = np.array(chosen_lengths, np.int32)
         if self.ahead:
-            ids = np.concatenate([np.empty(0, np.int32), *(item.ids for item in documents)])
+            ids = np.concatenate([np.empty(0, np.int32), *(document.ids for document in documents)])
             arrays["ids"] = ids.astype(np.min_scalar_type(max(largest, 0)))
             if self.has_answers:
                 arrays["answers"] = np.concatenate(
-                    [np.empty(0, bool), *(element.is_answer for element in documents)]
+                    [np.empty(0, bool), *(document.is_answer for document in documents)]
                 )
         values = {"left_out": dict(missing), "largest": largest, "largest_row": largest_row}
         return values, arrays
 
-    def _of_example(self, example: Mapping[str, Any], number: int) -> Tokens | Pair | str:
-        """Returns the tokens of an example, or the name under which it is left out."""
+    def _encode(self, example: Mapping[str, Any], number: int) -> Tokens | Pair | str:
+        """Returns the tokens of an example, or the reason why it is left out."""
         where = self.source.where(number)
         if self.transform is not None:
             example = applied(self.transform, example, where)
         if self.keep is not None and not applied(self.keep, example, where):
             return "filtered"
-        result = encoded(
+        tokens = encoded(
             self.holds, self.key, example, self.tokenizer, where, self.ignored_keys
         )
-        if result is None:
+        if tokens is None:
             return "empty"
-        # Nothing to predict.
-        return "too_short" if isinstance(result, Tokens) and len(result.ids) < 2 else result
+        # A single token has no label.
+        return "too_short" if isinstance(tokens, Tokens) and len(tokens.ids) < 2 else tokens
 
     @property
     def has_answers(self) -> bool:
-        """True if only a part of a document is learnt."""
+        """Whether only parts of documents are trained on."""
         return self.holds not in ("text", "ids")
 
     @functools.cached_property
     def lengths(self) -> np.ndarray:
-        """int32[documents]: ids of each."""
-        return self._of_all("lengths", np.int32)
+        """int32[documents]: number of ids of each document."""
+        return self._joined("lengths", np.int32)
 
-    def _of_all(self, name: str, dtype: type) -> np.ndarray:
-        """Returns an array of all parts together."""
+    def _joined(self, name: str, dtype: type) -> np.ndarray:
+        """Returns the concatenation of an array of all parts."""
         return np.concatenate([np.empty(0, dtype), *(p.arrays[name] for p in self.parts)])
 
     @functools.cached_property
@@ -187,7 +187,7 @@ class Documents:
 
     @functools.cached_property
     def _starts(self) -> list[np.ndarray]:
-        """int64[documents + 1], of each part: where a document's ids begin."""
+        """int64[documents + 1] of each part: the offset of each document's ids."""
         return [
             np.concatenate([[0], np.cumsum(p.arrays["lengths"], dtype=np.int64)])
             for p in self.parts
@@ -196,56 +196,56 @@ class Documents:
     def of_split(self, split: str) -> np.ndarray:
         """Returns int64[n]: the numbers of the documents of 'train' or 'heldout'."""
         require_choice("split", split, SPLITS)
-        is_held_out = self._of_all("places", np.uint8) < self.heldout_percent
+        is_held_out = self._joined("places", np.uint8) < self.heldout_percent
         return np.flatnonzero(is_held_out == (split == "heldout"))
 
     def __getitem__(self, number: int) -> Tokens:
         """Returns the tokens of a document; its ids are a view of the file on disk."""
-        part, within = self._place_of(number)
-        there = self.parts[part]
+        part, within = self._part_of(number)
+        arrays = self.parts[part].arrays
         if not self.ahead:
             row = self._row_of(number)
-            result = self._of_example(self.source[row], row)
-            if isinstance(result, str) or len(result.ids) != there.arrays["lengths"][within]:
+            tokens = self._encode(self.source[row], row)
+            if isinstance(tokens, str) or len(tokens.ids) != arrays["lengths"][within]:
                 raise ConfigError(
                     f"{self.source.where(row)} gives another document than when its length was "
-                    "counted. Let transform and keep depend on the example alone."
+                    "measured. Let transform and keep depend on the example alone."
                 )
-            return result
+            return tokens
         start, stop = self._starts[part][within : within + 2]
-        ids = there.arrays["ids"][start:stop]
-        answers = there.arrays.get("answers")
+        ids = arrays["ids"][start:stop]
+        answers = arrays.get("answers")
         return Tokens(ids, None if answers is None else answers[start:stop])
 
     @functools.cached_property
     def chosen_lengths(self) -> np.ndarray:
-        """int32[documents]: of preferences, how many ids of each are those of the chosen answer."""
-        return self._of_all("chosen_lengths", np.int32)
+        """int32[documents]: of preferences, the number of ids of the chosen side."""
+        return self._joined("chosen_lengths", np.int32)
 
     def pair(self, number: int) -> Pair:
         """Returns the tokens of a preference."""
-        result, size = self[number], self.chosen_lengths[number]
+        tokens, size = self[number], self.chosen_lengths[number]
         return Pair(*(
-            Tokens(result.ids[part], result.is_answer[part])
-            for part in (slice(0, size), slice(size, None))
+            Tokens(tokens.ids[side], tokens.is_answer[side])
+            for side in (slice(0, size), slice(size, None))
         ))
 
     def where(self, number: int) -> str:
-        """Returns where a document is in the source: "file:line"."""
+        """Returns the location of a document in the source: "file:line"."""
         return self.source.where(self._row_of(number))
 
-    def _place_of(self, number: int) -> tuple[int, int]:
-        """Returns the part of a document, and its number there."""
+    def _part_of(self, number: int) -> tuple[int, int]:
+        """Returns the part that has a document, and the document's number there."""
         part = int(np.searchsorted(self.first_of_part, number, side="right")) - 1
         return part, number - int(self.first_of_part[part])
 
     def _row_of(self, number: int) -> int:
         """Returns the number of a document's example in the source."""
-        part, within = self._place_of(number)
+        part, within = self._part_of(number)
         return self.parts[part].part.start + int(self.parts[part].arrays["rows"][within])
 
     def largest_id(self) -> tuple[int, str]:
-        """Returns the largest id of all documents, and where it is first: "file:line"."""
+        """Returns the largest id of all documents, and its first location: "file:line"."""
         most = max(self.parts, key=lambda item: item.values["largest"])
         if most.values["largest"] < 0:
             return 0, ""
@@ -253,8 +253,8 @@ class Documents:
         return most.values["largest"], where
 
     def fingerprint(self) -> dict[str, Any]:
-        """Returns the settings that decide the documents, with digests of the files and lengths."""
-        # The same whether tokens are made ahead or not.
+        """Returns the settings that decide the documents, with digests of files and lengths."""
+        # Independent of `ahead`.
         of_parts = [[p.digests[name] for name in ("lengths", "rows", "places")] for p in self.parts]
         digest = hashlib.sha256(json.dumps(of_parts).encode())
         return {
@@ -268,8 +268,8 @@ class Documents:
         return settings_alone(self)
 
 
-class OfDocuments(NumberedPipeline):
-    """A pipeline whose ids are those of `documents`."""
+class DocumentPipeline(NumberedPipeline):
+    """A pipeline of the ids of `documents`."""
 
     documents: Documents
 
@@ -278,5 +278,5 @@ class OfDocuments(NumberedPipeline):
         return self.documents.largest_id()[0]
 
     def place_of_largest_id(self) -> str:
-        """Returns where the largest id is first: "file:line"."""
+        """Returns the first location of the largest id: "file:line"."""
         return self.documents.largest_id()[1]

@@ -1,4 +1,4 @@
-"""What an example of text is for a language model: its ids, and which of them it has to learn."""
+"""Encodes an example for a language model: its token ids, and which of them are trained on."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -22,7 +22,7 @@ from praxis_lite.inputs.text.pairs import Pair, pair_of, prompted
 from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.inputs.tokenizers.chat_messages import ASSISTANT, is_empty
 
-# What an example may hold, and where, unless told otherwise; None: under several names of its own.
+# The formats of examples, and the default key of each; None: the format has several fixed keys.
 KEYS = {
     "text": "text", "ids": "ids", "messages": "messages", "completion": "completion",
     "sharegpt": "conversations", "alpaca": None, "preference": None,
@@ -33,19 +33,19 @@ def encoded(
     holds: str, key: str | None, example: Mapping[str, Any], tokenizer: Tokenizer, where: str,
     ignored_keys: Iterable[str] = (),
 ) -> Tokens | Pair | None:
-    """Returns the ids of an example, with what begins and ends a text, and which are to be learnt.
+    """Returns the ids of an example with its start and end tokens, and which are trained on.
 
-    None of an empty one: it would teach to end at once.
+    Returns None for an empty example, which would only train to end at once.
 
     Args:
       holds: a key of KEYS.
-      key: where the example has it; None: where it is by custom.
-      where: for messages: "file:line".
+      key: of the example's value; None: the default key.
+      where: "file:line", for messages.
       ignored_keys: keys of a conversation's or preference's example that are not read.
 
     Raises:
-      BadExample: the example lacks the key, holds something else there, or ids that are none; or it
-        is a conversation with a key that is not known.
+      BadExample: the example lacks the key or has a wrong value or id; or it is a conversation with
+        an unknown key.
     """
     if holds == "preference":
         return pair_of(example, tokenizer, where, ignored_keys)

@@ -1,7 +1,7 @@
-"""Conversations, read from rows in the formats in which datasets have them.
+"""Reads conversations from rows in the usual formats of datasets.
 
-This is the only place that knows the keys of a row: training data, preferences, prompts and
-requests are all read here. The page docs/finetuning.md lists the formats.
+Only this module knows the keys of a row: training data, preferences, prompts and requests are all
+read here. docs/finetuning.md lists the formats.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ from praxis_lite.inputs.tokenizers.chat_messages import (
     without_nulls,
 )
 
-# What a row of a conversation may have next to its messages.
+# Keys that a row may have next to its messages.
 CONTEXT_KEYS = ("system", "tools", "documents", "chat_template_kwargs")
 _ALPACA_KEYS = ("instruction", "input", "output", "history")
-# The roles of ShareGPT, and of LLaMA-Factory, by their usual names; others stay as they are.
+# The roles of ShareGPT and LLaMA-Factory; other names are unchanged.
 _SHAREGPT_ROLES = {
     "human": USER, "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bing": ASSISTANT, "bard": ASSISTANT,
     "observation": "tool", "function_response": "tool",
@@ -35,12 +35,12 @@ _SHAREGPT_ROLES = {
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """Messages, and what the chat template is given with them.
+    """Messages, and variables of the chat template.
 
     Attributes:
-      messages: as `as_messages`; those of the assistant with weight 0 are not learned.
+      messages: as `as_messages`; those of the assistant with weight 0 are not trained on.
       variables: `tools`, `documents` and `chat_template_kwargs` of the row.
-      where: the conversation's place, for messages: "file:line".
+      where: "file:line", for messages.
     """
 
     messages: Sequence[Message]
@@ -49,8 +49,8 @@ class Conversation:
 
 
 @contextlib.contextmanager
-def placed(where: str) -> Iterator[None]:
-    """Makes RefusedConversation a BadExample that names `where` the conversation is."""
+def errors_at(where: str) -> Iterator[None]:
+    """Turns RefusedConversation into a BadExample that names `where` the conversation is."""
     try:
         yield
     except RefusedConversation as error:
@@ -64,7 +64,7 @@ def placed(where: str) -> Iterator[None]:
 def row_without_nulls(
     row: Mapping[str, Any], where: str, ignored_keys: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Returns a row as JSON has it, without keys that are null or ignored."""
+    """Returns a row as plain JSON values, without keys that are null or ignored."""
     return plain({
         name: item for name, item in row.items() if item is not None and name not in ignored_keys
     }, where)
@@ -74,7 +74,7 @@ def require_known(row: Mapping[str, Any], known: Iterable[str], where: str, fix:
     """Checks that a row without nulls has only keys that are read.
 
     Raises:
-      BadExample: `unknown_key`: names all keys that would be lost, and the keys that are known.
+      BadExample: `unknown_key`: names the keys that would be lost, and the known keys.
     """
     known = tuple(known)
     unknown = [str(name) for name in row if name not in known]
@@ -104,17 +104,17 @@ def conversation_of(
       holds: the format: "messages", "sharegpt" or "alpaca".
       key: of the messages; None: the usual one.
       ignored_keys: of the row, which are not read.
-      fix: for unknown keys, what to change; "": ignored_keys of Documents.
+      fix: what to change if there are unknown keys; "": ignored_keys of Documents.
 
     Raises:
-      BadExample: the row has another form, or a key that is not known.
+      BadExample: the row has another form, or an unknown key.
     """
     given, row = row, row_without_nulls(row, where, ignored_keys)
     if holds == "alpaca":
         require_known(row, (*_ALPACA_KEYS, *CONTEXT_KEYS), where, fix)
         return with_context(_of_alpaca(row, where), row, where, wraps_tools=True)
     if key is None:
-        # TRL takes `conversations` for messages, too.
+        # TRL also accepts `conversations` for messages.
         is_usual = holds == "messages" and ("messages" in row or "conversations" not in row)
         key = "messages" if is_usual else "conversations"
     if key not in row:
@@ -129,10 +129,10 @@ def conversation(value: Any, where: str) -> list[Message]:
     {"from", "value"} of ShareGPT become {"role", "content"}.
 
     Raises:
-      BadExample: it is no list of messages, or a text has half of a character.
+      BadExample: it is not a list of messages, or a text has half of a character.
     """
     value = plain(value, where)
-    with placed(where):
+    with errors_at(where):
         if isinstance(value, list):
             value = [_of_sharegpt(item) for item in value]
         return as_messages(value)
@@ -147,7 +147,7 @@ def _of_sharegpt(message: Any) -> Any:
     role, content = result.pop("from", None), result.pop("value", None)
     if role != "function_call":
         return {"role": _SHAREGPT_ROLES.get(str(role), role), "content": content, **result}
-    # LLaMA-Factory: the calls as JSON text, one or a list.
+    # LLaMA-Factory: one or several calls as JSON text.
     try:
         calls = json.loads(content)
     except (TypeError, ValueError, RecursionError):
@@ -165,22 +165,24 @@ def _of_sharegpt(message: Any) -> Any:
 def _of_alpaca(row: Mapping[str, Any], where: str) -> list[Message]:
     """Returns the messages of {"instruction", "input", "output", "history"}.
 
-    The user says the instruction, and on a new line the input, if there is one. Before them are the
-    pairs of a question and an answer of `history`.
+    The user's message is the instruction and, on a new line, the input if there is one. Before it
+    are the pairs of a question and an answer in `history`.
     """
     texts = {name: row.get(name, "") for name in _ALPACA_KEYS[:3]}
     for name, text in texts.items():
         if name not in row and name != "input":
             raise missing_key(name, row, where)
         if not isinstance(text, str):
-            raise _wrong(row, name, where, "a text")
+            raise _wrong_value(row, name, where, "a text")
     pairs = row.get("history", [])
     is_right = isinstance(pairs, list) and all(
         isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
         for pair in pairs
     )
     if not is_right:
-        raise _wrong(row, "history", where, "a list of pairs of texts: [[question, answer], ...]")
+        raise _wrong_value(
+            row, "history", where, "a list of pairs of texts: [[question, answer], ...]"
+        )
     asked = "\n".join(filter(None, (texts["instruction"], texts["input"])))
     turns = [*pairs, (asked, texts["output"])]
     return [
@@ -192,12 +194,12 @@ def _of_alpaca(row: Mapping[str, Any], where: str) -> list[Message]:
 def with_context(
     messages: Sequence[Message], row: Mapping[str, Any], where: str, *, wraps_tools: bool = False
 ) -> Conversation:
-    """Returns a conversation: messages with the row's CONTEXT_KEYS.
+    """Returns a conversation of messages and the row's CONTEXT_KEYS.
 
     Args:
       row: without nulls.
-      wraps_tools: True: a tool that is a function alone gets {"type": "function"} around it, as in
-        LLaMA-Factory's formats; TRL passes it as it is.
+      wraps_tools: True: a plain function becomes {"type": "function", "function": ...}, as in
+        LLaMA-Factory's formats; TRL passes it unchanged.
 
     Raises:
       BadExample: a value has another form; or there are two system messages.
@@ -205,26 +207,26 @@ def with_context(
     messages = list(messages)
     system = row.get("system", "")
     if not isinstance(system, str):
-        raise _wrong(row, "system", where, "a text")
+        raise _wrong_value(row, "system", where, "a text")
     if system:
         first = {"role": "system", "content": system}
         if not messages or messages[0] != first:
             if any(message["role"] == "system" for message in messages):
                 raise BadExample(
-                    "unknown_key", where, "has 'system' and another message of the system",
-                    "Leave one of them out.",
+                    "unknown_key", where, "has 'system' and also a system message",
+                    "Remove one of them.",
                 )
             messages.insert(0, first)
     variables = {}
     for name in ("tools", "documents"):
-        value = _of_json(row.get(name), name, row, where)
+        value = _parse_json(row.get(name), name, row, where)
         if not isinstance(value, list | None):
-            raise _wrong(row, name, where, "a list of objects, or its JSON text")
-        items = [_of_json(item, name, row, where) for item in value or ()]
+            raise _wrong_value(row, name, where, "a list of objects, or its JSON text")
+        items = [_parse_json(item, name, row, where) for item in value or ()]
         if not isinstance(row.get(name), str):
             items = without_nulls(items)
         if not all(isinstance(item, dict) for item in items):
-            raise _wrong(row, name, where, "a list of objects, or its JSON text")
+            raise _wrong_value(row, name, where, "a list of objects, or its JSON text")
         if name == "tools" and wraps_tools:
             items = [
                 item if "function" in item else {"type": "function", "function": item}
@@ -232,11 +234,11 @@ def with_context(
             ]
         if items:
             variables[name] = items
-    more = _of_json(row.get("chat_template_kwargs"), "chat_template_kwargs", row, where) or {}
+    more = _parse_json(row.get("chat_template_kwargs"), "chat_template_kwargs", row, where) or {}
     more = without_nulls(more)
     if not isinstance(more, dict):
-        raise _wrong(row, "chat_template_kwargs", where, "an object")
-    if taken := [name for name in more if name in (*variables, *_OF_RENDERING)]:
+        raise _wrong_value(row, "chat_template_kwargs", where, "an object")
+    if taken := [name for name in more if name in (*variables, *_RENDERING_VARIABLES)]:
         raise BadExample(
             "unknown_key", where,
             f"has {taken[0]!r} in chat_template_kwargs, which is set elsewhere", "Remove it there.",
@@ -244,20 +246,20 @@ def with_context(
     return Conversation(messages, {**variables, **more}, where)
 
 
-# Variables that are not a conversation's to set.
-_OF_RENDERING = ("messages", "add_generation_prompt", "continue_final_message")
+# Variables that a conversation must not set.
+_RENDERING_VARIABLES = ("messages", "add_generation_prompt", "continue_final_message")
 
 
-def _of_json(value: Any, name: str, row: Mapping[str, Any], where: str) -> Any:
+def _parse_json(value: Any, name: str, row: Mapping[str, Any], where: str) -> Any:
     if not isinstance(value, str) or not value:
         return value or None
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
-        raise _wrong(row, name, where, "JSON") from None
+        raise _wrong_value(row, name, where, "JSON") from None
 
 
-def _wrong(row: Mapping[str, Any], name: str, where: str, expected: str) -> BadExample:
+def _wrong_value(row: Mapping[str, Any], name: str, where: str, expected: str) -> BadExample:
     return BadExample(
         "missing_key", where,
         f"has {shown(json.dumps(row[name], default=repr))} as {name!r}; expected {expected}",

@@ -1,10 +1,11 @@
-"""Rows of documents for a language model, several to a row; none of them sees another."""
+"""Rows of packed documents for a language model, which do not attend to each other."""
 
 import dataclasses
 import functools
 import hashlib
 import json
 import logging
+import typing
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from praxis_lite.inputs.base import lm_spec, spec_of
 from praxis_lite.inputs.mixing.shuffle import epoch_order
 from praxis_lite.inputs.sources import cache
 from praxis_lite.inputs.text.corpus import SPLITS
-from praxis_lite.inputs.text.documents import Documents, OfDocuments
+from praxis_lite.inputs.text.documents import DocumentPipeline, Documents
 from praxis_lite.inputs.text.packing import (
     WINDOW,
     Packing,
@@ -28,33 +29,31 @@ from praxis_lite.inputs.tokenizers.base import Tokenizer
 if TYPE_CHECKING:
     import jax
 
-TOO_LONG = ("split", "refuse", "drop", "cut")
-
 
 @dataclasses.dataclass(eq=False)
-class PackedText(OfDocuments):
+class PackedText(DocumentPipeline):
     """Rows for a language model: `ids`, `labels`, `weights`, `segment_ids`, `segment_pos`: [B, T].
 
-    `segment_ids` count the documents of a row from 1, and are 0 where there is none; attention
-    stays within a segment. `segment_pos` counts from 0 in each. `weights` are 1 for labels that are
-    to be learnt, and 0 for others: of a conversation, what the assistant does not say.
+    `segment_ids` number the documents of a row from 1, and are 0 for padding; attention stays
+    within a segment. `segment_pos` counts from 0 in each. `weights` are 1 for labels that are
+    trained on: in a conversation, the assistant's messages.
 
-    Which documents share a row is decided once, over all of them, in an order drawn from the seed;
-    rows then come in another order every epoch. So any row follows from its number, and a job
-    resumes at its batch at once, on any number of hosts.
+    All documents are assigned to rows once, in an order drawn from the seed; the order of rows is
+    redrawn every epoch. So any row follows from its number, and a job resumes at its batch without
+    delay, on any number of hosts.
 
     Args:
-      documents: what is packed.
+      documents: to be packed.
       split: 'train' or 'heldout' of the documents.
       seq_len: T, the labels of a row.
       seed: of the order of documents and rows.
       shuffle: True for endless batches; False for one pass, documents in their files' order.
-      packing: False: a row for each document, or for each piece of one.
-      split_documents: True: every row is filled, and a document that does not fit goes on in the
+      packing: False: a row for each document, or for each piece of a long one.
+      split_documents: True: every row is filled, and a document that does not fit continues in the
         next row. False: a document is split only if it is longer than a row.
-      too_long: of more than seq_len + 1 ids, if split_documents is False: "split" into pieces,
+      too_long: for more than seq_len + 1 ids, if split_documents is False: "split" into pieces,
         "refuse", "drop" the document, or "cut" it.
-      window: how many rows wait for a document that fits, if split_documents is False.
+      window: how many rows are open for a document that fits, if split_documents is False.
     """
 
     documents: Documents
@@ -73,29 +72,29 @@ class PackedText(OfDocuments):
         super().check()
         self.require_at_least(1, "seq_len", "window")
         require_choice("PackedText.split", self.split, SPLITS)
-        require_choice("PackedText.too_long", self.too_long, TOO_LONG)
+        require_choice("PackedText.too_long", self.too_long, typing.get_args(TooLong))
         require(
             self.packing or not self.split_documents, "PackedText.split_documents",
-            self.split_documents, "False, as packing is",
+            self.split_documents, "False if packing is False",
         )
         holds = self.documents.holds
         require(
-            holds != "preference", "Documents.holds", holds, "one document of each example",
-            "PreferenceData makes batches of pairs.",
+            holds != "preference", "Documents.holds", holds, "a format with one document each",
+            "Use PreferenceData for pairs.",
         )
         self.documents.check()
         if not self.table.num_rows:
             left_out = self.documents.left_out
-            result = len(self.documents.lengths)
             raise ConfigError(
-                f"PackedText: the {self.split!r} split is empty: {result:,} documents in all, "
+                f"PackedText: the {self.split!r} split is empty: {len(self.documents.lengths):,} "
+                "documents in all, "
                 f"heldout_percent {self.documents.heldout_percent}, left out {left_out or 'none'}. "
                 "Give more documents, or change heldout_percent, keep or too_long."
             )
 
     @functools.cached_property
     def table(self) -> Packing:
-        """The pieces of documents that each row has; kept beside the tokens, memory-mapped."""
+        """The pieces of documents of each row, cached next to the tokens and memory-mapped."""
         settings = {**self.fingerprint(), "batch_size": None}
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         folder, name = self.documents.source.cache_folder(), f"rows-{digest[:16]}"
@@ -104,12 +103,12 @@ class PackedText(OfDocuments):
             message, table = self._packed()
             cache.write(folder, name, {"said": message}, table._asdict())
 
-        (result,) = cache.entries(folder, [name], made)
-        _log.info("%s, %s", self.documents.source.location, result.values["said"])
-        return Packing(**result.arrays)
+        (entry,) = cache.entries(folder, [name], made)
+        _log.info("%s, %s", self.documents.source.location, entry.values["said"])
+        return Packing(**entry.arrays)
 
     def _packed(self) -> tuple[str, Packing]:
-        """Returns a line on the rows, and the rows."""
+        """Returns a log message on the rows, and the rows."""
         chosen = self.documents.of_split(self.split)
         num_documents, num_cut = len(chosen), 0
         if self.shuffle:
@@ -124,21 +123,21 @@ class PackedText(OfDocuments):
             num_cut = int((counts > self.seq_len).sum())
             counts = counts.clip(max=self.seq_len)
         if self.split_documents:
-            result = without_gaps(counts, self.seq_len)
+            packing = without_gaps(counts, self.seq_len)
         elif self.packing:
-            result = first_fit(counts, self.seq_len, self.window)
+            packing = first_fit(counts, self.seq_len, self.window)
         else:
-            result = unpacked(counts, self.seq_len)
-        num_labels = int(result.counts.sum(dtype=np.int64))
-        full = 100 * num_labels / max(1, result.num_rows * self.seq_len)
+            packing = unpacked(counts, self.seq_len)
+        num_labels = int(packing.counts.sum(dtype=np.int64))
+        full = 100 * num_labels / max(1, packing.num_rows * self.seq_len)
         changes = [f"{num_documents - len(chosen):,} dropped"] if self.too_long == "drop" else []
         changes += [f"{num_cut:,} cut"] if num_cut else []
         longer = f"; longer than a row: {', '.join(changes)}" if changes else ""
         message = (
             f"{self.split}: {len(chosen):,} documents, {num_labels:,} tokens, in "
-            f"{result.num_rows:,} rows of {self.seq_len:,}, {full:.1f}% full{longer}"
+            f"{packing.num_rows:,} rows of {self.seq_len:,}, {full:.1f}% full{longer}"
         )
-        return message, result._replace(documents=chosen[result.documents])
+        return message, packing._replace(documents=chosen[packing.documents])
 
     def _refuse(self, document: int) -> None:
         length = int(self.documents.lengths[document])
@@ -177,14 +176,15 @@ class PackedText(OfDocuments):
                 labels[at:end] = tokens[label + 1 : label + size + 1]
                 segment_ids[at:end] = segment
                 segment_pos[at:end] = positions[:size]
-                is_learnt = 1 if is_answer is None else is_answer[label + 1 : label + size + 1]
-                weights[at:end] = is_learnt
+                weights[at:end] = (
+                    1 if is_answer is None else is_answer[label + 1 : label + size + 1]
+                )
                 at = end
         return batch
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The documents' own."""
+        """The tokenizer of the documents."""
         return self.documents.tokenizer
 
     def tokens_per_row(self) -> float:
@@ -192,11 +192,11 @@ class PackedText(OfDocuments):
         rows = self.table
         if not self.documents.has_answers:
             return int(rows.counts.sum(dtype=np.int64)) / rows.num_rows
-        learnt = sum(
+        num_answers = sum(
             int(self.documents[d].is_answer[f + 1 : f + n + 1].sum())
             for d, f, n in zip(*map(np.ndarray.tolist, rows[1:]), strict=True)
         )
-        return learnt / rows.num_rows
+        return num_answers / rows.num_rows
 
     def fingerprint(self) -> dict[str, Any]:
         return self.settings_fingerprint(

@@ -1,4 +1,4 @@
-"""Pairs of answers in the forms in which TRL reads them, as tokens."""
+"""Tokens of preference pairs in TRL's formats."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -33,13 +33,13 @@ def pair_of(
 ) -> Pair | None:
     """Returns the pair of {"prompt", "chosen", "rejected"}, or None if an answer is empty.
 
-    Each is a text or a list of messages. Where there is no prompt, or a text beside whole
-    conversations, the prompt is what both answers begin with (TRL's `maybe_extract_prompt`);
-    a prompt of messages with which both begin stands there once. With messages may be the
-    CONTEXT_KEYS; a message of an answer with weight 0 is not part of what is compared.
+    Each is a text or a list of messages. Without a prompt, or with a text next to complete
+    conversations, the prompt is the common start of both answers (TRL's `maybe_extract_prompt`).
+    If both answers begin with the prompt's messages, these count once. Rows of messages may have
+    CONTEXT_KEYS; messages of an answer with weight 0 are not compared.
 
     Raises:
-      BadExample: it has another form, or a key that is not known, or the answers are equal.
+      BadExample: it has another form or an unknown key, or the answers are equal.
     """
     example = row_without_nulls(example, where, ignored_keys)
     prompt, *answers = map(example.get, _KEYS)
@@ -49,31 +49,31 @@ def pair_of(
         names = [shown(str(name), 40) for name in sorted(map(str, example))[:20]]
         raise BadExample(
             "missing_key", where,
-            f"has {names}; wanted are prompt, chosen and rejected, all of them texts or all of "
-            "them lists of messages, or chosen and rejected conversations",
-            "Mend it, or give such names by a transform of the source.",
+            f"has {names}; expected prompt, chosen and rejected, all of them texts or all of them "
+            "lists of messages, or chosen and rejected conversations",
+            "Correct it, or rename the keys with a transform of the source.",
         )
     if answers[0] == answers[1]:
         raise BadExample(
-            "equal_answers", where, "has the same answer as chosen and as rejected, so that "
-            "neither is preferred", "Leave the pair out.",
+            "equal_answers", where, "has the same answer as chosen and as rejected",
+            "Leave the pair out.",
         )
     has_messages = not is_text or isinstance(prompt, list)
     require_known(example, (*_KEYS, *(CONTEXT_KEYS if has_messages else ())), where)
     if not has_messages:
         return _of_texts(prompt, answers, tokenizer)
     if is_text:
-        answers = [[{"role": ASSISTANT, "content": element}] for element in answers]
-    answers = [conversation(one, where) for one in answers]
+        answers = [[{"role": ASSISTANT, "content": answer}] for answer in answers]
+    answers = [conversation(answer, where) for answer in answers]
     before, answers = _split(prompt, answers, where)
-    if any(all(is_empty(turn) for turn in turns if turn["role"] == ASSISTANT)
-           and any(one["role"] == ASSISTANT for one in turns) for turns in answers):
-        return None
-    num_answers = [len(one) for one in answers]
-    both = [with_context([*before, *one], example, where) for one in answers]
+    for answer in answers:
+        turns = [message for message in answer if message["role"] == ASSISTANT]
+        if turns and all(map(is_empty, turns)):
+            return None
+    sides = [with_context([*before, *answer], example, where) for answer in answers]
     return Pair(*(
-        tokens_of(one, tokenizer, where, first=len(one.messages) - count)
-        for one, count in zip(both, num_answers, strict=True)
+        tokens_of(side, tokenizer, where, first=len(side.messages) - len(answer))
+        for side, answer in zip(sides, answers, strict=True)
     ))
 
 
@@ -84,20 +84,21 @@ def _split(
     if isinstance(prompt, list) and prompt:
         before = conversation(prompt, where)
         if all(answer[: len(before)] == before for answer in answers):
-            answers = [item[len(before) :] for item in answers]
+            answers = [answer[len(before) :] for answer in answers]
     else:
         count = _num_alike(*answers)
-        before, answers = answers[0][:count], [element[count:] for element in answers]
+        before, answers = answers[0][:count], [answer[count:] for answer in answers]
         if not count and isinstance(prompt, str) and all(
-            one[0]["role"] == ASSISTANT for one in answers
+            answer[0]["role"] == ASSISTANT for answer in answers
         ):
             before = [{"role": USER, "content": prompt}]
         elif prompt and prompt.strip() not in [
             text_of(message.get("content")).strip() for message in before
         ]:
             raise BadExample(
-                "unknown_key", where, "has a prompt that is no message with which chosen and "
-                "rejected begin, so it would not be read", "Leave it out, or put it before both.",
+                "unknown_key", where, "has a prompt that is not among the messages at the start of "
+                "chosen and rejected, so it would not be read",
+                "Remove it, or put it before both.",
             )
     if not before:
         raise BadExample(
@@ -109,7 +110,7 @@ def _split(
 
 
 def _num_alike(chosen: Any, rejected: Any) -> int:
-    """Returns how much two answers have in common at their beginning; at most all but the last."""
+    """Returns the length of the common start of two answers, at most all but the last item."""
     shorter = min(len(chosen), len(rejected))
     both = enumerate(zip(chosen, rejected, strict=False))
     return next((i for i, (a, b) in both if a != b), max(shorter - 1, 0))
@@ -118,23 +119,23 @@ def _num_alike(chosen: Any, rejected: Any) -> int:
 def _of_texts(prompt: str | None, answers: Sequence[str], tokenizer: Tokenizer) -> Pair | None:
     if prompt is None:
         count = _num_alike(*answers)
-        # The blank before a word belongs to it, as in its token.
+        # The blank before a word belongs to the word, as in its token.
         count -= count > 0 and answers[0][count - 1] == " "
         prompt, answers = answers[0][:count], [answer[count:] for answer in answers]
     if not all(answers):
         return None
-    return Pair(*(prompted(prompt, item, tokenizer) for item in answers))
+    return Pair(*(prompted(prompt, answer, tokenizer) for answer in answers))
 
 
 def prompted(prompt: str, answer: str, tokenizer: Tokenizer) -> Tokens:
-    """Returns a prompt, and an answer with the end of the text, which alone are learnt."""
-    # Both are one text, so that no tokenizer puts a space between them.
-    ids, places = tokenizer.encode_with_places(prompt + answer)
+    """Returns a prompt and an answer with its end token; only answer and end are trained on."""
+    # Encode them as one text, so that no tokenizer puts a space between them.
+    ids, offsets = tokenizer.encode_with_places(prompt + answer)
     started = tokenizer.with_start(ids)
     ended = tokenizer.with_end(started)
-    # A token that has some of both is the answer's, whose beginning would else not be learned.
+    # A token with characters of both counts as the answer's, or its start would not be trained on.
     is_answer = np.concatenate([
-        np.zeros(len(started) - len(ids), bool), places[:, 1] > len(prompt),
+        np.zeros(len(started) - len(ids), bool), offsets[:, 1] > len(prompt),
         np.ones(len(ended) - len(started), bool),
     ])
     return Tokens(ended, is_answer)

@@ -14,7 +14,7 @@ from praxis_lite.inputs.base import spec_of
 from praxis_lite.inputs.sources.base import Source, settings_alone
 from praxis_lite.inputs.sources.json_lines import JsonLines
 from praxis_lite.inputs.text.corpus import SPLITS, language_reference
-from praxis_lite.inputs.text.documents import Documents, OfDocuments
+from praxis_lite.inputs.text.documents import DocumentPipeline, Documents
 from praxis_lite.inputs.text.pairs import Pair
 from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.inputs.tokenizers.chat_messages import ASSISTANT, USER
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(eq=False)
-class PreferenceData(OfDocuments):
+class PreferenceData(DocumentPipeline):
     """Pairs for `DpoTask`: `ids`, `labels`, `answers` [B, 2, T], `weights` [B]; chosen first.
 
-    Examples are pairs as TRL reads them: {"prompt", "chosen", "rejected"}, each a text or a list
-    of messages; or "chosen" and "rejected" that begin alike, with or without a text of the prompt
-    beside them. A pair with an empty answer is left out and counted. `answers` is 1 for the labels
-    of an answer, the end of its turn or of the text included.
+    Examples are pairs in TRL's formats: {"prompt", "chosen", "rejected"}, each a text or a list of
+    messages; or "chosen" and "rejected" with a common start, with or without the prompt's text next
+    to them. A pair with an empty answer is left out and counted. `answers` is 1 for the labels of
+    an answer, including the end of its turn or text.
 
     Args:
         files: globs of JSON lines, separated by commas; or a source of examples in any format;
@@ -39,12 +39,12 @@ class PreferenceData(OfDocuments):
         split: 'train' or 'heldout'; heldout_percent of the lines, chosen by their content.
         tokenizer: with a chat template, if there are messages; or its directory.
         shuffle: True for endless batches, in another order each epoch; False for one pass.
-        skip: names of faults that are left out and counted, where `files` are globs; a source has
-            its own.
+        skip: names of faults that are skipped and counted, if `files` are globs; a source has a
+            separate setting.
         ignored_keys: keys of the examples that are not read, such as "score_chosen".
 
     Raises:
-        ConfigError: from `check`: an example is no pair, or is longer than seq_len + 1 tokens;
+        ConfigError: from `check`: an example is not a pair, or is longer than seq_len + 1 tokens;
             names file and line.
     """
 
@@ -161,20 +161,22 @@ class PreferenceData(OfDocuments):
 
 
 def about_python(folder: str = "") -> Iterator[dict[str, Any]]:
-    """Yields questions about Python, answered by its language reference, each with a wrong answer.
+    """Yields questions about Python with an answer of its language reference and a wrong answer.
 
-    A wrong answer is right for the question before. As `make` of a source it writes them.
+    The wrong answer belongs to the question before.
     """
     last = None
     for name, text in language_reference():
         paragraphs = [" ".join(word.split()) for word in text.decode().split("\n\n")]
-        plain = (item for item in paragraphs if item[:1].isalpha() and item.endswith("."))
-        answer = next((element for element in plain if len(element) < 400), None)
+        answer = next(
+            (text for text in paragraphs
+             if text[:1].isalpha() and text.endswith(".") and len(text) < 400), None,
+        )
         if answer is None:
             continue
         if last is not None:
             question = {"role": USER, "content": f"What does Python's reference say of {name}?"}
-            right, wrong = ({"role": ASSISTANT, "content": one} for one in (answer, last))
+            right, wrong = ({"role": ASSISTANT, "content": text} for text in (answer, last))
             yield {
                 "messages": [question, right], "chosen": [question, right],
                 "rejected": [question, wrong],

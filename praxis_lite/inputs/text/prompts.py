@@ -1,4 +1,4 @@
-"""Ragged prompts out of a corpus, for a model to continue."""
+"""Ragged prompts from a corpus, for a model to continue."""
 
 import dataclasses
 import functools
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 class TextPrompts(IndexedPipeline):
     """A pass of prompts: `ids` padded right with zeros, `prefix_lengths`, `weights`.
 
-    A prompt is what begins a document in training, of bytes EOS, and the document's first bytes, as
-    the corpus' tokenizer has them: between min_prompt_bytes and max_prompt_bytes, never the whole
-    document. Each comes from a document of its own; the seed chooses documents and lengths. Rows
-    beyond num_prompts have prefix length and weight 0.
+    A prompt is the start token of documents (EOS for bytes) and the tokens of a document's first
+    bytes: between min_prompt_bytes and max_prompt_bytes, never the complete document. Each prompt
+    is from another document; the seed chooses documents and lengths. Rows beyond num_prompts have
+    prefix length and weight 0.
     """
 
     corpus: TextCorpus
@@ -42,7 +42,7 @@ class TextPrompts(IndexedPipeline):
         most = len(self._long_enough)
         require(
             self.num_prompts <= most, "TextPrompts.num_prompts", self.num_prompts,
-            f"{most} at most, for the {self.split!r} split has no more documents of more than "
+            f"at most {most}, the documents of the {self.split!r} split with more than "
             f"{self.min_prompt_bytes} bytes",
             "Lower num_prompts or min_prompt_bytes, or give more text.",
         )
@@ -77,7 +77,7 @@ class TextPrompts(IndexedPipeline):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The corpus' own."""
+        """The tokenizer of the corpus."""
         return self.corpus.tokenizer
 
     @property
@@ -103,7 +103,7 @@ class TextPrompts(IndexedPipeline):
             [self._long_enough[i] for i in chosen],
             random_bits(self.seed, 0, len(chosen), purpose=1).tolist(), strict=True,
         ):
-            # One byte at least is left to continue.
+            # At least one byte of the document remains.
             longest = min(self.max_prompt_bytes, len(text) - 1)
             length = self.min_prompt_bytes + bits % (longest - self.min_prompt_bytes + 1)
             (ids,) = self.tokenizer.encode_documents([self.tokenizer.cut(text, length)])

@@ -1,9 +1,9 @@
-"""Where in a token stream each window of text lies: index arithmetic, no text.
+"""Positions of windows in a token stream: index arithmetic, without text.
 
 A stream is `EOS doc EOS doc ... EOS`: `num_labels + 1` tokens, of which all but the first are
-labels. Both kinds of windows give, for `count` windows from number `first` on,
-    positions int64[count, seq_len + 1]: which tokens, `filler_position` for a filler,
-    weights float32[count, seq_len]: of the labels, which are the tokens but the first.
+labels. Both kinds of windows return, for `count` windows from number `first` on,
+    positions int64[count, seq_len + 1]: of the tokens; `padding_position` for padding,
+    weights float32[count, seq_len]: of the labels, which are all tokens but the first.
 """
 
 import dataclasses
@@ -13,18 +13,17 @@ import numpy as np
 from praxis_lite.inputs.mixing.shuffle import random_bits, shuffled
 
 
-def filler_position(num_labels: int) -> int:
-    """Returns the position just past the stream, where a pipeline appends a zero."""
+def padding_position(num_labels: int) -> int:
+    """Returns the position after the stream, where a pipeline appends a zero."""
     return num_labels + 1
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingWindows:
-    """Endless windows, no label twice in an epoch; grid and order are redrawn every epoch.
+    """Endless windows that repeat no label within an epoch; grid and order change every epoch.
 
-    The stream starts and ends with EOS, so it is read as a circle of num_labels tokens: then the
-    grid may start anywhere, and the labels that an epoch leaves out (fewer than seq_len) are
-    others every time.
+    The stream starts and ends with EOS, so windows wrap around after num_labels tokens: the grid
+    may start anywhere, and each epoch leaves out different labels (fewer than seq_len).
     """
 
     num_labels: int
@@ -49,10 +48,10 @@ class TrainingWindows:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationWindows:
-    """A pass in order: every label has weight 1 in exactly a single window.
+    """One pass in order, in which every label has weight 1 in exactly one window.
 
-    Window k starts at token k * stride. All labels of the first count, and the last `stride` of
-    each later one: those before are context, already counted.
+    Window k starts at token k * stride. All labels of the first window count, and the last `stride`
+    labels of each later one; the labels before are context.
     """
 
     num_labels: int
@@ -70,4 +69,4 @@ class EvaluationWindows:
         there = (numbers < self.num_windows) & (positions <= self.num_labels)
         is_new = (numbers == 0) | (np.arange(self.seq_len) >= self.seq_len - self.stride)
         weights = (there[:, 1:] & is_new).astype(np.float32)
-        return np.where(there, positions, filler_position(self.num_labels)), weights
+        return np.where(there, positions, padding_position(self.num_labels)), weights

@@ -9,7 +9,7 @@ from praxis_lite.core.errors import ConfigError, require, shown
 from praxis_lite.files.whole_files import new_directory
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.inputs.sources.files.paths import matching_files
-from praxis_lite.inputs.text.files import read_documents
+from praxis_lite.inputs.text.corpus import read_documents
 from praxis_lite.inputs.tokenizers.chat_template import chatml
 from praxis_lite.inputs.tokenizers.files import TEMPLATE, TOKENIZER_CONFIG, TOKENIZER_JSON
 from praxis_lite.inputs.tokenizers.json_tokenizer import JsonTokenizer

@@ -81,7 +81,6 @@ class JobDir:
     profile_request = _below("profile.request")
     trackers = _below("trackers")
     checkpoints = _below("checkpoints")
-    beginning = _below(".beginning")
 
     def decode_jsonl(self, dataset: str, step: int) -> Path:
         """Returns the file of a dataset's prompts as decoded by the checkpoint of `step`."""
@@ -147,12 +146,6 @@ def _check_may_be_jobs(job: JobDir) -> None:
         name for name in os.listdir(job.path)
         if not name.startswith(".") and name not in before
     )
-    if visible and not job.config_json.is_file() and job.beginning.exists():
-        _refuse(
-            job,
-            "is half made: a command that begins a job with weights of another system (import, "
-            "pax_job) was ended there. Launch that command again, or name another directory",
-        )
     if visible and not job.config_json.is_file():
         _refuse(
             job,

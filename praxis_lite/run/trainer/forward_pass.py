@@ -103,8 +103,7 @@ def check_call(task: Task, args: Sequence[Any], named: Mapping[str, Any]) -> Non
         if not _is_array(x):
             continue
         counts = np.asarray(paddings) < 0.5 if np.shape(paddings) == np.shape(x) else None
-        kind = "positions" if name == "segment_pos" else "ids"
-        token_ids(x, f"predict: {name}", size, ndim=np.ndim(x), counts=counts, kind=kind)
+        token_ids(x, f"predict: {name}", size, ndim=np.ndim(x), counts=counts)
 
 
 def _is_array(x: Any) -> bool:

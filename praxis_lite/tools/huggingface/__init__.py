@@ -1,6 +1,6 @@
-"""Models of Hugging Face: on disk, in a job, and in Python: `load(DIRECTORY, mesh)`.
+"""Hugging Face models: read, exported, trained as jobs, and used in Python (`load`).
 
-Which field and which tensor is what of ours is said in `families/`, a table per family. Never
+`families/` has a table per family that maps fields to settings and tensors to weights. Never
 imports transformers or torch.
 """
 

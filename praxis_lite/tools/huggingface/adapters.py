@@ -1,4 +1,4 @@
-"""A model's adapters: folded into its weights, or written as PEFT keeps them."""
+"""Merges a model's adapters into its weights, or writes them in PEFT's format."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -24,48 +24,50 @@ Layers = Mapping[str, Any]
 def merged_weights(
     arrays: Mapping[str, jax.Array], leaves: Sequence[LeafLayout], layers: Layers
 ) -> dict[str, jax.Array]:
-    """Returns the weights by path, as padded and split as they are, with the adapters in them."""
-    leaf_of, result = {leaf.path: leaf for leaf in leaves}, dict(arrays)
+    """Returns the weights by path with the adapters merged, padded and sharded as before."""
+    leaf_of, merged = {leaf.path: leaf for leaf in leaves}, dict(arrays)
     for path, layer in layers.items():
         names = [f"params/{path}/{name}" for name in ("w", *layer.product.weights)]
-        local = [leaf_of[name] for name in names]
+        layouts = [leaf_of[name] for name in names]
 
-        def added(
-            *padded: jax.Array, own: Sequence[LeafLayout] = local, layer: Any = layer
+        def merge(
+            *padded: jax.Array, layouts: Sequence[LeafLayout] = layouts, layer: Any = layer
         ) -> jax.Array:
-            true = [x[tuple(map(slice, leaf.shape))] for x, leaf in zip(padded, own, strict=True)]
-            sizes = zip(own[0].shape, own[0].padded_shape, strict=True)
-            whole = layer.product.merged(layer, *true)
-            return jnp.pad(whole, [(0, much - size) for size, much in sizes])
+            arrays = [
+                x[tuple(map(slice, layout.shape))]
+                for x, layout in zip(padded, layouts, strict=True)
+            ]
+            sizes = zip(layouts[0].shape, layouts[0].padded_shape, strict=True)
+            w = layer.product.merged(layer, *arrays)
+            return jnp.pad(w, [(0, padded_size - size) for size, padded_size in sizes])
 
-        given = [arrays[name] for name in names]
-        result[names[0]] = jax.jit(added, out_shardings=given[0].sharding)(*given)
-    return result
+        padded = [arrays[name] for name in names]
+        merged[names[0]] = jax.jit(merge, out_shardings=padded[0].sharding)(*padded)
+    return merged
 
 
 def write_peft(
     directory: Path, parts: Sequence[Part], arrays: Mapping[str, jax.Array], layers: Layers,
     mesh: Mesh, dtype: np.dtype, base_model: str,
 ) -> None:
-    """Writes adapter_config.json and adapter_model.safetensors, which PEFT loads onto the model.
+    """Writes adapter_config.json and adapter_model.safetensors in PEFT's format.
 
-    Called on each process of a job; the first one writes.
+    Call it on every process; the first one writes.
 
     Args:
-      directory: that exists.
+      directory: an existing directory.
       parts: of the model's weights.
-      dtype: of what is written.
-      base_model: the name or the directory of the model that they belong to.
+      dtype: of the tensors.
+      base_model: the name or directory of the model that they belong to.
 
     Raises:
-      ConfigError: a layer's weight is part of a tensor of theirs, so that PEFT has no adapter of
-        that form; or the layers differ in rank, in alpha or in being DoRA's.
+      ConfigError: a layer's weight is only a part of a tensor, which PEFT's adapters do not
+        support; or the layers differ in rank, alpha or use of DoRA.
     """
     pieces, tensors, modules, kinds = Pieces(arrays, mesh), {}, [], set()
     is_transposed = False
     for path, layer in layers.items():
-        of_layer = [part for part in parts if part.path == f"params/{path}/w"]
-        for part in of_layer:
+        for part in [part for part in parts if part.path == f"params/{path}/w"]:
             matrix = matrix_of(layer.equation, layer.letters)
             _check_alone(part, layer, matrix)
             is_transposed = is_transposed or set(part.form[0]) == set(matrix.summed)
@@ -77,11 +79,11 @@ def write_peft(
             )
             rank = layer.lora_a.shape[-1]
             # Ours are [*inputs, rank] and [rank, *outputs], theirs [rank, in] and [out, rank].
-            of_module = {"A.weight": a.reshape(-1, rank).T, "B.weight": b.reshape(rank, -1).T}
-            if m:  # Ours is the difference of the learned length from that of the column.
+            named = {"A.weight": a.reshape(-1, rank).T, "B.weight": b.reshape(rank, -1).T}
+            if m:  # Our m is the learned norm minus the norm of the column.
                 lengths = np.sqrt(np.square(w, dtype=np.float32).sum(axis=matrix.summed))
-                of_module["magnitude_vector"] = lengths.reshape(-1) + m[0].reshape(-1)
-            for name, tensor in of_module.items():
+                named["magnitude_vector"] = lengths.reshape(-1) + m[0].reshape(-1)
+            for name, tensor in named.items():
                 name = f"base_model.model.{module}.lora_{name}"
                 tensors[name] = np.ascontiguousarray(tensor.astype(dtype))
             is_dora = isinstance(layer.product, DecomposedProduct)
@@ -89,7 +91,7 @@ def write_peft(
     if len(kinds) > 1:
         raise ConfigError(
             "export: the adapters have several ranks, alphas and values of use_dora, "
-            f"{sorted(kinds)}; PEFT's file is written for one. Write the model whole: --adapters "
+            f"{sorted(kinds)}; PEFT's file has one of each. Export the merged model: --adapters "
             "merge."
         )
     ((rank, alpha, is_dora),) = kinds
@@ -106,18 +108,18 @@ def write_peft(
 
 
 def _check_alone(part: Part, layer: Any, matrix: Matrix) -> None:
-    """Checks that a tensor is the matrix of a single layer, its dims in the layer's order."""
+    """Checks that a tensor is the matrix of a single layer, with its dims in the layer's order."""
     is_alone = part.dim is None and part.turn is None and not form_of(layer).stack
     if not is_alone or set(part.form) != set(matrix):
         raise ConfigError(
-            f"export: {part.tensor} holds several of our weights, or dims in another order, and "
-            f"{part.path} has an adapter of its own; PEFT has none of that form. Write the model "
-            "whole: --adapters merge."
+            f"export: {part.tensor} consists of several of our weights, or has dims in another "
+            f"order, and {part.path} has a separate adapter, which PEFT does not support. Export "
+            "the merged model: --adapters merge."
         )
 
 
 def _targets(modules: Sequence[str]) -> list[str]:
-    """Returns the last names of the modules, or whole names if not every layer has an adapter."""
+    """Returns the modules' last names, or their full names if some layer has no adapter."""
     counts: dict[str, int] = {}
     for module in modules:
         last = module.rpartition(".")[2]

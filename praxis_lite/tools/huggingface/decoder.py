@@ -1,4 +1,4 @@
-"""The config of a decoder-only language model, of the settings that families' tables name."""
+"""Builds the config of a decoder-only language model from `DecoderSettings`."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ from praxis_lite.layers.moe.mixture_of_experts import TransformerFeedForwardMoe
 from praxis_lite.layers.normalizations import LayerNorm, RmsNorm
 from praxis_lite.layers.transformer.models import TransformerLm
 from praxis_lite.layers.transformer.transformers import Transformer, TransformerFeedForward
-from praxis_lite.tools.huggingface.fields.decoder_settings import DecoderSettings, LayerKind
-from praxis_lite.tools.huggingface.fields.rotary import latent_scale, rotary
+from praxis_lite.tools.huggingface.decoder_settings import DecoderSettings, LayerKind
+from praxis_lite.tools.huggingface.rotary import latent_scale, rotary
 
-# Our names of activations, by theirs.
+# Our names of activations, by those of transformers.
 ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu_exact",
     "gelu_python": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu",
@@ -73,24 +73,24 @@ def _block(settings: DecoderSettings, norm: Any, kind: LayerKind) -> "fdl.Partia
             normalize_gates=settings.normalize_gates, moe_load_balance_loss_weight=0.0,
             **feed_forward,
         )
-        for name in (
-            "num_shared_experts", "score_func", "num_expert_groups", "num_expert_groups_per_token",
-            "gates_scale",
-        ):
-            if settings.score_func == "sigmoid":
+        if settings.score_func == "sigmoid":
+            for name in (
+                "num_shared_experts", "score_func", "num_expert_groups",
+                "num_expert_groups_per_token", "gates_scale",
+            ):
                 setattr(feed_forward_tpl, name, getattr(settings, name))
         if settings.has_expert_bias:
             feed_forward_tpl.has_bias, feed_forward_tpl.score_func = True, settings.score_func
             feed_forward_tpl.swiglu_limit = settings.swiglu_limit
             if settings.swiglu_alpha != DecoderSettings.swiglu_alpha:
                 feed_forward_tpl.swiglu_alpha = settings.swiglu_alpha
-    local = {"is_parallel": True} if settings.is_parallel else {}
+    options = {"is_parallel": True} if settings.is_parallel else {}
     for name in ("atten_dropout_prob", "residual_dropout_prob"):
         if getattr(settings, name):
-            local[name] = getattr(settings, name)
+            options[name] = getattr(settings, name)
     return fdl.Partial(
         Transformer, norm_policy=settings.norm_policy, ln_tpl=norm, tr_atten_tpl=attention,
-        tr_fflayer_tpl=feed_forward_tpl, **local,
+        tr_fflayer_tpl=feed_forward_tpl, **options,
     )
 
 
@@ -106,7 +106,7 @@ def _latent(
         given["use_bias"] = True
     return fdl.Partial(
         MultiHeadLatentAttention, **given, query_scale=scale * latent_scale(settings, kind),
-        # DeepSeek's norms of latents have an epsilon of their own.
+        # DeepSeek's norms of latents use a fixed epsilon.
         ln_tpl=fdl.Partial(RmsNorm, epsilon=1e-6), rotary_position_emb_tpl=rotary(settings, kind),
     )
 
@@ -127,7 +127,7 @@ def _attention(
         DotProductAttention, num_kv_heads=settings.num_kv_heads,
         window=settings.window if kind.slides else None,
         use_bias=settings.use_bias, use_output_bias=settings.use_output_bias,
-        # Queries are scaled by hidden_dim / num_heads, whatever the dims of a head are.
+        # The layer scales queries by hidden_dim / num_heads; hidden_dim has no other use here.
         hidden_dim=scale * settings.num_heads, internal_enable_per_dim_scale=False,
         atten_logit_cap=settings.atten_logit_cap or 0.0, use_rotary_position_emb=has_rotary,
         **({"attention_sinks": True} if settings.attention_sinks else {}),

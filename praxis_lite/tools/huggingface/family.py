@@ -1,51 +1,75 @@
-"""A family's table, applied to a config.json: our settings, or the field that is not understood."""
+"""Translates a config.json to `DecoderSettings` by the table of its family."""
 
 import dataclasses
 import functools
 import json
 import os
+import re
 import tomllib
+import types
+import typing
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from praxis_lite.core.errors import ConfigError, did_you_mean, few, require, shown
-from praxis_lite.files.json_text import opened
-from praxis_lite.tools.huggingface.entries import Entry, entry_of
-from praxis_lite.tools.huggingface.fields.decoder_settings import DecoderSettings
-from praxis_lite.tools.huggingface.fields.field_types import check_type
-from praxis_lite.tools.huggingface.fields.settings_fit import check_fit
+from praxis_lite.core.errors import (
+    ConfigError,
+    did_you_mean,
+    few,
+    require,
+    require_choice,
+    shown,
+)
+from praxis_lite.tools.huggingface.decoder_settings import DecoderSettings
 
-_MAX_BYTES = 16 << 20  # Of a config.json; published ones have a few thousand.
 VALUES = ("constants", "defaults")  # Parts of a table in which false is a value.
 _MERGED = ("settings", "unused", "only", "reasons", "read_as", *VALUES, "tensors")
+EMBEDDING, HEAD = "embedding", "head"
+
+
+class Entry(NamedTuple):
+    """An entry of a family's [tensors]: the weights that a tensor consists of.
+
+    In a table it is the path of a weight, a list of paths, or a table with these fields.
+
+    Attributes:
+      to: paths of our weights: within a layer if the tensor's name has {layer}, else within the
+        model; or EMBEDDING or HEAD, which are the same weight in a tied model. Several weights are
+        concatenated along their outputs.
+      dims: the dims of the tensor by the names of our weight's dims, "embed (heads head_dim)";
+        None: `form_of` infers them.
+      joined: how several weights alternate in the tensor instead. "heads": each head has its part
+        of each weight; "interleaved": consecutive entries of the last dim are of different weights.
+    """
+
+    to: tuple[str, ...]
+    dims: str | None = None
+    joined: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A table of `families/`, merged into the table that it extends: false takes an entry out.
+    """A table of `families/`, merged into the table that it extends; false removes an entry.
 
     Attributes:
       name: of the file.
       architectures: the classes of transformers that it describes.
-      settings: by field of config.json, our setting or several, see `DecoderSettings`.
-      unused: by field, why it is not followed: said to the user, unless the field asks nothing.
-      only: by field, the values that are understood, all of which compute the same; any if empty.
-      reasons: by field of `only`, why the other values are refused.
-      read_as: by field, values that stand for another one.
-      constants: our settings that the family fixes.
-      defaults: our settings where config.json lacks the field: those of the family's class in
-        transformers, which has them there too.
-      tensors: by name in the checkpoint, what it is of our weights.
-      inputs_first: matrices are stored [in, out], unlike those of a PyTorch Linear.
+      settings: by field of config.json, one or several names of `DecoderSettings`.
+      unused: by field, why it is ignored; the user is told if the field is set.
+      only: by field, the supported values, which all compute the same; empty: any value.
+      reasons: by field of `only`, why other values are not supported.
+      read_as: by field, values that stand for another value.
+      constants: settings that the family fixes.
+      defaults: settings for fields that config.json lacks, as the class in transformers has them.
+      tensors: by name in the checkpoint, the weights that a tensor consists of.
       without_effect: fields that change nothing of what is computed.
-      refused: by field, what is to be done, where it says anything.
-      types: by field, a name of `field_types.TYPES`.
+      refused: by field, what to do if it is set.
       null_is_none: fields whose null is a value; elsewhere null is as if the field were not there.
-      harmless, harmless_prefixes: fields of fine-tunes that pass, and are named in a line.
+      harmless, harmless_prefixes: fields of fine-tunes that are ignored and logged.
+      inputs_first: matrices are stored [in, out], unlike those of a PyTorch Linear.
       optional_prefix: of tensors' names, which some checkpoints lack.
-      skipped: tensors that are no weights.
+      skipped: tensors that are not weights.
     """
 
     name: str
@@ -60,7 +84,6 @@ class Family:
     tensors: Mapping[str, Entry]
     without_effect: frozenset[str]
     refused: Mapping[str, str]
-    types: Mapping[str, str]
     null_is_none: frozenset[str]
     harmless: frozenset[str]
     harmless_prefixes: tuple[str, ...]
@@ -68,112 +91,117 @@ class Family:
     optional_prefix: str = ""
     skipped: tuple[str, ...] = ()
 
-    def translated(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns our settings by name, given the fields of a config.json.
+    def decoder_settings(self, config: Mapping[str, Any]) -> DecoderSettings:
+        """Returns the settings for the fields of a config.json.
 
         Raises:
-          ConfigError: a field is not known, has a value that is not understood, or contradicts
-            another one.
+          ConfigError: a field is missing, unknown, has an unsupported value, or contradicts another
+            one.
         """
+        self._check_fields(config)
+        values = {**self.defaults, **self._values_in(config), **self.constants}
+        fields = dataclasses.fields(DecoderSettings)
+        missing = [
+            self._field_of(field.name) for field in fields
+            if field.default is dataclasses.MISSING and field.name not in values
+        ]
+        if missing:
+            raise ConfigError(f"config.json of {self.name} lacks {', '.join(missing)}.")
+        for field in fields:
+            require(
+                field.name not in values or _has_type(values[field.name], field.type),
+                f"config.json: {self._field_of(field.name)}", values.get(field.name),
+                re.sub(r"[a-z_.]+\.", "", getattr(field.type, "__name__", str(field.type))),
+            )
+        return DecoderSettings(**values)
+
+    def _check_fields(self, config: Mapping[str, Any]) -> None:
         known = {*self.settings, *self.unused, *self.refused, *self.only, *self.without_effect}
         for field, value in config.items():
             if field in self.refused and value:
                 raise ConfigError(f"config.json of {self.name} has {field}: {self.refused[field]}")
-            if field not in known:
-                if value is None or self._is_harmless(field):
-                    continue
+            if field not in known and value is not None and not self._is_harmless(field):
                 raise ConfigError(
-                    f"config.json of {self.name} has the field {shown(field)!r} = "
-                    f"{shown(repr(value))}, which is not known here, and might change what is "
-                    f"computed.{did_you_mean(field[:80], known)} If it does not, take it out of "
-                    "config.json."
+                    f"config.json of {self.name} has the unknown field {shown(field)!r} = "
+                    f"{shown(repr(value))}, which might change what is computed."
+                    f"{did_you_mean(field[:80], known)} If it does not, remove it from config.json."
                 )
-            name = f"config.json of {self.name}: {field}"
-            if field in self.types and value is not None:
-                check_type(name, value, self.types[field])
             allowed = self.only.get(field)
             if allowed and value is not None:
                 require(
-                    any(type(value) is type(x) and value == x for x in allowed), name, value,
-                    " or ".join(map(repr, allowed)),
-                    self.reasons.get(field, "Nothing else is understood here."),
+                    any(type(value) is type(x) and value == x for x in allowed),
+                    f"config.json of {self.name}: {field}", value, " or ".join(map(repr, allowed)),
+                    self.reasons.get(field, "No other value is supported."),
                 )
-        return {**self.defaults, **self._asked(config), **self.constants}
 
-    def _asked(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns our settings by name that a config.json sets."""
-        asked, field_of = {}, {}
+    def _values_in(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the settings by name that a config.json sets."""
+        values, field_of = {}, {}
         for field, names in self.settings.items():
             value = config.get(field)
             if value is None and not (field in config and field in self.null_is_none):
                 continue
-            if value == {}:  # A rope_scaling that says nothing is none in transformers, too.
+            if value == {}:  # An empty rope_scaling is none in transformers, too.
                 continue
             if isinstance(value, str):
                 value = self.read_as.get(field, {}).get(value, value)
             for name in [names] if isinstance(names, str) else names:
-                if asked.setdefault(name, value) != value:
+                if values.setdefault(name, value) != value:
                     raise ConfigError(
                         f"config.json of {self.name}: {field_of[name]} is "
-                        f"{shown(repr(asked[name]))} and {field} is {shown(repr(value))}, but both "
-                        "are names of one setting. Take out the one that is wrong."
+                        f"{shown(repr(values[name]))} and {field} is {shown(repr(value))}, but "
+                        "both are names of one setting. Remove the wrong one."
                     )
                 field_of[name] = field
-        return asked
+        return values
 
-    def _is_harmless(self, field: str) -> bool:
-        return field in self.harmless or field.startswith(self.harmless_prefixes)
-
-    def not_followed(self, config: Mapping[str, Any]) -> list[str]:
-        """Returns a line for each field of a config.json that asks for something not done here."""
-        lines = [
-            f"config.json: {field} = {config[field]!r} is not followed: {why}"
-            for field, why in self.unused.items() if config.get(field)
-        ]
-        passed = [
-            field for field, value in config.items()
-            if value is not None and self._is_harmless(field)
-        ]
-        if passed:
-            lines.append(
-                f"config.json: {few(passed, 8)}: not read, for they say how text is drawn, or what "
-                "wrote the file"
-            )
-        return lines
-
-    def decoder_settings(self, config: Mapping[str, Any]) -> DecoderSettings:
-        """Returns the settings that a config.json amounts to.
-
-        Raises:
-          ConfigError: a field is missing, not known, or has a value that is not understood.
-        """
-        translated = self.translated(config)
-        required = [
-            field.name for field in dataclasses.fields(DecoderSettings)
-            if field.default is dataclasses.MISSING
-        ]
-        if missing := [name for name in required if name not in translated]:
-            raise ConfigError(
-                f"config.json of {self.name} says nothing of "
-                f"{', '.join(map(self.field_of, missing))}."
-            )
-        settings = DecoderSettings(**translated)
-        check_fit(settings, self.field_of)
-        return settings
-
-    def field_of(self, setting: str) -> str:
-        """Returns the field of config.json that says a setting, or the setting's own name."""
+    def _field_of(self, setting: str) -> str:
+        """Returns the field of config.json for a setting, or the setting's own name."""
         for field, names in self.settings.items():
             if setting in ([names] if isinstance(names, str) else names):
                 return field
         return setting
+
+    def _is_harmless(self, field: str) -> bool:
+        return field in self.harmless or field.startswith(self.harmless_prefixes)
+
+    def ignored_fields(self, config: Mapping[str, Any]) -> list[str]:
+        """Returns a message for each ignored field of a config.json that asks for something."""
+        lines = [
+            f"config.json: {field} = {config[field]!r} is ignored: {why}"
+            for field, why in self.unused.items() if config.get(field)
+        ]
+        harmless = [
+            field for field, value in config.items()
+            if value is not None and self._is_harmless(field)
+        ]
+        if harmless:
+            lines.append(
+                f"config.json: {few(harmless, 8)}: ignored, because they describe sampling or the "
+                "program that wrote the file"
+            )
+        return lines
+
+
+def _has_type(value: Any, annotation: Any) -> bool:
+    kinds = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else [annotation]
+    for kind in kinds:
+        kind = typing.get_origin(kind) or kind
+        # In Python a bool is an int, an int no float, and a str a Sequence; in JSON it is not so.
+        if kind in (bool, int, str) or isinstance(value, bool | str):
+            is_right = type(value) is kind
+        else:
+            is_right = isinstance(value, (int, float) if kind is float else kind)
+        if is_right:
+            return True
+    return False
 
 
 def settings_in(directory: str | os.PathLike[str]) -> DecoderSettings:
     """Returns the settings of the model in a directory.
 
     Raises:
-      ConfigError: there is no config.json, or it has what is not known here.
+      ConfigError: there is no config.json, or it has an unknown field or value.
     """
     config = read_config(Path(directory))
     return family_of(config).decoder_settings(config)
@@ -195,42 +223,35 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """Returns the family of a config.json.
 
     Raises:
-      ConfigError: there is none for its architecture; names those that there are.
+      ConfigError: its architecture is in no table; names the known ones.
     """
     named = config.get("architectures")
     require(
-        isinstance(named, list) and len(named) == 1 and isinstance(named[0], str),
-        "config.json: architectures", named,
+        isinstance(named, list) and len(named) == 1, "config.json: architectures", named,
         "a list of one name, such as ['LlamaForCausalLM']",
     )
-    known = families()
-    if named[0] not in known:
-        raise ConfigError(
-            f"config.json: the architecture {shown(named[0])!r} is not known here; known are "
-            f"{', '.join(sorted(known))}.{did_you_mean(named[0][:80], known)}"
-        )
-    return known[named[0]]
+    require_choice("config.json: architectures", named[0], sorted(families()))
+    return families()[named[0]]
 
 
 def read_config(directory: Path) -> dict[str, Any]:
     """Returns the fields of a directory's config.json.
 
     Raises:
-      ConfigError: there is none, or it is no JSON object.
+      ConfigError: there is none, or it is not a JSON object.
     """
     path = directory / "config.json"
     try:
-        with opened(path) as file:
-            config = json.loads(file.read(_MAX_BYTES + 1).decode("utf-8"))
+        config = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise ConfigError(
-            f"{directory} has no config.json. Name the directory of a model of Hugging Face, with "
+            f"{directory} has no config.json. Name the directory of a Hugging Face model, with "
             "config.json and model.safetensors in it."
         ) from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is no JSON: {shown(str(error), 300)}.") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}.") from None
     require(isinstance(config, dict), str(path), type(config).__name__, "an object of fields")
     return config
 
@@ -240,19 +261,28 @@ def _family(name: str) -> Family:
     common = _table("common")
     merged = {part: table.get(part, {}) for part in _MERGED}
     merged["tensors"] = {
-        tensor: entry_of(entry, f"The table of {name}: {tensor}")
+        tensor: _entry(entry, f"The table of {name}: {tensor}")
         for tensor, entry in merged["tensors"].items()
     }
     return Family(
         name, tuple(table["architectures"]), **merged,
         without_effect=frozenset(common["without_effect"]), refused=common["refused"],
-        types=common["types"], null_is_none=frozenset(common["null_is_none"]),
+        null_is_none=frozenset(common["null_is_none"]),
         harmless=frozenset(common["harmless"]["fields"]),
         harmless_prefixes=tuple(common["harmless"]["prefixes"]),
         inputs_first=table.get("inputs_first", False),
         optional_prefix=table.get("optional_prefix", ""),
         skipped=(*table.get("skipped", ()), *common["skipped"]),
     )
+
+
+def _entry(given: Any, where: str) -> Entry:
+    fields = {**given} if isinstance(given, dict) else {"to": given}
+    to = fields.pop("to")
+    entry = Entry((to,) if isinstance(to, str) else tuple(to), **fields)
+    if entry.joined is not None:
+        require_choice(f"{where}: joined", entry.joined, ("heads", "interleaved"))
+    return entry
 
 
 def _merged(name: str) -> dict[str, Any]:

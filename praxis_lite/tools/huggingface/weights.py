@@ -1,16 +1,20 @@
-"""The part of our weights that each of their tensors is, and back: views, and no copies."""
+"""Maps tensors of a Hugging Face checkpoint to parts of our weights, as views without copies."""
 
 import collections
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+import fiddle as fdl
 import numpy as np
+from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, few
-from praxis_lite.tools.huggingface.entries import EMBEDDING, HEAD
-from praxis_lite.tools.huggingface.family import Family
-from praxis_lite.tools.huggingface.fields.decoder_settings import DecoderSettings
+from praxis_lite.core.models.nnx_model import NnxModel
+from praxis_lite.layers.base.variables import num_stacked_dims
+from praxis_lite.tools.huggingface.decoder import lm_config
+from praxis_lite.tools.huggingface.decoder_settings import DecoderSettings
+from praxis_lite.tools.huggingface.family import EMBEDDING, HEAD, Family
 from praxis_lite.tools.huggingface.tensors.forms import (
     Form,
     Weight,
@@ -26,18 +30,18 @@ _HEAD_PATH = "params/softmax/logits_ffn/linear/w"
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A tensor of theirs as a part of a weight of ours.
+    """A tensor, or a part of one, as a part of one of our weights.
 
     Attributes:
       tensor: its name.
       path: of our weight, "params/transformer/blocks/self_attention/query/w".
-      index: of the part in the weight's leading dims: the turn of a scanned stack, the expert.
+      index: of the part in the weight's leading dims: the repeat of a scanned stack, the expert.
       sizes: of the weight's other dims.
-      form: how they lie in the tensor.
-      dim: along which several parts make up the tensor, one behind the other; None: this is all.
+      form: their layout in the tensor.
+      dim: along which several parts are concatenated to the tensor; None: this part is all of it.
       start: of this part along `dim`.
-      turn: of several weights that alternate in the tensor this is the so-many-th; `sizes` then
-        ends with their number, as a dim of `form`. None: they do not.
+      turn: the number of this weight among those that alternate in the tensor; `sizes` then ends
+        with how many there are, as a dim of `form`. None: they do not alternate.
     """
 
     tensor: str
@@ -50,15 +54,15 @@ class Part:
     turn: int | None = None
 
     def shape(self) -> tuple[int, ...]:
-        """Returns the shape of the part in the tensor; of weights that alternate that of all."""
+        """Returns the shape of the part in the tensor; of alternating weights, of all of them."""
         return tuple(math.prod(self.sizes[i] for i in group) for group in self.form)
 
     def piece_shape(self) -> tuple[int, ...]:
         """Returns the shape of the array at `index` of our weight."""
         return self.sizes if self.turn is None else self.sizes[:-1]
 
-    def as_ours(self, tensor: np.ndarray) -> np.ndarray:
-        """Returns the part as it lies in our weight: a view of the tensor."""
+    def to_weight_layout(self, tensor: np.ndarray) -> np.ndarray:
+        """Returns the part in the layout of our weight: a view of the tensor."""
         if self.dim is not None:
             stop = self.start + self.shape()[self.dim]
             tensor = tensor[(slice(None),) * self.dim + (slice(self.start, stop),)]
@@ -66,8 +70,8 @@ class Part:
         ours = tensor.reshape([self.sizes[i] for i in order]).transpose(np.argsort(order))
         return ours if self.turn is None else ours[..., self.turn]
 
-    def as_theirs(self, piece: np.ndarray) -> np.ndarray:
-        """Returns our array as it lies in the tensor; if weights alternate, the array of all."""
+    def to_tensor_layout(self, piece: np.ndarray) -> np.ndarray:
+        """Returns our array (of alternating weights, their stack) in the tensor's layout."""
         return piece.transpose(self._order()).reshape(self.shape())
 
     def _order(self) -> list[int]:
@@ -86,12 +90,25 @@ def as_tensor(of_tensor: Sequence[Part], pieces: Sequence[np.ndarray]) -> np.nda
     """Returns a tensor, given all its parts and the arrays at the index of each in our weights."""
     first = of_tensor[0]
     if first.turn is not None:
-        return first.as_theirs(np.stack(pieces, axis=-1))
-    result = [part.as_theirs(piece) for part, piece in zip(of_tensor, pieces, strict=True)]
-    return result[0] if first.dim is None else np.concatenate(result, axis=first.dim)
+        return first.to_tensor_layout(np.stack(pieces, axis=-1))
+    arrays = [part.to_tensor_layout(x) for part, x in zip(of_tensor, pieces, strict=True)]
+    return arrays[0] if first.dim is None else np.concatenate(arrays, axis=first.dim)
 
 
-def parts(
+def weights_of(settings: DecoderSettings) -> dict[str, Weight]:
+    """Returns a model's weights by path as its layers declare them, without creating arrays."""
+    model = NnxModel(fdl.build(lm_config(settings))).abstract_module()
+    weights = {}
+    for path, variable in nnx.to_flat_state(nnx.compat.state(model, nnx.Param)):
+        metadata = variable.get_metadata()
+        weights[f"params/{'/'.join(map(str, path))}"] = Weight(
+            tuple(variable.shape), num_stacked_dims(variable), metadata["dim_names"],
+            metadata["matrix"],
+        )
+    return weights
+
+
+def map_tensors(
     family: Family, settings: DecoderSettings, weights: Mapping[str, Weight]
 ) -> list[Part]:
     """Returns the parts of all of our weights.
@@ -100,42 +117,42 @@ def parts(
       weights: ours by path.
 
     Raises:
-      ConfigError: a weight of ours has no tensor in the family's table, or two; or an entry does
-        not fit the dims of its weight.
+      ConfigError: a weight has no tensor in the family's table, or two; or an entry does not fit
+        the dims of its weight.
     """
-    result: list[Part] = []
+    parts: list[Part] = []
     for name in family.tensors:
         for layer in range(settings.num_layers) if "{layer}" in name else [None]:
-            result += _of_tensor(family, name, layer, settings, weights)
-    missing = sorted(set(weights) - {part.path for part in result})
+            parts += _parts_of(family, name, layer, settings, weights)
+    missing = sorted(set(weights) - {part.path for part in parts})
     if missing:
         raise ConfigError(
-            f"The table of {family.name} has no tensor for {few(missing)}: the config asks for "
-            "what the family's table does not describe."
+            f"The table of {family.name} has no tensor for {few(missing)}, which the config "
+            "needs. Add it to the table."
         )
     tensor_of: dict[tuple[str, tuple[int, ...]], str] = {}
-    for part in result:
-        if (place := (part.path, part.index)) in tensor_of:
+    for part in parts:
+        if (key := (part.path, part.index)) in tensor_of:
             raise ConfigError(
-                f"The table of {family.name}: {tensor_of[place]} and {part.tensor} are both "
-                f"{part.path}, whose dims are {weights[part.path]}. Take one of them out."
+                f"The table of {family.name}: {tensor_of[key]} and {part.tensor} are both "
+                f"{part.path}, whose dims are {weights[part.path]}. Remove one of them."
             )
-        tensor_of[place] = part.tensor
-    return result
+        tensor_of[key] = part.tensor
+    return parts
 
 
-def _of_tensor(
+def _parts_of(
     family: Family, name: str, layer: int | None, settings: DecoderSettings,
     weights: Mapping[str, Weight],
 ) -> Iterator[Part]:
-    """Yields the parts that the tensors of a name hold, in a layer."""
+    """Yields the parts in the tensors of a name, in a layer."""
     entry, has_expert = family.tensors[name], "{expert}" in name
     starts: dict[int | None, int] = collections.defaultdict(int)
     for number, target in enumerate(entry.to):
         path = _path(target, layer, settings)
         weight = weights.get(path)
         if weight is None:
-            continue  # A bias that this config has not, the head of a tied one.
+            continue  # A bias that this config lacks, or the head of a tied model.
         where = f"The table of {family.name}: {name}: {path}"
         piece = piece_of(weight, layer is not None, has_expert, where)
         sizes, dim, turn = piece.sizes, None, None

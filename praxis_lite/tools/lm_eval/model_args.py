@@ -9,8 +9,7 @@ from praxis_lite.core.errors import ConfigError, did_you_mean, require
 from praxis_lite.core.sharding.mesh_config import MeshConfig
 from praxis_lite.run.loading import load
 from praxis_lite.run.trained_model import TrainedModel
-from praxis_lite.tools.huggingface.model import HuggingFaceModel
-from praxis_lite.tools.huggingface.on_devices import load_on_devices
+from praxis_lite.tools.huggingface.model import HuggingFaceModel, load_on_devices
 from praxis_lite.tools.lm_eval.harness import harness_model
 
 _log = logging.getLogger(__name__)

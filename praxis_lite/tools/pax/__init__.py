@@ -1,4 +1,4 @@
-"""Weights, checkpoints and jobs of Pax as ours, and weights back."""
+"""Reads weights and checkpoints of Pax, begins jobs with them, and converts weights back."""
 
 from praxis_lite.public_names import public_names
 

@@ -1,11 +1,10 @@
-"""The variables in a checkpoint directory that Pax wrote, each read when it is asked for.
+"""Reads the variables of a Pax checkpoint on demand.
 
-Of one step there lie `checkpoint_00000010/state` and, since version 1.0, `.../metadata/metadata`,
-JSON that has since 1.1 the shape of each variable before it was padded. `state` is, by the job's
-settings,
+A step has `checkpoint_00000010/state` and, since version 1.0, `.../metadata/metadata`, a JSON file
+which since 1.1 has the unpadded shape of each variable. `state` is one of
 - a directory per array, `mdl_vars.params.lm...`, in Zarr 2 (CheckpointType.GDA),
-- one OCDBT database with the same arrays (GDA with `tensorstore_use_ocdbt`), or
-- a msgpack file with a list of arrays (CheckpointType.FLAX, of jobs without a mesh).
+- an OCDBT database with the same arrays (GDA with `tensorstore_use_ocdbt`),
+- a msgpack file with a list of arrays (CheckpointType.FLAX, for jobs without a mesh).
 """
 
 import re
@@ -28,16 +27,15 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class PaxCheckpoint(Mapping[str, np.ndarray]):
-    """The variables of a step by path, "params/lm/softmax/..."; reading a variable reads its file.
+    """The variables of a step by path, "params/lm/softmax/..."; `[path]` reads an array.
 
-    Arrays come without their padding where the checkpoint has their shapes (version 1.1 and
-    later), and with it otherwise.
+    Arrays have no padding if the checkpoint has their shapes (version 1.1 and later).
 
     Attributes:
       step: of the checkpoint.
 
     Raises:
-      ConfigError: there are no variables of a Pax model, or they are damaged.
+      ConfigError: there are no variables of a Pax model.
     """
 
     def __init__(self, step: int, directory: Path):
@@ -58,21 +56,21 @@ class PaxCheckpoint(Mapping[str, np.ndarray]):
             )
 
     def shape_of(self, path: str) -> tuple[int, ...]:
-        """Returns the shape of what `[path]` gives, without reading it."""
+        """Returns the shape of `[path]` without reading it."""
         return self._shapes.get(path, tuple(self._arrays[path].shape))
 
     def __getitem__(self, path: str) -> np.ndarray:
-        """Raises: ConfigError: what would be cut off is not zeros."""
+        """Raises: ConfigError: the padding is not zero."""
         array = self._arrays[path]
         if isinstance(array, StoredArray):
             array = array.read()
-        cut = array[tuple(map(slice, self.shape_of(path)))]
-        if np.count_nonzero(cut) != np.count_nonzero(array):
+        unpadded = array[tuple(map(slice, self.shape_of(path)))]
+        if np.count_nonzero(unpadded) != np.count_nonzero(array):
             raise ConfigError(
-                f"{path} in {self._directory} has shape {array.shape}, and {cut.shape} "
-                "by its metadata, but beyond that not all is zeros. The checkpoint is damaged."
+                f"{path} in {self._directory} has shape {array.shape}, and {unpadded.shape} in its "
+                "metadata, but the padding is not zero. The checkpoint is damaged."
             )
-        return cut
+        return unpadded
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._arrays)
@@ -89,36 +87,35 @@ def read_pax_checkpoint(directory: str | Path, step: int | None = None) -> PaxCh
       step: its number, or None for the newest.
 
     Raises:
-      ConfigError: there is no such checkpoint, or Pax did not write it; says what is there.
+      ConfigError: there is no such checkpoint, or Pax did not write it.
     """
     directory = local_directory(directory)
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory. Name a Pax job's checkpoints.")
-    if (directory / "state").is_dir() and (result := _STEP.fullmatch(directory.name)):
-        steps = {int(result[1]): directory}
+    if (directory / "state").is_dir() and (match := _STEP.fullmatch(directory.name)):
+        steps = {int(match[1]): directory}
     else:
         inner = directory / "checkpoints"
         directory = inner if inner.is_dir() else directory
         steps = {
-            int(result[1]): path
+            int(match[1]): path
             for path in directory.iterdir()
-            # What a save has not finished has a longer name, so it does not match.
-            if path.is_dir() and (result := _STEP.fullmatch(path.name))
+            # Unfinished saves have longer names.
+            if path.is_dir() and (match := _STEP.fullmatch(path.name))
         }
     if not steps or (step is not None and step not in steps):
         missing = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        numbers = ", ".join(map(str, sorted(steps)))
-        there = f"Its steps are {numbers}" if steps else "It has no steps"
+        numbers = ", ".join(map(str, sorted(steps))) or "none"
         raise ConfigError(
-            f"{directory} has {missing}. {there}. Name a Pax job's `checkpoints` directory and one "
-            "of its steps."
+            f"{directory} has {missing}; its steps are: {numbers}. Name a Pax job's `checkpoints` "
+            "directory and one of its steps."
         )
     newest = max(steps) if step is None else step
     return PaxCheckpoint(newest, steps[newest])
 
 
 def _shapes(directory: Path) -> Shapes:
-    """Returns the unpadded shapes by path; {} of versions before 1.1, which do not have them."""
+    """Returns the unpadded shapes by path; {} for versions before 1.1, which lack them."""
     file = directory / "metadata" / "metadata"
     if not file.exists():
         return {}
@@ -126,7 +123,7 @@ def _shapes(directory: Path) -> Shapes:
 
     def add(path: str, node: Mapping[str, Any]) -> None:
         if not node.get("_array_metadata_tag"):
-            # In the order of JAX's trees, in which a msgpack checkpoint lists its arrays.
+            # Sorted like JAX's trees, because a msgpack checkpoint lists its arrays in this order.
             for key in sorted(node):
                 add(f"{path}/{key}" if path else key, node[key])
         elif "unpadded_shape" in node:
@@ -137,26 +134,12 @@ def _shapes(directory: Path) -> Shapes:
 
 
 def _msgpack_arrays(file: Path, shapes: Shapes) -> dict[str, np.ndarray]:
-    try:
-        content = flax.serialization.msgpack_restore(file.read_bytes())
-    except ValueError as error:  # The file is cut, for instance.
-        raise ConfigError(
-            f"{file} cannot be read ({error}). It is damaged: use another step, or another copy "
-            "of this one."
-        ) from None
     if not shapes:
         raise ConfigError(
             f"{file} lists arrays without their names, and there is no metadata of version 1.1 or "
             "later next to it. Restore the job with Pax, and save it with CheckpointType.GDA."
         )
-    arrays = content["flattened_state"]
+    arrays = flax.serialization.msgpack_restore(file.read_bytes())["flattened_state"]
     arrays = list(arrays.values() if isinstance(arrays, Mapping) else arrays)
     # A train state is (step, mdl_vars, opt_states, ...).
-    result = dict(zip(shapes, arrays[1:], strict=False))
-    for path, shape in shapes.items():
-        if np.shape(result.get(path)) != shape:
-            raise ConfigError(
-                f"{file} has shape {np.shape(result.get(path))} for {path}, but its metadata has "
-                f"{shape}: the two are not of one checkpoint. Use another copy of this one."
-            )
-    return result
+    return dict(zip(shapes, arrays[1:], strict=False))

@@ -1,8 +1,8 @@
-"""Begins a job with the weights of a Pax checkpoint, from which `main.py` then goes on.
+"""Creates a job with the weights of a Pax checkpoint.
 
     python -m praxis_lite.tools.pax.job --exp=NAME --pax=DIR --job_log_dir=DIR [--set path=value]
 
-Afterwards the job is as one whose step 0 was saved: train, evaluate or decode it with `main.py`.
+The job has a checkpoint of step 0: train, evaluate or decode it with `main.py`.
 """
 
 from collections.abc import Sequence
@@ -26,32 +26,31 @@ def begin_job(
 ) -> "JobDir":
     """Returns a new job of an experiment whose checkpoint of step 0 has Pax's weights.
 
-    The optimizer's slots are new, made from these weights, and the training data starts at its
-    first batch.
+    The optimizer's slots are new, and the training data starts at its first batch.
 
     Args:
       experiment: its name, as for `--exp`.
       pax_directory, step: see `read_pax_checkpoint`.
-      job_log_dir: a new or an empty directory.
+      job_log_dir: new or empty.
       settings: "path=value", as for `--set`.
-      ignore, new: see `mdl_vars_from_pax`; what is new is drawn with the run's seed.
+      ignore, new: see `mdl_vars_from_pax`; new weights are drawn with the run's seed.
       packages: as for `--packages`.
 
     Raises:
-      ConfigError: the directory has a checkpoint already, or the weights do not fit the model.
+      ConfigError: the directory has a job already, or the weights do not fit the model.
     """
-    # Imported here: a signal may come while jax is.
-    from praxis_lite.tools.foreign_checkpoints.begin_job import begin_job_with, beginning
+    # Import slow modules here, so that Ctrl-C during the import prints no traceback.
+    from praxis_lite.tools.foreign_checkpoints import begin_job_with, new_job_dir
     from praxis_lite.tools.pax.checkpoints import read_pax_checkpoint
     from praxis_lite.tools.pax.weights import FromPax
 
-    # Before the memory of the model is counted: the path may be wrong.
+    # First, because the path may be wrong.
     result = read_pax_checkpoint(pax_directory, step)
 
     def source(partitioner: "Partitioner", job: "Job") -> "InitialState":
         return FromPax(result, partitioner, ignore=ignore, new=new, seed=job.run.seed)
 
-    with beginning(job_log_dir, experiment, packages) as job_dir:
+    with new_job_dir(job_log_dir, experiment, packages) as job_dir:
         return begin_job_with(source, experiment, job_dir, settings, packages)
 
 
@@ -73,18 +72,18 @@ def _begin(argv: Sequence[str] | None) -> None:
     parser.add_argument("--pax_step", metavar="N", type=int, help="default: the newest")
     parser.add_argument("--job_log_dir", metavar="DIR", required=True, help="a new directory")
     parser.add_argument("--ignore", metavar="PATTERN", nargs="+", default=[],
-                        help="variables of Pax's that are not wanted")
+                        help="variables of Pax to leave out")
     parser.add_argument("--new", metavar="PATTERN", nargs="+", default=[],
-                        help="weights of the model that Pax has nothing for")
+                        help="weights of the model that Pax lacks")
     parser.add_argument("--set", dest="settings", metavar="path=value", nargs="+",
                         action="extend", default=[], help="as of main.py")
     args = parser.parse_args(argv)
     job = begin_job(args.exp, args.pax, args.job_log_dir, step=args.pax_step,
                     settings=args.settings, ignore=args.ignore, new=args.new,
                     packages=args.packages)
-    from praxis_lite.tools.foreign_checkpoints.begin_job import how_to_go_on
+    from praxis_lite.tools.foreign_checkpoints import next_command
 
-    print(how_to_go_on(job, args.exp, args.settings, args.packages))
+    print(next_command(job, args.exp, args.settings, args.packages))
 
 
 if __name__ == "__main__":

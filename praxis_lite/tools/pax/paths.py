@@ -1,9 +1,9 @@
-"""The layer and the stack that a variable's path means, in Pax's model and in ours.
+"""Finds the layer and the stack of a variable from its path, in Pax's models and in ours.
 
-A stack of layers has many forms: unrolled (`x_layers_0`, `x_layers_1`, ...), scanned
+A stack of layers has several forms: unrolled (`x_layers_0`, `x_layers_1`, ...), scanned
 (`repeat/sub/x_layers_0`, arrays [repeats, ...]), pipelined (`pipeline/body/x_layers_0`, [stages,
-...] or [circular repeats, stages, ...]) and, here, `blocks` in a list or stacked. In each of them
-the layers are counted alike: leading dims first, in row-major order, then the block's own layers.
+...] or [circular repeats, stages, ...]) and, in our models, `blocks` in a list or stacked. In all
+of them layers are numbered by the leading dims in row-major order, then within the block.
 """
 
 import dataclasses
@@ -16,37 +16,36 @@ from flax import nnx
 
 from praxis_lite.tools.pax.checkpoints import PaxCheckpoint
 
-# What our attributes are called in Pax, by the class that has them. All other names are Pax's.
-# {name} stands for the number of layers in the list of that name.
+# Pax's names of attributes that are named differently here, by class. {name} is the number of
+# layers in the list of that name.
 RENAMES: dict[str, dict[str, str]] = {
     "Mlp": {"hidden": "mlp_layers", "logits": "mlp_layers_{hidden}"},  # MLPBlock
 }
 
-# Paths of Pax's models that do not begin with a layer of the model: where the weights lie in a
-# train state, by kind.
+# The prefixes of variables in a train state of Pax.
 STATE = "mdl_vars"
 COLLECTIONS = ("params", "non_trainable")
 
-# Levels between the layer that holds a stack and a layer of the stack.
+# Levels between the layer that has a stack and the layers of the stack.
 _LEVELS = (("pipeline", "body"), ("repeat", "sub"), ("blocks",))
 _UNROLLED = re.compile(r"x_layers_(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a variable belongs.
+class StackPath:
+    """A variable's path, split at the stack of layers that it is in.
 
     Attributes:
-      stack: path of the layer that holds the stack; of the variable itself if it is in none.
-      rest: path below a layer of the stack; "" of what is in no stack.
-      has_dims: whether the arrays may have leading dims that count layers.
-      block: index of the block, of a list of blocks; 0 otherwise.
+      stack: path of the layer that has the stack; of the variable itself if there is no stack.
+      rest: path below a layer of the stack; "" without a stack.
+      is_stacked: whether the arrays may have leading dims that number layers.
+      block: index of the block in a list of blocks; 0 otherwise.
       inner: index of the layer within its block.
     """
 
     stack: str
     rest: str = ""
-    has_dims: bool = False
+    is_stacked: bool = False
     block: int = 0
     inner: int = 0
 
@@ -55,25 +54,25 @@ class Place:
         return self.stack, self.rest
 
 
-def place_of(path: str) -> Place:
-    """Returns the place of a variable of Pax's path, or of ours in Pax's names."""
+def stack_path(path: str) -> StackPath:
+    """Splits a path of Pax, or a path of ours in Pax's names."""
     tokens = path.split("/")
     for start in range(len(tokens)):
-        end, has_dims, block, inner = start, False, 0, 0
-        while level := next((v for v in _LEVELS if tuple(tokens[end : end + len(v)]) == v), None):
-            end, has_dims = end + len(level), True
+        end, is_stacked, block, inner = start, False, 0, 0
+        while level := next((x for x in _LEVELS if tuple(tokens[end : end + len(x)]) == x), None):
+            end, is_stacked = end + len(level), True
             if end < len(tokens) and tokens[end].isdigit():  # A list of blocks.
-                end, has_dims, block = end + 1, False, int(tokens[end])
-        if end < len(tokens) and (result := _UNROLLED.fullmatch(tokens[end])):
-            end, inner = end + 1, int(result[1])
+                end, is_stacked, block = end + 1, False, int(tokens[end])
+        if end < len(tokens) and (match := _UNROLLED.fullmatch(tokens[end])):
+            end, inner = end + 1, int(match[1])
         if end > start:
             stack, rest = "/".join(tokens[:start]), "/".join(tokens[end:])
-            return Place(stack, rest, has_dims, block, inner)
-    return Place(path)
+            return StackPath(stack, rest, is_stacked, block, inner)
+    return StackPath(path)
 
 
 def names_in_pax(module: nnx.Module, paths: Iterable[tuple]) -> dict[tuple, str]:
-    """Returns each of our variables' paths in Pax's names; stacks are left in our form."""
+    """Returns each of our variables' paths in Pax's names; stacks keep our form."""
     nodes = {path: node for path, node in nnx.compat.iter_graph(module)}
     named = {}
     for path in paths:
@@ -81,7 +80,7 @@ def names_in_pax(module: nnx.Module, paths: Iterable[tuple]) -> dict[tuple, str]
         for i, token in enumerate(path):
             node = nodes.get(tuple(path[:i]))
             if isinstance(token, int) or str(token).isdigit():
-                # Pax numbers the layers of a list in their names; but see `place_of` for blocks.
+                # Pax numbers the layers of a list in their names. `stack_path` handles blocks.
                 if tokens[-1] == "blocks":
                     tokens.append(str(token))
                 else:
@@ -101,18 +100,18 @@ def _renamed(node: Any, name: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Unread:
-    """An array of a checkpoint that knows its shapes before it reads."""
+class LazyArray:
+    """An array of a checkpoint that has a shape before it is read."""
 
-    mapping: PaxCheckpoint
-    name: str
+    checkpoint: PaxCheckpoint
+    path: str
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.mapping.shape_of(self.name)
+        return self.checkpoint.shape_of(self.path)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self.mapping[self.name], dtype)
+        return np.asarray(self.checkpoint[self.path], dtype)
 
 
 def flat_pax_vars(pax_vars: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,14 +119,14 @@ def flat_pax_vars(pax_vars: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
       pax_vars: nested mappings, or paths "a/b/c" or "a.b.c", with or without a leading
-        `mdl_vars` and collection. Slots and the step of a whole train state are left out.
+        `mdl_vars` and collection. Slots and the step of a train state are left out.
     """
     flat: dict[str, Any] = {}
 
     def add(tokens: list[str], value: Any) -> None:
         if isinstance(value, Mapping):
             for name in value:
-                inner = Unread(value, name) if isinstance(value, PaxCheckpoint) else value[name]
+                inner = LazyArray(value, name) if isinstance(value, PaxCheckpoint) else value[name]
                 add(tokens + _tokens(str(name)), inner)
         else:
             flat["/".join(tokens)] = value

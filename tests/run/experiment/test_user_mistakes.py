@@ -63,7 +63,7 @@ REFUSED = {
     "AbstractPipeline": "datasets.train: L.*batches.*element_spec.*fingerprint.*num_batches",
     "Empty": r"no methods mesh\(\), task\(\), datasets\(\), run\(\). Add.*def mesh",
     "MeshTuple": r"mesh\(\) returns a tuple, wanted an fdl.Config, such as fdl.Config\(MeshConfig",
-    "ListOfArrays": "InMemory.arrays is <class 'list'>; wanted is a dict of arrays by name",
+    "ListOfArrays": "InMemory.arrays is <class 'list'>; .*a dict of arrays by name",
 }
 
 
@@ -117,12 +117,12 @@ def test_an_exception_of_the_users_code_is_their_line_and_its_traceback_a_file(n
 
 
 OTHER_BATCHES = {
-    "shape": r"'x' is float32\[13, 7\], wanted float32\[13, 5\]",
-    "dtype": r"'x' is int32\[13, 5\], wanted float32\[13, 5\]",
-    "names": r"has the leaves \['x'\]; wanted are \['x', 'y'\]",
-    "list": r"is a list; wanted is a dict of arrays: \['x', 'y'\]",
-    "none": "is None; wanted is a dict of arrays",
-    "ended": r"ended after 2 batches, but training needs more; its num_batches says None",
+    "shape": r"'x' is float32\[13, 7\], .*float32\[13, 5\]",
+    "dtype": r"'x' is int32\[13, 5\], .*float32\[13, 5\]",
+    "names": r"has the leaves \['x'\]; .*\['x', 'y'\]",
+    "list": r"is a list; .*a dict of arrays: \['x', 'y'\]",
+    "none": "is None; .*a dict of arrays",
+    "ended": r"ended after 2 batches, but training needs more; its num_batches is None",
 }
 
 

@@ -13,7 +13,7 @@ from praxis_lite.decode import Greedy, for_tokenizer
 from praxis_lite.inputs import ByteTokenizer
 from praxis_lite.inputs.tokenizers import load_tokenizer
 from praxis_lite.inputs.tokenizers.chat_template import chatml
-from praxis_lite.tools.huggingface.fields.exported_text import write_text_files
+from praxis_lite.tools.huggingface.exported_text import write_text_files
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<pad>"]
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]

@@ -9,11 +9,9 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.layers.base.dims import NONE, Matrix
-from praxis_lite.tools.huggingface.entries import entry_of
-from praxis_lite.tools.huggingface.family import family_of
-from praxis_lite.tools.huggingface.same_model import weights_of
+from praxis_lite.tools.huggingface.family import Entry, family_of
 from praxis_lite.tools.huggingface.tensors.forms import Weight, form_of, named_form, piece_of
-from praxis_lite.tools.huggingface.weights import as_tensor, parts
+from praxis_lite.tools.huggingface.weights import as_tensor, map_tensors, weights_of
 from tests.support.goldens import GOLDENS
 
 HEADS = ("embed", "heads", "head_dim")
@@ -86,9 +84,11 @@ def family_with(entries, **fields):
     config = json.loads((GOLDENS / "hf/llama/config.json").read_text()) | fields
     llama = family_of(config)
     tensors = {name: x for name, x in llama.tensors.items() if name not in entries}
-    tensors |= {
-        name: entry_of(x, f"The table of tern: {name}") for name, x in entries.items() if x
-    }
+    for name, entry in entries.items():
+        if entry:
+            fields = {**entry} if isinstance(entry, dict) else {"to": entry}
+            to = fields.pop("to")
+            tensors[name] = Entry(tuple([to] if isinstance(to, str) else to), **fields)
     settings = llama.decoder_settings(config)
     return dataclasses.replace(llama, name="tern", tensors=tensors), settings, weights_of(settings)
 
@@ -96,7 +96,7 @@ def family_with(entries, **fields):
 def by_tensor(*arguments):
     """Returns the parts of each tensor."""
     result = {}
-    for part in parts(*arguments):
+    for part in map_tensors(*arguments):
         result.setdefault(part.tensor, []).append(part)
     return result
 
@@ -107,7 +107,7 @@ def tensor_and_pieces(local):
     pieces = [rng.normal(size=part.piece_shape()) for part in local]
     tensor = as_tensor(local, pieces)
     for part, x in zip(local, pieces, strict=True):
-        np.testing.assert_array_equal(part.as_ours(tensor), x)
+        np.testing.assert_array_equal(part.to_weight_layout(tensor), x)
     return tensor, pieces
 
 
@@ -168,7 +168,7 @@ def test_weights_alternate_by_heads_or_one_by_one():
      [Q, QUERY, "embed 48, heads", "'head_dimm'", "Did you mean head_dim"]),
     ({Q: {"to": QUERY, "dims": "heads embed"}}, [Q, "layers 3, embed 48, heads", "'heads embed'"]),
     ({Q: {"to": QUERY, "dims": "(heads head_dim embed"}}, [Q, "'(heads head_dim embed'"]),
-    ({Q: {"to": QUERY, "dims": "heads heads head_dim embed"}}, [Q, "one more, 'heads'"]),
+    ({Q: {"to": QUERY, "dims": "heads heads head_dim embed"}}, [Q, "'heads'"]),
     ({"again.{layer}.weight": QUERY},
      [Q.format(layer=0), "again.0.weight", QUERY, "layers 3, embed 48, heads"]),
     ({Q: [QUERY, QUERY]}, [Q.format(layer=0), QUERY, "are both"]),
@@ -179,21 +179,6 @@ def test_weights_alternate_by_heads_or_one_by_one():
 ])  # fmt: skip
 def test_an_entry_that_does_not_fit_is_refused_with_the_dims_that_there_are(entries, words):
     with pytest.raises(ConfigError) as error:
-        parts(*family_with(entries))
+        map_tensors(*family_with(entries))
     message = str(error.value)
     assert all(word in message for word in ["The table of tern", *words]), message
-
-
-@pytest.mark.parametrize("given, words", [
-    (7, ["is 7", "the path of a weight"]),
-    ({"dims": "embed"}, ["the path of a weight"]),
-    ({"to": "w", "form": "d n"}, ["'form'", "to, dims, joined"]),
-    ({"to": "w", "dims": ["embed"]}, ["dims is ['embed']", "a text"]),
-    ({"to": ["v", "w"], "joined": "head"}, ["joined is 'head'", "Did you mean heads?"]),
-    ({"to": "w", "joined": "heads"}, ["joined = 'heads'", "several weights"]),
-])  # fmt: skip
-def test_an_entry_of_another_kind_is_refused_by_its_tensor(given, words):
-    with pytest.raises(ConfigError) as error:
-        entry_of(given, "The table of tern: a.weight")
-    message = str(error.value)
-    assert all(word in message for word in ["The table of tern: a.weight", *words]), message

@@ -17,9 +17,9 @@ from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
 from praxis_lite.run.checkpoints.init.initial_state import completed
 from praxis_lite.tools import huggingface
 from praxis_lite.tools.huggingface.decoder import lm_config
+from praxis_lite.tools.huggingface.decoder_settings import LayerKind
 from praxis_lite.tools.huggingface.family import family_of
-from praxis_lite.tools.huggingface.fields.decoder_settings import LayerKind
-from praxis_lite.tools.huggingface.fields.rotary import rotary
+from praxis_lite.tools.huggingface.rotary import rotary
 from tests.support.explicit_partitioner import explicit_partitioner
 from tests.support.goldens import GOLDENS, golden_arrays
 from tests.support.marks import slow_but
@@ -250,12 +250,12 @@ def test_longrope_has_the_factor_of_its_lengths_where_the_config_has_none():
     assert rotary(settings, LayerKind(False, False)).attention_factor == 1.0
 
 
-def test_dropout_of_a_config_is_ours_and_what_is_not_followed_is_said():
+def test_dropout_of_a_config_is_ours_and_ignored_fields_are_reported():
     family, settings, config = settings_of("gpt2", attn_pdrop=0.1, resid_pdrop=0.2, embd_pdrop=0.3)
     block = lm_config(settings).transformer_layer_tpl
     assert (block.atten_dropout_prob, block.residual_dropout_prob) == (0.1, 0.2)
-    (message,) = family.not_followed(config)
-    assert "embd_pdrop = 0.3 is not followed" in message
+    (message,) = family.ignored_fields(config)
+    assert "embd_pdrop = 0.3" in message
     family, _, config = settings_of("mixtral", output_router_logits=True)
-    assert "moe_load_balance_loss_weight" in family.not_followed(config)[0]
-    assert not settings_of("llama")[0].not_followed(settings_of("llama")[2])
+    assert "moe_load_balance_loss_weight" in family.ignored_fields(config)[0]
+    assert not settings_of("llama")[0].ignored_fields(settings_of("llama")[2])

@@ -29,7 +29,7 @@ def test_a_job_is_begun_and_written_again_bit_for_bit(tmp_path, capsys):
     assert f"\nread {num_bytes / 2**10:.1f} KiB in " in f"\n{message}"
     kept = f"HF_DIR={tmp_path}/job/huggingface"
     assert (
-        f"began {tmp_path / 'job'}: go on with main.py --exp=huggingface.CausalLm "
+        f"created {tmp_path / 'job'}: continue with main.py --exp=huggingface.CausalLm "
         f"--job_log_dir={tmp_path / 'job'} --set {kept} {UNEVEN}\n"
     ) in message
     # The directory that it came from is no longer needed.
@@ -51,7 +51,7 @@ def test_a_job_is_begun_and_written_again_bit_for_bit(tmp_path, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["import", str(tmp_path / "gone"), str(tmp_path / "job")])
     assert exit_.value.code == 2
-    assert "(0)" in " ".join(capsys.readouterr().err.split())
+    assert f"{tmp_path}/job already has a job" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_a_job_goes_on_by_what_it_keeps_itself(tmp_path, capsys):
         )
     ]
     main(["import", str(tmp_path / "hf"), str(tmp_path / "job"), "--set", *settings])
-    (words,) = re.findall("go on with main.py (.*)", capsys.readouterr().out)
+    (words,) = re.findall("continue with main.py (.*)", capsys.readouterr().out)
     shutil.rmtree(tmp_path / "hf")
     launch(shlex.split(words))
     assert "step 1/1" in capsys.readouterr().out

@@ -11,8 +11,7 @@ from praxis_lite.core.models.model import spec_leaves
 from praxis_lite.layers import set_sharding_params
 from praxis_lite.tools.huggingface.decoder import lm_config
 from praxis_lite.tools.huggingface.family import family_of
-from praxis_lite.tools.huggingface.same_model import weights_of
-from praxis_lite.tools.huggingface.weights import parts, tensor_shape
+from praxis_lite.tools.huggingface.weights import map_tensors, tensor_shape, weights_of
 from tests.support.goldens import golden
 from tests.support.marks import every
 
@@ -26,7 +25,7 @@ def test_a_published_model_has_its_number_of_parameters(name):
     settings = family.decoder_settings(config)
     weights = weights_of(settings)
     of_tensor = collections.defaultdict(list)
-    for part in parts(family, settings, weights):
+    for part in map_tensors(family, settings, weights):
         of_tensor[part.tensor].append(part)
     actual = sum(math.prod(tensor_shape(x)) for x in of_tensor.values())
     assert actual == PUBLISHED[name]["parameters"]

@@ -116,7 +116,7 @@ def test_classes_of_lengths_are_powers_of_two_up_to_the_longest():
 
 
 @pytest.mark.parametrize("max_length, words", [
-    (129, "max_length is 129; wanted is a whole number from 1 to 128"), (0, "max_length is 0"),
+    (129, "max_length is 129; .*128"), (0, "max_length is 0"),
 ])  # fmt: skip
 def test_a_length_that_the_model_has_not_is_an_error(loaded, max_length, words):
     with pytest.raises(ConfigError, match=words):

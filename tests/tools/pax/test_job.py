@@ -101,7 +101,7 @@ def test_evaluation_gives_paxs_loss_and_training_goes_on_from_step_0(job, capsys
 
 
 def test_a_job_that_has_weights_already_is_refused(job):
-    with pytest.raises(ConfigError, match=r"/job .*\(0\b"):
+    with pytest.raises(ConfigError, match="/job already has a job"):
         pax_job.begin_job("paxzoo.FromPax", job.path.parent / "pax", job.path)
 
 

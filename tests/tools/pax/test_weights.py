@@ -11,7 +11,7 @@ from flax import nnx
 from praxis_lite import ConfigError, layers
 from praxis_lite.core import NnxModel
 from praxis_lite.layers import BatchNorm, Pipeline, Repeat, StackedTransformer, lora
-from praxis_lite.tools.pax.paths import RENAMES, Place, flat_pax_vars, place_of
+from praxis_lite.tools.pax.paths import StackPath, flat_pax_vars, stack_path
 from praxis_lite.tools.pax.weights import mdl_vars_from_pax, pax_vars_from_mdl_vars
 from tests.support.goldens import golden_arrays
 
@@ -235,12 +235,13 @@ def test_moving_statistics_are_not_trained_and_dtypes_are_the_models():
     ]  # fmt: skip
 
 
-def test_places_count_layers_alike():
-    assert place_of("softmax/w") == Place("softmax/w")
-    assert place_of("x_layers_3/w") == Place("", "w", inner=3)
-    assert place_of("a/blocks/2/x_layers_1/w") == Place("a", "w", block=2, inner=1)
-    assert place_of("a/pipeline/body/repeat/sub/x_layers_4/b/w") == Place("a", "b/w", True, 0, 4)
-    assert place_of("a/blocks/b/w") == Place("a", "b/w", True)
+def test_paths_are_split_at_their_stack():
+    assert stack_path("softmax/w") == StackPath("softmax/w")
+    assert stack_path("x_layers_3/w") == StackPath("", "w", inner=3)
+    assert stack_path("a/blocks/2/x_layers_1/w") == StackPath("a", "w", block=2, inner=1)
+    path = "a/pipeline/body/repeat/sub/x_layers_4/b/w"
+    assert stack_path(path) == StackPath("a", "b/w", True, 0, 4)
+    assert stack_path("a/blocks/b/w") == StackPath("a", "b/w", True)
 
 
 def test_an_mlp_is_paxs_mlp_block():
@@ -253,10 +254,3 @@ def test_an_mlp_is_paxs_mlp_block():
     np.testing.assert_array_equal(actual["params"]["hidden"]["1"]["linear"]["w"], np.ones((5, 7)))
     np.testing.assert_array_equal(actual["params"]["logits"]["linear"]["w"], np.full((7, 2), 2))
     assert pax_vars_from_mdl_vars(model, actual).keys() == pax_vars.keys()
-
-
-def test_renames_are_of_layers_and_attributes_that_exist():
-    models = {"Mlp": layers.Mlp(3, (5,), 2, rngs=nnx.Rngs(0))}
-    assert models.keys() == RENAMES.keys()
-    for name, renamed in RENAMES.items():
-        assert all(hasattr(models[name], attribute) for attribute in renamed)

@@ -22,7 +22,7 @@ from praxis_lite.inputs.text.messages import (
     Conversation,
     conversation,
     conversation_of,
-    placed,
+    errors_at,
     require_known,
     row_without_nulls,
 )
@@ -199,7 +199,7 @@ def prompt_ids(
         elif _is_conversation(prompt):
             prompt = Conversation(conversation(prompt, what))
         if isinstance(prompt, Conversation):
-            with placed(prompt.where or what):
+            with errors_at(prompt.where or what):
                 return tokenizer.apply_chat_template(
                     prompt.messages, add_generation_prompt=True, **prompt.variables
                 )

@@ -1,4 +1,4 @@
-"""A model's weights on a mesh: each device's part is made of its own bytes of the files alone."""
+"""Reads a model's weights onto a mesh; each device's shard reads only its own bytes."""
 
 import collections
 import dataclasses
@@ -12,17 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from praxis_lite.core.errors import ConfigError, few, format_bytes, shown
+from praxis_lite.core.errors import ConfigError, few, format_bytes
 from praxis_lite.core.partitioner.train_state import LeafLayout
-from praxis_lite.tools.huggingface.entries import EMBEDDING, HEAD
-from praxis_lite.tools.huggingface.family import Family
+from praxis_lite.tools.huggingface.family import EMBEDDING, HEAD, Family
 from praxis_lite.tools.huggingface.tensors.tensor_files import TensorFiles
 from praxis_lite.tools.huggingface.weights import Part, tensor_shape
 
 SECONDS_BETWEEN_LINES = 5.0
 
 
-def stored(
+def parts_in_files(
     family: Family, parts: Sequence[Part], files: TensorFiles, left_out: Sequence[int] = ()
 ) -> list[Part]:
     """Returns the parts with their tensors' names in these files, which may have a prefix.
@@ -31,22 +30,22 @@ def stored(
       left_out: the numbers of layers whose tensors are not read.
 
     Raises:
-      ConfigError: a tensor is missing, has another shape, or is not known; nothing was read.
+      ConfigError: a tensor is missing, has another shape, or is unknown.
     """
     prefix, names = family.optional_prefix, {}
     for part in parts:
-        stored = [x for x in (part.tensor, prefix + part.tensor) if x in files.file_of]
-        if stored:
-            names[part.tensor] = stored[0]
+        for name in (part.tensor, prefix + part.tensor):
+            if name in files.file_of:
+                names.setdefault(part.tensor, name)
     missing = sorted({part.tensor for part in parts} - names.keys())
     heads = {name for name, entry in family.tensors.items() if entry.to == (HEAD,)}
     if missing:
         tied = (
-            " The head is the embedding in a model whose config.json has tie_word_embeddings true, "
-            "and here it is false." if heads & set(missing) else ""
+            " If the head is the embedding, set tie_word_embeddings to true in config.json."
+            if heads & set(missing) else ""
         )
         raise ConfigError(
-            f"{files.directory}: the checkpoint has no {few(missing)}, which config.json asks for."
+            f"{files.directory}: the checkpoint lacks {few(missing)}, which config.json needs."
             f"{tied}"
         )
     joined: dict[str, list[Part]] = collections.defaultdict(list)
@@ -57,14 +56,15 @@ def stored(
         actual = files.shape(names[name])
         if actual != expected:
             raise ConfigError(
-                f"{files.directory}: {names[name]} has the shape {actual}; by config.json it is "
+                f"{files.directory}: {names[name]} has the shape {actual}, but config.json implies "
                 f"{expected}. The files are of another model, or config.json was changed."
             )
     for name in names.values():
         if not jnp.issubdtype(files.dtype(name), jnp.floating):
             raise ConfigError(
-                f"{files.directory}: {name} holds {files.dtype(name)}, which are no weights. A "
-                "quantized model is not read: let transformers write its weights in bfloat16."
+                f"{files.directory}: {name} has the dtype {files.dtype(name)}; expected floats. "
+                "Quantized models are not supported: let transformers write the weights in "
+                "bfloat16."
             )
     known = set(names.values())
     skipped = [
@@ -80,13 +80,12 @@ def stored(
         raise ConfigError(
             f"{files.directory}: config.json ties the head to the embedding (tie_word_embeddings), "
             f"but the checkpoint has a {few(sorted(heads))} with other values, which would be lost."
-            " Set tie_word_embeddings to false in config.json, if the head is the model's own."
+            " If the head is separate, set tie_word_embeddings to false in config.json."
         )
     if unknown:
         raise ConfigError(
-            f"{files.directory}: the checkpoint has "
-            f"{few([shown(name) for name in sorted(unknown)])}, which the table of "
-            f"{family.name} does not know, and which would be lost."
+            f"{files.directory}: the checkpoint has {few(sorted(unknown))}, which are not in the "
+            f"table of {family.name} and would be lost."
         )
     return [dataclasses.replace(part, tensor=names[part.tensor]) for part in parts]
 
@@ -94,7 +93,7 @@ def stored(
 def _is_embedding(
     name: str, files: TensorFiles, family: Family, names: Mapping[str, str]
 ) -> bool:
-    """Returns True if the head, which a tied model does not have, is the embedding once more."""
+    """Returns whether a tied model's checkpoint repeats the embedding as its head."""
     (embedding,) = (x for x, entry in family.tensors.items() if entry.to == (EMBEDDING,))
     shapes = files.shape(names[embedding]), files.shape(name)
     return shapes[0] == shapes[1] and np.array_equal(
@@ -106,14 +105,14 @@ def read_weights(
     leaves: Sequence[LeafLayout], mesh: Mesh, parts: Sequence[Part], files: TensorFiles,
     note: Callable[[str], None], kept: Callable[[str, jax.Array], Mapping[str, jax.Array]],
 ) -> dict[str, jax.Array]:
-    """Returns weights by path, padded and in their shards.
+    """Returns weights by path, padded and sharded.
 
-    Besides what is returned it holds one shard at a time.
+    Besides the result, the host's memory has one shard at a time.
 
     Args:
-      parts: of all weights, see `stored`.
-      note: told how far it is, a line now and then.
-      kept: from a weight and its path to the arrays by path that are kept of it.
+      parts: of all weights, from `parts_in_files`.
+      note: called with the progress now and then.
+      kept: converts a weight and its path to the arrays by path that are stored for it.
     """
     of_weight: dict[str, list[Part]] = collections.defaultdict(list)
     for part in parts:
@@ -122,8 +121,8 @@ def read_weights(
     start = last = time.monotonic()
     arrays, done = {}, 0
     for leaf in leaves:
-        placed = _placed(leaf, mesh, of_weight[leaf.path], files, note)
-        arrays |= kept(leaf.path, placed)
+        weight = _on_devices(leaf, mesh, of_weight[leaf.path], files, note)
+        arrays |= kept(leaf.path, weight)
         done += math.prod(leaf.shape) * leaf.dtype.itemsize
         if time.monotonic() - last > SECONDS_BETWEEN_LINES:
             last = time.monotonic()
@@ -134,13 +133,13 @@ def read_weights(
     return arrays
 
 
-def _placed(
+def _on_devices(
     leaf: LeafLayout, mesh: Mesh, parts: Sequence[Part], files: TensorFiles,
     note: Callable[[str], None],
 ) -> jax.Array:
     """Returns a weight; each shard is on its devices before the next is read.
 
-    `jax.make_array_from_callback` would hold the shards of all devices on the host at once.
+    `jax.make_array_from_callback` would have the shards of all devices on the host at once.
     """
     sharding = NamedSharding(mesh, leaf.spec)
     devices_of = collections.defaultdict(list)
@@ -153,8 +152,8 @@ def _placed(
         if not _is_finite(shard):
             names = {part.tensor for part in parts if not _is_finite(files.tensor(part.tensor))}
             note(
-                f"WARNING: {files.directory} has NaN or infinite numbers in {few(sorted(names))}; "
-                "what is computed with them is NaN. Have the file made again."
+                f"WARNING: {files.directory} has NaN or infinite numbers in {few(sorted(names))}, "
+                "so the outputs will be NaN. Get another copy of the file."
             )
         on_devices += jax.block_until_ready([jax.device_put(shard, x) for x in devices])
     return jax.make_array_from_single_device_arrays(
@@ -172,13 +171,13 @@ def _shard(
         sizes = [x.stop - x.start for x in bounds[:leading]]
         if any(not 0 <= i < size for i, size in zip(place, sizes, strict=True)):
             continue
-        ours = part.as_ours(files.tensor(part.tensor))[bounds[leading:]]
-        # What lies beyond the true shape is padding, and stays zero.
+        ours = part.to_weight_layout(files.tensor(part.tensor))[bounds[leading:]]
+        # Padding beyond the logical shape stays zero.
         shard[(*place, *map(slice, ours.shape))] = ours
     return shard
 
 
 def _is_finite(array: np.ndarray) -> bool:
-    # The product reads a float32 array once, and makes none; it may overflow where no number does.
+    # Try the product first: it allocates no array. It may overflow for finite numbers.
     flat = array.reshape(-1)
     return bool(np.isfinite(np.vdot(flat, flat)) or np.isfinite(array).all())

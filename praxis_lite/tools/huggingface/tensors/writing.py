@@ -1,4 +1,4 @@
-"""A model's weights as safetensors files, with the index that Hugging Face's readers want."""
+"""Writes a model's weights as safetensors files, with an index if there are several."""
 
 import collections
 import errno
@@ -29,9 +29,9 @@ def write_tensors(
     dtypes: Mapping[str, np.dtype], *, max_file_bytes: int = MAX_FILE_BYTES,
     note: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Writes the tensors that weights on a mesh are, in files of up to `max_file_bytes`.
+    """Writes weights on a mesh as tensors, in files of up to `max_file_bytes`.
 
-    Called on each process of a job; the first one writes. It holds one file's tensors at a time.
+    Call it on every process; the first one writes. Memory has one file's tensors at a time.
 
     Args:
       directory: that exists.
@@ -43,8 +43,8 @@ def write_tensors(
     for part in parts:
         of_tensor[part.tensor].append(part)
     sizes = {
-        name: dtypes[name].itemsize * math.prod(tensor_shape(own))
-        for name, own in of_tensor.items()
+        name: dtypes[name].itemsize * math.prod(tensor_shape(tensor_parts))
+        for name, tensor_parts in of_tensor.items()
     }
     files = list(in_groups(sizes, max_file_bytes))
     pieces = Pieces(arrays, mesh)
@@ -55,8 +55,10 @@ def write_tensors(
         )
         tensors = {}
         for name in names:
-            local = of_tensor[name]
-            tensor = as_tensor(local, [pieces(x.path, x.index, x.piece_shape()) for x in local])
+            tensor = as_tensor(
+                of_tensor[name],
+                [pieces(x.path, x.index, x.piece_shape()) for x in of_tensor[name]],
+            )
             tensors[name] = np.ascontiguousarray(tensor.astype(dtypes[name]))
         if jax.process_index() == 0:
             save_tensors(tensors, directory / file)
@@ -69,7 +71,7 @@ def write_tensors(
 
 
 def save_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
-    """Writes a safetensors file. Raises OSError, also where the library has another error."""
+    """Writes a safetensors file. Raises OSError for the library's errors, too."""
     library, of_numpy = (
         optional_module(name, f"The model {path}") for name in ("safetensors", "safetensors.numpy")
     )
@@ -82,7 +84,7 @@ def save_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
 
 
 class Pieces:
-    """Takes parts out of weights that lie on a mesh: to every process's host, without padding."""
+    """Copies parts of weights on a mesh to the host of every process, without padding."""
 
     def __init__(self, arrays: Mapping[str, jax.Array], mesh: Mesh):
         self.arrays, self.replicated = arrays, NamedSharding(mesh, PartitionSpec())

@@ -1,18 +1,17 @@
-"""Which source each row of a mixture is from, so that every beginning of it is as was asked for.
+"""Schedules the source of each row of a mixture, within one row of the exact shares at any place.
 
-The target of a source at a place is the sum of its shares at all places before. Row j of the source
-may be drawn from the first place on after which the target is above j. It is due, which means drawn
-before, at the first place where the target is at least j + 1. Of the rows that may be drawn, the
-one that is due first is drawn. This keeps every source within one row of its target at every place:
-the P-fair schedule of Baruah, Cohen, Plaxton and Varvel (1996), here with shares that may change.
+The target of a source at a place is the sum of its shares at all earlier places. Row j of the
+source may be drawn once the target exceeds j, and has its deadline at the first place where the
+target is at least j + 1: it must be drawn before. Of the rows that may be drawn, the one with the
+earliest deadline is drawn. This keeps every source within one row of its target at every place: the
+P-fair schedule of Baruah, Cohen, Plaxton and Varvel (1996), here with shares that may change.
 
-A row that may be drawn before a change can be due after it. So the last rows before a change depend
-on the shares after it. No order that does not look ahead stays within one row: after two of four
-equal sources have given a row each, the other two may get all of the share.
+A row that may be drawn before a change can have its deadline after it. So the last rows before a
+change depend on the shares after it. No order without this look-ahead stays within one row: after
+two of four equal sources have given a row each, the other two may get all of the share.
 
-Between changes the order repeats itself after as many rows as the shares' common denominator, apart
-from some rows next to the changes. It is kept in pieces, so that counts at any place are looked up
-and not added up.
+Between changes the order repeats after as many rows as the shares' common denominator, except for
+some rows next to the changes. It is stored in pieces, so that counts at any place are looked up.
 """
 
 import bisect
@@ -26,32 +25,32 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-# Rows after which the order repeats itself, at most: a second and 2 MB. The weights of 1,000
-# sources with three decimals need no more.
+# The longest period of the order: a second and 2 MB. The weights of 1,000 sources with three
+# decimals need no more.
 MOST_PARTS = 1_000_000
-_BLOCK = 4096  # Rows whose sources are counted at once.
+_BLOCK = 4096  # Rows between two stored counts.
 
 
 def parts_of(weights: Sequence[float]) -> tuple[int, ...] | None:
-    """Returns weights as whole numbers with the same ratios, or None if they add up to too much.
+    """Returns integers with the ratios of the weights, or None if their sum exceeds MOST_PARTS.
 
-    0.7 and 0.3 are 7 and 3: a number is what it is written as, and not the float next to it.
+    0.7 and 0.3 become 7 and 3: the decimal representation counts, not the binary float.
 
     Args:
-      weights: none below 0, one above.
+      weights: from 0 on, and at least one above.
     """
     exact = [Fraction(repr(weight)) for weight in weights]
-    whole = math.lcm(*(item.denominator for item in exact))
-    counts = [int(element * whole) for element in exact]
+    denominator = math.lcm(*(fraction.denominator for fraction in exact))
+    counts = [int(fraction * denominator) for fraction in exact]
     divisor = math.gcd(*counts)
     parts = tuple(count // divisor for count in counts)
     return parts if sum(parts) <= MOST_PARTS else None
 
 
 def rounded_parts(weights: Sequence[float], total: int = 10_000) -> tuple[int, ...]:
-    """Returns whole numbers that add up to `total`, nearest to the ratios of weights, none of 0.
+    """Returns integers that add up to `total`, nearest to the ratios of weights, from 1 on.
 
-    For weights that are measured, such as rows per token, and have no small denominator.
+    For measured weights, such as rows per token, which have no small denominator.
     """
     shares = np.array(weights, float) / sum(weights) * total
     parts = np.floor(shares).astype(int)
@@ -63,15 +62,15 @@ def rounded_parts(weights: Sequence[float], total: int = 10_000) -> tuple[int, .
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Piece:
-    """An order of sources that repeats itself from place `start` until place `stop`."""
+    """A periodic order of sources from place `start` to place `stop`."""
 
     start: int
     stop: int | float  # Infinity in the last piece.
     order: np.ndarray  # int16.
-    before: np.ndarray  # int64[sources]: the rows of each source before the start.
+    before: np.ndarray  # int64[sources]: rows of each source before the start.
 
     def counts_before(self, place: int) -> np.ndarray:
-        """Returns int64[sources]: the rows of each source before a place from start to stop."""
+        """Returns int64[sources]: rows of each source before a place from start to stop."""
         turns, rest = divmod(place - self.start, len(self.order))
         block = rest // _BLOCK
         in_rest = np.bincount(self.order[block * _BLOCK : rest], minlength=len(self.before))
@@ -79,7 +78,7 @@ class Piece:
 
     @functools.cached_property
     def _counts(self) -> np.ndarray:
-        """int64[blocks + 1, sources]: the rows of each source before each block, and in a turn."""
+        """int64[blocks + 1, sources]: rows of each source before each block, and in a period."""
         blocks = [
             np.bincount(self.order[start : start + _BLOCK], minlength=len(self.before))
             for start in range(0, len(self.order), _BLOCK)
@@ -101,42 +100,42 @@ class Schedule:
         given = np.zeros(len(targets), np.int64)
         for number in range(len(phases)):
             phase = _Phase(phases, number, targets)
-            for start, stop, period in phase.stretches():
+            for start, stop, period in phase.pieces():
                 piece = Piece(start, stop, phase.order(start, period, given), given)
                 self.pieces.append(piece)
                 if stop < math.inf:
                     given = piece.counts_before(stop)
 
     def counts_before(self, place: int) -> np.ndarray:
-        """Returns int64[sources]: how many rows of each source stand before any place."""
+        """Returns int64[sources]: rows of each source before a place."""
         return self.pieces[self._piece_at(place)].counts_before(place)
 
     def sources_at(self, first: int, count: int) -> np.ndarray:
         """Returns int16[count]: the source at places first, first + 1, ..."""
-        result, place, stop = [np.empty(0, np.int16)], first, first + count
+        sources, place, stop = [np.empty(0, np.int16)], first, first + count
         while place < stop:
             piece = self.pieces[self._piece_at(place)]
             until = int(min(stop, piece.stop))
-            result.append(piece.order[(np.arange(place, until) - piece.start) % len(piece.order)])
+            sources.append(piece.order[(np.arange(place, until) - piece.start) % len(piece.order)])
             place = until
-        return np.concatenate(result)
+        return np.concatenate(sources)
 
     def place_of(self, source: int, row: int) -> int | None:
         """Returns the place of a source's row (counted from 0), or None if it is never drawn."""
-        number = bisect.bisect_right(self.pieces, row, key=lambda item: item.before[source]) - 1
+        number = bisect.bisect_right(self.pieces, row, key=lambda piece: piece.before[source]) - 1
         piece = self.pieces[number]
-        in_turn = np.flatnonzero(piece.order == source)
-        if len(in_turn) == 0:
+        in_period = np.flatnonzero(piece.order == source)
+        if len(in_period) == 0:
             return None
-        turns, rest = divmod(row - int(piece.before[source]), len(in_turn))
-        return piece.start + turns * len(piece.order) + int(in_turn[rest])
+        turns, rest = divmod(row - int(piece.before[source]), len(in_period))
+        return piece.start + turns * len(piece.order) + int(in_period[rest])
 
     def _piece_at(self, place: int) -> int:
-        return bisect.bisect_right(self.pieces, place, key=lambda item: item.start) - 1
+        return bisect.bisect_right(self.pieces, place, key=lambda piece: piece.start) - 1
 
 
 class _Target:
-    """The rows that a source should have given before each place: a line in each phase."""
+    """The exact number of rows of a source before each place: linear in each phase."""
 
     def __init__(self, phases: Sequence[tuple[int, Sequence[int]]], source: int) -> None:
         self._phases, self._source = phases, source
@@ -166,37 +165,40 @@ class _Phase:
         self._start, self._parts = phases[number]
         self._end = math.inf if is_last else phases[number + 1][0]
         self._turn = sum(self._parts)
-        self._at_start = [local.at_starts[number] for local in targets]
-        self._at_end = self._at_start if is_last else [own.at_starts[number + 1] for own in targets]
-        # A row is begun where the target is a part of it. Those of the end are due at:
-        self._late_dues = [
-            own.place_reaching(math.ceil(target))
-            for own, target in zip(targets, self._at_end, strict=True)
+        self._at_start = [target.at_starts[number] for target in targets]
+        self._at_end = (
+            self._at_start if is_last else [target.at_starts[number + 1] for target in targets]
+        )
+        # The deadlines of rows that are partly owed at the end.
+        self._late_deadlines = [
+            target.place_reaching(math.ceil(at_end))
+            for target, at_end in zip(targets, self._at_end, strict=True)
         ]
 
-    def stretches(self) -> list[tuple[int, int | float, int]]:
-        """Returns (start, stop, period) of up to three pieces, each with an order that repeats.
+    def pieces(self) -> list[tuple[int, int | float, int]]:
+        """Returns (start, stop, period) of up to three pieces with a periodic order.
 
-        The order of one turn repeats itself, except at both ends of the phase. At the start it
-        differs until the rows are due that are begun there. If the source of such a row has no
-        share now, the row is drawn where no other may be: in the first turn or never. At the end it
-        differs from where rows may be drawn that are begun there, for they are due after the end.
+        The order of one period repeats, except at both ends of the phase. At the start it differs
+        until the deadlines of rows that were partly owed there. If the source of such a row has no
+        share now, the row is drawn where no other may be: in the first period or never. At the end
+        it differs once rows may be drawn that will be partly owed, because their deadlines are
+        after the end.
         """
         start, end, turn = self._start, self._end, self._turn
-        begun = zip(self._at_start, self._parts, strict=True)
-        is_paused = any(target.denominator > 1 and part == 0 for target, part in begun)
-        first = start + (turn if is_paused else self._longest_begun(self._at_start))
-        last = end if end == math.inf else end - self._longest_begun(self._at_end)
+        owed = zip(self._at_start, self._parts, strict=True)
+        is_paused = any(target.denominator > 1 and part == 0 for target, part in owed)
+        first = start + (turn if is_paused else self._longest_owed(self._at_start))
+        last = end if end == math.inf else end - self._longest_owed(self._at_end)
         if last - first <= turn:
             return [(start, end, end - start)]
         three = [(start, first, first - start), (first, last, turn), (last, end, end - last)]
-        return [item for item in three if item[0] < item[1]]
+        return [piece for piece in three if piece[0] < piece[1]]
 
-    def _longest_begun(self, targets: Sequence[Fraction]) -> int:
-        """Returns how many places the rows take at most that are begun at these targets."""
-        begun = zip(targets, self._parts, strict=True)
+    def _longest_owed(self, targets: Sequence[Fraction]) -> int:
+        """Returns an upper bound of the places until rows that are partly owed are drawn."""
+        owed = zip(targets, self._parts, strict=True)
         return max(
-            (-(-self._turn // part) for target, part in begun if target.denominator > 1 and part),
+            (-(-self._turn // part) for target, part in owed if target.denominator > 1 and part),
             default=0,
         )
 
@@ -212,22 +214,23 @@ class _Phase:
             target * turn - part * self._start
             for target, part in zip(self._at_start, parts, strict=True)
         ]
-        lower, upper = [math.floor(item) for item in offsets], [math.ceil(one) for one in offsets]
+        lower, upper = list(map(math.floor, offsets)), list(map(math.ceil, offsets))
         waiting, ready = [], []
         for source, part in enumerate(parts):
             if part:
                 waiting.append(((rows[source] * turn - upper[source]) // part, source))
             elif rows[source] < self._at_start[source]:
-                ready.append((self._late_dues[source], source))
+                ready.append((self._late_deadlines[source], source))
         heapq.heapify(waiting)
         heapq.heapify(ready)
         order = np.empty(count, np.int16)
         for index in range(count):
             while waiting and waiting[0][0] <= first + index:
                 _, source = heapq.heappop(waiting)
-                due = -((lower[source] - (rows[source] + 1) * turn) // parts[source])
-                late = due > self._end
-                heapq.heappush(ready, (self._late_dues[source] if late else due, source))
+                deadline = -((lower[source] - (rows[source] + 1) * turn) // parts[source])
+                if deadline > self._end:
+                    deadline = self._late_deadlines[source]
+                heapq.heappush(ready, (deadline, source))
             _, source = heapq.heappop(ready)
             order[index] = source
             rows[source] += 1

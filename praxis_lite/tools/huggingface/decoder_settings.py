@@ -1,21 +1,22 @@
-"""A decoder-only language model in the words that the tables in `families/` translate to."""
+"""Settings of a decoder-only language model, the target of the tables in `families/`."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 SLIDING, FULL = "sliding_attention", "full_attention"  # As in their `layer_types`.
-# Which layers slide, where there are no `layer_types`.
+# Which layers have sliding windows, if there are no `layer_types`.
 WINDOWS = ("all", "even", "from max_window_layers", "all but each window_period-th")
 
 
 class LayerKind(NamedTuple):
-    """What differs between the layers of a model.
+    """The settings that differ between the layers of a model.
 
     Attributes:
-      slides: its attention has the window, and local rotary positions if there are any.
+      slides: its attention has the sliding window, and local rotary positions if there are any.
       has_experts: its feed-forward part is a mixture of experts.
-      score_divisor: of its scores, besides the scale that all layers share.
+      score_divisor: divides its scores, in addition to the scale that all layers share.
     """
 
     slides: bool
@@ -25,47 +26,47 @@ class LayerKind(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderSettings:
-    """A decoder-only model in the words of `families/`.
+    """Settings of a decoder-only model, named by the tables in `families/`.
 
     Attributes:
       hidden_dims: 0 or None: 4 model_dims.
       num_kv_heads: None: num_heads.
       dim_per_head: None: model_dims / num_heads.
-      activation: their name, see `decoder.ACTIVATIONS`.
+      activation: the name in transformers, see `decoder.ACTIVATIONS`.
       norm: of `decoder.NORMS`; norm_policy: of Transformer.
-      is_tied: one table embeds and predicts.
+      is_tied: embedding and head share a table.
       use_bias, use_output_bias, has_bias: of queries, keys and values; of attention's outputs; of
         the feed-forward part.
       qk_norm: norm of queries and keys before they rotate: "", "head" or "all heads".
       query_scalar: queries are multiplied by its -0.5th power; None: dim_per_head.
-      scales_queries: whether they are multiplied at all; divides_by_layer: scores of layer i are
+      scales_queries: False: queries are not scaled; divides_by_layer: scores of layer i are
         divided by i + 1.
       atten_logit_cap, soft_cap_logits: 0 or None: none.
       window: a token sees itself and window - 1 before it, in the layers that slide.
-      windows: which slide, of WINDOWS; layer_types says it of each layer instead.
+      windows: which layers slide, of WINDOWS; layer_types lists the kind of each layer instead.
       max_seq_length: of learned positions; None: positions are rotary.
       rotary_share: the share of a head's dims that rotates; is_rotary_in_part: rope_scaling may
-        say it as well.
-      rope_theta: local_rope_theta is that of layers that slide, which rope_scaling leaves as they
-        are; None: they are as the others.
+        set it as well.
+      rope_theta: local_rope_theta is that of sliding layers, which have no rope_scaling; None:
+        sliding layers are like the others.
       rope_scaling: as in config.json.
-      num_experts: None: no experts. Of each sparse_step layers the last has them, but for
+      num_experts: None: no experts. The last of each sparse_step layers has them, except
         dense_layers.
       expert_hidden_dims: None: hidden_dims.
-      is_parallel: attention and feed-forward part read the same, and both are added.
-      first_dense_layers: so many have no experts either.
+      is_parallel: attention and feed-forward part have the same input, and both are added.
+      first_dense_layers: how many layers at the start have no experts.
       num_shared_experts, score_func, num_expert_groups, num_expert_groups_per_token, gates_scale:
         of TransformerFeedForwardMoe.
       attention_sinks: of DotProductAttention.
       has_expert_bias, swiglu_limit, swiglu_alpha: has_bias, swiglu_limit and swiglu_alpha of
         TransformerFeedForwardMoe.
       q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim,
-        rotates_neighbours: of MultiHeadLatentAttention, which takes attention's place if there is
-        a kv_lora_rank; has_latent_bias: its use_bias.
+        rotates_neighbours: of MultiHeadLatentAttention, which replaces attention if kv_lora_rank
+        is set; has_latent_bias: its use_bias.
       num_prediction_layers: of multi-token prediction, which are left out.
       atten_dropout_prob, residual_dropout_prob: of Transformer, in training.
-      max_positions: for which a model is published; over original_max_positions it is the factor
-        of longrope and yarn, and stands for original_max_positions where nothing is said of them.
+      max_positions: for which a model is published; divided by original_max_positions it is the
+        factor of longrope and yarn. It is the default of original_max_positions.
     """
 
     vocab_size: int
@@ -138,9 +139,9 @@ class DecoderSettings:
         """Dims of a head."""
         return self.dim_per_head or self.model_dims // self.num_heads
 
-    @property
+    @functools.cached_property
     def pattern(self) -> Sequence[LayerKind]:
-        """The kinds of the layers of a turn of the stack."""
+        """The kinds of the layers of the repeated block."""
         kinds = [self._kind_of(i) for i in range(self.num_layers)]
         for length in range(1, self.num_layers):
             repeats, rest = divmod(self.num_layers, length)

@@ -1,4 +1,4 @@
-"""The features of a serialized tf.train.Example, without loading tensorflow."""
+"""Parses a serialized tf.train.Example without tensorflow."""
 
 import functools
 from typing import Any
@@ -11,23 +11,23 @@ _LISTS = {"bytes_list": "BytesList", "float_list": "FloatList", "int64_list": "I
 def tf_example(record: bytes) -> dict[str, Any]:
     """Returns the features of a serialized tf.train.Example, by name.
 
-    Numbers are arrays of int64 or float32. Of bytes, one value is bytes, and several, or none, are
-    a list.
+    Numbers are arrays of int64 or float32. A single bytes value is bytes; several or none are a
+    list.
 
     Raises:
-      google.protobuf.message.DecodeError: the bytes are none.
+      google.protobuf.message.DecodeError: the bytes are not a tf.train.Example.
     """
-    result = {}
+    features = {}
     for name, feature in _example_class().FromString(record).features.feature.items():
         kind = feature.WhichOneof("kind")
         values = getattr(feature, kind).value if kind else []
         if kind == "int64_list":
-            result[name] = np.array(values, np.int64)
+            features[name] = np.array(values, np.int64)
         elif kind == "float_list":
-            result[name] = np.array(values, np.float32)
+            features[name] = np.array(values, np.float32)
         else:
-            result[name] = values[0] if len(values) == 1 else list(values)
-    return result
+            features[name] = values[0] if len(values) == 1 else list(values)
+    return features
 
 
 @functools.cache
@@ -69,7 +69,7 @@ def _example_class() -> Any:
     )
     entry.options.map_entry = True
     message(file.message_type, "Example", ("features", "Features", False))
-    # A pool of its own: tensorflow, where it is loaded, has the same names in the common one.
+    # A separate pool: tensorflow, if it is loaded, has the same names in the default pool.
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("tensorflow.Example"))

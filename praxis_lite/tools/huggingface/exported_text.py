@@ -1,4 +1,4 @@
-"""The files of an export that describe text: tokenizer, chat template, special and end tokens."""
+"""Writes an export's tokenizer, chat template, special tokens and end tokens."""
 
 import json
 import shutil
@@ -25,18 +25,18 @@ Note = Callable[[str], None]
 def write_text_files(
     target: Path, base: Path, task: Task, config: Mapping[str, Any], note: Note
 ) -> dict[str, Any]:
-    """Writes the tokenizer of a task, and generation_config.json with the ends of its answers.
+    """Writes the tokenizer of a task, and generation_config.json with the task's end tokens.
 
     Args:
       target: directory of the export.
-      base: directory of the model that the task began with. Its files are copied where the task's
-        tokenizer is the same one; its settings of generation, but for ids, in any case.
+      base: directory of the model that the task began with. Its files are copied if the task has
+        the same tokenizer; its settings of generation, except ids, in any case.
       task: as the job ran it.
       config: fields of the model's config.json.
       note: called with what the export lacks.
 
     Returns:
-      `config`, with the task's special tokens where they are not those of `base`.
+      `config`, with the task's special tokens if they differ from those of `base`.
     """
     tokenizer = task.tokenizer
     is_named = isinstance(tokenizer, JsonTokenizer)
@@ -53,7 +53,7 @@ def write_text_files(
         fields = {name: x for name, x in fields.items() if not name.endswith(_OF_IDS)}
         _write_generation(target, fields | {name: x for name, x in ids.items() if x is not None})
         if size is not None and tokenizer.vocab_size > size:
-            note(f"{tokenizer} has {tokenizer.vocab_size} tokens, and the model rows for {size}")
+            note(f"{tokenizer} has {tokenizer.vocab_size} tokens, but the model only {size} rows")
         return _with_ids(config, ids)
     if has_tokenizer(base) and not is_named:
         note(f"the export has no tokenizer, because the job's, {tokenizer}, has no files")
@@ -66,7 +66,7 @@ def write_text_files(
 
 
 def _ends(task: Task) -> tuple[list[int], bool]:
-    """Returns the ids that end an answer, and True if the job's decoder names them itself."""
+    """Returns the ids that end an answer, and whether the job's decoder sets them explicitly."""
     decoder = task.decoder
     if isinstance(decoder, Decoder) and decoder.eos_ids:
         return list(decoder.eos_ids), not isinstance(decoder.eos_id, TokenizerIds)
@@ -76,7 +76,7 @@ def _ends(task: Task) -> tuple[list[int], bool]:
 def _stated_ends(
     tokenizer: Tokenizer, generation: Mapping[str, Any], config: Mapping[str, Any]
 ) -> set[int | None]:
-    """Returns the end tokens of generation_config.json, else config.json, as transformers does."""
+    """Returns the end tokens that transformers reads: generation_config.json, else config.json."""
     for fields in [generation] if generation else _parts(config):
         if (ends := fields.get("eos_token_id")) is not None:
             return set(ends if isinstance(ends, list) else [ends])
@@ -84,7 +84,7 @@ def _stated_ends(
 
 
 def _is_of(base: Path, tokenizer: JsonTokenizer) -> bool:
-    """Returns True if a directory has a tokenizer with the same ids, ends and chat template."""
+    """Returns whether a directory's tokenizer has the same ids, end tokens and chat template."""
     if not has_tokenizer(base):
         return False
     ours, others = tokenizer, JsonTokenizer(base)
@@ -99,7 +99,7 @@ def _parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _with_ids(config: Mapping[str, Any], ids: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a config with ids of special tokens at its top, and inside where it has them."""
+    """Returns a config with these token ids at the top, and in text_config if it has them."""
     of_one = {name: x[0] if isinstance(x, list) and len(x) == 1 else x for name, x in ids.items()}
     config = {**config, **of_one}
     if isinstance(inside := config.get("text_config"), Mapping):
@@ -116,7 +116,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Copies those files of a directory that it has."""
+    """Copies those of the named files that exist."""
     for name in names:
         if (source / name).is_file():
             (target / name).parent.mkdir(exist_ok=True)

@@ -1,7 +1,6 @@
-"""Directories of strangers' models: fields of any type, tensors that are no weights, odd files."""
+"""Directories of models with mistakes: fields of config.json, tensors, indexes, tied heads."""
 
 import json
-import os
 import shutil
 
 import numpy as np
@@ -11,51 +10,27 @@ from safetensors.numpy import load_file, save_file
 from praxis_lite import ConfigError
 from praxis_lite.tools import huggingface
 from praxis_lite.tools.huggingface.decoder import lm_config
-from praxis_lite.tools.huggingface.family import family_of, settings_in
+from praxis_lite.tools.huggingface.family import family_of
 from praxis_lite.tools.huggingface.pretrained import Pretrained
 from praxis_lite.tools.huggingface.tensors.tensor_files import TensorFiles
 from tests.support.goldens import GOLDENS
-from tests.support.marks import slow_but
-
-FAMILIES = sorted(path.name for path in (GOLDENS / "hf").iterdir())
-WRONG = [
-    None, True, False, 0, -1, 7, 10**12, 2**31, 0.5, 61.0, 1e308, float("inf"), float("nan"), "",
-    "false", "x" * 5_000, [], [None], [1.0] * 3, {}, {"a": None}, {"rope_type": "yarn"},
-]
 
 
 def config_of(family):
     return json.loads((GOLDENS / "hf" / family / "config.json").read_text())
 
 
-@pytest.mark.parametrize("family", slow_but({"llama", "qwen3_moe"}, FAMILIES))
-def test_any_value_of_any_field_is_understood_or_refused_in_a_paragraph(family):
-    config = config_of(family)
-    fields = {*config, *family_of(config).settings, *family_of(config).only}
-    refused = 0
-    for field in sorted(fields):
-        for value in WRONG:
-            changed = {**config, field: value}
-            try:
-                lm_config(family_of(changed).decoder_settings(changed))
-            except ConfigError as error:
-                assert "config.json" in str(error) and len(str(error)) < 1_500
-                refused += 1
-    assert refused > 10 * len(family_of(config).settings)
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings.*'false'"),
-        ({"num_hidden_layers": 2**31}, "num_hidden_layers.*2147483648"),
-        ({"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": None},
-         "num_attention_heads.* 5;.*hidden_size, 48"),
-        ({"rope_scaling": "linear"}, "rope_scaling.*'linear';.*null"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "'linear'.*factor.*null"),
+        ({"num_hidden_layers": True}, "num_hidden_layers.*True"),
+        ({"rms_norm_eps": [1e-5]}, r"rms_norm_eps.*\[1e-05\]"),
+        ({"rope_scaling": "linear"}, "rope_scaling.*'linear'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "'linear'.*factor"),
     ],
 )
-def test_what_is_wrong_is_said_by_its_field(fields, words):
+def test_a_wrong_value_is_an_error_that_names_its_field(fields, words):
     config = {**config_of("llama"), **fields}
     with pytest.raises(ConfigError, match=words):
         lm_config(family_of(config).decoder_settings(config))
@@ -69,7 +44,7 @@ def test_harmless_fields_of_fine_tunes_pass_with_one_line():
     family = family_of(config)
     expected = family.decoder_settings(config_of("llama"))
     assert family.decoder_settings(config) == expected
-    (line,) = family.not_followed(config)
+    (line,) = family.ignored_fields(config)
     assert "unsloth_version" in line and "do_sample" in line and "some_field" not in line
     with pytest.raises(ConfigError, match="'attention_multiplyer'.*=.*2"):
         family.decoder_settings(config | {"attention_multiplyer": 2})
@@ -84,8 +59,8 @@ def model(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("kind", [np.int32, np.uint8, bool])
-def test_integers_are_no_weights(model, kind):
+@pytest.mark.parametrize("kind", [np.int32, np.uint8])
+def test_integer_tensors_are_refused(model, kind):
     tensors = load_file(model / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     save_file(tensors | {name: tensors[name].astype(kind)}, model / "model.safetensors")
@@ -93,56 +68,12 @@ def test_integers_are_no_weights(model, kind):
         huggingface.load(model)
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_pipes_folders_and_deep_json_are_refused_at_once(model, name):
-    for make in (
-        lambda path: os.mkfifo(path), lambda path: path.mkdir(),
-        lambda path: path.write_text("[" * 100_000 + "]" * 100_000),
-        lambda path: path.symlink_to(path.name),
-    ):
-        path = model / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-        make(path)
-        with pytest.raises(ConfigError) as refused:
-            settings_in(model)
-            TensorFiles(model)
-        assert len(str(refused.value)) < 1_000
-
-
-@pytest.mark.parametrize(
-    "index",
-    [
-        [], {}, {"weight_map": []}, {"weight_map": {"a": 1}}, {"weight_map": {"a": ["b"]}},
-        {"weight_map": {"a": "../x"}}, {"weight_map": {"a": "/etc/passwd"}},
-        {"weight_map": {"a": "x" * 5_000}}, {"weight_map": {"a": ""}}, {"weight_map": {"a": "a\0"}},
-        {"weight_map": {"x" * 5_000: "model.safetensors"}},
-    ],
-)
-def test_an_index_of_any_shape_is_refused(model, index):
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match="index") as refused:
-        TensorFiles(model)
-    assert len(str(refused.value)) < 1_000
-
-
 def test_a_description_has_no_weights(model):
-    described = TensorFiles(model).described()
+    described = TensorFiles(model).description()
     (model / "model.safetensors").unlink()
     (model / "tensors.json").write_text(json.dumps(described))
     with pytest.raises(ConfigError, match="/model .*export JOB DIR"):
         huggingface.load(model)
-
-
-@pytest.mark.parametrize(
-    "content", [[], {"a": 1}, {"a": {}}, {"a": {"dtype": 1, "shape": []}}, {"a": {"shape": [1]}},
-                {"a": {"dtype": "F32", "shape": [-1]}}],
-)
-def test_a_description_of_any_shape_is_refused(model, content):
-    (model / "tensors.json").write_text(json.dumps(content))
-    TensorFiles(model)  # Its own weights count first.
-    (model / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"tensors\.json.*praxis_lite"):
-        TensorFiles(model)
 
 
 def split(folder, listed, files=2):
@@ -157,7 +88,7 @@ def split(folder, listed, files=2):
     return tensors, file_of
 
 
-def test_a_tensor_that_the_index_does_not_list_is_read_or_refused(model):
+def test_tensors_that_the_index_does_not_list_are_read_and_unknown_ones_refused(model):
     whole = TensorFiles(model)
     expected = {name: whole.tensor(name).copy() for name in whole.file_of}
     tensors, file_of = split(model, lambda name: "norm" not in name)
@@ -171,16 +102,13 @@ def test_a_tensor_that_the_index_does_not_list_is_read_or_refused(model):
         huggingface.load(model)
 
 
-def test_a_tensor_in_two_files_and_two_models_in_a_directory_are_refused(model):
-    tensors, file_of = split(model, lambda name: True)
-    twice = next(name for name in tensors if file_of[name] == "part-1.safetensors")
-    of_first = {name: x for name, x in tensors.items() if file_of[name] == "part-0.safetensors"}
-    save_file({**of_first, twice: tensors[twice]}, model / "part-0.safetensors")
-    with pytest.raises(ConfigError, match="part-0.safetensors.*part-1.safetensors"):
-        TensorFiles(model)
-    save_file(of_first, model / "part-0.safetensors")
+def test_an_incomplete_download_and_two_models_in_a_directory_are_refused(model):
+    tensors, _ = split(model, lambda name: True)
     save_file(tensors, model / "model.safetensors")
     with pytest.raises(ConfigError, match=r"model\.safetensors .*model\.safetensors\.index\.json"):
+        TensorFiles(model)
+    (model / "part-1.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"index\.json.*part-1\.safetensors"):
         TensorFiles(model)
 
 

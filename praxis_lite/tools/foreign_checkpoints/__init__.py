@@ -1,1 +1,0 @@
-"""Jobs that begin with weights that another system has trained."""

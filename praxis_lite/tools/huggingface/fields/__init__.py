@@ -1,1 +1,0 @@
-"""The fields of a Hugging Face config.json, and which of our settings each is."""
