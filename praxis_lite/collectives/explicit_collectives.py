@@ -1,27 +1,24 @@
 """Data parallelism with explicit collectives: gradients and metrics made by `jax.shard_map`."""
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.core import spmd
 from jax.sharding import Mesh, PartitionSpec
 
-from praxis_lite.collectives.filler_rows import (
+from praxis_lite.collectives.mapped_weights import MappedWeight, mapped_weight, sharded
+from praxis_lite.collectives.padding_rows import (
     num_missing_rows,
     num_weights_of,
-    with_filler,
-)
-from praxis_lite.collectives.mapped_weights import MappedWeight, mapped_weight, sharded
-from praxis_lite.collectives.per_device import on_each_device
-from praxis_lite.collectives.sums_over_devices import (
-    counting,
-    mean_change,
-    summed,
-    weighted_means,
+    with_padding_rows,
 )
 from praxis_lite.collectives.varying import varying_over
 from praxis_lite.core.errors import ConfigError, did_you_mean, require
@@ -31,6 +28,7 @@ from praxis_lite.core.partitioner.gradient_strategy import Gradients
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.sharding.inputs import InputsSplitMapping, num_rows_of
 from praxis_lite.core.sharding.leaf_paths import path_of
+from praxis_lite.core.sharding.logical_axes import LogicalAxisRules, axes_of
 from praxis_lite.core.sharding.padding import pad_tree, unpad_tree
 from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.core.sharding.weight_spec import WeightSpec
@@ -131,7 +129,7 @@ class _OnMesh:
         )
 
     def _padded(self, inputs: Mapping[str, jax.Array], num_micro_batches: int) -> PyTree:
-        return with_filler(inputs, self.num_padding_rows(inputs, num_micro_batches))
+        return with_padding_rows(inputs, self.num_padding_rows(inputs, num_micro_batches))
 
     def value_and_grad(
         self,
@@ -255,3 +253,126 @@ def _checked_axes(data_axes: Sequence[str], mesh: Mesh) -> tuple[str, ...]:
         did_you_mean(str(unknown[0]), mesh.axis_names).strip() if unknown else "",
     )
     return axes
+
+
+def on_each_device(
+    function: Callable[..., Any], inputs: PyTree, *others: tuple[PyTree, PyTree], out: Any,
+    data_axes: tuple[str, ...], axis_rules: LogicalAxisRules = (),
+) -> Any:
+    """Returns `function(inputs, *others)`, run by each device on its rows; JAX checks the types.
+
+    Args:
+      inputs: arrays whose rows the devices divide; scalars go to each.
+      others: (tree, its PartitionSpecs or one for all).
+      out: the specs of what is returned.
+      data_axes: mesh axes; the others are left to the compiler.
+      axis_rules: a job's rules of logical axes, which Linen layers follow.
+
+    Raises:
+      ConfigError: the model constrains an array over a data axis, or a loop or a branch in it has a
+        value that differs between devices in one place only.
+    """
+    rows = jax.tree.map(lambda x: PartitionSpec(data_axes) if x.ndim else PartitionSpec(), inputs)
+    mapped = jax.shard_map(
+        function, in_specs=(rows, *(specs for _, specs in others)), out_specs=out,
+        axis_names=set(data_axes),
+    )
+    # No constraint inside may name a data axis.
+    rules = [
+        (name, tuple(axis for axis in axes_of(axes) if axis not in data_axes) or None)
+        for name, axes in axis_rules
+    ]
+    with (
+        _saying_what_jax_refuses(data_axes),
+        spmd.logical_axis_rules(rules) if rules else contextlib.nullcontext(),
+    ):
+        return mapped(inputs, *(tree for tree, _ in others))
+
+
+@contextlib.contextmanager
+def _saying_what_jax_refuses(data_axes: Sequence[str]) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if "manual axis types do not match" in str(error):
+            raise ConfigError(_of_loop(error, data_axes)) from error
+        if "sharding_constraint" not in str(error) or "Manual" not in str(error):
+            raise
+        raise ConfigError(
+            f"The model constrains an activation over one of data_axes {data_axes}, along which "
+            "ExplicitCollectives give each device its own rows and nothing else. Leave the axis "
+            "out of jax.lax.with_sharding_constraint (praxis_lite.core.constrain does), or "
+            f"leave the Partitioner's gradients out. JAX says: {error}"
+        ) from error
+
+
+def _of_loop(error: Exception, axes: Sequence[str]) -> str:
+    """Returns the message of a loop or branch, the user's or a library's, that JAX refused."""
+    # The last line of the traceback that is neither JAX's nor Flax's.
+    root = os.path.dirname(os.path.dirname(jax.__file__))
+    hidden = tuple(os.path.join(root, name, "") for name in ("jax", "flax"))
+    frames = traceback.extract_tb(error.__traceback__)
+    place = [frame for frame in frames if not frame.filename.startswith(hidden)][-1]
+    found = [line.strip(" *;") for line in str(error).splitlines() if "manual axis" in line]
+    return (
+        f"{place.name} ({os.path.basename(place.filename)}:{place.lineno}) has a loop or a branch "
+        "with a value that is the same on all devices in one place and differs between devices "
+        f"along {axes} in another: {' '.join(found)} The carry of a scan or while_loop must differ "
+        "from the start where it does at the end, and the branches of a cond must agree. Begin "
+        "with a value made from what the loop reads, such as jnp.zeros_like(x) in place of "
+        f"jnp.zeros(shape), or with jax.lax.pcast(value, {axes}, to='varying'); or leave the "
+        "Partitioner's gradients out."
+    )
+
+
+def counting(inputs: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Returns a device's inputs, and True if any of its rows has a weight above zero.
+
+    A device without such a row computes on weights of 1, and what it finds is multiplied by 0: a
+    mean over nothing may be NaN, and one device's NaN would be in everybody's sums.
+    """
+    if "weights" not in inputs:
+        return dict(inputs), jnp.ones((), bool)
+    weights = inputs["weights"]
+    counts = jnp.any(weights != 0)
+    return {**inputs, "weights": jnp.where(counts, weights, jnp.ones_like(weights))}, counts
+
+
+def summed(grad: jax.Array, weight: MappedWeight, data_axes: Sequence[str]) -> jax.Array:
+    """Returns a gradient summed over devices; over a weight's own axes its gather has summed it."""
+    done = {axis for entry in weight.mapped_spec for axis in axes_of(entry)}
+    axes = tuple(axis for axis in data_axes if axis not in done)
+    return jax.lax.psum(grad, axes) if axes else grad
+
+
+@jax.named_scope("sum_over_devices")
+def weighted_means(metrics: WeightedScalars, data_axes: Sequence[str]) -> WeightedScalars:
+    """Returns each metric's mean over devices, weighted by its weights, and their sum."""
+
+    def mean(value: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        weight = jnp.asarray(weight, jnp.float32)
+        weighted = jnp.where(weight != 0, value * weight, 0.0)
+        weighted_sum, total = jax.lax.psum((weighted, weight), data_axes)
+        return weighted_sum / jnp.where(total == 0, 1.0, total), total
+
+    return {name: mean(*pair) for name, pair in metrics.items()}
+
+
+def mean_change(old: PyTree, new: PyTree, weight: jax.Array, data_axes: Sequence[str]) -> PyTree:
+    """Returns variables changed by the weighted mean of what devices changed them by.
+
+    Of integers and keys, which every device has the same, the greatest are taken.
+    """
+
+    def mean(old: jax.Array, new: jax.Array) -> jax.Array:
+        if jnp.issubdtype(new.dtype, jax.dtypes.prng_key):
+            bits = jax.lax.pmax(jax.random.key_data(new), data_axes)
+            return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(new))
+        if not jnp.issubdtype(new.dtype, jnp.inexact):
+            return jax.lax.pmax(new, data_axes)
+        # Exactly what it was where nothing changed, an infinity too.
+        change = jnp.where(new == old, 0.0, new - old) * weight
+        change, total = jax.lax.psum((change, weight), data_axes)
+        return (old + change / jnp.where(total == 0, 1.0, total)).astype(new.dtype)
+
+    return jax.tree.map(mean, old, new)

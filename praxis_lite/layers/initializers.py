@@ -210,7 +210,7 @@ class WeightInit:
 
 
 @dataclasses.dataclass(frozen=True)
-class TrueFans:
+class EinsumXavier:
     """A draw as Xavier's, with the fans that a weight has in its product.
 
     The layer that makes the weight knows them: it calls `of`.

@@ -13,8 +13,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from praxis_lite import ConfigError
+from praxis_lite.collectives.explicit_collectives import on_each_device
 from praxis_lite.collectives.mapped_weights import gather_of
-from praxis_lite.collectives.per_device import on_each_device
 from praxis_lite.core import (
     Learner,
     MeshConfig,

@@ -8,8 +8,13 @@ import jax.numpy as jnp
 
 from praxis_lite.core.errors import require
 from praxis_lite.core.sharding.split_dims import constrain
-from praxis_lite.layers.attention.attended import attended
-from praxis_lite.layers.attention.cache import Cache, empty_cache, laid_out, stored
+from praxis_lite.layers.attention.cache import (
+    Cache,
+    empty_cache,
+    laid_out,
+    stored,
+    update_cache,
+)
 from praxis_lite.layers.attention.checks import check_call, check_contexts, require_one_source
 from praxis_lite.layers.attention.heads import AttentionHeads
 from praxis_lite.layers.attention.kernels.choice import attend, check_kernel
@@ -23,12 +28,12 @@ from praxis_lite.layers.attention.masks import (
 )
 from praxis_lite.layers.base.activation_names import named
 from praxis_lite.layers.base.base_layer import zeros
-from praxis_lite.layers.base.calls import require_positive, takes_settings_of
-from praxis_lite.layers.stacking.half_blocks import HalfBlock
+from praxis_lite.layers.base.calls import inherit_params, require_positive
 from praxis_lite.layers.stacking.tensor_parallel import (
-    axis_by_hand,
-    by_hand,
+    ShardedLayer,
     check_tensor_parallel,
+    run_tensor_parallel,
+    tensor_parallel_axis,
 )
 from praxis_lite.layers.stochastics import Dropout
 
@@ -101,7 +106,7 @@ class DotProductAttention(AttentionHeads):
         "tensor_parallel": "attention_collectives", "context_parallel": "attention_context",
     }
 
-    @takes_settings_of(AttentionHeads)
+    @inherit_params(AttentionHeads)
     def __init__(
         self,
         input_dim: int | Mapping[str, int],
@@ -234,16 +239,16 @@ class DotProductAttention(AttentionHeads):
             "paddings": paddings, "atten_mask": atten_mask, "encoded_paddings": encoded_paddings,
             "encoded_segment_ids": encoded_segment_ids, "encoded_positions": encoded_positions,
         }
-        axis = axis_by_hand(self, self.features_split) if cache is None else None
+        axis = tensor_parallel_axis(self, self.features_split) if cache is None else None
         if axis is None:
             outputs, cache = self._attend(inputs, rows, key, cache)
         else:
-            half = HalfBlock(
+            half = ShardedLayer(
                 self, lambda layer, x, rows: layer._attend(x, rows)[0],
                 self.output_split_dims_mapping,
                 reads_sequences=True, output="post", prepared=self._heads_for,
             )
-            outputs = by_hand(half, axis, inputs, rows)
+            outputs = run_tensor_parallel(half, axis, inputs, rows)
         return named(outputs, "out_proj"), cache
 
     def _attend(
@@ -280,7 +285,7 @@ class DotProductAttention(AttentionHeads):
         q_BTNK, kv = self._project(inputs, encoded, positions, kv_positions)
         if cache is not None:
             kv = None if kv is None else stored(kv, inputs.dtype)
-            cache, kv, kv_positions, mask = attended(
+            cache, kv, kv_positions, mask = update_cache(
                 cache, kv, positions, mask, self._split_of_cache(), is_cross=is_cross
             )
             atten_mask = mask_of_keys(atten_mask, kv_positions)

@@ -20,7 +20,7 @@ from praxis_lite.layers.attention.projections import (
     PerDimScale,
 )
 from praxis_lite.layers.base.activation_names import named
-from praxis_lite.layers.base.base_layer import BaseLayer, filled_up
+from praxis_lite.layers.base.base_layer import BaseLayer, pad_to
 from praxis_lite.layers.base.dims import OF_HEADS, RESIDUAL, sized, splits
 from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalEmbedding
 
@@ -198,4 +198,4 @@ class AttentionHeads(BaseLayer):
         heads = weight.reshape(*shape[:dim], old, -1, *shape[dim + 1 :])
         if is_kv:
             heads = jnp.repeat(heads, num_copies, axis=dim)
-        return filled_up(heads, new, dim).reshape(*shape[:dim], -1, *shape[dim + 1 :])
+        return pad_to(heads, new, dim).reshape(*shape[:dim], -1, *shape[dim + 1 :])

@@ -18,7 +18,7 @@ from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.masks import AttentionMask, not_padding
 from praxis_lite.layers.attention.projections import AttentionProjection
 from praxis_lite.layers.base.activation_names import named
-from praxis_lite.layers.base.base_layer import BaseLayer, filled_up
+from praxis_lite.layers.base.base_layer import BaseLayer, pad_to
 from praxis_lite.layers.base.calls import require_positive
 from praxis_lite.layers.base.dense import Product
 from praxis_lite.layers.base.dims import OF_HEADS, RESIDUAL, sized, splits
@@ -210,7 +210,7 @@ class MultiHeadLatentAttention(BaseLayer):
         k_BSNR = typed_as(k_BSNR, k_BSNK)
         # Kernels have values of the size of keys.
         q, k, v = (
-            filled_up(x, max(K + R, V), dim=3) for x in (
+            pad_to(x, max(K + R, V), dim=3) for x in (
                 jnp.concatenate([q_BTNK, q_BTNR], -1), jnp.concatenate([k_BSNK, k_BSNR], -1),
                 v_BSNV,
             )

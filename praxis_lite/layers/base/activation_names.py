@@ -43,7 +43,7 @@ def named(x: PyTree, name: str) -> PyTree:
     return _in_order(checkpoint_name(_in_order(x), name))
 
 
-def kept(x: PyTree, name: str | None) -> PyTree:
+def name_residuals(x: PyTree, name: str | None) -> PyTree:
     """Returns arrays of a kernel under a name, by which a policy keeps them; None: as they are."""
     return x if name is None else checkpoint_name(x, name)
 

@@ -23,9 +23,9 @@ from praxis_lite.layers.base.dims import (
     split_of,
 )
 from praxis_lite.layers.base.result_types import broadcast_beside
-from praxis_lite.layers.initializers import TrueFans, WeightInit
+from praxis_lite.layers.initializers import EinsumXavier, WeightInit
 
-Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array] | TrueFans
+Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array] | EinsumXavier
 
 xavier = WeightInit.Xavier()  # Pax's default.
 zeros = jax.nn.initializers.zeros
@@ -55,7 +55,7 @@ class BaseLayer(nnx.Module):
     template_splits: Mapping[str, Mapping[str, tuple[str | None, ...]]] = {}
     # What of it is more than a sum over rows, such as "batch statistics"; for --mode=check.
     couples_rows: str | None = None
-    # Of it, what lets a token depend on later ones of its row, such as "seats that tokens compete
+    # Of it, what lets a token depend on later ones of its row, such as "slots that tokens compete
     # for"; None in attention, whose mask says it.
     couples_tokens: str | None = None
     # True: a call with a cache leaves the tokens of `paddings` out of it, for any number of tokens.
@@ -109,7 +109,7 @@ class BaseLayer(nnx.Module):
         """
         if split_dims_mapping is None:
             split_dims_mapping = split_of(shape)
-        if isinstance(init, TrueFans):
+        if isinstance(init, EinsumXavier):
             init = init.of(*(matrix or Matrix((0,), (1,))))
         names = names_of(shape)
         if CLASSES in names:  # It embeds, or makes logits.
@@ -137,13 +137,13 @@ def broadcast_as(weight: jax.Array, like: jax.Array) -> jax.Array:
     return broadcast_beside(weight, like).astype(like.dtype)
 
 
-def filled_up(x: jax.Array, length: int, dim: int = 0, **settings: Any) -> jax.Array:
+def pad_to(x: jax.Array, length: int, dim: int = 0, **settings: Any) -> jax.Array:
     """Returns `x` with zeros at the end of a dim, or as `settings` of `jnp.pad` say."""
     missing = length - x.shape[dim]
     widths = [(0, missing if d == dim else 0) for d in range(x.ndim)]
     return jnp.pad(x, widths, **settings) if missing else x
 
 
-def to_multiple(x: jax.Array, size: int, dim: int = 0, **settings: Any) -> jax.Array:
-    """Returns `x`, `filled_up` to the next multiple of `size`."""
-    return filled_up(x, -(-x.shape[dim] // size) * size, dim, **settings)
+def pad_to_multiple(x: jax.Array, size: int, dim: int = 0, **settings: Any) -> jax.Array:
+    """Returns `x`, `pad_to` to the next multiple of `size`."""
+    return pad_to(x, -(-x.shape[dim] // size) * size, dim, **settings)

@@ -4,12 +4,13 @@ import contextlib
 import contextvars
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from praxis_lite.core.errors import (
     ConfigError,
@@ -19,8 +20,15 @@ from praxis_lite.core.errors import (
     require_choice,
 )
 from praxis_lite.core.models.layer_paths import attribute_name
+from praxis_lite.core.sharding.devices.axis_types import (
+    has_no_type,
+    is_typed,
+    note_untyped,
+    type_spec,
+    untyped,
+)
 from praxis_lite.layers.base.dims import SplitSetting
-from praxis_lite.layers.base.untyped_layers import typed_if_it_can
+from praxis_lite.layers.base.variables import assign, assigned_values
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
@@ -39,7 +47,7 @@ class ConstructorSignature:
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
-def takes_settings_of(*bases: type, but: Collection[str] = ()) -> Callable[[Init], Init]:
+def inherit_params(*bases: type, but: Collection[str] = ()) -> Callable[[Init], Init]:
     """Returns a decorator of a constructor, whose `**settings` become `bases`', all `but` some.
 
     They have their names, types and defaults in its signature: for help, Fiddle and `--set`.
@@ -152,7 +160,7 @@ def checked_and_named(method: Callable[..., Any]) -> Callable[..., Any]:
         if caller is layer:
             return method(layer, *args, **kwargs)
         with _calling(layer, "" if caller is None else attribute_name(caller, layer)):
-            return typed_if_it_can(method, layer, args, kwargs, _path.get())
+            return with_auto_fallback(method, layer, args, kwargs, _path.get())
 
     return call
 
@@ -215,3 +223,51 @@ def check_way(
             f"{name}.{field} is {setting!r}, which cannot do {' or '.join(used)}. Leave that out, "
             f"or set {field}=None: the compiler then splits {split}."
         )
+
+
+def with_auto_fallback(
+    method: Callable[..., Any], layer: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
+    path: str,
+) -> Any:
+    """Returns `method(layer, *args, **kwargs)`; as over Auto axes if JAX has no types of it.
+
+    Results are then typed as the first array among the arguments, dim by dim where sizes agree.
+
+    Args:
+      path: of the layer, under which the reason is noted.
+    """
+    if not is_typed():
+        return method(layer, *args, **kwargs)
+    try:
+        return method(layer, *args, **kwargs)
+    except Exception as error:
+        if not has_no_type(error):
+            raise
+        note_untyped(path, str(error).strip().splitlines()[0])
+    leaves, structure = jax.tree.flatten((layer, args, dict(kwargs)))
+    is_array = [isinstance(x, jax.Array) for x in leaves]
+    arrays = [x for x, array in zip(leaves, is_array, strict=True) if array]
+    like = next((x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array)), None)
+
+    def function(*arrays: jax.Array) -> Any:
+        given = iter(arrays)
+        merged = [next(given) if a else x for x, a in zip(leaves, is_array, strict=True)]
+        own, args, kwargs = jax.tree.unflatten(structure, merged)
+        return method(own, *args, **kwargs), assigned_values(own)
+
+    results, values = untyped(function, *arrays, out=lambda tree: jax.tree.map(
+        lambda x: _type_like(x, like), tree
+    ))
+    assign(layer, values)
+    return results
+
+
+def _type_like(x: jax.Array, like: jax.Array | None) -> PartitionSpec:
+    """Returns a spec that splits the leading dims of `x` as those of `like` of the same sizes."""
+    entries = [None] * x.ndim
+    if like is not None:
+        for dim, entry in enumerate(type_spec(like)[: x.ndim]):
+            if like.shape[dim] != x.shape[dim]:
+                break
+            entries[dim] = entry
+    return PartitionSpec(*entries)

@@ -17,7 +17,7 @@ from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, broadcast
 from praxis_lite.layers.base.dims import CLASSES, NONE, matrix_of, merged_dim
 from praxis_lite.layers.base.result_types import einsum
 from praxis_lite.layers.base.variables import num_stacked_dims
-from praxis_lite.layers.initializers import TrueFans
+from praxis_lite.layers.initializers import EinsumXavier
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Dense(BaseLayer):
         groups = [merged if x in merged else x for x in letters if x not in merged[1:]]
         of_w = {group: merged_dim(*(dim_of[x] for x in group)) for group in groups}
         matrix = matrix_of(self.equation, groups)
-        if isinstance(init, TrueFans):
+        if isinstance(init, EinsumXavier):
             numbering = outputs.rpartition("...")[0]  # Letters that number outputs.
             init = init.of(matrix.summed, [i for i in matrix.made if groups[i] not in numbering])
         self.w = self.weight(tuple(of_w.values()), init=init, matrix=matrix, rngs=rngs)

@@ -21,7 +21,7 @@ from praxis_lite.collectives.varying import varying_alike
 from praxis_lite.core.jaxprs import RECOMPUTED
 from praxis_lite.core.sharding.devices.axis_types import type_spec, untyped
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain, num_shards_of
-from praxis_lite.layers.base.base_layer import filled_up
+from praxis_lite.layers.base.base_layer import pad_to
 from praxis_lite.layers.embedding.cross_entropy import TokenStats
 
 # ... tokens, D input dims, V classes = N shards of S classes, C classes of each shard in a chunk.
@@ -106,7 +106,7 @@ class _ClassChunks:
 
     def by_shard(self, x: jax.Array, dim: int) -> jax.Array:
         """Returns `x` with its dim V as S and N in front of all; zeros fill the last shards."""
-        x = filled_up(x, self.num_shards * self.shard_size, dim)
+        x = pad_to(x, self.num_shards * self.shard_size, dim)
         shape = (*x.shape[:dim], self.num_shards, self.shard_size, *x.shape[dim + 1 :])
         # In front, where a device's N of 1 leaves the layout as it was; elsewhere XLA copies.
         return jnp.moveaxis(x.reshape(shape), dim, 0)

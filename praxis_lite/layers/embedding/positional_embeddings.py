@@ -10,7 +10,7 @@ from flax import nnx
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.base.base_layer import BaseLayer
-from praxis_lite.layers.base.calls import require_positive, takes_settings_of
+from praxis_lite.layers.base.calls import inherit_params, require_positive
 from praxis_lite.layers.base.dims import splits
 from praxis_lite.layers.embedding.embeddings import Embedding, lookup
 
@@ -86,7 +86,7 @@ class TrainablePositionalEmbedding(Embedding):
 
     splits = splits(weight=(None, "embed"), activation=())
 
-    @takes_settings_of(
+    @inherit_params(
         Embedding, but=("num_classes", "input_dims", "scale_sqrt_depth", "fprop_dtype")
     )
     def __init__(self, max_seq_length: int, embedding_dims: int, **settings: Any):

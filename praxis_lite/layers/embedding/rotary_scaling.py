@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.core.errors import require
-from praxis_lite.layers.base.calls import require_positive, takes_settings_of
+from praxis_lite.layers.base.calls import inherit_params, require_positive
 from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalEmbedding
 
 # B batch, T time.
@@ -25,7 +25,7 @@ def _check_factor(layer: object, factor: float) -> None:
 class LinearScaledRotary(RotaryPositionalEmbedding):
     """RotaryPositionalEmbedding that turns every pair `factor` times slower (arXiv:2306.15595)."""
 
-    @takes_settings_of(RotaryPositionalEmbedding)
+    @inherit_params(RotaryPositionalEmbedding)
     def __init__(self, embedding_dims: int, *, factor: float, **settings: Any):
         super().__init__(embedding_dims, **settings)
         _check_factor(self, factor)
@@ -45,7 +45,7 @@ class ProportionalRotary(RotaryPositionalEmbedding):
       share: of the pairs that turn; the others stay as they are.
     """
 
-    @takes_settings_of(RotaryPositionalEmbedding)
+    @inherit_params(RotaryPositionalEmbedding)
     def __init__(
         self, embedding_dims: int, *, factor: float = 1.0, share: float = 1.0, **settings: Any
     ):
@@ -75,7 +75,7 @@ class DynamicRotary(RotaryPositionalEmbedding):
 
     couples_tokens = "angles that grow with the text"
 
-    @takes_settings_of(RotaryPositionalEmbedding)
+    @inherit_params(RotaryPositionalEmbedding)
     def __init__(
         self, embedding_dims: int, *, factor: float, original_max_positions: int, **settings: Any
     ):
@@ -106,7 +106,7 @@ class Llama3Rotary(RotaryPositionalEmbedding):
       original_max_positions: the length of text that the model was trained on before.
     """
 
-    @takes_settings_of(RotaryPositionalEmbedding)
+    @inherit_params(RotaryPositionalEmbedding)
     def __init__(
         self,
         embedding_dims: int,
@@ -147,7 +147,7 @@ class YarnRotary(RotaryPositionalEmbedding):
       attention_factor: what sines and cosines are multiplied by; None: 0.1 ln(factor) + 1.
     """
 
-    @takes_settings_of(RotaryPositionalEmbedding)
+    @inherit_params(RotaryPositionalEmbedding)
     def __init__(
         self,
         embedding_dims: int,
@@ -206,7 +206,7 @@ class LongRope(RotaryPositionalEmbedding):
       attention_factor: what sines and cosines are multiplied by.
     """
 
-    @takes_settings_of(RotaryPositionalEmbedding)
+    @inherit_params(RotaryPositionalEmbedding)
     def __init__(
         self,
         embedding_dims: int,

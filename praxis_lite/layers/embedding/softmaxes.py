@@ -9,9 +9,9 @@ from flax import nnx
 
 from praxis_lite.core.errors import require, require_choice
 from praxis_lite.core.sharding.split_dims import constrain
-from praxis_lite.layers.activations import soft_cap
+from praxis_lite.layers.activations import ActivationFn, activation_fn, soft_cap
 from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, xavier
-from praxis_lite.layers.base.calls import require_floating, require_positive, takes_settings_of
+from praxis_lite.layers.base.calls import inherit_params, require_floating, require_positive
 from praxis_lite.layers.base.dims import RESIDUAL, split_of, splits
 from praxis_lite.layers.base.result_types import einsum
 from praxis_lite.layers.base.variables import AuxLoss
@@ -22,7 +22,7 @@ from praxis_lite.layers.embedding.cross_entropy import (
     stats_of_logits,
 )
 from praxis_lite.layers.embedding.embeddings import LOOKUP_STYLES, lookup, placed
-from praxis_lite.layers.linears import FeedForward
+from praxis_lite.layers.linears import Bias, FeedForward
 
 # D input dims, V classes.
 
@@ -213,7 +213,7 @@ class SharedEmbeddingSoftmax(FullSoftmax):
 
     splits = FullSoftmax.splits | splits(lookup=RESIDUAL)
 
-    @takes_settings_of(FullSoftmax)
+    @inherit_params(FullSoftmax)
     def __init__(
         self,
         num_classes: int,
@@ -251,3 +251,64 @@ class SharedEmbeddingSoftmax(FullSoftmax):
             embs += rows
         table_split = (class_split, dim_split)
         return placed(embs * self.emb_scale, self.lookup_split_dims_mapping, table_split)
+
+
+class NClassMajorSharedEmbeddingSoftmax(SharedEmbeddingSoftmax):
+    """A SharedEmbeddingSoftmax whose weight `w` is [V, D], a row per class.
+
+    `weight_split_dims_mapping` is of [D, V] all the same, as in Pax: one softmax can stand for the
+    other.
+
+    Args:
+      use_bias: Pax's name here for what other softmaxes call has_bias.
+      activation: of the logits, before the cap.
+      settings: of SharedEmbeddingSoftmax.
+    """
+
+    @inherit_params(
+        SharedEmbeddingSoftmax, but=("has_bias", "scale_before_logits", "feed_forward_tpl")
+    )
+    def __init__(
+        self,
+        num_classes: int,
+        input_dims: int,
+        *,
+        use_bias: bool = True,
+        activation: str | ActivationFn = "identity",
+        **settings: Any,
+    ):
+        activation_fn(activation, self)
+        super().__init__(num_classes, input_dims, has_bias=use_bias, **settings)
+        self.activation = activation
+
+    def _project(
+        self, feed_forward_tpl: Any, *, has_bias: bool, bias_init: float,
+        weight_init: Initializer, rngs: nnx.Rngs,
+    ) -> None:
+        D, V = self.dims(self.input_dims, self.num_classes)
+        self.split_VD = (V.split, D.split)
+        self.w = self.weight((V, D), init=weight_init, rngs=rngs)
+        self.bias = Bias(V, bias_init=bias_init, rngs=rngs) if has_bias else None
+
+    def _projected(self, inputs: jax.Array) -> jax.Array:
+        logits = einsum("...d,vd->...v", inputs, self.w[...].astype(inputs.dtype))
+        logits = constrain(logits, self.activation_split_dims_mapping)
+        return logits if self.bias is None else self.bias(logits)
+
+    def _activated(self, logits: jax.Array) -> jax.Array:
+        return super()._activated(activation_fn(self.activation, self)(logits))
+
+    def _token_stats(self, inputs: jax.Array, class_ids: jax.Array) -> TokenStats:
+        return token_stats(
+            [(inputs, self.w[...])],
+            None if self.bias is None else self.bias.b[...],
+            class_ids,
+            chunk_size=self.chunk_size,
+            class_dim=0,
+            activation=self._activated,
+            weight_split_dims_mapping=self.split_VD,
+            activation_split_dims_mapping=self.activation_split_dims_mapping,
+        )
+
+    def _tables(self) -> list[tuple[jax.Array, jax.Array | None]]:
+        return [(self.w[...], None)]

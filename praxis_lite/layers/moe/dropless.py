@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite.collectives.vmapped_axes import vmapped_axes
 from praxis_lite.core.sharding.split_dims import SplitDims
-from praxis_lite.layers.base.base_layer import to_multiple
+from praxis_lite.layers.base.base_layer import pad_to_multiple
 from praxis_lite.layers.base.foreign_kernels import without_vma
 from praxis_lite.layers.moe.dispatch import combine, dispatch
 from praxis_lite.layers.moe.exchange import Exchange, in_turns
@@ -80,7 +80,7 @@ def dropless(
         Those are rows without tokens, experts without rows, hidden dims whose weights are zeros.
         """
         for dim, part in enumerate(parts):
-            x = to_multiple(x, num[part], dim) if part else x
+            x = pad_to_multiple(x, num[part], dim) if part else x
         return x
 
     of_tokens = PartitionSpec(ways.rows or None, ways.time or None)

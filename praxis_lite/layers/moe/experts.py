@@ -17,9 +17,9 @@ from praxis_lite.core.sharding.split_dims import (
 from praxis_lite.layers.base.activation_names import named
 from praxis_lite.layers.base.base_layer import Initializer, xavier
 from praxis_lite.layers.base.result_types import broadcast_beside, einsum
-from praxis_lite.layers.initializers import TrueFans
+from praxis_lite.layers.initializers import EinsumXavier
 
-# G groups, E experts, C seats of an expert for a group, D model dims, F hidden dims.
+# G groups, E experts, C slots of an expert for a group, D model dims, F hidden dims.
 Weights = Mapping[str, jax.Array]
 Function = Callable[[jax.Array], jax.Array]
 # From the hidden activations and the gate's, or None, to what goes on.
@@ -32,7 +32,7 @@ def expert_initializer(is_uniform: bool, has_explicit_fans: bool, fan_in: int) -
         limit = (3.0 / fan_in) ** 0.5
         return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -limit, limit)
     if has_explicit_fans:
-        return TrueFans()
+        return EinsumXavier()
     return xavier
 
 
@@ -88,7 +88,7 @@ def at_experts(
     tokens_split: SplitDims, weights_split: SplitDims, dispatch_split: SplitDims,
     hidden_split: SplitDims,
 ) -> jax.Array:
-    """Returns the experts' outputs of the tokens in their seats, [G, E, C, D]: there and back.
+    """Returns the experts' outputs of the tokens in their slots, [G, E, C, D]: there and back.
 
     Args:
       tokens_split: whose first entry is how G splits where the tokens come from.

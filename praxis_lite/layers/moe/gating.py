@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from praxis_lite.core.errors import ConfigError, is_whole, require, require_choice
 from praxis_lite.layers.activations import soft_cap
 from praxis_lite.layers.moe import routing
-from praxis_lite.layers.moe.dispatch import AtExperts, through_choosers, through_seats
+from praxis_lite.layers.moe.dispatch import AtExperts, through_choosers, through_slots
 
-# G groups, S tokens of a group, D model dims, E experts, K experts of a token, C seats of an expert
+# G groups, S tokens of a group, D model dims, E experts, K experts of a token, C slots of an expert
 # for a group.
 
 # top2 is top_k for two; the expert_choice ones let experts choose tokens; dense_top2 sends every
@@ -100,7 +100,7 @@ class Gating:
             )
         check(
             self.is_top_k or not self.dropless, "dropless",
-            f"False with gating_func {gating!r}, whose experts have a number of seats",
+            f"False with gating_func {gating!r}, whose experts have a number of slots",
             "Or set gating_func='top2' or 'top_k'.",
         )
         check(
@@ -172,7 +172,7 @@ class Gating:
 
         Args:
           key: of the pass, for `second_expert_policy`.
-          is_capped: False: an expert has a seat for every token of a group.
+          is_capped: False: an expert has a slot for every token of a group.
           correction_E: of score_func "sigmoid", see `routing.experts_by_group`.
         """
         x_GSD, logits_GSE, is_token_GS, is_in_row_GS = tokens
@@ -215,15 +215,15 @@ class Gating:
             gates_GSK = jnp.where(is_routed_GSK, gates_GSK, 0.0)
             return dropless(x_GSD, experts_GSK, gates_GSK), report
         capacity = self._capacity(x_GSD.shape[1]) if is_capped else x_GSD.shape[1]
-        seats = (self.num_experts, capacity)
-        outputs, report["over_capacity_ratio"] = through_seats(
-            x_GSD, experts_GSK, gates_GSK, is_routed_GSK, seats, at_experts
+        slots = (self.num_experts, capacity)
+        outputs, report["over_capacity_ratio"] = through_slots(
+            x_GSD, experts_GSK, gates_GSK, is_routed_GSK, slots, at_experts
         )
         return outputs, report
 
     @property
-    def has_seats_for_all(self) -> bool:
-        """True if no token takes a seat from another, whatever the group."""
+    def has_slots_for_all(self) -> bool:
+        """True if no token takes a slot from another, whatever the group."""
         is_capped = self.is_top_k and not self.dropless
         is_enough = self.unadjusted_expert_capacity_factor >= self.num_experts
         return not self.gating_func.startswith("expert_choice") and (not is_capped or is_enough)

@@ -12,7 +12,7 @@ from praxis_lite.collectives.varying import varying_axes
 from praxis_lite.core.errors import ConfigError, require_choice
 from praxis_lite.core.sharding.mesh import compiled_platform
 from praxis_lite.host.optional_packages import require_package
-from praxis_lite.layers.base.base_layer import filled_up
+from praxis_lite.layers.base.base_layer import pad_to
 from praxis_lite.layers.base.foreign_kernels import share_of_blocks
 from praxis_lite.layers.moe import grouped_tokamax
 
@@ -166,7 +166,7 @@ def _rows_of_tile(num_rows: int) -> int:
 def _in_tiles(x_RK: jax.Array) -> jax.Array:
     """Returns rows filled up to whole tiles; the kernel's other dims need not divide."""
     rows = _rows_of_tile(x_RK.shape[0])
-    return filled_up(x_RK, -(-x_RK.shape[0] // rows) * rows)
+    return pad_to(x_RK, -(-x_RK.shape[0] // rows) * rows)
 
 
 def tiling(num_rows: int, K: int, N: int, dtype: Any) -> tuple[int, int, int]:

@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-# G groups, S tokens of a group, E experts, K experts of a token, C seats of an expert for a group.
+# G groups, S tokens of a group, E experts, K experts of a token, C slots of an expert for a group.
 
 
 def expert_capacity(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.core.errors import require
+from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.models.layers_apart import layers_of
 from praxis_lite.core.models.tallies import Tally
 from praxis_lite.core.sharding.split_dims import DimSplit, constrain
@@ -17,15 +17,6 @@ from praxis_lite.layers.base.calls import require_positive, scope_of
 from praxis_lite.layers.base.dims import RESIDUAL, splits
 from praxis_lite.layers.base.variables import assign, assigned_values, one_of_stack, stacked
 from praxis_lite.layers.stacking.checkpoint_policy import CheckpointPolicy, checked_policy, remat
-from praxis_lite.layers.stacking.pipelining.cut_models import cut_in_force
-from praxis_lite.layers.stacking.pipelining.forms import (
-    from_repeated,
-    in_stages_form,
-    stack_shape,
-    to_repeated,
-    with_free_places,
-    without_free_places,
-)
 from praxis_lite.layers.stacking.pipelining.microbatches import (
     arrays_of,
     check_microbatches,
@@ -34,6 +25,7 @@ from praxis_lite.layers.stacking.pipelining.microbatches import (
     to_rows,
 )
 from praxis_lite.layers.stacking.pipelining.schedules import Schedule
+from praxis_lite.layers.stacking.pipelining.split_model import active_cut
 from praxis_lite.layers.stacking.pipelining.split_ticks import run_split_ticks
 from praxis_lite.layers.stacking.pipelining.ticks import (
     StageLayout,
@@ -44,10 +36,8 @@ from praxis_lite.layers.stacking.pipelining.ticks import (
     run_ticks,
 )
 
-__all__ = ["Pipeline", "from_repeated", "to_repeated"]
-
-# R repeats, S stages, P layers of one stage in one repeat, M microbatches. Names end with the
-# leading dims of their arrays: x_M is [M, rows, ...].
+# R repeats, S stages, P layers of one stage in one repeat, L layers, M microbatches. Names end with
+# the leading dims of their arrays: x_M is [M, rows, ...].
 
 PyTree = Any
 
@@ -172,7 +162,7 @@ class Pipeline(BaseLayer):
           ConfigError: an input has other rows, or blocks that assign variables would see rows that
             fill up a microbatch.
         """
-        if cache is None and (cut := cut_in_force()) is not None:
+        if cache is None and (cut := active_cut()) is not None:
             return cut(self, x, key, inputs), None
         # In decoding the batch is one microbatch: else its cache would have to be cut as well.
         num_microbatches = 1 if cache is not None else self.num_microbatches_of(x.shape[0])
@@ -299,3 +289,59 @@ class Pipeline(BaseLayer):
 
     def _layers_apart(self) -> list[Any] | None:
         return layers_of(self.blocks, self.num_layers, len(self._stack_shape))
+
+
+def to_repeated(params: PyTree, *, num_stacked: int = 3) -> PyTree:
+    """Returns a Pipeline's variables, [R, S, P, ...], as those of a Repeat, [L, ...].
+
+    Args:
+      params: a Pipeline's part of `mdl_vars["params"]`, of gradients, of a cache.
+      num_stacked: 2 of a Pipeline whose stages have unequal layers, [R, L / R, ...].
+    """
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[num_stacked:]), params)
+
+
+def from_repeated(params: PyTree, *, num_stages: int, circular_repeat: int = 1) -> PyTree:
+    """Returns a Repeat's variables, [L, ...], as those of a Pipeline.
+
+    Raises:
+      ConfigError: the repeats do not divide the layers.
+    """
+    num_layers = jax.tree.leaves(params)[0].shape[0]
+    if num_layers % circular_repeat:
+        raise ConfigError(
+            f"from_repeated: {num_layers} layers do not divide over circular_repeat "
+            f"{circular_repeat}. Make num_layers a multiple of it."
+        )
+    return in_stages_form(params, stack_shape(num_layers, num_stages, circular_repeat))
+
+
+def stack_shape(num_layers: int, num_stages: int, circular_repeat: int) -> tuple[int, ...]:
+    """Returns the shape of a Pipeline's stack: [R, S, P], or [R, L / R] if layers are unequal."""
+    if num_layers % (circular_repeat * num_stages):
+        return circular_repeat, num_layers // circular_repeat
+    return circular_repeat, num_stages, num_layers // (circular_repeat * num_stages)
+
+
+def in_stages_form(tree: PyTree, stack_shape: tuple[int, ...]) -> PyTree:
+    """Returns [L, ...] as [*stack_shape, ...]."""
+    return jax.tree.map(lambda a: a.reshape(*stack_shape, *a.shape[1:]), tree)
+
+
+def with_free_places(tree: PyTree, num_stages: int) -> PyTree:
+    """Returns [R, L / R, ...] as [R, S, P, ...]; the places behind the last layer have zeros."""
+
+    def placed(a: jax.Array) -> jax.Array:
+        num_places = -(-a.shape[1] // num_stages)
+        padding = (0, num_stages * num_places - a.shape[1])
+        a = jnp.pad(a, [(0, 0), padding, *[(0, 0)] * (a.ndim - 2)])
+        return a.reshape(a.shape[0], num_stages, num_places, *a.shape[2:])
+
+    return jax.tree.map(placed, tree)
+
+
+def without_free_places(tree: PyTree, num_layers: int) -> PyTree:
+    """Returns the inverse of `with_free_places`, for so many layers of a repeat."""
+    return jax.tree.map(
+        lambda a: a.reshape(a.shape[0], -1, *a.shape[3:])[:, :num_layers], tree
+    )

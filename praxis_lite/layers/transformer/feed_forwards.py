@@ -10,15 +10,15 @@ from praxis_lite.core.errors import require
 from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.activations import ActivationFn
 from praxis_lite.layers.base.activation_names import named
-from praxis_lite.layers.base.calls import require_positive, takes_settings_of
+from praxis_lite.layers.base.calls import inherit_params, require_positive
 from praxis_lite.layers.base.dims import RESIDUAL, sized, splits
 from praxis_lite.layers.linears import FeedForward
-from praxis_lite.layers.stacking.half_blocks import HalfBlock
 from praxis_lite.layers.stacking.residual_branches import ResidualBranch, split_keys
 from praxis_lite.layers.stacking.tensor_parallel import (
-    axis_by_hand,
-    by_hand,
+    ShardedLayer,
     check_tensor_parallel,
+    run_tensor_parallel,
+    tensor_parallel_axis,
 )
 from praxis_lite.layers.stochastics import Dropout
 
@@ -53,7 +53,7 @@ class TransformerFeedForward(ResidualBranch):
 
     preset_settings = {"tensor_parallel": "mlp_collectives"}
 
-    @takes_settings_of(ResidualBranch)
+    @inherit_params(ResidualBranch)
     def __init__(
         self,
         input_dims: int,
@@ -128,10 +128,10 @@ class TransformerFeedForward(ResidualBranch):
         self, x: jax.Array, paddings: jax.Array | None, key: jax.Array | None
     ) -> jax.Array:
         """Returns the branch's output, which is added to the inputs."""
-        axis = axis_by_hand(self, self.features_split) if x.shape[1] > 1 else None
+        axis = tensor_parallel_axis(self, self.features_split) if x.shape[1] > 1 else None
         if axis is not None:
-            return by_hand(
-                HalfBlock(
+            return run_tensor_parallel(
+                ShardedLayer(
                     self, lambda layer, x, rows: layer._fed(x, rows.get("paddings"), None),
                     self.activation_split_dims_mapping, reads_sequences=False, output="ffn_layer2",
                 ),

@@ -157,3 +157,37 @@ def _adapt(layer: Dense, rank: int, scale: float, use_dora: bool, rngs: nnx.Rngs
         split = None if mapping is None else tuple(split_of.get(letter) for letter in letters)
         made = layer.weight(shape, split, init=init, matrix=NONE, rngs=rngs)
         setattr(layer, name, made)
+
+
+REFERENCE = "reference"
+
+
+def with_reference(
+    *args: Any, base_tpl: Callable[..., Any], rngs: nnx.Rngs, **kwargs: Any
+) -> Any:
+    """Returns the model that `base_tpl` makes of the other arguments, with a copy as `reference`.
+
+    The copy starts with the same weights; leave it out of training:
+    `learner.bprop_variable_exclusion="reference/.*"`. A model with adapters needs none.
+    """
+    same_rngs = nnx.compat.clone(rngs)
+    module = base_tpl(*args, rngs=rngs, **kwargs)
+    setattr(module, REFERENCE, base_tpl(*args, rngs=same_rngs, **kwargs))
+    return module
+
+
+def reference_of(module: nnx.Module) -> nnx.Module:
+    """Returns the model that `module` began as: its copy, or itself without its adapters.
+
+    Raises:
+      ConfigError: it has neither.
+    """
+    if hasattr(module, REFERENCE):
+        return getattr(module, REFERENCE)
+    if not adapted_layers(module):
+        raise ConfigError(
+            f"{type(module).__name__} has neither adapters nor a frozen copy of itself. Give it "
+            "adapters (praxis_lite.layers.lora), or make it with "
+            "fdl.Partial(with_reference, base_tpl=...) of praxis_lite.layers."
+        )
+    return without_adapters(module)

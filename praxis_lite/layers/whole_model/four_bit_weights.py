@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.layers.base.base_layer import to_multiple
+from praxis_lite.layers.base.base_layer import pad_to_multiple
 from praxis_lite.layers.base.dense import Dense, StoredWeight, in_order, is_dense
 from praxis_lite.layers.base.result_types import einsum
-from praxis_lite.layers.whole_model.kept_weights import Keep
+from praxis_lite.layers.whole_model.packed_weights import Pack
 
 # Of the weight alone.
 WEIGHT_QTYPES = ("int4", "nf4")
@@ -93,12 +93,12 @@ def in_4_bits(weight: jax.Array, qtype: str, block_size: int, dim: int) -> FourB
     size, place = weight.shape[dim], weight.ndim + dim
     block_size = min(block_size, size)
     before, after = weight.shape[:place], weight.shape[place + 1 :]
-    whole = to_multiple(weight.astype(jnp.float32), block_size, place)
+    whole = pad_to_multiple(weight.astype(jnp.float32), block_size, place)
     blocks = whole.reshape(*before, -1, block_size, *after)
     largest = jnp.max(jnp.abs(blocks), axis=place + 1)
     scale = jnp.where(largest > 0, largest / (7 if qtype == "int4" else 1), 1)
     codes = _codes(blocks / jnp.expand_dims(scale, place + 1), qtype)
-    codes = to_multiple(codes, 2, place + 1)
+    codes = pad_to_multiple(codes, 2, place + 1)
     low, high = (
         jax.lax.slice_in_dim(codes, i, codes.shape[place + 1], 2, axis=place + 1) for i in (0, 1)
     )
@@ -106,7 +106,7 @@ def in_4_bits(weight: jax.Array, qtype: str, block_size: int, dim: int) -> FourB
     return FourBitWeight(packed, scale, qtype, dim, size, block_size)
 
 
-def forms_in_4_bits(module: nnx.Module, qtype: str) -> Mapping[str, Keep]:
+def forms_in_4_bits(module: nnx.Module, qtype: str) -> Mapping[str, Pack]:
     """Returns forms by path for the weights of dense layers but the one that makes logits."""
     return {
         "/".join(("params", *map(str, path), "w")): functools.partial(

@@ -39,12 +39,19 @@ from typing import Any
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, is_whole, require, require_choice
+from praxis_lite.core.learner.learner import Learner
+from praxis_lite.core.models.model import Model
 from praxis_lite.core.sharding.leaf_paths import path_pattern
 from praxis_lite.core.sharding.split_dims import SplitDims
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.layers.base.dense import Product, is_dense
 from praxis_lite.layers.base.variables import num_stacked_dims
-from praxis_lite.layers.whole_model.four_bit_weights import BLOCK_SIZE, WEIGHT_QTYPES
+from praxis_lite.layers.whole_model.four_bit_weights import (
+    BLOCK_SIZE,
+    WEIGHT_QTYPES,
+    forms_in_4_bits,
+)
+from praxis_lite.layers.whole_model.packed_weights import PackedModel, check_frozen
 from praxis_lite.layers.whole_model.rounded_products import (
     QTYPES,
     SCALES,
@@ -197,3 +204,49 @@ def log_rounding(names: tuple[tuple[str, tuple[str, ...]], ...], left: tuple[str
         logger.info("%s: %s", what, ", ".join(paths))
     if left:
         logger.info("not rounded, being no dense layers: %s", ", ".join(left))
+
+
+_rule = functools.partial(QuantizationRule, "", but_logits=True)
+# float8 as in arXiv:2209.05433: more digits forward, a wider range backward.
+_float8 = functools.partial(_rule, "float8_e4m3fn", "float8_e5m2")
+
+# By recipe, for `task.quantization`; a str is the type in which weights are kept.
+QUANTIZATION_RECIPES: Mapping[str, QuantizationRule | str] = {
+    # A scale for each output channel and each token; the most exact.
+    "int8": _rule("int8", "int8"),
+    "float8": _float8(),
+    # A scale for each weight, and for all tokens of a product: fewer operations, and coarser.
+    "int8_per_tensor": _rule("int8", "int8", scales="tensor"),
+    "float8_per_tensor": _float8(scales="tensor"),
+    # Frozen weights are kept in 4 bits, under adapters (QLoRA, arXiv:2305.14314).
+    "nf4": "nf4",
+    "int4": "int4",
+}
+
+
+def with_recipe(
+    model: Model | Callable[..., nnx.Module], recipe: str | None, learner: Learner
+) -> Model | Callable[..., nnx.Module]:
+    """Returns a task's model with its products rounded by a recipe; None: as it is.
+
+    Args:
+      learner: of the task; it may not train weights that are kept in 4 bits.
+
+    Raises:
+      ConfigError: no recipe has that name, the model is not made of this library's layers, or the
+        learner trains what is kept in 4 bits.
+    """
+    if recipe is None:
+        return model
+    require_choice("task.quantization", recipe, QUANTIZATION_RECIPES)
+    if isinstance(model, Model):
+        raise ConfigError(
+            f"task.quantization is {recipe!r}, but the model is a {type(model).__name__}; products "
+            "are replaced in dense layers of praxis_lite alone. Leave it out."
+        )
+    rule = QUANTIZATION_RECIPES[recipe]
+    if isinstance(rule, QuantizationRule):
+        return functools.partial(quantized, model=model, rules=(rule,))
+    kept = PackedModel(model, functools.partial(forms_in_4_bits, qtype=rule))
+    check_frozen(kept, learner)
+    return kept

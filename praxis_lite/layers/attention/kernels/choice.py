@@ -192,9 +192,9 @@ def attend(
 ) -> jax.Array:
     """Returns the attended values [B, T, N, K] by the kernel that `choose_kernel` names.
 
-    What the backward pass takes up has the name "context". Splash's, chunks' and a ring's takes up
-    the forward's own results: these have the name, so that a policy that keeps it runs the kernel
-    once. What goes to the host's memory is named as it leaves.
+    Residuals of the backward pass are checkpointed under the name "context". The splash, chunked
+    and ring kernels name their own results, so that a policy that saves "context" runs the kernel
+    once. Activations that are offloaded to the host are named here.
 
     Args:
       q_BTNK, k_BSGK, v_BSGK, mask, options, bias, atten_mask, dropout, key, sinks_N: of
@@ -209,7 +209,7 @@ def attend(
       is_part: it is of heads that a device has of a call, which names what goes to the host.
     """
     to_host = goes_to_host(CONTEXT)
-    kept_as = None if to_host else CONTEXT
+    residual_name = None if to_host else CONTEXT
 
     def finished(encoded_BTNK: jax.Array, *, is_named: bool = False) -> jax.Array:
         encoded_BTNK = encoded_BTNK[..., :value_dims].astype(dtype or q_BTNK.dtype)
@@ -229,7 +229,7 @@ def attend(
         )
         encoded_BTNK = context_parallel_attention(
             context_parallel, q_BTNK, k_BSGK, v_BSGK, mask, options, kernel, atten_kernel=setting,
-            chunk_size=chunk_size, split=split, sinks_N=sinks_N, kept_as=kept_as,
+            chunk_size=chunk_size, split=split, sinks_N=sinks_N, residual_name=residual_name,
         )
         return finished(encoded_BTNK, is_named=True)
     drops = key is not None and dropout is not None and dropout.dropout_prob > 0.0
@@ -264,7 +264,8 @@ def attend(
             return blocked_attention(*arrays, options, block_size=chunk_size, sinks_N=sinks_N)
         if name == "chunked":
             return chunked_attention(
-                *arrays, options, chunk_size=chunk_size, sinks_N=sinks_N, kept_as=kept_as
+                *arrays, options, chunk_size=chunk_size, sinks_N=sinks_N,
+                residual_name=residual_name,
             )
         if name == "dot_product":
             return dot_product_attention(*arrays, options, bias=bias)
@@ -272,7 +273,7 @@ def attend(
             return cudnn_attention(*arrays, options, split=split)
         return splash_attention(
             *arrays, options, name=name, split=split, interpret=work.platform != "tpu",
-            kept_as=kept_as,
+            residual_name=residual_name,
         )
 
     # JAX has no types inside of kernels and of their gradients.

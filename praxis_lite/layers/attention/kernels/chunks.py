@@ -11,8 +11,8 @@ from praxis_lite.collectives.varying import varying_alike
 from praxis_lite.core.jaxprs import RECOMPUTED
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.masks import LARGE_NEGATIVE, AttentionMask
-from praxis_lite.layers.base.activation_names import kept
-from praxis_lite.layers.base.base_layer import filled_up
+from praxis_lite.layers.base.activation_names import name_residuals
+from praxis_lite.layers.base.base_layer import pad_to
 
 # B batch, T queries, S keys, G heads of keys and values, R heads of queries that share one of
 # these, K dims per head, C queries or keys of a chunk.
@@ -22,7 +22,7 @@ _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 def chunked_attention(
     q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask: AttentionMask,
     options: LogitOptions, *, chunk_size: int, sinks_N: jax.Array | None = None,
-    kept_as: str | None = None,
+    residual_name: str | None = None,
 ) -> jax.Array:
     """Returns the attended values [B, T, N, K]; a single chunk of the logits exists at a time.
 
@@ -36,22 +36,22 @@ def chunked_attention(
     Args:
       q_BTNK, k_BSGK, v_BSGK, mask, options, sinks_N: as of `einsum_attention`.
       chunk_size: queries and keys of a chunk.
-      kept_as: the name of results that the backward pass takes up; None: they have none.
+      residual_name: the name of results that the backward pass takes up; None: they have none.
     """
     B, T, N, K = q_BTNK.shape
     G = k_BSGK.shape[2]
     q_BTGRK = q_BTNK.reshape(B, T, G, N // G, K)
     encoded, log_sums = attention_with_log_sums(
-        q_BTGRK, k_BSGK, v_BSGK, mask, options, chunk_size, kept_as
+        q_BTGRK, k_BSGK, v_BSGK, mask, options, chunk_size, residual_name
     )
     may_see_none = k_BSGK.shape[1] != T or mask.may_hide_all
     mean_BGK = None
     if options.averages and sinks_N is None and may_see_none:
         mean_BGK = jnp.mean(v_BSGK, axis=1, dtype=jnp.float32)
-    return finished(encoded, log_sums, options, sinks_N, mean_BGK).astype(q_BTNK.dtype)
+    return apply_sinks(encoded, log_sums, options, sinks_N, mean_BGK).astype(q_BTNK.dtype)
 
 
-def finished(
+def apply_sinks(
     encoded: jax.Array, log_sums: jax.Array, options: LogitOptions, sinks_N: jax.Array | None,
     mean_BGK: jax.Array | None,
 ) -> jax.Array:
@@ -83,10 +83,10 @@ def of_outputs(x_BGRT: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def attention_with_log_sums(q, k, v, mask, options, chunk_size, kept_as):
+def attention_with_log_sums(q, k, v, mask, options, chunk_size, residual_name):
     """Returns the result of `attended_in_chunks`, under a name, with gradients."""
     results = attended_in_chunks(q, k, v, mask, options, chunk_size, q.dtype)
-    return kept(results, kept_as)
+    return name_residuals(results, residual_name)
 
 
 class _Chunks:
@@ -114,10 +114,10 @@ class _Chunks:
         return self.q, self.k, self.v, self.q_index, seen
 
     def padded_rows(self, x: Any, mode: str = "constant") -> Any:
-        return None if x is None else filled_up(x, self.num_q * self.q_size, 1, mode=mode)
+        return None if x is None else pad_to(x, self.num_q * self.q_size, 1, mode=mode)
 
     def padded_columns(self, x: Any) -> Any:
-        return None if x is None else filled_up(x, self.num_kv * self.kv_size, 1)
+        return None if x is None else pad_to(x, self.num_kv * self.kv_size, 1)
 
     def rows(self, x: Any, i: jax.Array, dim: int = 1) -> Any:
         return _part(x, i, self.q_size, dim)
@@ -219,13 +219,13 @@ def attended_in_chunks(
     return encoded[:, : q.shape[1]], log_sums[..., : q.shape[1]]
 
 
-def _forward_with_residuals(q, k, v, mask, options, chunk_size, kept_as):
+def _forward_with_residuals(q, k, v, mask, options, chunk_size, residual_name):
     encoded, log_sums = attention_with_log_sums(q, k, v, mask, options, chunk_size, None)
-    encoded, log_sums = kept((encoded, log_sums), kept_as)
+    encoded, log_sums = name_residuals((encoded, log_sums), residual_name)
     return (encoded, log_sums), (q, k, v, mask, encoded, log_sums)
 
 
-def _backward(options, chunk_size, kept_as, residuals, grads):
+def _backward(options, chunk_size, residual_name, residuals, grads):
     q, k, v, mask, encoded, log_sums = residuals
     d_encoded, d_log_sums = grads
     inner = inner_products(d_encoded, encoded) - d_log_sums

@@ -11,7 +11,7 @@ from praxis_lite.core.sharding.split_dims import SplitDims, to_partition_spec, w
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.kernels.head_parts import heads_in_parts
 from praxis_lite.layers.attention.masks import AttentionMask
-from praxis_lite.layers.base.base_layer import to_multiple
+from praxis_lite.layers.base.base_layer import pad_to_multiple
 from praxis_lite.layers.base.foreign_kernels import without_vma
 
 # B batch, T queries, S keys, N heads, G heads of keys and values, K dims per head.
@@ -75,10 +75,10 @@ def per_device(
     )
     B, _, N, _ = q_BTNK.shape
     q, k, v = (
-        to_multiple(x, num_row_shards, dim=0)
+        pad_to_multiple(x, num_row_shards, dim=0)
         for x in heads_in_parts(q_BTNK, k_BSGK, v_BSGK, num_head_shards)
     )
-    rest = tuple(to_multiple(x, num_row_shards, dim=0) for x in rest)
+    rest = tuple(pad_to_multiple(x, num_row_shards, dim=0) for x in rest)
     of_heads = PartitionSpec(rows, None, heads, None)
     of_rest = tuple(PartitionSpec(rows) for _ in rest)
     outputs = without_vma(attend, (of_heads,) * 3, of_rest, of_heads, auto_axes)(q, k, v, *rest)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.layers.base.base_layer import filled_up
+from praxis_lite.layers.base.base_layer import pad_to
 
 
 def heads_of_parts(num_heads: int, num_kv_heads: int, num_parts: int) -> tuple[int, int, int]:
@@ -30,4 +30,4 @@ def heads_in_parts(
     num_q, num_kv, num_copies = heads_of_parts(q_BTNK.shape[2], k_BSGK.shape[2], num_parts)
     if num_copies > 1:
         k_BSGK, v_BSGK = (jnp.repeat(x, num_copies, axis=2) for x in (k_BSGK, v_BSGK))
-    return filled_up(q_BTNK, num_q, 2), filled_up(k_BSGK, num_kv, 2), filled_up(v_BSGK, num_kv, 2)
+    return pad_to(q_BTNK, num_q, 2), pad_to(k_BSGK, num_kv, 2), pad_to(v_BSGK, num_kv, 2)

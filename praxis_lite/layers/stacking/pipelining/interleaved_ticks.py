@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.layers.stacking.pipelining import stage_values
 from praxis_lite.layers.stacking.pipelining.buffers import shift
 from praxis_lite.layers.stacking.pipelining.ends import Ends
 from praxis_lite.layers.stacking.pipelining.schedules import InterleavedSchedule
@@ -34,7 +33,7 @@ class Carry(NamedTuple):
     residuals: list[jax.Array]  # [S, ticks, ...], of the last S ticks, or of this one.
     of_floats: list[jax.Array]  # [X, S, ...], float32.
     of_ends: PyTree
-    values: Values  # That the blocks assigned, as `stage_values` keeps them.
+    values: Values  # That the blocks assigned, [S, M, R, P, ...].
     of_values: Values
     reported_M: PyTree
     weight_M: jax.Array
@@ -87,7 +86,7 @@ class InterleavedTicks:
             self.ends.leave, jnp.array(0), x, assigned
         )
         values, of_values = (
-            stage_values.room_for(a, num_microbatches) for a in (assigned, of_values)
+            room_for_values(a, num_microbatches) for a in (assigned, of_values)
         )
         stages, _ = self.work.stages, self.split  # Traced here, not within a loop.
         _, residuals = jax.eval_shape(self.by_inputs, stages, stages, x_S, x_S, of_values)
@@ -139,7 +138,7 @@ class InterleavedTicks:
             x: Any,
         ) -> tuple[jax.Array, Values]:
             y, new = self.work.work(*self.picked(arrays, stage, microbatch, repeat), x)
-            return y, stage_values.with_a_stage(values, new, microbatch, repeat, is_valid)
+            return y, with_stage_values(values, new, microbatch, repeat, is_valid)
 
         y_S, values = self.work.vmap(work, in_axes=(1, 0, 0, 0, 0, 0, 0))(
             self.arrays, carry.values, self.work.stages, microbatch, repeat, is_valid, x_S
@@ -151,7 +150,7 @@ class InterleavedTicks:
         last = self.schedule.num_stages - 1
         microbatch, repeat, is_valid = self.schedule.forward(t, last)
         is_leaving = is_valid & (repeat == self.schedule.circular_repeat - 1)
-        values = stage_values.of_microbatch(carry.values, microbatch)
+        values = values_of_microbatch(carry.values, microbatch)
         reported, weight, of_y, of_ends, of_values = self.if_any(
             is_leaving, self.ends.leave, microbatch, _at(y_S, last), values
         )
@@ -164,7 +163,7 @@ class InterleavedTicks:
         return carry._replace(
             of_x_S=jnp.where(self.at_stage(last, is_leaving, y_S), of_y, carry.of_x_S),
             of_ends=_sum(carry.of_ends, of_ends, weight != 0),
-            of_values=stage_values.with_microbatch(
+            of_values=with_values_of_microbatch(
                 carry.of_values, of_values, microbatch, is_leaving
             ),
             reported_M=jax.tree.map(noted, carry.reported_M, reported),
@@ -291,3 +290,45 @@ def _if(counts: jax.Array, gradient: jax.Array) -> jax.Array:
 
 def _sum(total: PyTree, gradients: PyTree, counts: jax.Array) -> PyTree:
     return jax.tree.map(lambda a, g: a + _if(counts, g), total, gradients)
+
+
+# R repeats, S stages, P places of layers of one stage in one repeat, M microbatches. `values` are
+# [R, S, P, ...], as a model has them; `kept` are [S, M, R, P, ...].
+
+
+def room_for_values(values: Values, num_microbatches: int) -> Values:
+    """Returns zeros to keep values of all microbatches."""
+    return {
+        path: jnp.zeros((a.shape[1], num_microbatches, a.shape[0], *a.shape[2:]), a.dtype)
+        for path, a in values.items()
+    }
+
+
+def with_stage_values(
+    kept: Values, new: Values, microbatch: jax.Array, repeat: jax.Array, is_valid: jax.Array
+) -> Values:
+    """Returns a stage's kept values [M, R, P, ...] with those of its tick, [P, ...], if it counts.
+
+    Of `new` those that are not kept are left out.
+    """
+    return {
+        path: a.at[microbatch, repeat].set(jnp.where(is_valid, new[path], a[microbatch, repeat]))
+        for path, a in kept.items()
+    }
+
+
+def values_of_microbatch(kept: Values, microbatch: jax.Array) -> Values:
+    """Returns the values of a microbatch."""
+    return {path: jnp.moveaxis(a[:, microbatch], 0, 1) for path, a in kept.items()}
+
+
+def with_values_of_microbatch(
+    kept: Values, values: Values, microbatch: jax.Array, is_valid: jax.Array
+) -> Values:
+    """Returns kept values with those of a microbatch, if it counts."""
+    return {
+        path: a.at[:, microbatch].set(
+            jnp.where(is_valid, jnp.moveaxis(values[path], 1, 0), a[:, microbatch])
+        )
+        for path, a in kept.items()
+    }

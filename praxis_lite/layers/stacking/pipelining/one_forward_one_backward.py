@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from praxis_lite.collectives.filler_rows import (
+from praxis_lite.collectives.padding_rows import (
     num_missing_rows,
     num_weights_of,
-    with_filler,
+    with_padding_rows,
 )
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.learner.bound_learner import BoundLearner
@@ -25,10 +25,10 @@ from praxis_lite.core.sharding.inputs import num_rows_of
 from praxis_lite.core.task import Task
 from praxis_lite.layers.base.variables import assigned_values
 from praxis_lite.layers.stacking.pipelines import Pipeline
-from praxis_lite.layers.stacking.pipelining.cut_models import CutModel, in_one_microbatch
 from praxis_lite.layers.stacking.pipelining.interleaved_ticks import InterleavedTicks
 from praxis_lite.layers.stacking.pipelining.microbatches import num_microbatches_of
 from praxis_lite.layers.stacking.pipelining.schedules import InterleavedSchedule
+from praxis_lite.layers.stacking.pipelining.split_model import SplitModel, in_one_microbatch
 
 PyTree = Any
 
@@ -134,7 +134,7 @@ def _grads_in_ticks(
 ) -> tuple[accumulation.WeightedScalars, PyTree, PyTree]:
     """Returns the result of `_value_and_grad`, without types."""
     num_microbatches = _num_microbatches(pipeline, inputs, num_micro_batches)
-    inputs = with_filler(inputs, _num_missing_rows(pipeline, inputs, num_micro_batches))
+    inputs = with_padding_rows(inputs, _num_missing_rows(pipeline, inputs, num_micro_batches))
     if not pipeline.is_in_ticks:
         with in_one_microbatch():
             return accumulation.value_and_grad(
@@ -153,7 +153,7 @@ def _grads_in_ticks(
         return loss, metrics
 
     full_weight = max(num_weights_of(inputs), 1) / num_microbatches
-    model = CutModel(batch_loss, params, num_microbatches, full_weight)
+    model = SplitModel(batch_loss, params, num_microbatches, full_weight)
     schedule = InterleavedSchedule(
         pipeline.num_stages, num_microbatches, pipeline.circular_repeat, pipeline.split_backward
     )

@@ -17,11 +17,11 @@ from praxis_lite.core.sharding.weight_spec import WeightSpec, spec_items
 
 # From a weight to the tree of arrays that is kept of it, each of the weight's rank. Stacked dims go
 # in front.
-Keep = Callable[[jax.Array], Any]
+Pack = Callable[[jax.Array], Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class KeptForm:
+class PackedForm:
     """The form in which a state keeps a weight.
 
     Attributes:
@@ -29,7 +29,7 @@ class KeptForm:
       spec: of the weight, as its layer declares it.
     """
 
-    keep: Keep
+    keep: Pack
     spec: WeightSpec
 
     @functools.cached_property
@@ -54,7 +54,7 @@ class KeptForm:
         return jax.tree.unflatten(jax.tree.structure(self._abstract), leaves)
 
 
-class KeptModel(NnxModel):
+class PackedModel(NnxModel):
     """An NNX module some of whose weights are kept in another form, which no learner trains.
 
     The state has a dict of arrays in the place of such a weight; the layer that reads it gets what
@@ -66,16 +66,16 @@ class KeptModel(NnxModel):
     """
 
     def __init__(
-        self, build: Callable[..., nnx.Module], forms: Callable[[nnx.Module], Mapping[str, Keep]]
+        self, build: Callable[..., nnx.Module], forms: Callable[[nnx.Module], Mapping[str, Pack]]
     ):
         super().__init__(build)
         self._forms = forms
 
     @functools.cached_property
-    def kept_forms(self) -> Mapping[str, KeptForm]:
+    def packed_forms(self) -> Mapping[str, PackedForm]:
         spec_of = dict(spec_leaves(super().weight_specs()))
         forms = self._forms(self.abstract_module())
-        return {path: KeptForm(keep, spec_of[path]) for path, keep in forms.items()}
+        return {path: PackedForm(keep, spec_of[path]) for path, keep in forms.items()}
 
     def init(self, key: jax.Array) -> MdlVars:
         return self._in_parts(super().init(key), lambda form, weight: form.kept(weight))
@@ -87,7 +87,7 @@ class KeptModel(NnxModel):
         self, mdl_vars: MdlVars, key: jax.Array | None = None, eval_key: jax.Array | None = None
     ) -> nnx.Module:
         flat = traverse_util.flatten_dict(mdl_vars)
-        for path, form in self.kept_forms.items():
+        for path, form in self.packed_forms.items():
             keys = tuple(path.split("/"))
             # A block of a device is gathered here, and in this form.
             parts = {name: whole(flat.pop((*keys, name))) for name in form.parts}
@@ -95,17 +95,17 @@ class KeptModel(NnxModel):
         return super().module(traverse_util.unflatten_dict(flat), key, eval_key)
 
     def _in_parts(
-        self, mdl_vars: MdlVars, parts_of: Callable[[KeptForm, Any], Mapping[str, Any]]
+        self, mdl_vars: MdlVars, parts_of: Callable[[PackedForm, Any], Mapping[str, Any]]
     ) -> MdlVars:
         flat = traverse_util.flatten_dict(mdl_vars)
-        for path, form in self.kept_forms.items():
+        for path, form in self.packed_forms.items():
             keys = tuple(path.split("/"))
             for name, part in parts_of(form, flat.pop(keys)).items():
                 flat[(*keys, name)] = part
         return {"params": {}, "non_trainable": {}} | traverse_util.unflatten_dict(flat)
 
 
-def check_frozen(model: KeptModel, learner: Learner) -> None:
+def check_frozen(model: PackedModel, learner: Learner) -> None:
     """Checks that a learner trains no weight that is kept in another form.
 
     Raises:
@@ -113,7 +113,7 @@ def check_frozen(model: KeptModel, learner: Learner) -> None:
     """
     specs = {"/".join(path): spec for path, spec in spec_items(model.weight_specs()["params"])}
     kept = {
-        f"{path.removeprefix('params/')}/{name}" for path, form in model.kept_forms.items()
+        f"{path.removeprefix('params/')}/{name}" for path, form in model.packed_forms.items()
         for name in form.parts
     }
     trained = [

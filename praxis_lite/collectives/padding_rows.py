@@ -34,7 +34,7 @@ def num_missing_rows(inputs: Mapping[str, PyTree], multiple: int, parts: str) ->
     return num_missing
 
 
-def with_filler(inputs: Mapping[str, PyTree], num_missing: int) -> Mapping[str, PyTree]:
+def with_padding_rows(inputs: Mapping[str, PyTree], num_missing: int) -> Mapping[str, PyTree]:
     """Returns a batch with so many copies of its first row behind it, of which `weights` are 0.
 
     Of rows of zeros a loss may be NaN, and 0 times NaN is NaN in a gradient.

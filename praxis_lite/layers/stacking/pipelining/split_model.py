@@ -30,7 +30,7 @@ Cut = Callable[[Any, Any, Any, dict[str, Any]], Any]
 _CUT: contextvars.ContextVar[Cut | None] = contextvars.ContextVar("cut", default=None)
 
 
-def cut_in_force() -> Cut | None:
+def active_cut() -> Cut | None:
     """Returns the function that stands for a pipeline's call, or None."""
     return _CUT.get()
 
@@ -52,7 +52,7 @@ def in_one_microbatch() -> contextlib.AbstractContextManager[None]:
     )[0])
 
 
-class CutModel:
+class SplitModel:
     """A model's loss of a microbatch, as functions of what is before its pipeline and behind it.
 
     It has the methods of `Ends`. Weights that are used at both ends, as a tied embedding
@@ -86,7 +86,7 @@ class CutModel:
         at_ends = [any(are_used) for are_used in zip(before, behind, strict=True)]
         self._ends = [i for i, is_used in enumerate(at_ends) if is_used]
 
-    def parts(self) -> tuple[StageWork, "CutModel", list[jax.Array], jax.Array | None]:
+    def parts(self) -> tuple[StageWork, "SplitModel", list[jax.Array], jax.Array | None]:
         """Returns the stages' work, itself, the work's arrays, and the microbatches' keys."""
         leaves = self._leaves(self._params)
         _, inputs_M, keys_M = jax.lax.map(

@@ -11,14 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.layers.base.base_layer import filled_up
+from praxis_lite.layers.base.base_layer import pad_to
 
 PyTree = Any
 # From a piece and the rows that go with it to a term of the piece's outputs.
 Term = Callable[[jax.Array, PyTree], jax.Array]
 
 
-def gathered_and_scattered(
+def gather_and_scatter(
     term: Term, x: jax.Array, rows: PyTree, axis: str, dim: int | None, length: int | None = None
 ) -> jax.Array:
     """Returns the sums of this device's piece: an all-gather, then a reduce-scatter.
@@ -33,11 +33,11 @@ def gathered_and_scattered(
         return jax.lax.psum(term(x, rows), axis)
     whole = jax.lax.all_gather(x, axis, axis=dim, tiled=True)
     outputs = term(jax.lax.slice_in_dim(whole, 0, length, axis=dim), rows)
-    outputs = filled_up(outputs, whole.shape[dim], dim)
+    outputs = pad_to(outputs, whole.shape[dim], dim)
     return jax.lax.psum_scatter(outputs, axis, scatter_dimension=dim, tiled=True)
 
 
-def in_ring(
+def ring_matmul(
     term: Term, x: jax.Array, rows: PyTree, axis: str, dim: int, halved_dim: int | None = None
 ) -> jax.Array:
     """Returns the sums of this device's piece: pieces go round a ring, and so do their sums.
