@@ -102,8 +102,8 @@ def exponential(*, start: Point = (0, 1.0), limit: Point = (1, 0.5)) -> Schedule
     """
     (x0, y0), (x1, y1) = _points("exponential", start, limit)
     for x, y in ((x0, y0), (x1, y1)):
-        setting, mend = f"exponential: the value at step {x}", "To reach 0, take another shape."
-        require(y > 0, setting, y, "a positive number", mend)
+        setting = f"exponential: the value at step {x}"
+        require(y > 0, setting, y, "a positive number", "To reach 0, take another shape.")
     logarithm = linear(start=(x0, math.log(y0)), limit=(x1, math.log(y1)))
     return lambda count: jnp.exp(logarithm(count))
 
@@ -218,11 +218,11 @@ def cycle_schedule(*, schedules: Sequence[Schedule], steps: Sequence[int]) -> Sc
 
 
 def check_pieces(
-    name: str, boundaries: Sequence[int], what: str, pieces: Sequence[Any], wanted: int
+    name: str, boundaries: Sequence[int], what: str, pieces: Sequence[Any], count: int
 ) -> None:
-    """Raises a ConfigError if boundaries are not in order, or the pieces not as many as wanted."""
+    """Raises a ConfigError if boundaries are not in order, or there are not `count` pieces."""
     number, boundaries = f"{name}: the number of {what}", list(boundaries)
-    require(len(pieces) == wanted, number, len(pieces), f"{wanted}, for boundaries {boundaries}")
+    require(len(pieces) == count, number, len(pieces), f"{count}, for boundaries {boundaries}")
     is_ordered = boundaries == sorted(boundaries) and all(b >= 0 for b in boundaries)
     require(is_ordered, f"{name}: boundaries", boundaries, "steps in ascending order")
 

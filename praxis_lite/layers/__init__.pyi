@@ -71,12 +71,12 @@ from praxis_lite.layers.stochastics import StochasticResidual as StochasticResid
 from praxis_lite.layers.transformer.encoder_decoders import (
     TransformerEncoderDecoder as TransformerEncoderDecoder,
 )
+from praxis_lite.layers.transformer.feed_forwards import (
+    TransformerFeedForward as TransformerFeedForward,
+)
 from praxis_lite.layers.transformer.models import TransformerLm as TransformerLm
 from praxis_lite.layers.transformer.recipes import rotary_lm as rotary_lm
 from praxis_lite.layers.transformer.transformers import Transformer as Transformer
-from praxis_lite.layers.transformer.transformers import (
-    TransformerFeedForward as TransformerFeedForward,
-)
 from praxis_lite.layers.vision.batch_norms import BatchNorm as BatchNorm
 from praxis_lite.layers.vision.batch_norms import GroupNorm as GroupNorm
 from praxis_lite.layers.vision.classifiers import ClassificationModel as ClassificationModel

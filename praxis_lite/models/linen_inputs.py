@@ -178,6 +178,6 @@ def _struct(x: Any, name: str) -> Any:
 
 def _no_input(name: str, result: Any) -> ConfigError:
     return ConfigError(
-        f"LinenModel.{name} is {result!r}; wanted is a shape such as (1, 784), a pair of dtype and "
+        f"LinenModel.{name} is {result!r}; expected a shape such as (1, 784), a pair of dtype and "
         'shape such as ("int32", (1, 128)), or an array.'
     )

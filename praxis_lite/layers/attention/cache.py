@@ -31,10 +31,10 @@ def empty_cache(
 ) -> Cache:
     """Returns the empty cache of an attention layer: keys and values of zeros, [B, G, S, K].
 
-    Heads come before time, so that the products of each token read a head's rows where they lie:
-    after time, they would be copied for each token. That of cross-attention has
-    `encoded_visible`, bool [B, S], too, and S is `encoded_length`. A layer with a window keeps a
-    ring of the last tokens: S is at most window + SPARE_PLACES.
+    Heads come before time, so that each token's products read a head's rows in place, without a
+    copy. A cross-attention cache also has `encoded_visible`, bool [B, S], and S is
+    `encoded_length`. A layer with a window stores a ring of the last tokens: S is at most window +
+    SPARE_PLACES.
 
     Raises:
       ConfigError: cross-attention without encoded_length, or bidirectional attention, where a later
@@ -64,16 +64,16 @@ def empty_cache(
 def stored_dtype(dtype: Any) -> jnp.dtype:
     """Returns the dtype of a cache for activations of `dtype`: on a CPU float32 or wider.
 
-    XLA's CPU backend cannot write into an array of 16-bit floats: it converts all of it to float32
-    and back, for each token. What is stored has the precision of `dtype` nevertheless, by `stored`.
+    XLA's CPU backend cannot write into an array of 16-bit floats: for each token it converts the
+    array to float32 and back. `stored` still rounds the values to the precision of `dtype`.
     """
     return jnp.promote_types(dtype, jnp.float32 if compiled_platform() == "cpu" else dtype)
 
 
 def stored(new: Cache, dtype: Any) -> Cache:
-    """Returns new entries of a cache in its dtype, rounded to that of the activations.
+    """Returns new cache entries in the cache's dtype, rounded to that of the activations.
 
-    Not by casts, which XLA leaves out in pairs in some programs and not in others.
+    `reduce_precision` rounds them, because XLA removes pairs of casts in some programs.
     """
     if stored_dtype(dtype) == dtype:
         return new
@@ -85,12 +85,12 @@ def stored(new: Cache, dtype: Any) -> Cache:
 
 
 def by_heads(kv: Cache) -> Cache:
-    """Returns keys and values [B, S, G, K] as a cache has them, [B, G, S, K]; and back again."""
+    """Swaps [B, S, G, K], the layout of keys and values, and [B, G, S, K], that of the cache."""
     return {name: jnp.swapaxes(x, 1, 2) if x.ndim == 4 else x for name, x in kv.items()}
 
 
 def laid_out(cache: Cache, split: SplitDims) -> Cache:
-    """Returns the cache with its layout stated: `split` is of keys and values, [B, ..., S, K]."""
+    """Constrains the sharding of a cache; `split` is of keys and values, [B, ..., S, K]."""
     if split is None:
         return cache
     splits = {"encoded_visible": (split[0], split[-2])}
@@ -114,7 +114,7 @@ def written(
     """Returns `old` [B, ..., S, K] with `new` [B, ..., T, K] from each row's place `start_B` on.
 
     Args:
-      split: how `old` splits over the devices; None: that is not known.
+      split: how `old` splits over the devices; None: unknown.
     """
     new = new.astype(old.dtype)
     if start_B.shape[0] == 1:
@@ -132,10 +132,9 @@ def _scattered(
 ) -> jax.Array:
     """Returns `old` [B, ..., S, K] with an entry `new` [B, ..., K] in each row's place.
 
-    A TPU writes slices at places of their own in a loop over the rows, at five instructions each:
-    a token of 32 rows then takes 3.5 times as long. A scatter it makes in place, but lays out all
-    of the array anew for it unless what is scattered are rows of a matrix. So each device scatters
-    into its part, seen as one.
+    On TPU slices at different places become a loop over the rows, which makes a token of 32 rows
+    3.5 times slower. A scatter is in place, but only into the rows of a matrix does it keep the
+    array's layout. So each device scatters into its part, reshaped to a matrix.
     """
 
     def of_part(old: jax.Array, new: jax.Array, place_B: jax.Array) -> jax.Array:
@@ -145,7 +144,7 @@ def _scattered(
         # A place past the end is past that of all rows, and is dropped.
         place = jnp.where(place < num_places, place, num_rows * num_places)
         index = jnp.arange(num_rows).reshape(rows) * num_places + place
-        # Heads first, as the products before leave them: else they would be copied into this order.
+        # Heads first, the order in which the products before leave them: other orders add a copy.
         index, new = jnp.moveaxis(index, 0, -1).reshape(-1), jnp.moveaxis(new, 0, -2)
         flat = old.reshape(-1, dims).at[index].set(
             new.reshape(-1, dims), mode="drop", unique_indices=True
@@ -189,7 +188,7 @@ def keep_encoded(cache: Cache, new: Cache, visible_BS: jax.Array | None) -> Cach
 
 
 class CacheUpdate(NamedTuple):
-    """A cache with new tokens in it, and what these attend to."""
+    """A cache with new tokens in it, and the keys to which these attend."""
 
     cache: Cache
     kv: Cache  # [B, S, G, K].
@@ -201,14 +200,14 @@ def update_cache(
     cache: Cache, kv: Cache | None, positions: jax.Array, mask: AttentionMask,
     split: SplitDims, *, is_cross: bool,
 ) -> CacheUpdate:
-    """Returns the cache with T new tokens in it; of cross-attention with `encoded`, if it is given.
+    """Appends T new tokens to a cache, or `encoded` in cross-attention, if it is given.
 
     Args:
-      kv: new keys and values, [B, T or S, G, K]; None: `encoded` is in the cache.
+      kv: new keys and values, [B, T or S, G, K]; None: `encoded` is in the cache already.
       positions: int [B or 1, T], consecutive.
-      mask: of a call without a cache: it has the window, and which tokens are no padding.
+      mask: of a call without a cache; has the window and the padding.
       split: of the cache, [B, G, S, K].
-      is_cross: the keys are those of `encoded`, and stay.
+      is_cross: whether the keys belong to `encoded`.
 
     Raises:
       ConfigError: `encoded` is longer than the cache.
@@ -231,11 +230,11 @@ def update_cache(
 def _few_in_ring(
     cache: Cache, new: Cache, positions: jax.Array, mask: AttentionMask, split: SplitDims
 ) -> CacheUpdate:
-    """Returns the result of `update_cache` for tokens that take the place of none that is seen.
+    """Returns the result of `update_cache` for few tokens, which overwrite no visible ones.
 
-    A token lies in the place of its position modulo the ring's length S. So a place's position is
-    the latest up to the newest token's that is equal to it modulo S. Tokens that were taken back
-    count as S earlier than they were, which is outside of the window.
+    A token is stored at its position modulo the ring's length S. So the position of an entry is the
+    latest one, up to the newest token's, that is equal to its index modulo S. Tokens that were
+    taken back count as S positions earlier, which is outside of the window.
     """
     num_places = cache["key"].shape[2]
     kept = cache
@@ -270,7 +269,7 @@ def _many_in_ring(
     """Returns the result of `update_cache` for any number of tokens, padded on the right.
 
     They attend to the old entries, in the order of their positions, and to each other. The ring
-    then has the last S of the row's true tokens.
+    then contains the last S real tokens of the row.
     """
     (num_rows, _, num_places, _), num_new = cache["key"].shape, positions.shape[1]
     start_B = jnp.broadcast_to(positions[:, 0], (num_rows,))

@@ -110,7 +110,7 @@ class BaseLayer(nnx.Module):
         if split_dims_mapping is None:
             split_dims_mapping = split_of(shape)
         if isinstance(init, EinsumXavier):
-            init = init.of(*(matrix or Matrix((0,), (1,))))
+            init = init.for_dims(*(matrix or Matrix((0,), (1,))))
         names = names_of(shape)
         if CLASSES in names:  # It embeds, or makes logits.
             matrix = NONE

@@ -137,7 +137,8 @@ class Dense(BaseLayer):
         matrix = matrix_of(self.equation, groups)
         if isinstance(init, EinsumXavier):
             numbering = outputs.rpartition("...")[0]  # Letters that number outputs.
-            init = init.of(matrix.summed, [i for i in matrix.made if groups[i] not in numbering])
+            made = [i for i in matrix.made if groups[i] not in numbering]
+            init = init.for_dims(matrix.summed, made)
         self.w = self.weight(tuple(of_w.values()), init=init, matrix=matrix, rngs=rngs)
         if bias_init is not None:
             of_outputs = sorted(outputs.index(group[0]) for group in of_w if group[0] in outputs)

@@ -133,10 +133,6 @@ class _Ways(NamedTuple):
         return cls(rows, time, hidden, expert)
 
 
-def _num_experts(weights: Weights) -> int:
-    return next(iter(weights.values())).shape[0]
-
-
 def _gated_sums(
     x_nD: jax.Array, experts_nK: jax.Array, gates_nK: jax.Array, weights: Weights, *,
     activation: Glu, kernel: str, expected_rows: int,
@@ -146,7 +142,8 @@ def _gated_sums(
     Args:
       expected_rows: of choices here, if loads are even.
     """
-    num_local, (num_tokens, num_chosen) = _num_experts(weights), experts_nK.shape
+    num_local = next(iter(weights.values())).shape[0]
+    num_tokens, num_chosen = experts_nK.shape
     expert = jnp.where(gates_nK != 0.0, experts_nK, num_local).reshape(-1)
     # A token goes to an expert once: of its choices at most L are of experts here.
     num_rows = num_tokens * min(num_chosen, num_local)

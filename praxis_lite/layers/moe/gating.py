@@ -70,8 +70,8 @@ class Gating:
         policy = self.second_expert_policy
         require_choice(f"{layer}.second_expert_policy", policy, SECOND_EXPERT_POLICIES)
 
-        def check(holds: bool, name: str, wanted: str, change: str = "") -> None:
-            require(holds, f"{layer}.{name}", getattr(self, name), wanted, change)
+        def check(holds: bool, name: str, expected: str, change: str = "") -> None:
+            require(holds, f"{layer}.{name}", getattr(self, name), expected, change)
 
         unset = {"num_groups": 0, "min_group_size": None}
         for name in ("num_experts", "num_experts_per_token", *unset):

@@ -102,7 +102,7 @@ def remat(
         if names and name not in names:
             raise ConfigError(
                 f"{_setting(layer)} names the activation {name!r}, which its layers do not have; "
-                f"wanted are some of {', '.join(sorted(names))}.{did_you_mean(name, names)}"
+                f"expected some of {', '.join(sorted(names))}.{did_you_mean(name, names)}"
             )
 
 

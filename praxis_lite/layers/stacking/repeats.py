@@ -22,15 +22,12 @@ from praxis_lite.layers.base.variables import (
     stacked,
 )
 from praxis_lite.layers.stacking.checkpoint_policy import (
-    CHECKPOINT_POLICIES,
     CheckpointPolicy,
     checked_policy,
     remat,
 )
 from praxis_lite.layers.stacking.residual_branches import split_keys
 from praxis_lite.layers.stochastics import Dropout
-
-__all__ = ["CHECKPOINT_POLICIES", "Repeat", "StackedTransformer"]
 
 # What is called with `rngs` and returns a layer (x, key=, cache=, **inputs) -> (x, cache).
 Block = Callable[..., Any]

@@ -21,8 +21,6 @@ from praxis_lite.layers.stacking.residual_branches import (
 from praxis_lite.layers.stochastics import Dropout, StochasticResidual
 from praxis_lite.layers.transformer.feed_forwards import TransformerFeedForward
 
-__all__ = ["Transformer", "TransformerFeedForward"]
-
 # B batch, T time, S time of what is attended across, D model dims.
 _KEYS = (
     "self_attention", "self_attention_dropout", "self_attention_droppath", "cross_attention",

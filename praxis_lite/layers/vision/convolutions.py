@@ -115,8 +115,8 @@ class Conv2D(BaseLayer):
         if inputs.ndim != 4 or channels % per_group or num_outputs % max(num_groups, 1):
             raise ConfigError(
                 f"{type(self).__name__}.filter_shape is {self.filter_shape} and the inputs have "
-                f"the shape {inputs.shape}; wanted are inputs [B, H, W, C] with C a multiple of "
-                f"the filter's third size, and that multiple a divisor of its last."
+                f"the shape {inputs.shape}; expected [B, H, W, C], where C is a multiple of the "
+                "filter's third size and this multiple divides its last."
             )
         outputs = convolved(
             inputs,

@@ -43,8 +43,8 @@ def image_to_patch(images: jax.Array, patch_size: int) -> jax.Array:
     """
     if images.ndim != 4 or images.shape[1] % patch_size or images.shape[2] % patch_size:
         raise ConfigError(
-            f"patch_size is {patch_size}, but images have the shape {images.shape}; wanted is "
-            f"[B, H, W, C] with H and W multiples of the patch size. Change it, or crop the images."
+            f"patch_size is {patch_size}, but images have the shape {images.shape}; expected "
+            "[B, H, W, C] with H and W multiples of patch_size. Change it, or crop the images."
         )
     batch, height, width, channels = images.shape
     rows, columns = height // patch_size, width // patch_size

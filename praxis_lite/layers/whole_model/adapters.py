@@ -89,7 +89,7 @@ def adapted(
         raise ConfigError(
             f"lora finds nothing to adapt in {type(layer).__name__}"
             + (f" under the names {tuple(only)}" if only is not None else "")
-            + "; wanted is a Linear or another Dense layer, or a layer with such inside."
+            + "; expected a Linear or another Dense layer, or a layer that contains one."
         )
     twice = ["/".join(map(str, path)) for path, node in dense if is_adapted(node)]
     if twice:

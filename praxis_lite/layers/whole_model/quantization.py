@@ -1,32 +1,34 @@
-"""Matrix products in int8 or float8, or of weights rounded to 4 bits: a setting around a model.
+"""Matrix products in int8 or float8, or with weights rounded to 4 bits.
 
     task.model = fdl.Partial(
         quantized, model=fdl.Partial(TransformerLm, ...),
         rules=(fdl.Config(QuantizationRule, "transformer", qtype="int8"),))
 
-Weights, slots and checkpoints are those of the model without it. A weight is rounded each time that
-it is used, with a scale per output channel; activations are rounded with a scale per token; or each
-with a single scale (`scales="tensor"`). Recipes by a word are in quantization_recipes.py. The
-product is summed in int32 (float8: in float32) and scaled back; devices sum scaled products, in the
-activations' dtype, where a layer's splits tell which they are (summing_devices.py). Gradients pass
-the rounding as if it were not there; without a `bwd_qtype` the two products of the backward pass
-are of the unrounded factors, in the model's dtype.
+Weights, slots and checkpoints are those of the model without rules. A weight is rounded each time
+it is used, with a scale per output channel, activations with a scale per token; or each with a
+single scale (`scales="tensor"`). Products are summed in int32 (float8: in float32) and rescaled;
+devices sum rescaled products in the activations' dtype, as far as the layers' splits determine
+which devices sum together (`summing_devices`). Gradients pass through the rounding
+(straight-through); without a `bwd_qtype` both products of the backward pass use unrounded factors
+in the model's dtype.
 
-In 4 bits, "int4" or QLoRA's "nf4" (arXiv:2305.14314), only the weight is rounded, with a scale for
-each `block_size` inputs of a channel. The backward pass is of the rounded weight, whose gradient
-passes the rounding.
+With "int4" or QLoRA's "nf4" (arXiv:2305.14314) only the weight is rounded, with a scale for each
+`block_size` inputs of a channel. The backward pass uses the rounded weight.
 
 Never rounded are products of two activations (attention's logits), experts, convolutions,
-recurrences, embeddings and LoRA's thin products; the log names the layers that a pattern matches
-and that are not rounded. A softmax with a `chunk_size` cannot have its weight rounded. Stored
-weights stay float32 (in 4 bits: four_bit_weights.py), so that decoding rounds them for every
-token. Rounding is to nearest, in the backward pass too. A sum of more than 133,000 int8 products
-can leave int32 if nearly all are the largest (with a `bwd_qtype`, a weight's gradient sums over all
-tokens of a device).
+recurrences, embeddings and LoRA's thin products; the log names matching layers that are not
+rounded. A softmax with a `chunk_size` cannot have its weight rounded. Stored weights stay float32
+(in 4 bits: four_bit_weights.py), so decoding rounds them for every token. Rounding is to nearest,
+in the backward pass too. A sum of more than 133,000 int8 products can overflow int32 if nearly all
+are the largest (with a `bwd_qtype`, a weight's gradient sums over all tokens of a device).
 
-Of 8 bits the arithmetic is Qwix's: `qwix.quantize` and `qwix.einsum`. Its `qwix.quantize_model`
-intercepts one method of a model (an LM has two, `__call__` and `compute_loss`), finds layers by
-walking Python's stack, and asks Flax for methods that are deprecated.
+`task.quantization = "float8"` (of a LanguageModelTask) or `--set task.quantization=float8` applies
+a recipe of QUANTIZATION_RECIPES to all dense layers but the one that makes logits, forward and
+backward. The recipes "nf4" and "int4" store the frozen weights of these layers in 4 bits.
+
+8-bit arithmetic is Qwix's: `qwix.quantize` and `qwix.einsum`. `qwix.quantize_model` intercepts only
+one method of a model (an LM has two, `__call__` and `compute_loss`), finds layers by walking
+Python's stack, and calls deprecated methods of Flax.
 """
 
 import dataclasses
@@ -141,7 +143,7 @@ def quantized(
     """
     optional_module("qwix", "quantized")
     if not rules:
-        raise ConfigError("quantized.rules is empty; wanted is a QuantizationRule or several.")
+        raise ConfigError("quantized.rules is empty; expected one QuantizationRule or more.")
     layer = model(*args, rngs=rngs, **kwargs)
     nodes = {"/".join(map(str, path)): node for path, node in nnx.compat.iter_graph(layer)}
     dense = {f"{path}/w".lstrip("/"): node for path, node in nodes.items() if is_dense(node)}
@@ -186,12 +188,12 @@ def is_matrix(node: Any) -> bool:
 
 def _unused(rule: QuantizationRule, paths: Sequence[str]) -> ConfigError:
     taken = any(re.match(rule.regex, path) for path in paths)
-    what = "that a rule before it has not taken" if taken else "of a dense layer"
+    what = "that no earlier rule matches" if taken else "of a dense layer"
     near = did_you_mean(rule.regex, paths)
     shown = ", ".join(paths[:12]) + (f" and {len(paths) - 12} more" if len(paths) > 12 else "")
     return ConfigError(
-        f"QuantizationRule.regex {rule.regex!r} matches no weight {what}; wanted is the beginning "
-        f"of one of {shown}.{near} Mend it, or take the rule out."
+        f"QuantizationRule.regex {rule.regex!r} matches no weight {what}; expected the beginning "
+        f"of one of {shown}.{near} Fix the pattern, or remove the rule."
     )
 
 

@@ -63,10 +63,10 @@ def in_int8(weight: jax.Array, summed_dims: Sequence[int]) -> Int8Weight:
 )
 @dataclasses.dataclass(frozen=True)
 class TransposedWeight(StoredWeight):
-    """A weight whose dims that a product sums over come last.
+    """A weight stored transposed, [out, in], for faster decoding on a CPU.
 
-    On a CPU XLA packs the second factor of a product anew for each token, and reads the first where
-    it lies. Of few rows that is most of the time.
+    XLA's CPU backend repacks the second factor of a product for each token, and reads the first in
+    place. With few rows repacking takes most of the time.
 
     Attributes:
       values: the weight, transposed.

@@ -1,4 +1,4 @@
-"""Splash attention, flash attention that leaves out hidden blocks: whose kernels a name means."""
+"""Splash attention: flash attention that skips hidden blocks, by JAX's or tokamax's kernels."""
 
 import importlib.util
 
@@ -28,7 +28,8 @@ def splash_of(name: str) -> type[SplashOfARow]:
 
     "splash" is JAX's, or tokamax's with a jax that has none: the numbers are the same.
     """
-    return SplashOfJax if name == "splash" and _jax_has_it() else SplashOfTokamax
+    is_in_jax = name == "splash" and importlib.util.find_spec(_OF_JAX) is not None
+    return SplashOfJax if is_in_jax else SplashOfTokamax
 
 
 def splash_is_installed(name: str) -> bool:
@@ -45,10 +46,6 @@ def require_splash(name: str) -> None:
     if splash_of(name) is SplashOfTokamax:
         why = f", as jax {jax.__version__} has no splash attention," if name == "splash" else ""
         require_package("tokamax", f"atten_kernel={name!r}{why}")
-
-
-def _jax_has_it() -> bool:
-    return importlib.util.find_spec(_OF_JAX) is not None
 
 
 def splash_attention(

@@ -19,7 +19,7 @@ def check_microbatches(
     if (num_microbatches is None) == (microbatch_size is None):
         raise ConfigError(
             f"Pipeline.num_microbatches is {num_microbatches} and microbatch_size is "
-            f"{microbatch_size}; wanted is one of the two. Set num_microbatches."
+            f"{microbatch_size}; expected exactly one of the two. Set num_microbatches."
         )
     if microbatch_size is None:
         require_positive(layer, num_microbatches=num_microbatches)
@@ -45,8 +45,8 @@ def num_microbatches_of(
     actual = microbatch_size if by_size else num_microbatches
     if must_divide and num_rows % actual:
         raise ConfigError(
-            f"Pipeline.{name} is {actual}; wanted is a divisor of {num_rows}, the rows of the "
-            "batch: its blocks assign variables, which would count the rows that fill up the "
+            f"Pipeline.{name} is {actual}; expected a divisor of {num_rows}, the rows of the "
+            "batch: its blocks assign variables, which would count the padding rows of the "
             f"last microbatches. Change {name} or the batch size."
         )
     return -(-num_rows // actual) if by_size else actual
@@ -66,8 +66,8 @@ def arrays_of(inputs: Mapping[str, Any], num_rows: int) -> tuple[dict, dict]:
         for leaf in leaves if has_rows else ():
             if leaf.shape[0] not in (1, num_rows):
                 raise ConfigError(
-                    f"Pipeline's input {name!r} has the shape {leaf.shape}; wanted is x's "
-                    f"{num_rows} rows, or 1, as its first dim, so that microbatches can be cut."
+                    f"Pipeline's input {name!r} has the shape {leaf.shape}; expected x's "
+                    f"{num_rows} rows, or 1, as its first dim, to cut it into microbatches."
                 )
     return arrays, others
 

@@ -70,7 +70,7 @@ def _pipeline_of(task: Task) -> Pipeline:
     pipelines = [item for item in modules if isinstance(item, Pipeline)]
     if len(pipelines) != 1:
         raise ConfigError(
-            f"OneForwardOneBackward found {len(pipelines)} Pipelines in the model; wanted is one. "
+            f"OneForwardOneBackward found {len(pipelines)} Pipelines in the model; expected one. "
             "Leave the Partitioner's gradients out, or make the model's stack a Pipeline."
         )
     kept = {
@@ -79,10 +79,10 @@ def _pipeline_of(task: Task) -> Pipeline:
     }
     if kept:
         raise ConfigError(
-            f"OneForwardOneBackward found variables that passes hand on: {', '.join(sorted(kept))}"
-            "; wanted is a model without batch statistics, for a stage does not know yet which "
-            "microbatches have no weight and are to change none. Leave the Partitioner's gradients "
-            "out: the Pipeline by itself computes these."
+            "OneForwardOneBackward found variables that are updated in each pass: "
+            f"{', '.join(sorted(kept))}; expected a model without batch statistics, because a "
+            "stage does not know yet which microbatches have no weight. Leave the Partitioner's "
+            "gradients out: the Pipeline alone supports such variables."
         )
     return pipelines[0]
 

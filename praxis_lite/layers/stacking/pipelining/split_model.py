@@ -77,8 +77,8 @@ class SplitModel:
         x, *_ = jax.eval_shape(self._called, self._params, jnp.array(0))
         if any(self._used(lambda params: self._called(params, 0)[1])):
             raise ConfigError(
-                "OneForwardOneBackward: inputs of the Pipeline beside x are computed by weights, "
-                "such as an encoder's; wanted are those of data alone. Leave the Partitioner's "
+                "OneForwardOneBackward: inputs of the Pipeline other than x depend on weights, "
+                "such as an encoder's; expected inputs of data alone. Leave the Partitioner's "
                 "gradients out."
             )
         before = self._used(lambda params: self._called(params, 0)[0])
@@ -171,7 +171,7 @@ class SplitModel:
             result = self._loss(jax.tree.unflatten(self._form, params), microbatch)
         if len(calls) != 1:
             raise ConfigError(
-                f"OneForwardOneBackward: a pass calls the Pipeline {len(calls)} times; wanted is "
+                f"OneForwardOneBackward: a pass calls the Pipeline {len(calls)} times; expected "
                 "once. Leave the Partitioner's gradients out."
             )
         return result, calls[0]
