@@ -1,4 +1,4 @@
-"""Arguments of layers: their names, their checks, and the scopes that name their operations."""
+"""Calls of layers: their signatures, checks of arguments, named scopes, and untyped fallback."""
 
 import contextlib
 import contextvars
@@ -34,10 +34,9 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 
 class ConstructorSignature:
-    """What `inspect.signature` of a layer's class gives: its constructor's parameters.
+    """The signature of a layer's class: that of its constructor.
 
-    Without it, Fiddle and `--set` would see the `*args, **kwargs` of nnx's metaclass, and take any
-    name and any type.
+    Without it Fiddle and `--set` would see the `*args, **kwargs` of nnx's metaclass.
     """
 
     def __get__(self, layer: Any, layer_class: type) -> inspect.Signature:
@@ -48,9 +47,12 @@ class ConstructorSignature:
 
 
 def inherit_params(*bases: type, but: Collection[str] = ()) -> Callable[[Init], Init]:
-    """Returns a decorator of a constructor, whose `**settings` become `bases`', all `but` some.
+    """Returns a decorator that replaces a constructor's `**settings` by the parameters of `bases`.
 
-    They have their names, types and defaults in its signature: for help, Fiddle and `--set`.
+    Their names, types and defaults appear in its signature, for help, Fiddle and `--set`.
+
+    Args:
+      but: parameters to leave out.
     """
 
     def decorated(init: Init) -> Init:
@@ -87,10 +89,10 @@ def with_settings(
     init: Callable[..., None], names: Collection[str],
     take: Callable[[Any, dict[str, Any]], None],
 ) -> Callable[..., None]:
-    """Returns a layer's constructor that also has the settings `names`, by default None.
+    """Returns a layer's constructor with additional keyword arguments `names`, by default None.
 
-    `take` gets the layer and those that were given, before the constructor begins. Settings that
-    the constructor names itself it gets itself.
+    Before the constructor runs, `take` is called with the layer and the given ones. Names that the
+    constructor declares are passed to it as usual.
     """
     local = inspect.signature(inspect.unwrap(init)).parameters
     taken = [name for name in names if name not in local]
@@ -138,10 +140,10 @@ def _calling(layer: Any, name: str) -> Iterator[None]:
 
 
 def checked_and_named(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a layer's method that knows its keywords, its operations named after the layer.
+    """Returns a layer's method that rejects unknown keywords and names its operations.
 
-    The name is looked up in the layer that calls, while a step is traced, and kept nowhere: in the
-    layer it would make two equal layers of a stack two kinds of pytree.
+    The layer's name is looked up in the calling layer while tracing. Stored in the layer it would
+    make equal layers of a stack different pytrees.
     """
     parameters = list(inspect.signature(method, follow_wrapped=False).parameters.values())[1:]
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
@@ -166,10 +168,10 @@ def checked_and_named(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def scope_of(parent: nnx.Module, layer: nnx.Module) -> contextlib.AbstractContextManager[None]:
-    """Returns a context that names the operations inside after `layer`, an attribute of `parent`.
+    """Returns a named scope for `layer`, an attribute of `parent`.
 
-    For a layer that is given to `jax.checkpoint`: that calls a copy, and traces one body for all
-    that look alike, so that the name has to stand outside.
+    For layers inside `jax.checkpoint`, which calls a copy and traces equal layers once, so that the
+    scope must be outside.
     """
     return _calling(None, attribute_name(parent, layer))
 
@@ -203,16 +205,16 @@ def check_way(
     layer: object, field: str, setting: str | None, ways: Mapping[str, str],
     unable: Mapping[str, bool], split: str,
 ) -> None:
-    """Checks a setting by whose name devices work together by hand; None leaves it to the compiler.
+    """Checks a setting that names explicit collectives; None leaves them to the compiler.
 
     Args:
-      field: of the layer, "tensor_parallel".
-      ways: those that there are, by name.
-      unable: settings of the layer that do not go with any, by name: whether they are in use.
-      split: by the compiler otherwise, "the layer".
+      field: the setting, such as "tensor_parallel".
+      ways: its valid values.
+      unable: whether settings that these collectives do not support are in use, by name.
+      split: what the compiler splits otherwise, such as "the layer".
 
     Raises:
-      ConfigError: there is no such way, or a setting that does not go with it is in use.
+      ConfigError: the value is unknown, or an unsupported setting is in use.
     """
     if setting is None:
         return
@@ -220,7 +222,7 @@ def check_way(
     require_choice(f"{name}.{field}", setting, ways)
     if used := [other for other, is_used in unable.items() if is_used]:
         raise ConfigError(
-            f"{name}.{field} is {setting!r}, which cannot do {' or '.join(used)}. Leave that out, "
+            f"{name}.{field} is {setting!r}, which does not support {' or '.join(used)}. Omit it, "
             f"or set {field}=None: the compiler then splits {split}."
         )
 
@@ -229,12 +231,12 @@ def with_auto_fallback(
     method: Callable[..., Any], layer: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
     path: str,
 ) -> Any:
-    """Returns `method(layer, *args, **kwargs)`; as over Auto axes if JAX has no types of it.
+    """Returns `method(layer, *args, **kwargs)`; over Auto axes if JAX cannot type it.
 
     Results are then typed as the first array among the arguments, dim by dim where sizes agree.
 
     Args:
-      path: of the layer, under which the reason is noted.
+      path: of the layer; the reason is noted under it.
     """
     if not is_typed():
         return method(layer, *args, **kwargs)
