@@ -1,9 +1,8 @@
-"""Tensor parallelism with explicit collectives, turned on by a layer's `tensor_parallel`.
+"""Tensor parallelism with explicit collectives: a layer's setting `tensor_parallel`.
 
-The layer is the same, with the same weights. Each device runs it as if it were alone, with its part
-of the heads or hidden dims, on tokens that come to it; the outputs are summed over the mesh axis
-that splits these. The compiler alone gathers and sums everything at once, and computes meanwhile
-nothing.
+Layer and weights are the same. Each device runs the layer with its part of the heads or hidden dims
+on the tokens that it receives; the outputs are summed over the mesh axis that splits these dims.
+The compiler alone would gather and sum everything at once, without overlapping computation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -59,7 +58,7 @@ class ShardedLayer(NamedTuple):
 
     @property
     def num_row_dims(self) -> int:
-        """How many dims rows share with the inputs: [B], or [B, T] where tokens are alone."""
+        """Number of leading dims that rows share with the inputs: [B], or [B, T]."""
         return 1 if self.reads_sequences else 2
 
 
@@ -79,7 +78,7 @@ class WeightShard(NamedTuple):
     shape: tuple[int, ...]
 
     def of_device(self, block: jax.Array, half: ShardedLayer, axis: str) -> jax.Array:
-        """Returns the weights of a device's block to compute with: whole but for the features."""
+        """Gathers a device's block of the weight, except along the features."""
         keeps_features = half.how != "weights"
         # Along the axis first: the last and largest gather then is of another dim.
         dims = sorted(range(len(self.spec)), key=lambda dim: axis not in axes_of(self.spec[dim]))
@@ -96,14 +95,14 @@ class WeightShard(NamedTuple):
 def shard_weights(
     half: ShardedLayer, axis: str, dtype: Any
 ) -> tuple[list[WeightShard], Callable[[list[jax.Array]], Any]]:
-    """Returns a layer's weights, and what makes its layer of a device's blocks of them.
+    """Returns a layer's weights, and a function from a device's blocks of them to its layer.
 
     Args:
-      axis: that splits the features.
+      axis: the mesh axis that splits the features.
       dtype: of the products.
 
     Raises:
-      ConfigError: a weight is not split as `half.how` needs it; names it.
+      ConfigError: a weight's split does not fit `half.how`; names the weight.
     """
     graphdef, state = nnx.compat.split(half.layer)
     leaves = list(nnx.to_flat_state(state))
@@ -136,17 +135,17 @@ def _part(
         )
         if half.prepared is not None:
             array = half.prepared(path, array, dim, mesh.shape[axis])
-    # A bias stays: the sum over tokens that is its gradient is in its own dtype.
+    # Not a bias: its gradient, a sum over tokens, is summed in the bias's dtype.
     if array.ndim > 1 and path[-1] != "b":
         array = array.astype(dtype)
     return WeightShard(path, pad_to_split(array, spec), spec, array.shape)
 
 
 def _check_output(half: ShardedLayer, path: tuple, dim: int | None) -> None:
-    """Checks that the layer's outputs are a sum of what parts of the features make of them.
+    """Checks that the layer's outputs are a sum over parts of the features.
 
     Raises:
-      ConfigError: a weight at its end is neither split as they are, nor a bias.
+      ConfigError: a weight of the output projection is neither split by features nor a bias.
     """
     if half.how == "weights" or path[0] != half.output:
         return
@@ -165,18 +164,18 @@ def _check_output(half: ShardedLayer, path: tuple, dim: int | None) -> None:
 
 
 def excluded_axes() -> tuple[str, ...]:
-    """Returns the mesh axes that are manual already, and those of a single device."""
+    """Returns the mesh axes that are manual already, and those with a single device."""
     mesh = jax.sharding.get_abstract_mesh()
     return (*mesh.manual_axes, *(axis for axis, size in mesh.shape.items() if size == 1))
 
 
 def pad_to_split(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Returns x with zeros appended to the dims that are split, so that they divide."""
+    """Pads x with zeros until its split dims divide."""
     return pad_to_shape(x, padded_shape(x.shape, spec, jax.sharding.get_abstract_mesh().shape))
 
 
 def pad_to_shape(x: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """Returns x with zeros appended."""
+    """Pads x with zeros at the end of its dims."""
     missing = [(0, new - old) for new, old in zip(shape, x.shape, strict=True)]
     return jnp.pad(x, missing) if any(map(any, missing)) else x
 
@@ -196,17 +195,16 @@ def check_tensor_parallel(layer: object, setting: str | None, unable: Mapping[st
 
 
 def tensor_parallel_axis(layer: Any, features_split: DimSplit) -> str | None:
-    """Returns the mesh axis along which a layer is run by hand, or None if it is not.
+    """Returns the mesh axis of a layer's tensor parallelism with explicit collectives, or None.
 
-    It is not where no mesh is set, where the axis has one device, and inside a `jax.shard_map` that
-    has taken the axis already.
+    None without a mesh, if the axis has one device, and inside a `jax.shard_map` over the axis.
 
     Args:
-      layer: with the setting `tensor_parallel`.
-      features_split: of the dim that tensor parallelism splits, heads or hidden dims.
+      layer: has the setting `tensor_parallel`.
+      features_split: the split of heads or hidden dims.
 
     Raises:
-      ConfigError: the features are split over no axis, or over several.
+      ConfigError: the features are not split over exactly one axis.
     """
     setting, mesh = layer.tensor_parallel, jax.sharding.get_abstract_mesh()
     if setting is None or mesh.empty:
@@ -223,21 +221,21 @@ def tensor_parallel_axis(layer: Any, features_split: DimSplit) -> str | None:
 def run_tensor_parallel(
     half: ShardedLayer, axis: str, x: jax.Array, rows: Mapping[str, jax.Array | None]
 ) -> jax.Array:
-    """Returns `half.function(layer, x, rows)`, [B, T, D], summed by hand over a mesh axis.
+    """Returns `half.function(layer, x, rows)`, [B, T, D], with explicit collectives over `axis`.
 
-    All axes that split x or a weight are taken: a weight that is split over others, too (fully
-    sharded data parallelism), is cast to the dtype of x, gathered, its gradient reduce-scattered.
-    Weights' gradients of several pieces are added in the dtype of x. Filler rows, tokens, heads and
-    hidden dims, of zeros, make divide what does not.
+    All axes that split x or a weight become manual: a weight that other axes split too (fully
+    sharded data parallelism) is cast to the dtype of x and gathered, and its gradient is
+    reduce-scattered. Gradients of weights are added over pieces in the dtype of x. Rows, tokens,
+    heads and hidden dims are padded with zeros until they divide.
 
     Args:
       half: the layer, and what it is called with.
-      axis: of `tensor_parallel_axis`.
+      axis: the result of `tensor_parallel_axis`.
       x: [B, T, D].
       rows: by name [B or 1, ...], or [B, T] of a layer that does not read sequences; or None.
 
     Raises:
-      ConfigError: x or a weight is not split as the setting needs it.
+      ConfigError: the split of x or of a weight does not fit the setting.
     """
     mesh = jax.sharding.get_abstract_mesh()
     how, (B, T, _) = half.how, x.shape
@@ -245,7 +243,7 @@ def run_tensor_parallel(
     dim = _dim_of_tokens(half, axis, spec)
     spec = without_axes(spec, excluded_axes())
     weights, layer_of = shard_weights(half, axis, x.dtype)
-    # A device has the rows of its group, all devices along the axis, unless it keeps its tokens.
+    # A device has the rows of all devices along the axis, unless it keeps its tokens.
     rows_spec = (spec if how == "weights" else without_axes(spec, (axis,)))[:half.num_row_dims]
     x = pad_to_split(x, spec)
     rows = {name: row for name, row in rows.items() if row is not None}
@@ -282,13 +280,13 @@ def run_tensor_parallel(
     weight_specs = [weight.spec for weight in weights]
     axes = {axis, *(item for p in (spec, *weight_specs) for entry in p for item in axes_of(entry))}
     is_inside = bool(mesh.manual_axes)
-    # JAX (0.10 to 0.12) cannot lower a shard_map inside another that hands values on to its own
-    # gradient: inside and around it they are computed again.
+    # JAX (0.10 to 0.12) cannot lower a nested shard_map with residuals: recompute inside and
+    # around.
     computed_again = jax.checkpoint if is_inside else lambda function: function
     mapped = jax.shard_map(
         computed_again(on_a_device),
         in_specs=(weight_specs, spec, specs), out_specs=spec, axis_names=axes_by_hand(axes),
-        # Inside one that checks, it must; elsewhere kernels of Pallas do not say what varies.
+        # Required inside a shard_map that checks; elsewhere Pallas kernels lack the types.
         check_vma=is_inside,
     )
     return computed_again(mapped)([weight.array for weight in weights], x, rows)[:B, :T]
