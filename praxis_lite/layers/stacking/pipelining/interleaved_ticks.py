@@ -1,8 +1,7 @@
 """The ticks of 1F1B: each takes a microbatch forward, and another backward.
 
-The loss of a microbatch is computed in the tick in which it leaves the last stage, and its gradient
-sets out backward in the same tick. So a stage keeps the inputs of 2 R S - 1 microbatches at most,
-however many there are.
+The loss of a microbatch is computed in the tick in which it leaves the last stage, and its backward
+pass begins in the same tick. So a stage stores the inputs of at most 2 R S - 1 microbatches.
 """
 
 import dataclasses
@@ -13,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.layers.stacking.pipelining.buffers import shift
-from praxis_lite.layers.stacking.pipelining.ends import Ends
 from praxis_lite.layers.stacking.pipelining.schedules import InterleavedSchedule
+from praxis_lite.layers.stacking.pipelining.split_model import SplitModel
 from praxis_lite.layers.stacking.pipelining.stage_work import StageWork, added, floats_of
 from praxis_lite.layers.stacking.pipelining.ticks import Values, pick
 
@@ -25,7 +24,7 @@ PyTree = Any
 
 
 class Carry(NamedTuple):
-    """What goes from tick to tick; gradients are called after what they are of."""
+    """The carry of the scan over ticks; `of_x` is the gradient of `x`."""
 
     x_S: jax.Array
     of_x_S: jax.Array
@@ -50,7 +49,7 @@ class InterleavedTicks:
 
     schedule: InterleavedSchedule
     work: StageWork
-    ends: Ends
+    ends: SplitModel
     arrays: list[jax.Array]
     keys_M: jax.Array | None
 
@@ -257,8 +256,8 @@ class InterleavedTicks:
         return self.work.picked(arrays, microbatch, repeat), key, stage, 0 * microbatch, repeat
 
     def if_any(self, is_any: jax.Array, function: Any, *args: Any) -> Any:
-        """Returns function(*args), or zeros where it is in vain."""
-        if self.schedule.circular_repeat == 1:  # It hardly ever is.
+        """Returns function(*args), or zeros if it is not needed."""
+        if self.schedule.circular_repeat == 1:  # It is needed in nearly all ticks.
             return function(*args)
         zeros = lambda *args: jax.tree.map(  # noqa: E731
             lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(function, *args)
@@ -271,17 +270,17 @@ class InterleavedTicks:
         return is_there.reshape(-1, *[1] * (x_S.ndim - 1))
 
     def stated(self, x_S: jax.Array) -> jax.Array:
-        """Returns activations with their layout stated."""
+        """Constrains the layout of activations."""
         return self.work.layout.constrain(x_S, row_dim=1)
 
 
 def _at(x_S: jax.Array, stage: int) -> jax.Array:
-    """Returns the array of a stage. XLA would else shift it by the layout that the ends have."""
+    """Returns the array of a stage; without the barrier XLA moves it to the ends' layout first."""
     return jax.lax.optimization_barrier(x_S)[stage]
 
 
-# On TPU XLA sums gradients over devices after the loop over ticks if nothing but a choice comes
-# between the sum over devices and that over ticks: no product with a weight.
+# On TPU XLA moves the sum of gradients over devices out of the loop over ticks if only a select is
+# between it and the sum over ticks: no product with a weight.
 
 
 def _if(counts: jax.Array, gradient: jax.Array) -> jax.Array:
@@ -292,12 +291,12 @@ def _sum(total: PyTree, gradients: PyTree, counts: jax.Array) -> PyTree:
     return jax.tree.map(lambda a, g: a + _if(counts, g), total, gradients)
 
 
-# R repeats, S stages, P places of layers of one stage in one repeat, M microbatches. `values` are
-# [R, S, P, ...], as a model has them; `kept` are [S, M, R, P, ...].
+# Values that stages assign, kept per microbatch until its loss. `values` are [R, S, P, ...], as in
+# the model; `kept` are [S, M, R, P, ...].
 
 
 def room_for_values(values: Values, num_microbatches: int) -> Values:
-    """Returns zeros to keep values of all microbatches."""
+    """Returns zeros for the values of all microbatches, [S, M, R, P, ...]."""
     return {
         path: jnp.zeros((a.shape[1], num_microbatches, a.shape[0], *a.shape[2:]), a.dtype)
         for path, a in values.items()
@@ -307,10 +306,7 @@ def room_for_values(values: Values, num_microbatches: int) -> Values:
 def with_stage_values(
     kept: Values, new: Values, microbatch: jax.Array, repeat: jax.Array, is_valid: jax.Array
 ) -> Values:
-    """Returns a stage's kept values [M, R, P, ...] with those of its tick, [P, ...], if it counts.
-
-    Of `new` those that are not kept are left out.
-    """
+    """Returns a stage's kept values [M, R, P, ...] with those of its tick, [P, ...], if valid."""
     return {
         path: a.at[microbatch, repeat].set(jnp.where(is_valid, new[path], a[microbatch, repeat]))
         for path, a in kept.items()
@@ -325,7 +321,7 @@ def values_of_microbatch(kept: Values, microbatch: jax.Array) -> Values:
 def with_values_of_microbatch(
     kept: Values, values: Values, microbatch: jax.Array, is_valid: jax.Array
 ) -> Values:
-    """Returns kept values with those of a microbatch, if it counts."""
+    """Returns kept values with those of a microbatch, if valid."""
     return {
         path: a.at[:, microbatch].set(
             jnp.where(is_valid, jnp.moveaxis(values[path], 1, 0), a[:, microbatch])

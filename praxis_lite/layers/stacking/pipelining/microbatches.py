@@ -1,4 +1,4 @@
-"""A batch's microbatches: how many there are, and how its rows are cut into them."""
+"""The microbatches of a batch: their number, and how rows are distributed to them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ from praxis_lite.layers.base.calls import require_positive
 def check_microbatches(
     layer: Any, num_microbatches: int | None, microbatch_size: int | None
 ) -> None:
-    """Raises a ConfigError unless just one of a Pipeline's two settings is there, and positive."""
+    """Raises a ConfigError unless exactly one of a Pipeline's two settings is set, and positive."""
     if (num_microbatches is None) == (microbatch_size is None):
         raise ConfigError(
             f"Pipeline.num_microbatches is {num_microbatches} and microbatch_size is "
@@ -35,10 +35,10 @@ def num_microbatches_of(
 
     Args:
       num_microbatches, microbatch_size: as of Pipeline: one of the two is None.
-      must_divide: blocks assign variables, which would count rows that fill up a microbatch.
+      must_divide: whether blocks assign variables, which would count padding rows.
 
     Raises:
-      ConfigError: they do not divide the rows, but must.
+      ConfigError: they must divide the rows, and do not.
     """
     by_size = num_microbatches is None
     name = "microbatch_size" if by_size else "num_microbatches"
@@ -73,10 +73,9 @@ def arrays_of(inputs: Mapping[str, Any], num_rows: int) -> tuple[dict, dict]:
 
 
 def to_microbatches(x: jax.Array, num_microbatches: int, num_streams: int) -> jax.Array:
-    """Returns [rows, ...] as [M, rows / M, ...], filled up with copies of row 0 if M divides not.
+    """Returns [rows, ...] as [M, rows / M, ...], padded with copies of row 0.
 
-    The rows of one microbatch are far apart: rows that are split over a mesh axis then give each
-    microbatch its share from every device.
+    A microbatch has every M-th row, so that each device contributes rows to each microbatch.
     """
     if num_free := -x.shape[0] % num_microbatches:
         x = jnp.concatenate([x, jnp.broadcast_to(x[:1], (num_free, *x.shape[1:]))])
