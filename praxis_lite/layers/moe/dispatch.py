@@ -1,7 +1,6 @@
 """Tokens moved into the slots of experts and back: pure functions of arrays.
 
-An expert has C slots for a group of tokens, its capacity; a choice of an expert beyond that gets no
-slot.
+An expert has C slots, its capacity, for each group of tokens; choices beyond that are dropped.
 """
 
 import math
@@ -13,17 +12,14 @@ import jax.numpy as jnp
 # G groups, S tokens of a group, D model dims, E experts, K experts of a token, C slots of an expert
 # for a group, N = E x C slots of a group.
 
-# From tokens in their slots to the experts' outputs, both [G, E, C, D].
+# Tokens in slots [G, E, C, D] -> outputs of experts [G, E, C, D].
 AtExperts = Callable[[jax.Array], jax.Array]
 
 
 def slots_of(
     experts_GSK: jax.Array, is_routed_GSK: jax.Array, num_experts: int, capacity: int
 ) -> jax.Array:
-    """Returns the slot [G, S, K] of each choice, expert x C + place; N for a choice without a slot.
-
-    What is beyond an expert's capacity is dropped.
-    """
+    """Returns the slot [G, S, K] of each choice, expert x C + place; N for dropped choices."""
     place = places_of(experts_GSK, is_routed_GSK, num_experts)
     return jnp.where(
         is_routed_GSK & (place < capacity), experts_GSK * capacity + place, num_experts * capacity
@@ -31,12 +27,12 @@ def slots_of(
 
 
 def places_of(experts_GSK: jax.Array, is_routed_GSK: jax.Array, num_experts: int) -> jax.Array:
-    """Returns the place [G, S, K] of each choice among those of its expert, from 0.
+    """Returns the position [G, S, K] of each choice among the choices of its expert.
 
-    An expert takes first choices before second ones, and among equals the earlier token.
+    First choices come before second choices; within these, tokens are in order.
     """
     num_groups, group_size, num_chosen = experts_GSK.shape
-    # One row per choice, all first choices before the second ones.
+    # All first choices before the second ones.
     rows = (num_groups, num_chosen * group_size)
     expert = experts_GSK.swapaxes(1, 2).reshape(rows)
     is_routed = is_routed_GSK.swapaxes(1, 2).reshape(rows)
@@ -75,8 +71,8 @@ def _choice_in_slot(slots_GSK: jax.Array, num_slots: int) -> jax.Array:
 def _rows(x_GRD: jax.Array, index_GM: jax.Array, index_back_GRJ: jax.Array) -> jax.Array:
     """Returns x's rows at an index, [G, M, D]; zeros where the index is R or more.
 
-    `index_back` says to which M each of x's rows went, at most J times. With it the gradient is a
-    sum of J gathers rather than a scatter, which is slow and adds up in no fixed order.
+    `index_back` has the M to which each row of x went, at most J. With it the gradient is a sum of
+    J gathers instead of a scatter, which is slow and nondeterministic.
     """
     del index_back_GRJ
     return jnp.take_along_axis(x_GRD, index_GM[..., None], axis=1, mode="fill", fill_value=0)
@@ -101,11 +97,11 @@ def through_slots(
     x_GSD: jax.Array, experts_GSK: jax.Array, gates_GSK: jax.Array, is_routed_GSK: jax.Array,
     slots: tuple[int, int], at_experts: AtExperts,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns for each token the gated sum over its experts, [G, S, D], and the share dropped.
+    """Returns the gated sum over each token's experts, [G, S, D], and the share of dropped choices.
 
     Args:
       experts_GSK, gates_GSK, is_routed_GSK: of `routing.choose_experts`.
-      slots: E and C; the choices beyond them are dropped.
+      slots: (E, C).
     """
     num_slots = math.prod(slots)
     slots_GSK = slots_of(experts_GSK, is_routed_GSK, *slots)

@@ -37,14 +37,14 @@ PyTree = Any
 class OneForwardOneBackward:
     """Gradients of a model with one Pipeline by 1F1B (arXiv:2104.04473).
 
-    A microbatch goes backward as soon as it has left the last stage: a stage keeps the inputs of
-    2 R S - 1 microbatches, however many there are. What is before the Pipeline and behind it, the
-    embedding and the loss, is computed for a microbatch within the ticks. With
-    `Pipeline.split_backward` gradients of weights have no bubbles (ZB-H1, arXiv:2401.10241).
+    A microbatch goes backward as soon as it has left the last stage: a stage stores the inputs of
+    2 R S - 1 microbatches, independent of M. What comes before and after the Pipeline, embedding
+    and loss, is computed for each microbatch within the ticks. With `Pipeline.split_backward`
+    gradients of weights have no bubbles (ZB-H1, arXiv:2401.10241).
 
-    The numbers are those of gradient accumulation over the Pipeline's microbatches, and on a mesh
-    without its stage axis made so. Where the loss is a weighted mean over rows, they are those of
-    the whole batch.
+    The results equal gradient accumulation over the Pipeline's microbatches, which also runs on
+    meshes without the stage axis. If the loss is a weighted mean over rows, they equal those of the
+    complete batch.
     """
 
     def on(
@@ -53,7 +53,7 @@ class OneForwardOneBackward:
         """Returns the functions of a task on a mesh.
 
         Raises:
-          ConfigError: the model has not one Pipeline, or variables that passes hand on.
+          ConfigError: the model does not have one Pipeline, or updates variables in a pass.
         """
         pipeline = _pipeline_of(task)
         return Gradients(
@@ -103,8 +103,8 @@ def _num_missing_rows(pipeline: Pipeline, inputs: PyTree, num_micro_batches: int
     if num_rows % num_microbatches and assigned_values(pipeline.blocks):
         raise ConfigError(
             f"A batch has {num_rows} rows, which {num_microbatches} microbatches do not divide, "
-            "and the Pipeline's blocks assign variables, which would count the rows that fill it "
-            f"up. Make the batch size a multiple of {num_microbatches}."
+            "and the Pipeline's blocks assign variables, which would count padding rows. "
+            f"Make the batch size a multiple of {num_microbatches}."
         )
     return num_missing_rows(inputs, num_microbatches, f"{num_microbatches} microbatches")
 
@@ -115,7 +115,7 @@ def _value_and_grad(
 ) -> tuple[accumulation.WeightedScalars, PyTree, PyTree]:
     """Returns the result of `accumulation.value_and_grad` over all microbatches.
 
-    Ticks are computed as over Auto axes: a stage's work has no type.
+    Ticks are computed over Auto axes: JAX cannot type a stage's work.
     """
     def types(results: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree, PyTree]:
         whole = jax.tree.map(lambda x: PartitionSpec(), results[0])
