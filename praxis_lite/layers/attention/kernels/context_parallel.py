@@ -1,18 +1,18 @@
 """Context parallelism: attention whose queries and keys are split over devices by time.
 
-Each device has a part of the sequence, and a query of it sees keys of others. What moves is chosen:
+Each device has a part of the sequence, whose queries see keys of other devices:
 
   gather: the keys and values of all devices are gathered (Llama 3, arXiv:2407.21783).
-  ring: they go round a ring, and a device attends to those that have arrived while the next are on
-    their way (arXiv:2310.01889).
-  all_to_all: each device gets some heads of the whole sequence, attends, and sends them back
-    (DeepSpeed Ulysses, arXiv:2309.14509). Heads that do not divide get filler, heads of zeros.
-  all_to_all+ring: as many devices share heads as divide these, and these groups are a ring
-    (arXiv:2405.07719). Where all divide there is no ring.
+  ring: keys and values go round a ring; a device attends to a part while the next one is sent
+    (arXiv:2310.01889).
+  all_to_all: each device gets some heads of the complete sequence, attends, and sends them back
+    (DeepSpeed Ulysses, arXiv:2309.14509). Heads are padded with zeros until they divide.
+  all_to_all+ring: groups of as many devices as divide the heads exchange heads, and these groups
+    form a ring (arXiv:2405.07719). Without a remainder there is no ring.
 
-Under a causal mask a device with the last part of the sequence would compute most. So each has two
-pieces of equal length, one from either end of the sequence (zig-zag), in a ring and where keys are
-gathered. Nothing has to divide: filler is appended to time and heads, and no query sees it.
+Under a causal mask the device with the last part of the sequence would compute most. So with `ring`
+and `gather` each device has two pieces of equal length, one from each end of the sequence
+(zig-zag). Time and heads are padded until they divide; no query sees the padding.
 """
 
 import dataclasses
@@ -70,10 +70,10 @@ Kernel = Callable[..., jax.Array]
 def check_context_parallel(
     layer: object, setting: str | None, atten_kernel: str, unable: Mapping[str, bool]
 ) -> None:
-    """Checks the setting `context_parallel` of a layer, as `check_way` and beside its kernel.
+    """Checks the setting `context_parallel` of a layer, as `check_way`, and its kernel.
 
     Raises:
-      ConfigError: as `check_way`; or the kernel that is set does not go with it.
+      ConfigError: as `check_way`; or the kernel does not support it.
     """
     check_way(layer, "context_parallel", setting, CONTEXT_PARALLEL, unable, "attention by time")
     if setting in ("gather", "ring"):
@@ -83,12 +83,12 @@ def check_context_parallel(
 def _check_kernel(name: str, how: str, atten_kernel: str, why: str, cannot: str = "") -> None:
     able = ["chunked", "auto"] if how == "gather" else ["chunked", *SPLASHES, "auto"]
     if atten_kernel not in able:
-        cannot = "that"
+        cannot = "it"
     able = [name for name in able if name != atten_kernel]
     if cannot:
         raise ConfigError(
             f"{name}.context_parallel is {how!r}{why}, and atten_kernel is {atten_kernel!r}, which "
-            f"cannot do {cannot}. Set atten_kernel to one of {able}, or "
+            f"does not support {cannot}. Set atten_kernel to one of {able}, or "
             "context_parallel='all_to_all', which takes any kernel."
         )
 
@@ -117,7 +117,7 @@ def _block_attention(
 
 
 def is_context_parallel(how: str | None, split: SplitDims) -> bool:
-    """Returns True if time is split over several devices, and by the setting `how`.
+    """Returns whether time is split over several devices, and `how` is set.
 
     Args:
       split: of queries [B, T, N, K].
@@ -130,21 +130,20 @@ def context_parallel_attention(
     options: LogitOptions, kernel: Kernel, *, atten_kernel: str, chunk_size: int, split: SplitDims,
     sinks_N: jax.Array | None = None, residual_name: str | None = None,
 ) -> jax.Array:
-    """Returns the attended values [B, T, N, K], where mesh axes split time.
+    """Returns attention outputs [B, T, N, K] if mesh axes split time.
 
     Args:
-      how: of CONTEXT_PARALLEL.
+      how: a name in CONTEXT_PARALLEL.
       q_BTNK, k_BSGK, v_BSGK, mask, options, sinks_N: as of `einsum_attention`; the mask has no
         indices of its own.
-      kernel: of one device, for heads of whole sequences: called with q, k, v, mask, options and
-        `sinks_N`.
-      atten_kernel: as it is set.
+      kernel: called on one device with q, k, v of complete sequences, mask, options and `sinks_N`.
+      atten_kernel: the setting.
       chunk_size: queries and keys of a chunk, where attention is in chunks.
       split: of q.
-      residual_name: the name of results that the backward pass takes up; None: they have none.
+      residual_name: the checkpoint name of residuals; None: no name.
 
     Raises:
-      ConfigError: a ring is needed, and the kernel that is set has none.
+      ConfigError: a ring is needed, and the kernel that is set does not support it.
     """
     mesh = jax.sharding.get_abstract_mesh()
     spec = to_partition_spec(split or (), mesh.axis_names, rank=4)
@@ -219,7 +218,7 @@ def context_parallel_attention(
 def _ring_of(
     how: str, axes: tuple[str, ...], num: int, num_heads: int, mask: AttentionMask
 ) -> Ring:
-    """Returns the groups of devices that share heads, of which a device has `num_heads`."""
+    """Returns the ring of groups of devices that exchange heads; a device has `num_heads`."""
     size = {"all_to_all": num, "all_to_all+ring": math.gcd(num, num_heads)}.get(how, 1)
     is_causal = mask.right_context == 0 and mask.left_context is None
     return Ring(axes, num, num // size, is_causal and size < num)
@@ -228,9 +227,9 @@ def _ring_of(
 def _arrays_of(
     mask: AttentionMask, num_rows: int, num_keys: int, padded_length: int
 ) -> dict[str, jax.Array]:
-    """Returns the arrays of a mask by name, one that hides filler keys among them if they need it.
+    """Returns the arrays of a mask by name, including one that hides padding keys if needed.
 
-    No query sees a key after its own, which filler is, if attention is causal.
+    In causal attention no query sees padding keys, which come last.
     """
     arrays = {
         "q_segments_BT": mask.q_segments_BT, "kv_segments_BS": mask.kv_segments_BS,
@@ -242,7 +241,7 @@ def _arrays_of(
 
 
 def _without_filler(mask: AttentionMask, num_queries: int, num_keys: int) -> AttentionMask:
-    """Returns the mask of whole sequences, without filler at their ends."""
+    """Returns the mask of complete sequences, without padding at their ends."""
     def part(x: jax.Array | None, length: int) -> jax.Array | None:
         return None if x is None else x[:, :length]
 

@@ -1,4 +1,4 @@
-"""Attention by jax.nn, as XLA or cuDNN compute it; a foreign kernel on each device's part."""
+"""Attention by `jax.nn` (XLA, cuDNN), and kernels mapped over devices."""
 
 import math
 from collections.abc import Callable
@@ -21,13 +21,13 @@ def dot_product_attention(
     q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask: AttentionMask,
     options: LogitOptions, *, bias: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the attended values [B, T, N, K], by jax.nn.dot_product_attention in XLA."""
+    """Returns attention outputs [B, T, N, K] by `jax.nn.dot_product_attention` in XLA."""
     visible_BTS = mask.visible(q_BTNK.shape[1], k_BSGK.shape[1])
     return jax.nn.dot_product_attention(
         q_BTNK,
         k_BSGK,
         v_BSGK,
-        # It adds the bias to scaled logits, Pax to unscaled ones.
+        # jax.nn adds the bias to scaled logits, Pax to unscaled ones.
         bias=None if bias is None else bias * options.scale,
         mask=None if visible_BTS is None else visible_BTS[:, None],
         scale=options.scale,
@@ -39,10 +39,10 @@ def cudnn_attention(
     q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask: AttentionMask,
     options: LogitOptions, *, split: SplitDims = None,
 ) -> jax.Array:
-    """Returns the attended values [B, T, N, K], by cuDNN's flash attention (arXiv:2307.08691).
+    """Returns attention outputs [B, T, N, K] by cuDNN's flash attention (arXiv:2307.08691).
 
-    Takes 16-bit inputs and causal masks with or without a window, or no mask. Each device works on
-    its own rows and heads, as `split` [B, T, N, K] says. Lowered for CUDA, not yet run on a GPU.
+    Supports 16-bit inputs, and causal masks with or without a window, or no mask. Each device works
+    on its rows and heads, given by `split` [B, T, N, K]. Lowered for CUDA, not yet run on a GPU.
     """
     window = None if mask.left_context is None else (mask.left_context - 1, 0)
 
@@ -59,10 +59,10 @@ def per_device(
     attend: Callable[..., jax.Array], q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array,
     rest: tuple[jax.Array, ...], split: SplitDims,
 ) -> jax.Array:
-    """Returns `attend(q, k, v, *rest)` with each device's rows and heads worked on by it alone.
+    """Returns `attend(q, k, v, *rest)`, mapped over the devices' rows and heads by shard_map.
 
-    XLA cannot split a foreign kernel, and would gather its operands instead. shard_map takes only
-    what divides, so rows and heads are padded. `rest` is [B, ...].
+    XLA cannot partition a custom kernel, and would gather its operands. Rows and heads are padded
+    until they divide. `rest` is [B, ...].
     """
     mesh = jax.sharding.get_abstract_mesh()
     auto_axes = set(mesh.axis_names) - set(mesh.manual_axes)

@@ -16,7 +16,7 @@ from praxis_lite.layers.base.foreign_kernels import share_of_blocks
 from praxis_lite.layers.base.tokamax_internals import splash_kernels, splash_masks
 
 # N heads, T queries, G heads of keys and values, S keys, K dims per head.
-LANES = 128  # Of a TPU's vector registers; splash works on blocks of so many.
+LANES = 128  # Of a TPU's vector registers; splash's block sizes are multiples of it.
 Ids = tuple[jax.Array, jax.Array] | None  # Segments of queries [T] and of keys [S].
 
 
@@ -27,10 +27,10 @@ class SplashOfARow(abc.ABC):
     Attributes:
       lengths: T and S, multiples of LANES.
       num_heads: N.
-      mask: whose contexts are in the kernel; its arrays are not.
-      options: of which the cap is in the kernel.
-      interpret: run in interpret mode, which any platform has and which is slow.
-      residual_name: the name of results that the backward pass takes up; None: they have none.
+      mask: only its contexts are part of the kernel.
+      options: only the cap is part of the kernel.
+      interpret: run in interpret mode, which is slow, on any platform.
+      residual_name: the checkpoint name of residuals; None: no name.
     """
 
     lengths: tuple[int, int]
@@ -41,7 +41,7 @@ class SplashOfARow(abc.ABC):
     residual_name: str | None = None
 
     def attended(self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids) -> jax.Array:
-        """Returns [N, T, K], which has gradients."""
+        """Returns differentiable outputs [N, T, K]."""
         with self.noted():
             return self.kernel()(q, k, v, self.segments(ids))
 
@@ -49,31 +49,31 @@ class SplashOfARow(abc.ABC):
     def with_log_sums(
         self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns [N, T, K], and log sum exp of each query's logits, float32 [N, T]."""
+        """Returns outputs [N, T, K] and logsumexp, float32 [N, T]."""
 
     @abc.abstractmethod
     def gradients(
         self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids, log_sums: jax.Array,
         inner: jax.Array, d_encoded: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the gradients of q, k and v, of a softmax over more keys than these.
+        """Returns the gradients of q, k and v for a softmax over more keys than k.
 
         Args:
-          log_sums: [N, T], of a query's logits of all keys.
-          inner: [N, T], the products of its results and their gradients.
-          d_encoded: [N, T, K], the gradients of its results.
+          log_sums: [N, T], logsumexp over all keys.
+          inner: [N, T], the products of outputs and their gradients.
+          d_encoded: [N, T, K], the gradients of outputs.
         """
 
     @abc.abstractmethod
     def kernel(self, *, save_residuals: bool = False) -> Callable[..., Any]:
-        """Returns the library's kernel of (q, k, v, segments); with residuals: no gradient."""
+        """Returns the library's kernel of (q, k, v, segments); no gradient with residuals."""
 
     @abc.abstractmethod
     def segments(self, ids: Ids) -> Any:
-        """Returns segments as the library's kernel takes them."""
+        """Returns segments in the library's form."""
 
     def mask_of_head(self, masks: ModuleType) -> Any:
-        """Returns the mask of all heads, of the library's module of masks."""
+        """Returns the mask of a head, from the library's module of masks."""
         left = None if self.mask.left_context is None else self.mask.left_context - 1
         if left is None and self.mask.right_context is None:
             return masks.FullMask(self.lengths)
@@ -81,23 +81,23 @@ class SplashOfARow(abc.ABC):
 
     @property
     def block_sizes(self) -> tuple[int, int]:
-        """Returns the queries and the keys of a block that splash works on."""
-        # Of 512 a fused backward kernel's tiles fit into a v5e's vector memory at 256 dims per
-        # head.
+        """The block sizes of queries and keys."""
+        # With 512 the tiles of a fused backward kernel fit into a v5e's vector memory at 256 dims
+        # per head.
         block_q, block_kv = (
             max(size for size in (128, 256, 512) if length % size == 0) for length in self.lengths
         )
         return block_q, block_kv
 
     def noted(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns a context that notes on the kernels the share of blocks that they compute."""
+        """Returns a context that annotates kernels with the share of blocks that they compute."""
         return share_of_blocks(self.share_of_blocks())
 
     def share_of_blocks(self) -> float:
-        """Returns the share of the blocks of logits that splash computes: those with any seen."""
+        """Returns the share of blocks of logits with visible ones, which splash computes."""
         (num_queries, num_keys), (block_q, block_kv) = self.lengths, self.block_sizes
         first_q, first_kv = np.arange(0, num_queries, block_q), np.arange(0, num_keys, block_kv)
-        # The distances from a key to a query within a block, from the least to the largest.
+        # The least and the largest distance from a key to a query within a block.
         least = first_q[:, None] - (first_kv[None, :] + block_kv - 1)
         most = first_q[:, None] + block_q - 1 - first_kv[None, :]
         is_seen = np.ones_like(least, bool)
@@ -109,7 +109,7 @@ class SplashOfARow(abc.ABC):
 
 
 class SplashOfJax(SplashOfARow):
-    """One kernel forward, two products; one for dq, three; one for dk and dv, four."""
+    """JAX's: a forward kernel (two products), one for dq (three), one for dk and dv (four)."""
 
     def with_log_sums(
         self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids
@@ -122,8 +122,8 @@ class SplashOfJax(SplashOfARow):
         self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids, log_sums: jax.Array,
         inner: jax.Array, d_encoded: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        # Splash's gradient is of a softmax over the keys that it was given. These two functions
-        # below it take the sums over all keys.
+        # Splash's own gradient is of a softmax over its keys. These private functions take sums
+        # over all keys.
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
         kernel = self.kernel(save_residuals=True)
@@ -146,7 +146,7 @@ class SplashOfJax(SplashOfARow):
         return dq, dk, dv
 
     def kernel(self, *, save_residuals: bool = False) -> Callable[..., Any]:
-        # Imported here: Pallas takes a while to import, and only a TPU needs it.
+        # Imported here: Pallas is slow to import, and only needed on TPU.
         from jax.experimental.pallas.ops.tpu.splash_attention import (
             splash_attention_kernel as splash,
         )
@@ -170,16 +170,16 @@ class SplashOfJax(SplashOfARow):
         return ids and splash_attention_kernel.SegmentIds(*ids)
 
 
-# So many blocks of keys have each a dq of its own, to be added behind the kernel. With more, the
-# kernel adds them up in three, in the dtype of q.
+# Up to this number of blocks of keys each has its own dq, summed after the kernel. With more, the
+# kernel sums them into three arrays in the dtype of q.
 _MOST_DQ = 4
 
 
 class SplashOfTokamax(SplashOfARow):
-    """One kernel forward, two products; one backward, five, where JAX's two have seven.
+    """Tokamax's: a forward kernel (two products), and one backward (five; JAX's two have seven).
 
-    The numbers are those of JAX's: by exp, not by exp2 of queries that are rounded once more, which
-    tokamax offers. Of 16-bit queries dq is rounded for each block of keys.
+    The numbers are JAX's: it uses exp, not tokamax's optional exp2 with queries that are rounded
+    again. For 16-bit queries dq is rounded for each block of keys.
     """
 
     def with_log_sums(
@@ -206,8 +206,8 @@ class SplashOfTokamax(SplashOfARow):
     def kernel(self, *, save_residuals: bool = False) -> Callable[..., Any]:
         splash = splash_kernels()
         block_q, block_kv = self.block_sizes
-        # JAX's plain interpreter does not read from an input what was written to the output that
-        # shares its memory, by which dq is added up.
+        # dq is summed in an output that aliases an input, which JAX's plain interpreter does not
+        # support.
         adds_up = self.lengths[1] // block_kv > _MOST_DQ and self.interpret is not True
         config = splash.SplashConfig(
             block_q=block_q, block_kv=block_kv, block_q_dkv=block_q, block_kv_dkv=block_kv,
