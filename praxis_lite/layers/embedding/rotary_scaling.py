@@ -1,7 +1,6 @@
-"""Rotary positions of models that were made to read longer texts than they were trained on.
+"""Scaled rotary positions for longer texts: the rules of Hugging Face's `rope_scaling`.
 
-Each slows the pairs that turn slowly, by a rule of its own. The rules are those of Hugging Face's
-`rope_scaling`, of which `rope_type` names one.
+Each slows down slowly rotating pairs.
 """
 
 import math
@@ -36,13 +35,13 @@ class LinearScaledRotary(RotaryPositionalEmbedding):
 
 
 class ProportionalRotary(RotaryPositionalEmbedding):
-    """RotaryPositionalEmbedding of whose pairs only the fastest turn, as if all did.
+    """RotaryPositionalEmbedding in which only the fastest pairs rotate.
 
-    Where `rotary_dims` turns the first dims, each pair here has one dim in each half of the head.
+    Unlike with `rotary_dims`, each pair has one dim in each half of the head.
 
     Args:
-      factor: how many times slower every pair turns.
-      share: of the pairs that turn; the others stay as they are.
+      factor: how many times slower every pair rotates.
+      share: share of the pairs that rotate.
     """
 
     @inherit_params(RotaryPositionalEmbedding)
@@ -63,14 +62,14 @@ class ProportionalRotary(RotaryPositionalEmbedding):
 
 
 class DynamicRotary(RotaryPositionalEmbedding):
-    """RotaryPositionalEmbedding whose theta grows with texts beyond a length ("dynamic NTK").
+    """RotaryPositionalEmbedding whose theta grows with the length of the text ("dynamic NTK").
 
-    A call takes the theta of its last position, so a text that is decoded beyond
-    `original_max_positions` has keys of several thetas, as in Hugging Face's models.
+    A call uses the theta of its last position, so a text decoded beyond `original_max_positions`
+    has keys of several thetas, as in Hugging Face's models.
 
     Args:
-      factor: how many times longer texts are to become.
-      original_max_positions: up to which theta stays as it is.
+      factor: how many times longer texts may become.
+      original_max_positions: the length up to which theta is unchanged.
     """
 
     couples_tokens = "angles that grow with the text"
@@ -196,9 +195,8 @@ def yarn_factor(factor: float, mscale: float = 1.0) -> float:
 class LongRope(RotaryPositionalEmbedding):
     """RotaryPositionalEmbedding by LongRoPE: a factor for each pair (arXiv:2402.13753).
 
-    A call any of whose positions lies behind `original_max_positions` takes `long_factor`, another
-    `short_factor`: so a text that grows beyond it while it is decoded has keys of both, as in
-    Hugging Face's models.
+    A call with a position beyond `original_max_positions` uses `long_factor`, otherwise
+    `short_factor`: a text decoded beyond it has keys of both, as in Hugging Face's models.
 
     Args:
       short_factor, long_factor: how many times slower each pair turns, [rotary_dims / 2].

@@ -35,16 +35,16 @@ class TransformerFeedForward(ResidualBranch):
       activation: a name or a function, see `activations`.
       use_gated_activation: multiply the hidden, unactivated, by an activated second projection
         (arXiv:2002.05202).
-      apply_padding_first: zero padded positions of the inputs, rather than of the hidden
-        activations and of what is added to the inputs.
+      apply_padding_first: zero padded positions of the inputs, instead of those of the hidden
+        activations and of the outputs.
       fflayer_tpl: called as FeedForward, with (input dims, output dims, has_bias=, ...).
       relu_dropout_prob: of the hidden activations.
       weight_split_dims_mapping: of the weight into F, [D, F]; the one out of F splits as its
         transpose.
       hidden_split_dims_mapping: of the hidden activations, [B, T, F].
       activation_split_dims_mapping: of the outputs, [B, T, D].
-      tensor_parallel: by which collectives, written by hand, the layer runs along the mesh axis
-        that splits F: a name in TENSOR_PARALLEL. None, and of one token a row: the compiler's.
+      tensor_parallel: explicit collectives along the mesh axis that splits F, a name in
+        TENSOR_PARALLEL. None, and in calls with one token a row: the compiler's.
     """
 
     splits = splits(
@@ -95,7 +95,7 @@ class TransformerFeedForward(ResidualBranch):
                 activation_split_dims_mapping=self.hidden_split_dims_mapping, rngs=rngs,
             )
 
-        has_gate = use_gated_activation  # As in Pax, the gate is activated, and the other is not.
+        has_gate = use_gated_activation  # As in Pax, only the gate is activated.
         self.ffn_layer1 = into_hidden("ffn1", "identity" if has_gate else activation)
         self.ffn_layer1_gate = into_hidden("ffn1_gate", activation) if has_gate else None
         self.ffn_layer2 = fflayer_tpl(
