@@ -1,4 +1,4 @@
-"""Data parallelism with explicit collectives: gradients and metrics made by `jax.shard_map`."""
+"""Data parallelism with explicit collectives: gradients and metrics by `jax.shard_map`."""
 
 import contextlib
 import dataclasses
@@ -42,28 +42,28 @@ WHOLE = PartitionSpec()
 class ExplicitCollectives:
     """Explicit collectives along some axes in train and eval steps: a Partitioner's `gradients`.
 
-    The state is the same: a checkpoint made with it restores without it. Along `data_axes` each
-    device has its rows of a batch and runs the model on them as if it were alone:
+    The state is the same, so checkpoints can be restored without it. Along `data_axes` each device
+    runs the model on its rows of a batch:
 
-    - a weight that is split over them (fully sharded data parallelism) is there as a block,
-      gathered where the model reads it, and again in the backward pass where that computes a
-      layer anew; its gradient is reduce-scattered;
-    - gradients of other weights, metrics and batch statistics are summed over devices once a step,
-      after all micro-batches. The compiler alone sums gradients once per micro-batch.
+    - a weight that splits over them (fully sharded data parallelism) is a block, which is gathered
+      where the model reads it, and again where the backward pass recomputes a layer; its gradient
+      is reduce-scattered;
+    - gradients of other weights, metrics and batch statistics are summed over devices once per
+      step, after all micro-batches. The compiler alone sums gradients once per micro-batch.
 
-    What splits over the mesh's other axes is left to the compiler (tensor parallelism). Init, the
-    learner's update, decoding and checkpoints are those of any `Partitioner`.
+    Splits over other mesh axes are left to the compiler (tensor parallelism). Init, the learner's
+    update, decoding and checkpoints are those of any `Partitioner`.
 
-    Means over devices are weighted by the metrics' weights, so that losses and gradients are those
-    of one device. What is not a sum over rows is another number, as with micro-batches: batch norm
-    takes a device's own statistics, and the running ones become the mean of the devices', weighted
-    as the loss; a router balances the load of a device. Each device has a key of its own.
+    Means over devices are weighted by the metrics' weights, so that losses and gradients equal
+    those of one device. Values that are not sums over rows differ, as with micro-batches: batch
+    norm uses a device's statistics, and the running ones become the mean over devices, weighted as
+    the loss; a router balances the load of a device. Each device has a different key.
 
-    Rows that do not divide are filled up with copies of the first, of which `weights` are 0. JAX
-    tracks in the model what differs between devices (`check_vma`).
+    Rows are padded with copies of the first row, with `weights` 0. JAX checks which values vary
+    between devices (`check_vma`).
 
     Attributes:
-      data_axes: the axes that are taken out of the compiler's hands.
+      data_axes: mesh axes with explicit collectives.
     """
 
     data_axes: Sequence[str] = ("data",)
@@ -71,17 +71,17 @@ class ExplicitCollectives:
     def on(
         self, task: Task, mesh: Mesh, layout: StateLayout, learner: BoundLearner
     ) -> Gradients:
-        """Returns the functions that make gradients and metrics of a task on a mesh.
+        """Returns the functions that compute gradients and metrics of a task on a mesh.
 
         Raises:
           ConfigError: an axis is not in the mesh, or all of them have one device while others have
-            more; a weight's dim is split over a data axis and another one; a stack's layers are
-            split over a data axis; weights are in the host's memory.
+            more; a weight's dim splits over a data axis and another one; a stack's layers split
+            over a data axis; weights are in host memory.
         """
         if layout.has_host_memory:
             raise ConfigError(
                 "ExplicitCollectives gathers weights by itself, from device to device, and some "
-                "are in the host's memory (Repeat.offload_weights). Leave one of the two out."
+                "are in host memory (Repeat.offload_weights). Omit one of the two."
             )
         on_mesh = _OnMesh(_checked_axes(self.data_axes, mesh), task, mesh, layout, learner)
         return Gradients(
@@ -95,7 +95,7 @@ class _OnMesh:
         learner: BoundLearner,
     ):
         self.data_axes, self.mesh = data_axes, mesh
-        # XLA has no sum over one device where others remain to the compiler: docs/upstream.md.
+        # XLA cannot sum over one device if other axes are left to the compiler: docs/upstream.md.
         self.num_parts = math.prod(mesh.shape[axis] for axis in data_axes)
         require(
             self.num_parts > 1 or mesh.size == 1,
@@ -144,17 +144,17 @@ class _OnMesh:
         inputs_split_mapping: InputsSplitMapping,
         lay_out: Callable[[PyTree], PyTree],
     ) -> tuple[WeightedScalars, PyTree, PyTree]:
-        del lay_out  # The slots' layout names data axes too: sums lie here as the weights do.
+        del lay_out  # The slots' layout names data axes too; sums have the weights' layout here.
         inputs = self._padded(inputs, num_micro_batches)
-        # Of a device's micro-batch: what is differentiated is divided by it, to be of the size of
-        # the loss: float16 does not hold much more.
+        # The weight of a device's micro-batch, by which the differentiated loss is divided, so that
+        # it has the size of the loss, which matters for the range of float16.
         size = max(num_weights_of(inputs), 1) / self.num_parts / num_micro_batches
 
         def on_a_device(
             inputs: PyTree, fixed: Any, blocks: PyTree, non_trainable: PyTree, key: jax.Array
         ) -> tuple[WeightedScalars, PyTree, PyTree]:
-            # As a device's own: JAX would else sum a gradient wherever a micro-batch meets a
-            # weight that all devices have. What is summed is said below, once.
+            # Cast to varying: otherwise JAX would sum gradients of replicated weights in each
+            # micro-batch. They are summed below, once.
             fixed, blocks, old, key = varying_over(
                 (fixed, blocks, non_trainable, key), self.data_axes
             )
@@ -169,10 +169,10 @@ class _OnMesh:
                 metrics = {name: (v, jnp.where(counts, w, 0.0)) for name, (v, w) in metrics.items()}
                 weight = jax.lax.stop_gradient(metrics["loss"][1])
                 new = jax.tree.map(lambda n, o: jnp.where(weight != 0, n, o), new, old)
-                # A sum over rows, which devices and micro-batches add to: each has the weight 1.
+                # A sum over rows, to which devices and micro-batches contribute with weight 1.
                 unit = {"loss": (jnp.zeros(()), jnp.ones(()))}
                 metrics = unit | {f"mean/{name}": pair for name, pair in metrics.items()}
-                # Devices are summed over, so each has a term of its own, even of equal numbers.
+                # The sum over devices needs a term of each, even if the numbers are equal.
                 return varying_over(loss * (weight / size), self.data_axes), (metrics, new)
 
             metrics, new, grads = accumulation.value_and_grad(
@@ -238,7 +238,7 @@ class _OnMesh:
         return metrics, {name: x[:num_rows] for name, x in examples.items()}
 
     def _blocks(self, params: PyTree, weights: PyTree) -> tuple[PyTree, PyTree]:
-        """Returns unpadded weights as they enter the devices' programs, padded; and their specs."""
+        """Pads weights for the `jax.shard_map`, and returns them with their specs in it."""
         specs = jax.tree.map(lambda weight: weight.spec, weights)
         mapped_specs = jax.tree.map(lambda weight: weight.mapped_spec, weights)
         return pad_tree(params, specs, dict(self.mesh.shape)), mapped_specs
@@ -307,7 +307,7 @@ def _saying_what_jax_refuses(data_axes: Sequence[str]) -> Iterator[None]:
 
 
 def _of_loop(error: Exception, axes: Sequence[str]) -> str:
-    """Returns the message of a loop or branch, the user's or a library's, that JAX refused."""
+    """Returns the message for a loop or branch that JAX refused."""
     # The last line of the traceback that is neither JAX's nor Flax's.
     root = os.path.dirname(os.path.dirname(jax.__file__))
     hidden = tuple(os.path.join(root, name, "") for name in ("jax", "flax"))
@@ -326,10 +326,10 @@ def _of_loop(error: Exception, axes: Sequence[str]) -> str:
 
 
 def counting(inputs: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Returns a device's inputs, and True if any of its rows has a weight above zero.
+    """Returns a device's inputs, and whether any of its rows has a nonzero weight.
 
-    A device without such a row computes on weights of 1, and what it finds is multiplied by 0: a
-    mean over nothing may be NaN, and one device's NaN would be in everybody's sums.
+    A device without such rows computes with weights of 1, and its results are multiplied by 0: a
+    mean over nothing may be NaN, which would spread to the sums of all devices.
     """
     if "weights" not in inputs:
         return dict(inputs), jnp.ones((), bool)
@@ -339,7 +339,7 @@ def counting(inputs: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], jax
 
 
 def summed(grad: jax.Array, weight: MappedWeight, data_axes: Sequence[str]) -> jax.Array:
-    """Returns a gradient summed over devices; over a weight's own axes its gather has summed it."""
+    """Sums a gradient over the data axes, except those over which its gather has summed it."""
     done = {axis for entry in weight.mapped_spec for axis in axes_of(entry)}
     axes = tuple(axis for axis in data_axes if axis not in done)
     return jax.lax.psum(grad, axes) if axes else grad
@@ -347,7 +347,7 @@ def summed(grad: jax.Array, weight: MappedWeight, data_axes: Sequence[str]) -> j
 
 @jax.named_scope("sum_over_devices")
 def weighted_means(metrics: WeightedScalars, data_axes: Sequence[str]) -> WeightedScalars:
-    """Returns each metric's mean over devices, weighted by its weights, and their sum."""
+    """Returns (weighted mean over devices, total weight) of each metric."""
 
     def mean(value: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
         weight = jnp.asarray(weight, jnp.float32)
@@ -359,9 +359,9 @@ def weighted_means(metrics: WeightedScalars, data_axes: Sequence[str]) -> Weight
 
 
 def mean_change(old: PyTree, new: PyTree, weight: jax.Array, data_axes: Sequence[str]) -> PyTree:
-    """Returns variables changed by the weighted mean of what devices changed them by.
+    """Returns variables with the weighted mean of the devices' changes.
 
-    Of integers and keys, which every device has the same, the greatest are taken.
+    Integers and keys are equal on all devices; their maximum is taken.
     """
 
     def mean(old: jax.Array, new: jax.Array) -> jax.Array:
@@ -370,7 +370,7 @@ def mean_change(old: PyTree, new: PyTree, weight: jax.Array, data_axes: Sequence
             return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(new))
         if not jnp.issubdtype(new.dtype, jnp.inexact):
             return jax.lax.pmax(new, data_axes)
-        # Exactly what it was where nothing changed, an infinity too.
+        # Unchanged values keep their bits, infinities too.
         change = jnp.where(new == old, 0.0, new - old) * weight
         change, total = jax.lax.psum((change, weight), data_axes)
         return (old + change / jnp.where(total == 0, 1.0, total)).astype(new.dtype)

@@ -64,24 +64,24 @@ from praxis_lite.layers.whole_model.rounded_products import (
 
 @dataclasses.dataclass(frozen=True)
 class QuantizationRule:
-    """How the layers are multiplied whose weight's path a pattern matches.
+    """How layers whose weight's path matches a pattern are multiplied.
 
     Attributes:
       regex: matched from the start of a weight's path (`re.match`), such as
-        "transformer/.*/ffn_layer"; of several rules the first that matches counts.
+        "transformer/.*/ffn_layer"; the first matching rule applies.
       qtype: of inputs and weight: "int8", "float8_e4m3fn", "float8_e5m2"; of the weight alone:
         "int4", "nf4"; None: not rounded.
       bwd_qtype: of the incoming gradient in both products of the backward pass, whose other factor
         is rounded to `qtype`; None: the backward pass is not rounded. Not in 4 bits.
-      block_size: of a weight in 4 bits: the inputs of a channel that share a scale, counted in the
-        last dim of inputs; None: 64.
-      scales: of what is rounded to 8 bits: "channel": one for each output channel of a weight and
-        each token; "tensor": one for all of a factor, over all devices that hold parts of it.
-      but_logits: leave layers that make logits as they are.
+      block_size: of a weight in 4 bits: the number of inputs of a channel, in the last dim of
+        inputs, that share a scale; None: 64.
+      scales: of 8 bits: "channel": one for each output channel of a weight and each token;
+        "tensor": one for each factor, over all devices.
+      but_logits: do not round layers that compute logits.
 
     Raises:
-      ConfigError: no type has that name, one is of integers and the other of floats, `regex` is no
-        regular expression, or a setting is of other types.
+      ConfigError: an unknown type, types that mix integers and floats, an invalid `regex`, or a
+        setting of other types.
     """
 
     regex: str
@@ -116,10 +116,10 @@ class QuantizationRule:
         path_pattern("QuantizationRule.regex", self.regex)
 
     def put(self, product: Product, rows_split: SplitDims = None) -> Product:
-        """Returns a product whose product with `w` is rounded; adapters around it stay exact.
+        """Returns `product` with its product with `w` rounded; adapters stay exact.
 
         Args:
-          rows_split: how the rows of its inputs split, the batch and time.
+          rows_split: the split of the inputs' batch and time.
         """
         if self.qtype in WEIGHT_QTYPES:
             return product.over(RoundedWeight(self.qtype, self.block_size or BLOCK_SIZE))
@@ -135,11 +135,11 @@ def quantized(
     rngs: nnx.Rngs,
     **kwargs: Any,
 ) -> nnx.Module:
-    """Returns the layer that `model` builds, its dense layers multiplying by the rules.
+    """Returns the layer built by `model`, with its dense layers quantized by rules.
 
     Raises:
-      ConfigError: Qwix is not installed, there are no rules, or one matches no layer; names the
-        weights that there are.
+      ConfigError: Qwix is not installed, there are no rules, or one matches no layer; lists the
+        weights.
     """
     optional_module("qwix", "quantized")
     if not rules:
@@ -171,7 +171,7 @@ def quantized(
 
 
 def _rows_split(path: str, nodes: Mapping[str, Any]) -> SplitDims:
-    """Returns how the batch and time of a dense layer split, as it or the layer around it says."""
+    """Returns the split of batch and time of a dense layer, declared by it or its parent."""
     parent, _, name = path.rpartition("/")
     around = "output" if name == "post" else "activation"  # Of attention, its outputs.
     for layer, of in ((nodes[path], "activation"), (nodes[parent], around)):
@@ -182,7 +182,7 @@ def _rows_split(path: str, nodes: Mapping[str, Any]) -> SplitDims:
 
 
 def is_matrix(node: Any) -> bool:
-    """Returns True for a weight of two dims or more, those of stacks not counted."""
+    """Returns whether a node is a weight of two or more dims, without stacked dims."""
     return isinstance(node, nnx.Param) and node.ndim - num_stacked_dims(node) > 1
 
 
@@ -199,7 +199,7 @@ def _unused(rule: QuantizationRule, paths: Sequence[str]) -> ConfigError:
 
 @functools.cache
 def log_rounding(names: tuple[tuple[str, tuple[str, ...]], ...], left: tuple[str, ...]) -> None:
-    """Logs which weights are rounded and which are left: once in a process for each model."""
+    """Logs which weights are rounded, once per process for each model."""
     logger = logging.getLogger("praxis_lite")
     for qtype, paths in names:
         what = "not rounded, by a rule" if qtype == "None" else f"products in {qtype}"
@@ -212,7 +212,7 @@ _rule = functools.partial(QuantizationRule, "", but_logits=True)
 # float8 as in arXiv:2209.05433: more digits forward, a wider range backward.
 _float8 = functools.partial(_rule, "float8_e4m3fn", "float8_e5m2")
 
-# By recipe, for `task.quantization`; a str is the type in which weights are kept.
+# By name, for `task.quantization`; a str is the type in which weights are stored.
 QUANTIZATION_RECIPES: Mapping[str, QuantizationRule | str] = {
     # A scale for each output channel and each token; the most exact.
     "int8": _rule("int8", "int8"),
@@ -229,14 +229,14 @@ QUANTIZATION_RECIPES: Mapping[str, QuantizationRule | str] = {
 def with_recipe(
     model: Model | Callable[..., nnx.Module], recipe: str | None, learner: Learner
 ) -> Model | Callable[..., nnx.Module]:
-    """Returns a task's model with its products rounded by a recipe; None: as it is.
+    """Returns a task's model with products rounded by a recipe; None: unchanged.
 
     Args:
-      learner: of the task; it may not train weights that are kept in 4 bits.
+      learner: of the task; must not train weights in 4 bits.
 
     Raises:
-      ConfigError: no recipe has that name, the model is not made of this library's layers, or the
-        learner trains what is kept in 4 bits.
+      ConfigError: an unknown recipe, a model without layers of this library, or a learner that
+        trains weights in 4 bits.
     """
     if recipe is None:
         return model
@@ -244,7 +244,7 @@ def with_recipe(
     if isinstance(model, Model):
         raise ConfigError(
             f"task.quantization is {recipe!r}, but the model is a {type(model).__name__}; products "
-            "are replaced in dense layers of praxis_lite alone. Leave it out."
+            "are replaced only in dense layers of praxis_lite. Omit the setting."
         )
     rule = QUANTIZATION_RECIPES[recipe]
     if isinstance(rule, QuantizationRule):

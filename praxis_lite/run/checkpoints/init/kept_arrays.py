@@ -72,7 +72,7 @@ def in_kept_form(
     true = tuple(slice(size) for size in form.spec.shape)
 
     def kept(x: jax.Array) -> dict[str, jax.Array]:
-        return {name: _padded(part, local[name]) for name, part in form.kept(x[true]).items()}
+        return {name: _padded(part, local[name]) for name, part in form.packed(x[true]).items()}
 
     shardings = {name: NamedSharding(mesh, leaf.spec) for name, leaf in local.items()}
     parts = jax.block_until_ready(jax.jit(kept, out_shardings=shardings)(weight))
