@@ -4,8 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -294,8 +292,6 @@ def _saying_what_jax_refuses(data_axes: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as error:
-        if "manual axis types do not match" in str(error):
-            raise ConfigError(_of_loop(error, data_axes)) from error
         if "sharding_constraint" not in str(error) or "Manual" not in str(error):
             raise
         raise ConfigError(
@@ -304,25 +300,6 @@ def _saying_what_jax_refuses(data_axes: Sequence[str]) -> Iterator[None]:
             "out of jax.lax.with_sharding_constraint (praxis_lite.core.constrain does), or "
             f"leave the Partitioner's gradients out. JAX says: {error}"
         ) from error
-
-
-def _of_loop(error: Exception, axes: Sequence[str]) -> str:
-    """Returns the message for a loop or branch that JAX refused."""
-    # The last line of the traceback that is neither JAX's nor Flax's.
-    root = os.path.dirname(os.path.dirname(jax.__file__))
-    hidden = tuple(os.path.join(root, name, "") for name in ("jax", "flax"))
-    frames = traceback.extract_tb(error.__traceback__)
-    place = [frame for frame in frames if not frame.filename.startswith(hidden)][-1]
-    found = [line.strip(" *;") for line in str(error).splitlines() if "manual axis" in line]
-    return (
-        f"{place.name} ({os.path.basename(place.filename)}:{place.lineno}) has a loop or a branch "
-        "with a value that is the same on all devices in one place and differs between devices "
-        f"along {axes} in another: {' '.join(found)} The carry of a scan or while_loop must differ "
-        "from the start where it does at the end, and the branches of a cond must agree. Begin "
-        "with a value made from what the loop reads, such as jnp.zeros_like(x) in place of "
-        f"jnp.zeros(shape), or with jax.lax.pcast(value, {axes}, to='varying'); or leave the "
-        "Partitioner's gradients out."
-    )
 
 
 def counting(inputs: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], jax.Array]:

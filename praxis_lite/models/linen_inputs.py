@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -83,27 +83,6 @@ def flags_of(
         for name, when_training in TRAINING_FLAGS.items()
         if name in signature.parameters and name not in given
     }
-
-
-def check_arguments(
-    module: nn.Module, function: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any],
-    given: Collection[str],
-) -> None:
-    """Raises ConfigError if a module's method cannot be called so; `given` are the user's names.
-    """
-    signature = inspect.signature(function)
-    local = list(signature.parameters)[1:]
-    try:
-        signature.bind(None, *args, **kwargs)
-    except TypeError as error:
-        name = getattr(function, "__name__", "__call__")
-        has = f"{len(args)} by position" if args else f"{sorted(given)}"
-        near = "".join(did_you_mean(item, local) for item in given if item not in local)
-        raise ConfigError(
-            f"{type(module).__name__}.{name}({', '.join(local)}) cannot be initialised: {error}. "
-            f"LinenModel.init_inputs has {has}.{near} Add what is missing, for instance "
-            'init_inputs={"x": (1, 28, 28), "ids": ("int32", (1, 16))}.'
-        ) from None
 
 
 @contextlib.contextmanager
