@@ -1,6 +1,6 @@
-"""HOW devices meet where it is said by hand: gradients and metrics in a `jax.shard_map`.
+"""Explicit collectives: gradients and metrics in a `jax.shard_map`.
 
-Knows the core alone, and no layer.
+Knows only the core.
 """
 
 from praxis_lite.public_names import public_names

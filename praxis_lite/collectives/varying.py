@@ -1,9 +1,8 @@
-"""What differs between the devices of a `jax.shard_map`, as JAX's types say it.
+"""Casts of values that vary over the manual axes of a `jax.shard_map`.
 
-Along a manual axis an array either is the same on every device or varies. JAX knows of each which
-it is, for the gradient of what is the same is a sum over devices and that of what varies is not. A
-loop's carry must vary from the start where its end does: `jnp.zeros` does not, so loops make theirs
-from the values that they meet.
+Along a manual axis an array is either equal on all devices or varies. JAX tracks this in types,
+because gradients of equal arrays are summed over devices. A loop's carry must vary from the start
+if it varies at the end: `jnp.zeros` does not, so loops cast their initial values.
 """
 
 from collections.abc import Iterable

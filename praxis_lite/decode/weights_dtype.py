@@ -20,9 +20,13 @@ from praxis_lite.core.partitioner.steps import decode_step
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.core.task import Task
 from praxis_lite.layers.base.dense import Dense, is_dense
-from praxis_lite.layers.whole_model.int8_weights import Int8Weight, in_int8
-from praxis_lite.layers.whole_model.outputs_first import OutputsFirst, outputs_first
 from praxis_lite.layers.whole_model.quantization import is_matrix, log_rounding
+from praxis_lite.layers.whole_model.stored_weights import (
+    Int8Weight,
+    TransposedWeight,
+    in_int8,
+    transposed,
+)
 
 Stored = Callable[[jax.Array], Any]
 # What tasks decode, of one row.
@@ -67,8 +71,8 @@ class Turn:
     summed_dims: tuple[int, ...]
     cast: Cast | None
 
-    def __call__(self, weight: jax.Array) -> OutputsFirst:
-        return outputs_first(self.cast(weight) if self.cast else weight, self.summed_dims)
+    def __call__(self, weight: jax.Array) -> TransposedWeight:
+        return transposed(self.cast(weight) if self.cast else weight, self.summed_dims)
 
 
 def stored_forms(task: Task) -> dict[str, Stored]:
@@ -91,7 +95,7 @@ def stored_forms(task: Task) -> dict[str, Stored]:
         layers = _dense_layers(task, "weights_outputs_first", True)
         forms |= {
             path: Turn(dims, forms.get(path)) for path, (layer, dims) in layers.items()
-            if OutputsFirst.is_for(layer.equation)
+            if TransposedWeight.is_for(layer.equation)
         }
     if decoder.weights_dtype == "int8":
         layers = _dense_layers(task, "weights_dtype", "int8")

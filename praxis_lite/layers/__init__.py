@@ -1,6 +1,6 @@
-"""What does a model compute? Maths as of a single device; layers say how their arrays split.
+"""Layers: the maths of a single device, and declarations of how arrays split.
 
-Begin with `base_layer` and `linears`. Never sees a device, padding, a task or an optimizer.
+Begin with `base/base_layer.py` and `linears.py`. Layers know no device, padding, task or optimizer.
 """
 
 from praxis_lite.public_names import public_names

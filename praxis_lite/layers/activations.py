@@ -59,7 +59,7 @@ def activation_fn(activation: str | ActivationFn, layer: object) -> ActivationFn
     result = _BY_FOLDED_NAME.get(_folded(str(activation)))
     if result is None:
         raise ConfigError(
-            f"{type(layer).__name__}.activation is {activation!r}; wanted is a function or one of "
+            f"{type(layer).__name__}.activation is {activation!r}; expected a function or one of "
             f"{', '.join(ACTIVATIONS)}.{did_you_mean(str(activation), ACTIVATIONS)}"
         )
     return result

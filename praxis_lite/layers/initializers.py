@@ -73,7 +73,7 @@ def fans(
     """
     if (fan_in_axes is None) != (fan_out_axes is None):
         raise ConfigError(
-            f"fan_in_axes is {fan_in_axes} and fan_out_axes is {fan_out_axes}; wanted is both, or "
+            f"fan_in_axes is {fan_in_axes} and fan_out_axes is {fan_out_axes}; set both, or "
             "neither."
         )
     if len(shape) < 2:
@@ -95,7 +95,7 @@ class WeightInit:
     `weight_init=fdl.Config(WeightInit.Gaussian, scale=0.02)`.
 
     Attributes:
-      method: Pax's name, such as "gaussian_sqrt_fanin"; the functions below say what it draws.
+      method: Pax's name, such as "gaussian_sqrt_fanin"; see the functions below.
       scale: multiplies what is drawn.
       fan_in_axes, fan_out_axes: dims that make the fans, see `fans`.
 
@@ -210,18 +210,18 @@ class WeightInit:
 
 
 @dataclasses.dataclass(frozen=True)
-class TrueFans:
-    """A draw as Xavier's, with the fans that a weight has in its product.
+class EinsumXavier:
+    """Xavier's uniform draw with the fans of the einsum in which the weight is used.
 
-    The layer that makes the weight knows them: it calls `of`.
+    The layer that creates the weight knows its dims and calls `for_dims`.
     """
 
-    def of(self, summed: Sequence[int], made: Sequence[int]) -> Draw:
-        """Returns the function that draws, as `WeightInit` does.
+    def for_dims(self, summed: Sequence[int], made: Sequence[int]) -> Draw:
+        """Returns the initializer of a weight.
 
         Args:
-          summed, made: the weight's dims that are of inputs, and of outputs. Others number weights,
-            and count in neither, as in Pax with explicit axes of fans.
+          summed, made: its dims of inputs and of outputs. Other dims number independent weights
+            and count in neither fan, as in Pax with explicit axes of fans.
         """
         axes = {"in_axis": tuple(summed), "out_axis": tuple(made)}
 

@@ -1,4 +1,4 @@
-"""Dense layers: linear, bias, feed-forward, MLP, and what an equation describes. Pax's names."""
+"""Linear, Bias, FeedForward, Mlp and Einsum layers. Names are Pax's."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -40,15 +40,14 @@ class Linear(Dense):
     def factors(self, inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
         """Returns pairs ([..., d], [d, F]) whose products add up to the outputs.
 
-        A chunked softmax makes a part of F at a time from them.
+        A chunked softmax computes the logits from them, a chunk of F at a time.
         """
         return self.product.factors(self, inputs)
 
     def column_factors(self) -> list[tuple[jax.Array, jax.Array | None]]:
         """Returns pairs ([F, d], [d, D]) whose products add up to w transposed.
 
-        None in the place of the second stands for the identity. A softmax that embeds ids takes
-        a few rows of the first.
+        None as the second is the identity. A softmax that embeds ids reads rows of the first.
         """
         return self.product.column_factors(self)
 
@@ -180,9 +179,9 @@ class Einsum(Dense):
       weight_shape: a size for each letter of the weight.
       has_bias: add b, whose dims are those that the weight gives to the outputs, in their order,
         and split as the weight's.
-      weight_init: None: Pax's default (Xavier), with the fans that the equation tells: summed
-        letters are inputs, letters of the weight alone are outputs, and those that inputs, weight
-        and outputs share are as many layers side by side.
+      weight_init: None: Pax's default (Xavier), with the fans of the equation: summed letters
+        are inputs, letters of the weight alone are outputs, and letters that inputs, weight and
+        outputs share number independent layers.
       weight_split_dims_mapping: of the weight.
       activation_split_dims_mapping: of the outputs.
 
@@ -202,7 +201,7 @@ class Einsum(Dense):
         bias_init: Initializer = zeros,
         rngs: nnx.Rngs,
     ):
-        _, weight, _ = _letters(equation)
+        weight = _weight_letters(equation)
         require_positive(self, **{f"weight_shape[{i}]": n for i, n in enumerate(weight_shape)})
         if len(weight) != len(weight_shape):
             raise ConfigError(
@@ -220,22 +219,21 @@ class Einsum(Dense):
         )
 
 
-def _letters(equation: str) -> tuple[str, str, str]:
-    """Returns the letters of the inputs, the weight and the outputs."""
+def _weight_letters(equation: str) -> str:
+    """Returns the letters of the weight in an equation of inputs and a weight."""
     match = _EQUATION.fullmatch(equation.replace(" ", "")) if isinstance(equation, str) else None
     if match is None or bool(match[1]) != bool(match[4]):
         raise ConfigError(
-            f"Einsum.equation is {equation!r}; wanted is one of inputs and weight, such as "
-            "'...d,df->...f', with dots before both inputs and outputs or neither."
+            f"Einsum.equation is {equation!r}; expected inputs and a weight, such as "
+            "'...d,df->...f', with dots before both inputs and outputs or before neither."
         )
     inputs, weight, outputs = match[2], match[3], match[5]
     for letters in (inputs, weight, outputs):
         if len(set(letters)) != len(letters):
-            raise ConfigError(f"Einsum.equation {equation!r} has a letter twice in {letters!r}.")
-    missing = set(outputs) - set(inputs + weight)
-    if missing or not set(inputs) & set(weight):
+            raise ConfigError(f"Einsum.equation {equation!r} repeats a letter in {letters!r}.")
+    if set(outputs) - set(inputs + weight) or not set(inputs) & set(weight):
         raise ConfigError(
-            f"Einsum.equation is {equation!r}; wanted are a letter that inputs and weight share, "
-            "and no letter in the outputs that neither has."
+            f"Einsum.equation is {equation!r}; expected a letter that inputs and weight share, and "
+            "only letters of inputs or weight in the outputs."
         )
-    return inputs, weight, outputs
+    return weight

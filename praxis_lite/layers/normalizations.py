@@ -1,4 +1,4 @@
-"""Layer norm, RMS norm, and norms of nothing or of weights, in float32. Names and maths: Pax's."""
+"""Layer norm, RMS norm, and a norm of weights, in float32. Names and maths are Pax's."""
 
 import math
 
@@ -25,7 +25,7 @@ def check_epsilon(layer: object, epsilon: float) -> None:
 
 
 class Norm(BaseLayer):
-    """A layer that can stand where another norm does in a template: all are called alike."""
+    """A norm; all norms are called alike, so that one can replace another in a template."""
 
     def __call__(
         self,
@@ -34,16 +34,13 @@ class Norm(BaseLayer):
         *,
         key: jax.Array | None = None,
     ) -> jax.Array:
-        """Args: inputs [..., dim]; paddings [...], or its first dims, 1.0 where not to look.
+        """Returns normalized inputs; norms over the last dim alone ignore paddings and key.
 
-        Those over the last dim use neither paddings nor key: they compute the same in training and
-        in evaluation.
+        Args:
+          inputs: [..., dim].
+          paddings: [...], or its first dims, 1.0 for padding.
+          key: given in a training pass.
         """
-        return self._outputs(inputs, paddings, key)
-
-    def _outputs(
-        self, inputs: jax.Array, paddings: jax.Array | None, key: jax.Array | None
-    ) -> jax.Array:
         raise NotImplementedError
 
 
@@ -52,8 +49,12 @@ class _LastDimNorm(Norm):
 
     splits = splits(weight=(None,), activation=())
 
-    def _outputs(
-        self, inputs: jax.Array, paddings: jax.Array | None, key: jax.Array | None
+    def __call__(
+        self,
+        inputs: jax.Array,
+        paddings: jax.Array | None = None,
+        *,
+        key: jax.Array | None = None,
     ) -> jax.Array:
         outputs = self._normalized(inputs.astype(jnp.float32)).astype(inputs.dtype)
         return constrain(outputs, self.activation_split_dims_mapping)
@@ -158,13 +159,17 @@ class RmsNormNoScale(_LastDimNorm):
 
 
 class IdentityNorm(Norm):
-    """Returns its inputs; stands in a template where no norm is wanted."""
+    """Returns its inputs; for a template in which no norm is needed."""
 
     def __init__(self, dim: int = 0, *, rngs: nnx.Rngs | None = None):
         pass
 
-    def _outputs(
-        self, inputs: jax.Array, paddings: jax.Array | None, key: jax.Array | None
+    def __call__(
+        self,
+        inputs: jax.Array,
+        paddings: jax.Array | None = None,
+        *,
+        key: jax.Array | None = None,
     ) -> jax.Array:
         return inputs
 

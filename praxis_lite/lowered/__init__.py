@@ -1,6 +1,6 @@
-"""Programs that are lowered and not compiled yet: what XLA would compute wrong in them, mended.
+"""Workarounds for XLA bugs in lowered programs, before they are compiled.
 
-It never sees tasks, layers or jobs.
+Knows no tasks, layers or jobs.
 """
 
 from praxis_lite.public_names import public_names

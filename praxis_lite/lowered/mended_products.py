@@ -1,8 +1,8 @@
-"""Products that XLA's partitioner would permute, mended in a program before it is compiled.
+"""Works around an XLA bug that permutes results of some matmuls on 3-axis meshes.
 
-Of each product that `product_orders` names, the operands and the results are held as JAX's
-propagation splits them; but XLA first makes results in the operands' order of devices, and then
-moves them. So nothing else in the program splits otherwise.
+For each product found by `product_orders`, constraints fix the splits of operands and results to
+those of Shardy's propagation, and make XLA first compute results in the operands' order of devices
+and then move them. Other splits in the program do not change.
 """
 
 import dataclasses
@@ -31,22 +31,22 @@ from praxis_lite.lowered.product_orders import (
 _COMPARE = "compare the job with one device by --mode=check"
 _NOT_MENDED = f"It could not be mended: before you rely on it, {_COMPARE}"
 _NOT_READ = "Products that XLA may permute on three axes of a mesh were not looked for"
-# In a second round are those that split otherwise since products of the first one are held.
+# Later rounds fix products whose splits changed by the constraints of earlier ones.
 _MOST_ROUNDS = 4
 
 
 def mended(
     lowered: jax.stages.Lowered, mesh: Mesh, say: Callable[[str], None] = warn_once
 ) -> jax.stages.Lowered:
-    """Returns a program, edited so that XLA permutes no product of it.
+    """Edits a program in place so that XLA permutes none of its products, and returns it.
 
-    It is the program that JAX keeps, too: a call of the same function compiles the edited one.
+    JAX caches the program: later calls of the same function compile the edited one.
 
     Args:
-      lowered: not compiled yet, nor called.
-      mesh: that its arrays lie on.
-      say: told a sentence for each product that is mended; and of a program that cannot be read,
-        such as one for the former partitioner (GSPMD), why not.
+      lowered: not compiled or called yet.
+      mesh: of its arrays.
+      say: called with a sentence for each fixed product; or with the reason why a program cannot be
+        read, such as one for GSPMD.
     """
     if len(_sizes(mesh)) > 2:
         _mend_module(lowered.compiler_ir(), mesh, say)
@@ -56,9 +56,9 @@ def mended(
 def mended_export(
     exported: jax.export.Exported, mesh: Mesh, say: Callable[[str], None] = warn_once
 ) -> jax.export.Exported:
-    """Returns an exported program, edited as by `mended`; its mesh and `say` are as there.
+    """Returns an exported program, edited as by `mended`.
 
-    Shardy reads no program for any number of rows.
+    Shardy cannot read programs with a symbolic number of rows.
     """
     if len(_sizes(mesh)) < 3:
         return exported
@@ -68,7 +68,7 @@ def mended_export(
     module = mlir.deserialize_portable_artifact(exported.mlir_module_serialized, context)
     if not _mend_module(module, mesh, say):
         return exported
-    # As jax.export has it: programs that a jax of the last weeks reads.
+    # As in jax.export: readable by jax versions of the last weeks.
     version = stablehlo.get_version_from_compatibility_requirement(
         stablehlo.StablehloCompatibilityRequirement.WEEK_4
     )
@@ -77,11 +77,11 @@ def mended_export(
 
 
 class MendedFunction:
-    """A function of `jax.jit`, mended when it is first called.
+    """A function of `jax.jit`, edited by `mended` on its first call.
 
     Args:
-      jitted: called with arguments of one kind: it has one program.
-      mesh: that they lie on.
+      jitted: always called with the same shapes, so that it has one program.
+      mesh: of its arguments.
     """
 
     def __init__(self, jitted: Any, mesh: Mesh):

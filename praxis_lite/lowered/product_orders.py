@@ -1,9 +1,9 @@
-"""Matrix products that XLA's partitioner may permute: found in a program before it is compiled.
+"""Finds matmuls whose results XLA's partitioner may permute, in programs before compilation.
 
-On a mesh of three axes XLA gives wrong numbers, without an error, for some products
-(docs/upstream/matmul_rows.md). Where an axis that is summed over splits the results, too, it groups
+On a mesh of three axes XLA silently returns wrong results of some products
+(docs/upstream/matmul_rows.md). If an axis that is summed over also splits the results, it groups
 devices by that axis, and numbers the devices of a group by their order in the larger operand and by
-their order in the results. Where these differ, parts of the results may change places.
+their order in the results. If these differ, parts of the results may be permuted.
 """
 
 import itertools

@@ -63,7 +63,7 @@ class FunctionModel(Model):
         leaves = jax.tree.leaves_with_path(params)
         if not leaves:
             raise ConfigError(
-                f"{init} returns no arrays ({type(params).__name__}); wanted is a tree of float "
+                f"{init} returns no arrays ({type(params).__name__}); expected a tree of float "
                 "arrays, the params. Is a `return` missing?"
             )
         for path, x in leaves:
@@ -71,8 +71,8 @@ class FunctionModel(Model):
             if not (is_number and jnp.issubdtype(jnp.result_type(x), jnp.floating)):
                 result = jnp.result_type(x) if is_number else type(x).__name__
                 raise ConfigError(
-                    f"params/{_path(path)}: {init} returns {result}, which has no gradient; wanted "
-                    "are floats. Leave it out of the params and bind it to the loss with "
+                    f"params/{_path(path)}: {init} returns {result}, which has no gradient; "
+                    "expected floats. Leave it out of the params and bind it to the loss with "
                     "functools.partial, or make it a float and freeze it "
                     "(Learner.bprop_variable_exclusion)."
                 )
@@ -124,7 +124,7 @@ def _spec_of_leaves(params: PyTree, specs: Any, path: str) -> Iterator[Spec]:
             axes = "or a tuple of mesh axes" if is_array else "or a tree like the params"
             raise ConfigError(
                 f"specs has {specs!r} at {_where(path)}, where the params have {_kind(params)}; "
-                f"wanted is a PartitionSpec, None {axes}."
+                f"expected a PartitionSpec, None {axes}."
             )
         children, result = _children(params), _children(specs)
         for name in result:

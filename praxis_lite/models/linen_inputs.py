@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -85,27 +85,6 @@ def flags_of(
     }
 
 
-def check_arguments(
-    module: nn.Module, function: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any],
-    given: Collection[str],
-) -> None:
-    """Raises ConfigError if a module's method cannot be called so; `given` are the user's names.
-    """
-    signature = inspect.signature(function)
-    local = list(signature.parameters)[1:]
-    try:
-        signature.bind(None, *args, **kwargs)
-    except TypeError as error:
-        name = getattr(function, "__name__", "__call__")
-        has = f"{len(args)} by position" if args else f"{sorted(given)}"
-        near = "".join(did_you_mean(item, local) for item in given if item not in local)
-        raise ConfigError(
-            f"{type(module).__name__}.{name}({', '.join(local)}) cannot be initialised: {error}. "
-            f"LinenModel.init_inputs has {has}.{near} Add what is missing, for instance "
-            'init_inputs={"x": (1, 28, 28), "ids": ("int32", (1, 16))}.'
-        ) from None
-
-
 @contextlib.contextmanager
 def as_config_error(
     module: nn.Module, done: str, args: tuple, kwargs: Mapping[str, Any]
@@ -178,6 +157,6 @@ def _struct(x: Any, name: str) -> Any:
 
 def _no_input(name: str, result: Any) -> ConfigError:
     return ConfigError(
-        f"LinenModel.{name} is {result!r}; wanted is a shape such as (1, 784), a pair of dtype and "
+        f"LinenModel.{name} is {result!r}; expected a shape such as (1, 784), a pair of dtype and "
         'shape such as ("int32", (1, 128)), or an array.'
     )

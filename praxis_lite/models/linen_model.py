@@ -21,7 +21,6 @@ from praxis_lite.models.linen_boxes import (
 from praxis_lite.models.linen_inputs import (
     arguments_of,
     as_config_error,
-    check_arguments,
     filled,
     flags_of,
     method_of,
@@ -102,7 +101,6 @@ class LinenModel(Model):
     def _abstract(self) -> tuple[dict[str, Any], OwnShapes]:
         """What init returns, boxes and all, with shapes for arrays; and each weight's own shape."""
         args, kwargs = self._arguments()
-        check_arguments(self.linen_module, self.init_method, args, kwargs, given=self._kwargs)
         own_shapes: OwnShapes = {}
         with as_config_error(self.linen_module, "initialised with init_inputs", args, kwargs):
             boxed = jax.eval_shape(lambda: self._init(jax.random.key(0), own_shapes))

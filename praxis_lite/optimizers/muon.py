@@ -79,7 +79,7 @@ def muon_matrices(
                     raise ConfigError(
                         f"muon_matrices: {equation!r}, for {pattern!r}, has a weight of "
                         f"{len(_letters(equation)[1])} dims, but {name} is {list(weight.shape)}. "
-                        "Mend the equation, or the pattern if it should not match this weight."
+                        "Fix the equation, or the pattern if it should not match this weight."
                     )
                 return dims
             return _declared_matrix(name, weight)

@@ -53,8 +53,8 @@ class VariationalNoise:
         hint = " Leave out params/." if self.regex.startswith("params/") else ""
         raise ConfigError(
             f"VariationalNoise.regex {self.regex!r} matches none of the trained weights: "
-            f"{few(paths, 5)}. It is matched from the start of a path.{hint} Mend it, or take the "
-            "noise out."
+            f"{few(paths, 5)}. It is matched from the start of a path.{hint} Fix it, or remove the "
+            "noise."
         )
 
     def apply(self, params: PyTree, key: jax.Array, step: jax.Array) -> PyTree:

@@ -15,7 +15,7 @@ from praxis_lite.run.checkpoints.checkpoints import Checkpoints
 from praxis_lite.run.config.text import load_config
 from praxis_lite.run.job.job_dir import JobDir
 from tests.support.explicit_partitioner import explicit_partitioner
-from tests.support.job_runs import as_it_died, home, launch, lines_of, succeed
+from tests.support.job_runs import home, launch, lines_of, succeed
 
 pytestmark = pytest.mark.slow
 
@@ -39,14 +39,10 @@ def by_the_compiler():
 
 
 @pytest.fixture(scope="module")
-def jobs():
-    """Returns a job trained in one go, and one that died and went on."""
-    whole = JobDir(home() / "explicit")
-    succeed(*SETTINGS, steps(NUM_STEPS), f"--job_log_dir={whole.path}")
-    resumed = as_it_died(whole, SAVED_EVERY)
-    done = succeed(*SETTINGS, steps(NUM_STEPS), f"--job_log_dir={resumed.path}")
-    assert f"restored the checkpoint of step {SAVED_EVERY}" in done.out
-    return whole, resumed
+def job():
+    trained = JobDir(home() / "explicit")
+    succeed(*SETTINGS, steps(NUM_STEPS), f"--job_log_dir={trained.path}")
+    return trained
 
 
 def state_of(job):
@@ -56,32 +52,23 @@ def state_of(job):
         return saved.restore(partitioner.layout, partitioner.mesh).state
 
 
-def test_a_job_that_died_goes_on_as_if_it_had_not(jobs):
-    whole, resumed = jobs
-    assert len(lines_of(whole.metrics_jsonl)) == NUM_STEPS
-    assert lines_of(resumed.metrics_jsonl) == lines_of(whole.metrics_jsonl)
-    assert lines_of(resumed.eval_metrics_jsonl) == lines_of(whole.eval_metrics_jsonl)
-    jax.tree.map(np.testing.assert_array_equal, state_of(resumed), state_of(whole))
-
-
-def test_a_job_is_evaluated(jobs):
-    job = jobs[0]
+def test_a_job_is_evaluated(job):
     done = succeed("--mode=eval", f"--job_log_dir={job.path}")
     trained, evaluated = lines_of(job.eval_metrics_jsonl)[-2:]
     assert evaluated == trained
     assert f"accuracy {trained['accuracy']:.4f}" in done.out
 
 
-def test_the_state_is_that_of_the_other_partitioner(jobs):
+def test_the_state_is_that_of_the_other_partitioner(job):
     """Which is what a checkpoint is restored by."""
-    job = fdl.build(load_config(jobs[0].config_json.read_text()).config)
-    mesh = make_mesh(job.mesh)
-    assert explicit_partitioner(job.task, mesh).layout == Partitioner(job.task, mesh).layout
+    built = fdl.build(load_config(job.config_json.read_text()).config)
+    mesh = make_mesh(built.mesh)
+    assert explicit_partitioner(built.task, mesh).layout == Partitioner(built.task, mesh).layout
 
 
-def test_a_checkpoint_goes_on_in_the_other_partitioner_and_back(jobs, tmp_path):
+def test_a_checkpoint_goes_on_in_the_other_partitioner_and_back(job, tmp_path):
     settings = (*SETTINGS, NO_DROPOUT)  # Whose draws are the devices' own.
-    by_hand, mixed = (JobDir(shutil.copytree(jobs[0].path, tmp_path / n)) for n in ("a", "b"))
+    by_hand, mixed = (JobDir(shutil.copytree(job.path, tmp_path / n)) for n in ("a", "b"))
     succeed(*settings, steps(9), f"--job_log_dir={by_hand.path}")
     with by_the_compiler():
         done = succeed(*settings, steps(8), f"--job_log_dir={mixed.path}")

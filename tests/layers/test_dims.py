@@ -28,10 +28,10 @@ def splits_of(layer):
 
 
 def test_a_dim_is_its_size_and_knows_its_name_and_split_wherever_it_goes():
-    dim = Dim(6, "mlp", "mdl", is_said=True)
+    dim = Dim(6, "mlp", "mdl", is_explicit=True)
     for same in (dim, copy.deepcopy(dim), pickle.loads(pickle.dumps(dim))):
         assert same == 6 and hash(same) == hash(6)
-        assert (same.name, same.split, same.is_said) == ("mlp", "mdl", True)
+        assert (same.name, same.split, same.is_explicit) == ("mlp", "mdl", True)
     assert type(dim * 2) is int and type(int(dim)) is int
     assert sized(dim, 4) == 4 and sized(dim, 4).split == "mdl" and sized(5, 4) == 4
     both = merged_dim(dim, Dim(2, "head_dim", ("data",)))
@@ -52,7 +52,7 @@ def test_a_mapping_is_by_position_or_by_name_and_reaches_every_layer_inside(mapp
 
 
 def test_a_layers_own_mapping_is_before_its_parents_and_a_parents_name_before_its_own():
-    dims = (Dim(5, "embed", "data", is_said=True), Dim(7, "own", is_said=True))
+    dims = (Dim(5, "embed", "data", is_explicit=True), Dim(7, "own", is_explicit=True))
     assert splits_of(Linear(*dims, rngs=nnx.Rngs(0))) == {"w": ("data", None)}
     layer = Linear(*dims, weight_split_dims_mapping=("mdl",), rngs=nnx.Rngs(0))
     assert splits_of(layer) == {"w": ("mdl", None)}
@@ -107,7 +107,7 @@ def test_layers_of_users_take_their_settings_as_before_or_from_what_they_declare
     assert splits_of(Former(3, weight_split_dims_mapping=("data",), rngs=nnx.Rngs(0))) == {
         "w": ("data",)
     }
-    assert splits_of(Former(Dim(3, "embed", "mdl", is_said=True), rngs=nnx.Rngs(0))) == {
+    assert splits_of(Former(Dim(3, "embed", "mdl", is_explicit=True), rngs=nnx.Rngs(0))) == {
         "w": ("mdl", "mdl")
     }
     layer = Derived(3, weight_split_dims_mapping={"own": "mdl"}, rngs=nnx.Rngs(0))

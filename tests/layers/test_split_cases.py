@@ -39,7 +39,7 @@ from tests.support.split_layers import (
 OWN_LINEAR = functools.partial(FeedForward, linear_tpl=functools.partial(
     Linear, weight_split_dims_mapping=("data", None)
 ))
-EMBED, WHOLE = Dim(D, "embed", "data"), Dim(D, "embed", is_said=True)
+EMBED, WHOLE = Dim(D, "embed", "data"), Dim(D, "embed", is_explicit=True)
 # By case: the layer, no rules of the job, and the splits of some of its weights.
 DECIDED = {
     # By position or by name; a dim that is not said is whole, the rest as if it were transposed.

@@ -1,4 +1,4 @@
-"""Jobs of plain functions through `main`: trained, stopped, resumed, evaluated and decoded."""
+"""Jobs of plain functions through `main`: trained, evaluated, decoded and loaded."""
 
 import json
 
@@ -14,27 +14,22 @@ from praxis_lite.experiments.vision import digits
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
 from praxis_lite.run.config.text import load_config
 from praxis_lite.run.job.job_dir import JobDir
-from tests.support.job_runs import as_it_died, home, launch, lines_of, loaded, succeed
+from tests.support.job_runs import home, launch, lines_of, loaded, succeed
 
 pytestmark = pytest.mark.slow
 
-NUM_STEPS, SAVED_EVERY = 31, 13
+NUM_STEPS = 31
 SETTINGS = (
     "--exp=functions.DigitsMlp", "--set", f"run.num_train_steps={NUM_STEPS}",
-    f"run.checkpoints.every_steps={SAVED_EVERY}", "run.evaluation.every_steps=None",
-    "task.learner.learning_rate=0.01",
+    "run.evaluation.every_steps=None", "task.learner.learning_rate=0.01",
 )
 
 
 @pytest.fixture(scope="module")
-def jobs():
-    """Returns a job trained in one go, and one that died and went on."""
-    whole = JobDir(home() / "functions")
-    succeed(*SETTINGS, f"--job_log_dir={whole.path}")
-    resumed = as_it_died(whole, SAVED_EVERY)
-    done = succeed(*SETTINGS, f"--job_log_dir={resumed.path}")
-    assert f"restored the checkpoint of step {SAVED_EVERY}" in done.out
-    return whole, resumed
+def job():
+    trained = JobDir(home() / "functions")
+    succeed(*SETTINGS, f"--job_log_dir={trained.path}")
+    return trained
 
 
 def state_of(job):
@@ -59,22 +54,11 @@ def logits_of(job):
     return x
 
 
-def test_a_job_that_died_ends_in_the_same_bits(jobs):
-    whole, resumed = jobs
-    steps = lines_of(whole.metrics_jsonl)
-    assert [line["step"] for line in steps] == list(range(1, NUM_STEPS + 1))
-    assert lines_of(resumed.metrics_jsonl) == steps
-    assert lines_of(resumed.eval_metrics_jsonl) == lines_of(whole.eval_metrics_jsonl)
-    (item, _), (other, _) = state_of(whole), state_of(resumed)
-    jax.tree.map(np.testing.assert_array_equal, item, other)
-
-
-def test_evaluation_is_the_mean_over_the_true_rows_of_a_last_batch_that_is_filled_up(jobs):
-    whole, _ = jobs
-    succeed("--mode=eval", f"--job_log_dir={whole.path}")
-    trained, evaluated = lines_of(whole.eval_metrics_jsonl)
+def test_evaluation_is_the_mean_over_the_true_rows_of_a_last_batch_that_is_filled_up(job):
+    succeed("--mode=eval", f"--job_log_dir={job.path}")
+    trained, evaluated = lines_of(job.eval_metrics_jsonl)
     assert evaluated == trained
-    logits, labels = logits_of(whole), digits("heldout")["labels"]
+    logits, labels = logits_of(job), digits("heldout")["labels"]
     assert len(labels) % 61  # Filler rows, which would be counted as some digit.
     xent = np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(labels)), labels]
     assert evaluated["loss"] == pytest.approx(xent.mean(), abs=1e-5)
@@ -82,26 +66,25 @@ def test_evaluation_is_the_mean_over_the_true_rows_of_a_last_batch_that_is_fille
     assert evaluated["accuracy"] > 0.8
 
 
-def test_decoding_writes_a_prediction_per_image(jobs):
-    whole, _ = jobs
-    done = succeed("--mode=decode", f"--job_log_dir={whole.path}")
+def test_decoding_writes_a_prediction_per_image(job):
+    done = succeed("--mode=decode", f"--job_log_dir={job.path}")
     assert f"decoded 359 records of heldout with the weights of step {NUM_STEPS}" in done.out
-    text = whole.decode_jsonl("heldout", NUM_STEPS).read_text()
-    labels, predicted = digits("heldout")["labels"].tolist(), logits_of(whole).argmax(-1).tolist()
+    text = job.decode_jsonl("heldout", NUM_STEPS).read_text()
+    labels, predicted = digits("heldout")["labels"].tolist(), logits_of(job).argmax(-1).tolist()
     expected = [{"digit": d, "label": n} for d, n in zip(predicted, labels, strict=True)]
     assert [json.loads(line) for line in text.splitlines()] == expected
 
 
-def test_decoding_without_predict_is_refused_before_anything_compiles(jobs):
+def test_decoding_without_predict_is_refused_before_anything_compiles(job):
     done = launch(
-        "--mode=decode", f"--job_log_dir={jobs[0].path}", "--set", "task.predict=None"
+        "--mode=decode", f"--job_log_dir={job.path}", "--set", "task.predict=None"
     )
     assert done.code == 2 and "LossTask.predict" in done.err
     assert done.num_compiled == 0
 
 
-def test_the_specs_and_the_rule_say_how_the_weights_split(jobs):
-    _, layout = state_of(jobs[0])
+def test_the_specs_and_the_rule_say_how_the_weights_split(job):
+    _, layout = state_of(job)
     leaves = {leaf.path.removeprefix("mdl_vars/params/"): leaf for leaf in layout.leaves()}
     found = {path: (tuple(leaves[path].spec), leaves[path].padded_shape) for path in ("0/w", "1/w")}
     assert found == {
@@ -120,20 +103,11 @@ def test_the_specs_and_the_rule_say_how_the_weights_split(jobs):
         assert "fsdp" in leaf.declared_by
 
 
-def test_a_stranger_on_the_command_line_hears_which_weight(tmp_path):
-    spec = "task.model.specs=[{'w': ('data', 'modl'), 'b': None}, None, None]"
-    done = launch("--exp=functions.DigitsMlp", f"--job_log_dir={tmp_path}", "--set", spec)
-    assert done.code == 2 and done.num_compiled == 0
-    words = " ".join(done.err.split())
-    assert "params/0/w: " in words and "'modl'" in words and "mdl?" in words
-
-
-def test_a_loaded_model_predicts_as_the_task_and_as_numpy_do(jobs):
-    whole, _ = jobs
-    model = loaded(whole)
+def test_a_loaded_model_predicts_as_the_task_and_as_numpy_do(job):
+    model = loaded(job)
     images, labels = (digits("heldout")[name] for name in ("inputs", "labels"))
     actual = model.predict({"inputs": images, "labels": labels})
-    np.testing.assert_array_equal(actual["digit"], logits_of(whole).argmax(-1))
+    np.testing.assert_array_equal(actual["digit"], logits_of(job).argmax(-1))
     assert model.decode("heldout")[:7] == [
         {"digit": int(digit), "label": int(label)}
         for digit, label in zip(actual["digit"][:7], labels[:7], strict=True)

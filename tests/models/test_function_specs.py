@@ -122,7 +122,7 @@ WRONG = {
     "an entry too many": (specs(head=None), NONE, ["'head'", "'mlp', 'out', 'stack'"]),
     "a NamedSharding": (
         specs(stack=NamedSharding(MESH_OF_ONE, P("data"))), NONE,
-        ["NamedSharding", "'stack'", "wanted is a PartitionSpec"],
+        ["NamedSharding", "'stack'", "expected a PartitionSpec"],
     ),
     "a list for a spec": (specs(stack=["data"]), NONE, ["['data']", "'stack'", "a tuple of mesh"]),
     "a string": (specs(stack="data"), NONE, ["'data'", "'stack'", "a tuple of mesh axes"]),

@@ -16,7 +16,7 @@ from praxis_lite.experiments.linen_models import CausalLm
 from praxis_lite.run.checkpoints.checkpoints import Checkpoints
 from praxis_lite.run.config.text import load_config_file
 from praxis_lite.run.job.job_dir import JobDir
-from tests.support.job_runs import as_it_died, home, launch, lines_of, succeed
+from tests.support.job_runs import as_it_died, home, lines_of, succeed
 
 pytestmark = pytest.mark.slow
 
@@ -154,12 +154,3 @@ def test_names_split_as_the_rules_of_the_job_say():
     assert query.padded_shape == (2, 16, 4, 5)
     assert "nn.with_logical_partitioning" in query.declared_by
     assert any("slots/stack_2" in path for path in leaves)  # The optimizer sees one layer.
-
-
-def test_a_stranger_hears_which_input_is_missing(tmp_path):
-    inputs = "task.model.init_inputs={'pictures': (1, 8, 8, 1)}"
-    done = launch("--exp=linen.DigitsViT", f"--job_log_dir={tmp_path}", "--set", inputs)
-    assert done.code == 2 and done.num_compiled == 0, done
-    words = " ".join(done.err.split())
-    assert "VisionTransformer.__call__(images, train)" in words
-    assert "init_inputs" in words and "['pictures']" in words

@@ -8,7 +8,7 @@ import pytest
 
 from praxis_lite import ConfigError
 from praxis_lite.optimizers import adafactor
-from praxis_lite.optimizers.adafactor_slots import momentum_of, stored_momentum
+from praxis_lite.optimizers.adafactor import momentum_of, stored_momentum
 
 
 def test_some_settings_equal_optax():

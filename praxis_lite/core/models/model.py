@@ -42,7 +42,7 @@ class Model(abc.ABC):
     A learner may touch "params"; "non_trainable" is what a pass assigns (statistics, caches).
     """
     # By path, "params/ffn/w": the forms of weights that are kept as something else.
-    kept_forms: Mapping[str, Any] = {}
+    packed_forms: Mapping[str, Any] = {}
 
     @abc.abstractmethod
     def init(self, key: jax.Array) -> MdlVars:

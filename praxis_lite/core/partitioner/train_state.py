@@ -243,7 +243,7 @@ def layout_and_learner(
         shapes, TrainState(PartitionSpec(), mdl_specs, opt_specs), dict(axis_sizes),
         declared_by={f"mdl_vars/{path}": spec.declared_by for path, spec in weights.items()},
         notes=decisions.notes, memory_kinds=kinds,
-        forms={f"mdl_vars/{path}": form for path, form in task.model.kept_forms.items()},
+        forms={f"mdl_vars/{path}": form for path, form in task.model.packed_forms.items()},
     )
     if layout.has_host_memory:
         opt_layout = layout.select("opt_states")

@@ -1,6 +1,4 @@
-"""How do the positions of a sequence see each other?
+"""Attention: weights (`heads`), layers (`attentions`, `latent`), `masks`, `kernels` and `cache`.
 
-`heads` has the weights, `attentions` the layer, `masks` what is seen, `kernels` the ways to compute
-it, on one device and over several, `cache` what decoding keeps. Never sees a block of a
-transformer, nor what the features are for.
+Nothing here knows a transformer block.
 """

@@ -1,4 +1,4 @@
-"""Multi-head attention, to the inputs or to others: masks, caches, the choice of a kernel."""
+"""Multi-head attention to the inputs or to encoded ones, with masks and caches."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,8 +8,13 @@ import jax.numpy as jnp
 
 from praxis_lite.core.errors import require
 from praxis_lite.core.sharding.split_dims import constrain
-from praxis_lite.layers.attention.attended import attended
-from praxis_lite.layers.attention.cache import Cache, empty_cache, laid_out, stored
+from praxis_lite.layers.attention.cache import (
+    Cache,
+    empty_cache,
+    laid_out,
+    stored,
+    update_cache,
+)
 from praxis_lite.layers.attention.checks import check_call, check_contexts, require_one_source
 from praxis_lite.layers.attention.heads import AttentionHeads
 from praxis_lite.layers.attention.kernels.choice import attend, check_kernel
@@ -23,12 +28,12 @@ from praxis_lite.layers.attention.masks import (
 )
 from praxis_lite.layers.base.activation_names import named
 from praxis_lite.layers.base.base_layer import zeros
-from praxis_lite.layers.base.calls import require_positive, takes_settings_of
-from praxis_lite.layers.stacking.half_blocks import HalfBlock
+from praxis_lite.layers.base.calls import inherit_params, require_positive
 from praxis_lite.layers.stacking.tensor_parallel import (
-    axis_by_hand,
-    by_hand,
+    ShardedLayer,
     check_tensor_parallel,
+    run_tensor_parallel,
+    tensor_parallel_axis,
 )
 from praxis_lite.layers.stochastics import Dropout
 
@@ -42,57 +47,57 @@ class DotProductAttention(AttentionHeads):
     float32.
 
     Args:
-      input_dim: D, or one each of "query", "key" and "value" for inputs and `encoded` of
-        different dims.
+      input_dim: D; or dims of "query", "key" and "value", if inputs and `encoded` differ.
       num_heads: N.
       hidden_dim: K is hidden_dim / N unless dim_per_head is set; None: D.
-      dim_per_head: K. As in Pax, the plain scale of queries (without the per-dim scale) stays
-        that of hidden_dim / N, unless scale_query_by_dim_per_head.
+      dim_per_head: K. As in Pax, the scale of queries (without the per-dim scale) stays that of
+        hidden_dim / N, unless scale_query_by_dim_per_head.
       num_kv_heads: G, heads of keys and values, each read by N / G heads of queries
         (arXiv:2305.13245; 1: arXiv:1911.02150); None: N.
-      is_causal: of attention to itself. True: a token sees itself and what is before it. False: it
-        sees all. None: True, unless the call hands an atten_mask, which then says all, as in Pax;
-        a window holds beside it.
+      is_causal: of self-attention. True: a token sees itself and earlier tokens. False: it sees all
+        tokens. None: True, unless the call passes an atten_mask, which then decides alone, as in
+        Pax, except that a window still applies.
       is_cross_attention: keys and values come from `encoded`.
-      window: a token sees itself and the window - 1 tokens before it: Pax's left_context. Its
-        cache has places for window + SPARE_PLACES tokens.
-      right_context: of attention that is not causal: a token sees that many after it; None: all,
-        or window - 1.
+      window: a token sees itself and the window - 1 tokens before it: Pax's left_context. The cache
+        stores window + SPARE_PLACES tokens.
+      right_context: without is_causal, the number of later tokens that a token sees; None: all, or
+        window - 1.
       use_bias: of the projections.
       use_output_bias: of the projection of outputs; None: as use_bias.
       internal_gshard_gaussian_init: draw the separate projections as Gaussians of the variances
         1 / (D K) of queries, 1 / D of keys and values, 1 / (N K) of outputs (GShard's).
       combine_qkv: one weight for queries, keys and values.
-      internal_enable_query_scale, internal_enable_per_dim_scale: scale queries, by a learned
-        scale per dim.
+      internal_enable_query_scale: scale queries.
+      internal_enable_per_dim_scale: scale them by a learned scale per dim.
       scale_query_by_dim_per_head: see dim_per_head.
       scale_logits_by_head_dims: multiply logits by 1 / sqrt(K).
       atten_logit_cap: cap logits by tanh; 0.0: no cap.
-      attention_extra_logit: a logit beside the keys' that takes weight and gives nothing.
-      attention_sinks: such a logit for each head, which is learned (arXiv:2309.17453).
-      zero_fully_masked: zeros for a query that sees no key, as across, instead of an average.
+      attention_extra_logit: an additional logit, whose value is zero.
+      attention_sinks: such a logit for each head, learned (arXiv:2309.17453).
+      zero_fully_masked: zeros for a query without visible keys, as in cross-attention, instead of
+        the mean of all values.
       use_rotary_position_emb: rotate queries and keys by their positions.
       ln_tpl: norm of queries and keys, after rotation as in Pax, called with (K, rngs=).
-      ln_before_rotary: it comes before the rotation, as in Qwen 3 and Gemma 3.
-      ln_over_heads: it is over all heads at once, called with (N K, rngs=), as in OLMo 2.
+      ln_before_rotary: normalize before the rotation, as in Qwen 3 and Gemma 3.
+      ln_over_heads: normalize over all heads at once, as in OLMo 2; ln_tpl gets (N K, rngs=).
       relative_bias_tpl: bias by distance, called with (N, rngs=).
-      float32_logits: logits and their softmax are float32, as Pax's; False: they are of the
-        queries' dtype, of half the memory in bfloat16, as MaxText's.
+      float32_logits: logits and softmax are float32, as in Pax; False: the queries' dtype, which
+        halves the memory in bfloat16, as in MaxText.
       atten_dropout_prob: of the attention probabilities.
       output_proj_use_nhd_shape: keep the output weight as [N, K, D].
       atten_kernel: "auto", "einsum", "dot_product", "cudnn", "splash", "tokamax", "chunked" or
-        "blocked", see `choose_kernel`. The log tells once which was chosen, and why.
-      atten_chunk_size: queries, and keys, of a chunk of the chunked kernel; queries of a block of
-        the blocked one.
+        "blocked", see `choose_kernel`. The choice and its reason are logged once.
+      atten_chunk_size: queries and keys of a chunk of the chunked kernel; queries of a block of the
+        blocked one.
       weight_split_dims_mapping: of the projections' weights, as [D, N, K].
       activation_split_dims_mapping: of queries, keys, values and the cache, [B, T, N, K].
-      kv_split_dims_mapping: of keys, values and the cache, [B, S, G, K], if not the same; one
-        head stays whole. If None, a cache of fewer heads than devices splits over time.
+      kv_split_dims_mapping: of keys, values and the cache, [B, S, G, K], if different; a single
+        head is replicated. None: a cache with fewer heads than devices splits over time.
       output_split_dims_mapping: of the outputs, [B, T, D].
-      context_parallel: how devices that have parts of time attend to each other's: a name in
-        CONTEXT_PARALLEL. None, and calls with a cache: as the compiler splits it.
-      tensor_parallel: by which collectives, written by hand, the layer runs along the mesh axis
-        that splits N: a name in TENSOR_PARALLEL. None, and calls with a cache: the compiler's.
+      context_parallel: explicit collectives for time that splits over devices, a name in
+        CONTEXT_PARALLEL. None, and in calls with a cache: the compiler's.
+      tensor_parallel: explicit collectives along the mesh axis that splits N, a name in
+        TENSOR_PARALLEL. None, and in calls with a cache: the compiler's.
     """
 
     cache_skips_padding = True
@@ -101,7 +106,7 @@ class DotProductAttention(AttentionHeads):
         "tensor_parallel": "attention_collectives", "context_parallel": "attention_context",
     }
 
-    @takes_settings_of(AttentionHeads)
+    @inherit_params(AttentionHeads)
     def __init__(
         self,
         input_dim: int | Mapping[str, int],
@@ -129,7 +134,7 @@ class DotProductAttention(AttentionHeads):
         is_right = atten_logit_cap >= 0.0
         cap_setting = f"{type(self).__name__}.atten_logit_cap"
         require(is_right, cap_setting, atten_logit_cap, "a positive cap, or 0.0 for none")
-        # Whether a caller's mask alone says what is seen, and whether it is refused.
+        # Whether a caller's mask alone decides what is visible, and whether it is refused.
         self.mask_is_all = is_causal is None and window is None
         self.refuses_mask = is_causal is True and window is None
         is_causal = is_causal is not False
@@ -190,7 +195,7 @@ class DotProductAttention(AttentionHeads):
         *,
         encoded_length: int | None = None,
     ) -> Cache:
-        """Returns an empty cache, see `empty_cache`, laid out as keys and values are."""
+        """Returns an empty cache, see `empty_cache`, split as keys and values."""
         cache = empty_cache(self, batch_size, max_seq_length, dtype, encoded_length)
         return laid_out(cache, self._split_of_cache())
 
@@ -211,22 +216,22 @@ class DotProductAttention(AttentionHeads):
     ) -> tuple[jax.Array, Cache | None]:
         """Returns outputs [B, T, D] and the cache with these tokens in it.
 
-        With a cache the tokens are written at their positions and attend to every position of the
-        cache up to their own; rows may be at different positions, and a row is one segment.
-        Cross-attention keeps the keys and values of `encoded` in the cache; later calls read them
-        there, without `encoded`.
+        With a cache the tokens are stored at their positions and attend to all positions up to
+        their own; rows may be at different positions, and a row is one segment. Cross-attention
+        stores the keys and values of `encoded` in the cache, so that later calls do not need
+        `encoded`.
 
         Args:
           inputs: [B, T, D].
-          encoded: [B, S, D], what to attend to; None: the inputs, or what the cache has.
+          encoded: [B, S, D], to attend to; None: the inputs, or those in the cache.
           positions: int [B or 1, T], consecutive in T; None: 0 to T - 1.
-          segment_ids: int [B, T]; tokens see their own segment.
+          segment_ids: int [B, T]; tokens see their segment.
           paddings: [B, T], 1.0 for padding, which no token sees.
           encoded_paddings, encoded_segment_ids, encoded_positions: the same of `encoded`, [B, S].
-            Tokens that see none of it get zeros, but for padding (segment 0).
-          atten_mask: float [B or 1, 1 or N, 1 or T, S]; a key is unseen where it is below half of
+            Tokens that see none of it get zeros, except padding (segment 0).
+          atten_mask: float [B or 1, 1 or N, 1 or T, S]; a key is hidden where it is below half of
             LARGE_NEGATIVE. It is not added to the logits.
-          key: turns dropout on.
+          key: enables dropout.
         """
         check_call(self, inputs, encoded, cache, atten_mask, segment_ids)
         rows = {
@@ -234,31 +239,31 @@ class DotProductAttention(AttentionHeads):
             "paddings": paddings, "atten_mask": atten_mask, "encoded_paddings": encoded_paddings,
             "encoded_segment_ids": encoded_segment_ids, "encoded_positions": encoded_positions,
         }
-        axis = axis_by_hand(self, self.features_split) if cache is None else None
+        axis = tensor_parallel_axis(self, self.features_split) if cache is None else None
         if axis is None:
             outputs, cache = self._attend(inputs, rows, key, cache)
         else:
-            half = HalfBlock(
+            half = ShardedLayer(
                 self, lambda layer, x, rows: layer._attend(x, rows)[0],
                 self.output_split_dims_mapping,
                 reads_sequences=True, output="post", prepared=self._heads_for,
             )
-            outputs = by_hand(half, axis, inputs, rows)
+            outputs = run_tensor_parallel(half, axis, inputs, rows)
         return named(outputs, "out_proj"), cache
 
     def _attend(
         self, inputs: jax.Array, rows: Mapping[str, jax.Array | None], key: jax.Array | None = None,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        """Returns outputs and cache; or, of a device's part of the heads, its term of them.
+        """Returns outputs and cache; for a device's part of the heads, its term of the outputs.
 
         Args:
-          rows: the arguments of `__call__` that are of rows, by name.
+          rows: the arguments of `__call__` with a dim of rows, by name.
         """
         encoded, positions, segment_ids = map(rows.get, ("encoded", "positions", "segment_ids"))
         atten_mask = rows.get("atten_mask")
-        # Made here they are a constant of the program, and XLA folds the rotary sines and cosines.
-        # Handed into a scan, they would cost it these for each head of each layer.
+        # Created here they are constants, so that XLA folds the rotary sines and cosines. As inputs
+        # of a scan these would be recomputed for each head of each layer.
         positions = _positions(positions, inputs)
         is_cross = self.is_cross_attention or encoded is not None
         if is_cross:
@@ -280,13 +285,13 @@ class DotProductAttention(AttentionHeads):
         q_BTNK, kv = self._project(inputs, encoded, positions, kv_positions)
         if cache is not None:
             kv = None if kv is None else stored(kv, inputs.dtype)
-            cache, kv, kv_positions, mask = attended(
+            cache, kv, kv_positions, mask = update_cache(
                 cache, kv, positions, mask, self._split_of_cache(), is_cross=is_cross
             )
             atten_mask = mask_of_keys(atten_mask, kv_positions)
             # The cache may be wider, and is not converted for each token.
             q_BTNK = q_BTNK.astype(jnp.promote_types(q_BTNK.dtype, kv["key"].dtype))
-            if self.split_of_time() is not None:  # Each device has a part of what all heads read.
+            if self.split_of_time() is not None:  # Each device has a part of the keys of all heads.
                 q_BTNK = constrain(q_BTNK, self.activation_split_dims_mapping[:2])
         bias = None if self.relative_bias is None else self.relative_bias(positions, kv_positions)
         k_BSGK, v_BSGK = (kv[name].astype(q_BTNK.dtype) for name in ("key", "value"))

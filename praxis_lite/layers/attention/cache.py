@@ -1,7 +1,7 @@
-"""Keys and values that decoding keeps, as a tree of arrays."""
+"""The cache of keys and values in decoding: all tokens, or a ring of the last ones."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,8 @@ from praxis_lite.core.sharding.split_dims import (
     num_shards_of,
     to_partition_spec,
 )
-from praxis_lite.layers.base.base_layer import filled_up
+from praxis_lite.layers.attention.masks import AttentionMask
+from praxis_lite.layers.base.base_layer import pad_to
 
 # B batch, T new tokens, S places, G heads of keys and values, K dims per head.
 Cache = dict[str, jax.Array]
@@ -30,10 +31,10 @@ def empty_cache(
 ) -> Cache:
     """Returns the empty cache of an attention layer: keys and values of zeros, [B, G, S, K].
 
-    Heads come before time, so that the products of each token read a head's rows where they lie:
-    after time, they would be copied for each token. That of cross-attention has
-    `encoded_visible`, bool [B, S], too, and S is `encoded_length`. A layer with a window keeps a
-    ring of the last tokens: S is at most window + SPARE_PLACES.
+    Heads come before time, so that each token's products read a head's rows in place, without a
+    copy. A cross-attention cache also has `encoded_visible`, bool [B, S], and S is
+    `encoded_length`. A layer with a window stores a ring of the last tokens: S is at most window +
+    SPARE_PLACES.
 
     Raises:
       ConfigError: cross-attention without encoded_length, or bidirectional attention, where a later
@@ -63,16 +64,16 @@ def empty_cache(
 def stored_dtype(dtype: Any) -> jnp.dtype:
     """Returns the dtype of a cache for activations of `dtype`: on a CPU float32 or wider.
 
-    XLA's CPU backend cannot write into an array of 16-bit floats: it converts all of it to float32
-    and back, for each token. What is stored has the precision of `dtype` nevertheless, by `stored`.
+    XLA's CPU backend cannot write into an array of 16-bit floats: for each token it converts the
+    array to float32 and back. `stored` still rounds the values to the precision of `dtype`.
     """
     return jnp.promote_types(dtype, jnp.float32 if compiled_platform() == "cpu" else dtype)
 
 
 def stored(new: Cache, dtype: Any) -> Cache:
-    """Returns new entries of a cache in its dtype, rounded to that of the activations.
+    """Returns new cache entries in the cache's dtype, rounded to that of the activations.
 
-    Not by casts, which XLA leaves out in pairs in some programs and not in others.
+    `reduce_precision` rounds them, because XLA removes pairs of casts in some programs.
     """
     if stored_dtype(dtype) == dtype:
         return new
@@ -84,12 +85,12 @@ def stored(new: Cache, dtype: Any) -> Cache:
 
 
 def by_heads(kv: Cache) -> Cache:
-    """Returns keys and values [B, S, G, K] as a cache has them, [B, G, S, K]; and back again."""
+    """Swaps [B, S, G, K], the layout of keys and values, and [B, G, S, K], that of the cache."""
     return {name: jnp.swapaxes(x, 1, 2) if x.ndim == 4 else x for name, x in kv.items()}
 
 
 def laid_out(cache: Cache, split: SplitDims) -> Cache:
-    """Returns the cache with its layout stated: `split` is of keys and values, [B, ..., S, K]."""
+    """Constrains the sharding of a cache; `split` is of keys and values, [B, ..., S, K]."""
     if split is None:
         return cache
     splits = {"encoded_visible": (split[0], split[-2])}
@@ -113,7 +114,7 @@ def written(
     """Returns `old` [B, ..., S, K] with `new` [B, ..., T, K] from each row's place `start_B` on.
 
     Args:
-      split: how `old` splits over the devices; None: that is not known.
+      split: how `old` splits over the devices; None: unknown.
     """
     new = new.astype(old.dtype)
     if start_B.shape[0] == 1:
@@ -131,10 +132,9 @@ def _scattered(
 ) -> jax.Array:
     """Returns `old` [B, ..., S, K] with an entry `new` [B, ..., K] in each row's place.
 
-    A TPU writes slices at places of their own in a loop over the rows, at five instructions each:
-    a token of 32 rows then takes 3.5 times as long. A scatter it makes in place, but lays out all
-    of the array anew for it unless what is scattered are rows of a matrix. So each device scatters
-    into its part, seen as one.
+    On TPU slices at different places become a loop over the rows, which makes a token of 32 rows
+    3.5 times slower. A scatter is in place, but only into the rows of a matrix does it keep the
+    array's layout. So each device scatters into its part, reshaped to a matrix.
     """
 
     def of_part(old: jax.Array, new: jax.Array, place_B: jax.Array) -> jax.Array:
@@ -144,7 +144,7 @@ def _scattered(
         # A place past the end is past that of all rows, and is dropped.
         place = jnp.where(place < num_places, place, num_rows * num_places)
         index = jnp.arange(num_rows).reshape(rows) * num_places + place
-        # Heads first, as the products before leave them: else they would be copied into this order.
+        # Heads first, the order in which the products before leave them: other orders add a copy.
         index, new = jnp.moveaxis(index, 0, -1).reshape(-1), jnp.moveaxis(new, 0, -2)
         flat = old.reshape(-1, dims).at[index].set(
             new.reshape(-1, dims), mode="drop", unique_indices=True
@@ -184,4 +184,114 @@ def keep_encoded(cache: Cache, new: Cache, visible_BS: jax.Array | None) -> Cach
         )
         for name in ("key", "value")
     }
-    return kept | {"encoded_visible": filled_up(visible_BS, room, 1)}
+    return kept | {"encoded_visible": pad_to(visible_BS, room, 1)}
+
+
+class CacheUpdate(NamedTuple):
+    """A cache with new tokens in it, and the keys to which these attend."""
+
+    cache: Cache
+    kv: Cache  # [B, S, G, K].
+    positions: jax.Array  # int [B or 1, S], of the keys; negative where there is none.
+    mask: AttentionMask
+
+
+def update_cache(
+    cache: Cache, kv: Cache | None, positions: jax.Array, mask: AttentionMask,
+    split: SplitDims, *, is_cross: bool,
+) -> CacheUpdate:
+    """Appends T new tokens to a cache, or `encoded` in cross-attention, if it is given.
+
+    Args:
+      kv: new keys and values, [B, T or S, G, K]; None: `encoded` is in the cache already.
+      positions: int [B or 1, T], consecutive.
+      mask: of a call without a cache; has the window and the padding.
+      split: of the cache, [B, G, S, K].
+      is_cross: whether the keys belong to `encoded`.
+
+    Raises:
+      ConfigError: `encoded` is longer than the cache.
+    """
+    new, window = None if kv is None else by_heads(kv), mask.left_context
+    num_places = cache["key"].shape[2]
+    if is_cross:
+        cache = cache if new is None else keep_encoded(cache, new, mask.kv_visible_BS)
+        mask = AttentionMask(kv_visible_BS=cache["encoded_visible"])
+    elif window is not None and num_places >= window + SPARE_PLACES:
+        in_ring = _few_in_ring if positions.shape[1] <= SPARE_PLACES + 1 else _many_in_ring
+        return in_ring(cache, new, positions, mask, split)
+    else:
+        cache = append(cache, new, positions, split)
+        mask = AttentionMask(window, 0, q_index_BT=positions)
+    cache = laid_out(cache, split)
+    return CacheUpdate(cache, by_heads(cache), jnp.arange(num_places, dtype=jnp.int32)[None], mask)
+
+
+def _few_in_ring(
+    cache: Cache, new: Cache, positions: jax.Array, mask: AttentionMask, split: SplitDims
+) -> CacheUpdate:
+    """Returns the result of `update_cache` for few tokens, which overwrite no visible ones.
+
+    A token is stored at its position modulo the ring's length S. So the position of an entry is the
+    latest one, up to the newest token's, that is equal to its index modulo S. Tokens that were
+    taken back count as S positions earlier, which is outside of the window.
+    """
+    num_places = cache["key"].shape[2]
+    kept = cache
+    for t in range(positions.shape[1]):
+        place_B = positions[:, t] % num_places
+        row = {name: x[..., t : t + 1, :] for name, x in new.items()}
+        if mask.kv_visible_BS is not None:  # Padding leaves what is there.
+            is_true = mask.kv_visible_BS[:, t, None, None, None]
+            row = {
+                name: jnp.where(is_true, x, _place(kept[name], place_B)) for name, x in row.items()
+            }
+        kept = {name: written(kept[name], x, place_B, split) for name, x in row.items()}
+    kept = laid_out(kept, split)
+    newest = positions[:, -1:]
+    kv_positions = newest - (newest - jnp.arange(num_places, dtype=jnp.int32)[None]) % num_places
+    mask = AttentionMask(
+        mask.left_context, 0, q_index_BT=positions, kv_index_BS=kv_positions,
+        kv_visible_BS=kv_positions >= 0,
+    )
+    return CacheUpdate(kept, by_heads(kept), kv_positions, mask)
+
+
+def _place(x: jax.Array, place_B: jax.Array) -> jax.Array:
+    """Returns the entries [B, G, 1, K] of x [B, G, S, K] in the places [B or 1]."""
+    place_B = jnp.broadcast_to(place_B, x.shape[:1])
+    return jax.vmap(lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, 1, axis=-2))(x, place_B)
+
+
+def _many_in_ring(
+    cache: Cache, new: Cache, positions: jax.Array, mask: AttentionMask, split: SplitDims
+) -> CacheUpdate:
+    """Returns the result of `update_cache` for any number of tokens, padded on the right.
+
+    They attend to the old entries, in the order of their positions, and to each other. The ring
+    then contains the last S real tokens of the row.
+    """
+    (num_rows, _, num_places, _), num_new = cache["key"].shape, positions.shape[1]
+    start_B = jnp.broadcast_to(positions[:, 0], (num_rows,))
+    if mask.kv_visible_BS is None:
+        num_true_B = jnp.full((num_rows,), num_new, jnp.int32)
+    else:
+        ends_BT = jnp.where(mask.kv_visible_BS, 1 + jnp.arange(num_new, dtype=jnp.int32)[None], 0)
+        num_true_B = jnp.broadcast_to(jnp.max(ends_BT, axis=1), (num_rows,))
+
+    def in_order(old: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
+        old = jnp.roll(old, -(start % num_places), axis=-2)
+        return jnp.concatenate([old, new.astype(old.dtype)], axis=-2)
+
+    def in_places(x: jax.Array, start: jax.Array, num_true: jax.Array) -> jax.Array:
+        last = jax.lax.dynamic_slice_in_dim(x, num_true, num_places, axis=-2)
+        return jnp.roll(last, (start + num_true) % num_places, axis=-2)
+
+    both = {name: jax.vmap(in_order)(cache[name], x, start_B) for name, x in new.items()}
+    kept = {name: jax.vmap(in_places)(x, start_B, num_true_B) for name, x in both.items()}
+    index = jnp.arange(num_places + num_new, dtype=jnp.int32)[None, :]
+    kv_positions = positions[:, :1] - num_places + index
+    mask = AttentionMask(
+        mask.left_context, 0, q_index_BT=index[:, num_places:], kv_visible_BS=kv_positions >= 0
+    )
+    return CacheUpdate(laid_out(kept, split), by_heads(both), kv_positions, mask)

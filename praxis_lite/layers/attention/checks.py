@@ -1,4 +1,4 @@
-"""The sizes of attention's heads, and settings and calls that do not go together."""
+"""Checks of attention: sizes of heads, and settings and arguments that exclude each other."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -30,10 +30,10 @@ def head_sizes(
     layer: object, input_dim: int | Mapping[str, int], hidden_dim: int | None, num_heads: int,
     dim_per_head: int | None, num_kv_heads: int | None,
 ) -> HeadSizes:
-    """Returns the sizes that the settings of `layer` amount to.
+    """Returns the sizes of the heads of `layer`.
 
     Raises:
-      ConfigError: they do not fit together; names the layer's class and the setting.
+      ConfigError: the settings contradict each other; names the layer's class and the setting.
     """
     name = type(layer).__name__
     inputs = ("query", "key", "value")
@@ -42,7 +42,7 @@ def head_sizes(
         input_dim = dict.fromkeys(inputs, input_dim)
     if set(input_dim) != set(inputs):
         raise ConfigError(
-            f"{name}.input_dim has the keys {sorted(input_dim)}; wanted are query, key and value, "
+            f"{name}.input_dim has the keys {sorted(input_dim)}; expected query, key and value, "
             "or one integer."
         )
     require_positive(layer, **{f"input_dim[{which!r}]": dim for which, dim in input_dim.items()})
@@ -111,8 +111,8 @@ def require_one_segment(layer: object, cache: Any, segment_ids: jax.Array | None
     """
     if cache is not None and segment_ids is not None:
         raise ConfigError(
-            f"{type(layer).__name__}: the call hands a cache and segment_ids. With a cache a row "
-            "is one segment: give each sequence a row of its own, and leave segment_ids out."
+            f"{type(layer).__name__}: the call passes a cache and segment_ids. With a cache a row "
+            "is one segment: give each sequence its own row, and omit segment_ids."
         )
 
 
@@ -120,36 +120,36 @@ def check_call(
     layer: Any, inputs: jax.Array, encoded: jax.Array | None, cache: Any,
     atten_mask: jax.Array | None, segment_ids: jax.Array | None,
 ) -> None:
-    """Checks that attention has keys to attend to, and a cache and mask of the right kind.
+    """Checks that a call has keys to attend to, and a valid cache and mask.
 
     Raises:
-      ConfigError: one is missing or does not fit; says what to hand over instead.
+      ConfigError: one is missing or invalid; suggests what to pass instead.
     """
     name = type(layer).__name__
     if layer.is_cross_attention and encoded is None and cache is None:
         raise ConfigError(
             f"{name} with is_cross_attention=True was called without `encoded` and without a "
-            "cache that has it. Hand it encoded=[B, S, D]."
+            "cache that has it. Pass encoded=[B, S, D]."
         )
     if atten_mask is not None and not jnp.issubdtype(atten_mask.dtype, jnp.floating):
         raise ConfigError(
-            f"{name}: atten_mask is {atten_mask.dtype}; wanted are floats as Pax's, 0.0 where a "
-            f"key is seen and LARGE_NEGATIVE ({LARGE_NEGATIVE:.3g}) where not: "
+            f"{name}: atten_mask is {atten_mask.dtype}; expected floats, as in Pax: 0.0 for "
+            f"visible keys and LARGE_NEGATIVE ({LARGE_NEGATIVE:.3g}) for hidden ones, such as "
             "jnp.where(is_seen, 0.0, LARGE_NEGATIVE) of praxis_lite.layers.attention.masks."
         )
     how = layer.tensor_parallel
     if atten_mask is not None and atten_mask.shape[1] > 1 and how is not None and cache is None:
         raise ConfigError(
-            f"{name}.tensor_parallel is {how!r}, which cannot do an atten_mask with a dim of heads "
-            f"(its shape is {atten_mask.shape}): wanted is [B or 1, 1, 1 or T, S]. Or set "
-            "tensor_parallel=None."
+            f"{name}.tensor_parallel is {how!r}, which does not support an atten_mask with a "
+            f"dim of heads (its shape is {atten_mask.shape}); expected [B or 1, 1, 1 or T, S]. Or "
+            "set tensor_parallel=None."
         )
     require_one_segment(layer, cache, segment_ids)
     attends_to_itself = not layer.is_cross_attention and encoded is None
     if atten_mask is not None and attends_to_itself and layer.refuses_mask:
         raise ConfigError(
-            f"{name}.is_causal is True, and the call hands an atten_mask; as in Pax a mask alone "
-            f"says what a token sees. Leave is_causal out, and {HIDE_LATER}."
+            f"{name}.is_causal is True, and the call passes an atten_mask; as in Pax, the mask "
+            f"alone decides what a token sees. Omit is_causal, and {HIDE_LATER}."
         )
     if encoded is None:
         return
@@ -160,8 +160,8 @@ def check_call(
         )
     if encoded.shape[0] != inputs.shape[0]:
         raise ConfigError(
-            f"{name}: encoded has {encoded.shape[0]} rows and the inputs have {inputs.shape[0]}; "
-            "wanted are equal numbers."
+            f"{name}: encoded has {encoded.shape[0]} rows but inputs have {inputs.shape[0]}; "
+            "they must match."
         )
     if cache is not None and "encoded_visible" not in cache:
         raise ConfigError(

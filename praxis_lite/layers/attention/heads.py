@@ -1,4 +1,4 @@
-"""The weights of attention, and what they make of inputs: queries, keys, values. Pax's names."""
+"""The projections of attention to queries, keys and values. Names are Pax's."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ from praxis_lite.layers.attention.projections import (
     PerDimScale,
 )
 from praxis_lite.layers.base.activation_names import named
-from praxis_lite.layers.base.base_layer import BaseLayer, filled_up
+from praxis_lite.layers.base.base_layer import BaseLayer, pad_to
 from praxis_lite.layers.base.dims import OF_HEADS, RESIDUAL, sized, splits
 from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalEmbedding
 
@@ -109,7 +109,7 @@ class AttentionHeads(BaseLayer):
         self.ln_before_rotary, self.ln_over_heads = ln_before_rotary, ln_over_heads
         self.num_heads, self.num_kv_heads, self.dim_per_head = N, sizes.G, sizes.K
         self.features_split = N.split
-        # The axes that the cache may have for its time instead of its heads.
+        # Mesh axes that split the time of the cache if there are too few heads.
         self.cache_split = None
         if self.kv_split_dims_mapping is None and self.activation_split_dims_mapping is not None:
             kv_split = (*self.activation_split_dims_mapping, None, None, None, None)[:4]
@@ -123,7 +123,7 @@ class AttentionHeads(BaseLayer):
         self, inputs: jax.Array, encoded: jax.Array | None, positions: jax.Array,
         kv_positions: jax.Array | None,
     ) -> tuple[jax.Array, Cache | None]:
-        """Returns queries of inputs; and keys and values of `encoded`, or None if there is none."""
+        """Returns queries of inputs, and keys and values of `encoded`, or None without it."""
 
         def normed(heads: jax.Array, norm: Any) -> jax.Array:
             if norm is None or not self.ln_over_heads:
@@ -141,8 +141,8 @@ class AttentionHeads(BaseLayer):
             q_BTNK, k_BSGK, v_BSGK = named(self.combined_qkv(inputs), "combined_qkv_proj")
         else:
             q_BTNK = self.query(inputs)
-        # The layout of what the projections give, too: where time is split outside, it is then
-        # gathered before them, rather than their weights.
+        # Also constrain the projections' outputs: a split of time outside is then gathered before
+        # them; otherwise XLA may gather their weights.
         q_BTNK = named(self._laid_out(q_BTNK), "query_proj")
         q_BTNK = rotated(q_BTNK, positions, self.layer_norm_q)
         if self.per_dim_scale is not None:
@@ -164,7 +164,7 @@ class AttentionHeads(BaseLayer):
         return {name: constrain(x, self.kv_split_dims_mapping) for name, x in kv.items()}
 
     def split_of_time(self) -> DimSplit:
-        """Returns the axes that split the cache's time, as its heads are too few; None: none."""
+        """Returns the axes that split the cache's time because there are too few heads, or None."""
         return self.cache_split if self.num_kv_heads < num_shards_of(self.cache_split) else None
 
     def _split_of_cache(self) -> SplitDims:
@@ -176,13 +176,13 @@ class AttentionHeads(BaseLayer):
         return B, G, S, K
 
     def _heads_for(self, path: tuple, weight: jax.Array, dim: int, num_parts: int) -> jax.Array:
-        """Returns a weight with as many heads as divide into `num_parts`, those of zeros last.
+        """Returns a weight padded with zero heads until they divide into `num_parts`.
 
-        As `heads_of_parts`; a single head of keys and values stays one, and is everywhere.
+        As `heads_of_parts`; a single head of keys and values is replicated.
 
         Args:
           path: of the weight in this layer.
-          weight: whose `dim` has the heads, or their dims, head by head.
+          weight: has the heads, or their dims head by head, in `dim`.
         """
         if self.num_kv_heads == 1 < self.num_heads:  # Its weight has no dim of heads.
             num_q, num_kv, num_copies = -(-self.num_heads // num_parts) * num_parts, 1, 1
@@ -198,4 +198,4 @@ class AttentionHeads(BaseLayer):
         heads = weight.reshape(*shape[:dim], old, -1, *shape[dim + 1 :])
         if is_kv:
             heads = jnp.repeat(heads, num_copies, axis=dim)
-        return filled_up(heads, new, dim).reshape(*shape[:dim], -1, *shape[dim + 1 :])
+        return pad_to(heads, new, dim).reshape(*shape[:dim], -1, *shape[dim + 1 :])

@@ -18,7 +18,7 @@ from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.masks import AttentionMask, not_padding
 from praxis_lite.layers.attention.projections import AttentionProjection
 from praxis_lite.layers.base.activation_names import named
-from praxis_lite.layers.base.base_layer import BaseLayer, filled_up
+from praxis_lite.layers.base.base_layer import BaseLayer, pad_to
 from praxis_lite.layers.base.calls import require_positive
 from praxis_lite.layers.base.dense import Product
 from praxis_lite.layers.base.dims import OF_HEADS, RESIDUAL, sized, splits
@@ -34,22 +34,22 @@ from praxis_lite.layers.stochastics import Dropout
 class MultiHeadLatentAttention(BaseLayer):
     """Returns causal attention of [B, T, D] to itself, and the cache.
 
-    DeepSeek-V2, arXiv:2405.04434, section 2.1. A token leaves a latent [L], and one key of
-    positions [R] for all heads: these alone are the cache, S (L + R) numbers a row. With a cache
-    queries go to the latent's space, where all heads read the same keys; without one keys and
-    values of each head are made of it. Both give the same, but for rounding.
+    DeepSeek-V2, arXiv:2405.04434, section 2.1. The cache stores for each token a latent [L] and one
+    positional key [R] for all heads: S (L + R) numbers a row. With a cache queries are projected to
+    the latent space, where all heads read the same keys; without one each head's keys and values
+    are computed from the latent. Both give the same numbers up to rounding.
 
     Args:
       input_dim: D.
       num_heads: N.
-      dim_per_head: not read, for the two below say it; a model hands it to all its layers.
-      q_lora_rank: dims of the latent of queries; None: they are made of the inputs.
+      dim_per_head: ignored; models pass it to all their layers.
+      q_lora_rank: dims of the latent of queries; None: queries are computed from the inputs.
       kv_lora_rank: L.
       qk_nope_head_dim, qk_rope_head_dim, v_head_dim: K, R, V.
       query_scale: queries are multiplied by it; None: (K + R)^-0.5.
       use_bias: biases of the two latents, before they are normalized, and of the outputs.
-      rotates_neighbours: dims 2 i and 2 i + 1 rotate together, as DeepSeek has them; False: the
-        first and the second half.
+      rotates_neighbours: rotate dims 2 i and 2 i + 1 together, as DeepSeek does; False: the first
+        and the second half.
       ln_tpl: norms of the latents, called with (dims, rngs=).
       rotary_position_emb_tpl: called with (R).
       atten_dropout_prob, atten_kernel, atten_chunk_size, context_parallel: as of
@@ -100,7 +100,7 @@ class MultiHeadLatentAttention(BaseLayer):
         check_kernel(atten_kernel, {"atten_dropout_prob": atten_dropout_prob > 0.0})
         D, N, of_head = self.dims(input_dim, num_heads, K)
 
-        # A latent is whole on each device: what is made of it splits by heads.
+        # Latents are replicated; what is computed from them splits by heads.
         def into_latent(dims: int) -> Linear:
             return Linear(D, dims, rngs=rngs)
 
@@ -156,7 +156,7 @@ class MultiHeadLatentAttention(BaseLayer):
         """
         if atten_mask is not None:
             raise ConfigError(
-                "MultiHeadLatentAttention takes no atten_mask: it is causal. Hand segment_ids or "
+                "MultiHeadLatentAttention takes no atten_mask: it is causal. Pass segment_ids or "
                 "paddings, or use DotProductAttention."
             )
         require_one_segment(self, cache, segment_ids)
@@ -202,7 +202,7 @@ class MultiHeadLatentAttention(BaseLayer):
         self, q_BTNK: jax.Array, q_BTNR: jax.Array, new: Cache, mask: AttentionMask,
         key: jax.Array | None,
     ) -> jax.Array:
-        """Returns the heads' outputs [B, T, N, V], each by keys and values of its own."""
+        """Returns outputs [B, T, N, V]; each head has its own keys and values."""
         N, K, R, V, _ = self.sizes
         kv = named(self._laid_out(self.key_value(new["latent"])), "key_proj")
         k_BSNK, v_BSNV = kv[..., :K], kv[..., K:]
@@ -210,7 +210,7 @@ class MultiHeadLatentAttention(BaseLayer):
         k_BSNR = typed_as(k_BSNR, k_BSNK)
         # Kernels have values of the size of keys.
         q, k, v = (
-            filled_up(x, max(K + R, V), dim=3) for x in (
+            pad_to(x, max(K + R, V), dim=3) for x in (
                 jnp.concatenate([q_BTNK, q_BTNR], -1), jnp.concatenate([k_BSNK, k_BSNR], -1),
                 v_BSNV,
             )
@@ -221,19 +221,19 @@ class MultiHeadLatentAttention(BaseLayer):
         self, q_BTNK: jax.Array, q_BTNR: jax.Array, cache: Cache, mask: AttentionMask,
         key: jax.Array | None,
     ) -> jax.Array:
-        """Returns the same, where all heads read the latents as keys and values."""
+        """Returns the same outputs; all heads read the latents as keys and values."""
         _, K, _, _, L = self.sizes
         w = self.key_value.kernel(q_BTNK.dtype)
-        if self.key_value.product != Product():  # It has an adapter, or is rounded.
+        if self.key_value.product != Product():  # An adapter, or rounding.
             w = self.key_value(jnp.eye(L, dtype=q_BTNK.dtype))
         w_LNK, w_LNV = jnp.split(w, [K], axis=-1)
         q = jnp.concatenate([jnp.einsum("btnk,lnk->btnl", q_BTNK, w_LNK), q_BTNR], -1)
         # The cache may be wider, and is not converted for each token.
         q = q.astype(jnp.promote_types(q.dtype, cache["key"].dtype))
         if self.split_of_time() is not None:
-            # Each device has a part of what every head attends to.
+            # Each device has a part of the keys that all heads attend to.
             q = constrain(q, self.activation_split_dims_mapping[:2])
-        # As values, too: what comes of the keys of positions is cut off again.
+        # Positional keys serve as values too; `value_dims` cuts their outputs off.
         kv = cache["key"].astype(q.dtype)[:, :, None]
         seen_BTNL = self._attend(q, kv, kv, L, mask, key, has_cache=True)
         return jnp.einsum("btnl,lnv->btnv", seen_BTNL, w_LNV)
@@ -250,7 +250,7 @@ class MultiHeadLatentAttention(BaseLayer):
         )
 
     def _rotated(self, heads: jax.Array, positions: jax.Array) -> jax.Array:
-        if self.rotates_neighbours:  # The order of dims within a head is no matter to a product.
+        if self.rotates_neighbours:  # Products do not depend on the order of dims within a head.
             pairs = heads.reshape(*heads.shape[:-1], -1, 2)
             heads = pairs.swapaxes(-1, -2).reshape(heads.shape)
         return self.rotary_position_emb(heads, positions)
@@ -259,7 +259,7 @@ class MultiHeadLatentAttention(BaseLayer):
         return constrain(x_BTNK, self.activation_split_dims_mapping)
 
     def split_of_time(self) -> DimSplit:
-        """Returns the axes of heads, which split the cache's time, as it has no heads; or None."""
+        """Returns the axes of heads, which split the time of the cache, or None."""
         _, S, N = (*(self.activation_split_dims_mapping or ()), None, None, None)[:3]
         return N if S is None and num_shards_of(N) > 1 else None
 

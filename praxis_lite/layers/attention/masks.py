@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 # B batch, T queries, S keys.
 
-# What stands for "unseen" among float32 logits: Pax's, finite, so that a query that sees nothing
-# gets the mean of all values and not NaN.
+# The logit of a hidden key. It is Pax's, and finite, so that a query without visible keys gets the
+# mean of all values and not NaN.
 LARGE_NEGATIVE = -0.7 * float(jnp.finfo("float32").max)
-# What an error advises where a caller's mask and a causal layer meet.
+# The advice of errors where a caller's mask meets a causal layer.
 HIDE_LATER = (
     "let the mask hide later tokens if they are to be hidden (jnp.minimum(atten_mask, "
     "causal_mask(T)) of praxis_lite.layers.attention.masks)"
@@ -30,9 +30,9 @@ class AttentionMask:
       q_segments_BT, kv_segments_BS: int; equal ones see each other.
       kv_visible_BS: bool [B, S]; False hides a key from every query.
       kv_index_BS: int [B or 1, S], the keys' indices; None: 0 to S - 1.
-        The chunked kernel, dot_product and the einsum know it.
-      is_to_itself: queries and keys are of the same tokens, in the same order: unless it is
-        padding, a query sees at least the key of its own token.
+        Supported by the chunked kernel, dot_product and the einsum.
+      is_to_itself: whether queries and keys belong to the same tokens in the same order. Each query
+        that is not padding then sees at least its own key.
     """
 
     left_context: int | None = dataclasses.field(default=None, metadata={"static": True})
@@ -46,7 +46,7 @@ class AttentionMask:
 
     @property
     def may_hide_all(self) -> bool:
-        """Returns True if segments, padding or indices may hide all keys from a query."""
+        """Whether segments, padding or indices may hide all keys from a query."""
         if self.is_to_itself:
             return self.kv_visible_BS is not None
         arrays = (self.q_segments_BT, self.kv_visible_BS, self.q_index_BT, self.kv_index_BS)
@@ -84,8 +84,8 @@ class AttentionMask:
     def zeros_where_none_is_seen(self, attended_BTNK: jax.Array, num_keys: int) -> jax.Array:
         """Returns the queries' outputs, or zeros for queries that see no key.
 
-        These got the mean of all values, other segments' among them. Queries of segment 0, which is
-        padding, keep that, as in Pax.
+        A kernel gives them the mean of all values, also of other segments. Queries of segment 0,
+        which is padding, keep that mean, as in Pax.
         """
         visible_BTS = self.visible(attended_BTNK.shape[1], num_keys)
         if visible_BTS is None:
@@ -100,7 +100,7 @@ def cross_attention_mask(
     segment_ids: jax.Array | None, encoded_paddings: jax.Array | None,
     encoded_segment_ids: jax.Array | None,
 ) -> AttentionMask:
-    """Returns the mask by which queries see `encoded`: keys of their segment that are no padding.
+    """Returns the mask by which queries see the keys of `encoded` in their segment, except padding.
 
     Args:
       segment_ids: int [B, T] of the queries; None: they see the keys of every segment but 0.

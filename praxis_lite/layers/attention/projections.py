@@ -9,7 +9,7 @@ from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, broadcast
 from praxis_lite.layers.base.calls import require_positive
 from praxis_lite.layers.base.dense import Dense
 from praxis_lite.layers.base.dims import splits
-from praxis_lite.layers.initializers import TrueFans
+from praxis_lite.layers.initializers import EinsumXavier
 
 # D model dims, N heads, K dims per head.
 
@@ -53,7 +53,7 @@ class AttentionProjection(Dense):
         self.equation = "...nk,dnk->...d" if is_output_projection else "...d,dnk->...nk"
         if is_output_projection and use_nhd_shape:
             self.equation, dims = "...nk,nkd->...d", (N, K, D)
-        init = params_init or (TrueFans() if explicit_fan_in_fan_out_axes else xavier)
+        init = params_init or (EinsumXavier() if explicit_fan_in_fan_out_axes else xavier)
         self.make(
             *dims, init=init, bias_init=zeros if use_bias else None,
             merged="nk" if attention_combine_dims else "", in_parts="n", rngs=rngs,
@@ -116,7 +116,7 @@ class CombinedQKVProjectionLayer(Dense):
         require_positive(self, input_dim=input_dim, num_heads=num_heads, dim_per_head=dim_per_head)
         self.make(
             3, *self.dims(input_dim, num_heads, dim_per_head),
-            init=TrueFans() if explicit_fan_in_fan_out_axes else xavier,
+            init=EinsumXavier() if explicit_fan_in_fan_out_axes else xavier,
             bias_init=zeros if use_bias else None, merged="nk" if attention_combine_dims else "",
             in_parts="n", rngs=rngs,
         )

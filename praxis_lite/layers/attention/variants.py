@@ -6,7 +6,7 @@ from typing import Any
 
 from praxis_lite.layers.attention.attentions import DotProductAttention
 from praxis_lite.layers.attention.projections import AttentionProjection
-from praxis_lite.layers.base.calls import takes_settings_of
+from praxis_lite.layers.base.calls import inherit_params
 from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalEmbedding
 
 # Settings that neither class has in Pax.
@@ -24,7 +24,7 @@ class MultiQueryDotProductAttention(DotProductAttention):
     settings are DotProductAttention's.
     """
 
-    @takes_settings_of(DotProductAttention, but=_ABSENT)
+    @inherit_params(DotProductAttention, but=_ABSENT)
     def __init__(
         self,
         input_dim: int | Mapping[str, int],
@@ -50,7 +50,7 @@ class GroupedQueryAttention(DotProductAttention):
       rope_min_max_timescales: rotate queries and keys, with these timescales; None: do not.
     """
 
-    @takes_settings_of(
+    @inherit_params(
         DotProductAttention,
         but=(
             *_ABSENT, "hidden_dim", "internal_enable_query_scale", "scale_query_by_dim_per_head",

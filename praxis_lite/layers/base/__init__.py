@@ -1,1 +1,1 @@
-"""The bases of layers: what their weights are, how their dims split, and what they are called."""
+"""Base classes of layers: weights, the dims of weights and their splits, dense products."""

@@ -1,4 +1,4 @@
-"""Names of activations, by which a checkpoint policy says where each is kept."""
+"""Names of activations, by which a checkpoint policy decides where each is saved."""
 
 import contextlib
 from collections.abc import Iterator, Set
@@ -17,7 +17,7 @@ _OFFLOADED: ContextVar[Set[str]] = ContextVar("offloaded activations", default=f
 
 @contextlib.contextmanager
 def offloaded(names: Set[str]) -> Iterator[None]:
-    """Adds to the names of the activations that go to the host's memory, while it is entered."""
+    """Offloads the activations of these names to host memory inside the context."""
     token = _OFFLOADED.set(_OFFLOADED.get() | names)
     try:
         yield
@@ -26,25 +26,24 @@ def offloaded(names: Set[str]) -> Iterator[None]:
 
 
 def goes_to_host(name: str) -> bool:
-    """Returns True if the policy sends the activations of a name to the host's memory."""
+    """Returns whether the policy offloads the activations of a name to host memory."""
     return name in _OFFLOADED.get()
 
 
 def named(x: PyTree, name: str) -> PyTree:
-    """Returns an array, or several, under a name (`jax.ad_checkpoint.checkpoint_name`).
+    """Returns arrays under a name (`jax.ad_checkpoint.checkpoint_name`).
 
-    What a TPU sends to its host has its dims in memory in their own order. Else XLA may choose one
-    order where the forward pass writes, and another where the backward pass reads; it then takes
-    the stack of all layers to the device and back in between (libtpu 0.0.51).
+    On TPU offloaded arrays get a fixed memory layout. Otherwise XLA may choose one layout where the
+    forward pass writes and another where the backward pass reads, and then copies the stack of all
+    layers to the device and back (libtpu 0.0.51).
     """
     if not goes_to_host(name) or compiled_platform() != "tpu":
         return checkpoint_name(x, name)
-    # Once for what is written, and once for what is read.
     return _in_order(checkpoint_name(_in_order(x), name))
 
 
-def kept(x: PyTree, name: str | None) -> PyTree:
-    """Returns arrays of a kernel under a name, by which a policy keeps them; None: as they are."""
+def name_residuals(x: PyTree, name: str | None) -> PyTree:
+    """Returns a kernel's arrays under a checkpoint name; None: unchanged."""
     return x if name is None else checkpoint_name(x, name)
 
 

@@ -1,4 +1,4 @@
-"""The base of all layers: declarations of weights, and splits that travel with them."""
+"""The base class of layers, which declares weights and their splits."""
 
 from collections.abc import Callable, Mapping
 from types import FunctionType
@@ -23,9 +23,9 @@ from praxis_lite.layers.base.dims import (
     split_of,
 )
 from praxis_lite.layers.base.result_types import broadcast_beside
-from praxis_lite.layers.initializers import TrueFans, WeightInit
+from praxis_lite.layers.initializers import EinsumXavier, WeightInit
 
-Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array] | TrueFans
+Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array] | EinsumXavier
 
 xavier = WeightInit.Xavier()  # Pax's default.
 zeros = jax.nn.initializers.zeros
@@ -36,31 +36,30 @@ class BaseLayer(nnx.Module):
     """A Flax NNX module, used as a pytree, whose weights declare how they split.
 
     Subclasses create weights with `self.weight` and sublayers in the constructor, and compute in
-    `__call__`. They take keys and caches as arguments and return new ones: nothing mutates. What
-    `__call__` and public methods compute carries the layer's path in the compiled program.
+    `__call__`. Keys and caches are arguments and results: nothing mutates. Operations of `__call__`
+    and of public methods carry the layer's path in the compiled program.
 
     Raises:
-      ConfigError: a setting is out of its range, or does not go with another; names the class and
-        the setting, before anything compiles. Or a method got a keyword that it does not know;
-        names the nearest.
+      ConfigError: a setting is out of range or contradicts another; names the class and the
+        setting, before anything compiles. Or a method got an unknown keyword; suggests the nearest.
     """
 
     __signature__ = ConstructorSignature()
-    # Its settings that say how arrays split, as `splits` returns them. They are arguments of the
-    # constructor, which need not name them, and attributes before it begins.
+    # Settings of how arrays split, as returned by `splits`. They are arguments of the constructor,
+    # which need not declare them, and attributes before it runs.
     splits: Mapping[str, tuple[str | None, ...]] = {}
-    # Its settings that a preset gives, each with the name of the value there.
+    # Settings that a sharding preset sets, with the name of the value in the preset.
     preset_settings: Mapping[str, str] = {}
-    # By template, such as "softmax_tpl": splits of the layers that are made of it, before theirs.
+    # By template, such as "softmax_tpl": splits that override those of the layers built from it.
     template_splits: Mapping[str, Mapping[str, tuple[str | None, ...]]] = {}
-    # What of it is more than a sum over rows, such as "batch statistics"; for --mode=check.
+    # What couples the rows of a batch, such as "batch statistics"; for --mode=check.
     couples_rows: str | None = None
-    # Of it, what lets a token depend on later ones of its row, such as "seats that tokens compete
-    # for"; None in attention, whose mask says it.
+    # Names the mechanism by which a token can depend on later tokens, such as "slots that tokens
+    # compete for"; None if there is none, or if it is attention, whose mask decides.
     couples_tokens: str | None = None
-    # True: a call with a cache leaves the tokens of `paddings` out of it, for any number of tokens.
-    # False: decoding reads prompts a token at a time, and restores the cache of rows that have
-    # ended. A subclass with a new `__call__` or `init_cache` declares it again.
+    # True: a call with a cache does not store the tokens of `paddings`, for any number of tokens.
+    # False: decoding reads prompts one token at a time, and restores the cache of finished rows. A
+    # subclass with its own `__call__` or `init_cache` must declare it again.
     cache_skips_padding: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -76,12 +75,12 @@ class BaseLayer(nnx.Module):
     def dims(self, *sizes: int, of: str = "weight") -> tuple[Dim, ...]:
         """Returns sizes as the dims of a setting, such as `weight_split_dims_mapping`.
 
-        They have the names that the layer declares in `splits`, unless a parent gave them others,
-        and its split, or without one that of the parent. Weights that are made of them, here or in
-        layers that they are given to, then split so.
+        Their names are those that the layer declares in `splits`, unless a parent named them. Their
+        split is that of the setting; without one that of the parent. Weights created from these
+        dims, here or in sublayers, split accordingly.
 
         Raises:
-          ConfigError: there is no such setting, or what it says does not fit the sizes.
+          ConfigError: there is no such setting, or it does not fit the sizes.
         """
         setting = f"{of}{SPLIT}"
         require_choice(f"{type(self).__name__}.dims: the setting", setting, self.splits)
@@ -102,28 +101,28 @@ class BaseLayer(nnx.Module):
         """Returns a trainable weight drawn by `init` at its logical, unpadded shape.
 
         Args:
-          shape: sizes, or dims of `self.dims`.
-          split_dims_mapping: how it splits; None: as its dims say.
-          matrix: its dims that make a matrix, for optimizers: a result of `matrix_of`, or NONE for
-            no matrix; None: a weight of two dims is one. A weight with a dim of classes never is.
+          shape: sizes, or results of `self.dims`.
+          split_dims_mapping: how it splits; None: as its dims.
+          matrix: the dims that form a matrix, for optimizers: a result of `matrix_of`, or NONE.
+            None: a weight of two dims is a matrix. A weight with a dim of classes never is.
         """
         if split_dims_mapping is None:
             split_dims_mapping = split_of(shape)
-        if isinstance(init, TrueFans):
-            init = init.of(*(matrix or Matrix((0,), (1,))))
+        if isinstance(init, EinsumXavier):
+            init = init.for_dims(*(matrix or Matrix((0,), (1,))))
         names = names_of(shape)
-        if CLASSES in names:  # It embeds, or makes logits.
+        if CLASSES in names:  # An embedding, or the weight of logits.
             matrix = NONE
         value = init(rngs.params(), tuple(map(int, shape)), dtype)
-        # Our own metadata key: Flax applies its own (`sharding`, `out_sharding`) eagerly and raises
-        # on a dim that does not divide.
+        # Not Flax's metadata (`sharding`, `out_sharding`), which Flax applies eagerly, with an
+        # error for dims that do not divide.
         return nnx.Param(
             value, split_dims_mapping=split_dims_mapping, dim_names=names, matrix=matrix
         )
 
 
 def _take(layer: BaseLayer, given: Mapping[str, Any]) -> None:
-    """Sets the attributes of a layer's splits; those of a base's constructor may be set already."""
+    """Sets the split settings of a layer as attributes, unless a base class has set them."""
     for name, dims in layer.splits.items():
         if name in given or not hasattr(layer, name):
             setting = f"{type(layer).__name__}.{name}"
@@ -132,18 +131,18 @@ def _take(layer: BaseLayer, given: Mapping[str, Any]) -> None:
 
 def broadcast_as(weight: jax.Array, like: jax.Array) -> jax.Array:
     """Returns `weight` (float32) in the shape and dtype of `like`."""
-    # Cast after the broadcast: its gradient, a sum over all tokens for a bias, is then summed in
-    # float32. In bfloat16 it would stop growing, for 256 + 1 is 256 there.
+    # Cast after the broadcast: the gradient, for a bias a sum over all tokens, is then summed in
+    # float32. In bfloat16 the sum would stop growing: 256 + 1 is 256 there.
     return broadcast_beside(weight, like).astype(like.dtype)
 
 
-def filled_up(x: jax.Array, length: int, dim: int = 0, **settings: Any) -> jax.Array:
-    """Returns `x` with zeros at the end of a dim, or as `settings` of `jnp.pad` say."""
+def pad_to(x: jax.Array, length: int, dim: int = 0, **settings: Any) -> jax.Array:
+    """Pads a dim of `x` to `length` at its end; `settings` are those of `jnp.pad`."""
     missing = length - x.shape[dim]
     widths = [(0, missing if d == dim else 0) for d in range(x.ndim)]
     return jnp.pad(x, widths, **settings) if missing else x
 
 
-def to_multiple(x: jax.Array, size: int, dim: int = 0, **settings: Any) -> jax.Array:
-    """Returns `x`, `filled_up` to the next multiple of `size`."""
-    return filled_up(x, -(-x.shape[dim] // size) * size, dim, **settings)
+def pad_to_multiple(x: jax.Array, size: int, dim: int = 0, **settings: Any) -> jax.Array:
+    """Pads a dim of `x` to the next multiple of `size`."""
+    return pad_to(x, -(-x.shape[dim] // size) * size, dim, **settings)

@@ -1,15 +1,16 @@
-"""Arguments of layers: their names, their checks, and the scopes that name their operations."""
+"""Calls of layers: their signatures, checks of arguments, named scopes, and untyped fallback."""
 
 import contextlib
 import contextvars
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from praxis_lite.core.errors import (
     ConfigError,
@@ -19,17 +20,23 @@ from praxis_lite.core.errors import (
     require_choice,
 )
 from praxis_lite.core.models.layer_paths import attribute_name
+from praxis_lite.core.sharding.devices.axis_types import (
+    has_no_type,
+    is_typed,
+    note_untyped,
+    type_spec,
+    untyped,
+)
 from praxis_lite.layers.base.dims import SplitSetting
-from praxis_lite.layers.base.untyped_layers import typed_if_it_can
+from praxis_lite.layers.base.variables import assign, assigned_values
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
 class ConstructorSignature:
-    """What `inspect.signature` of a layer's class gives: its constructor's parameters.
+    """The signature of a layer's class: that of its constructor.
 
-    Without it, Fiddle and `--set` would see the `*args, **kwargs` of nnx's metaclass, and take any
-    name and any type.
+    Without it Fiddle and `--set` would see the `*args, **kwargs` of nnx's metaclass.
     """
 
     def __get__(self, layer: Any, layer_class: type) -> inspect.Signature:
@@ -39,10 +46,13 @@ class ConstructorSignature:
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
-def takes_settings_of(*bases: type, but: Collection[str] = ()) -> Callable[[Init], Init]:
-    """Returns a decorator of a constructor, whose `**settings` become `bases`', all `but` some.
+def inherit_params(*bases: type, but: Collection[str] = ()) -> Callable[[Init], Init]:
+    """Returns a decorator that replaces a constructor's `**settings` by the parameters of `bases`.
 
-    They have their names, types and defaults in its signature: for help, Fiddle and `--set`.
+    Their names, types and defaults appear in its signature, for help, Fiddle and `--set`.
+
+    Args:
+      but: parameters to leave out.
     """
 
     def decorated(init: Init) -> Init:
@@ -79,10 +89,10 @@ def with_settings(
     init: Callable[..., None], names: Collection[str],
     take: Callable[[Any, dict[str, Any]], None],
 ) -> Callable[..., None]:
-    """Returns a layer's constructor that also has the settings `names`, by default None.
+    """Returns a layer's constructor with additional keyword arguments `names`, by default None.
 
-    `take` gets the layer and those that were given, before the constructor begins. Settings that
-    the constructor names itself it gets itself.
+    Before the constructor runs, `take` is called with the layer and the given ones. Names that the
+    constructor declares are passed to it as usual.
     """
     local = inspect.signature(inspect.unwrap(init)).parameters
     taken = [name for name in names if name not in local]
@@ -130,10 +140,10 @@ def _calling(layer: Any, name: str) -> Iterator[None]:
 
 
 def checked_and_named(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a layer's method that knows its keywords, its operations named after the layer.
+    """Returns a layer's method that rejects unknown keywords and names its operations.
 
-    The name is looked up in the layer that calls, while a step is traced, and kept nowhere: in the
-    layer it would make two equal layers of a stack two kinds of pytree.
+    The layer's name is looked up in the calling layer while tracing. Stored in the layer it would
+    make equal layers of a stack different pytrees.
     """
     parameters = list(inspect.signature(method, follow_wrapped=False).parameters.values())[1:]
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
@@ -152,16 +162,16 @@ def checked_and_named(method: Callable[..., Any]) -> Callable[..., Any]:
         if caller is layer:
             return method(layer, *args, **kwargs)
         with _calling(layer, "" if caller is None else attribute_name(caller, layer)):
-            return typed_if_it_can(method, layer, args, kwargs, _path.get())
+            return with_auto_fallback(method, layer, args, kwargs, _path.get())
 
     return call
 
 
 def scope_of(parent: nnx.Module, layer: nnx.Module) -> contextlib.AbstractContextManager[None]:
-    """Returns a context that names the operations inside after `layer`, an attribute of `parent`.
+    """Returns a named scope for `layer`, an attribute of `parent`.
 
-    For a layer that is given to `jax.checkpoint`: that calls a copy, and traces one body for all
-    that look alike, so that the name has to stand outside.
+    For layers inside `jax.checkpoint`, which calls a copy and traces equal layers once, so that the
+    scope must be outside.
     """
     return _calling(None, attribute_name(parent, layer))
 
@@ -195,16 +205,16 @@ def check_way(
     layer: object, field: str, setting: str | None, ways: Mapping[str, str],
     unable: Mapping[str, bool], split: str,
 ) -> None:
-    """Checks a setting by whose name devices work together by hand; None leaves it to the compiler.
+    """Checks a setting that names explicit collectives; None leaves them to the compiler.
 
     Args:
-      field: of the layer, "tensor_parallel".
-      ways: those that there are, by name.
-      unable: settings of the layer that do not go with any, by name: whether they are in use.
-      split: by the compiler otherwise, "the layer".
+      field: the setting, such as "tensor_parallel".
+      ways: its valid values.
+      unable: whether settings that these collectives do not support are in use, by name.
+      split: what the compiler splits otherwise, such as "the layer".
 
     Raises:
-      ConfigError: there is no such way, or a setting that does not go with it is in use.
+      ConfigError: the value is unknown, or an unsupported setting is in use.
     """
     if setting is None:
         return
@@ -212,6 +222,54 @@ def check_way(
     require_choice(f"{name}.{field}", setting, ways)
     if used := [other for other, is_used in unable.items() if is_used]:
         raise ConfigError(
-            f"{name}.{field} is {setting!r}, which cannot do {' or '.join(used)}. Leave that out, "
+            f"{name}.{field} is {setting!r}, which does not support {' or '.join(used)}. Omit it, "
             f"or set {field}=None: the compiler then splits {split}."
         )
+
+
+def with_auto_fallback(
+    method: Callable[..., Any], layer: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
+    path: str,
+) -> Any:
+    """Returns `method(layer, *args, **kwargs)`; over Auto axes if JAX cannot type it.
+
+    Results are then typed as the first array among the arguments, dim by dim where sizes agree.
+
+    Args:
+      path: of the layer; the reason is noted under it.
+    """
+    if not is_typed():
+        return method(layer, *args, **kwargs)
+    try:
+        return method(layer, *args, **kwargs)
+    except Exception as error:
+        if not has_no_type(error):
+            raise
+        note_untyped(path, str(error).strip().splitlines()[0])
+    leaves, structure = jax.tree.flatten((layer, args, dict(kwargs)))
+    is_array = [isinstance(x, jax.Array) for x in leaves]
+    arrays = [x for x, array in zip(leaves, is_array, strict=True) if array]
+    like = next((x for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array)), None)
+
+    def function(*arrays: jax.Array) -> Any:
+        given = iter(arrays)
+        merged = [next(given) if a else x for x, a in zip(leaves, is_array, strict=True)]
+        own, args, kwargs = jax.tree.unflatten(structure, merged)
+        return method(own, *args, **kwargs), assigned_values(own)
+
+    results, values = untyped(function, *arrays, out=lambda tree: jax.tree.map(
+        lambda x: _type_like(x, like), tree
+    ))
+    assign(layer, values)
+    return results
+
+
+def _type_like(x: jax.Array, like: jax.Array | None) -> PartitionSpec:
+    """Returns a spec that splits the leading dims of `x` as those of `like` of the same sizes."""
+    entries = [None] * x.ndim
+    if like is not None:
+        for dim, entry in enumerate(type_spec(like)[: x.ndim]):
+            if like.shape[dim] != x.shape[dim]:
+                break
+            entries[dim] = entry
+    return PartitionSpec(*entries)

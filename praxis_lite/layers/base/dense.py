@@ -1,8 +1,4 @@
-"""The base of dense layers, whose product can be replaced.
-
-Adapters and rounding of a whole model are other products. What the weights are called, and all else
-that a layer does, stays.
-"""
+"""The base class of dense layers, whose product can be replaced by adapters and quantization."""
 
 import abc
 import dataclasses
@@ -17,24 +13,24 @@ from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, broadcast
 from praxis_lite.layers.base.dims import CLASSES, NONE, matrix_of, merged_dim
 from praxis_lite.layers.base.result_types import einsum
 from praxis_lite.layers.base.variables import num_stacked_dims
-from praxis_lite.layers.initializers import TrueFans
+from praxis_lite.layers.initializers import EinsumXavier
 
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """How a dense layer multiplies its inputs and its weight: exactly, in the inputs' dtype.
+    """How a dense layer multiplies inputs and weight: exactly, in the inputs' dtype.
 
-    A subclass multiplies in another way. It is a setting, without arrays of its own: weights that
-    it needs are the layer's. `layer.product = layer.product.over(other)` makes `other` the product
-    with `w`, whatever was put around that before.
+    Subclasses multiply differently. A product is a setting without arrays: weights that it needs
+    belong to the layer. `layer.product = layer.product.over(other)` replaces the product with `w`,
+    inside of adapters that were added before.
     """
 
     def over(self, base: "Product") -> "Product":
-        """Returns this product with `base` in the place of its product with `w`."""
+        """Returns this product with `base` in place of its product with `w`."""
         return base
 
     def kernel(self, layer: "Dense") -> jax.Array:
-        """Returns the weight that it multiplies with, in the equation's dims and its own dtype."""
+        """Returns the effective weight, in the equation's dims and the dtype of `w`."""
         return layer.kernel(layer.w.dtype)
 
     def __call__(self, layer: "Dense", inputs: jax.Array) -> jax.Array:
@@ -49,24 +45,24 @@ class Product:
         return einsum(in_order(layer.equation), inputs, layer.kernel(inputs.dtype))
 
     def factors(self, layer: "Dense", inputs: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
-        """Returns the answer of `Linear.factors`."""
+        """Returns the result of `Linear.factors`."""
         return [(inputs, layer.w[...].astype(layer.w.dtype))]
 
     def column_factors(self, layer: "Dense") -> list[tuple[jax.Array, jax.Array | None]]:
-        """Returns the answer of `Linear.column_factors`."""
+        """Returns the result of `Linear.column_factors`."""
         return [(layer.w[...].astype(layer.w.dtype).T, None)]
 
     def adds_up(self) -> bool:
-        """Returns True if products of parts of the summed dims add up to the product."""
+        """Returns whether products over parts of the summed dims add up to the product."""
         return True
 
 
 @functools.cache
 def in_order(equation: str) -> str:
-    """Returns an equation of inputs and a weight that sums over the weight's dims as they lie.
+    """Renames the summed letters of an equation so that they are sorted in the weight's order.
 
-    `jnp.einsum` sums over several dims in the order of their letters. Where that is another one XLA
-    copies the weight, in decoding for each token.
+    `jnp.einsum` sums over several dims in the order of their letters. In another order than the
+    weight's XLA copies the weight, in decoding for each token.
     """
     operands, outputs = equation.split("->")
     weight = operands.split(",")[1]
@@ -75,15 +71,15 @@ def in_order(equation: str) -> str:
 
 
 class StoredWeight(abc.ABC):
-    """A weight that is kept as something else than an array, in decoding or in the state."""
+    """A weight that is stored in another form than an array, in decoding or in the state."""
 
     @property
     @abc.abstractmethod
     def dtype(self) -> Any:
-        """The dtype of the weight that it stands for."""
+        """The dtype of the weight that it represents."""
 
     def __getitem__(self, index: Any) -> Any:
-        """Returns the weight itself for `...`, as a variable reads it, else a part as an array."""
+        """Returns `self` for `...`, as a variable reads it, otherwise a part as an array."""
         return self if index is ... else self.astype(self.dtype)[index]
 
     @abc.abstractmethod
@@ -92,20 +88,20 @@ class StoredWeight(abc.ABC):
 
     @abc.abstractmethod
     def multiplied(self, layer: "Dense", inputs: jax.Array) -> jax.Array:
-        """Returns the answer of `Product.multiplied`."""
+        """Returns the result of `Product.multiplied`."""
 
 
 class Dense(BaseLayer):
     """Returns the einsum of inputs and a weight `w`, plus any bias `b` of the layer.
 
-    A subclass sets the attributes. Its `w` may have dims of the equation merged. To be adapted and
-    rounded it keeps `__call__`; the shape of the results it changes in `finished`.
+    A subclass sets the attributes. Its `w` may have merged dims of the equation. Adapters and
+    quantization apply to subclasses that keep `__call__`; override `finished` to reshape results.
 
     Attributes:
-      equation: of inputs and weight, "...d,df->...f". The dims that the weight gives to the
-        outputs are those of the bias.
-      kernel_shape: a size for each of the weight's letters; -1 where a device may hold a part.
-      product: how the two are multiplied.
+      equation: of inputs and weight, such as "...d,df->...f". The bias has the dims that the weight
+        contributes to the outputs.
+      kernel_shape: a size for each letter of the weight; -1 where a device may have a part.
+      product: how inputs and weight are multiplied.
     """
 
     equation: str
@@ -119,13 +115,13 @@ class Dense(BaseLayer):
         self, *dims: int, init: Initializer = xavier, bias_init: Initializer | None = None,
         merged: str = "", in_parts: str = "", rngs: nnx.Rngs,
     ) -> None:
-        """Makes `w`, and `b` if it has an initializer.
+        """Creates `w`, and `b` if `bias_init` is given.
 
         Args:
           dims: sizes, or results of `self.dims`, of the weight's letters in the equation.
-          init, bias_init: of the two.
-          merged: letters, one after the other, that are one dim of `w`, and of `b`.
-          in_parts: the letter of which a device may hold a part (tensor_parallel).
+          init, bias_init: initializers of `w` and `b`.
+          merged: consecutive letters that are one dim of `w` and of `b`.
+          in_parts: the letter of which a device may have a part (tensor_parallel).
           rngs: of the weights.
         """
         operands, outputs = self.equation.split("->")
@@ -135,9 +131,10 @@ class Dense(BaseLayer):
         groups = [merged if x in merged else x for x in letters if x not in merged[1:]]
         of_w = {group: merged_dim(*(dim_of[x] for x in group)) for group in groups}
         matrix = matrix_of(self.equation, groups)
-        if isinstance(init, TrueFans):
+        if isinstance(init, EinsumXavier):
             numbering = outputs.rpartition("...")[0]  # Letters that number outputs.
-            init = init.of(matrix.summed, [i for i in matrix.made if groups[i] not in numbering])
+            made = [i for i in matrix.made if groups[i] not in numbering]
+            init = init.for_dims(matrix.summed, made)
         self.w = self.weight(tuple(of_w.values()), init=init, matrix=matrix, rngs=rngs)
         if bias_init is not None:
             of_outputs = sorted(outputs.index(group[0]) for group in of_w if group[0] in outputs)
@@ -146,7 +143,7 @@ class Dense(BaseLayer):
 
     @property
     def letters(self) -> tuple[str, ...]:
-        """The letters of each dim of `w` but a stack's, several where it has merged dims."""
+        """The letters of each dim of `w`, without stacked dims; several for a merged dim."""
         letters = self.equation.split("->")[0].split(",")[1]
         size_of = dict(zip(letters, self.kernel_shape, strict=True))
         shape, groups = self.w.shape[num_stacked_dims(self.w) :], []
@@ -159,7 +156,7 @@ class Dense(BaseLayer):
 
     @property
     def summed_dims(self) -> tuple[int, ...]:
-        """The dims of w that the product sums over, from the end; () if over parts of a dim."""
+        """The dims of w that the product sums over, from the end; () if it sums over parts."""
         outputs, groups = self.equation.split("->")[1], self.letters
         kept = [{letter in outputs for letter in group} for group in groups]
         if any(len(item) > 1 for item in kept):
@@ -168,12 +165,12 @@ class Dense(BaseLayer):
 
     @property
     def makes_logits(self) -> bool:
-        """Returns True if outputs are classes, or tokens."""
+        """Whether the outputs are logits of classes or tokens."""
         return CLASSES in self.w.get_metadata().get("dim_names", ())
 
     def kernel(self, dtype: Any) -> jax.Array:
         """Returns the weight in the equation's dims."""
-        # Cast first: its gradient is then cast last, after a scan (core/partitioner/narrow_scans).
+        # Cast first: the gradient is then cast last, after a scan (core/partitioner/narrow_scans).
         w = self.w[...].astype(dtype)
         return w if w.ndim == len(self.kernel_shape) else w.reshape(self.kernel_shape)
 
@@ -188,12 +185,12 @@ class Dense(BaseLayer):
         return outputs + broadcast_as(self.beside(outputs, self.b[...]), outputs)
 
     def beside(self, outputs: jax.Array, x: jax.Array) -> jax.Array:
-        """Returns an array of the dims that the weight gives to the outputs, to broadcast there."""
+        """Reshapes `x`, of the weight's dims that are in the outputs, to broadcast to these."""
         operands, results = self.equation.split("->")
         weight = operands.split(",")[1]
         size_of = dict(zip(weight, self.kernel_shape, strict=True))
         num_leading = outputs.ndim - len(results.replace("...", ""))
-        # Dims that the weight does not give are 1.
+        # Other dims have size 1.
         shape = [size_of.get(dim, 1) for dim in results.replace("...", " " * num_leading)]
         return x.reshape(shape)
 
@@ -202,5 +199,6 @@ class Dense(BaseLayer):
 
 
 def is_dense(layer: Any) -> bool:
-    """Returns True if a layer computes as Dense says, so that its product can be replaced."""
+    """Returns whether a layer is a Dense whose product can be replaced."""
     return isinstance(layer, Dense) and type(layer).__call__ is Dense.__call__
+

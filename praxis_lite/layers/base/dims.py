@@ -45,19 +45,19 @@ class Dim(int):
     Attributes:
       name: of what it counts; None: it has no name.
       split: the mesh axes that it splits over; None: no axis splits it.
-      is_said: True if a setting decided the split; a split of None is then a decision too. Any
-        other split is one by itself.
+      is_explicit: whether a setting chose the split (None then means "replicated").
     """
 
     name: str | None
     split: DimSplit
-    is_said: bool
+    is_explicit: bool
 
     def __new__(
-        cls, size: int, name: str | None = None, split: DimSplit = None, *, is_said: bool = False
+        cls, size: int, name: str | None = None, split: DimSplit = None, *,
+        is_explicit: bool = False,
     ) -> "Dim":
         self = super().__new__(cls, size)
-        self.name, self.split, self.is_said = name, split, is_said or split is not None
+        self.name, self.split, self.is_explicit = name, split, is_explicit or split is not None
         return self
 
 
@@ -68,7 +68,7 @@ def merged_dim(first: int, *others: int) -> int:
         return first
     split = tuple(axis for dim in dims for axis in _axes(getattr(dim, "split", None))) or None
     name = " ".join(name for name in names_of(dims) if name) or None
-    return Dim(math.prod(dims), name, split, is_said=split_of(dims) is not None)
+    return Dim(math.prod(dims), name, split, is_explicit=split_of(dims) is not None)
 
 
 def _axes(split: DimSplit) -> tuple[int | str, ...]:
@@ -77,13 +77,15 @@ def _axes(split: DimSplit) -> tuple[int | str, ...]:
 
 def sized(dim: int, size: int) -> int:
     """Returns a dim of another size: of keys' heads as that of heads."""
-    return Dim(size, dim.name, dim.split, is_said=dim.is_said) if isinstance(dim, Dim) else size
+    if not isinstance(dim, Dim):
+        return size
+    return Dim(size, dim.name, dim.split, is_explicit=dim.is_explicit)
 
 
 def split_of(dims: Sequence[int]) -> SplitDims:
-    """Returns the split of a weight of these dims; None: nothing says how it splits."""
-    said = [dim for dim in dims if isinstance(dim, Dim) and dim.is_said]
-    return tuple(getattr(dim, "split", None) for dim in dims) if said else None
+    """Returns the split of a weight with these dims; None if no setting chose one."""
+    is_explicit = any(isinstance(dim, Dim) and dim.is_explicit for dim in dims)
+    return tuple(getattr(dim, "split", None) for dim in dims) if is_explicit else None
 
 
 def names_of(dims: Sequence[int]) -> tuple[str | None, ...]:
@@ -178,6 +180,6 @@ def dims_of(
     result = []
     for size, name, entry in zip(sizes, names, entries, strict=False):  # Entries are longer.
         given = size if isinstance(size, Dim) else Dim(size)
-        split, is_said = (given.split, given.is_said) if mapping is None else (entry, True)
-        result.append(Dim(size, given.name or name, split, is_said=is_said))
+        split, is_explicit = (given.split, given.is_explicit) if mapping is None else (entry, True)
+        result.append(Dim(size, given.name or name, split, is_explicit=is_explicit))
     return tuple(result)

@@ -1,6 +1,6 @@
-"""Kernels of others in our programs: mapped over devices without types, and how much they compute.
+"""Custom kernels in programs: mapping over devices, and annotations of their cost.
 
-XLA can neither split a kernel nor count what it computes.
+XLA can neither partition a kernel nor count its operations.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ from praxis_lite.core.sharding.devices.axis_types import explicit_axes_of, only_
 from praxis_lite.core.sharding.logical_axes import axes_of
 
 PyTree = Any
-SHARE_OF_BLOCKS = "share_of_blocks"  # An attribute of a kernel in a program's text.
+SHARE_OF_BLOCKS = "share_of_blocks"  # An attribute of kernels in a program's text.
 
 
 def share_of_blocks(share: float) -> contextlib.AbstractContextManager:
-    """Returns a context whose kernels say in a program's text what share of blocks they compute.
+    """Returns a context that annotates kernels with the share of blocks that they compute.
 
-    What a kernel of Pallas computes is not in the text; `--mode=plan` reads its share there.
+    `--mode=plan` reads it, because the text of a program does not show what Pallas kernels compute.
     """
     return set_xla_metadata(**{SHARE_OF_BLOCKS: f"{share:.6f}"})
 
@@ -33,25 +33,24 @@ def without_vma(
     attend: Callable[..., PyTree], specs: tuple[PartitionSpec, ...],
     of_rest: tuple[PartitionSpec, ...], outs: PyTree, axes: set[str],
 ) -> Callable[..., PyTree]:
-    """Returns `attend` mapped over `axes`, unchecked for what varies there.
+    """Returns `attend` mapped over `axes` with check_vma=False.
 
-    `check_vma` is False because Pallas does not say over which axes its results vary. Inside a
-    `shard_map` that checks, JAX refuses the types of a gradient through the unchecked one. There,
-    and `before_vmap`, the gradient is a mapped program of its own, which runs the forward pass
-    again.
+    Pallas does not provide the axes over which results vary. Inside a `shard_map` that checks, JAX
+    refuses the types of a gradient through the unchecked one. There, and in `before_vmap`, the
+    gradient is a separate mapped program, which recomputes the forward pass.
 
     Args:
-      attend: called with arrays that have gradients, and others.
+      attend: called with arrays with gradients, and others.
       specs: of the arrays with gradients.
-      of_rest: of the others.
-      outs: of the results; all are split over the same axes.
+      of_rest: of the other arrays.
+      outs: of the results, which all split over the same axes.
       axes: mesh axes.
     """
     split_over = {axis for entry in jax.tree.leaves(outs)[0] for axis in axes_of(entry)}
 
     def mapped(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         def untyped(*args: Any) -> Any:
-            # What enters has the types of the program around; what is computed in here has none.
+            # Arguments have types of the outer program; values computed from them have none.
             return function(*jax.tree.map(lambda x: jnp.expand_dims(x, 0).squeeze(0), args))
 
         on_devices = jax.shard_map(
@@ -82,12 +81,12 @@ def without_vma(
 
     attended_inside.defvjp(lambda *args: (attended_inside(*args), args), backward)
     is_inside = bool(jax.sharding.get_abstract_mesh().manual_axes) or is_before_vmap()
-    # A weight that is the same on all devices has another gradient on each: the cast sums them.
+    # A replicated weight has a different gradient on each device: the cast sums them.
     return (lambda *args: attended_inside(*varying_alike(args))) if is_inside else attended
 
 
 def _typed(trees: PyTree, specs: PyTree) -> PyTree:
-    """Returns arrays with the types of specs, as `jax.shard_map` takes them over Explicit axes."""
+    """Reshards arrays to specs, as `jax.shard_map` requires over Explicit axes."""
     explicit = explicit_axes_of(jax.sharding.get_abstract_mesh())
     if not explicit:
         return trees

@@ -1,6 +1,6 @@
-"""The types of results that JAX does not infer over Explicit axes: of products, rows, reshapes.
+"""Types of results that JAX does not infer over Explicit axes: products, lookups, reshapes.
 
-Over Auto axes each function is jax.numpy's own.
+Over Auto axes the functions are those of jax.numpy.
 """
 
 import functools
@@ -30,12 +30,12 @@ def einsum(equation: str, x: jax.Array, y: jax.Array, **settings: Any) -> jax.Ar
 
 
 def product_type(equation: str, x: jax.Array, y: jax.Array) -> PartitionSpec:
-    """Returns the spec of the type of `einsum(equation, x, y)`: that of its factors' dims.
+    """Returns the spec of the type of `einsum(equation, x, y)`, from the dims of its factors.
 
-    Over axes that split a summed dim of both it is summed. Where two dims of the result have one
-    axis in the factors, the result's first dim keeps it, the batch: a weight's dim that has one of
-    its axes is whole, with all of them (fully sharded). Then come dims of `y`, a weight, and then
-    the others of `x`, which is gathered over what they have (sequence parallelism).
+    The product is summed over axes that split a summed dim of both. If two dims of the result have
+    the same axis in the factors, the result's first dim, the batch, keeps it: a weight's dim with
+    one of its axes is gathered over all its axes (fully sharded). Next come dims of `y`, a weight,
+    then other dims of `x`, which is gathered over their axes (sequence parallelism).
 
     Args:
       equation: "abd,df->abf", without "...".
@@ -57,9 +57,9 @@ def product_type(equation: str, x: jax.Array, y: jax.Array) -> PartitionSpec:
 
 
 def convolved(x: jax.Array, w: jax.Array, **settings: Any) -> jax.Array:
-    """Returns `jax.lax.conv_general_dilated(x, w, **settings)`: its channels split as the filter's.
+    """Returns `jax.lax.conv_general_dilated(x, w, **settings)` with channels split as the filter's.
 
-    Its batch is typed as that of `x`, and its places where the axes divide them, too.
+    Batch and spatial dims are typed as those of `x`, if the axes divide them.
 
     Args:
       x: [batch, places ..., channels].
@@ -85,7 +85,7 @@ def convolved(x: jax.Array, w: jax.Array, **settings: Any) -> jax.Array:
     num_groups, of_w = x.shape[-1] // w.shape[-2], type_spec(w)
     num_parts = math.prod(mesh.shape[axis] for axis in axes_of(of_w[-1]))
     if num_groups > 1 and (of_w[-2] is not None or num_groups % num_parts):
-        # In the gradient groups are a dim of their own, for which JAX has no type then.
+        # In the gradient groups are a separate dim, which JAX cannot type then.
         w = jax.sharding.reshard(w, PartitionSpec())
     return convolve(x, w, out_sharding=PartitionSpec(*split.values()))
 
@@ -109,9 +109,9 @@ def rows_at(table: jax.Array, index: jax.Array, **settings: Any) -> jax.Array:
 
 
 def reshaped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns `x.reshape(shape)`: its first dim split as before, and its last ones of equal sizes.
+    """Returns `x.reshape(shape)` with the first dim, and equal trailing dims, split as before.
 
-    The dims between, and a first one that the axes do not divide, are whole over Explicit axes.
+    Over Explicit axes the dims between, and a first dim that does not divide, are not split.
     """
     if not is_typed() or shape == x.shape:
         return x.reshape(shape)
@@ -126,7 +126,7 @@ def reshaped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def beside(weight: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns a weight whose dims, the last of `like` or 1, split as those of `like`."""
+    """Reshards a weight, whose dims are the last ones of `like` or 1, as `like`."""
     if not is_typed():
         return weight
     first = like.ndim - weight.ndim
@@ -139,7 +139,7 @@ def beside(weight: jax.Array, like: jax.Array) -> jax.Array:
 def broadcast_beside(weight: jax.Array, like: jax.Array) -> jax.Array:
     """Returns `jnp.broadcast_to(weight, like.shape)`, typed as `like`.
 
-    Then its gradient is summed where `like` lies, and no array of the shape of `like` is gathered.
+    Its gradient is then summed in the sharding of `like`, without gathering such an array.
     """
     if not is_typed():
         return jnp.broadcast_to(weight, like.shape)
@@ -147,9 +147,9 @@ def broadcast_beside(weight: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def elementwise(weight: jax.Array) -> jax.Array:
-    """Returns a weight for a product element by element.
+    """Returns a weight for an elementwise product.
 
-    There JAX has no type of a gradient that is not summed yet (`axis_types.with_gradient_terms`):
-    this one is summed in each micro-batch.
+    JAX cannot type unreduced gradients there (`axis_types.with_gradient_terms`): this weight's
+    gradient is summed in each micro-batch.
     """
     return summed_terms(weight) if is_typed() else weight

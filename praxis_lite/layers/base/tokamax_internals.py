@@ -1,11 +1,11 @@
-"""Private names of tokamax (tokamax._src), of which 0.0.12 has no public form that we can use.
+"""Private names of tokamax (tokamax._src) without a usable public form in 0.0.12.
 
-No other file uses them; tests/core/sharding/test_jax_canaries.py says when they have moved.
-Of the public functions `tokamax.dot_product_attention` takes neither segments nor windows.
+No other file uses them; tests/core/sharding/test_jax_canaries.py fails when they move. Of the
+public functions, `tokamax.dot_product_attention` supports neither segments nor windows;
 `tokamax.ragged_dot` has tiles of 128 for all but 30 shapes, and refuses dims below 128 and rows
-that its tiles do not divide. Both run on an attached TPU alone.
+that its tiles do not divide. Both need an attached TPU.
 
-Imported when they are called: it takes seconds, and tokamax is an extra.
+Imported when called: the import takes seconds, and tokamax is an extra.
 """
 
 from types import ModuleType

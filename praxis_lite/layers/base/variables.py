@@ -1,4 +1,4 @@
-"""Variables of layers that are no weights; and those of a whole module, listed and replaced."""
+"""Variables of layers that are not weights, and functions on the variables of modules."""
 
 from collections.abc import Iterator
 from typing import TypeVar
@@ -18,7 +18,7 @@ class AuxLoss(nnx.Intermediate):
     """A scalar that a pass adds to the training loss, such as a router's load balance.
 
     Intermediates are declared in the constructor, as zeros, and set by each pass. They are neither
-    trained nor kept: a step starts from zeros, and checkpoints leave them out.
+    trained nor stored in checkpoints; a step starts from zeros.
     """
 
 
@@ -27,7 +27,7 @@ class Summary(nnx.Intermediate):
 
 
 def intermediates(module: nnx.Module, kind: type[nnx.Variable]) -> dict[str, jax.Array]:
-    """Returns by path a pass's values in the variables of `kind`: [layers] in a stack."""
+    """Returns the values of variables of `kind` after a pass, by path: [layers] in a stack."""
     return {
         "/".join(map(str, path)): node.get_value()
         for path, node in nnx.compat.iter_graph(module)
@@ -36,16 +36,16 @@ def intermediates(module: nnx.Module, kind: type[nnx.Variable]) -> dict[str, jax
 
 
 def aux_loss(module: nnx.Module) -> jax.Array | None:
-    """Returns the sum of a pass's AuxLoss variables, or None if it left none."""
+    """Returns the sum of a pass's AuxLoss variables, or None without any."""
     losses = intermediates(module, AuxLoss).values()
     return sum((jnp.sum(x) for x in losses), start=jnp.zeros(())) if losses else None
 
 
 def assigned_values(module: nnx.Module) -> dict[tuple, jax.Array]:
-    """Returns by path the value of each variable that a pass may assign: all but the weights.
+    """Returns the values of all variables except weights, which a pass may assign, by path.
 
-    What is assigned inside `jax.lax.scan` or `jax.checkpoint` stays there unless returned: a layer
-    that calls others inside one returns this and gives it to `assign`.
+    Assignments inside `jax.lax.scan` or `jax.checkpoint` are lost unless returned: a layer that
+    calls others inside returns these values and passes them to `assign`.
     """
     return {
         path: node.get_value()
@@ -62,10 +62,10 @@ def assign(module: nnx.Module, values: dict[tuple, jax.Array]) -> None:
 
 
 def rebuilt(module: Tree) -> Tree:
-    """Returns a copy of a module whose variables the body of a scan or loop may assign to.
+    """Returns a copy of a module, to assign its variables in the body of a scan or loop.
 
-    That body is a trace of its own, in which Flax refuses to assign to a module from outside. What
-    is assigned to the copy stays there.
+    Flax refuses assignments to an outer module in an inner trace. Assignments to the copy are
+    local.
     """
     return jax.tree.map(lambda x: x, module)
 
@@ -78,9 +78,9 @@ def variables(module: nnx.Module) -> Iterator[nnx.Variable]:
 
 
 def put_on_host(module: nnx.Module) -> None:
-    """Declares that the matrices of a stack of layers lie in the host's memory.
+    """Declares that the matrices of a stack of layers are stored in host memory.
 
-    Vectors stay on the device: each would cost a transfer of its own, and they are small.
+    Vectors stay on the device: they are small, and each would need a separate transfer.
     """
     for variable in variables(module):
         if isinstance(variable, nnx.Param) and variable.ndim - num_stacked_dims(variable) > 1:
@@ -88,18 +88,18 @@ def put_on_host(module: nnx.Module) -> None:
 
 
 def num_stacked_dims(variable: nnx.Variable) -> int:
-    """Returns how many leading dims of a weight count layers, those of `nnx.vmap` too."""
+    """Returns the number of leading dims of a weight that are stacked, by `nnx.vmap` too."""
     metadata = variable.get_metadata()
-    if "dim_names" in metadata:  # A layer of ours made it, and gave each of its own dims a name.
+    if "dim_names" in metadata:  # Declared by a BaseLayer, with a name for each of its dims.
         return variable.ndim - len(metadata["dim_names"])
     return len(metadata.get("stack_split_dims_mapping", ()))
 
 
 def one_of_stack(blocks: Tree, num_dims: int = 1) -> Tree:
-    """Returns a block of a stack, with shapes in place of arrays.
+    """Returns a block of a stack, with shapes instead of arrays.
 
     Args:
-      num_dims: of the stack, in front of each array's own.
+      num_dims: number of stacked dims.
     """
     return jax.eval_shape(
         lambda blocks: jax.tree.map(lambda x: x[(0,) * num_dims], blocks), blocks
@@ -109,15 +109,14 @@ def one_of_stack(blocks: Tree, num_dims: int = 1) -> Tree:
 def stacked(
     module: nnx.Module, stack_split: DimSplit, *, num_dims_apart: int = 0
 ) -> nnx.Module:
-    """Returns `module`, whose arrays got a leading dim by `jax.vmap`, with that dim declared.
+    """Declares the leading dim that `jax.vmap` added to the arrays of `module`, and returns it.
 
     Args:
       stack_split: how the dim splits.
-      num_dims_apart: of so many of its stacked dims the layer that calls `module` takes
-        `LayersApart` too, in decoding.
+      num_dims_apart: number of stacked dims for which decoding may pass `LayersApart`.
 
     Raises:
-      ConfigError: the dim splits, and a Repeat within has its weights in the host's memory.
+      ConfigError: the dim splits, and an inner Repeat has weights in host memory.
     """
     for variable in variables(module):
         require(

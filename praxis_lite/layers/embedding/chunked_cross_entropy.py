@@ -1,13 +1,13 @@
-"""What cross-entropy needs of a softmax whose logits are made a chunk of the classes at a time.
+"""Statistics of softmax cross-entropy with the logits computed in chunks of the classes.
 
-One pass over the classes keeps per token the greatest logit and the sum of exponentials under it
-(Milakov and Gimelshein 2018, arXiv:1805.02867); the backward pass makes each chunk's logits once
-more. Neither ever holds an array [..., V].
+One pass over the classes keeps per token the greatest logit and the sum of exponentials relative to
+it (Milakov and Gimelshein 2018, arXiv:1805.02867); the backward pass recomputes each chunk's
+logits. Neither stores an array [..., V].
 
-Where V splits over mesh axes, each shard goes over its own classes, all at once: the classes are a
-matrix [N, S] of shards and classes within a shard, of which only N is split. Weights and logits
-stay where they are; a few numbers per token travel in the forward pass, and the gradient of the
-inputs, once, in the backward pass. What splits D is gathered chunk by chunk.
+If V splits over mesh axes, all shards process their classes in parallel: the classes are a matrix
+[N, S] of shards and classes within a shard, of which only N is split. Weights and logits stay on
+their devices; the forward pass communicates a few numbers per token, the backward pass the gradient
+of the inputs, once. A split of D is gathered chunk by chunk.
 """
 
 import dataclasses
@@ -21,11 +21,11 @@ from praxis_lite.collectives.varying import varying_alike
 from praxis_lite.core.jaxprs import RECOMPUTED
 from praxis_lite.core.sharding.devices.axis_types import type_spec, untyped
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, constrain, num_shards_of
-from praxis_lite.layers.base.base_layer import filled_up
+from praxis_lite.layers.base.base_layer import pad_to
 from praxis_lite.layers.embedding.cross_entropy import TokenStats
 
 # ... tokens, D input dims, V classes = N shards of S classes, C classes of each shard in a chunk.
-# Less than any logit, and still finite after a logit is subtracted.
+# Less than any logit, and finite after subtracting a logit.
 _LEAST = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
@@ -42,18 +42,18 @@ def token_stats(
 ) -> TokenStats:
     """Returns statistics of the logits `activation(sum_i x_i @ w_i + bias)`.
 
-    Differentiable in the factors and the bias, once and in reverse; argmax is not.
+    Differentiable in the factors and the bias, once and in reverse mode.
 
     Args:
       factors: pairs of inputs [..., D] and weights [D, V]; one pair for a plain softmax. Products
-        and bias have the inputs' dtype, everything after is float32.
+        and bias have the inputs' dtype; the rest is float32.
       bias_V: [V], or None.
       class_ids: the labels, int [...].
-      chunk_size: C, the most logits per token that a device holds.
+      chunk_size: C, the number of logits per token that a device stores at a time.
       class_dim: which dim of the weights is V.
-      activation: of each logit by itself.
+      activation: elementwise, of logits.
       weight_split_dims_mapping: of the first weight; the others split their V as it does.
-      activation_split_dims_mapping: of logits [..., V]: how the tokens lie.
+      activation_split_dims_mapping: of logits [..., V]; gives the split of tokens.
     """
     splits = (*(weight_split_dims_mapping or ()), None, None)[:2]
     class_split, num_classes = splits[class_dim], factors[0][1].shape[class_dim]
@@ -75,7 +75,7 @@ def token_stats(
         for i, (_, weight) in enumerate(factors)
     ]
     bias_NS = None if bias_V is None else chunks.by_shard(bias_V, 0)
-    # JAX has no types of its loop's gradient: sums over tokens that are split.
+    # JAX cannot type the loop's gradient, which sums over split tokens.
     return untyped(
         functools.partial(_token_stats, chunks), [x for x, _ in factors], weights, bias_NS,
         class_ids, out=type_spec(class_ids),
@@ -84,7 +84,7 @@ def token_stats(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _ClassChunks:
-    """How the classes are cut: into shards, and each shard into chunks."""
+    """The division of classes into shards, and of each shard into chunks."""
 
     num_classes: int
     num_shards: int
@@ -105,27 +105,27 @@ class _ClassChunks:
         return jnp.arange(-(-self.shard_size // self.chunk_size)) * self.chunk_size
 
     def by_shard(self, x: jax.Array, dim: int) -> jax.Array:
-        """Returns `x` with its dim V as S and N in front of all; zeros fill the last shards."""
-        x = filled_up(x, self.num_shards * self.shard_size, dim)
+        """Reshapes dim V of `x` to N, moved to the front, and S; zeros pad the last shards."""
+        x = pad_to(x, self.num_shards * self.shard_size, dim)
         shape = (*x.shape[:dim], self.num_shards, self.shard_size, *x.shape[dim + 1 :])
-        # In front, where a device's N of 1 leaves the layout as it was; elsewhere XLA copies.
+        # In front a device's N of 1 does not change the memory layout; elsewhere XLA copies.
         return jnp.moveaxis(x.reshape(shape), dim, 0)
 
     def lay_out_weight(self, weight: jax.Array, *, whole: bool) -> jax.Array:
-        """States the layout of [N, D, ...] or [N, ..., D]; `whole`: D is not split."""
+        """Constrains the layout of [N, D, ...] or [N, ..., D]; `whole`: D is not split."""
         input_split = None if whole else self.input_split
         rest = (input_split, None) if self.class_dim == 1 else (None, input_split)
         return constrain(weight, (self.class_split, *rest))
 
     def lay_out(self, x: jax.Array) -> jax.Array:
-        """States the layout of [..., N] or [..., N, C]."""
+        """Constrains the layout of [..., N] or [..., N, C]."""
         if self.tokens_split is None:
             return x
         rest = (None,) * (x.ndim - len(self.tokens_split) - 1)
         return constrain(x, (*self.tokens_split, self.class_split, *rest))
 
     def first(self, start: jax.Array) -> jax.Array:
-        # The last chunk begins earlier rather than end later: what it repeats is not fresh.
+        # The last chunk starts earlier instead of ending later; classes it repeats are not fresh.
         return jnp.minimum(start, self.shard_size - self.chunk_size)
 
     def cut(self, x: jax.Array, start: jax.Array, dim: int) -> jax.Array:
@@ -133,12 +133,12 @@ class _ClassChunks:
         return jax.lax.dynamic_slice_in_dim(x, self.first(start), self.chunk_size, axis=dim)
 
     def add(self, total: jax.Array, chunk: jax.Array, start: jax.Array, dim: int) -> jax.Array:
-        """Returns `total` with `chunk` added at `start`; in place, because a loop carries it."""
+        """Adds `chunk` to `total` at `start`; in place in a loop carry."""
         chunk += self.cut(total, start, dim)
         return jax.lax.dynamic_update_slice_in_dim(total, chunk, self.first(start), axis=dim)
 
     def classes(self, start: jax.Array, rank: int) -> tuple[jax.Array, jax.Array]:
-        """Returns class ids [1, ..., N, C] and which are classes that no chunk had before."""
+        """Returns class ids [1, ..., N, C], and which of them are new classes."""
         places_C = self.first(start) + jnp.arange(self.chunk_size, dtype=jnp.int32)
         firsts_N = jnp.arange(self.num_shards, dtype=jnp.int32) * self.shard_size
         ids_NC = firsts_N[:, None] + places_C[None, :]
@@ -147,11 +147,11 @@ class _ClassChunks:
         return ids_NC.reshape(shape), is_fresh_NC.reshape(shape)
 
     def weight_chunks(self, inputs: list, weights: list, start: jax.Array) -> list[jax.Array]:
-        """Returns the chunk of each weight in the inputs' dtype, its D whole."""
+        """Returns the chunk of each weight in the inputs' dtype, with D gathered."""
         chunks = []
         for i, (x, weight) in enumerate(zip(inputs, weights, strict=True)):
-            # Cut as the weight lies, then gathered. Else XLA would gather the whole weight, and
-            # move that out of the loop.
+            # Slice first, then gather. Otherwise XLA would gather the complete weight outside of
+            # the loop.
             chunk = self.cut(weight, start, self.class_dim + 1).astype(x.dtype)
             chunks.append(self.lay_out_weight(self.lay_out_weight(chunk, whole=i > 0), whole=True))
         return chunks
@@ -229,7 +229,7 @@ def _backward(chunks: _ClassChunks, kept: tuple, grads: TokenStats) -> tuple:
         grad += jnp.where(is_label, grads.label_logit[..., None, None], 0.0)
         (grad,) = activation_vjp(jnp.where(is_fresh, grad, 0.0))
         grad = chunks.lay_out(grad.astype(inputs[0].dtype))
-        # A sum for each shard: they are added up, over devices, once and not for each chunk.
+        # A sum per shard: devices are summed over once, after the loop.
         input_grads = [
             total + einsum(f"...nc,{dims}->n...d", grad, chunk)
             for total, chunk in zip(input_grads, weight_chunks, strict=True)

@@ -1,4 +1,4 @@
-"""What cross-entropy, z-loss and accuracy need of a softmax: a few numbers per token."""
+"""Cross-entropy from a few statistics of the logits per token."""
 
 from typing import NamedTuple
 
@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 
 class TokenStats(NamedTuple):
-    """What cross-entropy, z-loss and accuracy are made of, per token: [...].
+    """Statistics of logits for cross-entropy, z-loss and accuracy, per token: [...].
 
     Attributes:
-      log_z: log sum exp of its logits, float32.
-      label_logit: that of its label; 0 if the label is no class.
-      logit_sum: of all its logits.
+      log_z: logsumexp of the logits, float32.
+      label_logit: the logit of the label; 0 if the label is not a class.
+      logit_sum: the sum of all logits.
       argmax: the class of the greatest logit, the first of equals; int32.
     """
 
@@ -30,10 +30,10 @@ def stats_of_logits(logits: jax.Array, class_ids: jax.Array | None) -> TokenStat
     if class_ids is None:
         label_logit = jnp.zeros(logits.shape[:-1], logits.dtype)
     else:
-        # No one-hot, and no gather from logits whose classes are split.
+        # Neither a one-hot nor a gather, as the classes may be split.
         label_logit = jnp.sum(jnp.where(classes == class_ids[..., None], logits, 0.0), axis=-1)
-    # As jax.nn.logsumexp and jnp.argmax (NaN is the highest), but in one pass after the maximum's:
-    # XLA fuses sums of one array, and an argmax of its own would be a third.
+    # As jax.nn.logsumexp and jnp.argmax (NaN is the highest), in one pass after that of the
+    # maximum: XLA fuses sums over one array, but a separate argmax would be a third pass.
     fixed = jax.lax.stop_gradient(logits)
     highest = jnp.max(fixed, axis=-1, keepdims=True)
     is_highest = (fixed == highest) | (fixed != fixed)
@@ -49,9 +49,9 @@ def stats_of_logits(logits: jax.Array, class_ids: jax.Array | None) -> TokenStat
 def cross_entropy(
     stats: TokenStats, class_ids: jax.Array, num_classes: int, label_smoothing_prob: float
 ) -> jax.Array:
-    """Returns nats per token, [...]; without smoothing 0 for a label that is no class.
+    """Returns nats per token, [...]; without smoothing 0 for a label that is not a class.
 
-    Smoothing takes `label_smoothing_prob` from the label and spreads it over the other classes.
+    Smoothing distributes `label_smoothing_prob` over the classes other than the label.
     """
     is_class = (class_ids >= 0) & (class_ids < num_classes)
     label_log_prob = jnp.where(is_class, stats.label_logit - stats.log_z, 0.0)

@@ -29,9 +29,9 @@ class Embedding(BaseLayer):
     """Returns a vector per id: int [B, T] -> [B, T, input_dims]; its weight is [V, D].
 
     Args:
-      lookup_style: how rows are read, see `lookup`.
+      lookup_style: "index" or "matmul", see `lookup`.
       scale_sqrt_depth: multiply by sqrt(input_dims), as Vaswani et al. 2017.
-      fprop_dtype: of the vectors, and so of the computation behind them.
+      fprop_dtype: of the vectors, and so of the following activations.
       weight_split_dims_mapping: of [V, D].
       activation_split_dims_mapping: of the vectors, [B, T, D].
     """
@@ -74,22 +74,23 @@ def lookup(
 ) -> jax.Array:
     """Returns the rows of `table_VD` at `ids`, [...] -> [..., D], in `dtype`.
 
-    "matmul" multiplies a one-hot [..., V] by the table. An id that has no row gives NaN by "index",
-    which shows, and zeros by "matmul"; Pax's "index" takes the last row.
+    "matmul" multiplies a one-hot [..., V] by the table. An id without a row gives NaN with "index",
+    and zeros with "matmul"; Pax's "index" takes the last row.
 
     Args:
       weight_split_dims_mapping: of the table, [V, D].
-      activation_split_dims_mapping: of what becomes of the rows.
+      activation_split_dims_mapping: of the embeddings.
     """
     table_split = (*(weight_split_dims_mapping or ()), None, None)[:2]
     if lookup_style == "index":
         split = _columns_split(table_VD, ids, table_split, activation_split_dims_mapping)
         if split is None:
-            # Whole rows: from split ones XLA would go to the batch's split by way of full copies.
+            # Gather the columns: from split rows XLA would make full copies to get the batch's
+            # split.
             table_VD = constrain(table_VD, (table_split[0], None))
         else:
             ids = constrain(ids, split[:-1])
-        # Cast after it: the gradients of a row, one for each time it is read, are added in float32.
+        # Cast after the lookup: the gradients of a row, one per occurrence, are summed in float32.
         return constrain(rows_at(table_VD, ids).astype(dtype), split)
     one_hot = jax.nn.one_hot(ids, table_VD.shape[0], dtype=dtype)
     table_VD = constrain(table_VD, (table_split[0], None))
@@ -101,12 +102,13 @@ def _columns_split(
 ) -> SplitDims:
     """Returns the split [..., D] in which each device reads its own columns for all tokens.
 
-    The tokens' rows are then exchanged, which is less than to gather the table, and to scatter its
-    gradient, where a device has fewer tokens than rows. None: it has more, or columns are whole.
+    The tokens' rows are then exchanged, which is cheaper than gathering the table and scattering
+    its gradient if a device has fewer tokens than rows. None: it has more, or columns are not
+    split.
     """
     mesh, (class_split, dim_split) = jax.sharding.get_abstract_mesh(), table_split
     num_parts = num_shards_of(dim_split)
-    # Of any number of rows, in a program to export, there may be many.
+    # In an exported program the number of rows is unknown.
     if num_parts == 1 or export.is_symbolic_dim(ids.size):
         return None
     spec = to_partition_spec(activation_split or (), mesh.axis_names, rank=ids.ndim + 1)
@@ -122,7 +124,7 @@ def _columns_split(
 def placed(
     embs: jax.Array, activation_split_dims_mapping: SplitDims, weight_split_dims_mapping: SplitDims
 ) -> jax.Array:
-    """Returns embeddings [B, T, D] in their layout.
+    """Constrains the layout of embeddings [B, T, D].
 
     Args:
       weight_split_dims_mapping: of the table, [V, D].
@@ -134,13 +136,13 @@ def placed(
     table = (*(weight_split_dims_mapping or ()), None, None)[:2]
     classes, columns = to_partition_spec(table, mesh.axis_names)
     if classes is not None:
-        # By way of a split of the batch alone: time, or rows, may split over the axis that splits
-        # V. So each device adds up its rows for all and keeps its part; else XLA would gather the
-        # table.
+        # First split the batch alone, because time or rows may split over the axis that splits V.
+        # Each device then sums its rows for all tokens and keeps its part; otherwise XLA would
+        # gather the table.
         embs = constrain(embs, tuple(without_axes(spec[:1], axes_of(classes))))
     elif embs.ndim == 3 and set(axes_of(columns)) & set(axes_of(spec[1])):
-        # By way of columns that split as time will: rows, and then time, change places with them;
-        # else XLA would gather the vectors of all tokens.
+        # First exchange rows, then time, for columns; otherwise XLA would gather the vectors of all
+        # tokens.
         (left,) = without_axes((columns,), axes_of(spec[0]))
         embs = constrain(embs, (spec[0], None, left))
     return constrain(embs, split)

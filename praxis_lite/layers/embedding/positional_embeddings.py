@@ -10,7 +10,7 @@ from flax import nnx
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.base.base_layer import BaseLayer
-from praxis_lite.layers.base.calls import require_positive, takes_settings_of
+from praxis_lite.layers.base.calls import inherit_params, require_positive
 from praxis_lite.layers.base.dims import splits
 from praxis_lite.layers.embedding.embeddings import Embedding, lookup
 
@@ -29,7 +29,7 @@ def _rows(positions: jax.Array | None, seq_length: int | None) -> jax.Array:
     if positions is not None:
         return positions
     assert seq_length is not None, "positions or seq_length is given"
-    # Made where they are used: constants of the program, from which XLA folds what is computed.
+    # Created where they are used: constants, so that XLA folds what is computed from them.
     return jnp.arange(seq_length, dtype=jnp.int32)[None, :]
 
 
@@ -51,14 +51,14 @@ class PositionalEmbedding(BaseLayer):
         max_timescale: float = 10_000.0,
         rngs: nnx.Rngs | None = None,
     ):
-        # No weights, and so no use of rngs; but it stands where a learned one may stand.
+        # rngs are unused; a learned embedding takes them in the same template.
         require_positive(self, embedding_dims=embedding_dims)
         _check_timescales(self, min_timescale, max_timescale)
         self.embedding_dims = embedding_dims
         self.min_timescale, self.max_timescale = min_timescale, max_timescale
 
     def check_length(self, length: int) -> None:
-        """Does nothing: sines and cosines have no end."""
+        """Does nothing: sines and cosines exist for all positions."""
 
     def __call__(
         self, positions: jax.Array | None = None, *, seq_length: int | None = None
@@ -86,7 +86,7 @@ class TrainablePositionalEmbedding(Embedding):
 
     splits = splits(weight=(None, "embed"), activation=())
 
-    @takes_settings_of(
+    @inherit_params(
         Embedding, but=("num_classes", "input_dims", "scale_sqrt_depth", "fprop_dtype")
     )
     def __init__(self, max_seq_length: int, embedding_dims: int, **settings: Any):
@@ -95,10 +95,10 @@ class TrainablePositionalEmbedding(Embedding):
         self.max_seq_length = max_seq_length
 
     def check_length(self, length: int) -> None:
-        """Checks that the positions suffice for sequences of `length`.
+        """Checks that there are positions for sequences of `length`.
 
         Raises:
-          ConfigError: there are not: beyond them a lookup gives NaN. Names the setting.
+          ConfigError: there are not; a lookup beyond them would give NaN. Names the setting.
         """
         if length > self.max_seq_length:
             raise ConfigError(
@@ -124,15 +124,14 @@ class TrainablePositionalEmbedding(Embedding):
 class RotaryPositionalEmbedding(BaseLayer):
     """Returns heads rotated by their position: [B, T, N, K] -> the same (arXiv:2104.09864).
 
-    The first and the second half of what rotates turn together, as in Pax; in float32.
+    The first and the second half of the rotary dims rotate together, as in Pax; in float32.
 
     Args:
       embedding_dims: K.
       min_timescale, max_timescale: the number of positions after which the fastest and (nearly)
-        the slowest pair have turned by one radian; max_timescale / min_timescale is what others
-        call theta.
-      rotary_dims: the first so many of K rotate, an even number; None: all.
-      cast_as_fprop_dtype: return the inputs' dtype; if not, float32.
+        the slowest pair have rotated by one radian; max_timescale / min_timescale is theta.
+      rotary_dims: number of leading dims of K that rotate, even; None: all.
+      cast_as_fprop_dtype: return the inputs' dtype; False: float32.
     """
 
     def __init__(

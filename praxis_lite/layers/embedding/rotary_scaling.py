@@ -1,7 +1,6 @@
-"""Rotary positions of models that were made to read longer texts than they were trained on.
+"""Scaled rotary positions for longer texts: the rules of Hugging Face's `rope_scaling`.
 
-Each slows the pairs that turn slowly, by a rule of its own. The rules are those of Hugging Face's
-`rope_scaling`, of which `rope_type` names one.
+Each slows down slowly rotating pairs.
 """
 
 import math
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.core.errors import require
-from praxis_lite.layers.base.calls import require_positive, takes_settings_of
+from praxis_lite.layers.base.calls import inherit_params, require_positive
 from praxis_lite.layers.embedding.positional_embeddings import RotaryPositionalEmbedding
 
 # B batch, T time.
@@ -25,7 +24,7 @@ def _check_factor(layer: object, factor: float) -> None:
 class LinearScaledRotary(RotaryPositionalEmbedding):
     """RotaryPositionalEmbedding that turns every pair `factor` times slower (arXiv:2306.15595)."""
 
-    @takes_settings_of(RotaryPositionalEmbedding)
+    @inherit_params(RotaryPositionalEmbedding)
     def __init__(self, embedding_dims: int, *, factor: float, **settings: Any):
         super().__init__(embedding_dims, **settings)
         _check_factor(self, factor)
@@ -36,16 +35,16 @@ class LinearScaledRotary(RotaryPositionalEmbedding):
 
 
 class ProportionalRotary(RotaryPositionalEmbedding):
-    """RotaryPositionalEmbedding of whose pairs only the fastest turn, as if all did.
+    """RotaryPositionalEmbedding in which only the fastest pairs rotate.
 
-    Where `rotary_dims` turns the first dims, each pair here has one dim in each half of the head.
+    Unlike with `rotary_dims`, each pair has one dim in each half of the head.
 
     Args:
-      factor: how many times slower every pair turns.
-      share: of the pairs that turn; the others stay as they are.
+      factor: how many times slower every pair rotates.
+      share: share of the pairs that rotate.
     """
 
-    @takes_settings_of(RotaryPositionalEmbedding)
+    @inherit_params(RotaryPositionalEmbedding)
     def __init__(
         self, embedding_dims: int, *, factor: float = 1.0, share: float = 1.0, **settings: Any
     ):
@@ -63,19 +62,19 @@ class ProportionalRotary(RotaryPositionalEmbedding):
 
 
 class DynamicRotary(RotaryPositionalEmbedding):
-    """RotaryPositionalEmbedding whose theta grows with texts beyond a length ("dynamic NTK").
+    """RotaryPositionalEmbedding whose theta grows with the length of the text ("dynamic NTK").
 
-    A call takes the theta of its last position, so a text that is decoded beyond
-    `original_max_positions` has keys of several thetas, as in Hugging Face's models.
+    A call uses the theta of its last position, so a text decoded beyond `original_max_positions`
+    has keys of several thetas, as in Hugging Face's models.
 
     Args:
-      factor: how many times longer texts are to become.
-      original_max_positions: up to which theta stays as it is.
+      factor: how many times longer texts may become.
+      original_max_positions: the length up to which theta is unchanged.
     """
 
     couples_tokens = "angles that grow with the text"
 
-    @takes_settings_of(RotaryPositionalEmbedding)
+    @inherit_params(RotaryPositionalEmbedding)
     def __init__(
         self, embedding_dims: int, *, factor: float, original_max_positions: int, **settings: Any
     ):
@@ -106,7 +105,7 @@ class Llama3Rotary(RotaryPositionalEmbedding):
       original_max_positions: the length of text that the model was trained on before.
     """
 
-    @takes_settings_of(RotaryPositionalEmbedding)
+    @inherit_params(RotaryPositionalEmbedding)
     def __init__(
         self,
         embedding_dims: int,
@@ -147,7 +146,7 @@ class YarnRotary(RotaryPositionalEmbedding):
       attention_factor: what sines and cosines are multiplied by; None: 0.1 ln(factor) + 1.
     """
 
-    @takes_settings_of(RotaryPositionalEmbedding)
+    @inherit_params(RotaryPositionalEmbedding)
     def __init__(
         self,
         embedding_dims: int,
@@ -196,9 +195,8 @@ def yarn_factor(factor: float, mscale: float = 1.0) -> float:
 class LongRope(RotaryPositionalEmbedding):
     """RotaryPositionalEmbedding by LongRoPE: a factor for each pair (arXiv:2402.13753).
 
-    A call any of whose positions lies behind `original_max_positions` takes `long_factor`, another
-    `short_factor`: so a text that grows beyond it while it is decoded has keys of both, as in
-    Hugging Face's models.
+    A call with a position beyond `original_max_positions` uses `long_factor`, otherwise
+    `short_factor`: a text decoded beyond it has keys of both, as in Hugging Face's models.
 
     Args:
       short_factor, long_factor: how many times slower each pair turns, [rotary_dims / 2].
@@ -206,7 +204,7 @@ class LongRope(RotaryPositionalEmbedding):
       attention_factor: what sines and cosines are multiplied by.
     """
 
-    @takes_settings_of(RotaryPositionalEmbedding)
+    @inherit_params(RotaryPositionalEmbedding)
     def __init__(
         self,
         embedding_dims: int,

@@ -9,9 +9,9 @@ from flax import nnx
 
 from praxis_lite.core.errors import require, require_choice
 from praxis_lite.core.sharding.split_dims import constrain
-from praxis_lite.layers.activations import soft_cap
+from praxis_lite.layers.activations import ActivationFn, activation_fn, soft_cap
 from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, xavier
-from praxis_lite.layers.base.calls import require_floating, require_positive, takes_settings_of
+from praxis_lite.layers.base.calls import inherit_params, require_floating, require_positive
 from praxis_lite.layers.base.dims import RESIDUAL, split_of, splits
 from praxis_lite.layers.base.result_types import einsum
 from praxis_lite.layers.base.variables import AuxLoss
@@ -22,7 +22,7 @@ from praxis_lite.layers.embedding.cross_entropy import (
     stats_of_logits,
 )
 from praxis_lite.layers.embedding.embeddings import LOOKUP_STYLES, lookup, placed
-from praxis_lite.layers.linears import FeedForward
+from praxis_lite.layers.linears import Bias, FeedForward
 
 # D input dims, V classes.
 
@@ -34,14 +34,14 @@ class FullSoftmax(BaseLayer):
       num_classes: V.
       input_dims: D.
       has_bias, bias_init: of a bias [V], which splits as V does; Pax's feed_forward_tpl.has_bias.
-      soft_cap_logits: logits become cap * tanh(logits / cap); 0 or None: they stay.
+      soft_cap_logits: logits become cap * tanh(logits / cap); 0 or None: no cap.
       z_loss_weight: adds weight * mean(log_z^2) to the auxiliary losses.
-      label_smoothing_prob: takes that much of a label's probability and spreads it over the other
-        V - 1 classes.
-      label_smoothing_apply_for_eval: smooth labels without a key (no training pass) as well.
+      label_smoothing_prob: this share of a label's probability is distributed over the other V - 1
+        classes.
+      label_smoothing_apply_for_eval: also smooth labels without a key (evaluation).
       scale_before_logits: divide the inputs by sqrt(D).
-      chunk_size: each device makes that many logits per token at a time, in training too, and
-        `compute_loss` returns no logits. Pax's cuts the sequence instead.
+      chunk_size: number of logits per token that a device computes at a time, in training too;
+        `compute_loss` then returns no logits. Pax's setting cuts the sequence instead.
       feed_forward_tpl: the projection; called with the sizes, `has_bias`, `activation`, the
         initial values, the splits and `rngs`.
       weight_split_dims_mapping: of [D, V].
@@ -92,7 +92,7 @@ class FullSoftmax(BaseLayer):
         )
 
     def _project(self, feed_forward_tpl: Callable[..., Any], **settings: Any) -> None:
-        """Declares the weights; `settings` are has_bias, bias_init, weight_init and rngs."""
+        """Creates the weights; `settings` are has_bias, bias_init, weight_init and rngs."""
         dims = self.dims(self.input_dims, self.num_classes)
         self.weight_split_dims_mapping = split_of(dims)
         self.logits_ffn = feed_forward_tpl(
@@ -101,11 +101,11 @@ class FullSoftmax(BaseLayer):
         )
 
     def _projected(self, inputs: jax.Array) -> jax.Array:
-        """Returns the input of `_activated`, which makes logits: [..., V] in the inputs' dtype."""
+        """Returns the input of `_activated`, [..., V] in the inputs' dtype."""
         return self.logits_ffn(inputs)
 
     def _token_stats(self, inputs: jax.Array, class_ids: jax.Array) -> TokenStats:
-        """Returns the statistics of the logits without making them whole."""
+        """Returns the statistics of the logits without storing all of them."""
         bias = self.logits_ffn.bias
         return token_stats(
             self.logits_ffn.linear.factors(inputs),
@@ -118,10 +118,10 @@ class FullSoftmax(BaseLayer):
         )
 
     def _gathered(self, inputs: jax.Array) -> jax.Array:
-        """Returns inputs split as the logits are, but for their classes.
+        """Constrains inputs to the logits' split, except that of classes.
 
-        Where `inputs` are split further, they are gathered before the product and their gradient is
-        scattered after it; left to itself, XLA may gather the logits' gradient instead.
+        Inputs that split further are then gathered before the product, and their gradient is
+        scattered; otherwise XLA may gather the logits' gradient.
         """
         split = self.activation_split_dims_mapping
         return inputs if split is None else constrain(inputs, tuple(split)[: inputs.ndim - 1])
@@ -150,13 +150,13 @@ class FullSoftmax(BaseLayer):
           inputs: [..., D].
           class_ids: int [...], or [..., 1] as in Pax; may be None with class_probabilities.
           class_weights: of each token, shaped as class_ids.
-          class_probabilities: [..., V], used as they are; the logits are then made whole.
+          class_probabilities: [..., V]; all logits are then stored.
           key: None outside of training, see label_smoothing_apply_for_eval.
 
         Returns:
           per_example_xent [...] in nats, per_example_argmax int [...]; total_xent, total_weight,
           avg_xent; accuracy (with class_ids), z_loss (with a z_loss_weight: weighted, and also in
-          `aux_loss`); logits and log_probs [..., V], float32, if they exist.
+          `aux_loss`); logits and log_probs [..., V], float32, if they are stored.
         """
         if class_ids is None and class_probabilities is None:
             raise ValueError("compute_loss got neither class_ids nor class_probabilities.")
@@ -188,7 +188,7 @@ class FullSoftmax(BaseLayer):
             "total_xent": total_xent,
             "avg_xent": total_xent / (total_weight + 1e-6),
         }
-        divisor = jnp.maximum(total_weight, 1e-6)  # A batch of padding has no mean.
+        divisor = jnp.maximum(total_weight, 1e-6)  # For a batch of padding.
         if class_ids is not None:
             outputs["accuracy"] = jnp.sum((stats.argmax == class_ids) * weights) / divisor
         if self.aux_loss is not None:
@@ -213,7 +213,7 @@ class SharedEmbeddingSoftmax(FullSoftmax):
 
     splits = FullSoftmax.splits | splits(lookup=RESIDUAL)
 
-    @takes_settings_of(FullSoftmax)
+    @inherit_params(FullSoftmax)
     def __init__(
         self,
         num_classes: int,
@@ -232,7 +232,7 @@ class SharedEmbeddingSoftmax(FullSoftmax):
         self.fprop_dtype = fprop_dtype
 
     def _tables(self) -> list[tuple[jax.Array, jax.Array | None]]:
-        """Returns [V, d] and what takes d to D; the embeddings are the sum."""
+        """Returns pairs ([V, d], [d, D] or None); the embeddings are the sum of their products."""
         return self.logits_ffn.linear.column_factors()
 
     def emb_lookup(self, ids: jax.Array) -> jax.Array:
@@ -240,7 +240,7 @@ class SharedEmbeddingSoftmax(FullSoftmax):
         embs = 0.0
         dim_split, class_split = (*(self.weight_split_dims_mapping or ()), None, None)[:2]
         for table, into_D in self._tables():
-            # Of the factors of a low-rank adapter the dims are not split.
+            # The rank of a low-rank adapter is not split.
             table_split = (class_split, dim_split if into_D is None else None)
             rows = lookup(
                 table, ids, table_split, self.lookup_style, self.fprop_dtype,
@@ -251,3 +251,64 @@ class SharedEmbeddingSoftmax(FullSoftmax):
             embs += rows
         table_split = (class_split, dim_split)
         return placed(embs * self.emb_scale, self.lookup_split_dims_mapping, table_split)
+
+
+class NClassMajorSharedEmbeddingSoftmax(SharedEmbeddingSoftmax):
+    """A SharedEmbeddingSoftmax whose weight `w` is [V, D].
+
+    `weight_split_dims_mapping` is still of [D, V], as in Pax, so that one softmax can replace the
+    other.
+
+    Args:
+      use_bias: Pax's name here for has_bias.
+      activation: of the logits, before the cap.
+      settings: of SharedEmbeddingSoftmax.
+    """
+
+    @inherit_params(
+        SharedEmbeddingSoftmax, but=("has_bias", "scale_before_logits", "feed_forward_tpl")
+    )
+    def __init__(
+        self,
+        num_classes: int,
+        input_dims: int,
+        *,
+        use_bias: bool = True,
+        activation: str | ActivationFn = "identity",
+        **settings: Any,
+    ):
+        activation_fn(activation, self)
+        super().__init__(num_classes, input_dims, has_bias=use_bias, **settings)
+        self.activation = activation
+
+    def _project(
+        self, feed_forward_tpl: Any, *, has_bias: bool, bias_init: float,
+        weight_init: Initializer, rngs: nnx.Rngs,
+    ) -> None:
+        D, V = self.dims(self.input_dims, self.num_classes)
+        self.split_VD = (V.split, D.split)
+        self.w = self.weight((V, D), init=weight_init, rngs=rngs)
+        self.bias = Bias(V, bias_init=bias_init, rngs=rngs) if has_bias else None
+
+    def _projected(self, inputs: jax.Array) -> jax.Array:
+        logits = einsum("...d,vd->...v", inputs, self.w[...].astype(inputs.dtype))
+        logits = constrain(logits, self.activation_split_dims_mapping)
+        return logits if self.bias is None else self.bias(logits)
+
+    def _activated(self, logits: jax.Array) -> jax.Array:
+        return super()._activated(activation_fn(self.activation, self)(logits))
+
+    def _token_stats(self, inputs: jax.Array, class_ids: jax.Array) -> TokenStats:
+        return token_stats(
+            [(inputs, self.w[...])],
+            None if self.bias is None else self.bias.b[...],
+            class_ids,
+            chunk_size=self.chunk_size,
+            class_dim=0,
+            activation=self._activated,
+            weight_split_dims_mapping=self.split_VD,
+            activation_split_dims_mapping=self.activation_split_dims_mapping,
+        )
+
+    def _tables(self) -> list[tuple[jax.Array, jax.Array | None]]:
+        return [(self.w[...], None)]

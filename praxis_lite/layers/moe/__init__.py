@@ -1,5 +1,5 @@
-"""Which tokens go through which experts, and how do they get there and back?
+"""Mixtures of experts.
 
-`mixture_of_experts` has the layer, `gating` its ways, `routing` the choice of experts, `dispatch`
-the move to their seats, `dropless` one without seats. Never sees attention or a whole model.
+`mixture_of_experts` has the layer, `gating` Pax's gating functions, `routing` the choice of
+experts, `dispatch` the move of tokens to slots of experts, `dropless` experts without a capacity.
 """

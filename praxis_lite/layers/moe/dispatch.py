@@ -1,7 +1,6 @@
-"""Tokens moved into the seats of experts and back: pure functions of arrays.
+"""Tokens moved into the slots of experts and back: pure functions of arrays.
 
-An expert has C seats for a group of tokens, its capacity; a choice of an expert beyond that gets no
-seat.
+An expert has C slots, its capacity, for each group of tokens; choices beyond that are dropped.
 """
 
 import math
@@ -10,20 +9,17 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-# G groups, S tokens of a group, D model dims, E experts, K experts of a token, C seats of an expert
-# for a group, N = E x C seats of a group.
+# G groups, S tokens of a group, D model dims, E experts, K experts of a token, C slots of an expert
+# for a group, N = E x C slots of a group.
 
-# From tokens in their seats to the experts' outputs, both [G, E, C, D].
+# Tokens in slots [G, E, C, D] -> outputs of experts [G, E, C, D].
 AtExperts = Callable[[jax.Array], jax.Array]
 
 
-def seats_of(
+def slots_of(
     experts_GSK: jax.Array, is_routed_GSK: jax.Array, num_experts: int, capacity: int
 ) -> jax.Array:
-    """Returns the seat [G, S, K] of each choice, expert x C + place; N for a choice without a seat.
-
-    What is beyond an expert's capacity is dropped.
-    """
+    """Returns the slot [G, S, K] of each choice, expert x C + place; N for dropped choices."""
     place = places_of(experts_GSK, is_routed_GSK, num_experts)
     return jnp.where(
         is_routed_GSK & (place < capacity), experts_GSK * capacity + place, num_experts * capacity
@@ -31,12 +27,12 @@ def seats_of(
 
 
 def places_of(experts_GSK: jax.Array, is_routed_GSK: jax.Array, num_experts: int) -> jax.Array:
-    """Returns the place [G, S, K] of each choice among those of its expert, from 0.
+    """Returns the position [G, S, K] of each choice among the choices of its expert.
 
-    An expert takes first choices before second ones, and among equals the earlier token.
+    First choices come before second choices; within these, tokens are in order.
     """
     num_groups, group_size, num_chosen = experts_GSK.shape
-    # One row per choice, all first choices before the second ones.
+    # All first choices before the second ones.
     rows = (num_groups, num_chosen * group_size)
     expert = experts_GSK.swapaxes(1, 2).reshape(rows)
     is_routed = is_routed_GSK.swapaxes(1, 2).reshape(rows)
@@ -45,38 +41,38 @@ def places_of(experts_GSK: jax.Array, is_routed_GSK: jax.Array, num_experts: int
     return place.reshape(num_groups, num_chosen, group_size).swapaxes(1, 2)
 
 
-def dispatch(x_GSD: jax.Array, seats_GSK: jax.Array, num_seats: int) -> jax.Array:
-    """Returns the token in each seat, [G, N, D]; zeros in an empty seat."""
-    choice_GN = _choice_in_seat(seats_GSK, num_seats)
-    return _rows(x_GSD, choice_GN // seats_GSK.shape[-1], seats_GSK)
+def dispatch(x_GSD: jax.Array, slots_GSK: jax.Array, num_slots: int) -> jax.Array:
+    """Returns the token in each slot, [G, N, D]; zeros in an empty slot."""
+    choice_GN = _choice_in_slot(slots_GSK, num_slots)
+    return _rows(x_GSD, choice_GN // slots_GSK.shape[-1], slots_GSK)
 
 
-def combine(y_GND: jax.Array, seats_GSK: jax.Array, gates_GSK: jax.Array) -> jax.Array:
-    """Returns for each token the gated sum of its seats' rows, [G, S, D]."""
-    num_groups, group_size, num_chosen = seats_GSK.shape
-    choice_GN = _choice_in_seat(seats_GSK, y_GND.shape[1])
-    y = _rows(y_GND, seats_GSK.reshape(num_groups, -1), choice_GN[..., None])
+def combine(y_GND: jax.Array, slots_GSK: jax.Array, gates_GSK: jax.Array) -> jax.Array:
+    """Returns for each token the gated sum of its slots' rows, [G, S, D]."""
+    num_groups, group_size, num_chosen = slots_GSK.shape
+    choice_GN = _choice_in_slot(slots_GSK, y_GND.shape[1])
+    y = _rows(y_GND, slots_GSK.reshape(num_groups, -1), choice_GN[..., None])
     y_GSKD = y.reshape(num_groups, group_size, num_chosen, -1)
     return jnp.einsum("gskd,gsk->gsd", y_GSKD, gates_GSK.astype(y_GND.dtype))
 
 
-def _choice_in_seat(seats_GSK: jax.Array, num_seats: int) -> jax.Array:
-    """Returns the choice, token x K + k, in each seat, [G, N]; S x K for an empty seat."""
+def _choice_in_slot(slots_GSK: jax.Array, num_slots: int) -> jax.Array:
+    """Returns the choice, token x K + k, in each slot, [G, N]; S x K for an empty slot."""
 
-    def of_group(seats_SK: jax.Array) -> jax.Array:
-        empty = jnp.full(num_seats, seats_SK.size, jnp.int32)
-        choices = jnp.arange(seats_SK.size, dtype=jnp.int32)
-        return empty.at[seats_SK.reshape(-1)].set(choices, mode="drop")
+    def of_group(slots_SK: jax.Array) -> jax.Array:
+        empty = jnp.full(num_slots, slots_SK.size, jnp.int32)
+        choices = jnp.arange(slots_SK.size, dtype=jnp.int32)
+        return empty.at[slots_SK.reshape(-1)].set(choices, mode="drop")
 
-    return jax.vmap(of_group)(seats_GSK)
+    return jax.vmap(of_group)(slots_GSK)
 
 
 @jax.custom_vjp
 def _rows(x_GRD: jax.Array, index_GM: jax.Array, index_back_GRJ: jax.Array) -> jax.Array:
     """Returns x's rows at an index, [G, M, D]; zeros where the index is R or more.
 
-    `index_back` says to which M each of x's rows went, at most J times. With it the gradient is a
-    sum of J gathers rather than a scatter, which is slow and adds up in no fixed order.
+    `index_back` has the M to which each row of x went, at most J. With it the gradient is a sum of
+    J gathers instead of a scatter, which is slow and nondeterministic.
     """
     del index_back_GRJ
     return jnp.take_along_axis(x_GRD, index_GM[..., None], axis=1, mode="fill", fill_value=0)
@@ -97,23 +93,23 @@ def _rows_backward(index_back_GRJ: jax.Array, grad_GMD: jax.Array) -> tuple:
 _rows.defvjp(_rows_forward, _rows_backward)
 
 
-def through_seats(
+def through_slots(
     x_GSD: jax.Array, experts_GSK: jax.Array, gates_GSK: jax.Array, is_routed_GSK: jax.Array,
-    seats: tuple[int, int], at_experts: AtExperts,
+    slots: tuple[int, int], at_experts: AtExperts,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns for each token the gated sum over its experts, [G, S, D], and the share dropped.
+    """Returns the gated sum over each token's experts, [G, S, D], and the share of dropped choices.
 
     Args:
       experts_GSK, gates_GSK, is_routed_GSK: of `routing.choose_experts`.
-      seats: E and C; the choices beyond them are dropped.
+      slots: (E, C).
     """
-    num_seats = math.prod(seats)
-    seats_GSK = seats_of(experts_GSK, is_routed_GSK, *seats)
+    num_slots = math.prod(slots)
+    slots_GSK = slots_of(experts_GSK, is_routed_GSK, *slots)
     num_routed = jnp.sum(is_routed_GSK)
-    num_dropped = num_routed - jnp.sum(seats_GSK < num_seats)
-    x_GND = dispatch(x_GSD, seats_GSK, num_seats)
-    y_GECD = at_experts(x_GND.reshape(x_GND.shape[0], *seats, -1))
-    outputs = combine(y_GECD.reshape(x_GND.shape), seats_GSK, gates_GSK)
+    num_dropped = num_routed - jnp.sum(slots_GSK < num_slots)
+    x_GND = dispatch(x_GSD, slots_GSK, num_slots)
+    y_GECD = at_experts(x_GND.reshape(x_GND.shape[0], *slots, -1))
+    outputs = combine(y_GECD.reshape(x_GND.shape), slots_GSK, gates_GSK)
     return outputs, num_dropped / jnp.maximum(num_routed, 1)
 
 

@@ -1,9 +1,9 @@
-"""Experts without a capacity: each token reaches all its experts, however uneven their load.
+"""Experts without a capacity: each token reaches all its experts under any load.
 
 Rows are sorted by expert and multiplied group by group (`grouped_matmul`; MegaBlocks,
 arXiv:2211.15841). Experts split over mesh axes get their tokens by all-to-alls (`exchange`).
 
-Where experts are whole, n tokens on a device are n min(K, E) rows of D and of F.
+If experts are replicated, n tokens on a device take n min(K, E) rows of D and of F.
 """
 
 import functools
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from praxis_lite.collectives.vmapped_axes import vmapped_axes
 from praxis_lite.core.sharding.split_dims import SplitDims
-from praxis_lite.layers.base.base_layer import to_multiple
+from praxis_lite.layers.base.base_layer import pad_to_multiple
 from praxis_lite.layers.base.foreign_kernels import without_vma
 from praxis_lite.layers.moe.dispatch import combine, dispatch
 from praxis_lite.layers.moe.exchange import Exchange, in_turns
@@ -41,10 +41,10 @@ def dropless(
     """Returns for each token the gated sum of its experts' outputs, [B, T, D].
 
     Args:
-      experts_BTK, gates_BTK: int32 and float32; a choice with a gate of 0 goes nowhere.
+      experts_BTK, gates_BTK: int32 and float32; choices with a gate of 0 are not computed.
       weights: of `through_experts`.
-      tokens_split, weights_split: whose first entries are the mesh axes that split B, and E, and
-        whose last of three the axes that split F.
+      tokens_split: its first entry has the mesh axes that split B.
+      weights_split: of [E, D, F].
       kernel: of the products, a name in `grouped_matmul.EXPERT_KERNELS`.
     """
     mesh = jax.sharding.get_abstract_mesh()
@@ -56,11 +56,10 @@ def dropless(
 
     def on_device(x: jax.Array, gates: jax.Array, *rest: jax.Array) -> jax.Array:
         weights, experts = dict(zip(names, rest[:-1], strict=True)), rest[-1]
-        if num["hidden"] > 1 and "bo_0" in weights:  # Once, not for each part of F.
+        if num["hidden"] > 1 and "bo_0" in weights:  # Add it once, not for each part of F.
             is_first = jax.lax.axis_index(ways.hidden) == 0
             weights["bo_0"] = jnp.where(is_first, weights["bo_0"], 0)
         x_nD, gates_nK, experts_nK = (a.reshape(-1, a.shape[-1]) for a in (x, gates, experts))
-        # As many of a device's rows are someone's, if loads are even, wherever experts are.
         at_own = functools.partial(
             _gated_sums, activation=activation, kernel=kernel, expected_rows=experts_nK.size
         )
@@ -75,12 +74,9 @@ def dropless(
         return on_device(x_BTD, gates_BTK, *arrays, experts_BTK)[0]
 
     def filled(x: jax.Array, *parts: str) -> jax.Array:
-        """Returns an array filled up to what divides, for `shard_map` takes nothing else.
-
-        Those are rows without tokens, experts without rows, hidden dims whose weights are zeros.
-        """
+        """Pads rows, experts and hidden dims with zeros until they divide, for `shard_map`."""
         for dim, part in enumerate(parts):
-            x = to_multiple(x, num[part], dim) if part else x
+            x = pad_to_multiple(x, num[part], dim) if part else x
         return x
 
     of_tokens = PartitionSpec(ways.rows or None, ways.time or None)
@@ -95,11 +91,11 @@ def dropless(
         on_device, specs, (of_tokens,),
         PartitionSpec(ways.hidden or None, *of_tokens), set(free),
     )(*tokens[:2], *arrays, tokens[2])
-    # The sum over parts of F is the compiler's, which may scatter it.
+    # The compiler sums over parts of F, and may reduce-scatter.
     return jnp.sum(sums_PBTD, axis=0)[: x_BTD.shape[0], : x_BTD.shape[1]]
 
 
-# By weight: the parts of `_Ways` that split its dims.
+# By weight: the fields of `_Ways` that split its dims.
 _DIMS = {
     "wi_0": ("expert", "", "hidden"), "wi_gate_0": ("expert", "", "hidden"),
     "wo_0": ("expert", "hidden", ""),
@@ -122,31 +118,31 @@ class _Ways(NamedTuple):
     ) -> "_Ways":
         """Returns how the axes that are `free`, all of them, are used."""
         expert = first_axes(weights_split)
-        # Tokens must be split where experts are, else each device there would send the same ones.
+        # Tokens must split over the experts' axes; otherwise these devices would send the same
+        # ones.
         rows = first_axes(tokens_split)
         rows += tuple(axis for axis in expert if axis not in rows)
         hidden = () if weights_split is None else first_axes(tuple(weights_split)[2:])
         hidden = tuple(axis for axis in hidden if axis not in rows)
-        # No two devices compute the same. A single token, as in decoding, is cheaper than moved.
+        # Time splits over unused axes, so that no two devices compute the same. A single token, as
+        # in decoding, is cheaper to recompute.
         taken = {*rows, *hidden, *vmapped_axes()}
         time = tuple(axis for axis in free if axis not in taken) if is_long else ()
         return cls(rows, time, hidden, expert)
-
-
-def _num_experts(weights: Weights) -> int:
-    return next(iter(weights.values())).shape[0]
 
 
 def _gated_sums(
     x_nD: jax.Array, experts_nK: jax.Array, gates_nK: jax.Array, weights: Weights, *,
     activation: Glu, kernel: str, expected_rows: int,
 ) -> jax.Array:
-    """Returns the gated sums [n, D] over a device's own experts; others are L, or their gate 0.
+    """Returns the gated sums [n, D] over a device's experts.
 
     Args:
-      expected_rows: of choices here, if loads are even.
+      experts_nK: indices of this device's experts; other choices have L, or a gate of 0.
+      expected_rows: number of choices here if loads are even.
     """
-    num_local, (num_tokens, num_chosen) = _num_experts(weights), experts_nK.shape
+    num_local = next(iter(weights.values())).shape[0]
+    num_tokens, num_chosen = experts_nK.shape
     expert = jnp.where(gates_nK != 0.0, experts_nK, num_local).reshape(-1)
     # A token goes to an expert once: of its choices at most L are of experts here.
     num_rows = num_tokens * min(num_chosen, num_local)
@@ -160,7 +156,7 @@ def _gated_sums(
     x_RD = dispatch(x_nD[None], row_nK[None], num_rows)[0]
 
     def at_rows(bias_LF: jax.Array) -> jax.Array:
-        # Rows are sorted by expert; the last are no one's.
+        # Rows are sorted by expert; the last have none.
         return jnp.take(bias_LF, jnp.sort(expert)[:num_rows], axis=0, mode="clip")
 
     y_RD = through_experts(product, x_RD, weights, activation, at_rows=at_rows)

@@ -1,4 +1,4 @@
-"""What experts compute of their tokens, how their weights are drawn, and how both split."""
+"""The feed-forward maths of experts, the initializers of their weights, and their splits."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -17,30 +17,30 @@ from praxis_lite.core.sharding.split_dims import (
 from praxis_lite.layers.base.activation_names import named
 from praxis_lite.layers.base.base_layer import Initializer, xavier
 from praxis_lite.layers.base.result_types import broadcast_beside, einsum
-from praxis_lite.layers.initializers import TrueFans
+from praxis_lite.layers.initializers import EinsumXavier
 
-# G groups, E experts, C seats of an expert for a group, D model dims, F hidden dims.
+# G groups, E experts, C slots of an expert for a group, D model dims, F hidden dims.
 Weights = Mapping[str, jax.Array]
 Function = Callable[[jax.Array], jax.Array]
-# From the hidden activations and the gate's, or None, to what goes on.
+# (hidden activations, those of the gate or None) -> activations for the output projection.
 Glu = Callable[[jax.Array, jax.Array | None], jax.Array]
 
 
 def expert_initializer(is_uniform: bool, has_explicit_fans: bool, fan_in: int) -> Initializer:
-    """Returns how Pax draws a weight of experts."""
+    """Returns Pax's initializer of a weight of experts."""
     if is_uniform:
         limit = (3.0 / fan_in) ** 0.5
         return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -limit, limit)
     if has_explicit_fans:
-        return TrueFans()
+        return EinsumXavier()
     return xavier
 
 
 def glu(activate: Function, limit: float | None, alpha: float = 1.702) -> Glu:
-    """Returns hidden activations times the activated gate, or themselves activated without a gate.
+    """Returns a gated activation: hidden times the activated gate; without a gate activated hidden.
 
-    With a limit it is GPT-OSS's: (hidden + 1) gate sigmoid(alpha gate), the hidden activations kept
-    within +-limit, and the gate below it.
+    With a limit it is GPT-OSS's: (hidden + 1) gate sigmoid(alpha gate), with hidden clipped to
+    +-limit and the gate to at most limit.
     """
 
     def activated(hidden: jax.Array, gate: jax.Array | None) -> jax.Array:
@@ -58,18 +58,18 @@ def through_experts(
     product: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, weights: Weights,
     activation: Glu, on_hidden: Function = lambda hidden: hidden, *, at_rows: Function,
 ) -> jax.Array:
-    """Returns each expert's feed-forward of its own tokens, of the shape of `x`.
+    """Returns the experts' feed-forward outputs, of the shape of `x`.
 
-    Its products are named "expert_ffn1", "expert_ffn1_gate" and "expert_ffn2".
+    The products are named "expert_ffn1", "expert_ffn1_gate" and "expert_ffn2".
 
     Args:
-      product: multiplies tokens by the weight, [E, in, out], of the expert that they are with.
+      product: multiplies tokens by the weight [E, in, out] of their expert.
       x: tokens by expert, [..., D].
       weights: wi_0 [E, D, F], wo_0 [E, F, D]; wi_gate_0 if there is a gate; bi_0, bi_gate_0 [E, F]
         and bo_0 [E, D] if there are biases.
       activation: of the hidden activations and the gate's, None without one.
-      on_hidden: states the layout of the hidden activations, drops some.
-      at_rows: a bias [E, dims] as it is added to what `product` returns.
+      on_hidden: constrains the layout of the hidden activations, and applies dropout.
+      at_rows: broadcasts a bias [E, dims] to the result of `product`.
     """
 
     def affine(x: jax.Array, name: str, activation_name: str) -> jax.Array:
@@ -88,21 +88,20 @@ def at_experts(
     tokens_split: SplitDims, weights_split: SplitDims, dispatch_split: SplitDims,
     hidden_split: SplitDims,
 ) -> jax.Array:
-    """Returns the experts' outputs of the tokens in their seats, [G, E, C, D]: there and back.
+    """Returns the experts' outputs for the tokens in their slots, [G, E, C, D].
 
     Args:
-      tokens_split: whose first entry is how G splits where the tokens come from.
+      tokens_split: its first entry is the split of G outside of the experts.
       weights_split: of wi_0, [E, D, F].
-      dispatch_split, hidden_split: at the experts, of [G, E, C, D] and [G, E, C, F]; None: E and F
-        as the weights' and G over the rest of its axes.
+      dispatch_split, hidden_split: of [G, E, C, D] and [G, E, C, F] at the experts; None: E and F
+        split as the weights, G over its remaining axes.
     """
     split_E, _, split_F = weights_split
     if dispatch_split is None:
         dispatch_split = _groups_and_experts_split(tokens_split, split_E)
     if hidden_split is None:
         hidden_split = (*tuple(dispatch_split)[:2], None, split_F)
-    # Two layouts, one after the other: XLA makes one all-to-all of the change, and of its reverse,
-    # in the backward pass too.
+    # Two constraints in sequence: XLA turns the change, and its reverse, into one all-to-all each.
     x_GECD = constrain(constrain(x_GECD, first_dim(tokens_split)), dispatch_split)
     y_GECD = through_experts(
         functools.partial(einsum, "gecd,edf->gecf"),
@@ -116,14 +115,14 @@ def at_experts(
 
 
 def first_dim(split: SplitDims) -> SplitDims:
-    """Returns the mapping with the other dims whole; None for None."""
+    """Returns the first entry of a mapping alone; None for None."""
     return None if split is None else tuple(split)[:1]
 
 
 def first_axes(split: SplitDims) -> tuple[str, ...]:
-    """Returns the axes, of the mesh that is set, that split the first dim of a mapping.
+    """Returns the axes of the current mesh that split the first dim of a mapping.
 
-    Inside `jax.shard_map` its manual axes are left out.
+    Manual axes of `jax.shard_map` are left out.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not split:
@@ -133,9 +132,9 @@ def first_axes(split: SplitDims) -> tuple[str, ...]:
 
 
 def _groups_and_experts_split(tokens_split: SplitDims, split_E: DimSplit) -> SplitDims:
-    """Returns how [G, E, ...] split at the experts: an axis of both goes from G to E.
+    """Returns the split of [G, E, ...] at the experts: an axis of both moves from G to E.
 
-    That makes an all-to-all of the move there.
+    XLA makes this move an all-to-all.
     """
     expert_axes = first_axes((split_E,))
     rest = tuple(axis for axis in first_axes(tokens_split) if axis not in expert_axes)

@@ -1,4 +1,4 @@
-"""From a router's logits to the outputs of experts, by each of Pax's gating functions."""
+"""Pax's gating functions: from a router's logits to the outputs of experts."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,25 +10,25 @@ import jax.numpy as jnp
 from praxis_lite.core.errors import ConfigError, is_whole, require, require_choice
 from praxis_lite.layers.activations import soft_cap
 from praxis_lite.layers.moe import routing
-from praxis_lite.layers.moe.dispatch import AtExperts, through_choosers, through_seats
+from praxis_lite.layers.moe.dispatch import AtExperts, through_choosers, through_slots
 
-# G groups, S tokens of a group, D model dims, E experts, K experts of a token, C seats of an expert
+# G groups, S tokens of a group, D model dims, E experts, K experts of a token, C slots of an expert
 # for a group.
 
-# top2 is top_k for two; the expert_choice ones let experts choose tokens; dense_top2 sends every
+# top2 is top_k with two experts; in expert_choice experts choose tokens; dense_top2 sends every
 # token through every expert, and uses two.
 GATING_FUNCS = ("top2", "top_k", "dense_top2", "expert_choice", "expert_choice_v2")
 SCORE_FUNCS = ("softmax", "softmax_of_chosen", "sigmoid")
 SECOND_EXPERT_POLICIES = ("all", "sampling", "random")
 
-# From (x_GSD, experts_GSK, gates_GSK) to outputs [G, S, D], whatever the load of an expert.
+# (x_GSD, experts_GSK, gates_GSK) -> outputs [G, S, D], under any load.
 Dropless = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class Tokens(NamedTuple):
-    """Tokens to be routed: x_GSD, logits_GSE, and two bool [G, S].
+    """Tokens to route: x_GSD, logits_GSE, and two bool [G, S].
 
-    `is_token` is False for padding, `is_in_row` in rows that are nothing but padding.
+    `is_token` is False for padding, `is_in_row` in rows of padding alone.
     """
 
     x: jax.Array
@@ -39,10 +39,10 @@ class Tokens(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gating:
-    """Settings of a TransformerFeedForwardMoe, under its names, that say where tokens go.
+    """The settings of a TransformerFeedForwardMoe that route tokens.
 
     Raises:
-      ConfigError: settings that do not fit one another; says what to change.
+      ConfigError: settings contradict each other; suggests what to change.
     """
 
     num_experts: int
@@ -70,8 +70,8 @@ class Gating:
         policy = self.second_expert_policy
         require_choice(f"{layer}.second_expert_policy", policy, SECOND_EXPERT_POLICIES)
 
-        def check(holds: bool, name: str, wanted: str, change: str = "") -> None:
-            require(holds, f"{layer}.{name}", getattr(self, name), wanted, change)
+        def check(holds: bool, name: str, expected: str, change: str = "") -> None:
+            require(holds, f"{layer}.{name}", getattr(self, name), expected, change)
 
         unset = {"num_groups": 0, "min_group_size": None}
         for name in ("num_experts", "num_experts_per_token", *unset):
@@ -100,7 +100,7 @@ class Gating:
             )
         check(
             self.is_top_k or not self.dropless, "dropless",
-            f"False with gating_func {gating!r}, whose experts have a number of seats",
+            f"False with gating_func {gating!r}, whose experts have a number of slots",
             "Or set gating_func='top2' or 'top_k'.",
         )
         check(
@@ -140,7 +140,7 @@ class Gating:
         return self.gating_func in ("top2", "top_k")
 
     def groups_of(self, batch_size: int, length: int) -> tuple[int, int]:
-        """Returns G and S for a batch of that many rows of that many tokens.
+        """Returns G and S for a batch of `batch_size` rows of `length` tokens.
 
         Raises:
           ConfigError: the groups do not divide the tokens.
@@ -168,11 +168,11 @@ class Gating:
         is_capped: bool,
         correction_E: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Returns the outputs [G, S, D] where tokens choose experts, and the layer's reports.
+        """Returns outputs [G, S, D] if tokens choose experts, and values to report.
 
         Args:
           key: of the pass, for `second_expert_policy`.
-          is_capped: False: an expert has a seat for every token of a group.
+          is_capped: False: an expert has slots for all tokens of a group.
           correction_E: of score_func "sigmoid", see `routing.experts_by_group`.
         """
         x_GSD, logits_GSE, is_token_GS, is_in_row_GS = tokens
@@ -215,21 +215,21 @@ class Gating:
             gates_GSK = jnp.where(is_routed_GSK, gates_GSK, 0.0)
             return dropless(x_GSD, experts_GSK, gates_GSK), report
         capacity = self._capacity(x_GSD.shape[1]) if is_capped else x_GSD.shape[1]
-        seats = (self.num_experts, capacity)
-        outputs, report["over_capacity_ratio"] = through_seats(
-            x_GSD, experts_GSK, gates_GSK, is_routed_GSK, seats, at_experts
+        slots = (self.num_experts, capacity)
+        outputs, report["over_capacity_ratio"] = through_slots(
+            x_GSD, experts_GSK, gates_GSK, is_routed_GSK, slots, at_experts
         )
         return outputs, report
 
     @property
-    def has_seats_for_all(self) -> bool:
-        """True if no token takes a seat from another, whatever the group."""
+    def has_slots_for_all(self) -> bool:
+        """Whether tokens never compete for slots."""
         is_capped = self.is_top_k and not self.dropless
         is_enough = self.unadjusted_expert_capacity_factor >= self.num_experts
         return not self.gating_func.startswith("expert_choice") and (not is_capped or is_enough)
 
     def dense_top2(self, tokens: Tokens, at_experts: AtExperts) -> jax.Array:
-        """Returns the outputs [G, S, D] of the two best of all experts."""
+        """Returns the outputs [G, S, D] of each token's two best experts, computing all."""
         num_groups, *rest = tokens.x.shape
         gates_GSE = routing.top_two_gates(jax.nn.softmax(tokens.logits, axis=-1))
         shape_GESD = (num_groups, self.num_experts, *rest)
@@ -237,11 +237,11 @@ class Gating:
         return jnp.einsum("gesd,gse->gsd", y_GESD, gates_GSE.astype(y_GESD.dtype))
 
     def expert_choice(self, tokens: Tokens, at_experts: AtExperts) -> jax.Array:
-        """Returns the outputs [G, S, D] where experts choose tokens."""
+        """Returns the outputs [G, S, D] if experts choose tokens."""
         group_size, factor = tokens.x.shape[1], self.unadjusted_expert_capacity_factor
         probs_GSE = jax.nn.softmax(tokens.logits, axis=-1)
         if self.gating_func == "expert_choice":
-            # As Pax's: padding is chosen too, and left out of the outputs only.
+            # As in Pax padding may be chosen, and is only removed from the outputs.
             capacity = int(group_size // self.num_experts * factor)
             capacity = min(max(capacity, 1), group_size)
         else:

@@ -1,4 +1,4 @@
-"""Rows times the matrix of the expert that each belongs to: by which kernel, and why."""
+"""Grouped matmuls, each row times the matrix of its expert, and the choice of a kernel."""
 
 import functools
 import importlib
@@ -12,7 +12,7 @@ from praxis_lite.collectives.varying import varying_axes
 from praxis_lite.core.errors import ConfigError, require_choice
 from praxis_lite.core.sharding.mesh import compiled_platform
 from praxis_lite.host.optional_packages import require_package
-from praxis_lite.layers.base.base_layer import filled_up
+from praxis_lite.layers.base.base_layer import pad_to
 from praxis_lite.layers.base.foreign_kernels import share_of_blocks
 from praxis_lite.layers.moe import grouped_tokamax
 
@@ -23,10 +23,9 @@ _SUBLANES = 16  # Rows of a tile of 16-bit values.
 
 
 class Workload(NamedTuple):
-    """What a product is of, and where: the platform, and axes of a `shard_map` that checks types.
+    """The platform and dtype of a product, and manual axes over which its arrays vary.
 
-    `varying` are the mesh axes that its arrays are known to differ along; Pallas's kernels do not
-    say of theirs.
+    Pallas kernels have no types of values that vary over manual axes.
     """
 
     platform: str
@@ -35,10 +34,10 @@ class Workload(NamedTuple):
 
 
 def check_kernel(setting: str) -> None:
-    """Checks that a kernel has that name, and is installed.
+    """Checks that a kernel exists and is installed.
 
     Raises:
-      ConfigError: it is not; says which there are, or what installs it.
+      ConfigError: it is not; lists the kernels, or how to install it.
     """
     require_choice(_SETTING, setting, EXPERT_KERNELS)
     if setting == "tokamax":
@@ -46,13 +45,13 @@ def check_kernel(setting: str) -> None:
 
 
 def choose_kernel(setting: str, work: Workload) -> tuple[str, str]:
-    """Returns the kernel's name and the reason for it, as a sentence's end.
+    """Returns the name of a kernel, and the reason for it.
 
-    "auto" is JAX's megablox on a TPU where it can do the product, else `jax.lax.ragged_dot`. Where
-    megablox is set, or tokamax's, other platforms interpret it, which is slow.
+    "auto" is JAX's megablox on TPU where it supports the product, else `jax.lax.ragged_dot`. Other
+    platforms interpret megablox and tokamax's kernel, which is slow.
 
     Raises:
-      ConfigError: the kernel that is set cannot do it; says which can.
+      ConfigError: the kernel does not support the product; suggests another.
     """
     check_kernel(setting)
     obstacle = _obstacle("megablox" if setting == "auto" else setting, work)
@@ -66,7 +65,7 @@ def choose_kernel(setting: str, work: Workload) -> tuple[str, str]:
 
 
 def _obstacle(name: str, work: Workload) -> str | None:
-    """Returns why a kernel cannot run, or None if it can."""
+    """Returns why a kernel cannot run, or None."""
     dtype = jnp.dtype(work.dtype).name
     if name == "ragged_dot":
         return None
@@ -81,13 +80,13 @@ def _obstacle(name: str, work: Workload) -> str | None:
 def grouped_matmul(
     setting: str, x_RK: jax.Array, w_LKN: jax.Array, rows_of_expert_L: jax.Array, expected_rows: int
 ) -> jax.Array:
-    """Returns each row times its expert's matrix, [R, N]; zeros for rows that are no one's.
+    """Returns each row times its expert's matrix, [R, N]; zeros for rows without an expert.
 
     Args:
       setting: a name in EXPERT_KERNELS.
-      x_RK: rows sorted by expert; those behind the last expert's are no one's.
-      rows_of_expert_L: int32, their numbers.
-      expected_rows: that are someone's, for plans: a program does not know before it runs.
+      x_RK: rows sorted by expert; rows after those of the last expert have none.
+      rows_of_expert_L: int32, the number of rows of each expert.
+      expected_rows: expected number of rows with an expert, for plans.
     """
     work = Workload(compiled_platform(), x_RK.dtype, varying_axes((x_RK, w_LKN)))
     name, reason = choose_kernel(setting, work)
@@ -99,7 +98,7 @@ def grouped_matmul(
 
 
 class _Call(NamedTuple):
-    """By whose megablox, what share of the rows is someone's, and if it is interpreted."""
+    """The library of the megablox kernel, the share of rows with an expert, and interpret mode."""
 
     name: str
     share: float
@@ -117,7 +116,7 @@ class _Call(NamedTuple):
 def _megablox(
     x_RK: jax.Array, w_LKN: jax.Array, rows_of_expert_L: jax.Array, call: _Call
 ) -> jax.Array:
-    """Returns `grouped_matmul` by Pallas's kernel, whose tiles without rows are not computed."""
+    """Returns `grouped_matmul` by a Pallas kernel, which skips tiles without rows."""
     return _rows_by_experts(x_RK, w_LKN, rows_of_expert_L, call, transposed=False)
 
 
@@ -154,7 +153,7 @@ def _rows_by_experts(
             tiling(tiles_RK.shape[0], *dims, x_RK.dtype),
             transpose_rhs=transposed, interpret=call.interpret,
         )[: x_RK.shape[0]]
-    # It leaves rows that are no one's as the memory was.
+    # The kernel does not write rows without an expert.
     is_someones_R = jnp.arange(x_RK.shape[0]) < jnp.sum(rows_of_expert_L)
     return jnp.where(is_someones_R[:, None], y_RN, 0)
 
@@ -164,9 +163,9 @@ def _rows_of_tile(num_rows: int) -> int:
 
 
 def _in_tiles(x_RK: jax.Array) -> jax.Array:
-    """Returns rows filled up to whole tiles; the kernel's other dims need not divide."""
+    """Pads rows to a multiple of the tile; other dims need not divide."""
     rows = _rows_of_tile(x_RK.shape[0])
-    return filled_up(x_RK, -(-x_RK.shape[0] // rows) * rows)
+    return pad_to(x_RK, -(-x_RK.shape[0] // rows) * rows)
 
 
 def tiling(num_rows: int, K: int, N: int, dtype: Any) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""Megablox of tokamax: grouped matmuls whose tiles come through a pipeline of its own."""
+"""Tokamax's megablox kernels for grouped matmuls."""
 
 import contextlib
 import inspect
@@ -38,8 +38,7 @@ def _called(
     kernel: str, left: jax.Array, right: jax.Array, rows_of_expert_L: jax.Array, dtype: Any,
     tile: _Tile, dims: tuple[int, ...], interpret: bool, **settings: Any,
 ) -> jax.Array:
-    # Its pipeline copies the part of a tile that is within an array, whose length the interpreter
-    # would have to know before it runs.
+    # The kernel copies partial tiles of dynamic size, which the interpreter does not support.
     tile = (tile[0], *dims) if interpret else tile
     with _tpu_to_interpret() if interpret else contextlib.nullcontext():
         return getattr(grouped_matmul_kernels(), kernel)(
@@ -50,14 +49,14 @@ def _called(
 
 @contextlib.contextmanager
 def _tpu_to_interpret() -> Iterator[None]:
-    """Says of this platform's devices, while entered, that they are TPUs v5e.
+    """Registers this platform's devices as TPU v5e inside the context.
 
-    The pipeline asks of a TPU how it lays arrays out, even where it is interpreted.
+    The kernel asks for the layout of arrays on a TPU, also in interpret mode.
     """
     from jax.experimental.pallas import tpu as pltpu
 
-    # Where Pallas finds the kinds of devices that it does not know itself: in the module of the
-    # function that JAX keeps the results of, which is another one in jax 0.12.
+    # Pallas's registry of device kinds, in the module of a cached function, which differs in jax
+    # 0.12.
     names = inspect.unwrap(pltpu.get_tpu_info).__globals__
     kind, registry = names["get_device_kind"](), names["registry"]
     registry[kind] = lambda: pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V5E, 1)

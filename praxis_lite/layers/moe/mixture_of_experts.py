@@ -12,22 +12,22 @@ from praxis_lite.core.errors import require, require_choice
 from praxis_lite.core.models.tallies import Tally
 from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.activations import ActivationFn, activation_fn
-from praxis_lite.layers.base.base_layer import zeros
-from praxis_lite.layers.base.calls import require_positive, takes_settings_of
+from praxis_lite.layers.base.base_layer import BaseLayer, zeros
+from praxis_lite.layers.base.calls import inherit_params, require_positive
 from praxis_lite.layers.base.dims import NONE, RESIDUAL, Matrix, sized, splits
 from praxis_lite.layers.base.result_types import einsum, reshaped
 from praxis_lite.layers.base.variables import AuxLoss, Summary
+from praxis_lite.layers.linears import Linear
 from praxis_lite.layers.moe.dropless import dropless
 from praxis_lite.layers.moe.experts import at_experts, expert_initializer, first_dim, glu
 from praxis_lite.layers.moe.gating import Gating, Tokens
 from praxis_lite.layers.moe.grouped_matmul import check_kernel
 from praxis_lite.layers.moe.routing import BiasUpdate, sentence_means
-from praxis_lite.layers.moe.shared_experts import SharedExperts
 from praxis_lite.layers.stacking.residual_branches import ResidualBranch, split_keys
 from praxis_lite.layers.stochastics import Dropout
 
 # B batch, T time, D model dims, F hidden dims, G groups, S tokens of a group, E experts, K experts
-# of a token, C seats of an expert for a group.
+# of a token, C slots of an expert for a group.
 _OF_EXPERTS = ("wi_0", "wi_gate_0", "wo_0", "bi_0", "bi_gate_0", "bo_0")
 EMBEDDING_LEVELS = ("token", "sentence")
 
@@ -37,7 +37,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
 
     GShard, arXiv:2006.16668. Tokens are routed in groups; an expert takes at most its capacity of
     each (`routing.expert_capacity`) and adds nothing to the tokens beyond. Documents packed into a
-    row compete for its seats: what one gets depends on the others, unless nothing is dropped
+    row compete for its slots: what one gets depends on the others, unless nothing is dropped
     (dropless=True, gating_func="dense_top2"). Padding is not routed, and rows of nothing but
     padding enter none of what a pass reports:
 
@@ -118,9 +118,9 @@ class TransformerFeedForwardMoe(ResidualBranch):
 
     @property
     def couples_tokens(self) -> str | None:
-        return None if self.gating.has_seats_for_all else "experts with a capacity"
+        return None if self.gating.has_slots_for_all else "experts with a capacity"
 
-    @takes_settings_of(Gating, ResidualBranch, but=("output_dims",))
+    @inherit_params(Gating, ResidualBranch, but=("output_dims",))
     def __init__(
         self,
         input_dims: int,
@@ -183,7 +183,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
         )
         # As the router's, model dims of all layers: they may split over the experts' axis, too.
         self.shared_experts = SharedExperts(
-            gate[0] if gate[0].is_said else D, sized(F, num_shared_experts * hidden_dims),
+            gate[0] if gate[0].is_explicit else D, sized(F, num_shared_experts * hidden_dims),
             activation, use_gated_activation, rngs,
         ) if num_shared_experts else None
 
@@ -271,7 +271,7 @@ class TransformerFeedForwardMoe(ResidualBranch):
             "tokens_split": self.activation_split_dims_mapping,
             "weights_split": self.weight_split_dims_mapping,
         }
-        in_seats = functools.partial(
+        in_slots = functools.partial(
             at_experts,
             **shared,
             dropout=lambda hidden_GECF: self.relu_dropout(hidden_GECF, relu_key),
@@ -289,8 +289,8 @@ class TransformerFeedForwardMoe(ResidualBranch):
                 tokens,
                 routing_key,
                 functools.partial(dropless, **shared, kernel=self.expert_kernel),
-                in_seats,
-                # With one token per row, as in decoding, no row may take another's seat.
+                in_slots,
+                # With one token per row, as in decoding, no row may take another's slot.
                 is_capped=x_BTD.shape[1] > 1,
                 correction_E=None if self.gate_correction is None else self.gate_correction[...],
             )
@@ -298,11 +298,36 @@ class TransformerFeedForwardMoe(ResidualBranch):
                 if (variable := getattr(self, name)) is not None:
                     variable.set_value(value)
         elif gating.gating_func == "dense_top2":
-            outputs = gating.dense_top2(tokens, in_seats)
+            outputs = gating.dense_top2(tokens, in_slots)
         else:
-            outputs = gating.expert_choice(tokens, in_seats)
+            outputs = gating.expert_choice(tokens, in_slots)
         outputs = reshaped(self._at_tokens(outputs), x_BTD.shape)
         return outputs if self.shared_experts is None else outputs + self.shared_experts(x_BTD)
 
     def _at_tokens(self, x: jax.Array) -> jax.Array:
         return constrain(x, first_dim(self.activation_split_dims_mapping))
+
+
+class SharedExperts(BaseLayer):
+    """A feed-forward without norm and skip connection: [B, T, D] -> [B, T, D].
+
+    Args:
+      input_dims, hidden_dims: D, F.
+      activation: of the hidden activations, or of the gate.
+      is_gated: the hidden activations are multiplied by an activated gate.
+    """
+
+    def __init__(
+        self, input_dims: int, hidden_dims: int, activation: str | ActivationFn, is_gated: bool,
+        rngs: nnx.Rngs,
+    ):
+        self.ffn_layer1_gate = Linear(input_dims, hidden_dims, rngs=rngs) if is_gated else None
+        self.ffn_layer1 = Linear(input_dims, hidden_dims, rngs=rngs)
+        self.ffn_layer2 = Linear(hidden_dims, input_dims, rngs=rngs)
+        self.activation = activation
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        activate, hidden = activation_fn(self.activation, self), self.ffn_layer1(x_BTD)
+        if self.ffn_layer1_gate is None:
+            return self.ffn_layer2(activate(hidden))
+        return self.ffn_layer2(hidden * activate(self.ffn_layer1_gate(x_BTD)))

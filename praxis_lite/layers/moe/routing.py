@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-# G groups, S tokens of a group, E experts, K experts of a token, C seats of an expert for a group.
+# G groups, S tokens of a group, E experts, K experts of a token, C slots of an expert for a group.
 
 
 def expert_capacity(
@@ -229,14 +229,11 @@ class BiasUpdate:
         return correction_E + self.rate * jnp.sign(more).astype(correction_E.dtype)
 
 
-def sentence_means(inputs_BTD: jax.Array, segment_ids_BT: jax.Array | None) -> jax.Array:
+def sentence_means(inputs_BTD: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
     """Returns at each token the mean of its segment, [B, T, D]; 0 at tokens of segment 0.
 
-    Without segments a row is one. arXiv:2110.03742, section 3.1; segment ids are at most T.
+    arXiv:2110.03742, section 3.1; segment ids are at most T.
     """
-    if segment_ids_BT is None:
-        mean = jnp.mean(inputs_BTD, axis=1, keepdims=True)
-        return jnp.broadcast_to(mean, inputs_BTD.shape)
 
     def of_row(x_TD: jax.Array, segment_ids_T: jax.Array) -> jax.Array:
         num_segments = x_TD.shape[0] + 1  # Of T segments of one token each the last is T.

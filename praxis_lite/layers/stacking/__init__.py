@@ -1,5 +1,6 @@
-"""How do equal layers stand on each other?
+"""Stacks of equal layers.
 
-`repeats` scans them or calls them in a row, `pipelines` lays them on stages, `checkpoint_policy`
-says what the backward pass keeps. Never sees what a layer of the stack computes.
+`repeats` scans layers or calls them in a row, `pipelines` distributes them over stages,
+`checkpoint_policy` chooses what the backward pass saves, `tensor_parallel` splits a layer with
+explicit collectives. Nothing here knows what a layer computes.
 """

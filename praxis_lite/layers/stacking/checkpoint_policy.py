@@ -1,6 +1,6 @@
-"""The values of a forward pass that a block keeps for its backward pass, and in which memory.
+"""Which values of the forward pass are saved for the backward pass, and in which memory.
 
-A policy is one of Pax's names, or says for activations by their names where each goes.
+A policy is one of Pax's names, or maps names of activations to where each is saved.
 """
 
 import contextlib
@@ -45,17 +45,16 @@ CHECKPOINT_POLICIES: dict[str, Callable[..., Any]] = {
 }
 
 
-# Where an activation goes: kept on the device; kept in the host's memory, to and from which it is
-# copied while the device computes; or computed again, as all that a policy does not name. MaxText
-# says the same by the same words.
+# Where an activation goes: saved on the device; offloaded to host memory, with copies while the
+# device computes; or recomputed, as all that a policy does not name. The words are MaxText's.
 KEPT, OFFLOADED, _ = PLACES = ("device", "offload", "remat")
 
-# A name in CHECKPOINT_POLICIES; or a place for each of some activations, by their names.
+# A name in CHECKPOINT_POLICIES; or places by the names of activations.
 CheckpointPolicy = str | Mapping[str, str]
-# The same as a layer keeps it: a module's settings are hashed.
+# The same, hashable, as an attribute of a module.
 CheckedPolicy = str | tuple[tuple[str, str], ...]
 
-# The input of what is computed again as a whole: of a layer of a Repeat, of a stage's tick.
+# The input of a recomputed region: of a layer of a Repeat, of a stage's tick.
 ITERATION_INPUT = "iteration_input"
 
 
@@ -64,16 +63,16 @@ def remat(
     step: Callable[..., Any], checkpoint_policy: CheckedPolicy, layer: object, *,
     is_scanned: bool,
 ) -> Iterator[Callable[..., Any]]:
-    """Yields `step`, which the backward pass computes again but for the values the policy keeps.
+    """Yields `step` with `jax.checkpoint`: the backward pass recomputes what is not saved.
 
     Args:
       step: a function of x and more; x gets the name "iteration_input".
-      layer: whose policy it is, for messages.
-      is_scanned: it is the body of a scan of several turns. There XLA cannot merge the two
-        computations into one, which else must be prevented at the cost of fusions.
+      layer: has the policy; for messages.
+      is_scanned: whether it is the body of a scan of several steps, where XLA cannot merge forward
+        pass and recomputation. Elsewhere `prevent_cse` prevents that, at the cost of fusions.
 
     Raises:
-      ConfigError: the policy names an activation that no call of the step had; on exit.
+      ConfigError: on exit, if the policy names an activation that no call of the step had.
     """
     if checkpoint_policy == "save_everything":
         yield step
@@ -102,15 +101,15 @@ def remat(
         if names and name not in names:
             raise ConfigError(
                 f"{_setting(layer)} names the activation {name!r}, which its layers do not have; "
-                f"wanted are some of {', '.join(sorted(names))}.{did_you_mean(name, names)}"
+                f"expected some of {', '.join(sorted(names))}.{did_you_mean(name, names)}"
             )
 
 
 def checked_policy(checkpoint_policy: CheckpointPolicy, layer: object) -> CheckedPolicy:
-    """Returns a policy as `remat` takes it.
+    """Returns a policy in the form that `remat` takes.
 
     Raises:
-      ConfigError: there is no policy of that name, or no such place; names the layer's class.
+      ConfigError: there is no such policy, or no such place; names the layer's class.
     """
     setting = _setting(layer)
     if not isinstance(checkpoint_policy, Mapping):

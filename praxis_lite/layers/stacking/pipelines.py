@@ -1,4 +1,4 @@
-"""A stack of equal blocks that lie on the stages of a mesh axis and are worked on as a pipeline."""
+"""Pipeline parallelism: a stack of equal blocks on the stages of a mesh axis."""
 
 import functools
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.core.errors import require
+from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.core.models.layers_apart import layers_of
 from praxis_lite.core.models.tallies import Tally
 from praxis_lite.core.sharding.split_dims import DimSplit, constrain
@@ -17,15 +17,6 @@ from praxis_lite.layers.base.calls import require_positive, scope_of
 from praxis_lite.layers.base.dims import RESIDUAL, splits
 from praxis_lite.layers.base.variables import assign, assigned_values, one_of_stack, stacked
 from praxis_lite.layers.stacking.checkpoint_policy import CheckpointPolicy, checked_policy, remat
-from praxis_lite.layers.stacking.pipelining.cut_models import cut_in_force
-from praxis_lite.layers.stacking.pipelining.forms import (
-    from_repeated,
-    in_stages_form,
-    stack_shape,
-    to_repeated,
-    with_free_places,
-    without_free_places,
-)
 from praxis_lite.layers.stacking.pipelining.microbatches import (
     arrays_of,
     check_microbatches,
@@ -34,6 +25,7 @@ from praxis_lite.layers.stacking.pipelining.microbatches import (
     to_rows,
 )
 from praxis_lite.layers.stacking.pipelining.schedules import Schedule
+from praxis_lite.layers.stacking.pipelining.split_model import active_cut
 from praxis_lite.layers.stacking.pipelining.split_ticks import run_split_ticks
 from praxis_lite.layers.stacking.pipelining.ticks import (
     StageLayout,
@@ -44,60 +36,59 @@ from praxis_lite.layers.stacking.pipelining.ticks import (
     run_ticks,
 )
 
-__all__ = ["Pipeline", "from_repeated", "to_repeated"]
-
-# R repeats, S stages, P layers of one stage in one repeat, M microbatches. Names end with the
-# leading dims of their arrays: x_M is [M, rows, ...].
+# R repeats, S stages, P layers of one stage in one repeat, L layers, M microbatches. Names end with
+# the leading dims of their arrays: x_M is [M, rows, ...].
 
 PyTree = Any
 
 
 class Pipeline(BaseLayer):
-    """Applies `num_layers` blocks, each with weights of its own, as Repeat does; on stages.
+    """Applies `num_layers` blocks with separate weights, as Repeat does, on pipeline stages.
 
-    The batch is cut into microbatches, which follow one another through the stages (GPipe,
-    arXiv:1811.06965), or several times round them (circular_repeat; arXiv:2104.04473, Pax). One
-    scan over the ticks of `Schedule`; the stages are a dim of every array, split over
-    `stage_axis`, and shift by one collective-permute per tick. By 1F1B with OneForwardOneBackward.
+    The batch is cut into microbatches, which go through the stages once (GPipe, arXiv:1811.06965)
+    or several times (circular_repeat; arXiv:2104.04473, Pax). One scan over the ticks of
+    `Schedule`: the stages are a dim of every array, split over `stage_axis`, and shift by one
+    collective-permute per tick. OneForwardOneBackward runs the pipeline by 1F1B.
 
-    Weights are stacked as [R, S, P]: layer (r S + s) P + p lies on stage s. If S does not divide
-    the layers of a repeat, as [R, L / R], split over the stages in that order, the last of which
-    has fewer. They are Repeat's, reshaped (`to_repeated`), and the same key draws the same.
+    Weights are stacked as [R, S, P]: layer (r S + s) P + p is on stage s. If S does not divide the
+    layers of a repeat, they are stacked as [R, L / R] and split over the stages in that order; the
+    last stage has fewer. They are the weights of a Repeat, reshaped (`to_repeated`), and the same
+    key draws the same weights.
 
-    Without a stage axis the blocks run one after the other. With a cache the whole batch goes
-    through the stages as one microbatch. The numbers are the same on every mesh:
+    Without a stage axis the blocks run one after the other. With a cache the batch is one
+    microbatch. The numbers are the same on every mesh:
       - dropout's key folds in the layer, then the microbatch;
-      - what looks at several rows (batch statistics, routing of experts) sees a microbatch;
-        variables that a pass assigns (AuxLoss, Summary, BatchStat) become the mean over the
-        microbatches, each of which starts from the values before the pass; a variable that is
-        not of floats becomes the last microbatch's;
-      - what an idle stage computes, even a NaN, reaches no output, gradient or variable.
+      - layers that couple rows (batch statistics, routing of experts) see a microbatch; variables
+        that a pass assigns (AuxLoss, Summary, BatchStat) become the mean over the microbatches,
+        each of which starts from the values before the pass; integer variables become those of
+        the last microbatch;
+      - results of idle stages, even NaN, reach no output, gradient or variable.
 
     Args:
-      block: as of Repeat; the outputs' dtype must be the inputs'.
+      block: as of Repeat; outputs must have the dtype of the inputs.
       num_layers: in all stages; a multiple of circular_repeat.
       num_stages: S; best the size of the stage axis, or a multiple.
-      num_microbatches: M. Microbatch m has the rows m, m + M, ..., so that rows split over other
-        axes stay where they are; the last are filled up with copies of a row, whose results are
-        dropped. Blocks that assign variables would count these: then a divisor of the batch.
-      microbatch_size: the most rows of a microbatch, instead.
-      circular_repeat: R, how often a microbatch goes round; best with S microbatches or more.
+      num_microbatches: M. Microbatch m has the rows m, m + M, ..., so that rows that split over
+        other axes need not move; the last microbatches are padded with copies of a row. With
+        blocks that assign variables, which would count the copies, it must divide the batch.
+      microbatch_size: alternatively, the largest number of rows of a microbatch.
+      circular_repeat: R, how often a microbatch goes through all stages; best with M >= S.
       stage_axis: how the dim of stages splits: a mesh axis, or None.
       pipelined: True: in ticks, also without a mesh; False: one block after the other on any mesh;
         None: in ticks if the mesh has several devices along stage_axis.
-      stream_io: the microbatches too are split over the stages, and rotate towards stage 0 and
-        from the last one by a second collective-permute per tick; else each stage has room for
-        all. If S divides M, stage s holds consecutive rows.
-      split_backward: gradients of weights are made in ticks of their own part, which have no
-        bubbles (zero bubble, arXiv:2401.10241); see `pipelining/split_ticks.py`. Not forward-mode
-        differentiation, nor a second derivative.
-      checkpoint_policy: as of Repeat: what the backward pass keeps of a stage's tick. A stage's
-        input is always kept, on the device or the host, its weights of a repeat only by
-        save_everything. With split_backward only the input is.
+      stream_io: split the microbatches over the stages too; they rotate to stage 0 and from the
+        last stage by a second collective-permute per tick. False: each stage has room for all
+        microbatches. If S divides M, stage s has consecutive rows.
+      split_backward: compute gradients of weights in a separate part of the ticks, without bubbles
+        (zero bubble, arXiv:2401.10241); see `pipelining/split_ticks.py`. Supports neither
+        forward-mode differentiation nor second derivatives.
+      checkpoint_policy: as of Repeat: what the backward pass saves of a stage's tick. The input of
+        a stage is always saved, on the device or the host; its weights of a repeat only by
+        save_everything. With split_backward only the input is saved.
       activation_split_dims_mapping: of x [rows, ...]; must not name stage_axis. None: XLA's choice.
 
     Raises:
-      ConfigError: a setting is out of range or does not fit another.
+      ConfigError: a setting is out of range or contradicts another.
     """
 
     cache_skips_padding = True
@@ -153,7 +144,7 @@ class Pipeline(BaseLayer):
         self.blocks = blocks
 
     def init_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the blocks' caches, stacked on [R, S, P]; a list if their weights are not."""
+        """Returns the blocks' caches, stacked on [R, S, P]; a list for unstacked weights."""
         if (layers := self._layers_apart()) is not None:
             return [layer.init_cache(*args, **kwargs) for layer in layers]
         block = one_of_stack(self.blocks, len(self._stack_shape))
@@ -169,12 +160,12 @@ class Pipeline(BaseLayer):
         """Returns (x, cache). Each array in `inputs` has x's rows, or 1, as its first dim.
 
         Raises:
-          ConfigError: an input has other rows, or blocks that assign variables would see rows that
-            fill up a microbatch.
+          ConfigError: an input has a different number of rows, or blocks that assign variables
+            would see padding rows.
         """
-        if cache is None and (cut := cut_in_force()) is not None:
+        if cache is None and (cut := active_cut()) is not None:
             return cut(self, x, key, inputs), None
-        # In decoding the batch is one microbatch: else its cache would have to be cut as well.
+        # In decoding the batch is one microbatch; otherwise the cache would have to be cut too.
         num_microbatches = 1 if cache is not None else self.num_microbatches_of(x.shape[0])
         return self.applied(x, num_microbatches, key=key, cache=cache, **inputs)
 
@@ -197,7 +188,7 @@ class Pipeline(BaseLayer):
                 values[path] = jnp.round(values[path] * num_microbatches)
         assign(self.blocks, values)
         outputs = to_rows(outputs_M, num_streams)[:num_rows]
-        if num_streams == 1:  # Else the rows are split over the stages, too.
+        if num_streams == 1:  # Otherwise the rows split over the stages too.
             outputs = constrain(outputs, self.activation_split_dims_mapping)
         return outputs, cache
 
@@ -233,7 +224,7 @@ class Pipeline(BaseLayer):
             block, index, cache = layer
 
             def one(x: jax.Array, microbatch: Any, cache: PyTree) -> tuple:
-                # A copy that belongs to this trace, so that what it assigns does not leave it.
+                # A copy that belongs to this trace, so that its assignments stay inside.
                 copy = jax.tree.map(lambda a: a, block)
                 inputs = jax.tree.map(lambda a: pick(a, microbatch), inputs_M)
                 return apply_layer(
@@ -264,7 +255,7 @@ class Pipeline(BaseLayer):
 
     @property
     def layout(self) -> StageLayout:
-        """How the stages lie on the mesh that is set."""
+        """The layout of the stages on the current mesh."""
         return StageLayout(self.stage_axis, self.activation_split_dims_mapping)
 
     def num_microbatches_of(self, num_rows: int) -> int:
@@ -276,7 +267,7 @@ class Pipeline(BaseLayer):
 
     @property
     def is_in_ticks(self) -> bool:
-        """True on a mesh with several devices along the stages, if `pipelined` does not say it."""
+        """`pipelined`; if that is None, whether the mesh has several devices along the stages."""
         return self.layout.num_devices > 1 if self.pipelined is None else self.pipelined
 
     def on_stages(self, tree: PyTree) -> PyTree:
@@ -299,3 +290,59 @@ class Pipeline(BaseLayer):
 
     def _layers_apart(self) -> list[Any] | None:
         return layers_of(self.blocks, self.num_layers, len(self._stack_shape))
+
+
+def to_repeated(params: PyTree, *, num_stacked: int = 3) -> PyTree:
+    """Returns a Pipeline's variables, [R, S, P, ...], as those of a Repeat, [L, ...].
+
+    Args:
+      params: a Pipeline's part of `mdl_vars["params"]`, of gradients, of a cache.
+      num_stacked: 2 of a Pipeline whose stages have unequal layers, [R, L / R, ...].
+    """
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[num_stacked:]), params)
+
+
+def from_repeated(params: PyTree, *, num_stages: int, circular_repeat: int = 1) -> PyTree:
+    """Returns a Repeat's variables, [L, ...], as those of a Pipeline.
+
+    Raises:
+      ConfigError: the repeats do not divide the layers.
+    """
+    num_layers = jax.tree.leaves(params)[0].shape[0]
+    if num_layers % circular_repeat:
+        raise ConfigError(
+            f"from_repeated: {num_layers} layers do not divide over circular_repeat "
+            f"{circular_repeat}. Make num_layers a multiple of it."
+        )
+    return in_stages_form(params, stack_shape(num_layers, num_stages, circular_repeat))
+
+
+def stack_shape(num_layers: int, num_stages: int, circular_repeat: int) -> tuple[int, ...]:
+    """Returns the shape of a Pipeline's stack: [R, S, P], or [R, L / R] if layers are unequal."""
+    if num_layers % (circular_repeat * num_stages):
+        return circular_repeat, num_layers // circular_repeat
+    return circular_repeat, num_stages, num_layers // (circular_repeat * num_stages)
+
+
+def in_stages_form(tree: PyTree, stack_shape: tuple[int, ...]) -> PyTree:
+    """Returns [L, ...] as [*stack_shape, ...]."""
+    return jax.tree.map(lambda a: a.reshape(*stack_shape, *a.shape[1:]), tree)
+
+
+def with_free_places(tree: PyTree, num_stages: int) -> PyTree:
+    """Returns [R, L / R, ...] as [R, S, P, ...], padded with zeros after the last layer."""
+
+    def placed(a: jax.Array) -> jax.Array:
+        num_places = -(-a.shape[1] // num_stages)
+        padding = (0, num_stages * num_places - a.shape[1])
+        a = jnp.pad(a, [(0, 0), padding, *[(0, 0)] * (a.ndim - 2)])
+        return a.reshape(a.shape[0], num_stages, num_places, *a.shape[2:])
+
+    return jax.tree.map(placed, tree)
+
+
+def without_free_places(tree: PyTree, num_layers: int) -> PyTree:
+    """Returns the inverse of `with_free_places`; `num_layers` is of a repeat."""
+    return jax.tree.map(
+        lambda a: a.reshape(a.shape[0], -1, *a.shape[3:])[:, :num_layers], tree
+    )

@@ -1,4 +1,4 @@
-"""Stacks of blocks: equal blocks scanned (a single program whatever the depth), or in a row."""
+"""Stacks of blocks: scanned, so that one block is compiled for any depth, or in a row."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +22,6 @@ from praxis_lite.layers.base.variables import (
     stacked,
 )
 from praxis_lite.layers.stacking.checkpoint_policy import (
-    CHECKPOINT_POLICIES,
     CheckpointPolicy,
     checked_policy,
     remat,
@@ -30,9 +29,7 @@ from praxis_lite.layers.stacking.checkpoint_policy import (
 from praxis_lite.layers.stacking.residual_branches import split_keys
 from praxis_lite.layers.stochastics import Dropout
 
-__all__ = ["CHECKPOINT_POLICIES", "Repeat", "StackedTransformer"]
-
-# What is called with `rngs` and returns a layer (x, key=, cache=, **inputs) -> (x, cache).
+# Called with `rngs`; returns a layer (x, key=, cache=, **inputs) -> (x, cache).
 Block = Callable[..., Any]
 
 
@@ -41,23 +38,22 @@ class Repeat(BaseLayer):
 
     Args:
       block: called with `rngs`, returns a layer that maps (x, key=, cache=, **inputs) to
-        (x, cache); `inputs` (positions, paddings, ...) are the same for every block. If the block
-        is a StackedTransformer, what repeats is several layers, which may differ.
-      num_layers: how many blocks.
-      unroll: compile every block apart rather than scan one; the weights are then unstacked.
-      checkpoint_policy: a name in CHECKPOINT_POLICIES; or where activations go, by their names,
-        as {"context": "device", "query_proj": "offload"}: kept on the device, or in the host's
-        memory. All others are computed again.
+        (x, cache); `inputs` (positions, paddings, ...) are the same for every block. A
+        StackedTransformer as block repeats a pattern of several layers.
+      num_layers: number of blocks.
+      unroll: compile every block separately instead of scanning one; the weights are not stacked.
+      checkpoint_policy: a name in CHECKPOINT_POLICIES; or places by names of activations, such as
+        {"context": "device", "query_proj": "offload"}: saved on the device or in host memory. All
+        other activations are recomputed.
       stack_split: how the stacked dim of the weights splits.
-      offload_weights: keep the blocks' matrices in the host's memory. Each is copied to the device
-        for its block's turn, and again in the backward pass, while the block before it computes.
-        Gradients are on the device; slots where `Learner.host_slots` says. Decoding has all
-        weights on the device.
+      offload_weights: store the blocks' matrices in host memory. Each is copied to the device while
+        the previous block computes, and again in the backward pass. Gradients are on the device,
+        slots where `Learner.host_slots` puts them. Decoding has all weights on the device.
 
     Raises:
       ConfigError: num_layers is not positive, or there is no such policy or place; offload_weights
-        without a scan, or with what would keep all weights on the device for the backward pass; in
-        a call, the layers have no activation of a name.
+        without a scan, or with a policy that saves all weights on the device; in a call, the layers
+        have no activation of a name.
     """
 
     cache_skips_padding = True
@@ -99,7 +95,7 @@ class Repeat(BaseLayer):
         self.checkpoint_policy, self.offload_weights = policy, offload_weights
 
     def init_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the blocks' caches, stacked on a leading dim; a list if their weights are not."""
+        """Returns the blocks' caches, stacked on a leading dim; a list for unstacked weights."""
         if (blocks := self._blocks_apart()) is not None:
             return [block.init_cache(*args, **kwargs) for block in blocks]
         return jax.tree.map(
@@ -108,7 +104,7 @@ class Repeat(BaseLayer):
         )
 
     def _blocks_apart(self) -> Sequence[Any] | None:
-        """Returns the blocks if their weights are no stacks."""
+        """Returns the blocks if their weights are not stacked, otherwise None."""
         if self.unroll:
             return self.blocks
         return layers_of(self.blocks, self.num_layers)
@@ -137,16 +133,16 @@ class Repeat(BaseLayer):
 class StackedTransformer(BaseLayer):
     """Applies `num_layers` blocks in a row, `x_layers_0`, `x_layers_1`, ...: x -> (x, cache).
 
-    Its call is a block's, so that a Repeat or a pipeline can repeat it.
+    It is called like a block, so that a Repeat or a Pipeline can repeat it.
 
     Args:
       block: see Repeat; or several, a pattern that is repeated along the depth (window, global,
-        window, global, ...). Pax's list of templates repeats each where it stands instead.
-      num_layers: how many blocks; a multiple of the pattern's length.
+        window, global, ...). In Pax's list of templates each one is repeated in place instead.
+      num_layers: number of blocks; a multiple of the pattern's length.
       residual_droppath_prob: p of stochastic depth (arXiv:1603.09382): block i drops with the
         probability p i / num_layers.
       input_dropout_prob: dropout of x before the first block.
-      remat: compute each block again in the backward pass, but for what `checkpoint_policy` keeps.
+      remat: recompute each block in the backward pass, except what `checkpoint_policy` saves.
       checkpoint_policy: as of Repeat.
 
     Raises:
@@ -197,21 +193,21 @@ class StackedTransformer(BaseLayer):
                 layer_cache = None if cache is None else cache[name]
                 layer = (getattr(self, name), layer_key, layer_cache)
                 x, caches[name] = _applied(self, step, x, layer)
-                # Named here too, outside of what is computed again, for a Repeat around this.
+                # Named here too, outside of the recomputed region, for a Repeat around this.
                 x = named(x, "transformer_layer_out")
         return x, None if cache is None else caches
 
 
-# From x and (block, its key, its cache) to x and (the new cache, what the block assigned).
+# (x, (block, its key, its cache)) -> (x, (the new cache, values that the block assigned)).
 Step = Callable[[jax.Array, tuple], tuple[jax.Array, tuple]]
 
 
 @jax.custom_vjp
 def _of_this_turn(block: Any) -> Any:
-    """Returns a block of a stack, whose weights are cast to another dtype in the turn that has it.
+    """Prevents XLA from casting the weights of all layers before the loop over layers.
 
-    XLA else casts those of all layers before the loop: on TPU 1 to 3 % of a step's time, but a
-    tenth of memory less in some (benchmarks/README.md, "Pods"). Not tried on GPU.
+    On TPU that costs 1 to 3 % of a step's time, and saves a tenth of the memory in some models
+    (benchmarks/README.md, "Pods"). Not tried on GPU.
     """
     return jax.lax.optimization_barrier(block)
 
@@ -235,7 +231,7 @@ def _step(inputs: dict[str, Any], is_scanned: bool = False, offload_weights: boo
 
 
 def _applied(parent: BaseLayer, step: Step, x: jax.Array, layer: tuple) -> tuple[jax.Array, Any]:
-    """Returns x and the cache after a block of the parent's, which has its assignments."""
+    """Applies a block of `parent`, assigns its variables, and returns x and the cache."""
     block = layer[0]
     with scope_of(parent, block):
         x, (cache, values) = step(x, layer)
@@ -244,10 +240,10 @@ def _applied(parent: BaseLayer, step: Step, x: jax.Array, layer: tuple) -> tuple
 
 
 def num_repeats(layer: object, pattern: Sequence[Block], num_layers: int) -> int:
-    """Returns how often a pattern of blocks comes in `num_layers`.
+    """Returns how often `num_layers` repeat a pattern of blocks.
 
     Raises:
-      ConfigError: that is not a whole number of times; names the layer's class.
+      ConfigError: num_layers is not a multiple of the pattern; names the layer's class.
     """
     if not pattern or num_layers % len(pattern):
         raise ConfigError(

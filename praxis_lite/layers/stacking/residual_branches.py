@@ -1,4 +1,4 @@
-"""A residual branch `x + f(x)`, with norms where a policy has them, and the keys of its parts."""
+"""Residual branches `x + f(x)` with norms placed by a norm policy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ def check_norm_policy(norm_policy: str, layer: object) -> None:
 
 
 class ResidualBranch(BaseLayer):
-    """A layer that adds a branch to its inputs, or returns the branch alone: `_with_branch`.
+    """A layer that adds a branch to its inputs, or returns only the branch: `_with_branch`.
 
     Args:
       ln_tpl: the norm, called with (dims, rngs=).
@@ -73,7 +73,7 @@ class ResidualBranch(BaseLayer):
         self, inputs: jax.Array, branch: Callable[[jax.Array], jax.Array],
         dropout_key: jax.Array | None, droppath_key: jax.Array | None, key: jax.Array | None,
     ) -> jax.Array:
-        """Returns inputs and branch joined; `key` tells norms that this is a training pass."""
+        """Returns inputs and branch joined; a `key` means a training pass, for norms."""
 
         def join(inputs: jax.Array, outputs: jax.Array) -> jax.Array:
             outputs = self.residual_dropout(outputs, dropout_key)
@@ -90,11 +90,11 @@ def normed_branch(
     branch: Callable[[jax.Array], jax.Array], join: Callable[[jax.Array, jax.Array], jax.Array],
     key: jax.Array | None,
 ) -> jax.Array:
-    """Returns `join(inputs, branch(inputs))` with norms where the policy has them.
+    """Returns `join(inputs, branch(inputs))` with the norms of a policy.
 
     Args:
-      norms: the only one; then primer_hybrid's before and after the branch.
-      key: tells a norm with batch statistics that this is a training pass.
+      norms: the single norm; those of primer_hybrid before and after the branch.
+      key: given in a training pass, for norms with batch statistics.
     """
     norm, norm_before, norm_after = norms
     before = {"pre": norm, "primer_hybrid": norm_before}.get(norm_policy)

@@ -1,30 +1,184 @@
-"""Tensor parallelism with explicit collectives, turned on by a layer's `tensor_parallel`.
+"""Tensor parallelism with explicit collectives: a layer's setting `tensor_parallel`.
 
-The layer is the same, with the same weights. Each device runs it as if it were alone, with its part
-of the heads or hidden dims, on tokens that come to it; the outputs are summed over the mesh axis
-that splits these. The compiler alone gathers and sums everything at once, and computes meanwhile
-nothing.
+Layer and weights are the same. Each device runs the layer with its part of the heads or hidden dims
+on the tokens that it receives; the outputs are summed over the mesh axis that splits these dims.
+The compiler alone would gather and sum everything at once, without overlapping computation.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 from praxis_lite.collectives.vmapped_axes import axes_by_hand
 from praxis_lite.core.errors import require
 from praxis_lite.core.sharding.logical_axes import axes_of
-from praxis_lite.core.sharding.split_dims import DimSplit, to_partition_spec, without_axes
-from praxis_lite.layers.base.calls import check_way
-from praxis_lite.layers.stacking.half_blocks import (
-    HalfBlock,
-    filled,
-    left_out,
-    of_shape,
-    parts_of_weights,
+from praxis_lite.core.sharding.padding import padded_shape
+from praxis_lite.core.sharding.split_dims import (
+    DimSplit,
+    SplitDims,
+    to_partition_spec,
+    without_axes,
 )
-from praxis_lite.layers.stacking.rings import gathered_and_scattered, in_ring
+from praxis_lite.layers.base.calls import check_way
+from praxis_lite.layers.base.dense import Dense
+from praxis_lite.layers.stacking.collective_matmul import gather_and_scatter, ring_matmul
+
+
+class ShardedLayer(NamedTuple):
+    """An attention or feed-forward layer that runs with explicit collectives.
+
+    Attributes:
+      layer: has the setting `tensor_parallel`.
+      function: (layer with one device's weights, inputs [B, T, D], rows) -> outputs [B, T, D].
+      split: of inputs and outputs.
+      reads_sequences: whether a token's outputs depend on other tokens of its row.
+      output: the attribute of the layer's last projection, such as "post"; its bias is added once.
+      prepared: (path, weight, dim of the features, number of devices) -> the weight to split. None:
+        the weight, padded with zeros until it divides.
+    """
+
+    layer: nnx.Module
+    function: Callable[[Any, jax.Array, Mapping[str, jax.Array]], jax.Array]
+    split: SplitDims
+    reads_sequences: bool
+    output: str
+    prepared: Callable[[tuple, jax.Array, int, int], jax.Array] | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{type(self.layer).__name__}.tensor_parallel"
+
+    @property
+    def how(self) -> str:
+        return self.layer.tensor_parallel
+
+    @property
+    def num_row_dims(self) -> int:
+        """Number of leading dims that rows share with the inputs: [B], or [B, T]."""
+        return 1 if self.reads_sequences else 2
+
+
+class WeightShard(NamedTuple):
+    """A weight as an argument of the `jax.shard_map`.
+
+    Attributes:
+      path: in the layer.
+      array: in the compute dtype, padded until the devices divide it.
+      spec: how the devices split it.
+      shape: without padding, except that of the features.
+    """
+
+    path: tuple
+    array: jax.Array
+    spec: PartitionSpec
+    shape: tuple[int, ...]
+
+    def of_device(self, block: jax.Array, half: ShardedLayer, axis: str) -> jax.Array:
+        """Gathers a device's block of the weight, except along the features."""
+        keeps_features = half.how != "weights"
+        # Along the axis first: the last and largest gather then is of another dim.
+        dims = sorted(range(len(self.spec)), key=lambda dim: axis not in axes_of(self.spec[dim]))
+        for dim in dims:
+            axes = axes_of(self.spec[dim])
+            if axes and not (keeps_features and axis in axes):
+                block = jax.lax.all_gather(block, axes, axis=dim, tiled=True)
+                block = jax.lax.slice_in_dim(block, 0, self.shape[dim], axis=dim)
+        if keeps_features and self.path[0] == half.output and self.path[-1] == "b":
+            return jnp.where(jax.lax.axis_index(axis) == 0, block, 0)
+        return block
+
+
+def shard_weights(
+    half: ShardedLayer, axis: str, dtype: Any
+) -> tuple[list[WeightShard], Callable[[list[jax.Array]], Any]]:
+    """Returns a layer's weights, and a function from a device's blocks of them to its layer.
+
+    Args:
+      axis: the mesh axis that splits the features.
+      dtype: of the products.
+
+    Raises:
+      ConfigError: a weight's split does not fit `half.how`; names the weight.
+    """
+    graphdef, state = nnx.compat.split(half.layer)
+    leaves = list(nnx.to_flat_state(state))
+    parts = [_part(half, axis, dtype, path, leaf) for path, leaf in leaves]
+
+    def layer(blocks: list[jax.Array]) -> Any:
+        flat = [
+            (part.path, nnx.Param(part.of_device(block, half, axis)))
+            for part, block in zip(parts, blocks, strict=True)
+        ]
+        return nnx.merge(graphdef, nnx.from_flat_state(flat))
+
+    return parts, layer
+
+
+def _part(
+    half: ShardedLayer, axis: str, dtype: Any, path: tuple, leaf: nnx.Variable
+) -> WeightShard:
+    mesh, array = jax.sharding.get_abstract_mesh(), leaf.get_value()
+    split = leaf.get_metadata().get("split_dims_mapping") or ()
+    spec = without_axes(to_partition_spec(split, mesh.axis_names, rank=array.ndim), excluded_axes())
+    dim = next((d for d, entry in enumerate(spec) if axis in axes_of(entry)), None)
+    _check_output(half, path, dim)
+    if dim is not None and half.how != "weights":
+        require(
+            axes_of(spec[dim]) == (axis,),
+            f"The split of dim {dim} of {'/'.join(map(str, path))}", spec[dim],
+            f"{axis!r} alone, for {half.name} is {half.how!r}",
+            "Split another dim over the other axes, or set tensor_parallel='weights'.",
+        )
+        if half.prepared is not None:
+            array = half.prepared(path, array, dim, mesh.shape[axis])
+    # Not a bias: its gradient, a sum over tokens, is summed in the bias's dtype.
+    if array.ndim > 1 and path[-1] != "b":
+        array = array.astype(dtype)
+    return WeightShard(path, pad_to_split(array, spec), spec, array.shape)
+
+
+def _check_output(half: ShardedLayer, path: tuple, dim: int | None) -> None:
+    """Checks that the layer's outputs are a sum over parts of the features.
+
+    Raises:
+      ConfigError: a weight of the output projection is neither split by features nor a bias.
+    """
+    if half.how == "weights" or path[0] != half.output:
+        return
+    output = getattr(half.layer, half.output)
+    is_scaled = any(
+        isinstance(node, Dense) and not node.product.adds_up()
+        for _, node in nnx.compat.iter_graph(output)
+    )
+    why = "its product has a scale, of rounding or of DoRA, for all features" if is_scaled else (
+        "the outputs are to be a sum over features, and a bias"
+    )
+    require(
+        not is_scaled and (dim is not None or path[-1] in ("b", "lora_b")), half.name, half.how,
+        f"None or 'weights' with the weight {'/'.join(map(str, path))} as it is: {why}",
+    )
+
+
+def excluded_axes() -> tuple[str, ...]:
+    """Returns the mesh axes that are manual already, and those with a single device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return (*mesh.manual_axes, *(axis for axis, size in mesh.shape.items() if size == 1))
+
+
+def pad_to_split(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Pads x with zeros until its split dims divide."""
+    return pad_to_shape(x, padded_shape(x.shape, spec, jax.sharding.get_abstract_mesh().shape))
+
+
+def pad_to_shape(x: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """Pads x with zeros at the end of its dims."""
+    missing = [(0, new - old) for new, old in zip(shape, x.shape, strict=True)]
+    return jnp.pad(x, missing) if any(map(any, missing)) else x
+
 
 # What moves along the axis, by the name of the setting.
 TENSOR_PARALLEL = {
@@ -40,18 +194,17 @@ def check_tensor_parallel(layer: object, setting: str | None, unable: Mapping[st
     check_way(layer, "tensor_parallel", setting, TENSOR_PARALLEL, unable, "the layer")
 
 
-def axis_by_hand(layer: Any, features_split: DimSplit) -> str | None:
-    """Returns the mesh axis along which a layer is run by hand, or None if it is not.
+def tensor_parallel_axis(layer: Any, features_split: DimSplit) -> str | None:
+    """Returns the mesh axis of a layer's tensor parallelism with explicit collectives, or None.
 
-    It is not where no mesh is set, where the axis has one device, and inside a `jax.shard_map` that
-    has taken the axis already.
+    None without a mesh, if the axis has one device, and inside a `jax.shard_map` over the axis.
 
     Args:
-      layer: with the setting `tensor_parallel`.
-      features_split: of the dim that tensor parallelism splits, heads or hidden dims.
+      layer: has the setting `tensor_parallel`.
+      features_split: the split of heads or hidden dims.
 
     Raises:
-      ConfigError: the features are split over no axis, or over several.
+      ConfigError: the features are not split over exactly one axis.
     """
     setting, mesh = layer.tensor_parallel, jax.sharding.get_abstract_mesh()
     if setting is None or mesh.empty:
@@ -65,34 +218,34 @@ def axis_by_hand(layer: Any, features_split: DimSplit) -> str | None:
     return None if mesh.shape[axes[0]] == 1 or axes[0] in mesh.manual_axes else axes[0]
 
 
-def by_hand(
-    half: HalfBlock, axis: str, x: jax.Array, rows: Mapping[str, jax.Array | None]
+def run_tensor_parallel(
+    half: ShardedLayer, axis: str, x: jax.Array, rows: Mapping[str, jax.Array | None]
 ) -> jax.Array:
-    """Returns `half.function(layer, x, rows)`, [B, T, D], summed by hand over a mesh axis.
+    """Returns `half.function(layer, x, rows)`, [B, T, D], with explicit collectives over `axis`.
 
-    All axes that split x or a weight are taken: a weight that is split over others, too (fully
-    sharded data parallelism), is cast to the dtype of x, gathered, its gradient reduce-scattered.
-    Weights' gradients of several pieces are added in the dtype of x. Filler rows, tokens, heads and
-    hidden dims, of zeros, make divide what does not.
+    All axes that split x or a weight become manual: a weight that other axes split too (fully
+    sharded data parallelism) is cast to the dtype of x and gathered, and its gradient is
+    reduce-scattered. Gradients of weights are added over pieces in the dtype of x. Rows, tokens,
+    heads and hidden dims are padded with zeros until they divide.
 
     Args:
       half: the layer, and what it is called with.
-      axis: of `axis_by_hand`.
+      axis: the result of `tensor_parallel_axis`.
       x: [B, T, D].
       rows: by name [B or 1, ...], or [B, T] of a layer that does not read sequences; or None.
 
     Raises:
-      ConfigError: x or a weight is not split as the setting needs it.
+      ConfigError: the split of x or of a weight does not fit the setting.
     """
     mesh = jax.sharding.get_abstract_mesh()
     how, (B, T, _) = half.how, x.shape
     spec = to_partition_spec(half.split or (), mesh.axis_names, rank=x.ndim)
     dim = _dim_of_tokens(half, axis, spec)
-    spec = without_axes(spec, left_out())
-    weights, layer_of = parts_of_weights(half, axis, x.dtype)
-    # A device has the rows of its group, all devices along the axis, unless it keeps its tokens.
+    spec = without_axes(spec, excluded_axes())
+    weights, layer_of = shard_weights(half, axis, x.dtype)
+    # A device has the rows of all devices along the axis, unless it keeps its tokens.
     rows_spec = (spec if how == "weights" else without_axes(spec, (axis,)))[:half.num_row_dims]
-    x = filled(x, spec)
+    x = pad_to_split(x, spec)
     rows = {name: row for name, row in rows.items() if row is not None}
     specs = {
         name: PartitionSpec(*(
@@ -102,7 +255,7 @@ def by_hand(
     }
     expected = x.shape[: half.num_row_dims]
     rows = {
-        name: of_shape(row, [
+        name: pad_to_shape(row, [
             n if n == 1 or d >= len(expected) else expected[d] for d, n in enumerate(row.shape)
         ])
         for name, row in rows.items()
@@ -120,26 +273,26 @@ def by_hand(
             return term(x, rows)
         if how == "gather":
             length = T if half.reads_sequences and dim == 1 else None
-            return gathered_and_scattered(term, x, rows, axis, dim, length)
+            return gather_and_scatter(term, x, rows, axis, dim, length)
         halved_dim = 0 if half.reads_sequences else 1
-        return in_ring(term, x, rows, axis, dim, halved_dim if how == "two_way_ring" else None)
+        return ring_matmul(term, x, rows, axis, dim, halved_dim if how == "two_way_ring" else None)
 
     weight_specs = [weight.spec for weight in weights]
     axes = {axis, *(item for p in (spec, *weight_specs) for entry in p for item in axes_of(entry))}
     is_inside = bool(mesh.manual_axes)
-    # JAX (0.10 to 0.12) cannot lower a shard_map inside another that hands values on to its own
-    # gradient: inside and around it they are computed again.
+    # JAX (0.10 to 0.12) cannot lower a nested shard_map with residuals: recompute inside and
+    # around.
     computed_again = jax.checkpoint if is_inside else lambda function: function
     mapped = jax.shard_map(
         computed_again(on_a_device),
         in_specs=(weight_specs, spec, specs), out_specs=spec, axis_names=axes_by_hand(axes),
-        # Inside one that checks, it must; elsewhere kernels of Pallas do not say what varies.
+        # Required inside a shard_map that checks; elsewhere Pallas kernels lack the types.
         check_vma=is_inside,
     )
     return computed_again(mapped)([weight.array for weight in weights], x, rows)[:B, :T]
 
 
-def _dim_of_tokens(half: HalfBlock, axis: str, spec: PartitionSpec) -> int | None:
+def _dim_of_tokens(half: ShardedLayer, axis: str, spec: PartitionSpec) -> int | None:
     """Returns the dim of x that the axis splits, rows (0) or time (1), or None."""
     how, name = half.how, half.name
     dims = [dim for dim, entry in enumerate(spec) if axis in axes_of(entry)]

@@ -1,4 +1,4 @@
-"""Which blocks has a transformer, and which models are stacks of them?
+"""Transformer blocks, and models that are stacks of them.
 
-Never sees how a stack runs (`stacking`), nor how a whole model splits (`whole_model`).
+Nothing here knows how a stack runs (`stacking`), nor how a whole model splits (`whole_model`).
 """

@@ -1,4 +1,4 @@
-"""An encoder-decoder and its inputs as a language model, in `praxis_lite.decode`'s form."""
+"""An encoder-decoder with its inputs as a language model, for `praxis_lite.decode`."""
 
 import dataclasses
 from typing import Any
@@ -13,11 +13,11 @@ from praxis_lite.layers.base.variables import rebuilt
 
 @dataclasses.dataclass(frozen=True)
 class ConditionedDecoder:
-    """The language model of targets that follow from a batch of inputs.
+    """The language model of targets, given a batch of inputs.
 
     Attributes:
       model: a TransformerEncoderDecoder.
-      encoded: [B, S, D], what its encoder returned.
+      encoded: [B, S, D], outputs of its encoder.
       input_paddings: [B, S], 1.0 for padding.
     """
 
@@ -30,8 +30,8 @@ class ConditionedDecoder:
         length = self.encoded.shape[1]
         cache = self.model.init_cache(batch_size, max_seq_length, encoded_length=length)
         if batch_size != self.encoded.shape[0]:
-            return cache  # Only its shapes matter.
-        # A padded token brings the inputs there; the first real one takes its place.
+            return cache  # Only its shapes are needed.
+        # A call with a padding token stores the inputs; the first real token overwrites it.
         nothing = jnp.zeros((batch_size, 1), jnp.int32)
         _, cache = self.model.decode(
             nothing,

@@ -38,8 +38,8 @@ class TransformerEncoderDecoder(BaseLayer):
 
     Args:
       vocab_size: V, of inputs and targets.
-      model_dims, hidden_dims, num_heads, dim_per_head: sizes handed to the templates.
-      num_encoder_layers, num_decoder_layers: how many blocks each stack has.
+      model_dims, hidden_dims, num_heads, dim_per_head: sizes passed to the templates.
+      num_encoder_layers, num_decoder_layers: number of blocks of each stack.
       fprop_dtype: of the activations; weights stay float32, logits are float32.
       softmax_tpl: called with (V, D, rngs=) and, where it embeds ids too, fprop_dtype=.
       encoder_embedding_tpl, decoder_embedding_tpl: embed the inputs and the targets, called as
@@ -48,7 +48,7 @@ class TransformerEncoderDecoder(BaseLayer):
       encoder_position_emb_tpl, decoder_position_emb_tpl: in place of position_emb_tpl, which must
         then be None.
       encoder_layer_tpl, decoder_layer_tpl: a block; or several, a pattern repeated along the
-        depth. The encoder's sees the whole input, the decoder's attends to what it returns.
+        depth. The encoder's blocks see all inputs, the decoder's attend to the encoder's outputs.
       encoder_stacked_transformer_tpl, decoder_stacked_transformer_tpl: called with (block, num
         blocks, rngs=).
       encoder_ln_tpl, decoder_ln_tpl: the norm after each stack.
@@ -129,7 +129,7 @@ class TransformerEncoderDecoder(BaseLayer):
     def __call__(
         self, inputs: jax.Array, targets: jax.Array, **kwargs: Any
     ) -> tuple[jax.Array, None]:
-        """Returns the logits and None, for it has no cache; arguments as `compute_loss`."""
+        """Returns (logits, None), as there is no cache; arguments as `compute_loss`."""
         return self.softmax(self._activations(inputs, targets, **kwargs)), None
 
     def compute_loss(
@@ -146,15 +146,14 @@ class TransformerEncoderDecoder(BaseLayer):
 
         Args:
           inputs: int [B, S].
-          targets, labels, weights: [B, T]: what the decoder gets, what it is to predict, and how
-            much each counts.
-          key: turns dropout on.
+          targets, labels, weights: [B, T]: inputs of the decoder, labels, and weights of the loss.
+          key: enables dropout.
           kwargs: input_paddings [B, S] and target_paddings [B, T], 1.0 for padding; of packed rows
             input_segment_ids and target_segment_ids, and input_segment_pos and target_segment_pos,
-            from 0 in each segment if they are missing. Targets see the inputs of their own segment.
+            by default from 0 in each segment. Targets see the inputs of their segment.
 
         Raises:
-          ConfigError: of inputs and targets one has segments, and the other has not.
+          ConfigError: only one of inputs and targets has segments.
         """
         x = self._activations(inputs, targets, key=key, **kwargs)
         outputs = self.softmax.compute_loss(x, labels, weights, key=key)
@@ -203,7 +202,7 @@ class TransformerEncoderDecoder(BaseLayer):
         only the first call needs `encoded`.
 
         Raises:
-          ConfigError: segments come with a cache.
+          ConfigError: a cache and segments are given.
         """
         require_one_segment(self, cache, input_segment_ids)
         require_one_segment(self, cache, target_segment_ids)
@@ -234,7 +233,7 @@ class TransformerEncoderDecoder(BaseLayer):
         """Returns the decoder's empty cache.
 
         Raises:
-          ConfigError: learned positions end before max_seq_length.
+          ConfigError: there are fewer learned positions than max_seq_length.
         """
         position_emb = self.position_emb or self.decoder_position_emb
         if position_emb is not None:
@@ -256,8 +255,8 @@ class TransformerEncoderDecoder(BaseLayer):
         if (kwargs.get("input_segment_ids") is None) != (kwargs.get("target_segment_ids") is None):
             raise ConfigError(
                 "TransformerEncoderDecoder got only one of input_segment_ids and "
-                "target_segment_ids. In packed rows targets see the inputs of their own segment: "
-                "hand it both, or neither."
+                "target_segment_ids. In packed rows targets see the inputs of their segment: "
+                "pass both, or neither."
             )
         encoder_key, decoder_key = split_keys(key, 2)
         of_inputs = {name: x for name, x in kwargs.items() if name.startswith("input_")}

@@ -10,15 +10,15 @@ from praxis_lite.core.errors import require
 from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.activations import ActivationFn
 from praxis_lite.layers.base.activation_names import named
-from praxis_lite.layers.base.calls import require_positive, takes_settings_of
+from praxis_lite.layers.base.calls import inherit_params, require_positive
 from praxis_lite.layers.base.dims import RESIDUAL, sized, splits
 from praxis_lite.layers.linears import FeedForward
-from praxis_lite.layers.stacking.half_blocks import HalfBlock
 from praxis_lite.layers.stacking.residual_branches import ResidualBranch, split_keys
 from praxis_lite.layers.stacking.tensor_parallel import (
-    axis_by_hand,
-    by_hand,
+    ShardedLayer,
     check_tensor_parallel,
+    run_tensor_parallel,
+    tensor_parallel_axis,
 )
 from praxis_lite.layers.stochastics import Dropout
 
@@ -35,16 +35,16 @@ class TransformerFeedForward(ResidualBranch):
       activation: a name or a function, see `activations`.
       use_gated_activation: multiply the hidden, unactivated, by an activated second projection
         (arXiv:2002.05202).
-      apply_padding_first: zero padded positions of the inputs, rather than of the hidden
-        activations and of what is added to the inputs.
+      apply_padding_first: zero padded positions of the inputs, instead of those of the hidden
+        activations and of the outputs.
       fflayer_tpl: called as FeedForward, with (input dims, output dims, has_bias=, ...).
       relu_dropout_prob: of the hidden activations.
       weight_split_dims_mapping: of the weight into F, [D, F]; the one out of F splits as its
         transpose.
       hidden_split_dims_mapping: of the hidden activations, [B, T, F].
       activation_split_dims_mapping: of the outputs, [B, T, D].
-      tensor_parallel: by which collectives, written by hand, the layer runs along the mesh axis
-        that splits F: a name in TENSOR_PARALLEL. None, and of one token a row: the compiler's.
+      tensor_parallel: explicit collectives along the mesh axis that splits F, a name in
+        TENSOR_PARALLEL. None, and in calls with one token a row: the compiler's.
     """
 
     splits = splits(
@@ -53,7 +53,7 @@ class TransformerFeedForward(ResidualBranch):
 
     preset_settings = {"tensor_parallel": "mlp_collectives"}
 
-    @takes_settings_of(ResidualBranch)
+    @inherit_params(ResidualBranch)
     def __init__(
         self,
         input_dims: int,
@@ -95,7 +95,7 @@ class TransformerFeedForward(ResidualBranch):
                 activation_split_dims_mapping=self.hidden_split_dims_mapping, rngs=rngs,
             )
 
-        has_gate = use_gated_activation  # As in Pax, the gate is activated, and the other is not.
+        has_gate = use_gated_activation  # As in Pax, only the gate is activated.
         self.ffn_layer1 = into_hidden("ffn1", "identity" if has_gate else activation)
         self.ffn_layer1_gate = into_hidden("ffn1_gate", activation) if has_gate else None
         self.ffn_layer2 = fflayer_tpl(
@@ -128,10 +128,10 @@ class TransformerFeedForward(ResidualBranch):
         self, x: jax.Array, paddings: jax.Array | None, key: jax.Array | None
     ) -> jax.Array:
         """Returns the branch's output, which is added to the inputs."""
-        axis = axis_by_hand(self, self.features_split) if x.shape[1] > 1 else None
+        axis = tensor_parallel_axis(self, self.features_split) if x.shape[1] > 1 else None
         if axis is not None:
-            return by_hand(
-                HalfBlock(
+            return run_tensor_parallel(
+                ShardedLayer(
                     self, lambda layer, x, rows: layer._fed(x, rows.get("paddings"), None),
                     self.activation_split_dims_mapping, reads_sequences=False, output="ffn_layer2",
                 ),

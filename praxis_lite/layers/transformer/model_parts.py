@@ -1,4 +1,4 @@
-"""Parts that the language model and the encoder-decoder share: embeddings, stacks, the loss."""
+"""Parts of the language model and the encoder-decoder: embeddings, stacks, the loss."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from praxis_lite.layers.stacking.repeats import Block, StackedTransformer, num_r
 
 
 def embed(layer: Any, ids: jax.Array) -> jax.Array:
-    """Returns the embeddings [B, T, D] of ids, by a softmax that embeds or by an embedding."""
+    """Returns the embeddings [B, T, D] of ids, by an embedding or a softmax that embeds."""
     return getattr(layer, "emb_lookup", layer)(ids)
 
 
@@ -28,7 +28,7 @@ def position_embedding(
     template: Callable[..., Any] | None, max_seq_length: int | None, model_dims: int, *,
     rngs: nnx.Rngs,
 ) -> Any:
-    """Returns a model's position embedding, learned where there is a `max_seq_length`, or None."""
+    """Returns a model's position embedding, learned if `max_seq_length` is set, or None."""
     if max_seq_length is None:
         return None if template is None else template(embedding_dims=model_dims, rngs=rngs)
     if template in (None, PositionalEmbedding):
@@ -39,12 +39,12 @@ def position_embedding(
 def positions_in_segments(
     positions: jax.Array | None, segment_ids: jax.Array | None
 ) -> jax.Array | None:
-    """Returns the positions; without any those of packed rows, from 0 in each segment, or None.
+    """Returns positions, by default from 0 in each segment of packed rows.
 
     Args:
       positions: int [B, T].
-      segment_ids: int [B, T], tokens of one segment side by side; None: a row is one, whose
-        positions need no array.
+      segment_ids: int [B, T], with contiguous segments; None: a row is one, whose default positions
+        need no array.
     """
     if positions is not None or segment_ids is None:
         return positions
@@ -66,7 +66,7 @@ def repeated_block(
     model: object, templates: Callable[..., Any] | Sequence[Callable[..., Any]], num_layers: int,
     *sizes: int, **settings: Any,
 ) -> tuple[Block, int]:
-    """Returns the block of a stack of `num_layers`, and their number: a pattern counts once.
+    """Returns (block, number of blocks) of a stack of `num_layers`; a pattern is one block.
 
     Raises:
       ConfigError: the pattern does not divide num_layers; names the model's class.

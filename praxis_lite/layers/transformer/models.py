@@ -40,18 +40,18 @@ class TransformerLm(BaseLayer):
 
     Args:
       vocab_size: V.
-      model_dims, hidden_dims, num_heads, dim_per_head, num_layers: sizes handed to the templates.
-      max_seq_length: that many learned positions, in place of `position_emb_tpl`.
-      max_positions: the longest sequence that is taken, such as a rotary model was trained for;
-        None: rotary positions and sines have no end.
+      model_dims, hidden_dims, num_heads, dim_per_head, num_layers: sizes passed to the templates.
+      max_seq_length: number of learned positions, which replace `position_emb_tpl`.
+      max_positions: the longest accepted sequence, such as the length a rotary model was trained
+        with; None: no limit for rotary positions and sines.
       model_type: "causal", "bidirectional" or "prefix" (a prefix sees all of itself).
       fprop_dtype: of the activations; weights stay float32, logits are float32.
-      residual_dropout_prob: of what the blocks' parts add, see Transformer.
-      entropy_loss_weight: adds so many times the mean of sum(p log p) to the loss.
-      softmax_tpl: called with (V, D, rngs=) and, where it embeds the ids too, fprop_dtype=.
-      separate_embedding_tpl: embeds the ids in place of the softmax, called as that.
-      position_emb_tpl: added to the embeddings, called with (D, rngs=); None: nothing is added
-        (the attention may have positions of its own).
+      residual_dropout_prob: see Transformer.
+      entropy_loss_weight: weight of the mean of sum(p log p), added to the loss.
+      softmax_tpl: called with (V, D, rngs=) and, if it also embeds ids, fprop_dtype=.
+      separate_embedding_tpl: embeds ids instead of the softmax; called as the softmax.
+      position_emb_tpl: added to the embeddings, called with (D, rngs=); None: nothing is added, for
+        rotary positions.
       transformer_layer_tpl: a block, called with (D, hidden_dims, num_heads, rngs=) and settings
         of Transformer; or several, a pattern repeated along the depth.
       stacked_transformer_tpl: called with (block, num blocks, rngs=); a pattern is one block.
@@ -114,7 +114,7 @@ class TransformerLm(BaseLayer):
 
     @property
     def num_positions(self) -> int | None:
-        """The number of positions; None: they have no end."""
+        """The number of positions; None: no limit."""
         learned = getattr(self.position_emb, "max_seq_length", None)
         limits = [item for item in (learned, self.max_positions) if item is not None]
         return min(limits, default=None)
@@ -123,7 +123,7 @@ class TransformerLm(BaseLayer):
         """Returns an empty cache for `batch_size` rows of up to `max_seq_length` tokens.
 
         Raises:
-          ConfigError: learned positions end before that, or tokens see later ones.
+          ConfigError: there are fewer learned positions, or tokens see later ones.
         """
         if self.model_type != "causal":
             raise ConfigError(
@@ -148,16 +148,16 @@ class TransformerLm(BaseLayer):
     ) -> tuple[jax.Array, Any]:
         """Returns the logits and the cache.
 
-        With a cache the ids are appended to it at their positions, and the logits are those that
-        the whole sequence up to there would give.
+        With a cache the ids are appended to it at their positions, and the logits equal those of a
+        call with the complete sequence.
 
         Args:
           ids: int [B, T].
-          positions: int [B, T], consecutive in each segment; None: in each from 0.
-          segment_ids: int [B, T], of packed rows: a token sees its own segment; 0 is padding.
+          positions: int [B, T], consecutive in each segment; None: from 0 in each.
+          segment_ids: int [B, T], of packed rows: a token sees its segment; 0 is padding.
           paddings: [B, T], 1.0 for padding.
           inputs_indicator: [B, T] of model_type "prefix", 1 for a token of the prefix.
-          key: turns dropout on.
+          key: enables dropout.
         """
         x, cache = self._activations(
             ids, positions, segment_ids, paddings, inputs_indicator, key, cache
@@ -200,8 +200,8 @@ class TransformerLm(BaseLayer):
         if (inputs_indicator is None) == (self.model_type == "prefix"):
             raise ConfigError(
                 f"TransformerLm.model_type is {self.model_type!r}, and inputs_indicator is "
-                f"{'missing' if inputs_indicator is None else 'given'}. It says which tokens are "
-                'the prefix of model_type "prefix", and no other type takes it.'
+                f"{'missing' if inputs_indicator is None else 'given'}. It marks the tokens of "
+                'the prefix, and only model_type "prefix" takes it.'
             )
         self._check_length(ids.shape[-1])
         positions = positions_in_segments(positions, segment_ids)

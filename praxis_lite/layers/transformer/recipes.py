@@ -10,8 +10,9 @@ from praxis_lite.layers.attention.projections import AttentionProjection
 from praxis_lite.layers.embedding.softmaxes import SharedEmbeddingSoftmax
 from praxis_lite.layers.initializers import WeightInit
 from praxis_lite.layers.normalizations import RmsNorm
+from praxis_lite.layers.transformer.feed_forwards import TransformerFeedForward
 from praxis_lite.layers.transformer.models import TransformerLm
-from praxis_lite.layers.transformer.transformers import Transformer, TransformerFeedForward
+from praxis_lite.layers.transformer.transformers import Transformer
 
 
 def rotary_lm(

@@ -21,8 +21,6 @@ from praxis_lite.layers.stacking.residual_branches import (
 from praxis_lite.layers.stochastics import Dropout, StochasticResidual
 from praxis_lite.layers.transformer.feed_forwards import TransformerFeedForward
 
-__all__ = ["Transformer", "TransformerFeedForward"]
-
 # B batch, T time, S time of what is attended across, D model dims.
 _KEYS = (
     "self_attention", "self_attention_dropout", "self_attention_droppath", "cross_attention",
@@ -31,7 +29,7 @@ _KEYS = (
 
 
 def _given(**settings: Any) -> dict[str, Any]:
-    """Returns the settings that are set: a sublayer need not know the others."""
+    """Returns the settings that are set, as sublayers need not have the others."""
     return {name: value for name, value in settings.items() if value not in (None, 0.0)}
 
 
@@ -59,19 +57,19 @@ class Transformer(BaseLayer):
       atten_dropout_prob, residual_dropout_prob, relu_dropout_prob: of the attention probabilities,
         of what is added to the residual stream, of the hidden activations.
       residual_droppath_prob: share of the rows that skip a part of the block (stochastic depth).
-      mask_self_attention: True: no token sees a later one. False: every token sees all, as in an
-        encoder, and by default in the stacks of Pax, whose setting this is. None: True, unless the
-        call hands an atten_mask, which then says all, as in Pax's block.
+      mask_self_attention: True: no token sees later ones. False: every token sees all, as in an
+        encoder, and by default in Pax's stacks, which have this setting. None: True, unless the
+        call passes an atten_mask, which then decides alone, as in Pax's block.
       use_cross_attention: attend to `encoded` between self-attention and feed-forward.
-      allow_skip_cross_attention: do not, where there is no `encoded` (and no cache).
-      fold_padding_with_segment_mask: padded tokens are a segment of their own, and attend to each
+      allow_skip_cross_attention: skip it if there is no `encoded` (and no cache).
+      fold_padding_with_segment_mask: padding is a separate segment, whose tokens attend to each
         other, as in Pax's TransformerLm; otherwise they get the mean of all tokens. Other tokens
-        never see them.
-      is_parallel: the feed-forward part reads what attention reads, and both are added (GPT-J's,
-        arXiv:2204.06745).
+        never see padding.
+      is_parallel: the feed-forward part has the same inputs as attention, and both are added
+        (GPT-J, arXiv:2204.06745).
       ln_tpl: the norms, of the feed-forward too, called with (input_dims, rngs=).
       tr_atten_tpl: called with (input_dims, num_heads, dim_per_head=, rngs=).
-      cross_atten_tpl: called with is_cross_attention=True besides; None: tr_atten_tpl.
+      cross_atten_tpl: called also with is_cross_attention=True; None: tr_atten_tpl.
       tr_fflayer_tpl: called with (input_dims, hidden_dims, ln_tpl=, rngs=). A layer with an
         `init_cache` is called with cache= too, and returns (outputs, cache).
     """
@@ -194,11 +192,10 @@ class Transformer(BaseLayer):
 
         Args:
           inputs: [B, T, D].
-          atten_mask: float [B or 1, 1 or N, 1 or T, T] of self-attention, LARGE_NEGATIVE where a
-            token is not seen. As in Pax, paddings, segment_ids and the order of the tokens then
-            hide nothing.
-          encoded: [B, S, D], what the encoder returned.
-          key: turns dropout on.
+          atten_mask: float [B or 1, 1 or N, 1 or T, T] of self-attention, LARGE_NEGATIVE for hidden
+            tokens. As in Pax, paddings, segment_ids and the order of tokens are then ignored.
+          encoded: [B, S, D], outputs of the encoder.
+          key: enables dropout.
           others: see DotProductAttention; `paddings` are the feed-forward's too.
 
         Raises:
@@ -207,8 +204,8 @@ class Transformer(BaseLayer):
         """
         if atten_mask is not None and self.mask_self_attention is True:
             raise ConfigError(
-                "Transformer.mask_self_attention is True, and the call hands an atten_mask; as in "
-                f"Pax a mask alone says what a token sees. Leave it out, and {HIDE_LATER}."
+                "Transformer.mask_self_attention is True, and the call passes an atten_mask; as in "
+                f"Pax, a mask alone decides what a token sees. Omit the setting, and {HIDE_LATER}."
             )
         keys = dict(zip(_KEYS, split_keys(key, len(_KEYS)), strict=True))
         local = {"segment_ids": segment_ids, "paddings": paddings}
@@ -225,7 +222,7 @@ class Transformer(BaseLayer):
         caches = dict(cache) if has_caches and cache is not None else {"self_attention": cache}
 
         def attend(name: str, x: jax.Array, **inputs: Any) -> jax.Array:
-            # No None is handed on: a layer in attention's place need not know every input.
+            # Without None: a layer in place of attention need not have all arguments.
             inputs = {name: value for name, value in inputs.items() if value is not None}
             outputs, caches[name] = getattr(self, name)(
                 x, key=keys[name], cache=caches.get(name), **inputs

@@ -28,15 +28,19 @@ class _PaddedNorm(Norm):
 
     splits = splits(weight=(None,), activation=())
 
-    def _outputs(
-        self, inputs: jax.Array, paddings: jax.Array | None, key: jax.Array | None
+    def __call__(
+        self,
+        inputs: jax.Array,
+        paddings: jax.Array | None = None,
+        *,
+        key: jax.Array | None = None,
     ) -> jax.Array:
         rank, is_true = inputs.ndim, None
         if paddings is not None:
             if paddings.ndim >= rank or paddings.shape != inputs.shape[: paddings.ndim]:
                 raise ConfigError(
                     f"{type(self).__name__}: paddings have the shape {paddings.shape} and inputs "
-                    f"{inputs.shape}; wanted are paddings of the inputs' first dims, without "
+                    f"{inputs.shape}; expected the shape of the inputs' first dims, without "
                     "channels."
                 )
             is_true = 1.0 - paddings.astype(jnp.float32)

@@ -11,7 +11,7 @@ from praxis_lite.core.errors import ConfigError, require, require_choice
 from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.activations import ActivationFn, activation_fn
 from praxis_lite.layers.base.base_layer import BaseLayer, Initializer, broadcast_as, xavier, zeros
-from praxis_lite.layers.base.calls import require_positive, takes_settings_of
+from praxis_lite.layers.base.calls import inherit_params, require_positive
 from praxis_lite.layers.base.dims import NONE, Matrix, splits
 from praxis_lite.layers.base.result_types import convolved, elementwise
 from praxis_lite.layers.normalizations import IdentityNorm
@@ -115,8 +115,8 @@ class Conv2D(BaseLayer):
         if inputs.ndim != 4 or channels % per_group or num_outputs % max(num_groups, 1):
             raise ConfigError(
                 f"{type(self).__name__}.filter_shape is {self.filter_shape} and the inputs have "
-                f"the shape {inputs.shape}; wanted are inputs [B, H, W, C] with C a multiple of "
-                f"the filter's third size, and that multiple a divisor of its last."
+                f"the shape {inputs.shape}; expected [B, H, W, C], where C is a multiple of the "
+                "filter's third size and this multiple divides its last."
             )
         outputs = convolved(
             inputs,
@@ -141,7 +141,7 @@ class ConvBNAct(Conv2D):
       activation: a name of `activations.ACTIVATIONS`, or a function. Pax: activation_tpl.
     """
 
-    @takes_settings_of(Conv2D)
+    @inherit_params(Conv2D)
     def __init__(
         self,
         filter_shape: Sequence[int],

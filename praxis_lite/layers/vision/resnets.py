@@ -163,7 +163,8 @@ class ResNet(BaseLayer):
         check_sizes(self, len(strides), **sizes)
         check_sizes(self, 3, entryflow_conv_kernel=entryflow_conv_kernel)
         # As Pax: the bottleneck's stages begin with a quarter of their channels.
-        width = channels[0] // (4 if _class_of(block_params) is ResNetBlock else 1)
+        is_bottleneck = getattr(block_params, "func", block_params) is ResNetBlock
+        width = channels[0] // 4 if is_bottleneck else channels[0]
         self.entryflow_conv = conv_params(
             (*entryflow_conv_kernel, width), tuple(entryflow_conv_stride), rngs=rngs
         )
@@ -198,10 +199,3 @@ class ResNet(BaseLayer):
             return features
         pooling = self.output_spatial_pooling
         return outputs if pooling is None else pooling(outputs)
-
-
-def _class_of(template: Callable[..., Any]) -> Any:
-    """Returns the class within a partial, however deep; or the argument itself."""
-    while isinstance(template, functools.partial):
-        template = template.func
-    return template

@@ -3,23 +3,232 @@
 Dosovitskiy et al. 2020, arXiv:2010.11929.
 """
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import fiddle as fdl
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.sharding.devices.axis_types import typed_as
 from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.layers.attention.attentions import DotProductAttention
-from praxis_lite.layers.base.base_layer import BaseLayer
-from praxis_lite.layers.base.dims import RESIDUAL, splits
+from praxis_lite.layers.base.base_layer import BaseLayer, broadcast_as, zeros
+from praxis_lite.layers.base.calls import require_positive
+from praxis_lite.layers.base.dims import NONE, RESIDUAL, splits
+from praxis_lite.layers.base.result_types import reshaped
+from praxis_lite.layers.embedding.positional_embeddings import TrainablePositionalEmbedding
+from praxis_lite.layers.linears import FeedForward
+from praxis_lite.layers.normalizations import LayerNorm
 from praxis_lite.layers.stacking.repeats import StackedTransformer
 from praxis_lite.layers.stacking.residual_branches import split_keys
+from praxis_lite.layers.stochastics import Dropout
 from praxis_lite.layers.transformer.transformers import Transformer
-from praxis_lite.layers.vision.vit_entry_exit import VitEntryLayers, VitExitLayers
+from praxis_lite.layers.vision.convolutions import check_sizes
+from praxis_lite.layers.vision.poolings import GlobalPooling
 
 # B batch, H height, W width, C channels, P patch size, N tokens, D model dims.
+_over_tokens = functools.partial(GlobalPooling, pooling_dims=(1,))
+
+
+def image_to_patch(images: jax.Array, patch_size: int) -> jax.Array:
+    """Returns patches row by row, each flattened: [B, H, W, C] -> [B, H W / P^2, P^2 C].
+
+    Raises:
+      ConfigError: the images are not of rank 4, or the patch size does not divide them.
+    """
+    if images.ndim != 4 or images.shape[1] % patch_size or images.shape[2] % patch_size:
+        raise ConfigError(
+            f"patch_size is {patch_size}, but images have the shape {images.shape}; expected "
+            "[B, H, W, C] with H and W multiples of patch_size. Change it, or crop the images."
+        )
+    batch, height, width, channels = images.shape
+    rows, columns = height // patch_size, width // patch_size
+    cut = reshaped(images, (batch, rows, patch_size, columns, patch_size, channels))
+    patches = cut.transpose(0, 1, 3, 2, 4, 5)
+    return reshaped(patches, (batch, rows * columns, patch_size**2 * channels))
+
+
+class VitEntryLayers(BaseLayer):
+    """Returns tokens of images: [B, H, W, C], or patches [B, N, input_dims], -> [B, N', D].
+
+    A projection of each patch plus its position's learned vector; class tokens before and after.
+
+    Args:
+      pos_emb_shapes: rows and columns of patches that positions are learned for; or one number,
+        of tokens in a row. Images of other sizes get rows and columns interpolated.
+      patch_size: P.
+      input_dims: of a patch, P^2 C.
+      output_dims: D.
+      prepend_cls_tokens, append_cls_tokens: how many learned tokens to add; they have no position.
+      pos_emb_tpl: called with (number of positions, D, rngs=); or None.
+      input_fc_has_bias: the projection adds a bias.
+      weight_split_dims_mapping: of the projection's weight, [input_dims, D].
+      activation_split_dims_mapping: of the outputs, [B, N', D].
+
+    Raises:
+      ConfigError: when called: the patch size does not divide the images, patches have other dims
+        than input_dims, or there are more or fewer of them than positions.
+    """
+
+    splits = splits(weight=(None, "embed"), activation=RESIDUAL)
+
+    def __init__(
+        self,
+        pos_emb_shapes: Sequence[int],
+        patch_size: int,
+        input_dims: int,
+        output_dims: int,
+        *,
+        pos_emb_dropout_prob: float = 0.0,
+        prepend_cls_tokens: int = 0,
+        append_cls_tokens: int = 0,
+        pos_emb_tpl: Callable[..., Any] | None = TrainablePositionalEmbedding,
+        input_fc_has_bias: bool = True,
+        rngs: nnx.Rngs,
+    ):
+        sizes = {"input_dims": input_dims, "output_dims": output_dims}
+        require_positive(self, patch_size=patch_size, **sizes)
+        check_sizes(self, 1 if len(pos_emb_shapes) == 1 else 2, pos_emb_shapes=pos_emb_shapes)
+        patch_dims, D = self.dims(input_dims, output_dims)
+        self.patch_projection = FeedForward(
+            patch_dims, D, has_bias=input_fc_has_bias, activation="identity", rngs=rngs
+        )
+        num_positions = math.prod(pos_emb_shapes)
+        self.pos_emb = pos_emb_tpl(num_positions, output_dims, rngs=rngs) if pos_emb_tpl else None
+        self.dropout = Dropout(pos_emb_dropout_prob)
+
+        def class_tokens(name: str, count: int) -> nnx.Param | None:
+            if count == 0:
+                return None
+            require_positive(self, **{name: count})
+            return self.weight((1, count, D), init=zeros, matrix=NONE, rngs=rngs)
+
+        self.prepend_cls_embs = class_tokens("prepend_cls_tokens", prepend_cls_tokens)
+        self.append_cls_embs = class_tokens("append_cls_tokens", append_cls_tokens)
+        self.pos_emb_shapes, self.patch_size = tuple(pos_emb_shapes), patch_size
+        self.input_dims = input_dims
+
+    def __call__(self, inputs: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
+        """A key turns dropout on."""
+        patches = inputs if inputs.ndim == 3 else image_to_patch(inputs, self.patch_size)
+        if patches.shape[-1] != self.input_dims:
+            raise ConfigError(
+                f"VitEntryLayers.input_dims is {self.input_dims}, but a patch of inputs "
+                f"{inputs.shape} has {patches.shape[-1]} numbers. Set input_dims to that: the "
+                f"patch size squared times the channels."
+            )
+        features = self.patch_projection(patches)
+        if self.pos_emb is not None:
+            features += broadcast_as(self._positions(inputs, patches.shape[1]), features)
+        features = self.dropout(features, key)
+
+        def tokens(weight: nnx.Param | None) -> list[jax.Array]:
+            if weight is None:
+                return []
+            # Cast afterwards, as `broadcast_as` does.
+            w = jnp.broadcast_to(weight[...], (features.shape[0], *weight.shape[1:]))
+            return [typed_as(w.astype(features.dtype), features)]
+
+        parts = [*tokens(self.prepend_cls_embs), features, *tokens(self.append_cls_embs)]
+        outputs = jnp.concatenate(parts, axis=1) if len(parts) > 1 else features
+        return constrain(outputs, self.activation_split_dims_mapping)
+
+    def _positions(self, inputs: jax.Array, num_patches: int) -> jax.Array:
+        """Returns [1, N, D], interpolated where the image has another grid than was learned."""
+        embs = self.pos_emb(seq_length=math.prod(self.pos_emb_shapes))
+        if inputs.ndim == 4 and len(self.pos_emb_shapes) == 2:
+            grid = tuple(size // self.patch_size for size in inputs.shape[1:3])
+            if grid != self.pos_emb_shapes:
+                embs = embs.reshape(*self.pos_emb_shapes, -1)
+                embs = jax.image.resize(embs, (*grid, embs.shape[-1]), "bilinear")
+                return embs.reshape(1, num_patches, -1)
+        if embs.shape[1] != num_patches:
+            raise ConfigError(
+                f"VitEntryLayers.pos_emb_shapes is {self.pos_emb_shapes}, but inputs "
+                f"{inputs.shape} have {num_patches} patches. Set it to their rows and columns."
+            )
+        return embs
+
+
+class ClassTokenPooling(BaseLayer):
+    """Returns the first token of each row, for VitExitLayers' `pooling_tpl`: [B, N, D] -> [B, D].
+
+    Args:
+      index: which; 0 is the first that VitEntryLayers prepends, -1 the last that it appends.
+    """
+
+    def __init__(self, index: int = 0, *, rngs: nnx.Rngs | None = None):
+        self.index = index
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        return inputs[:, self.index]
+
+
+class VitExitLayers(BaseLayer):
+    """Returns features of tokens: [B, N, hidden_dim] -> [B, output_dim]; not pooled, [B, N, ...].
+
+    A norm, the tokens' mean, a projection with tanh.
+
+    Args:
+      hidden_dim: of the tokens.
+      output_dim: of the features; 0: as hidden_dim.
+      output_dropout_prob: of the features.
+      pooled: False: features of every token.
+      pre_ln: begin with a norm.
+      output_fc_tanh: project, with tanh. False: project, without, only if output_dim differs from
+        hidden_dim.
+      output_fc_has_bias: the projection adds a bias.
+      pooling_tpl: called with (rngs=), then with the tokens; ClassTokenPooling takes the class
+        token. The default is the mean; Pax's names no dims and cannot run.
+      ln_tpl: the norm, called with (hidden_dim, rngs=).
+      weight_split_dims_mapping: of the projection's weight, [hidden_dim, output_dim].
+      activation_split_dims_mapping: of the outputs.
+    """
+
+    # Features may be of an image or of each token.
+    splits = splits(weight=("embed", None), activation=("batch",))
+
+    def __init__(
+        self,
+        hidden_dim: int,
+        output_dim: int = 0,
+        *,
+        output_dropout_prob: float = 0.0,
+        pooled: bool = True,
+        pre_ln: bool = True,
+        output_fc_tanh: bool = True,
+        output_fc_has_bias: bool = True,
+        pooling_tpl: Callable[..., Any] = _over_tokens,
+        ln_tpl: Callable[..., Any] = LayerNorm,
+        rngs: nnx.Rngs,
+    ):
+        output_dim = hidden_dim if output_dim == 0 else output_dim
+        require_positive(self, hidden_dim=hidden_dim, output_dim=output_dim)
+
+        def projection(activation: str) -> FeedForward:
+            return FeedForward(
+                *self.dims(hidden_dim, output_dim), has_bias=output_fc_has_bias,
+                activation=activation, rngs=rngs,
+            )
+
+        is_plain = not output_fc_tanh and output_dim != hidden_dim
+        self.ln = ln_tpl(hidden_dim, rngs=rngs) if pre_ln else None
+        self.pooling = pooling_tpl(rngs=rngs) if pooled else None
+        self.fc_tanh = projection("tanh") if output_fc_tanh else None
+        self.output_projection = projection("identity") if is_plain else None
+        self.dropout = Dropout(output_dropout_prob)
+
+    def __call__(self, inputs: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
+        """A key turns dropout on."""
+        outputs = inputs if self.ln is None else self.ln(inputs)
+        for layer in (self.pooling, self.fc_tanh, self.output_projection):
+            outputs = outputs if layer is None else layer(outputs)
+        return constrain(self.dropout(outputs, key), self.activation_split_dims_mapping)
 
 
 class VisionTransformer(BaseLayer):

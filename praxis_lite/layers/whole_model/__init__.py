@@ -1,4 +1,4 @@
-"""Settings of a whole model from outside: splits by a word, adapters, quantized products.
+"""Changes to a complete model: sharding presets, adapters, quantization.
 
-Sees every layer; no layer sees it.
+This package knows all layers; no layer knows it.
 """

@@ -1,4 +1,4 @@
-"""Products of dense layers with a weight and two thin matrices: LoRA's, and DoRA's."""
+"""Products of dense layers with LoRA or DoRA."""
 
 import dataclasses
 import string
@@ -16,8 +16,8 @@ class DenseForm:
     """The letters of a dense layer's equation, without leading dims.
 
     Attributes:
-      leading: letters that number the outputs of a layer that returns several.
-      stack: letters of the weight that number layers side by side, each with an adapter.
+      leading: letters that number the outputs of a layer with several outputs.
+      stack: letters of the weight that number independent layers, each with an adapter.
     """
 
     inputs: str
@@ -78,11 +78,11 @@ def form_of(layer: Dense) -> DenseForm:
 
 @dataclasses.dataclass(frozen=True)
 class AdaptedProduct(Product):
-    """A product, with its bias, plus that of two thin matrices: none is as large as the weight.
+    """A product, with its bias, plus that of two low-rank matrices.
 
     Attributes:
       base: the product with `w`.
-      weights: the layer's weights that it needs besides `w`.
+      weights: names of the adapter's weights in the layer.
     """
 
     base: Product
@@ -97,10 +97,10 @@ class AdaptedProduct(Product):
         return self.merged(layer, self.base.kernel(layer), *adapters)
 
     def merged(self, layer: Dense, w: jax.Array, *adapters: jax.Array) -> jax.Array:
-        """Returns a weight with its adapter in it, in its own dtype; of stacks too.
+        """Returns a weight with its adapter merged, in the weight's dtype; stacks too.
 
         Args:
-          w: of the layer, [..., dims], with a stack's dims first.
+          w: [..., dims], with stacked dims first.
           adapters: in the order of `weights`, [..., dims].
         """
         a, b = adapters
@@ -118,7 +118,7 @@ class AdaptedProduct(Product):
         return outputs + typed_as(self.thin(layer, inputs), outputs)
 
     def thin(self, layer: Dense, inputs: jax.Array) -> jax.Array:
-        """Returns the product of the inputs with the two thin matrices, times the scale."""
+        """Returns the scaled product of the inputs with the two low-rank matrices."""
         form = form_of(layer)
         a, b = layer.lora_a[...].astype(inputs.dtype), layer.lora_b[...].astype(inputs.dtype)
         thin = einsum(f"...{form.inputs},{form.a}->...{form.between}", inputs, a)
@@ -139,10 +139,10 @@ class AdaptedProduct(Product):
 
 @dataclasses.dataclass(frozen=True)
 class DecomposedProduct(AdaptedProduct):
-    """An adapted product whose outputs are scaled: each column of the weight has a learned length.
+    """DoRA's product: the length of each column of the adapted weight is learned.
 
-    No array but `w` is as large as the weight: the squares of lengths are sums of products of w, a
-    and b.
+    It stores no array of the weight's size besides `w`: the squared lengths are sums of products of
+    w, a and b.
     """
 
     weights = ("lora_a", "lora_b", "lora_m")
@@ -181,7 +181,7 @@ class DecomposedProduct(AdaptedProduct):
     def _scales(
         self, form: DenseForm, w: jax.Array, a: jax.Array, b: jax.Array, m: jax.Array
     ) -> jax.Array:
-        """Returns the factor of each output: its column's learned length by its length now."""
+        """Returns the factor of each output: the learned length of its column over its length."""
         dtype = jnp.promote_types(w.dtype, jnp.float32)
         w, a, b = (jax.lax.stop_gradient(x.astype(dtype)) for x in (w, a, b))
         r, s = form.rank, form.other_rank

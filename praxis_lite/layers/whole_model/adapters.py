@@ -1,12 +1,12 @@
-"""LoRA and DoRA: dense layers that learn a product of two thin matrices beside w.
+"""LoRA and DoRA: dense layers that learn a low-rank addition to w.
 
     linear_tpl=lora(Linear, rank=4)                        # one layer
     tr_atten_tpl=lora(DotProductAttention, rank=4, only=("query", "value"))  # layers inside one
 
-An adapted layer is its base layer with `lora_a` and `lora_b` beside `w`: all other paths, and the
-first values of all other weights, are those of the model without adapters. In a stack adapt the
-block, not the stack. What the product with `w` is, such as a rounded one (quantization.py), may be
-said before or after.
+An adapted layer is its base layer with the weights `lora_a` and `lora_b` next to `w`: other paths
+and initial values equal those of the model without adapters. In a stack adapt the block, not the
+stack. The product with `w` may be replaced, such as by a rounded one (quantization.py), before or
+after.
 """
 
 import functools
@@ -28,7 +28,7 @@ from praxis_lite.layers.whole_model.adapted_products import (
     form_of,
 )
 
-# Of the product that has most.
+# DoRA's, which include LoRA's.
 ADAPTER_WEIGHTS = DecomposedProduct.weights
 
 
@@ -40,18 +40,18 @@ def lora(
     only: Sequence[str] | None = None,
     use_dora: bool = False,
 ) -> Callable[..., Any]:
-    """Returns a template as `base_tpl`, whose dense layers add `alpha / rank * x @ a @ b`.
+    """Returns a template like `base_tpl` whose dense layers add `alpha / rank * x @ a @ b`.
 
-    b starts with zeros, so that the adapted layer begins as the base layer (arXiv:2106.09685).
+    b starts as zeros, so that the adapted layer starts as the base layer (arXiv:2106.09685).
 
     Args:
-      base_tpl: of a dense layer (praxis_lite.layers.Dense) or of a layer with some inside.
-      rank: of the product.
+      base_tpl: a template of a dense layer (praxis_lite.layers.Dense), or of a layer with some.
+      rank: of a @ b.
       alpha: None: rank, a factor of 1.
-      only: adapt the layers whose path inside has one of these names, such as "query"; None: all.
-      use_dora: learn the length of each output's column of w + a @ b too (DoRA, arXiv:2402.09353).
-        It is that of w plus `lora_m`, which starts with zeros and is trained as a and b are; what
-        it is divided by is a constant to the backward pass (section 4.3 there).
+      only: adapt layers whose path contains one of these names, such as "query"; None: all.
+      use_dora: also learn the length of each output's column of w + a @ b (DoRA, arXiv:2402.09353):
+        that of w plus `lora_m`, which starts as zeros. The actual length, by which it is divided,
+        is a constant of the backward pass (section 4.3 there).
 
     Raises:
       ConfigError: rank is not positive; or, once called, there is no layer to adapt, or one has an
@@ -73,10 +73,10 @@ def adapted(
     rngs: nnx.Rngs,
     **kwargs: Any,
 ) -> Any:
-    """Returns the layer that `lora(base_tpl, rank=rank, ...)` makes of the other arguments.
+    """Returns `lora(base_tpl, rank=rank, ...)(*args, rngs=rngs, **kwargs)`.
 
-    For experiments: `fdl.Partial(adapted, base_tpl=fdl.Partial(Linear), rank=4)` has its rank
-    within reach of --set.
+    For experiments: --set reaches the rank of `fdl.Partial(adapted, base_tpl=fdl.Partial(Linear),
+    rank=4)`.
     """
     _check_rank(rank)
     layer = base_tpl(*args, rngs=rngs, **kwargs)
@@ -89,15 +89,15 @@ def adapted(
         raise ConfigError(
             f"lora finds nothing to adapt in {type(layer).__name__}"
             + (f" under the names {tuple(only)}" if only is not None else "")
-            + "; wanted is a Linear or another Dense layer, or a layer with such inside."
+            + "; expected a Linear or another Dense layer, or a layer that contains one."
         )
     twice = ["/".join(map(str, path)) for path, node in dense if is_adapted(node)]
     if twice:
         raise ConfigError(
-            f"lora: {few(twice)} of {type(layer).__name__} has an adapter already. Leave one out, "
+            f"lora: {few(twice)} of {type(layer).__name__} has an adapter already. Remove one, "
             "or name the layers of each in `only`."
         )
-    # Drawn from a copy: layers made after this one start as they would without it.
+    # Drawn from a copy: layers created later get the same keys as without adapters.
     key = jax.random.fold_in(nnx.compat.clone(rngs).params(), rank)
     for i, (_, node) in enumerate(sorted(dense, key=lambda item: list(map(str, item[0])))):
         layer_rngs = nnx.Rngs(jax.random.fold_in(key, i))
@@ -110,7 +110,7 @@ def _check_rank(rank: int) -> None:
 
 
 def merge_adapters(module: nnx.Module) -> nnx.Module:
-    """Returns a copy of `module` without adapters, each folded into its weight; stacks too."""
+    """Returns a copy of `module` with each adapter merged into its weight; stacks too."""
     module = nnx.compat.clone(module)
     for node in adapted_layers(module).values():
         adapters = [getattr(node, name)[...] for name in node.product.weights]
@@ -119,7 +119,7 @@ def merge_adapters(module: nnx.Module) -> nnx.Module:
 
 
 def without_adapters(module: nnx.Module) -> nnx.Module:
-    """Returns a copy of `module` whose adapted layers are their base layers again."""
+    """Returns a copy of `module` without adapters."""
     module = nnx.compat.clone(module)
     for node in adapted_layers(module).values():
         for name in node.product.weights:
@@ -142,11 +142,11 @@ def is_adapted(node: Any) -> bool:
 
 
 def _adapt(layer: Dense, rank: int, scale: float, use_dora: bool, rngs: nnx.Rngs) -> None:
-    """Adds an adapter's weights to a dense layer and makes it compute with them."""
+    """Adds an adapter to a dense layer."""
     layer.product = (DecomposedProduct if use_dora else AdaptedProduct)(layer.product, scale)
     form, sizes = form_of(layer), layer.kernel(layer.w.dtype).shape
     size_of = dict(zip(form.weight, sizes, strict=True)) | {form.rank: rank}
-    # Of merged dims the first has the split; the rank is whole.
+    # The first of merged dims has the split; the rank is not split.
     mapping = layer.w.get_metadata().get("split_dims_mapping")
     split_of = {group[0]: split for group, split in zip(layer.letters, mapping or (), strict=False)}
     fan_in = math.prod(size_of[letter] for letter in form.summed)
@@ -157,3 +157,37 @@ def _adapt(layer: Dense, rank: int, scale: float, use_dora: bool, rngs: nnx.Rngs
         split = None if mapping is None else tuple(split_of.get(letter) for letter in letters)
         made = layer.weight(shape, split, init=init, matrix=NONE, rngs=rngs)
         setattr(layer, name, made)
+
+
+REFERENCE = "reference"
+
+
+def with_reference(
+    *args: Any, base_tpl: Callable[..., Any], rngs: nnx.Rngs, **kwargs: Any
+) -> Any:
+    """Returns `base_tpl(*args, rngs=rngs, **kwargs)` with a copy of itself as `reference`.
+
+    The copy starts with the same weights; exclude it from training:
+    `learner.bprop_variable_exclusion="reference/.*"`. A model with adapters does not need it.
+    """
+    same_rngs = nnx.compat.clone(rngs)
+    module = base_tpl(*args, rngs=rngs, **kwargs)
+    setattr(module, REFERENCE, base_tpl(*args, rngs=same_rngs, **kwargs))
+    return module
+
+
+def reference_of(module: nnx.Module) -> nnx.Module:
+    """Returns the initial model of `module`: its copy, or itself without adapters.
+
+    Raises:
+      ConfigError: it has neither.
+    """
+    if hasattr(module, REFERENCE):
+        return getattr(module, REFERENCE)
+    if not adapted_layers(module):
+        raise ConfigError(
+            f"{type(module).__name__} has neither adapters nor a frozen copy of itself. Give it "
+            "adapters (praxis_lite.layers.lora), or make it with "
+            "fdl.Partial(with_reference, base_tpl=...) of praxis_lite.layers."
+        )
+    return without_adapters(module)

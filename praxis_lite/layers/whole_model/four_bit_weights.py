@@ -1,8 +1,8 @@
-"""Weights in 4 bits, with a scale for each block: rounded, packed, and multiplied.
+"""Weights in 4 bits, with a scale for each block: rounding, packing, multiplication.
 
-Two numbers are in a byte, so that every device, file and network holds half a byte of each weight;
-of the scales, float32, comes another half bit with blocks of 64. Qwix has the same types, but its
-"nf4" flattens a weight, which gathers one that is split, and its numbers take a byte each.
+A byte has two numbers, in memory, files and communication; float32 scales of blocks of 64 add half
+a bit per weight. Qwix has the same types, but its "nf4" flattens a weight, which gathers a split
+one, and its numbers take a byte each.
 """
 
 import dataclasses
@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.layers.base.base_layer import to_multiple
+from praxis_lite.layers.base.base_layer import pad_to_multiple
 from praxis_lite.layers.base.dense import Dense, StoredWeight, in_order, is_dense
 from praxis_lite.layers.base.result_types import einsum
-from praxis_lite.layers.whole_model.kept_weights import Keep
+from praxis_lite.layers.whole_model.packed_weights import Pack
 
-# Of the weight alone.
+# Types that round only the weight.
 WEIGHT_QTYPES = ("int4", "nf4")
 BLOCK_SIZE = 64  # QLoRA's.
 # QLoRA's NormalFloat: quantiles of a normal distribution (arXiv:2305.14314, appendix E).
@@ -40,10 +40,10 @@ class FourBitWeight(StoredWeight):
     """A weight as 16 numbers times scales.
 
     Attributes:
-      codes: uint8, of the weight's shape but for `dim`, which has two of its numbers in a byte.
-      scale: float32, of the weight's shape but for `dim`: one for each block.
+      codes: uint8, of the weight's shape except `dim`, with two numbers in a byte.
+      scale: float32, of the weight's shape except `dim`: one for each block.
       qtype: "int4" or "nf4".
-      dim: that is in blocks, counted from the end.
+      dim: the dim that is divided into blocks, counted from the end.
       size: of the weight in that dim.
       block_size: elements that share a scale.
     """
@@ -72,7 +72,7 @@ class FourBitWeight(StoredWeight):
         return jax.lax.slice_in_dim(values, 0, self.size, axis=place).astype(dtype)
 
     def multiplied(self, layer: Dense, inputs: jax.Array) -> jax.Array:
-        # The backward pass makes the floats again: between the passes lie 4 bits.
+        # The backward pass recomputes the floats: the residual has 4 bits.
         @jax.checkpoint
         def product(weight: FourBitWeight, inputs: jax.Array) -> jax.Array:
             kernel = weight.astype(inputs.dtype).reshape(layer.kernel_shape)
@@ -84,21 +84,20 @@ class FourBitWeight(StoredWeight):
 def in_4_bits(weight: jax.Array, qtype: str, block_size: int, dim: int) -> FourBitWeight:
     """Returns a weight rounded to the nearest of 16 numbers.
 
-    "int4" has the whole numbers from -7 to 7, "nf4" those of NF4, which are bitsandbytes' to the
-    bit.
+    "int4" has the integers from -7 to 7, "nf4" the numbers NF4, bit for bit those of bitsandbytes.
 
     Args:
-      dim: that is cut into blocks, counted from the end; the last one is filled with zeros.
+      dim: to divide into blocks, counted from the end; the last block is padded with zeros.
     """
     size, place = weight.shape[dim], weight.ndim + dim
     block_size = min(block_size, size)
     before, after = weight.shape[:place], weight.shape[place + 1 :]
-    whole = to_multiple(weight.astype(jnp.float32), block_size, place)
+    whole = pad_to_multiple(weight.astype(jnp.float32), block_size, place)
     blocks = whole.reshape(*before, -1, block_size, *after)
     largest = jnp.max(jnp.abs(blocks), axis=place + 1)
     scale = jnp.where(largest > 0, largest / (7 if qtype == "int4" else 1), 1)
     codes = _codes(blocks / jnp.expand_dims(scale, place + 1), qtype)
-    codes = to_multiple(codes, 2, place + 1)
+    codes = pad_to_multiple(codes, 2, place + 1)
     low, high = (
         jax.lax.slice_in_dim(codes, i, codes.shape[place + 1], 2, axis=place + 1) for i in (0, 1)
     )
@@ -106,8 +105,8 @@ def in_4_bits(weight: jax.Array, qtype: str, block_size: int, dim: int) -> FourB
     return FourBitWeight(packed, scale, qtype, dim, size, block_size)
 
 
-def forms_in_4_bits(module: nnx.Module, qtype: str) -> Mapping[str, Keep]:
-    """Returns forms by path for the weights of dense layers but the one that makes logits."""
+def forms_in_4_bits(module: nnx.Module, qtype: str) -> Mapping[str, Pack]:
+    """Returns packing functions by path for all dense layers except that of logits."""
     return {
         "/".join(("params", *map(str, path), "w")): functools.partial(
             in_4_bits, qtype=qtype, block_size=BLOCK_SIZE, dim=node.summed_dims[-1]
@@ -129,7 +128,7 @@ def _values(codes: jax.Array, qtype: str) -> jax.Array:
     """Returns the float32 that codes stand for."""
     if qtype == "int4":
         return (codes ^ 8).astype(jnp.float32) - 8
-    # Choices between pairs, bit by bit: a lookup in a table would be a gather for each weight.
+    # Selects between pairs, bit by bit: a table lookup would be a gather for each weight.
     values: list[Any] = [jnp.float32(value) for value in NF4]
     for bit in range(4):
         is_set = (codes >> bit) & 1 == 1

@@ -1,32 +1,34 @@
-"""Matrix products in int8 or float8, or of weights rounded to 4 bits: a setting around a model.
+"""Matrix products in int8 or float8, or with weights rounded to 4 bits.
 
     task.model = fdl.Partial(
         quantized, model=fdl.Partial(TransformerLm, ...),
         rules=(fdl.Config(QuantizationRule, "transformer", qtype="int8"),))
 
-Weights, slots and checkpoints are those of the model without it. A weight is rounded each time that
-it is used, with a scale per output channel; activations are rounded with a scale per token; or each
-with a single scale (`scales="tensor"`). Recipes by a word are in quantization_recipes.py. The
-product is summed in int32 (float8: in float32) and scaled back; devices sum scaled products, in the
-activations' dtype, where a layer's splits tell which they are (summing_devices.py). Gradients pass
-the rounding as if it were not there; without a `bwd_qtype` the two products of the backward pass
-are of the unrounded factors, in the model's dtype.
+Weights, slots and checkpoints are those of the model without rules. A weight is rounded each time
+it is used, with a scale per output channel, activations with a scale per token; or each with a
+single scale (`scales="tensor"`). Products are summed in int32 (float8: in float32) and rescaled;
+devices sum rescaled products in the activations' dtype, as far as the layers' splits determine
+which devices sum together (`summing_devices`). Gradients pass through the rounding
+(straight-through); without a `bwd_qtype` both products of the backward pass use unrounded factors
+in the model's dtype.
 
-In 4 bits, "int4" or QLoRA's "nf4" (arXiv:2305.14314), only the weight is rounded, with a scale for
-each `block_size` inputs of a channel. The backward pass is of the rounded weight, whose gradient
-passes the rounding.
+With "int4" or QLoRA's "nf4" (arXiv:2305.14314) only the weight is rounded, with a scale for each
+`block_size` inputs of a channel. The backward pass uses the rounded weight.
 
 Never rounded are products of two activations (attention's logits), experts, convolutions,
-recurrences, embeddings and LoRA's thin products; the log names the layers that a pattern matches
-and that are not rounded. A softmax with a `chunk_size` cannot have its weight rounded. Stored
-weights stay float32 (in 4 bits: four_bit_weights.py), so that decoding rounds them for every
-token. Rounding is to nearest, in the backward pass too. A sum of more than 133,000 int8 products
-can leave int32 if nearly all are the largest (with a `bwd_qtype`, a weight's gradient sums over all
-tokens of a device).
+recurrences, embeddings and LoRA's thin products; the log names matching layers that are not
+rounded. A softmax with a `chunk_size` cannot have its weight rounded. Stored weights stay float32
+(in 4 bits: four_bit_weights.py), so decoding rounds them for every token. Rounding is to nearest,
+in the backward pass too. A sum of more than 133,000 int8 products can overflow int32 if nearly all
+are the largest (with a `bwd_qtype`, a weight's gradient sums over all tokens of a device).
 
-Of 8 bits the arithmetic is Qwix's: `qwix.quantize` and `qwix.einsum`. Its `qwix.quantize_model`
-intercepts one method of a model (an LM has two, `__call__` and `compute_loss`), finds layers by
-walking Python's stack, and asks Flax for methods that are deprecated.
+`task.quantization = "float8"` (of a LanguageModelTask) or `--set task.quantization=float8` applies
+a recipe of QUANTIZATION_RECIPES to all dense layers but the one that makes logits, forward and
+backward. The recipes "nf4" and "int4" store the frozen weights of these layers in 4 bits.
+
+8-bit arithmetic is Qwix's: `qwix.quantize` and `qwix.einsum`. `qwix.quantize_model` intercepts only
+one method of a model (an LM has two, `__call__` and `compute_loss`), finds layers by walking
+Python's stack, and calls deprecated methods of Flax.
 """
 
 import dataclasses
@@ -39,12 +41,19 @@ from typing import Any
 from flax import nnx
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, is_whole, require, require_choice
+from praxis_lite.core.learner.learner import Learner
+from praxis_lite.core.models.model import Model
 from praxis_lite.core.sharding.leaf_paths import path_pattern
 from praxis_lite.core.sharding.split_dims import SplitDims
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.layers.base.dense import Product, is_dense
 from praxis_lite.layers.base.variables import num_stacked_dims
-from praxis_lite.layers.whole_model.four_bit_weights import BLOCK_SIZE, WEIGHT_QTYPES
+from praxis_lite.layers.whole_model.four_bit_weights import (
+    BLOCK_SIZE,
+    WEIGHT_QTYPES,
+    forms_in_4_bits,
+)
+from praxis_lite.layers.whole_model.packed_weights import PackedModel, check_frozen
 from praxis_lite.layers.whole_model.rounded_products import (
     QTYPES,
     SCALES,
@@ -55,24 +64,24 @@ from praxis_lite.layers.whole_model.rounded_products import (
 
 @dataclasses.dataclass(frozen=True)
 class QuantizationRule:
-    """How the layers are multiplied whose weight's path a pattern matches.
+    """How layers whose weight's path matches a pattern are multiplied.
 
     Attributes:
       regex: matched from the start of a weight's path (`re.match`), such as
-        "transformer/.*/ffn_layer"; of several rules the first that matches counts.
+        "transformer/.*/ffn_layer"; the first matching rule applies.
       qtype: of inputs and weight: "int8", "float8_e4m3fn", "float8_e5m2"; of the weight alone:
         "int4", "nf4"; None: not rounded.
       bwd_qtype: of the incoming gradient in both products of the backward pass, whose other factor
         is rounded to `qtype`; None: the backward pass is not rounded. Not in 4 bits.
-      block_size: of a weight in 4 bits: the inputs of a channel that share a scale, counted in the
-        last dim of inputs; None: 64.
-      scales: of what is rounded to 8 bits: "channel": one for each output channel of a weight and
-        each token; "tensor": one for all of a factor, over all devices that hold parts of it.
-      but_logits: leave layers that make logits as they are.
+      block_size: of a weight in 4 bits: the number of inputs of a channel, in the last dim of
+        inputs, that share a scale; None: 64.
+      scales: of 8 bits: "channel": one for each output channel of a weight and each token;
+        "tensor": one for each factor, over all devices.
+      but_logits: do not round layers that compute logits.
 
     Raises:
-      ConfigError: no type has that name, one is of integers and the other of floats, `regex` is no
-        regular expression, or a setting is of other types.
+      ConfigError: an unknown type, types that mix integers and floats, an invalid `regex`, or a
+        setting of other types.
     """
 
     regex: str
@@ -107,10 +116,10 @@ class QuantizationRule:
         path_pattern("QuantizationRule.regex", self.regex)
 
     def put(self, product: Product, rows_split: SplitDims = None) -> Product:
-        """Returns a product whose product with `w` is rounded; adapters around it stay exact.
+        """Returns `product` with its product with `w` rounded; adapters stay exact.
 
         Args:
-          rows_split: how the rows of its inputs split, the batch and time.
+          rows_split: the split of the inputs' batch and time.
         """
         if self.qtype in WEIGHT_QTYPES:
             return product.over(RoundedWeight(self.qtype, self.block_size or BLOCK_SIZE))
@@ -126,15 +135,15 @@ def quantized(
     rngs: nnx.Rngs,
     **kwargs: Any,
 ) -> nnx.Module:
-    """Returns the layer that `model` builds, its dense layers multiplying by the rules.
+    """Returns the layer built by `model`, with its dense layers quantized by rules.
 
     Raises:
-      ConfigError: Qwix is not installed, there are no rules, or one matches no layer; names the
-        weights that there are.
+      ConfigError: Qwix is not installed, there are no rules, or one matches no layer; lists the
+        weights.
     """
     optional_module("qwix", "quantized")
     if not rules:
-        raise ConfigError("quantized.rules is empty; wanted is a QuantizationRule or several.")
+        raise ConfigError("quantized.rules is empty; expected one QuantizationRule or more.")
     layer = model(*args, rngs=rngs, **kwargs)
     nodes = {"/".join(map(str, path)): node for path, node in nnx.compat.iter_graph(layer)}
     dense = {f"{path}/w".lstrip("/"): node for path, node in nodes.items() if is_dense(node)}
@@ -162,7 +171,7 @@ def quantized(
 
 
 def _rows_split(path: str, nodes: Mapping[str, Any]) -> SplitDims:
-    """Returns how the batch and time of a dense layer split, as it or the layer around it says."""
+    """Returns the split of batch and time of a dense layer, declared by it or its parent."""
     parent, _, name = path.rpartition("/")
     around = "output" if name == "post" else "activation"  # Of attention, its outputs.
     for layer, of in ((nodes[path], "activation"), (nodes[parent], around)):
@@ -173,27 +182,73 @@ def _rows_split(path: str, nodes: Mapping[str, Any]) -> SplitDims:
 
 
 def is_matrix(node: Any) -> bool:
-    """Returns True for a weight of two dims or more, those of stacks not counted."""
+    """Returns whether a node is a weight of two or more dims, without stacked dims."""
     return isinstance(node, nnx.Param) and node.ndim - num_stacked_dims(node) > 1
 
 
 def _unused(rule: QuantizationRule, paths: Sequence[str]) -> ConfigError:
     taken = any(re.match(rule.regex, path) for path in paths)
-    what = "that a rule before it has not taken" if taken else "of a dense layer"
+    what = "that no earlier rule matches" if taken else "of a dense layer"
     near = did_you_mean(rule.regex, paths)
     shown = ", ".join(paths[:12]) + (f" and {len(paths) - 12} more" if len(paths) > 12 else "")
     return ConfigError(
-        f"QuantizationRule.regex {rule.regex!r} matches no weight {what}; wanted is the beginning "
-        f"of one of {shown}.{near} Mend it, or take the rule out."
+        f"QuantizationRule.regex {rule.regex!r} matches no weight {what}; expected the beginning "
+        f"of one of {shown}.{near} Fix the pattern, or remove the rule."
     )
 
 
 @functools.cache
 def log_rounding(names: tuple[tuple[str, tuple[str, ...]], ...], left: tuple[str, ...]) -> None:
-    """Logs which weights are rounded and which are left: once in a process for each model."""
+    """Logs which weights are rounded, once per process for each model."""
     logger = logging.getLogger("praxis_lite")
     for qtype, paths in names:
         what = "not rounded, by a rule" if qtype == "None" else f"products in {qtype}"
         logger.info("%s: %s", what, ", ".join(paths))
     if left:
         logger.info("not rounded, being no dense layers: %s", ", ".join(left))
+
+
+_rule = functools.partial(QuantizationRule, "", but_logits=True)
+# float8 as in arXiv:2209.05433: more digits forward, a wider range backward.
+_float8 = functools.partial(_rule, "float8_e4m3fn", "float8_e5m2")
+
+# By name, for `task.quantization`; a str is the type in which weights are stored.
+QUANTIZATION_RECIPES: Mapping[str, QuantizationRule | str] = {
+    # A scale for each output channel and each token; the most exact.
+    "int8": _rule("int8", "int8"),
+    "float8": _float8(),
+    # A scale for each weight, and for all tokens of a product: fewer operations, and coarser.
+    "int8_per_tensor": _rule("int8", "int8", scales="tensor"),
+    "float8_per_tensor": _float8(scales="tensor"),
+    # Frozen weights are kept in 4 bits, under adapters (QLoRA, arXiv:2305.14314).
+    "nf4": "nf4",
+    "int4": "int4",
+}
+
+
+def with_recipe(
+    model: Model | Callable[..., nnx.Module], recipe: str | None, learner: Learner
+) -> Model | Callable[..., nnx.Module]:
+    """Returns a task's model with products rounded by a recipe; None: unchanged.
+
+    Args:
+      learner: of the task; must not train weights in 4 bits.
+
+    Raises:
+      ConfigError: an unknown recipe, a model without layers of this library, or a learner that
+        trains weights in 4 bits.
+    """
+    if recipe is None:
+        return model
+    require_choice("task.quantization", recipe, QUANTIZATION_RECIPES)
+    if isinstance(model, Model):
+        raise ConfigError(
+            f"task.quantization is {recipe!r}, but the model is a {type(model).__name__}; products "
+            "are replaced only in dense layers of praxis_lite. Omit the setting."
+        )
+    rule = QUANTIZATION_RECIPES[recipe]
+    if isinstance(rule, QuantizationRule):
+        return functools.partial(quantized, model=model, rules=(rule,))
+    kept = PackedModel(model, functools.partial(forms_in_4_bits, qtype=rule))
+    check_frozen(kept, learner)
+    return kept

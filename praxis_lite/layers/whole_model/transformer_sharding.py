@@ -1,4 +1,4 @@
-"""All splits of a model's config by a word, or by a dict of a few names."""
+"""Sets all splits of a model's config from a preset."""
 
 import functools
 import inspect
@@ -26,7 +26,7 @@ from praxis_lite.layers.whole_model.sharding_presets import (
 )
 
 Preset = Mapping[str, DimSplit]
-# They have no splits, but --set reaches their settings once they are configs.
+# Without splits; they become configs so that --set reaches their settings.
 _HOLDERS = (Repeat, Transformer)
 
 

@@ -12,8 +12,9 @@ from praxis_lite.layers.embedding.embeddings import Embedding
 from praxis_lite.layers.embedding.softmaxes import FullSoftmax, SharedEmbeddingSoftmax
 from praxis_lite.layers.moe.mixture_of_experts import TransformerFeedForwardMoe
 from praxis_lite.layers.normalizations import LayerNorm, RmsNorm
+from praxis_lite.layers.transformer.feed_forwards import TransformerFeedForward
 from praxis_lite.layers.transformer.models import TransformerLm
-from praxis_lite.layers.transformer.transformers import Transformer, TransformerFeedForward
+from praxis_lite.layers.transformer.transformers import Transformer
 from praxis_lite.tools.huggingface.decoder_settings import DecoderSettings, LayerKind
 from praxis_lite.tools.huggingface.rotary import latent_scale, rotary
 

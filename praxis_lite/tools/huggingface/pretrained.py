@@ -17,8 +17,7 @@ from praxis_lite.core.task import Task
 from praxis_lite.files.whole_files import new_directory
 from praxis_lite.host.optional_packages import require_package
 from praxis_lite.inputs.tokenizers.files import names_of_tokenizer
-from praxis_lite.layers.whole_model.adapters import ADAPTER_WEIGHTS
-from praxis_lite.layers.whole_model.reference import REFERENCE
+from praxis_lite.layers.whole_model.adapters import ADAPTER_WEIGHTS, REFERENCE
 from praxis_lite.run.checkpoints.init.initial_state import drawn
 from praxis_lite.run.checkpoints.init.kept_arrays import in_kept_form, kept_paths, whole_layout
 from praxis_lite.run.job.job_dir import JobDir

@@ -73,7 +73,7 @@ def pax_adafactor(learning_rate):
 class DeclaredModel:
     """As much of a model as its state's layout asks: what the weights declare."""
 
-    kept_forms = {}
+    packed_forms = {}
 
     def __init__(self, weight_specs):
         self.specs = {"params": weight_specs, "non_trainable": {}}

@@ -15,7 +15,7 @@ from praxis_lite.layers import SHARDING_PRESETS, set_sharding_params
 from praxis_lite.layers.attention.kernels.choice import attend
 from praxis_lite.layers.attention.kernels.context_parallel import CONTEXT_PARALLEL
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
-from praxis_lite.layers.attention.kernels.stations import Ring
+from praxis_lite.layers.attention.kernels.ring_groups import Ring
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.tools.explain import hlo
 from tests.layers.whole_model import preset_runs
@@ -156,12 +156,12 @@ def test_an_odd_number_of_devices(how):
 
 
 @pytest.mark.parametrize(
-    ("num_stations", "size"), [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 2), (2, 3), (2, 4)]
+    ("num_groups", "size"), [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 2), (2, 3), (2, 4)]
 )
-def test_pieces_of_a_zigzag_are_where_they_are_said_to_be(num_stations, size):
-    """Each token goes to one station, whose pieces start where `starts` says, and back again."""
-    num = num_stations * size
-    ring = Ring(("data", "mdl"), num, num_stations, True)
+def test_pieces_of_a_zigzag_are_where_they_are_said_to_be(num_groups, size):
+    """Each token goes to one group, whose pieces start where `starts` says, and back again."""
+    num = num_groups * size
+    ring = Ring(("data", "mdl"), num, num_groups, True)
     mesh = make_mesh(MeshConfig(ici_mesh_shape=(1, 1, num), allow_unused_devices=True))
     tokens = jnp.arange(4 * num)[None, :, None]
 
@@ -169,9 +169,8 @@ def test_pieces_of_a_zigzag_are_where_they_are_said_to_be(num_stations, size):
         # Heads of the same tokens: after the exchange a device has all of its group's.
         of_group = ring.by_heads(jnp.broadcast_to(x[..., None], (1, 4, size, 1)))
         there = ring.to_zigzag(of_group)
-        index = jnp.concatenate([
-            start + jnp.arange(length) for start, length in ring.starts(ring.station(), 4 * size)
-        ])
+        pieces = ring.starts(ring.group_index(), 4 * size)
+        index = jnp.concatenate([start + jnp.arange(length) for start, length in pieces])
         back = ring.by_time(ring.from_zigzag(there))
         return (there[0, :, 0, 0] - index)[None], back[..., 0, :] - x
 

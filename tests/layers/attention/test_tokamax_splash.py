@@ -14,7 +14,7 @@ from praxis_lite import ConfigError, layers
 from praxis_lite.layers.attention.kernels import splash
 from praxis_lite.layers.attention.kernels.choice import Workload, attend, choose_kernel
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions, einsum_attention
-from praxis_lite.layers.attention.kernels.splash_tokamax import SplashOfTokamax
+from praxis_lite.layers.attention.kernels.splash_kernels import SplashOfTokamax
 from praxis_lite.layers.attention.masks import AttentionMask
 from tests.support.marks import needs_tokamax
 

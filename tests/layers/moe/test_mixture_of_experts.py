@@ -205,7 +205,7 @@ def test_dropless_outputs_move_with_the_rows_and_their_tokens(dropless):
 
 
 @pytest.mark.parametrize("given", slow_but({"paddings"}, ["paddings", "segment_ids"]))
-def test_padded_tokens_take_no_seat_and_change_nothing(given):
+def test_padded_tokens_take_no_slot_and_change_nothing(given):
     settings = {"unadjusted_expert_capacity_factor": 0.0, "expert_capacity_dim": 3, **LOSSES}
     build = functools.partial(MOE, **settings)
     mask = PADDINGS if given == "paddings" else (PADDINGS == 0).astype(int)

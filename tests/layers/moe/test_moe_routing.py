@@ -1,4 +1,4 @@
-"""Routing against loops in NumPy: choices, seats, the moves there and back, losses."""
+"""Routing against loops in NumPy: choices, slots, the moves there and back, losses."""
 
 import functools
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from praxis_lite.layers.moe import routing as moe_routing
-from praxis_lite.layers.moe.dispatch import combine, dispatch, seats_of
+from praxis_lite.layers.moe.dispatch import combine, dispatch, slots_of
 
 G, S, D, E, K = 3, 13, 5, 7, 3
 RNG = np.random.default_rng(0)
@@ -18,9 +18,9 @@ IS_TOKEN = RNG.uniform(size=(G, S)) > 0.2
 
 
 def by_loops(probs, is_token, num_chosen, capacity):
-    """Returns experts, gates and seats, token by token."""
+    """Returns experts, gates and slots, token by token."""
     experts = np.zeros((G, S, num_chosen), int)
-    gates, seats = np.zeros(experts.shape), np.full(experts.shape, E * capacity)
+    gates, slots = np.zeros(experts.shape), np.full(experts.shape, E * capacity)
     for g in range(G):
         for s in range(S):
             experts[g, s] = np.argsort(-probs[g, s])[:num_chosen]
@@ -32,9 +32,9 @@ def by_loops(probs, is_token, num_chosen, capacity):
             for s in range(S):
                 expert = experts[g, s, k]
                 if is_token[g, s] and taken[expert] < capacity:
-                    seats[g, s, k] = expert * capacity + taken[expert]
+                    slots[g, s, k] = expert * capacity + taken[expert]
                     taken[expert] += 1
-    return experts, gates, seats
+    return experts, gates, slots
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -42,11 +42,11 @@ def routed(num_chosen, capacity):
     experts, gates, is_routed = moe_routing.choose_experts(
         jnp.asarray(LOGITS), jnp.asarray(IS_TOKEN), None, num_chosen, "all", 0.0
     )
-    return experts, gates, seats_of(experts, is_routed, E, capacity)
+    return experts, gates, slots_of(experts, is_routed, E, capacity)
 
 
 @pytest.mark.parametrize("num_chosen, capacity", [(1, 2), (2, 3), (3, 4), (E, S)])
-def test_choices_gates_and_seats_are_those_of_a_loop(num_chosen, capacity):
+def test_choices_gates_and_slots_are_those_of_a_loop(num_chosen, capacity):
     actual, expected = routed(num_chosen, capacity), by_loops(PROBS, IS_TOKEN, num_chosen, capacity)
     np.testing.assert_array_equal(actual[0], expected[0])
     np.testing.assert_allclose(actual[1], expected[1], atol=1e-6)
@@ -56,20 +56,20 @@ def test_choices_gates_and_seats_are_those_of_a_loop(num_chosen, capacity):
     assert (expected[2][~IS_TOKEN] == E * capacity).all()
 
 
-def test_tokens_go_to_their_seats_and_come_back_gated():
+def test_tokens_go_to_their_slots_and_come_back_gated():
     """Values and gradients, against one-hot matrices that JAX differentiates by itself."""
     capacity = 3
-    _, gates, seats = routed(K, capacity)
-    num_seats = E * capacity
+    _, gates, slots = routed(K, capacity)
+    num_slots = E * capacity
     rng = np.random.default_rng(1)
     x = rng.normal(size=(G, S, D)).astype(np.float32)
-    scale = rng.normal(size=(G, num_seats, D)).astype(np.float32)
+    scale = rng.normal(size=(G, num_slots, D)).astype(np.float32)
 
     def by_gathers(x, gates):
-        return combine(jnp.sin(dispatch(x, seats, num_seats)) * scale, seats, gates)
+        return combine(jnp.sin(dispatch(x, slots, num_slots)) * scale, slots, gates)
 
     def by_matrices(x, gates):
-        is_in_GSKN = jax.nn.one_hot(seats, num_seats)  # All zeros for a seat of num_seats.
+        is_in_GSKN = jax.nn.one_hot(slots, num_slots)  # All zeros for a slot of num_slots.
         y = jnp.sin(jnp.einsum("gsd,gskn->gnd", x, is_in_GSKN)) * scale
         return jnp.einsum("gnd,gskn,gsk->gsd", y, is_in_GSKN, gates)
 

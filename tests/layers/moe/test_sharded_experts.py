@@ -42,7 +42,7 @@ RUNS = (
     pytest.param((1, 1, 2), BATCH, marks=pytest.mark.slow),
 )
 LAYERS: dict[str, dict[str, Any]] = {
-    # Without seats for all: what is dropped must not depend on the mesh.
+    # Without slots for all: what is dropped must not depend on the mesh.
     "capacity": {
         "unadjusted_expert_capacity_factor": 0.0, "expert_capacity_dim": 3,
         "use_gated_activation": True, "moe_router_z_loss_weight": 0.1,
@@ -188,18 +188,18 @@ def test_one_all_to_all_takes_tokens_to_experts_and_one_takes_them_back(name, nu
     assert set(kinds) <= {"all-to-all", "all-gather", "all-reduce", "reduce-scatter"}
 
 
-def test_an_all_to_all_moves_as_many_bytes_as_the_seats_hold():
+def test_an_all_to_all_moves_as_many_bytes_as_the_slots_hold():
     sizes = SIZES["even"]
-    seats = sizes.batch * sizes.experts * 3  # of capacity 3
-    on_a_device = 4 * seats * sizes.model // 4  # float32; split over data and experts.
+    slots = sizes.batch * sizes.experts * 3  # of capacity 3
+    on_a_device = 4 * slots * sizes.model // 4  # float32; split over data and experts.
     for item in collectives_of("capacity"):
         if item.kind == "all-to-all":
             assert item.bytes == on_a_device
 
 
-def test_a_turn_of_dropless_experts_has_a_quarter_more_seats_than_even_loads_need():
+def test_a_turn_of_dropless_experts_has_a_quarter_more_slots_than_even_loads_need():
     sizes, num_chosen = SIZES["even"], LAYERS["dropless"]["num_experts_per_token"]
     choices = sizes.batch * sizes.length * num_chosen // 4  # Of a device.
-    seats = -(-int(choices / 2 * 1.25) // 8) * 8  # On each of two devices, in tiles of 8.
+    slots = -(-int(choices / 2 * 1.25) // 8) * 8  # On each of two devices, in tiles of 8.
     actual = {item.bytes for item in collectives_of("dropless") if item.kind == "all-to-all"}
-    assert actual == {4 * 2 * seats * sizes.model, 4 * 2 * seats}
+    assert actual == {4 * 2 * slots * sizes.model, 4 * 2 * slots}

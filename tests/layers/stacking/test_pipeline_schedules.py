@@ -53,13 +53,6 @@ def test_the_bubble_share_is_that_of_the_idle_stage_ticks_counted(sizes):
     assert schedule.bubble_share == pytest.approx((table[..., 0] < 0).mean())
 
 
-@pytest.mark.parametrize("sizes", [s for s in SIZES if s[1] >= s[0] or s[2] == 1], ids=str)
-def test_the_bubble_share_is_the_formula(sizes):
-    stages, microbatches, repeats = sizes
-    expected = (stages - 1) / (repeats * microbatches + stages - 1)
-    assert Schedule(*sizes).bubble_share == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_each_microbatch_goes_through_every_stage_once_per_repeat_in_order(sizes):
     num_stages, num_microbatches, num_repeats = sizes

@@ -223,7 +223,7 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         ),
         with_key,
     ),
-    "experts with seats": of_experts(use_gated_activation=True, has_bias=True),
+    "experts with slots": of_experts(use_gated_activation=True, has_bias=True),
     "experts of their choice": of_experts(gating_func="expert_choice"),
     "two of all experts": of_experts(gating_func="dense_top2"),
     "experts in groups": of_experts(num_groups=4, moe_router_z_loss_weight=0.1),

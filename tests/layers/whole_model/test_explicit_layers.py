@@ -96,7 +96,7 @@ def on_stages() -> LanguageModelTask:
 
 # By name: the axes of the mesh, a task, its batch, the Partitioner's other settings.
 CASES: dict[str, tuple] = {
-    "experts with seats": (
+    "experts with slots": (
         EXPERTS, functools.partial(experts, expert_capacity_dim=3), floats(8, 12, 8), {}),
     "experts chosen with a bias": (
         EXPERTS,

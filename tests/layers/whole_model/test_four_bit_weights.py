@@ -13,7 +13,7 @@ from praxis_lite import ConfigError, layers
 from praxis_lite.core import Learner
 from praxis_lite.core.models.nnx_model import NnxModel
 from praxis_lite.layers.whole_model.four_bit_weights import NF4, forms_in_4_bits, in_4_bits
-from praxis_lite.layers.whole_model.kept_weights import KeptModel, check_frozen
+from praxis_lite.layers.whole_model.packed_weights import PackedModel, check_frozen
 
 
 def draw(shape, seed=0):
@@ -74,13 +74,13 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_multiplies_by_its_weight_as_kept_and_keeps_no_floats_for_the_backward_pass(name):
     build, shape = LAYERS[name]
-    model = KeptModel(build, functools.partial(forms_in_4_bits, qtype="nf4"))
+    model = PackedModel(build, functools.partial(forms_in_4_bits, qtype="nf4"))
     kept, whole = (x.init(jax.random.key(0)) for x in (model, NnxModel(build)))
     assert jax.tree.structure(model.weight_specs(), is_leaf=lambda x: hasattr(x, "shape")) == (
         jax.tree.structure(kept)
     )
     # The same model with the rounded weight in float32.
-    form = model.kept_forms["params/w"]
+    form = model.packed_forms["params/w"]
     rounded = form.of_parts(kept["params"]["w"]).astype(jnp.float32)
     whole["params"]["w"] = rounded
     x = jnp.asarray(draw(shape))
@@ -99,14 +99,14 @@ def test_a_layer_multiplies_by_its_weight_as_kept_and_keeps_no_floats_for_the_ba
 
 def test_what_makes_logits_stays_and_codes_cannot_be_trained():
     build = functools.partial(layers.FullSoftmax, 37, 13)
-    assert KeptModel(build, functools.partial(forms_in_4_bits, qtype="nf4")).kept_forms == {}
-    model = KeptModel(LAYERS["linear"][0], functools.partial(forms_in_4_bits, qtype="nf4"))
+    assert PackedModel(build, functools.partial(forms_in_4_bits, qtype="nf4")).packed_forms == {}
+    model = PackedModel(LAYERS["linear"][0], functools.partial(forms_in_4_bits, qtype="nf4"))
     with pytest.raises(ConfigError, match="w/codes, w/scale would be trained.*uint8.*inclusion"):
         check_frozen(model, Learner(optax.sgd, 0.1))
 
 
 def test_a_kept_model_is_a_module_with_stored_weights():
-    model = KeptModel(LAYERS["linear"][0], functools.partial(forms_in_4_bits, qtype="int4"))
+    model = PackedModel(LAYERS["linear"][0], functools.partial(forms_in_4_bits, qtype="int4"))
     assert isinstance(model.abstract_module(), nnx.Module)
     assert model.abstract_module().w.shape == (130, 7)
     assert model.init(jax.random.key(0))["params"]["w"]["codes"].shape == (96, 7)

@@ -205,14 +205,6 @@ def test_merged_adapters_are_rounded_too():
     np.testing.assert_allclose(actual, expected, atol=0.03 * np.abs(expected).max())
 
 
-def test_adapters_over_a_rounded_layer_are_those_that_are_rounded_after():
-    linear, rules, x = partial(layers.Linear, 13, 7), [QuantizationRule("")], draw((2, 11, 13))
-    over = lora(partial(quantized, model=linear, rules=rules), rank=3)(rngs=nnx.Rngs(0))
-    under = quantized(model=lora(linear, rank=3), rules=rules, rngs=nnx.Rngs(0))
-    np.testing.assert_array_equal(with_biases(over)(x), with_biases(under)(x))
-    assert over.product == under.product
-
-
 def test_layers_side_by_side_are_each_rounded_by_themselves():
     """As the stages of a pipeline are, under `jax.vmap`."""
     build = partial(

@@ -120,6 +120,6 @@ def test_unknown_words_and_models_of_other_layers_are_refused():
         task_of("flaot8")
     model = FunctionModel(lambda key: {"w": jax.numpy.zeros(3)})
     learner = Learner(optax.sgd, 0.3)
-    with pytest.raises(ConfigError, match="'int8'.*FunctionModel.*Leave it out"):
+    with pytest.raises(ConfigError, match="'int8'.*FunctionModel.*Omit the setting"):
         LanguageModelTask(model, learner, quantization="int8")
     assert with_recipe(model, None, learner) is model

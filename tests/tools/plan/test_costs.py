@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
-from praxis_lite.layers.attention.kernels.splash_jax import SplashOfJax
+from praxis_lite.layers.attention.kernels.splash_kernels import SplashOfJax
 from praxis_lite.layers.attention.masks import AttentionMask
 from praxis_lite.tools.explain.hlo_text import parse
 from praxis_lite.tools.explain.kernels import kernel_flops

@@ -60,7 +60,7 @@ def test_experts_that_are_whole_on_each_device_take_no_turns():
 
 
 @pytest.mark.parametrize(("load", "turns"), [(1.0, 1), (1.25, 1), (1.3, 2), (2.5, 2), (8.0, 7)])
-def test_a_load_takes_as_many_turns_as_its_seats(load, turns):
+def test_a_load_takes_as_many_turns_as_its_slots(load, turns):
     plan = dataclasses.replace(PLAN, expert_turn_seconds=0.5, expert_load=load)
     assert plan.expert_turns == turns
     assert plan.uneven_seconds == pytest.approx(3.0 + 0.5 * (turns - 1))

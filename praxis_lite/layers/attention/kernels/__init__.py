@@ -1,6 +1,6 @@
-"""By which kernel is attention computed, and how do devices share a sequence?
+"""Attention kernels, and attention to a sequence that is split over devices.
 
-`choice` says which kernel runs and why: `einsum` (the reference), `chunks`, `blocks` or one of
-`fused`. `context_parallel` is for a sequence whose time several devices have, which are `stations`
-of a ring. Takes queries, keys and values; never sees a weight.
+`choice` chooses the kernel: `einsum` (the reference), `chunks`, `blocks`, `fused` or `splash`.
+`context_parallel` splits a sequence over the devices of `ring_groups`. All take queries, keys and
+values; none sees a weight.
 """

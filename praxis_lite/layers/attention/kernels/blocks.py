@@ -1,8 +1,8 @@
 """Attention in blocks of queries, each with only the keys that it may see by index.
 
-Of causal attention that is little more than half of the logits, and of a window less. The blocks
-are written out, one after the other, in matmuls that the compiler sees: it plans and fuses them as
-any others, and says what they cost. The backward pass is by hand.
+Causal attention computes little more than half of the logits, a window fewer. The blocks are
+unrolled into plain matmuls, which the compiler plans, fuses and costs as any others. The backward
+pass is custom.
 """
 
 import dataclasses
@@ -26,11 +26,10 @@ def blocked_attention(
     q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask: AttentionMask,
     options: LogitOptions, *, block_size: int, sinks_N: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the attended values [B, T, N, K].
+    """Returns attention outputs [B, T, N, K].
 
-    The backward pass keeps the probabilities, not yet divided by their sums, in the queries' dtype:
-    of B N T S logits those that a block computes. A layer that is computed again (remat) has them
-    for a moment.
+    The residuals are the unnormalized probabilities of the computed blocks in the queries' dtype.
+    With remat they exist only during a layer's backward pass.
 
     Args:
       q_BTNK, k_BSGK, v_BSGK, mask, options, sinks_N: as of `einsum_attention`; the mask has no
@@ -50,7 +49,7 @@ def blocked_attention(
 
 
 class _Block(NamedTuple):
-    """Queries [start, stop), which see keys of [first, end) alone."""
+    """Queries [start, stop), which see only keys of [first, end)."""
 
     start: int
     stop: int
@@ -101,7 +100,7 @@ def _attention(q, k, v, mask, sinks, options, block_size):
 
 
 def _forward(q, k, v, mask, sinks, options, block_size):
-    """Returns the attended values and, of each block, the residuals of the backward pass."""
+    """Returns attention outputs, and the residuals of each block."""
     parts, kept = [], []
     for block in _blocks(q.shape[1], k.shape[1], mask, block_size):
         logits, visible = block.logits(q, k, mask, options)
@@ -117,7 +116,7 @@ def _forward(q, k, v, mask, sinks, options, block_size):
         highest = highest.astype(jnp.float32)
         if sinks is not None:
             total += jnp.exp(sinks - highest)
-        # A query that sees no key has ones for all: it takes no part.
+        # A query without visible keys has exp = 1 for all keys: give them no weight.
         share = jnp.where(sees_any, 1.0 / total, 0.0)
         part = _einsum("bgrts,bsgk->btgrk", exp, block.keys(v)) * _of_outputs(share)
         if _averages(q, k, mask, sinks, options):
@@ -129,7 +128,7 @@ def _forward(q, k, v, mask, sinks, options, block_size):
 
 
 def _averages(q, k, mask, sinks, options: LogitOptions) -> bool:
-    """Returns True if there may be queries that see no key, and get the mean of all values."""
+    """Returns whether there may be queries without visible keys, which get the mean of values."""
     may_see_none = mask.may_hide_all or q.shape[1] != k.shape[1]
     return options.averages and sinks is None and may_see_none
 
@@ -148,7 +147,7 @@ def _backward(options, block_size, residuals, d_encoded):
     q, k, v, mask, sinks, encoded, kept = residuals
     num_keys, dq, dk, dv, d_sinks = k.shape[1], [], None, None, 0.0
     blocks = list(_blocks(q.shape[1], num_keys, mask, block_size))
-    # From the last, which in causal attention sees all keys.
+    # Start with the last block, which sees all keys in causal attention.
     for block, (exp, share, highest) in zip(reversed(blocks), reversed(kept), strict=True):
         d_out = block.queries(d_encoded)
         d_sums = (d_out * _of_outputs(share)).astype(q.dtype)
@@ -178,14 +177,14 @@ def _backward(options, block_size, residuals, d_encoded):
             dv += _einsum("bgrt,btgrk->bgk", sees_none, d_out)[:, None] / num_keys
         if sinks is not None:
             d_sinks -= jnp.sum(jnp.exp(sinks - highest) * inner, axis=(0, 3), keepdims=True)
-    if sinks is not None and sinks.size == 1:  # A setting.
+    if sinks is not None and sinks.size == 1:  # The setting `extra`.
         d_sinks = jnp.sum(d_sinks, keepdims=True)
     dq = jnp.concatenate(dq[::-1], axis=1)
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None if sinks is None else d_sinks
 
 
 def _added(total: jax.Array | None, part: jax.Array, first: int, num_keys: int) -> jax.Array:
-    """Returns [B, S, G, K] with the part of some keys added, from `first` on; None: zeros."""
+    """Adds a part at keys from `first` on to a total [B, S, G, K]; None: zeros."""
     end = first + part.shape[1]
     if total is None:
         return jnp.pad(part, [(0, 0), (first, num_keys - end), (0, 0), (0, 0)])

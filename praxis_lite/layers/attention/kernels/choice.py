@@ -1,4 +1,4 @@
-"""Which kernel computes attention, why, and the call of it."""
+"""The choice and the call of an attention kernel."""
 
 import dataclasses
 import functools
@@ -49,7 +49,7 @@ _SPLASH = frozenset(
         "window without is_causal",
     }
 )
-# What each kernel can do beside plain and causal attention, by the name of setting or argument.
+# The settings and arguments that each kernel supports beyond plain and causal attention.
 KERNELS: dict[str, frozenset[str]] = {
     "einsum": _ALL,
     "dot_product": _ALL
@@ -66,11 +66,11 @@ KERNELS: dict[str, frozenset[str]] = {
     },
     "blocked": _ALL - {"atten_dropout_prob", "atten_mask", "cache", "relative_bias_tpl"},
 }
-# The name of attended values, and of what their gradient takes up beside them.
+# The checkpoint name of attention outputs, and of other residuals.
 CONTEXT = "context"
-# Kernels that give it themselves, to what their backward pass takes up.
+# Kernels that name their residuals themselves.
 _NAMING = ("chunked", *SPLASHES)
-# From so many logits per head on, chunks are worth their second pass.
+# From this number of logits per head on chunks are worth their second pass.
 CHUNKED_FROM = 4096 * 4096
 
 
@@ -86,19 +86,19 @@ class Workload:
 
 
 def choose_kernel(setting: str, needs: Iterable[str], work: Workload) -> tuple[str, str]:
-    """Returns the kernel's name and the reason for it, as a sentence's end.
+    """Returns the name of a kernel, and the reason for it.
 
-    "auto" is the hardware's own kernel where that can do what is needed, chunks where the logits
-    would be many, otherwise the einsum. Calls with a cache, whose mask depends on the positions,
-    take the einsum or chunks whatever kernel is set. "blocked" is never chosen: it is for programs
-    that must be planned, which a hardware's own kernel hides, and where there is none.
+    "auto" is the platform's kernel if it supports what is needed, chunks if there are many logits,
+    otherwise the einsum. Calls with a cache, whose mask depends on the positions, use the einsum or
+    chunks for any setting. "auto" never chooses "blocked", which is for platforms without a kernel,
+    and for programs that must be planned.
 
     Args:
       setting: a name in KERNELS, or "auto".
       needs: names of options in use, as in KERNELS.
 
     Raises:
-      ConfigError: the kernel that is set cannot do it; says which can.
+      ConfigError: the kernel that is set does not support it; suggests others.
     """
     needs = frozenset(needs)
     check_kernel(setting, {})
@@ -117,11 +117,10 @@ def choose_kernel(setting: str, needs: Iterable[str], work: Workload) -> tuple[s
 
 
 def check_kernel(setting: str, needs: Mapping[str, bool]) -> None:
-    """Checks that a kernel has that name, and that it can do those `needs` that are True.
+    """Checks that a kernel exists, is installed, and supports the `needs` that are True.
 
     Raises:
-      ConfigError: there is none, or it is not installed, or it cannot, on any platform; says which
-        can.
+      ConfigError: it does not, on any platform; suggests others.
     """
     require_choice("DotProductAttention.atten_kernel", setting, ("auto", *KERNELS))
     if setting == "auto":
@@ -153,7 +152,7 @@ def _auto(needs: frozenset[str], work: Workload) -> tuple[str, str]:
 
 
 def _obstacle(name: str, needs: frozenset[str], work: Workload) -> str | None:
-    """Returns why a kernel cannot run, or None if it can."""
+    """Returns why a kernel cannot run, or None."""
     if missing := sorted(needs - KERNELS[name]):
         return f"{name} cannot do {' or '.join(missing)}"
     if name in SPLASHES and not splash_is_installed(name):
@@ -190,26 +189,25 @@ def attend(
     value_dims: int | None = None,
     is_part: bool = False,
 ) -> jax.Array:
-    """Returns the attended values [B, T, N, K] by the kernel that `choose_kernel` names.
+    """Returns attention outputs [B, T, N, K] by the kernel of `choose_kernel`.
 
-    What the backward pass takes up has the name "context". Splash's, chunks' and a ring's takes up
-    the forward's own results: these have the name, so that a policy that keeps it runs the kernel
-    once. What goes to the host's memory is named as it leaves.
+    Residuals of the backward pass are checkpointed under the name "context". The splash, chunked
+    and ring kernels name their own results, so that a policy that saves "context" runs the kernel
+    once. Activations that are offloaded to the host are named here.
 
     Args:
       q_BTNK, k_BSGK, v_BSGK, mask, options, bias, atten_mask, dropout, key, sinks_N: of
         `einsum_attention`.
-      has_cache: keys and values are a cache's.
+      has_cache: whether keys and values come from a cache.
       chunk_size: of the chunked and the blocked kernel.
-      split: the layout of q, and of the results.
-      context_parallel: how devices that have parts of time attend to each other's, a name in
-        CONTEXT_PARALLEL.
+      split: of q and of the results.
+      context_parallel: a name in CONTEXT_PARALLEL, if time is split over devices.
       dtype: of the results; None: of q.
-      value_dims: of values that are more than filler; None: all.
-      is_part: it is of heads that a device has of a call, which names what goes to the host.
+      value_dims: number of dims of values without padding; None: all.
+      is_part: whether this is a device's part of a call, which names offloaded activations.
     """
     to_host = goes_to_host(CONTEXT)
-    kept_as = None if to_host else CONTEXT
+    residual_name = None if to_host else CONTEXT
 
     def finished(encoded_BTNK: jax.Array, *, is_named: bool = False) -> jax.Array:
         encoded_BTNK = encoded_BTNK[..., :value_dims].astype(dtype or q_BTNK.dtype)
@@ -220,16 +218,16 @@ def attend(
     if not has_cache and is_context_parallel(context_parallel, split):
         if atten_mask is not None:
             raise ConfigError(
-                f"DotProductAttention.context_parallel is {context_parallel!r}, which cannot do an "
-                "atten_mask. Hand segment_ids or paddings, or set context_parallel=None: the "
-                "compiler then splits attention by time."
+                f"DotProductAttention.context_parallel is {context_parallel!r}, which does not "
+                "support an atten_mask. Pass segment_ids or paddings, or context_parallel=None: "
+                "the compiler then splits attention by time."
             )
         kernel = functools.partial(
             attend, setting, chunk_size=chunk_size, dtype=dtype, is_part=True
         )
         encoded_BTNK = context_parallel_attention(
             context_parallel, q_BTNK, k_BSGK, v_BSGK, mask, options, kernel, atten_kernel=setting,
-            chunk_size=chunk_size, split=split, sinks_N=sinks_N, kept_as=kept_as,
+            chunk_size=chunk_size, split=split, sinks_N=sinks_N, residual_name=residual_name,
         )
         return finished(encoded_BTNK, is_named=True)
     drops = key is not None and dropout is not None and dropout.dropout_prob > 0.0
@@ -264,7 +262,8 @@ def attend(
             return blocked_attention(*arrays, options, block_size=chunk_size, sinks_N=sinks_N)
         if name == "chunked":
             return chunked_attention(
-                *arrays, options, chunk_size=chunk_size, sinks_N=sinks_N, kept_as=kept_as
+                *arrays, options, chunk_size=chunk_size, sinks_N=sinks_N,
+                residual_name=residual_name,
             )
         if name == "dot_product":
             return dot_product_attention(*arrays, options, bias=bias)
@@ -272,15 +271,15 @@ def attend(
             return cudnn_attention(*arrays, options, split=split)
         return splash_attention(
             *arrays, options, name=name, split=split, interpret=work.platform != "tpu",
-            kept_as=kept_as,
+            residual_name=residual_name,
         )
 
-    # JAX has no types inside of kernels and of their gradients.
+    # JAX cannot type kernels and their gradients.
     encoded_BTNK = untyped(kernel, *args, bias, sinks_N, out=type_spec)
     return finished(encoded_BTNK, is_named=name in _NAMING)
 
 
 @functools.cache
 def log_choice(name: str, reason: str) -> None:
-    """Logs which kernel was chosen and why: each choice once in a process."""
+    """Logs a kernel and the reason for it, once per process."""
     logging.getLogger("praxis_lite").info("attention by the %s kernel: %s", name, reason)

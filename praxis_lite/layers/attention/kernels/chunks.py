@@ -1,4 +1,4 @@
-"""Attention in chunks of queries and keys: memory that grows with T, not with T x S."""
+"""Attention in chunks of queries and keys, with memory linear in T."""
 
 import dataclasses
 import functools
@@ -11,8 +11,8 @@ from praxis_lite.collectives.varying import varying_alike
 from praxis_lite.core.jaxprs import RECOMPUTED
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.masks import LARGE_NEGATIVE, AttentionMask
-from praxis_lite.layers.base.activation_names import kept
-from praxis_lite.layers.base.base_layer import filled_up
+from praxis_lite.layers.base.activation_names import name_residuals
+from praxis_lite.layers.base.base_layer import pad_to
 
 # B batch, T queries, S keys, G heads of keys and values, R heads of queries that share one of
 # these, K dims per head, C queries or keys of a chunk.
@@ -22,47 +22,47 @@ _einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 def chunked_attention(
     q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask: AttentionMask,
     options: LogitOptions, *, chunk_size: int, sinks_N: jax.Array | None = None,
-    kept_as: str | None = None,
+    residual_name: str | None = None,
 ) -> jax.Array:
-    """Returns the attended values [B, T, N, K]; a single chunk of the logits exists at a time.
+    """Returns attention outputs [B, T, N, K]; only one chunk of the logits exists at a time.
 
     A running maximum and sum make the softmax exact (arXiv:2112.05682, arXiv:2205.14135); the
-    backward pass computes each chunk's logits once more. Chunks in which no query can see a key,
-    by index, are skipped. A query that sees no key gets what the einsum gives it.
+    backward pass recomputes each chunk's logits. Chunks in which no query can see a key by index
+    are skipped. A query without visible keys gets the same as by the einsum.
 
-    Beside arguments and results this holds two numbers per query and head, and the logits of one
-    chunk with their derivatives: benchmarks/attention_memory.py has the formula.
+    Memory besides arguments and results: two numbers per query and head, and the logits of one
+    chunk with their derivatives; benchmarks/attention_memory.py has the formula.
 
     Args:
       q_BTNK, k_BSGK, v_BSGK, mask, options, sinks_N: as of `einsum_attention`.
       chunk_size: queries and keys of a chunk.
-      kept_as: the name of results that the backward pass takes up; None: they have none.
+      residual_name: the checkpoint name of residuals; None: no name.
     """
     B, T, N, K = q_BTNK.shape
     G = k_BSGK.shape[2]
     q_BTGRK = q_BTNK.reshape(B, T, G, N // G, K)
     encoded, log_sums = attention_with_log_sums(
-        q_BTGRK, k_BSGK, v_BSGK, mask, options, chunk_size, kept_as
+        q_BTGRK, k_BSGK, v_BSGK, mask, options, chunk_size, residual_name
     )
     may_see_none = k_BSGK.shape[1] != T or mask.may_hide_all
     mean_BGK = None
     if options.averages and sinks_N is None and may_see_none:
         mean_BGK = jnp.mean(v_BSGK, axis=1, dtype=jnp.float32)
-    return finished(encoded, log_sums, options, sinks_N, mean_BGK).astype(q_BTNK.dtype)
+    return apply_sinks(encoded, log_sums, options, sinks_N, mean_BGK).astype(q_BTNK.dtype)
 
 
-def finished(
+def apply_sinks(
     encoded: jax.Array, log_sums: jax.Array, options: LogitOptions, sinks_N: jax.Array | None,
     mean_BGK: jax.Array | None,
 ) -> jax.Array:
-    """Returns the attended values [B, T, N, K] of those of a softmax over the keys alone.
+    """Returns attention outputs [B, T, N, K] with sinks, given those of a softmax over keys alone.
 
     Args:
-      encoded: [B, T, G, R, K], zeros for a query that sees no key.
-      log_sums: float32 [B, G, R, T], log sum exp of the keys' logits; LARGE_NEGATIVE for none.
-      options: of them a logit beside the keys' is taken in here.
-      sinks_N: such a logit for each head.
-      mean_BGK: the mean of all values, for queries that see no key; None: these get zeros.
+      encoded: [B, T, G, R, K], zeros for a query without visible keys.
+      log_sums: float32 [B, G, R, T], logsumexp of the logits; LARGE_NEGATIVE without visible keys.
+      options: `extra` is applied.
+      sinks_N: an extra logit for each head.
+      mean_BGK: the mean of all values, for queries without visible keys; None: zeros.
     """
     B, T, G, R, K = encoded.shape
     extra = options.extra
@@ -83,14 +83,14 @@ def of_outputs(x_BGRT: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def attention_with_log_sums(q, k, v, mask, options, chunk_size, kept_as):
-    """Returns the result of `attended_in_chunks`, under a name, with gradients."""
+def attention_with_log_sums(q, k, v, mask, options, chunk_size, residual_name):
+    """Returns the named result of `attended_in_chunks`, with gradients."""
     results = attended_in_chunks(q, k, v, mask, options, chunk_size, q.dtype)
-    return kept(results, kept_as)
+    return name_residuals(results, residual_name)
 
 
 class _Chunks:
-    """The arguments, padded to whole chunks, and the mask of a pair of chunks."""
+    """The arguments, padded to multiples of the chunk size, and the mask of a pair of chunks."""
 
     def __init__(self, q: Any, k: Any, v: Any, mask: AttentionMask, size: int):
         T, S = q.shape[1], k.shape[1]
@@ -108,16 +108,16 @@ class _Chunks:
 
     @property
     def arrays(self) -> tuple:
-        """All that a chunk's logits and values are computed from."""
+        """The arrays from which a chunk's logits and values are computed."""
         mask = self.mask
         seen = mask.kv_index_BS, mask.q_segments_BT, mask.kv_segments_BS, mask.kv_visible_BS
         return self.q, self.k, self.v, self.q_index, seen
 
     def padded_rows(self, x: Any, mode: str = "constant") -> Any:
-        return None if x is None else filled_up(x, self.num_q * self.q_size, 1, mode=mode)
+        return None if x is None else pad_to(x, self.num_q * self.q_size, 1, mode=mode)
 
     def padded_columns(self, x: Any) -> Any:
-        return None if x is None else filled_up(x, self.num_kv * self.kv_size, 1)
+        return None if x is None else pad_to(x, self.num_kv * self.kv_size, 1)
 
     def rows(self, x: Any, i: jax.Array, dim: int = 1) -> Any:
         return _part(x, i, self.q_size, dim)
@@ -126,9 +126,9 @@ class _Chunks:
         return _part(x, j, self.kv_size, 1)
 
     def columns_seen(self, i: jax.Array) -> tuple[Any, Any]:
-        """Returns the first chunk of keys that queries of chunk i may see, and the end."""
+        """Returns the range [first, end) of chunks of keys that queries of chunk i may see."""
         first, end, index = 0, self.num_kv, self.rows(self.q_index, i)
-        if self.mask.kv_index_BS is not None:  # In no order.
+        if self.mask.kv_index_BS is not None:  # The keys are in any order.
             return first, end
         if self.mask.right_context is not None:
             last_key = jnp.max(index) + self.mask.right_context
@@ -166,12 +166,12 @@ def attended_in_chunks(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: AttentionMask, options: LogitOptions,
     chunk_size: int, dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the attended values, and of each query log sum exp of its logits.
+    """Returns attention outputs, and the logsumexp of each query's logits.
 
     Args:
       q: [B, T, G, R, K]; k, v: [B, S, G, K].
-      options: their extra logit and what a query that sees no key gets are not of this.
-      dtype: of the attended values.
+      options: `extra` and `zero_fully_masked` are ignored.
+      dtype: of the outputs.
 
     Returns:
       [B, T, G, R, K] and float32 [B, G, R, T]; zeros and LARGE_NEGATIVE where no key is seen.
@@ -219,13 +219,13 @@ def attended_in_chunks(
     return encoded[:, : q.shape[1]], log_sums[..., : q.shape[1]]
 
 
-def _forward_with_residuals(q, k, v, mask, options, chunk_size, kept_as):
+def _forward_with_residuals(q, k, v, mask, options, chunk_size, residual_name):
     encoded, log_sums = attention_with_log_sums(q, k, v, mask, options, chunk_size, None)
-    encoded, log_sums = kept((encoded, log_sums), kept_as)
+    encoded, log_sums = name_residuals((encoded, log_sums), residual_name)
     return (encoded, log_sums), (q, k, v, mask, encoded, log_sums)
 
 
-def _backward(options, chunk_size, kept_as, residuals, grads):
+def _backward(options, chunk_size, residual_name, residuals, grads):
     q, k, v, mask, encoded, log_sums = residuals
     d_encoded, d_log_sums = grads
     inner = inner_products(d_encoded, encoded) - d_log_sums
@@ -247,10 +247,10 @@ def gradients_in_chunks(
     """Returns the gradients of q, and of k and v, which are float32.
 
     Args:
-      log_sums: float32 [B, G, R, T], of the logits of all keys, of which these may be some.
-      inner: [B, G, R, T], `inner_products` of the values attended over all keys, less the
-        gradient of `log_sums`.
-      d_encoded: [B, T, G, R, K], of these.
+      log_sums: float32 [B, G, R, T], over all keys, of which k may be a part.
+      inner: [B, G, R, T], `inner_products` of the outputs over all keys, less the gradient of
+        `log_sums`.
+      d_encoded: [B, T, G, R, K], the gradient of these outputs.
       dtype: of the gradient of q.
     """
     chunks = _Chunks(q, k, v, mask, chunk_size)
@@ -299,7 +299,7 @@ def gradients_in_chunks(
 
 
 def _add_at(total: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
-    """Returns `total` with `part` added to its columns from `start`."""
+    """Adds `part` to the columns of `total` from `start` on."""
     old = jax.lax.dynamic_slice_in_dim(total, start, part.shape[1], axis=1)
     return jax.lax.dynamic_update_slice_in_dim(total, old + part, start, axis=1)
 

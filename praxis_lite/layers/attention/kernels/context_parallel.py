@@ -1,18 +1,18 @@
 """Context parallelism: attention whose queries and keys are split over devices by time.
 
-Each device has a part of the sequence, and a query of it sees keys of others. What moves is chosen:
+Each device has a part of the sequence, whose queries see keys of other devices:
 
   gather: the keys and values of all devices are gathered (Llama 3, arXiv:2407.21783).
-  ring: they go round a ring, and a device attends to those that have arrived while the next are on
-    their way (arXiv:2310.01889).
-  all_to_all: each device gets some heads of the whole sequence, attends, and sends them back
-    (DeepSpeed Ulysses, arXiv:2309.14509). Heads that do not divide get filler, heads of zeros.
-  all_to_all+ring: as many devices share heads as divide these, and these groups are a ring
-    (arXiv:2405.07719). Where all divide there is no ring.
+  ring: keys and values go round a ring; a device attends to a part while the next one is sent
+    (arXiv:2310.01889).
+  all_to_all: each device gets some heads of the complete sequence, attends, and sends them back
+    (DeepSpeed Ulysses, arXiv:2309.14509). Heads are padded with zeros until they divide.
+  all_to_all+ring: groups of as many devices as divide the heads exchange heads, and these groups
+    form a ring (arXiv:2405.07719). Without a remainder there is no ring.
 
-Under a causal mask a device with the last part of the sequence would compute most. So each has two
-pieces of equal length, one from either end of the sequence (zig-zag), in a ring and where keys are
-gathered. Nothing has to divide: filler is appended to time and heads, and no query sees it.
+Under a causal mask the device with the last part of the sequence would compute most. So with `ring`
+and `gather` each device has two pieces of equal length, one from each end of the sequence
+(zig-zag). Time and heads are padded until they divide; no query sees the padding.
 """
 
 import dataclasses
@@ -33,20 +33,24 @@ from praxis_lite.core.sharding.split_dims import (
     to_partition_spec,
     without_axes,
 )
-from praxis_lite.layers.attention.kernels.chunks import attention_with_log_sums, finished
+from praxis_lite.layers.attention.kernels.chunks import apply_sinks, attention_with_log_sums
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.kernels.head_parts import heads_in_parts
-from praxis_lite.layers.attention.kernels.ring_attention import OfAStation, round_ring
-from praxis_lite.layers.attention.kernels.ring_in_chunks import InChunks, of_queries
-from praxis_lite.layers.attention.kernels.ring_splash import BySplash, multiple_of, unable
+from praxis_lite.layers.attention.kernels.ring_attention import (
+    BlockAttention,
+    ChunkedBlocks,
+    of_queries,
+    round_ring,
+)
+from praxis_lite.layers.attention.kernels.ring_groups import Ring
+from praxis_lite.layers.attention.kernels.ring_splash import SplashBlocks, multiple_of, unable
 from praxis_lite.layers.attention.kernels.splash import (
     SPLASHES,
     splash_is_installed,
     splash_of,
 )
-from praxis_lite.layers.attention.kernels.stations import Ring
 from praxis_lite.layers.attention.masks import AttentionMask
-from praxis_lite.layers.base.base_layer import to_multiple
+from praxis_lite.layers.base.base_layer import pad_to_multiple
 from praxis_lite.layers.base.calls import check_way
 from praxis_lite.layers.base.foreign_kernels import without_vma
 
@@ -66,10 +70,10 @@ Kernel = Callable[..., jax.Array]
 def check_context_parallel(
     layer: object, setting: str | None, atten_kernel: str, unable: Mapping[str, bool]
 ) -> None:
-    """Checks the setting `context_parallel` of a layer, as `check_way` and beside its kernel.
+    """Checks the setting `context_parallel` of a layer, as `check_way`, and its kernel.
 
     Raises:
-      ConfigError: as `check_way`; or the kernel that is set does not go with it.
+      ConfigError: as `check_way`; or the kernel does not support it.
     """
     check_way(layer, "context_parallel", setting, CONTEXT_PARALLEL, unable, "attention by time")
     if setting in ("gather", "ring"):
@@ -79,41 +83,41 @@ def check_context_parallel(
 def _check_kernel(name: str, how: str, atten_kernel: str, why: str, cannot: str = "") -> None:
     able = ["chunked", "auto"] if how == "gather" else ["chunked", *SPLASHES, "auto"]
     if atten_kernel not in able:
-        cannot = "that"
+        cannot = "it"
     able = [name for name in able if name != atten_kernel]
     if cannot:
         raise ConfigError(
             f"{name}.context_parallel is {how!r}{why}, and atten_kernel is {atten_kernel!r}, which "
-            f"cannot do {cannot}. Set atten_kernel to one of {able}, or "
+            f"does not support {cannot}. Set atten_kernel to one of {able}, or "
             "context_parallel='all_to_all', which takes any kernel."
         )
 
 
-def _of_a_station(
+def _block_attention(
     how: str, atten_kernel: str, why: str, mask: AttentionMask, options: LogitOptions,
     chunk_size: int, ring: Ring, num_queries: int, num_keys: int,
-) -> OfAStation:
-    """Returns how a device attends to a station's keys: by splash where it is set, or a TPU's.
+) -> BlockAttention:
+    """Returns the attention to the keys of one group: splash if it is set or on TPU, else chunks.
 
     Raises:
-      ConfigError: splash is set, and cannot.
+      ConfigError: splash is set and does not support the mask.
     """
-    in_chunks = InChunks(options, chunk_size)
+    in_chunks = ChunkedBlocks(options, chunk_size)
     if how == "gather" or atten_kernel == "chunked":
         return in_chunks
     cannot = unable(mask, num_queries, num_keys)
     is_tpu = compiled_platform() == "tpu"
     if atten_kernel in SPLASHES:
         _check_kernel("DotProductAttention", how, atten_kernel, why, cannot)
-        return BySplash(options, not is_tpu, splash_of(atten_kernel))
-    is_short = min(num_queries, num_keys) < multiple_of(ring.num_stations)
+        return SplashBlocks(options, not is_tpu, splash_of(atten_kernel))
+    is_short = min(num_queries, num_keys) < multiple_of(ring.num_groups)
     if cannot or not is_tpu or is_short or not splash_is_installed("splash"):
         return in_chunks
-    return BySplash(options, not is_tpu, splash_of("splash"))
+    return SplashBlocks(options, not is_tpu, splash_of("splash"))
 
 
 def is_context_parallel(how: str | None, split: SplitDims) -> bool:
-    """Returns True if time is split over several devices, and by the setting `how`.
+    """Returns whether time is split over several devices, and `how` is set.
 
     Args:
       split: of queries [B, T, N, K].
@@ -124,23 +128,22 @@ def is_context_parallel(how: str | None, split: SplitDims) -> bool:
 def context_parallel_attention(
     how: str, q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask: AttentionMask,
     options: LogitOptions, kernel: Kernel, *, atten_kernel: str, chunk_size: int, split: SplitDims,
-    sinks_N: jax.Array | None = None, kept_as: str | None = None,
+    sinks_N: jax.Array | None = None, residual_name: str | None = None,
 ) -> jax.Array:
-    """Returns the attended values [B, T, N, K], where mesh axes split time.
+    """Returns attention outputs [B, T, N, K] if mesh axes split time.
 
     Args:
-      how: of CONTEXT_PARALLEL.
+      how: a name in CONTEXT_PARALLEL.
       q_BTNK, k_BSGK, v_BSGK, mask, options, sinks_N: as of `einsum_attention`; the mask has no
         indices of its own.
-      kernel: of one device, for heads of whole sequences: called with q, k, v, mask, options and
-        `sinks_N`.
-      atten_kernel: as it is set.
+      kernel: called on one device with q, k, v of complete sequences, mask, options and `sinks_N`.
+      atten_kernel: the setting.
       chunk_size: queries and keys of a chunk, where attention is in chunks.
       split: of q.
-      kept_as: the name of results that the backward pass takes up; None: they have none.
+      residual_name: the checkpoint name of residuals; None: no name.
 
     Raises:
-      ConfigError: a ring is needed, and the kernel that is set has none.
+      ConfigError: a ring is needed, and the kernel that is set does not support it.
     """
     mesh = jax.sharding.get_abstract_mesh()
     spec = to_partition_spec(split or (), mesh.axis_names, rank=4)
@@ -150,22 +153,24 @@ def context_parallel_attention(
     )
     (B, T, N, K), (S, G) = q_BTNK.shape, k_BSGK.shape[1:3]
     ring = _ring_of(how, axes_of(time), num, -(-N // num_shards), mask)
-    is_by_time = how == "gather" or ring.num_stations > 1
+    is_by_time = how == "gather" or ring.num_groups > 1
     multiple = 2 * num
     if is_by_time:
-        why = "" if ring.size == 1 else f", and {N} heads leave a ring of {ring.num_stations}"
+        why = "" if ring.group_size == 1 else f", and {N} heads leave a ring of {ring.num_groups}"
         _check_kernel("DotProductAttention", how, atten_kernel, why)
-        of_a_station = _of_a_station(how, atten_kernel, why, mask, options, chunk_size, ring, T, S)
-        if isinstance(of_a_station, BySplash):
-            multiple = math.lcm(multiple, multiple_of(ring.num_stations))
+        block_attention = _block_attention(
+            how, atten_kernel, why, mask, options, chunk_size, ring, T, S
+        )
+        if isinstance(block_attention, SplashBlocks):
+            multiple = math.lcm(multiple, multiple_of(ring.num_groups))
     may_see_none = options.averages and sinks_N is None and (mask.may_hide_all or T != S)
     gives_sums = is_by_time and (may_see_none or sinks_N is not None or options.extra is not None)
 
-    def filled_up(x: jax.Array) -> jax.Array:
-        return to_multiple(to_multiple(x, multiple, dim=1), num_rows, dim=0)
+    def padded(x: jax.Array) -> jax.Array:
+        return pad_to_multiple(pad_to_multiple(x, multiple, dim=1), num_rows, dim=0)
 
-    q, k, v = map(filled_up, heads_in_parts(q_BTNK, k_BSGK, v_BSGK, num_shards * ring.size))
-    arrays = {name: filled_up(x) for name, x in _arrays_of(mask, B, S, k.shape[1]).items()}
+    q, k, v = map(padded, heads_in_parts(q_BTNK, k_BSGK, v_BSGK, num_shards * ring.group_size))
+    arrays = {name: padded(x) for name, x in _arrays_of(mask, B, S, k.shape[1]).items()}
     sinks = () if sinks_N is None or is_by_time else (jnp.pad(sinks_N, (0, q.shape[2] - N)),)
 
     def on_a_device(q: Any, k: Any, v: Any, *rest: jax.Array) -> tuple[jax.Array, ...]:
@@ -179,18 +184,18 @@ def context_parallel_attention(
                 q[:, :T], k[:, :S], v[:, :S], _without_filler(seen, T, S), options,
                 sinks_N=ring.heads_of(rest[0]) if sinks else None,
             )
-            return (ring.by_time(to_multiple(outputs, multiple, dim=1)),)
+            return (ring.by_time(pad_to_multiple(outputs, multiple, dim=1)),)
         b, t, n, _ = q.shape
         q = ring.to_zigzag(q).reshape(b, t, k.shape[2], -1, K)
         if how == "gather":
             k, v = (jax.lax.all_gather(x, ring.axes, axis=1, tiled=True) for x in (k, v))
             seen = of_queries(seen, ring, t)
             encoded, log_sums = attention_with_log_sums(
-                q, k, v, seen, options, chunk_size, kept_as
+                q, k, v, seen, options, chunk_size, residual_name
             )
         else:
             k, v = map(ring.to_zigzag, (k, v))
-            encoded, log_sums = round_ring(q, k, v, seen, ring, of_a_station, kept_as)
+            encoded, log_sums = round_ring(q, k, v, seen, ring, block_attention, residual_name)
         outputs = encoded.reshape(b, t, n, K), log_sums.transpose(0, 3, 1, 2).reshape(b, t, n)
         return tuple(ring.by_time(ring.from_zigzag(x)) for x in outputs[: 1 + gives_sums])
 
@@ -207,36 +212,36 @@ def context_parallel_attention(
     mean_BGK = jnp.mean(v_BSGK, axis=1, dtype=jnp.float32) if may_see_none else None
     log_sums = outputs[1][:B, :T, :N].reshape(B, T, G, -1).transpose(0, 2, 3, 1)
     encoded = encoded.reshape(B, T, G, -1, K)
-    return finished(encoded, log_sums, options, sinks_N, mean_BGK).astype(q_BTNK.dtype)
+    return apply_sinks(encoded, log_sums, options, sinks_N, mean_BGK).astype(q_BTNK.dtype)
 
 
 def _ring_of(
     how: str, axes: tuple[str, ...], num: int, num_heads: int, mask: AttentionMask
 ) -> Ring:
-    """Returns the groups of devices that share heads, of which a device has `num_heads`."""
+    """Returns the ring of groups of devices that exchange heads; a device has `num_heads`."""
     size = {"all_to_all": num, "all_to_all+ring": math.gcd(num, num_heads)}.get(how, 1)
     is_causal = mask.right_context == 0 and mask.left_context is None
     return Ring(axes, num, num // size, is_causal and size < num)
 
 
 def _arrays_of(
-    mask: AttentionMask, num_rows: int, num_keys: int, filled_up: int
+    mask: AttentionMask, num_rows: int, num_keys: int, padded_length: int
 ) -> dict[str, jax.Array]:
-    """Returns the arrays of a mask by name, one that hides filler keys among them if they need it.
+    """Returns the arrays of a mask by name, including one that hides padding keys if needed.
 
-    No query sees a key after its own, which filler is, if attention is causal.
+    In causal attention no query sees padding keys, which come last.
     """
     arrays = {
         "q_segments_BT": mask.q_segments_BT, "kv_segments_BS": mask.kv_segments_BS,
         "kv_visible_BS": mask.kv_visible_BS,
     }
-    if filled_up > num_keys and mask.right_context != 0 and mask.kv_visible_BS is None:
+    if padded_length > num_keys and mask.right_context != 0 and mask.kv_visible_BS is None:
         arrays["kv_visible_BS"] = jnp.ones((num_rows, num_keys), bool)
     return {name: x for name, x in arrays.items() if x is not None}
 
 
 def _without_filler(mask: AttentionMask, num_queries: int, num_keys: int) -> AttentionMask:
-    """Returns the mask of whole sequences, without filler at their ends."""
+    """Returns the mask of complete sequences, without padding at their ends."""
     def part(x: jax.Array | None, length: int) -> jax.Array | None:
         return None if x is None else x[:, :length]
 

@@ -1,4 +1,4 @@
-"""Attention as an einsum: the reference, which does everything and holds every logit at once."""
+"""Attention as an einsum: the reference, which supports all options and stores all logits."""
 
 import dataclasses
 import functools
@@ -16,15 +16,15 @@ from praxis_lite.layers.stochastics import Dropout
 
 @dataclasses.dataclass(frozen=True)
 class LogitOptions:
-    """What happens to logits between `q k` and the softmax.
+    """Options of the logits.
 
     Attributes:
-      scale: they are multiplied by it.
-      cap: they become `cap * tanh(logits / cap)`; 0.0: they stay.
-      extra: a logit more in the softmax, whose value is zero.
-      zero_fully_masked: a query that sees no key gets zeros, not the mean of all values, which is
-        what the softmax of equal logits gives.
-      float32_logits: logits and softmax are float32, as Pax's, not of the queries' dtype.
+      scale: factor of the logits.
+      cap: logits become `cap * tanh(logits / cap)`; 0.0: no cap.
+      extra: an additional logit in the softmax, whose value is zero.
+      zero_fully_masked: a query without visible keys gets zeros instead of the mean of all values,
+        which the softmax of equal logits gives.
+      float32_logits: logits and softmax are float32, as in Pax; False: the queries' dtype.
     """
 
     scale: float = 1.0
@@ -35,12 +35,12 @@ class LogitOptions:
 
     @property
     def averages(self) -> bool:
-        """Returns True if a query that sees no key gets the mean of all values, False if zeros."""
+        """Whether a query without visible keys gets the mean of all values instead of zeros."""
         return self.extra is None and not self.zero_fully_masked
 
     @property
     def needs(self) -> dict[str, bool]:
-        """Returns True or False by the name of each of these settings: whether it is in use."""
+        """Whether each setting is in use, by name."""
         return {
             "atten_logit_cap": self.cap > 0.0,
             "attention_extra_logit": self.extra is not None,
@@ -58,17 +58,17 @@ def einsum_attention(
     options: LogitOptions, *, bias: jax.Array | None = None, atten_mask: jax.Array | None = None,
     dropout: Dropout | None = None, key: jax.Array | None = None, sinks_N: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the attended values [B, T, N, K]; every logit exists at once.
+    """Returns attention outputs [B, T, N, K].
 
     Args:
       q_BTNK, k_BSGK, v_BSGK: scaled queries, keys, values; head n reads keys of n // (N / G).
-      mask: what is seen.
+      mask: which keys are visible.
       options: of the logits.
-      bias: float [B or 1, N, T, S], added before they are scaled and capped.
-      atten_mask: float [B or 1, 1 or N, 1 or T, S]; a key is unseen where it is below half of
+      bias: float [B or 1, N, T, S], added to logits before they are scaled and capped.
+      atten_mask: float [B or 1, 1 or N, 1 or T, S]; a key is hidden where it is below half of
         LARGE_NEGATIVE. As in Pax it is not added to the logits.
       dropout, key: of the probabilities.
-      sinks_N: float [N], a logit more for each head in the softmax, whose value is zero.
+      sinks_N: float [N], an additional logit for each head, whose value is zero.
     """
     B, T, N, K = q_BTNK.shape
     S, G = k_BSGK.shape[1:3]
@@ -98,7 +98,7 @@ def einsum_attention(
         probs_BNTS = dropout(probs_BNTS, key)
     if G == N:
         encoded_BTNK = jnp.einsum("bnts,bsnk->btnk", probs_BNTS, v_BSGK)
-    elif G == 1:  # With a dim of groups XLA's CPU backend transposes the values first.
+    elif G == 1:  # With a dim of groups XLA's CPU backend would transpose the values first.
         encoded_BTNK = jnp.einsum("bnts,bsk->btnk", probs_BNTS, v_BSGK[:, :, 0])
     else:
         probs_BGRTS = probs_BNTS.reshape(B, G, N // G, T, S)

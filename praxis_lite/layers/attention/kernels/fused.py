@@ -1,4 +1,4 @@
-"""Attention by jax.nn, as XLA or cuDNN compute it; a foreign kernel on each device's part."""
+"""Attention by `jax.nn` (XLA, cuDNN), and kernels mapped over devices."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from praxis_lite.core.sharding.split_dims import SplitDims, to_partition_spec, w
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.kernels.head_parts import heads_in_parts
 from praxis_lite.layers.attention.masks import AttentionMask
-from praxis_lite.layers.base.base_layer import to_multiple
+from praxis_lite.layers.base.base_layer import pad_to_multiple
 from praxis_lite.layers.base.foreign_kernels import without_vma
 
 # B batch, T queries, S keys, N heads, G heads of keys and values, K dims per head.
@@ -21,13 +21,13 @@ def dot_product_attention(
     q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask: AttentionMask,
     options: LogitOptions, *, bias: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the attended values [B, T, N, K], by jax.nn.dot_product_attention in XLA."""
+    """Returns attention outputs [B, T, N, K] by `jax.nn.dot_product_attention` in XLA."""
     visible_BTS = mask.visible(q_BTNK.shape[1], k_BSGK.shape[1])
     return jax.nn.dot_product_attention(
         q_BTNK,
         k_BSGK,
         v_BSGK,
-        # It adds the bias to scaled logits, Pax to unscaled ones.
+        # jax.nn adds the bias to scaled logits, Pax to unscaled ones.
         bias=None if bias is None else bias * options.scale,
         mask=None if visible_BTS is None else visible_BTS[:, None],
         scale=options.scale,
@@ -39,10 +39,10 @@ def cudnn_attention(
     q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask: AttentionMask,
     options: LogitOptions, *, split: SplitDims = None,
 ) -> jax.Array:
-    """Returns the attended values [B, T, N, K], by cuDNN's flash attention (arXiv:2307.08691).
+    """Returns attention outputs [B, T, N, K] by cuDNN's flash attention (arXiv:2307.08691).
 
-    Takes 16-bit inputs and causal masks with or without a window, or no mask. Each device works on
-    its own rows and heads, as `split` [B, T, N, K] says. Lowered for CUDA, not yet run on a GPU.
+    Supports 16-bit inputs, and causal masks with or without a window, or no mask. Each device works
+    on its rows and heads, given by `split` [B, T, N, K]. Lowered for CUDA, not yet run on a GPU.
     """
     window = None if mask.left_context is None else (mask.left_context - 1, 0)
 
@@ -59,10 +59,10 @@ def per_device(
     attend: Callable[..., jax.Array], q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array,
     rest: tuple[jax.Array, ...], split: SplitDims,
 ) -> jax.Array:
-    """Returns `attend(q, k, v, *rest)` with each device's rows and heads worked on by it alone.
+    """Returns `attend(q, k, v, *rest)`, mapped over the devices' rows and heads by shard_map.
 
-    XLA cannot split a foreign kernel, and would gather its operands instead. shard_map takes only
-    what divides, so rows and heads are padded. `rest` is [B, ...].
+    XLA cannot partition a custom kernel, and would gather its operands. Rows and heads are padded
+    until they divide. `rest` is [B, ...].
     """
     mesh = jax.sharding.get_abstract_mesh()
     auto_axes = set(mesh.axis_names) - set(mesh.manual_axes)
@@ -75,10 +75,10 @@ def per_device(
     )
     B, _, N, _ = q_BTNK.shape
     q, k, v = (
-        to_multiple(x, num_row_shards, dim=0)
+        pad_to_multiple(x, num_row_shards, dim=0)
         for x in heads_in_parts(q_BTNK, k_BSGK, v_BSGK, num_head_shards)
     )
-    rest = tuple(to_multiple(x, num_row_shards, dim=0) for x in rest)
+    rest = tuple(pad_to_multiple(x, num_row_shards, dim=0) for x in rest)
     of_heads = PartitionSpec(rows, None, heads, None)
     of_rest = tuple(PartitionSpec(rows) for _ in rest)
     outputs = without_vma(attend, (of_heads,) * 3, of_rest, of_heads, auto_axes)(q, k, v, *rest)

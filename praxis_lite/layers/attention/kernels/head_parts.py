@@ -1,16 +1,16 @@
-"""Heads in parts of equal number, one for each device: copies and filler make them divide."""
+"""Heads copied and padded until they divide into equal parts, one for each device."""
 
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.layers.base.base_layer import filled_up
+from praxis_lite.layers.base.base_layer import pad_to
 
 
 def heads_of_parts(num_heads: int, num_kv_heads: int, num_parts: int) -> tuple[int, int, int]:
-    """Returns the numbers of heads that divide into parts: of queries, of keys, and the copies.
+    """Returns (heads of queries, heads of keys, copies of a head of keys) that divide into parts.
 
-    Each part has the heads of keys that its heads of queries read; where too few are left to
-    divide, each is there several times. Filler comes last.
+    Each part has the heads of keys that its queries read; too few heads of keys are copied. Padding
+    heads come last.
     """
     num_shared = num_heads // num_kv_heads
 
@@ -26,8 +26,8 @@ def heads_of_parts(num_heads: int, num_kv_heads: int, num_parts: int) -> tuple[i
 def heads_in_parts(
     q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, num_parts: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns queries, keys and values with as many heads as `heads_of_parts` says."""
+    """Returns queries, keys and values with the numbers of heads of `heads_of_parts`."""
     num_q, num_kv, num_copies = heads_of_parts(q_BTNK.shape[2], k_BSGK.shape[2], num_parts)
     if num_copies > 1:
         k_BSGK, v_BSGK = (jnp.repeat(x, num_copies, axis=2) for x in (k_BSGK, v_BSGK))
-    return filled_up(q_BTNK, num_q, 2), filled_up(k_BSGK, num_kv, 2), filled_up(v_BSGK, num_kv, 2)
+    return pad_to(q_BTNK, num_q, 2), pad_to(k_BSGK, num_kv, 2), pad_to(v_BSGK, num_kv, 2)

@@ -1,27 +1,34 @@
-"""Attention round a ring: keys and values are sent on while a station attends to those it has.
+"""Ring attention: keys and values move on while each group attends to those it has.
 
 Liu et al. 2023, arXiv:2310.01889. Inside `jax.shard_map`; the backward pass is by hand.
 """
 
+import dataclasses
 import functools
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.layers.attention.kernels.chunks import inner_products, of_outputs
-from praxis_lite.layers.attention.kernels.stations import Ring
+from praxis_lite.layers.attention.kernels.chunks import (
+    attended_in_chunks,
+    gradients_in_chunks,
+    inner_products,
+    of_outputs,
+)
+from praxis_lite.layers.attention.kernels.einsum import LogitOptions
+from praxis_lite.layers.attention.kernels.ring_groups import Ring
 from praxis_lite.layers.attention.masks import AttentionMask
-from praxis_lite.layers.base.activation_names import kept
+from praxis_lite.layers.base.activation_names import name_residuals
 
 # B batch, T queries, S keys, G heads of keys and values, R heads of queries that share one of
 # these, K dims per head.
 
 
-class OfAStation(Protocol):
-    """Attention of this station's queries to the keys of the station that is `step` before it.
+class BlockAttention(Protocol):
+    """Attention of this group's queries to the keys of the group `step` places before it.
 
-    `mask` is of all queries and keys, with their places as indices; arrays are a station's.
+    `mask` describes the complete sequence; arrays belong to a group.
     """
 
     def attended(
@@ -40,23 +47,23 @@ class OfAStation(Protocol):
 
 
 def _num_steps(ring: Ring, mask: AttentionMask, num_keys: int) -> int:
-    """Returns the number of stations whose keys a station's queries may see, itself counted."""
+    """Returns the number of groups, itself included, whose keys a group's queries may see."""
     if mask.right_context != 0 or mask.left_context is None:
-        return ring.num_stations
-    return min(ring.num_stations, 1 + -(-(mask.left_context - 1) // num_keys))
+        return ring.num_groups
+    return min(ring.num_groups, 1 + -(-(mask.left_context - 1) // num_keys))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def round_ring(q, k, v, mask, ring, of_a_station, kept_as):
-    """Returns the attended values of this station's queries [B, T, G, R, K], and their log sums.
+def round_ring(q, k, v, mask, ring, block_attention, residual_name):
+    """Returns attention outputs of this group's queries [B, T, G, R, K] and their logsumexp.
 
-    Both are as of `attention_with_log_sums`. The backward pass sends keys and values round once
-    more, with the gradients that come of them; what is kept is a station's own.
+    As `attention_with_log_sums`. The backward pass sends keys and values round the ring again,
+    with their gradients; the residuals are the group's own arrays.
     """
     num_steps = _num_steps(ring, mask, k.shape[1])
 
     def added(step: Any, kv: Any, result: Any) -> tuple[jax.Array, jax.Array]:
-        return joined(result, of_a_station.attended(q, *kv, mask, ring, step))
+        return merge_by_logsumexp(result, block_attention.attended(q, *kv, mask, ring, step))
 
     def turn(step: Any, carry: Any) -> Any:
         kv, result = carry
@@ -64,34 +71,34 @@ def round_ring(q, k, v, mask, ring, of_a_station, kept_as):
         return following, added(step, kv, result)
 
     following = ring.sent((k, v), 1) if num_steps > 1 else (k, v)
-    result = of_a_station.attended(q, k, v, mask, ring, 0)
+    result = block_attention.attended(q, k, v, mask, ring, 0)
     if num_steps > 1:
         following, result = jax.lax.fori_loop(1, num_steps - 1, turn, (following, result))
         result = added(num_steps - 1, following, result)
-    return kept((result[0].astype(q.dtype), result[1]), kept_as)
+    return name_residuals((result[0].astype(q.dtype), result[1]), residual_name)
 
 
-def joined(*parts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Returns the values that are attended over the keys of all parts, and their log sums."""
+def merge_by_logsumexp(*parts: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Merges partial attention outputs by their logsumexp."""
     log_sums = functools.reduce(jnp.logaddexp, (each for _, each in parts))
     encoded = sum(of_outputs(jnp.exp(each - log_sums)) * x for x, each in parts)
     return encoded, log_sums
 
 
-def _forward(q, k, v, mask, ring, of_a_station, kept_as):
-    encoded, log_sums = round_ring(q, k, v, mask, ring, of_a_station, None)
-    encoded, log_sums = kept((encoded, log_sums), kept_as)
+def _forward(q, k, v, mask, ring, block_attention, residual_name):
+    encoded, log_sums = round_ring(q, k, v, mask, ring, block_attention, None)
+    encoded, log_sums = name_residuals((encoded, log_sums), residual_name)
     return (encoded, log_sums), (q, k, v, mask, encoded, log_sums)
 
 
-def _backward(ring, of_a_station, kept_as, residuals, grads):
+def _backward(ring, block_attention, residual_name, residuals, grads):
     q, k, v, mask, encoded, log_sums = residuals
     d_encoded, d_log_sums = grads
     inner = inner_products(d_encoded, encoded) - d_log_sums
     num_steps = _num_steps(ring, mask, k.shape[1])
 
     def gradients(step: Any, kv: Any) -> tuple[jax.Array, tuple]:
-        dq, *d_kv = of_a_station.gradients(
+        dq, *d_kv = block_attention.gradients(
             q, *kv, mask, ring, step, log_sums, inner, d_encoded
         )
         return dq, tuple(d_kv)
@@ -116,3 +123,55 @@ def _backward(ring, of_a_station, kept_as, residuals, grads):
 
 
 round_ring.defvjp(_forward, _backward)
+
+
+class ChunkedBlocks(NamedTuple):
+    """A BlockAttention in chunks of `chunk_size`, under any mask."""
+
+    options: LogitOptions
+    chunk_size: int
+
+    def attended(self, q, k, v, mask, ring, step):
+        return merge_by_logsumexp(*(
+            attended_in_chunks(q, *kv, of_piece, *self, jnp.float32)
+            for of_piece, kv in _pieces(mask, ring, step, q, k, v)
+        ))
+
+    def gradients(self, q, k, v, mask, ring, step, log_sums, inner, d_encoded):
+        dq, dk, dv = zip(*(
+            gradients_in_chunks(q, *kv, of_piece, *self, log_sums, inner, d_encoded, jnp.float32)
+            for of_piece, kv in _pieces(mask, ring, step, q, k, v)
+        ), strict=True)
+        return sum(dq), jnp.concatenate(dk, axis=1), jnp.concatenate(dv, axis=1)
+
+
+def of_queries(mask: AttentionMask, ring: Ring, num_queries: int) -> AttentionMask:
+    """Returns the mask of this group's queries, with their positions in the sequence as indices."""
+    pieces = ring.starts(ring.group_index(), num_queries)
+    index = [start + jnp.arange(length, dtype=jnp.int32) for start, length in pieces]
+    segments = mask.q_segments_BT
+    if segments is not None:
+        segments = ring.part_of(segments, ring.group_index(), num_queries)
+    return dataclasses.replace(
+        mask, q_index_BT=jnp.concatenate(index)[None], q_segments_BT=segments
+    )
+
+
+def _pieces(
+    mask: AttentionMask, ring: Ring, step: int | jax.Array, q: jax.Array, *kv: jax.Array
+) -> list[tuple[AttentionMask, list[jax.Array]]]:
+    """Returns (mask, [keys, values]) for each piece of the keys of the group `step` before."""
+    seen = of_queries(mask, ring, q.shape[1])
+    group = (ring.group_index() - step) % ring.num_groups
+    pieces, first = [], 0
+    for start, length in ring.starts(group, kv[0].shape[1]):
+        of_keys = {
+            name: jax.lax.dynamic_slice_in_dim(x, start, length, axis=1)
+            for name in ("kv_segments_BS", "kv_visible_BS")
+            if (x := getattr(mask, name)) is not None
+        }
+        # Keys count from the first of the piece: chunks that no query sees are then skipped.
+        of_piece = dataclasses.replace(seen, q_index_BT=seen.q_index_BT - start, **of_keys)
+        pieces.append((of_piece, [x[:, first : first + length] for x in kv]))
+        first += length
+    return pieces

@@ -1,4 +1,4 @@
-"""A ring's attention to the keys of one station, by splash attention for TPU."""
+"""Ring attention to the keys of one group, by splash attention for TPU."""
 
 from typing import Any, NamedTuple
 
@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
-from praxis_lite.layers.attention.kernels.splash_row import LANES, SplashOfARow
-from praxis_lite.layers.attention.kernels.stations import Ring
+from praxis_lite.layers.attention.kernels.ring_groups import Ring
+from praxis_lite.layers.attention.kernels.splash_kernels import LANES, SplashOfARow
 from praxis_lite.layers.attention.masks import LARGE_NEGATIVE, AttentionMask
 
 # B batch, T queries, S keys, N heads, G heads of keys and values, R heads of queries that share one
@@ -16,10 +16,10 @@ Segments = tuple[jax.Array, jax.Array] | None  # Of queries [B, T] and of keys [
 
 
 def unable(mask: AttentionMask, num_queries: int, num_keys: int) -> str:
-    """Returns the part of a mask, in words, that splash cannot do in a ring; "" if it can do all.
+    """Returns the feature of a mask that splash does not support in a ring, or "".
 
-    Which blocks splash computes is fixed before a program runs. Under a causal mask that is so of
-    any two stations but for their order; under a window it is not.
+    Which blocks splash computes is fixed before a program runs. Under a causal mask the
+    blocks of any two groups depend only on their order; under a window they do not.
     """
     if mask.left_context is not None:
         return "a window"
@@ -28,8 +28,8 @@ def unable(mask: AttentionMask, num_queries: int, num_keys: int) -> str:
     return "" if mask.right_context in (0, None) else "a right_context"
 
 
-class BySplash(NamedTuple):
-    """Attention by splash; `OfAStation` has the methods. A causal ring is a zig-zag."""
+class SplashBlocks(NamedTuple):
+    """A BlockAttention by splash. A causal ring must be a zig-zag."""
 
     options: LogitOptions
     interpret: bool
@@ -124,25 +124,25 @@ class BySplash(NamedTuple):
 def _by_order(
     mask: AttentionMask, ring: Ring, step: int | jax.Array, whole: Any, earlier: Any, later: Any
 ) -> Any:
-    """Returns the result for a station's own keys, or for those of one before or after it.
+    """Returns the result for a group's own keys, or for those of a group before or after it.
 
-    Of a zig-zag's two pieces all queries see the first of an earlier station, and none its second;
-    of a later station the second queries see both, and the first none. Each is half of the whole.
+    In a zig-zag all queries see the first piece of an earlier group and none its second; the
+    queries of the second piece see both pieces of a later group, the others none.
     """
     is_causal = mask.right_context == 0
     if not is_causal or (isinstance(step, int) and step == 0):
         return whole(is_causal)
-    return jax.lax.cond(ring.station() >= step, earlier, later)
+    return jax.lax.cond(ring.group_index() >= step, earlier, later)
 
 
 def _segments(
     mask: AttentionMask, ring: Ring, step: int | jax.Array, num_queries: int, num_keys: int
 ) -> Segments:
-    """Returns the segments of this station's queries and of another's keys; hidden keys have -1."""
+    """Returns the segments of this group's queries and of the keys; hidden keys have -1."""
     if mask.q_segments_BT is None and mask.kv_visible_BS is None:
         return None
-    here = ring.station()
-    there = (here - step) % ring.num_stations
+    here = ring.group_index()
+    there = (here - step) % ring.num_groups
     of_queries, of_keys = mask.q_segments_BT, mask.kv_segments_BS
     if of_queries is None:
         of_keys = jnp.zeros(mask.kv_visible_BS.shape, jnp.int32)
@@ -175,6 +175,6 @@ def _with_zeros_before(x: jax.Array, count: int, dim: int, value: float = 0.0) -
     return jnp.pad(x, widths, constant_values=value)
 
 
-def multiple_of(num_stations: int) -> int:
+def multiple_of(num_groups: int) -> int:
     """Returns the number of tokens that a sequence is padded to a multiple of."""
-    return 2 * num_stations * LANES
+    return 2 * num_groups * LANES

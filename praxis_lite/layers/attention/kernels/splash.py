@@ -1,4 +1,4 @@
-"""Splash attention, flash attention that leaves out hidden blocks: whose kernels a name means."""
+"""Splash attention: flash attention that skips hidden blocks, by JAX's or tokamax's kernels."""
 
 import importlib.util
 
@@ -9,11 +9,14 @@ from praxis_lite.core.sharding.split_dims import SplitDims
 from praxis_lite.host.optional_packages import is_installed, require_package
 from praxis_lite.layers.attention.kernels.einsum import LogitOptions
 from praxis_lite.layers.attention.kernels.fused import per_device
-from praxis_lite.layers.attention.kernels.splash_jax import SplashOfJax
-from praxis_lite.layers.attention.kernels.splash_row import LANES, SplashOfARow
-from praxis_lite.layers.attention.kernels.splash_tokamax import SplashOfTokamax
+from praxis_lite.layers.attention.kernels.splash_kernels import (
+    LANES,
+    SplashOfARow,
+    SplashOfJax,
+    SplashOfTokamax,
+)
 from praxis_lite.layers.attention.masks import AttentionMask
-from praxis_lite.layers.base.base_layer import to_multiple
+from praxis_lite.layers.base.base_layer import pad_to_multiple
 
 # B batch, T queries, S keys, N heads, G heads of keys and values, K dims per head.
 SPLASHES = ("splash", "tokamax")
@@ -25,7 +28,8 @@ def splash_of(name: str) -> type[SplashOfARow]:
 
     "splash" is JAX's, or tokamax's with a jax that has none: the numbers are the same.
     """
-    return SplashOfJax if name == "splash" and _jax_has_it() else SplashOfTokamax
+    is_in_jax = name == "splash" and importlib.util.find_spec(_OF_JAX) is not None
+    return SplashOfJax if is_in_jax else SplashOfTokamax
 
 
 def splash_is_installed(name: str) -> bool:
@@ -44,14 +48,10 @@ def require_splash(name: str) -> None:
         require_package("tokamax", f"atten_kernel={name!r}{why}")
 
 
-def _jax_has_it() -> bool:
-    return importlib.util.find_spec(_OF_JAX) is not None
-
-
 def splash_attention(
     q_BTNK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array, mask: AttentionMask,
     options: LogitOptions, *, name: str = "splash", split: SplitDims = None,
-    interpret: bool = False, kept_as: str | None = None,
+    interpret: bool = False, residual_name: str | None = None,
 ) -> jax.Array:
     """Returns the attended values [B, T, N, K], by splash attention for TPU.
 
@@ -64,10 +64,10 @@ def splash_attention(
       name: whose kernels, see `splash_of`.
       split: of q.
       interpret: run in interpret mode.
-      kept_as: the name of results that the backward pass takes up; None: they have none.
+      residual_name: the name of results that the backward pass takes up; None: they have none.
     """
     T, S = q_BTNK.shape[1], k_BSGK.shape[1]
-    q, k, v = (to_multiple(x, LANES, dim=1) for x in (q_BTNK * options.scale, k_BSGK, v_BSGK))
+    q, k, v = (pad_to_multiple(x, LANES, dim=1) for x in (q_BTNK * options.scale, k_BSGK, v_BSGK))
     lengths = q.shape[1], k.shape[1]
     # Keys that are padding, of the input or of a block, are a segment that no query is of.
     needs_segments = (
@@ -83,12 +83,12 @@ def splash_attention(
         if mask.kv_visible_BS is not None:
             kv_segments = jnp.where(mask.kv_visible_BS, kv_segments, -1)
         segments = (
-            to_multiple(q_segments.astype(jnp.int32), LANES, dim=1),
-            to_multiple(kv_segments.astype(jnp.int32), LANES, dim=1, constant_values=-1),
+            pad_to_multiple(q_segments.astype(jnp.int32), LANES, dim=1),
+            pad_to_multiple(kv_segments.astype(jnp.int32), LANES, dim=1, constant_values=-1),
         )
 
     def on_one_device(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
-        of_a_row = splash_of(name)(lengths, q.shape[2], mask, options, interpret, kept_as)
+        of_a_row = splash_of(name)(lengths, q.shape[2], mask, options, interpret, residual_name)
 
         def one_row(q, k, v, *segments):
             q_NTK, k_GSK, v_GSK = (x.transpose(1, 0, 2) for x in (q, k, v))

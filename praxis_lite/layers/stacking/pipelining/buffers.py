@@ -1,4 +1,4 @@
-"""Where the microbatches of a pipeline wait that no stage works on, and how stages hand them on."""
+"""Buffers of waiting microbatches of a pipeline, and the transfer between stages."""
 
 import functools
 from typing import Any
@@ -13,7 +13,7 @@ from praxis_lite.layers.stacking.pipelining.schedules import Schedule
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def shift(x_S: jax.Array, by: int) -> jax.Array:
-    """Returns `x_S` with each stage's part `by` stages further on, round the end."""
+    """Rolls `x_S` by `by` stages."""
     return jnp.roll(x_S, by, axis=0)
 
 
@@ -30,10 +30,10 @@ shift.defvjp(_shift_fwd, _shift_bwd)
 
 
 class Buffer:
-    """Room for all microbatches on every stage; that on stage 0 is used.
+    """A buffer of all microbatches on every stage, of which stage 0's is used.
 
-    A microbatch waits there before its first repeat, between two, and after the last, always in
-    the same place. XLA's programs are the same for all stages: the others have the room, too.
+    A microbatch waits there before, between and after its repeats, always in the same place. All
+    stages run the same program, so the others have the buffer too.
 
     Args:
       layout: a StageLayout.
@@ -44,8 +44,8 @@ class Buffer:
 
     def start(self, x_M: jax.Array) -> jax.Array:
         """Returns the buffer before the first tick: [S, M + 1, rows, ...]."""
-        # The last place takes what comes out before the first microbatch does. A select on the
-        # tick would do too, but the backward pass would keep each of its answers.
+        # The last place takes results that come out before the first microbatch's. A select by tick
+        # would work too, but the backward pass would save each of its masks.
         x_M = jnp.concatenate([x_M, x_M[:1]])
         x_SM = jnp.broadcast_to(x_M, (self._schedule.num_stages, *x_M.shape))
         return self._layout.constrain(x_SM, row_dim=2)
@@ -61,7 +61,7 @@ class Buffer:
     def put(
         self, stored_SM: jax.Array, x_S: jax.Array, arrived_S: jax.Array, t: jax.Array
     ) -> jax.Array:
-        """Returns the buffer after tick t: x_S came out of the stages, arrived_S goes in."""
+        """Returns the buffer after tick t, given the stages' results x_S, shifted: arrived_S."""
         schedule = self._schedule
         since = t - (schedule.num_stages - 1)
         place, num_places = since % schedule.period, schedule.num_microbatches
@@ -75,11 +75,11 @@ class Buffer:
 
 
 class StreamBuffer:
-    """Room for the microbatches split over the stages: C = M / S columns on each, rounded up.
+    """A buffer of the microbatches split over the stages, in C = M / S columns, rounded up.
 
-    At tick t stage 0 takes its part of column t % C. The column then moves one stage towards
-    stage 0, and what comes out of the last stage takes the place that is free there. Between two
-    repeats microbatches wait on stage 0, which has room for M - S of them.
+    At tick t stage 0 takes its part of column t % C. The column then moves one stage towards stage
+    0, and the result of the last stage takes the free place there. Between two repeats microbatches
+    wait on stage 0, which has a buffer for M - S of them.
     """
 
     def __init__(self, schedule: Schedule, layout: Any):
@@ -110,7 +110,7 @@ class StreamBuffer:
             again = jax.lax.dynamic_index_in_dim(waiting, place, axis=1, keepdims=False)
             waiting = jax.lax.dynamic_update_index_in_dim(waiting, arrived_S, place, axis=1)
             waiting = self._layout.constrain(waiting, row_dim=2)
-        # A scalar choice: jnp.where's has as many bits as there are floats, all kept for backward.
+        # A scalar select: jnp.where would save a mask of x's shape for the backward pass.
         is_first_repeat = t < self._schedule.num_microbatches
         return jax.lax.select(is_first_repeat, entering, again), (stream, waiting)
 
@@ -135,9 +135,9 @@ class StreamBuffer:
 
 
 class Handover:
-    """What a tick does around the stages' work: their inputs, and where their results go.
+    """The transfer between stages around their work in a tick.
 
-    Linear in all arrays, so that the gradient of a tick's is a function of gradients alone.
+    It is linear in all arrays, so its gradient does not depend on their values.
 
     Args:
       layout: a StageLayout.
@@ -150,7 +150,7 @@ class Handover:
 
     def start(self, x_M: jax.Array) -> tuple[jax.Array, Any]:
         """Returns (x_S, stored) before the first tick."""
-        # Rows of the batch, too, for the stages that wait for their first.
+        # Stages that wait for their first microbatch also work on rows of the batch.
         x_S = jnp.broadcast_to(x_M[:1], (self._num_stages, *x_M.shape[1:]))
         return self._layout.constrain(x_S, row_dim=1), self._buffer.start(x_M)
 
@@ -181,7 +181,7 @@ class HandoverGradient:
         self._handover, self._of_outputs = handover, of_outputs
 
     def _pulled(self, function: Any, of_results: Any) -> Any:
-        # The values at which the gradient is taken play no part.
+        # The function is linear: its gradient is the same at all values.
         started = jax.eval_shape(self._handover.start, self._of_outputs)
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), started)
         return jax.vjp(function, *zeros)[1](of_results)

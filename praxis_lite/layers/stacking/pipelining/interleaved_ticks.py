@@ -1,8 +1,7 @@
 """The ticks of 1F1B: each takes a microbatch forward, and another backward.
 
-The loss of a microbatch is computed in the tick in which it leaves the last stage, and its gradient
-sets out backward in the same tick. So a stage keeps the inputs of 2 R S - 1 microbatches at most,
-however many there are.
+The loss of a microbatch is computed in the tick in which it leaves the last stage, and its backward
+pass begins in the same tick. So a stage stores the inputs of at most 2 R S - 1 microbatches.
 """
 
 import dataclasses
@@ -12,10 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.layers.stacking.pipelining import stage_values
 from praxis_lite.layers.stacking.pipelining.buffers import shift
-from praxis_lite.layers.stacking.pipelining.ends import Ends
 from praxis_lite.layers.stacking.pipelining.schedules import InterleavedSchedule
+from praxis_lite.layers.stacking.pipelining.split_model import SplitModel
 from praxis_lite.layers.stacking.pipelining.stage_work import StageWork, added, floats_of
 from praxis_lite.layers.stacking.pipelining.ticks import Values, pick
 
@@ -26,7 +24,7 @@ PyTree = Any
 
 
 class Carry(NamedTuple):
-    """What goes from tick to tick; gradients are called after what they are of."""
+    """The carry of the scan over ticks; `of_x` is the gradient of `x`."""
 
     x_S: jax.Array
     of_x_S: jax.Array
@@ -34,7 +32,7 @@ class Carry(NamedTuple):
     residuals: list[jax.Array]  # [S, ticks, ...], of the last S ticks, or of this one.
     of_floats: list[jax.Array]  # [X, S, ...], float32.
     of_ends: PyTree
-    values: Values  # That the blocks assigned, as `stage_values` keeps them.
+    values: Values  # That the blocks assigned, [S, M, R, P, ...].
     of_values: Values
     reported_M: PyTree
     weight_M: jax.Array
@@ -51,7 +49,7 @@ class InterleavedTicks:
 
     schedule: InterleavedSchedule
     work: StageWork
-    ends: Ends
+    ends: SplitModel
     arrays: list[jax.Array]
     keys_M: jax.Array | None
 
@@ -87,7 +85,7 @@ class InterleavedTicks:
             self.ends.leave, jnp.array(0), x, assigned
         )
         values, of_values = (
-            stage_values.room_for(a, num_microbatches) for a in (assigned, of_values)
+            room_for_values(a, num_microbatches) for a in (assigned, of_values)
         )
         stages, _ = self.work.stages, self.split  # Traced here, not within a loop.
         _, residuals = jax.eval_shape(self.by_inputs, stages, stages, x_S, x_S, of_values)
@@ -139,7 +137,7 @@ class InterleavedTicks:
             x: Any,
         ) -> tuple[jax.Array, Values]:
             y, new = self.work.work(*self.picked(arrays, stage, microbatch, repeat), x)
-            return y, stage_values.with_a_stage(values, new, microbatch, repeat, is_valid)
+            return y, with_stage_values(values, new, microbatch, repeat, is_valid)
 
         y_S, values = self.work.vmap(work, in_axes=(1, 0, 0, 0, 0, 0, 0))(
             self.arrays, carry.values, self.work.stages, microbatch, repeat, is_valid, x_S
@@ -151,7 +149,7 @@ class InterleavedTicks:
         last = self.schedule.num_stages - 1
         microbatch, repeat, is_valid = self.schedule.forward(t, last)
         is_leaving = is_valid & (repeat == self.schedule.circular_repeat - 1)
-        values = stage_values.of_microbatch(carry.values, microbatch)
+        values = values_of_microbatch(carry.values, microbatch)
         reported, weight, of_y, of_ends, of_values = self.if_any(
             is_leaving, self.ends.leave, microbatch, _at(y_S, last), values
         )
@@ -164,7 +162,7 @@ class InterleavedTicks:
         return carry._replace(
             of_x_S=jnp.where(self.at_stage(last, is_leaving, y_S), of_y, carry.of_x_S),
             of_ends=_sum(carry.of_ends, of_ends, weight != 0),
-            of_values=stage_values.with_microbatch(
+            of_values=with_values_of_microbatch(
                 carry.of_values, of_values, microbatch, is_leaving
             ),
             reported_M=jax.tree.map(noted, carry.reported_M, reported),
@@ -258,8 +256,8 @@ class InterleavedTicks:
         return self.work.picked(arrays, microbatch, repeat), key, stage, 0 * microbatch, repeat
 
     def if_any(self, is_any: jax.Array, function: Any, *args: Any) -> Any:
-        """Returns function(*args), or zeros where it is in vain."""
-        if self.schedule.circular_repeat == 1:  # It hardly ever is.
+        """Returns function(*args), or zeros if it is not needed."""
+        if self.schedule.circular_repeat == 1:  # It is needed in nearly all ticks.
             return function(*args)
         zeros = lambda *args: jax.tree.map(  # noqa: E731
             lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(function, *args)
@@ -272,17 +270,17 @@ class InterleavedTicks:
         return is_there.reshape(-1, *[1] * (x_S.ndim - 1))
 
     def stated(self, x_S: jax.Array) -> jax.Array:
-        """Returns activations with their layout stated."""
+        """Constrains the layout of activations."""
         return self.work.layout.constrain(x_S, row_dim=1)
 
 
 def _at(x_S: jax.Array, stage: int) -> jax.Array:
-    """Returns the array of a stage. XLA would else shift it by the layout that the ends have."""
+    """Returns the array of a stage; without the barrier XLA moves it to the ends' layout first."""
     return jax.lax.optimization_barrier(x_S)[stage]
 
 
-# On TPU XLA sums gradients over devices after the loop over ticks if nothing but a choice comes
-# between the sum over devices and that over ticks: no product with a weight.
+# On TPU XLA moves the sum of gradients over devices out of the loop over ticks if only a select is
+# between it and the sum over ticks: no product with a weight.
 
 
 def _if(counts: jax.Array, gradient: jax.Array) -> jax.Array:
@@ -291,3 +289,42 @@ def _if(counts: jax.Array, gradient: jax.Array) -> jax.Array:
 
 def _sum(total: PyTree, gradients: PyTree, counts: jax.Array) -> PyTree:
     return jax.tree.map(lambda a, g: a + _if(counts, g), total, gradients)
+
+
+# Values that stages assign, kept per microbatch until its loss. `values` are [R, S, P, ...], as in
+# the model; `kept` are [S, M, R, P, ...].
+
+
+def room_for_values(values: Values, num_microbatches: int) -> Values:
+    """Returns zeros for the values of all microbatches, [S, M, R, P, ...]."""
+    return {
+        path: jnp.zeros((a.shape[1], num_microbatches, a.shape[0], *a.shape[2:]), a.dtype)
+        for path, a in values.items()
+    }
+
+
+def with_stage_values(
+    kept: Values, new: Values, microbatch: jax.Array, repeat: jax.Array, is_valid: jax.Array
+) -> Values:
+    """Returns a stage's kept values [M, R, P, ...] with those of its tick, [P, ...], if valid."""
+    return {
+        path: a.at[microbatch, repeat].set(jnp.where(is_valid, new[path], a[microbatch, repeat]))
+        for path, a in kept.items()
+    }
+
+
+def values_of_microbatch(kept: Values, microbatch: jax.Array) -> Values:
+    """Returns the values of a microbatch."""
+    return {path: jnp.moveaxis(a[:, microbatch], 0, 1) for path, a in kept.items()}
+
+
+def with_values_of_microbatch(
+    kept: Values, values: Values, microbatch: jax.Array, is_valid: jax.Array
+) -> Values:
+    """Returns kept values with those of a microbatch, if valid."""
+    return {
+        path: a.at[:, microbatch].set(
+            jnp.where(is_valid, jnp.moveaxis(values[path], 1, 0), a[:, microbatch])
+        )
+        for path, a in kept.items()
+    }

@@ -1,4 +1,4 @@
-"""A batch's microbatches: how many there are, and how its rows are cut into them."""
+"""The microbatches of a batch: their number, and how rows are distributed to them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,11 +15,11 @@ from praxis_lite.layers.base.calls import require_positive
 def check_microbatches(
     layer: Any, num_microbatches: int | None, microbatch_size: int | None
 ) -> None:
-    """Raises a ConfigError unless just one of a Pipeline's two settings is there, and positive."""
+    """Raises a ConfigError unless exactly one of a Pipeline's two settings is set, and positive."""
     if (num_microbatches is None) == (microbatch_size is None):
         raise ConfigError(
             f"Pipeline.num_microbatches is {num_microbatches} and microbatch_size is "
-            f"{microbatch_size}; wanted is one of the two. Set num_microbatches."
+            f"{microbatch_size}; expected exactly one of the two. Set num_microbatches."
         )
     if microbatch_size is None:
         require_positive(layer, num_microbatches=num_microbatches)
@@ -35,18 +35,18 @@ def num_microbatches_of(
 
     Args:
       num_microbatches, microbatch_size: as of Pipeline: one of the two is None.
-      must_divide: blocks assign variables, which would count rows that fill up a microbatch.
+      must_divide: whether blocks assign variables, which would count padding rows.
 
     Raises:
-      ConfigError: they do not divide the rows, but must.
+      ConfigError: they must divide the rows, and do not.
     """
     by_size = num_microbatches is None
     name = "microbatch_size" if by_size else "num_microbatches"
     actual = microbatch_size if by_size else num_microbatches
     if must_divide and num_rows % actual:
         raise ConfigError(
-            f"Pipeline.{name} is {actual}; wanted is a divisor of {num_rows}, the rows of the "
-            "batch: its blocks assign variables, which would count the rows that fill up the "
+            f"Pipeline.{name} is {actual}; expected a divisor of {num_rows}, the rows of the "
+            "batch: its blocks assign variables, which would count the padding rows of the "
             f"last microbatches. Change {name} or the batch size."
         )
     return -(-num_rows // actual) if by_size else actual
@@ -66,17 +66,16 @@ def arrays_of(inputs: Mapping[str, Any], num_rows: int) -> tuple[dict, dict]:
         for leaf in leaves if has_rows else ():
             if leaf.shape[0] not in (1, num_rows):
                 raise ConfigError(
-                    f"Pipeline's input {name!r} has the shape {leaf.shape}; wanted is x's "
-                    f"{num_rows} rows, or 1, as its first dim, so that microbatches can be cut."
+                    f"Pipeline's input {name!r} has the shape {leaf.shape}; expected x's "
+                    f"{num_rows} rows, or 1, as its first dim, to cut it into microbatches."
                 )
     return arrays, others
 
 
 def to_microbatches(x: jax.Array, num_microbatches: int, num_streams: int) -> jax.Array:
-    """Returns [rows, ...] as [M, rows / M, ...], filled up with copies of row 0 if M divides not.
+    """Returns [rows, ...] as [M, rows / M, ...], padded with copies of row 0.
 
-    The rows of one microbatch are far apart: rows that are split over a mesh axis then give each
-    microbatch its share from every device.
+    A microbatch has every M-th row, so that each device contributes rows to each microbatch.
     """
     if num_free := -x.shape[0] % num_microbatches:
         x = jnp.concatenate([x, jnp.broadcast_to(x[:1], (num_free, *x.shape[1:]))])

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from praxis_lite.collectives.filler_rows import (
+from praxis_lite.collectives.padding_rows import (
     num_missing_rows,
     num_weights_of,
-    with_filler,
+    with_padding_rows,
 )
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.learner.bound_learner import BoundLearner
@@ -25,10 +25,10 @@ from praxis_lite.core.sharding.inputs import num_rows_of
 from praxis_lite.core.task import Task
 from praxis_lite.layers.base.variables import assigned_values
 from praxis_lite.layers.stacking.pipelines import Pipeline
-from praxis_lite.layers.stacking.pipelining.cut_models import CutModel, in_one_microbatch
 from praxis_lite.layers.stacking.pipelining.interleaved_ticks import InterleavedTicks
 from praxis_lite.layers.stacking.pipelining.microbatches import num_microbatches_of
 from praxis_lite.layers.stacking.pipelining.schedules import InterleavedSchedule
+from praxis_lite.layers.stacking.pipelining.split_model import SplitModel, in_one_microbatch
 
 PyTree = Any
 
@@ -37,14 +37,14 @@ PyTree = Any
 class OneForwardOneBackward:
     """Gradients of a model with one Pipeline by 1F1B (arXiv:2104.04473).
 
-    A microbatch goes backward as soon as it has left the last stage: a stage keeps the inputs of
-    2 R S - 1 microbatches, however many there are. What is before the Pipeline and behind it, the
-    embedding and the loss, is computed for a microbatch within the ticks. With
-    `Pipeline.split_backward` gradients of weights have no bubbles (ZB-H1, arXiv:2401.10241).
+    A microbatch goes backward as soon as it has left the last stage: a stage stores the inputs of
+    2 R S - 1 microbatches, independent of M. What comes before and after the Pipeline, embedding
+    and loss, is computed for each microbatch within the ticks. With `Pipeline.split_backward`
+    gradients of weights have no bubbles (ZB-H1, arXiv:2401.10241).
 
-    The numbers are those of gradient accumulation over the Pipeline's microbatches, and on a mesh
-    without its stage axis made so. Where the loss is a weighted mean over rows, they are those of
-    the whole batch.
+    The results equal gradient accumulation over the Pipeline's microbatches, which also runs on
+    meshes without the stage axis. If the loss is a weighted mean over rows, they equal those of the
+    complete batch.
     """
 
     def on(
@@ -53,7 +53,7 @@ class OneForwardOneBackward:
         """Returns the functions of a task on a mesh.
 
         Raises:
-          ConfigError: the model has not one Pipeline, or variables that passes hand on.
+          ConfigError: the model does not have one Pipeline, or updates variables in a pass.
         """
         pipeline = _pipeline_of(task)
         return Gradients(
@@ -70,7 +70,7 @@ def _pipeline_of(task: Task) -> Pipeline:
     pipelines = [item for item in modules if isinstance(item, Pipeline)]
     if len(pipelines) != 1:
         raise ConfigError(
-            f"OneForwardOneBackward found {len(pipelines)} Pipelines in the model; wanted is one. "
+            f"OneForwardOneBackward found {len(pipelines)} Pipelines in the model; expected one. "
             "Leave the Partitioner's gradients out, or make the model's stack a Pipeline."
         )
     kept = {
@@ -79,10 +79,10 @@ def _pipeline_of(task: Task) -> Pipeline:
     }
     if kept:
         raise ConfigError(
-            f"OneForwardOneBackward found variables that passes hand on: {', '.join(sorted(kept))}"
-            "; wanted is a model without batch statistics, for a stage does not know yet which "
-            "microbatches have no weight and are to change none. Leave the Partitioner's gradients "
-            "out: the Pipeline by itself computes these."
+            "OneForwardOneBackward found variables that are updated in each pass: "
+            f"{', '.join(sorted(kept))}; expected a model without batch statistics, because a "
+            "stage does not know yet which microbatches have no weight. Leave the Partitioner's "
+            "gradients out: the Pipeline alone supports such variables."
         )
     return pipelines[0]
 
@@ -103,8 +103,8 @@ def _num_missing_rows(pipeline: Pipeline, inputs: PyTree, num_micro_batches: int
     if num_rows % num_microbatches and assigned_values(pipeline.blocks):
         raise ConfigError(
             f"A batch has {num_rows} rows, which {num_microbatches} microbatches do not divide, "
-            "and the Pipeline's blocks assign variables, which would count the rows that fill it "
-            f"up. Make the batch size a multiple of {num_microbatches}."
+            "and the Pipeline's blocks assign variables, which would count padding rows. "
+            f"Make the batch size a multiple of {num_microbatches}."
         )
     return num_missing_rows(inputs, num_microbatches, f"{num_microbatches} microbatches")
 
@@ -115,7 +115,7 @@ def _value_and_grad(
 ) -> tuple[accumulation.WeightedScalars, PyTree, PyTree]:
     """Returns the result of `accumulation.value_and_grad` over all microbatches.
 
-    Ticks are computed as over Auto axes: a stage's work has no type.
+    Ticks are computed over Auto axes: JAX cannot type a stage's work.
     """
     def types(results: tuple[PyTree, PyTree, PyTree]) -> tuple[PyTree, PyTree, PyTree]:
         whole = jax.tree.map(lambda x: PartitionSpec(), results[0])
@@ -134,7 +134,7 @@ def _grads_in_ticks(
 ) -> tuple[accumulation.WeightedScalars, PyTree, PyTree]:
     """Returns the result of `_value_and_grad`, without types."""
     num_microbatches = _num_microbatches(pipeline, inputs, num_micro_batches)
-    inputs = with_filler(inputs, _num_missing_rows(pipeline, inputs, num_micro_batches))
+    inputs = with_padding_rows(inputs, _num_missing_rows(pipeline, inputs, num_micro_batches))
     if not pipeline.is_in_ticks:
         with in_one_microbatch():
             return accumulation.value_and_grad(
@@ -153,7 +153,7 @@ def _grads_in_ticks(
         return loss, metrics
 
     full_weight = max(num_weights_of(inputs), 1) / num_microbatches
-    model = CutModel(batch_loss, params, num_microbatches, full_weight)
+    model = SplitModel(batch_loss, params, num_microbatches, full_weight)
     schedule = InterleavedSchedule(
         pipeline.num_stages, num_microbatches, pipeline.circular_repeat, pipeline.split_backward
     )

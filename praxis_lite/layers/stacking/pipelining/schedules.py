@@ -13,10 +13,10 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The ticks of a pipeline.
+    """The ticks of a pipeline with S stages, M microbatches and R repeats.
 
-    At tick t, stage s continues what stage s - 1 did at tick t - 1, stage 0 what came out of the
-    last stage, once all microbatches have begun their repeat. Attributes are S, M and R.
+    At tick t, stage s continues the microbatch of stage s - 1 at tick t - 1; stage 0 continues
+    those of the last stage once all microbatches have started their repeat.
     """
 
     num_stages: int
@@ -26,12 +26,12 @@ class Schedule:
     @property
     def period(self) -> int:
         """Ticks from a microbatch's entry into stage 0 to its next entry there."""
-        # With fewer microbatches than stages stage 0 waits for the first to come round.
+        # With fewer microbatches than stages stage 0 waits for the first to return.
         return max(self.num_microbatches, self.num_stages)
 
     @property
     def num_ticks(self) -> int:
-        """Ticks until the last microbatch is through: R M + S - 1 where M >= S or R = 1."""
+        """Ticks until the last microbatch is done: R M + S - 1 if M >= S or R = 1."""
         last_start = (self.circular_repeat - 1) * self.period + self.num_microbatches - 1
         return last_start + self.num_stages
 
@@ -45,24 +45,24 @@ class Schedule:
 
     @property
     def num_weight_ticks(self) -> int:
-        """Backward ticks of a split backward pass in which gradients of weights are made too.
+        """Backward ticks of a split backward pass that compute gradients of weights.
 
-        Those before, S - 1, have none. R M where M >= S or R = 1: no stage is idle in them.
+        The S - 1 ticks before do not. R M if M >= S or R = 1: no stage is idle in them.
         """
         return self.num_ticks - (self.num_stages - 1)
 
     def split_bubble_share(
         self, forward: float = 1.0, by_inputs: float = 1.0, by_weights: float = 1.0
     ) -> float:
-        """The share of a step's time in which a stage is idle if the backward pass is split.
+        """The share of a step's time in which a stage is idle with a split backward pass.
 
-        (S - 1) (F + I) / ((R M + S - 1) (F + I) + R M W) where M >= S or R = 1; as `bubble_share`
-        with W = 0.
+        (S - 1) (F + I) / ((R M + S - 1) (F + I) + R M W) if M >= S or R = 1; `bubble_share` if W =
+        0.
 
         Args:
-          forward: F, the time of a stage's forward tick, what is computed again included.
-          by_inputs: I, that of the gradient of its inputs.
-          by_weights: W, that of the gradients of its weights.
+          forward: F, time of a stage's forward tick, including recomputation.
+          by_inputs: I, time of the gradient of its inputs.
+          by_weights: W, time of the gradients of its weights.
         """
         num_busy, with_bubbles = self.circular_repeat * self.num_microbatches, forward + by_inputs
         time = self.num_ticks * with_bubbles + self.num_weight_ticks * by_weights
@@ -71,7 +71,7 @@ class Schedule:
     def work(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
         """Returns (microbatch, repeat, is_valid) of `stage` at `tick`, ints or arrays of them.
 
-        For an idle stage is_valid is False, and microbatch and repeat are still within range.
+        An idle stage has is_valid False, and a microbatch and repeat within range.
         """
         since = tick - stage
         repeat, microbatch = since // self.period, since % self.period
@@ -83,12 +83,12 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class InterleavedSchedule:
-    """The ticks of interleaved 1F1B (arXiv:2104.04473), in which all stages do the same in a tick.
+    """The ticks of interleaved 1F1B (arXiv:2104.04473) with S stages, M microbatches, R repeats.
 
-    A tick has up to three parts: the forward pass of one microbatch, the gradient of the inputs of
-    another, the gradients of the weights of a third. With several repeats microbatches go round in
-    groups of S. A stage's places are numbered in its order: a repeat of a microbatch each, backward
-    from the last repeat on. Attributes are S, M, R.
+    A tick has up to three parts, the same on all stages: the forward pass of one microbatch, the
+    gradient of the inputs of another, the gradients of weights of a third. With several repeats
+    microbatches go round in groups of S. A stage's places are numbered in the order of its work:
+    each is one repeat of one microbatch; backward they start from the last repeat.
     """
 
     num_stages: int
@@ -98,7 +98,7 @@ class InterleavedSchedule:
 
     @property
     def num_places(self) -> int:
-        """R M, where S divides M or R is 1; else the last group has idle places."""
+        """R M if S divides M or R is 1; otherwise the last group has idle places."""
         if self.circular_repeat == 1:
             return self.num_microbatches
         group = self.num_stages * self.circular_repeat
@@ -111,23 +111,23 @@ class InterleavedSchedule:
 
     @property
     def first_backward(self) -> int:
-        """The tick in which the last stage begins backward: that of its first result."""
+        """The tick of the last stage's first result, in which it starts its backward pass."""
         return self.circular_repeat * self.num_stages - 1
 
     @property
     def first_weights(self) -> int:
-        """The tick from which on gradients of weights are made."""
+        """The first tick that computes gradients of weights."""
         return self.first_backward + (self.num_stages - 1 if self.split_backward else 0)
 
     @property
     def num_kept(self) -> int:
-        """Inputs that a stage keeps: of the microbatches on their way, 2 R S - 1 whatever M is."""
+        """Number of inputs that a stage stores: 2 R S - 1 for any M."""
         in_all = self.first_backward + self.num_ticks
         return min(2 * self.circular_repeat * self.num_stages - 1, in_all)
 
     @property
     def num_residuals(self) -> int:
-        """Ticks of which a stage keeps what gradients of weights are made of."""
+        """Number of ticks whose residuals of the gradients of weights a stage stores."""
         return self.num_stages if self.split_backward else 1
 
     @property
@@ -150,8 +150,8 @@ class InterleavedSchedule:
 
         Args:
           forward: F, the time of a stage's forward tick.
-          by_inputs: that of the gradient of its inputs, with the F computed again.
-          by_weights: that of the gradients of its weights.
+          by_inputs: time of the gradient of its inputs, including the recomputed F.
+          by_weights: time of the gradients of its weights.
         """
         times = forward, by_inputs, by_weights
         time = sum(
@@ -172,14 +172,14 @@ class InterleavedSchedule:
     def weights(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
         """Returns (microbatch, repeat, is_valid) of its gradients of weights.
 
-        With split_backward they are the same of all stages: those of one, and not arrays.
+        With split_backward they are the same for all stages, and scalars.
         """
         if not self.split_backward:
             return self.backward(tick, stage)
         return self.backward(tick - (self.num_stages - 1), self.num_stages - 1)
 
     def tick_forward(self, tick: Any, stage: Any) -> Any:
-        """Returns the tick in which the stage did forward what it does backward now."""
+        """Returns the tick of the forward pass whose backward pass the stage does now."""
         place = self._place_backward(tick, stage)
         _, repeat, _ = self._at(place)  # Counted from the last.
         there = place + (self.circular_repeat - 1 - 2 * repeat) * self.num_stages

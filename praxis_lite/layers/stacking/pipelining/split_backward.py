@@ -1,7 +1,7 @@
-"""A program cut in two: the operations that some of its results need, and the others after them.
+"""Splits a program in two: the operations that some results need, and the remaining ones.
 
-A backward pass so cut gives the gradient of its inputs first, for which the stage before waits, and
-the gradients of weights later (zero bubble, arXiv:2401.10241). No operation is in both parts.
+A split backward pass computes the gradient of its inputs first, for which the previous stage waits,
+and the gradients of weights later (zero bubble, arXiv:2401.10241). No operation is in both parts.
 """
 
 import dataclasses
@@ -15,18 +15,18 @@ from praxis_lite.core.jaxprs import opened, plain, with_inner
 
 PyTree = Any
 
-# Operations that only call a program. What they call is cut as well; a loop stays whole.
+# Operations that only call a program, which is split too. Loops are not split.
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitProgram:
-    """A program of two parts.
+    """A program in two parts.
 
     Attributes:
-      first: (*args) -> (the results needed first, residuals: the arrays that `second` needs).
-      second: (residuals, *again) -> the other results.
-      axes_by_hand: mesh axes that all `jax.shard_map`s in it take; None: there are none.
+      first: (*args) -> (results needed first, residuals of `second`).
+      second: (residuals, *again) -> other results.
+      axes_by_hand: mesh axes that are manual in all its `jax.shard_map`s; None if it has none.
     """
 
     first: Callable[..., tuple[PyTree, list[jax.Array]]]
@@ -37,11 +37,11 @@ class SplitProgram:
 def split_program(
     program: Callable[..., tuple[PyTree, PyTree]], args: Sequence[PyTree], num_again: int
 ) -> SplitProgram:
-    """Returns `program`, which gives (results needed first, other results), as two parts.
+    """Splits `program`, which returns (results needed first, other results).
 
     Args:
-      args: arrays or their shapes and dtypes, with which it is traced.
-      num_again: so many of the first arguments are given to `second` again: no residuals of them.
+      args: arrays, or their shapes and dtypes, to trace it.
+      num_again: number of leading arguments that `second` gets again, instead of as residuals.
     """
     closed, results = jax.make_jaxpr(program, return_shape=True)(*args)
     jaxpr = opened(closed)
@@ -76,7 +76,7 @@ def split_program(
 
 
 def used_arguments(program: Callable[..., PyTree], args: Sequence[PyTree]) -> list[bool]:
-    """Returns for each leaf of `args` whether the results of `program` depend on it."""
+    """Returns for each leaf of `args` whether results of `program` depend on it."""
     closed = jax.make_jaxpr(program)(*args)
     eqns: list[core.JaxprEqn] = []
     outvars = _inlined(closed, opened(closed).invars, eqns, {})
@@ -87,7 +87,7 @@ def used_arguments(program: Callable[..., PyTree], args: Sequence[PyTree]) -> li
 
 
 def _axes_by_hand(eqns: Iterable[core.JaxprEqn]) -> frozenset[str] | None:
-    """Returns the mesh axes that all `jax.shard_map`s take by hand, None if there are none."""
+    """Returns the mesh axes that are manual in all `jax.shard_map`s; None if there are none."""
     of_each = []
     for eqn in with_inner(eqns):
         if eqn.primitive.name == "shard_map":
@@ -99,7 +99,7 @@ def _axes_by_hand(eqns: Iterable[core.JaxprEqn]) -> frozenset[str] | None:
 def _inlined(
     program: Any, arguments: Sequence[Any], eqns: list[core.JaxprEqn], constants: dict
 ) -> list[Any]:
-    """Returns a program's results; its operations, calls replaced by what they call, go to eqns."""
+    """Appends a program's operations to eqns, with calls inlined, and returns its results."""
     jaxpr = opened(program)
     names = dict(zip(jaxpr.invars, arguments, strict=True))
     for var, value in zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True):
@@ -113,7 +113,7 @@ def _inlined(
         if eqn.primitive.name in _CALLS and "jaxpr" in eqn.params:
             outvars = _inlined(eqn.params["jaxpr"], invars, eqns, constants)
         else:
-            # New names: a program may be called twice.
+            # New variables: a program may be called twice.
             outvars = [core.Var(var.aval) for var in eqn.outvars]
             eqns.append(eqn.replace(invars=invars, outvars=outvars))
         names |= zip(eqn.outvars, outvars, strict=True)
@@ -121,7 +121,7 @@ def _inlined(
 
 
 def _needed(eqns: Sequence[core.JaxprEqn], atoms: Iterable[Any]) -> list[core.JaxprEqn]:
-    """Returns the operations by which `atoms` are made, in order."""
+    """Returns the operations that compute `atoms`, in order."""
     needed = {atom for atom in atoms if not isinstance(atom, core.Literal)}
     kept = []
     for eqn in reversed(eqns):

@@ -1,10 +1,10 @@
-"""The ticks of a pipeline whose backward pass is cut in two: gradients of inputs, then of weights.
+"""The ticks of a pipeline with a split backward pass: gradients of inputs, then of weights.
 
-In the backward ticks a stage computes the gradient of its inputs, for which the stage before waits.
-Stage s computes the gradients of weights s ticks later, so that all stages do that for the same
-microbatch in the same tick, and none is idle: only the forward ticks and the gradients of inputs
+In a backward tick a stage computes the gradient of its inputs, for which the previous stage waits.
+Stage s computes the gradients of weights s ticks later, so that all stages do so for the same
+microbatch in the same tick and none is idle: only the forward ticks and the gradients of inputs
 have bubbles (zero bubble, arXiv:2401.10241). One scan forward and two backward: S - 1 ticks without
-weights, the others with them.
+gradients of weights, the others with them.
 """
 
 import dataclasses
@@ -33,12 +33,10 @@ def run_split_ticks(
 ) -> tuple[jax.Array, Values]:
     """Returns x_M after all blocks, and the assigned variables' new values.
 
-    Each tick's inputs are kept, and the tick computed again from them. Besides, of S microbatches
-    the arrays are kept of which the gradients of weights are made.
-
-    Args: as of `run_ticks`.
+    The inputs of each tick are saved and the tick is recomputed from them; so are the residuals of
+    the gradients of weights for S microbatches. Arguments are those of `run_ticks`.
     """
-    # A custom_vjp takes its arrays as arguments; those without rows go with those that have some.
+    # A custom_vjp needs all arrays as arguments: give arrays without rows a dim of rows.
     scalars = {
         name: jax.tree.map(lambda a: a[None], value) for name, value in others.items()
         if jax.tree.leaves(value)
@@ -100,9 +98,9 @@ class _Ticks:
         return (self.handover.outputs(stored), values), x_TS
 
     def backward(self, saved: tuple, gradients: tuple) -> tuple:
-        """Returns the gradients of `forward`'s arguments, None of what has none.
+        """Returns the gradients of `forward`'s arguments, or None.
 
-        The ticks are those of `forward` from the last to the first.
+        Its ticks are those of `forward` in reverse order.
         """
         leaves, inputs, key, x_TS = saved
         arrays = self.work.arrays(leaves, inputs)
@@ -146,7 +144,7 @@ class _Ticks:
             return (*handed.enter(of_x_S, of_stored, t), residuals), None
 
         def second(arrays: list, stage: Any, residuals: list, t: Any, m: Any, r: Any) -> list:
-            # In tick t + s stage s had the microbatch that stage 0 has in tick t.
+            # Stage s had in tick t + s the microbatch that stage 0 has in tick t.
             residuals = [pick(kept, (t + stage) % num_stages) for kept in residuals]
             return split.second(residuals, self.work.picked(arrays, m, r), key, stage, m, r)
 

@@ -1,4 +1,4 @@
-"""The work of a pipeline's stage on one microbatch, forward, and backward in two parts."""
+"""The work of a stage on one microbatch: forward, and backward in two parts."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -25,18 +25,18 @@ PyTree = Any
 
 
 def floats_of(arrays: Sequence[jax.Array]) -> list[int]:
-    """Returns the numbers of the arrays that have a gradient."""
+    """Returns the indices of the arrays that have a gradient."""
     return [i for i, a in enumerate(arrays) if jnp.issubdtype(a.dtype, jnp.inexact)]
 
 
 @dataclasses.dataclass(frozen=True)
 class StageWork:
-    """The stages' work. Its `arrays` are the blocks' [R, S, P, ...], then the inputs' [M, S, ...].
+    """The work of all stages; `arrays` are those of blocks [R, S, P, ...] and inputs [M, S, ...].
 
     Attributes:
-      form, num_leaves: of the blocks.
-      others: the inputs that are no arrays.
-      num_layers: of a repeat; the first of its S P places.
+      form, num_leaves: tree structure and number of arrays of the blocks.
+      others: inputs that are not arrays.
+      num_layers: of a repeat; they have the first of its S P places.
     """
 
     form: Any
@@ -87,7 +87,7 @@ class StageWork:
     ) -> tuple[jax.Array, Values]:
         """Returns a stage's (x, assigned values [P, ...]) in a tick, of its picked arrays.
 
-        Its layers follow one another without a loop, which could not be cut in two.
+        Its layers are unrolled, because a loop could not be split in two.
         """
         leaves_P = arrays[: self.num_leaves]
         inputs = jax.tree.unflatten(self.inputs_form, arrays[self.num_leaves :])
@@ -104,10 +104,10 @@ class StageWork:
         return x, jax.tree.map(lambda *values: jnp.stack(values), *values_P)
 
     def apart(self, number: int, array: jax.Array, dim: int) -> PyTree:
-        """Returns an array of the blocks as a list along its dim of places, an input as it is.
+        """Returns an array of the blocks as a list along its dim of places, an input unchanged.
 
-        So are gradients summed: on TPU XLA finds no sum over devices behind the pads by which JAX
-        would put the places' together.
+        Gradients are summed in this form: on TPU XLA does not find sums over devices behind the
+        pads with which JAX would stack the places' gradients.
         """
         if number >= self.num_leaves:
             return array
@@ -123,14 +123,14 @@ class StageWork:
     def split(
         self, arrays: list, floats: Sequence[int], key: Any, x_S: Any, values: Values
     ) -> SplitProgram:
-        """Returns a stage's backward pass: its input's gradient first, the floats' second, `apart`.
+        """Splits a stage's backward pass: first the gradient of x, then those of floats, `apart`.
 
         Its arguments are those of `work`, then the gradients of x and of assigned values.
 
         Args:
-          floats: the arrays, by number, of which a gradient is taken.
-          x_S: as `values` an array, or its shape and dtype.
-          values: assigned ones, [R, S, P, ...]; those of floats have gradients.
+          floats: indices of the arrays whose gradients are needed.
+          x_S: an array, or its shape and dtype.
+          values: assigned values, [R, S, P, ...], or their shapes; float ones have gradients.
         """
         num_again = 5
 

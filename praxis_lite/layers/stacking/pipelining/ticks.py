@@ -1,7 +1,7 @@
-"""The ticks of a pipeline: a scan, in which every stage works and then hands on its result.
+"""The ticks of a pipeline: a scan in which each stage works and then passes on its result.
 
-The stages are a dim of every array; `jax.vmap` over it and a roll along it are all there is, and
-XLA makes of them one program per device and a collective-permute.
+The stages are a dim of every array. XLA compiles a `jax.vmap` over it and a roll along it to one
+program per device and a collective-permute.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ Values = dict[tuple, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class StageLayout:
-    """How arrays with a dim of stages lie on the mesh that is set."""
+    """The layout of arrays with a dim of stages on the current mesh."""
 
     stage_axis: DimSplit  # How that dim splits.
     row_split: SplitDims  # How [rows, ...] of activations split; None: XLA's choice.
@@ -53,17 +53,16 @@ class StageLayout:
 
     @property
     def num_devices(self) -> int:
-        """Devices along the stages; 1 where the mesh has no such axis."""
+        """Number of devices along the stages; 1 if the mesh has no such axis."""
         mesh = jax.sharding.get_abstract_mesh()
         if isinstance(self.stage_axis, str) and self.stage_axis not in mesh.axis_names:
             return 1
         return math.prod(mesh.shape[axis] for axis in axes_of(self.axis))
 
     def vmapped_axes(self, num_stages: int) -> tuple[str, ...]:
-        """Returns the axes over which the stages can be mapped, none if they do not divide.
+        """Returns the axes over which the stages can be vmapped; () if they do not divide.
 
-        None inside a `jax.shard_map` either: of what varies there JAX says that it varies over the
-        vmap's axes, and refuses it.
+        Also () inside a `jax.shard_map`, where JAX refuses values that vary over the vmap's axes.
         """
         is_inside = bool(jax.sharding.get_abstract_mesh().manual_axes)
         divides = num_stages % self.num_devices == 0
@@ -72,10 +71,10 @@ class StageLayout:
     def constrain(
         self, x: jax.Array, *, dim: int = 0, row_dim: int | None = None, rank: int | None = None
     ) -> jax.Array:
-        """Returns `x` with its layout stated: stages along `dim`, rows from `row_dim` on.
+        """Constrains the layout of `x`: stages along `dim`, rows from `row_dim` on.
 
         Args:
-          rank: how many of the entries of row_split count; None: all.
+          rank: how many entries of row_split to use; None: all.
         """
         axis, mesh = self.axis, jax.sharding.get_abstract_mesh()
         if axis is None:
@@ -96,7 +95,7 @@ def apply_layer(
     block: Any, x: jax.Array, layer: jax.Array, microbatch: jax.Array | int, *,
     key: jax.Array | None, cache: PyTree, **inputs: Any,
 ) -> tuple[jax.Array, PyTree, Values]:
-    """Returns a block's (x, cache) and its assignments; its key folds in layer, microbatch."""
+    """Returns (x, cache, assigned values) of a block; its key folds in layer and microbatch."""
     if key is not None:
         key = jax.random.fold_in(jax.random.fold_in(key, layer), microbatch)
     x, cache = block(x, key=key, cache=cache, **inputs)
@@ -111,12 +110,12 @@ def run_ticks(
     """Returns x_M after all blocks, the cache, and the assigned variables' new values.
 
     Args:
-      blocks: a module whose arrays are [R, S, P, ...].
+      blocks: a module with arrays [R, S, P, ...].
       x_M: [M, rows, ...].
       inputs_M: the blocks' inputs, [M, rows, ...], or [1, 1, ...] of one for all rows.
       others: the inputs that are not arrays.
       cache: [R, S, P, ...], of one microbatch; or None.
-      num_layers: of a repeat; the first of its S P places.
+      num_layers: of a repeat; they have the first of its S P places.
       rematerialized: `remat` of a function of x and more, with its other arguments.
     """
     num_stages = schedule.num_stages
@@ -129,7 +128,7 @@ def run_ticks(
         """Returns a stage's results in a tick."""
         inputs = jax.tree.map(lambda a: pick(a, microbatch), inputs_M)
         block_P, cache_P = jax.tree.map(lambda a: pick(a, repeat), (blocks_RP, cache_RP))
-        # Idle stages work on rows of the batch, but with another layer.
+        # Idle stages work on rows of the batch with any layer.
         block_P, x, inputs = without_gradient_unless(is_valid, (block_P, x, inputs))
         num_places = jax.tree.leaves(block_P)[0].shape[0]
         first = stage * num_places
@@ -188,7 +187,7 @@ def apply_layer_at(
 ) -> tuple[jax.Array, PyTree, Values]:
     """Returns the result of `apply_layer` with the layer at a place of a repeat.
 
-    A place behind the last layer hands x on.
+    A place after the last layer returns x.
     """
     layer = repeat * num_layers + place
     if not has_free_places:
@@ -200,10 +199,9 @@ def apply_layer_at(
 
 
 def without_gradient_unless(is_valid: jax.Array, tree: PyTree) -> PyTree:
-    """Returns `tree`, through which a gradient goes only if a condition holds.
+    """Returns `tree`, whose gradient is stopped unless a condition holds.
 
-    Work without a use may give NaN, and in the backward pass zero times NaN, NaN again. This select
-    cuts the gradient.
+    Unused results may be NaN, and so would be their gradient: zero times NaN.
     """
 
     def cut(a: jax.Array) -> jax.Array:
@@ -219,7 +217,7 @@ def of_each_stage(
 ) -> PyTree:
     """Returns a copy of the blocks' inputs per stage: [S, M, rows, ...], or with dim 1 [M, S, ...].
 
-    So the gradients of the stages add up once, after the last tick.
+    The gradients of the stages are then summed once, after the last tick.
     """
 
     def copied(a: jax.Array) -> jax.Array:
@@ -252,10 +250,10 @@ def gathered(
 
 
 def mean_update(old: jax.Array, new_M: jax.Array) -> jax.Array:
-    """Returns an assigned variable's value after microbatches that all began with `old`."""
+    """Returns a variable's value after microbatches that each started from `old`."""
     if not jnp.issubdtype(old.dtype, jnp.inexact):
         return new_M[-1]
-    # Of the differences: a value that no microbatch changed stays the same to the last bit.
+    # A mean of differences: a value that no microbatch changed keeps its bits.
     return old + jnp.mean(new_M - old[None], axis=0)
 
 
@@ -272,7 +270,7 @@ def _gathered(
 
 
 def pick(a: jax.Array, index: jax.Array | int) -> jax.Array:
-    """Returns `a[index]`, or the only part there is."""
+    """Returns `a[index]`, or `a[0]` if that is the only entry."""
     if a.shape[0] == 1:
         return a[0]
     return jax.lax.dynamic_index_in_dim(a, index, axis=0, keepdims=False)

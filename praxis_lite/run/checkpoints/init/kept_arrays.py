@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
 from praxis_lite.core.sharding.memory_spaces import DEVICE
-from praxis_lite.layers.whole_model.kept_weights import KeptForm
+from praxis_lite.layers.whole_model.packed_weights import PackedForm
 
 
 def whole_layout(layout: StateLayout) -> StateLayout:
@@ -32,7 +32,7 @@ def whole_layout(layout: StateLayout) -> StateLayout:
             )
         return tree
 
-    def shape(path: str, form: KeptForm) -> jax.ShapeDtypeStruct:
+    def shape(path: str, form: PackedForm) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(form.spec.shape, form.spec.dtype)
 
     return dataclasses.replace(
@@ -72,7 +72,7 @@ def in_kept_form(
     true = tuple(slice(size) for size in form.spec.shape)
 
     def kept(x: jax.Array) -> dict[str, jax.Array]:
-        return {name: _padded(part, local[name]) for name, part in form.kept(x[true]).items()}
+        return {name: _padded(part, local[name]) for name, part in form.packed(x[true]).items()}
 
     shardings = {name: NamedSharding(mesh, leaf.spec) for name, leaf in local.items()}
     parts = jax.block_until_ready(jax.jit(kept, out_shardings=shardings)(weight))
@@ -91,7 +91,7 @@ def whole_arrays(
         local = {name: leaf_of[f"{path}/{name}"] for name in form.parts}
 
         def whole(
-            parts: Mapping[str, jax.Array], path: str = path, form: KeptForm = form,
+            parts: Mapping[str, jax.Array], path: str = path, form: PackedForm = form,
             local: Mapping[str, LeafLayout] = local,
         ) -> jax.Array:
             true = {name: x[tuple(map(slice, local[name].shape))] for name, x in parts.items()}

@@ -12,7 +12,7 @@ from praxis_lite.core.partitioner import accumulation, steps
 from praxis_lite.core.partitioner.gradient_strategy import Gradients
 from praxis_lite.core.sharding.inputs import num_rows_of
 from praxis_lite.core.task import Task, WeightedScalars
-from praxis_lite.layers.stacking.pipelining.cut_models import in_one_microbatch
+from praxis_lite.layers.stacking.pipelining.split_model import in_one_microbatch
 
 PyTree = Any
 

@@ -10,7 +10,7 @@ from tests.tools.testing import tiny
 from tests.tools.testing.defects.defect import Defect, after, num_devices, replaced
 
 KERNELS = "praxis_lite.layers.attention.kernels"
-RING = f"{KERNELS}.stations:Ring"
+RING = f"{KERNELS}.ring_groups:Ring"
 MESH = (1, 1, 4)  # Eight tokens: two on each of four devices.
 
 
@@ -46,11 +46,11 @@ def _sent(change):
 
 
 def _pieces(change):
-    """Returns a planter of other arguments of the masks of a station's pieces."""
+    """Returns a planter of other arguments of the masks of a group's pieces."""
     def new(old):
         return lambda mask, ring, step, *arrays: old(*change(mask, ring, step), *arrays)
 
-    return replaced(f"{KERNELS}.ring_in_chunks:_pieces", new)
+    return replaced(f"{KERNELS}.ring_attention:_pieces", new)
 
 
 def _without(**fields):
@@ -104,14 +104,15 @@ IN_A_RING = {
     "a window is begun": _pieces(_without(left_context=3)),
     "positions begin anew on each device": _starts(lambda ring, start, length: start * 0),
     "positions are one device off": _starts(
-        lambda ring, start, length: (start + length) % (length * ring.num_stations)),
+        lambda ring, start, length: (start + length) % (length * ring.num_groups)),
     "pieces of the zig-zag are exchanged": replaced(
         f"{RING}._swapped_if_odd", lambda old: lambda self, x, y: (x, y)),
     "the zig-zag is not undone": replaced(f"{RING}.from_zigzag", lambda old: lambda self, x: x),
     "parts are joined with equal shares": replaced(
-        f"{KERNELS}.ring_attention:joined", lambda old: lambda *parts: (
+        f"{KERNELS}.ring_attention:merge_by_logsumexp", lambda old: lambda *parts: (
             sum(x for x, _ in parts) / len(parts), old(*parts)[1])),
-    "log sums are of the first part": after(f"{KERNELS}.ring_attention:joined", _first_log_sums),
+    "log sums are of the first part": after(
+        f"{KERNELS}.ring_attention:merge_by_logsumexp", _first_log_sums),
     "the softmax's derivative is of a device's own keys": after(
         f"{KERNELS}.ring_attention:inner_products", lambda x, *_: x / num_devices("mdl")),
 }

@@ -52,7 +52,7 @@ CHANGES = {
         lambda e, g, r: ((e + 1) % 3, g, r))),
     "tokens of the last expert are lost": (f"{ROUTING}:choose_experts", _chosen(
         lambda e, g, r: (e, g, r & (e < 2)))),
-    "seats counted per device": (f"{DISPATCH}:seats_of", _if_split(
+    "slots counted per device": (f"{DISPATCH}:slots_of", _if_split(
         lambda x, e, r, n, c: jnp.where(x % c < max(c // 2, 1), x, n * c))),
     "tokens of the other devices are not sent": (f"{DISPATCH}:dispatch", lambda x, *_: (
         first_part(x, _n(), 0) if _n() > 1 else x)),

@@ -86,7 +86,7 @@ def _appended(change):
 
         return append
 
-    return replaced("praxis_lite.layers.attention.attended:append", new)
+    return replaced("praxis_lite.layers.attention.cache:append", new)
 
 
 CACHES = {

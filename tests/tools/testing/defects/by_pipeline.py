@@ -121,13 +121,13 @@ IN_1F1B = {
         lambda old: lambda self, carry, t: old(self, carry._replace(residuals=[
             jnp.roll(kept, 1, axis=1) for kept in carry.residuals]), t)),
     "the embedding's gradients are left out": replaced(
-        f"{PIPELINING}.cut_models:CutModel.enter_gradient",
+        f"{PIPELINING}.split_model:SplitModel.enter_gradient",
         lambda old: lambda self, m, of_x: jax.tree.map(jnp.zeros_like, old(self, m, of_x))),
     "the first loss's gradient does not set out": _carried(
         "leave", lambda new, ticks, old, y_S, t: new._replace(of_x_S=jnp.where(
             t == ticks.schedule.first_backward, jnp.zeros_like(new.of_x_S), new.of_x_S))),
     "microbatches count alike, whatever their weight": after(
-        f"{PIPELINING}.cut_models:CutModel.leave",
+        f"{PIPELINING}.split_model:SplitModel.leave",
         lambda left, *_: _of_weight_one(*left)),
     "a microbatch's report overwrites that of the first": _carried(
         "leave", lambda new, ticks, *_: new._replace(

@@ -1,8 +1,8 @@
-"""A model cut at its pipeline: what is before it, and what follows, each a function of its own.
+"""A model split at its pipeline into functions of what comes before it and after it.
 
-While a cut is in force, a Pipeline that is called without a cache hands it its arguments, and
-returns what the cut returns. So no layer or task says where the model is to be cut: it is traced
-whole, and of that what no result needs is dead code.
+While a cut is active, a Pipeline that is called without a cache calls the cut instead of its
+blocks. So no layer or task has to declare where to split the model: each function traces the
+complete model, and what its results do not need is dead code.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ Cut = Callable[[Any, Any, Any, dict[str, Any]], Any]
 _CUT: contextvars.ContextVar[Cut | None] = contextvars.ContextVar("cut", default=None)
 
 
-def cut_in_force() -> Cut | None:
-    """Returns the function that stands for a pipeline's call, or None."""
+def active_cut() -> Cut | None:
+    """Returns the function that replaces a pipeline's call, or None."""
     return _CUT.get()
 
 
 @contextlib.contextmanager
 def cutting(cut: Cut) -> Iterator[None]:
-    """Puts a cut in force."""
+    """Activates a cut."""
     token = _CUT.set(cut)
     try:
         yield
@@ -46,25 +46,24 @@ def cutting(cut: Cut) -> Iterator[None]:
 
 
 def in_one_microbatch() -> contextlib.AbstractContextManager[None]:
-    """Makes a pipeline take all rows that it is called with as one microbatch."""
+    """Makes pipelines treat all rows of a call as one microbatch."""
     return cutting(lambda pipeline, x, key, inputs: pipeline.applied(
         x, 1, key=key, cache=None, **inputs
     )[0])
 
 
-class CutModel:
-    """A model's loss of a microbatch, as functions of what is before its pipeline and behind it.
+class SplitModel:
+    """A model's loss of a microbatch, split into `enter`, before its pipeline, and `leave`.
 
-    It has the methods of `Ends`. Weights that are used at both ends, as a tied embedding
-    is, get the sum of both gradients.
+    Weights that are used at both ends, such as a tied embedding, get the sum of both gradients.
 
     Args:
       loss: (params, microbatch) -> (loss, metrics).
-      full_weight: of a microbatch, by which its own is divided, so that gradients times it are of
-        the size of the loss's: float16 does not hold much more.
+      full_weight: of a microbatch; its actual weight is divided by it, so that weighted gradients
+        have the size of the loss's, which matters for the range of float16.
 
     Raises:
-      ConfigError: the pipeline is not called once, or its inputs beside x are computed by weights.
+      ConfigError: the pipeline is not called once, or its inputs other than x depend on weights.
     """
 
     def __init__(
@@ -73,12 +72,12 @@ class CutModel:
         self._full_weight = full_weight
         self._loss, self._num_microbatches = loss, num_microbatches
         self._params, self._form = jax.tree.flatten(params)
-        self._call: dict[str, Any] = {}  # What is no array of the pipeline's call.
+        self._call: dict[str, Any] = {}  # The pipeline's call except its arrays.
         x, *_ = jax.eval_shape(self._called, self._params, jnp.array(0))
         if any(self._used(lambda params: self._called(params, 0)[1])):
             raise ConfigError(
-                "OneForwardOneBackward: inputs of the Pipeline beside x are computed by weights, "
-                "such as an encoder's; wanted are those of data alone. Leave the Partitioner's "
+                "OneForwardOneBackward: inputs of the Pipeline other than x depend on weights, "
+                "such as an encoder's; expected inputs of data alone. Leave the Partitioner's "
                 "gradients out."
             )
         before = self._used(lambda params: self._called(params, 0)[0])
@@ -86,8 +85,8 @@ class CutModel:
         at_ends = [any(are_used) for are_used in zip(before, behind, strict=True)]
         self._ends = [i for i, is_used in enumerate(at_ends) if is_used]
 
-    def parts(self) -> tuple[StageWork, "CutModel", list[jax.Array], jax.Array | None]:
-        """Returns the stages' work, itself, the work's arrays, and the microbatches' keys."""
+    def parts(self) -> tuple[StageWork, "SplitModel", list[jax.Array], jax.Array | None]:
+        """Returns (the stages' work, self, the arrays of the work, the microbatches' keys)."""
         leaves = self._leaves(self._params)
         _, inputs_M, keys_M = jax.lax.map(
             lambda microbatch: (0, *self._called(self._params, microbatch)[1:]),
@@ -101,7 +100,7 @@ class CutModel:
         return work, self, work.arrays(leaves, inputs), keys_M
 
     def of_params(self, of_leaves: dict[int, jax.Array], of_ends: list[jax.Array]) -> PyTree:
-        """Returns the float32 gradients of the model's weights, of those of its parts."""
+        """Combines the gradients of blocks and ends to float32 gradients of the model's weights."""
         numbers = list(of_leaves)
 
         def floats(params: list) -> list[jax.Array]:
@@ -111,7 +110,7 @@ class CutModel:
         leaves, pull = jax.vjp(floats, self._params)
         grads = [jnp.zeros(w.shape, jnp.float32) for w in self._params]
         rests = list(of_leaves.values())
-        # A gradient goes through a cast to 16 bits in three parts, which lose nothing.
+        # Gradients pass through a cast to 16 bits in three parts, without loss.
         num_parts = 3 if any(leaf.dtype != jnp.float32 for leaf in leaves) else 1
         for _ in range(num_parts):
             parts = [rest.astype(leaf.dtype) for rest, leaf in zip(rests, leaves, strict=True)]
@@ -128,13 +127,19 @@ class CutModel:
         return self._called(self._params, microbatch)[0]
 
     def enter_gradient(self, microbatch: jax.Array, of_x: jax.Array) -> list[jax.Array]:
-        """Returns the gradients of the ends' weights by way of x."""
+        """Returns the gradients of the ends' weights through x."""
         ends = [self._params[i] for i in self._ends]
         _, pull = jax.vjp(lambda ends: self._called(self._with(ends), microbatch)[0], ends)
         return pull(of_x)[0]
 
     def leave(self, microbatch: jax.Array, x: jax.Array, values: Values) -> tuple:
-        """Returns (metrics, weight, the gradients of x, of the ends' weights, and of values)."""
+        """Returns (metrics, weight, gradients of x, of the ends' weights and of values).
+
+        The gradients are multiplied by the weight, a float32 scalar; if it is 0 they may be NaN.
+
+        Args:
+          values: assigned by the blocks, [R, S, P, ...]; float ones have a gradient.
+        """
         ends = [self._params[i] for i in self._ends]
         floats = {path: value for path, value in values.items() if floats_of([value])}
 
@@ -143,7 +148,7 @@ class CutModel:
 
         loss, pull, metrics = jax.vjp(left, ends, x, floats, has_aux=True)
         weight = metrics["loss"][1].astype(jnp.float32) / self._full_weight
-        if self._num_microbatches == 1:  # A batch that is one microbatch is not weighted.
+        if self._num_microbatches == 1:  # A single microbatch is not weighted.
             weight = jnp.ones_like(weight)
         of_ends, of_x, of_values = pull(weight.astype(loss.dtype))
         return metrics, weight, of_x, of_ends, of_values
@@ -171,7 +176,7 @@ class CutModel:
             result = self._loss(jax.tree.unflatten(self._form, params), microbatch)
         if len(calls) != 1:
             raise ConfigError(
-                f"OneForwardOneBackward: a pass calls the Pipeline {len(calls)} times; wanted is "
+                f"OneForwardOneBackward: a pass calls the Pipeline {len(calls)} times; expected "
                 "once. Leave the Partitioner's gradients out."
             )
         return result, calls[0]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from praxis_lite import ConfigError
-from praxis_lite.collectives.filler_rows import num_missing_rows, with_filler
+from praxis_lite.collectives.padding_rows import num_missing_rows, with_padding_rows
 
 BATCH = {
     "ids": np.arange(10, dtype=np.int32).reshape(5, 2),
@@ -16,7 +16,7 @@ BATCH = {
 
 def test_rows_behind_a_batch_are_copies_of_its_first_without_weight():
     assert num_missing_rows(BATCH, 4, "4 devices") == 3
-    actual = with_filler(BATCH, 3)
+    actual = with_padding_rows(BATCH, 3)
     assert actual["ids"].tolist() == [*BATCH["ids"].tolist(), *[[0, 1]] * 3]
     assert actual["parts"]["x"].tolist() == [0.5] * 8
     assert actual["scale"] == 3.0
@@ -25,7 +25,7 @@ def test_rows_behind_a_batch_are_copies_of_its_first_without_weight():
 
 def test_a_batch_that_divides_is_left_as_it_is():
     assert num_missing_rows(BATCH, 5, "5 devices") == 0
-    assert with_filler(BATCH, 0) is BATCH
+    assert with_padding_rows(BATCH, 0) is BATCH
 
 
 def test_a_batch_that_cannot_say_which_rows_count_is_an_error():

@@ -1,4 +1,4 @@
-"""Weights that a state keeps in another form than their layers declare, such as in 4 bits."""
+"""Weights that a state stores in another form than their layers declare, such as in 4 bits."""
 
 import dataclasses
 import functools
@@ -15,26 +15,25 @@ from praxis_lite.core.models.nnx_model import NnxModel
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.core.sharding.weight_spec import WeightSpec, spec_items
 
-# From a weight to the tree of arrays that is kept of it, each of the weight's rank. Stacked dims go
-# in front.
-Keep = Callable[[jax.Array], Any]
+# weight -> tree of arrays to store, each of the weight's rank. Stacked dims come first.
+Pack = Callable[[jax.Array], Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class KeptForm:
-    """The form in which a state keeps a weight.
+class PackedForm:
+    """The form in which a state stores a weight.
 
     Attributes:
-      keep: makes it of the weight.
-      spec: of the weight, as its layer declares it.
+      pack: computes it from the weight.
+      spec: of the weight, as declared by its layer.
     """
 
-    keep: Keep
+    pack: Pack
     spec: WeightSpec
 
     @functools.cached_property
     def _abstract(self) -> Any:
-        return jax.eval_shape(self.keep, jax.ShapeDtypeStruct(self.spec.shape, self.spec.dtype))
+        return jax.eval_shape(self.pack, jax.ShapeDtypeStruct(self.spec.shape, self.spec.dtype))
 
     @functools.cached_property
     def parts(self) -> dict[str, WeightSpec]:
@@ -44,41 +43,40 @@ class KeptForm:
             for name, x in leaves_with_path(self._abstract)
         }
 
-    def kept(self, weight: jax.Array) -> dict[str, jax.Array]:
-        """Returns the arrays that are kept of a weight."""
-        return dict(leaves_with_path(self.keep(weight)))
+    def packed(self, weight: jax.Array) -> dict[str, jax.Array]:
+        """Returns the arrays to store for a weight."""
+        return dict(leaves_with_path(self.pack(weight)))
 
     def of_parts(self, parts: Mapping[str, Any]) -> Any:
-        """Returns the tree that `keep` makes, of its arrays."""
+        """Returns the result of `pack`, given its arrays."""
         leaves = [parts[name] for name in self.parts]
         return jax.tree.unflatten(jax.tree.structure(self._abstract), leaves)
 
 
-class KeptModel(NnxModel):
-    """An NNX module some of whose weights are kept in another form, which no learner trains.
+class PackedModel(NnxModel):
+    """An NNX module with some weights stored in another form, which cannot be trained.
 
-    The state has a dict of arrays in the place of such a weight; the layer that reads it gets what
-    the form makes of it, a `StoredWeight`.
+    The state has a dict of arrays in place of such a weight; its layer gets a `StoredWeight`.
 
     Args:
       build: as of NnxModel.
-      forms: called with the module, its weights abstract, returns forms by path, "params/ffn/w".
+      forms: from the module, with abstract weights, to packing functions by path, "params/ffn/w".
     """
 
     def __init__(
-        self, build: Callable[..., nnx.Module], forms: Callable[[nnx.Module], Mapping[str, Keep]]
+        self, build: Callable[..., nnx.Module], forms: Callable[[nnx.Module], Mapping[str, Pack]]
     ):
         super().__init__(build)
         self._forms = forms
 
     @functools.cached_property
-    def kept_forms(self) -> Mapping[str, KeptForm]:
+    def packed_forms(self) -> Mapping[str, PackedForm]:
         spec_of = dict(spec_leaves(super().weight_specs()))
         forms = self._forms(self.abstract_module())
-        return {path: KeptForm(keep, spec_of[path]) for path, keep in forms.items()}
+        return {path: PackedForm(pack, spec_of[path]) for path, pack in forms.items()}
 
     def init(self, key: jax.Array) -> MdlVars:
-        return self._in_parts(super().init(key), lambda form, weight: form.kept(weight))
+        return self._in_parts(super().init(key), lambda form, weight: form.packed(weight))
 
     def weight_specs(self) -> MdlVars:
         return self._in_parts(super().weight_specs(), lambda form, spec: form.parts)
@@ -87,33 +85,33 @@ class KeptModel(NnxModel):
         self, mdl_vars: MdlVars, key: jax.Array | None = None, eval_key: jax.Array | None = None
     ) -> nnx.Module:
         flat = traverse_util.flatten_dict(mdl_vars)
-        for path, form in self.kept_forms.items():
+        for path, form in self.packed_forms.items():
             keys = tuple(path.split("/"))
-            # A block of a device is gathered here, and in this form.
+            # Gather a device's block here, in the packed form.
             parts = {name: whole(flat.pop((*keys, name))) for name in form.parts}
             flat[keys] = form.of_parts(parts)
         return super().module(traverse_util.unflatten_dict(flat), key, eval_key)
 
     def _in_parts(
-        self, mdl_vars: MdlVars, parts_of: Callable[[KeptForm, Any], Mapping[str, Any]]
+        self, mdl_vars: MdlVars, parts_of: Callable[[PackedForm, Any], Mapping[str, Any]]
     ) -> MdlVars:
         flat = traverse_util.flatten_dict(mdl_vars)
-        for path, form in self.kept_forms.items():
+        for path, form in self.packed_forms.items():
             keys = tuple(path.split("/"))
             for name, part in parts_of(form, flat.pop(keys)).items():
                 flat[(*keys, name)] = part
         return {"params": {}, "non_trainable": {}} | traverse_util.unflatten_dict(flat)
 
 
-def check_frozen(model: KeptModel, learner: Learner) -> None:
-    """Checks that a learner trains no weight that is kept in another form.
+def check_frozen(model: PackedModel, learner: Learner) -> None:
+    """Checks that a learner trains no packed weight.
 
     Raises:
       ConfigError: it would; names the weights and the settings that freeze them.
     """
     specs = {"/".join(path): spec for path, spec in spec_items(model.weight_specs()["params"])}
     kept = {
-        f"{path.removeprefix('params/')}/{name}" for path, form in model.kept_forms.items()
+        f"{path.removeprefix('params/')}/{name}" for path, form in model.packed_forms.items()
         for name in form.parts
     }
     trained = [
@@ -122,8 +120,8 @@ def check_frozen(model: KeptModel, learner: Learner) -> None:
     ]
     if trained:
         raise ConfigError(
-            f"Learner: {few(sorted(trained))} would be trained, kept as "
-            f"{specs[sorted(trained)[0]].dtype}, which has no gradient. Freeze what is kept in 4 "
+            f"Learner: {few(sorted(trained))} would be trained, but is stored as "
+            f"{specs[sorted(trained)[0]].dtype}, which has no gradient. Freeze weights in 4 "
             "bits: bprop_variable_inclusion names what is trained, such as '.*/lora_[abm]', "
             "bprop_variable_exclusion what is not."
         )

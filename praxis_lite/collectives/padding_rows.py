@@ -1,4 +1,4 @@
-"""A batch's weights, and rows without one by which it divides over devices or microbatches."""
+"""Pads a batch with rows of weight 0 until it divides over devices or microbatches."""
 
 import functools
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ PyTree = Any
 
 
 def num_missing_rows(inputs: Mapping[str, PyTree], multiple: int, parts: str) -> int:
-    """Returns the rows that a batch lacks to a multiple.
+    """Returns the number of rows that a batch needs to be a multiple.
 
     Args:
       inputs: arrays [B, ...], or their shapes.
-      parts: what its rows are divided over, for the message: "4 microbatches".
+      parts: what its rows are divided over, for the message, such as "4 microbatches".
 
     Raises:
-      ConfigError: it lacks some, and has no leaf "weights" to say that they count for nothing.
+      ConfigError: it needs rows, and has no leaf "weights" to give them weight 0.
     """
     num_rows = num_rows_of(inputs)
     num_missing = -num_rows % multiple
@@ -34,10 +34,10 @@ def num_missing_rows(inputs: Mapping[str, PyTree], multiple: int, parts: str) ->
     return num_missing
 
 
-def with_filler(inputs: Mapping[str, PyTree], num_missing: int) -> Mapping[str, PyTree]:
-    """Returns a batch with so many copies of its first row behind it, of which `weights` are 0.
+def with_padding_rows(inputs: Mapping[str, PyTree], num_missing: int) -> Mapping[str, PyTree]:
+    """Appends copies of the first row with `weights` 0 to a batch.
 
-    Of rows of zeros a loss may be NaN, and 0 times NaN is NaN in a gradient.
+    With rows of zeros a loss may be NaN, and so may its gradient, as 0 times NaN is NaN.
     """
     if not num_missing:
         return inputs
@@ -52,5 +52,5 @@ def with_filler(inputs: Mapping[str, PyTree], num_missing: int) -> Mapping[str, 
 
 
 def num_weights_of(inputs: Mapping[str, PyTree]) -> int:
-    """Returns the sum of a batch's weights if each is 1: the size of `weights`, or its rows."""
+    """Returns the sum of a batch's weights if all are 1: the size of `weights`, or its rows."""
     return inputs["weights"].size if "weights" in inputs else num_rows_of(inputs)

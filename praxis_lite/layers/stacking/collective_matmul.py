@@ -1,8 +1,8 @@
-"""A sum over a mesh axis of what each device makes of all tokens: by a gather, or in a ring.
+"""Matmuls with explicit collectives: all-gather and reduce-scatter, or a ring (collective matmul).
 
-Inside `jax.shard_map` a device has its tokens, the piece of `x` that the axis leaves it, and its
-part of the weights. What it makes of a piece is a term of the result; the terms of all devices
-along the axis add up to it, and the piece's device gets the sum.
+Inside `jax.shard_map` each device has a piece of the tokens `x` and a part of the weights. Its
+outputs for a piece are a term of the result: the sum of the terms of all devices along the axis,
+which the device of the piece receives.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,47 +11,46 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.layers.base.base_layer import filled_up
+from praxis_lite.layers.base.base_layer import pad_to
 
 PyTree = Any
-# From a piece and the rows that go with it to a term of the piece's outputs.
+# (piece, the rows of its tokens) -> a term of the piece's outputs.
 Term = Callable[[jax.Array, PyTree], jax.Array]
 
 
-def gathered_and_scattered(
+def gather_and_scatter(
     term: Term, x: jax.Array, rows: PyTree, axis: str, dim: int | None, length: int | None = None
 ) -> jax.Array:
-    """Returns the sums of this device's piece: an all-gather, then a reduce-scatter.
+    """Returns the outputs of this device's piece by an all-gather and a reduce-scatter.
 
     Args:
       x: this device's piece.
       rows: of the tokens of all devices along the axis.
-      dim: of x, that the axis splits; None: all devices have all of x, and get all sums.
-      length: of `dim` over all devices, without filler at its end; None: there is none.
+      dim: the dim of x that the axis splits; None: x is replicated, and so are the outputs.
+      length: of `dim` over all devices, without padding; None: there is no padding.
     """
     if dim is None:
         return jax.lax.psum(term(x, rows), axis)
     whole = jax.lax.all_gather(x, axis, axis=dim, tiled=True)
     outputs = term(jax.lax.slice_in_dim(whole, 0, length, axis=dim), rows)
-    outputs = filled_up(outputs, whole.shape[dim], dim)
+    outputs = pad_to(outputs, whole.shape[dim], dim)
     return jax.lax.psum_scatter(outputs, axis, scatter_dimension=dim, tiled=True)
 
 
-def in_ring(
+def ring_matmul(
     term: Term, x: jax.Array, rows: PyTree, axis: str, dim: int, halved_dim: int | None = None
 ) -> jax.Array:
-    """Returns the sums of this device's piece: pieces go round a ring, and so do their sums.
+    """Returns the outputs of this device's piece; pieces and partial sums go round a ring.
 
-    While a device computes on one piece the next is on its way, which all-gather and reduce-scatter
-    cannot have (a collective matmul; Wang et al. 2023, doi:10.1145/3567955.3567959).
+    The next piece is sent while a device computes on the current one (collective matmul; Wang et
+    al. 2023, doi:10.1145/3567955.3567959).
 
     Args:
       x: this device's piece.
-      rows: arrays of the tokens of all devices along the axis, in their order; a dim of 1 serves
-        all.
-      dim: of x and rows, that the axis splits.
-      halved_dim: of x, in two halves of which one goes each way round, so that both directions of
-        the links are in use; None: all goes one way.
+      rows: arrays of the tokens of all devices along the axis, in order; a dim of 1 is broadcast.
+      dim: the dim of x and rows that the axis splits.
+      halved_dim: a dim of x that is halved; the halves go round in opposite directions, to use both
+        directions of the links. None: one direction.
     """
     num, index = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     size, num_halved = x.shape[dim], None if halved_dim is None else x.shape[halved_dim]
@@ -66,7 +65,7 @@ def in_ring(
         return halves[0] if len(directions) == 1 else jnp.concatenate(halves, axis=halved_dim)
 
     def of_turn(array: jax.Array, turn: int) -> jax.Array:
-        """Returns the rows of the piece that is here in a turn."""
+        """Returns the rows of the piece that this device has in a turn."""
         if array.shape[dim] == 1:
             pieces = [array] * len(directions)
         else:

@@ -1,0 +1,141 @@
+"""Devices that share a sequence: groups that exchange heads, and a ring of these groups."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# B batch, T time, N heads.
+
+
+class Ring(NamedTuple):
+    """A ring of groups of devices along the mesh axes that split time.
+
+    Attributes:
+      axes: mesh axes that split time.
+      num: number of devices along these axes.
+      num_groups: number of groups in the ring.
+      is_zigzag: whether a group's tokens are two pieces, one from each end of the sequence.
+    """
+
+    axes: tuple[str, ...]
+    num: int
+    num_groups: int
+    is_zigzag: bool
+
+    @property
+    def group_size(self) -> int:
+        """Number of devices in a group."""
+        return self.num // self.num_groups
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """The devices of each group, in the order of their tokens.
+
+        In a zig-zag with groups of an even size each group already has its two pieces.
+        """
+        if not self.is_paired:
+            size = self.group_size
+            return [list(range(i * size, (i + 1) * size)) for i in range(self.num_groups)]
+        half = self.group_size // 2
+        first = [range(i * half, (i + 1) * half) for i in range(self.num_groups)]
+        last = [
+            range(self.num - (i + 1) * half, self.num - i * half) for i in range(self.num_groups)
+        ]
+        return [[*low, *high] for low, high in zip(first, last, strict=True)]
+
+    @property
+    def is_paired(self) -> bool:
+        return self.is_zigzag and self.group_size % 2 == 0
+
+    def group_index(self) -> jax.Array:
+        """Returns the index of this device's group."""
+        of_device = [0] * self.num
+        for i, group in enumerate(self.groups):
+            for device in group:
+                of_device[device] = i
+        return jnp.asarray(of_device, jnp.int32)[jax.lax.axis_index(self.axes)]
+
+    def sent(self, tree: Any, step: int) -> Any:
+        """Returns the arrays of the group `step` places before this one."""
+        pairs = [
+            (device, self.groups[(i + step) % self.num_groups][rank])
+            for i, group in enumerate(self.groups) for rank, device in enumerate(group)
+        ]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, pairs), tree)
+
+    def by_heads(self, x: jax.Array) -> jax.Array:
+        """Exchanges a device's tokens [B, T, N, ...] for all of its group's, with fewer heads."""
+        return self._exchanged(x, 2, 1)
+
+    def by_time(self, x: jax.Array) -> jax.Array:
+        """Returns the inverse of `by_heads`."""
+        return self._exchanged(x, 1, 2)
+
+    def _exchanged(self, x: jax.Array, split: int, concat: int) -> jax.Array:
+        if self.group_size == 1:
+            return x
+        groups = None if self.num_groups == 1 else self.groups
+        return jax.lax.all_to_all(
+            x, self.axes, split, concat, axis_index_groups=groups, tiled=True
+        )
+
+    def heads_of(self, x_N: jax.Array) -> jax.Array:
+        """Returns this device's part of an array with a value per head, in a ring of one group."""
+        size = x_N.shape[0] // self.group_size
+        return jax.lax.dynamic_slice_in_dim(x_N, jax.lax.axis_index(self.axes) * size, size)
+
+    def to_zigzag(self, x: jax.Array) -> jax.Array:
+        """Returns the tokens [B, T, ...] of this group's two pieces, given consecutive tokens.
+
+        Group i has pieces 2 i and 2 i + 1 of the sequence, and gets i and its mirror image: one of
+        these is even and one is odd. So all even pieces move in one permute, all odd ones in a
+        second.
+        """
+        if not self.is_zigzag or self.is_paired:
+            return x
+        even, odd = (
+            self._moved(part, self._ways(parity))
+            for parity, part in enumerate(jnp.split(x, 2, axis=1))
+        )
+        return jnp.concatenate(self._swapped_if_odd(even, odd), axis=1)
+
+    def from_zigzag(self, x: jax.Array) -> jax.Array:
+        """Returns the inverse of `to_zigzag`."""
+        if not self.is_zigzag or self.is_paired:
+            return x
+        parts = self._swapped_if_odd(*jnp.split(x, 2, axis=1))
+        return jnp.concatenate([
+            self._moved(part, [(end, start) for start, end in self._ways(parity)])
+            for parity, part in enumerate(parts)
+        ], axis=1)
+
+    def _ways(self, parity: int) -> list[tuple[int, int]]:
+        """Returns (source, target) groups of the even or odd pieces."""
+        num_pieces = 2 * self.num_groups
+        return [(i // 2, min(i, num_pieces - 1 - i)) for i in range(parity, num_pieces, 2)]
+
+    def _swapped_if_odd(self, x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns (x, y), or (y, x) in groups with an odd index."""
+        is_even = self.group_index() % 2 == 0
+        return jnp.where(is_even, x, y), jnp.where(is_even, y, x)
+
+    def _moved(self, x: jax.Array, ways: list[tuple[int, int]]) -> jax.Array:
+        pairs = [
+            pair for start, end in ways
+            for pair in zip(self.groups[start], self.groups[end], strict=True)
+        ]
+        return jax.lax.ppermute(x, self.axes, pairs)
+
+    def starts(self, group: jax.Array, length: int) -> list[tuple[jax.Array, int]]:
+        """Returns (first token, number of tokens) of each piece of a group with `length` tokens."""
+        if not self.is_zigzag:
+            return [(group * length, length)]
+        half = length // 2
+        return [(group * half, half), ((2 * self.num_groups - 1 - group) * half, half)]
+
+    def part_of(self, x: jax.Array, group: jax.Array, length: int) -> jax.Array:
+        """Returns the `length` tokens of a group from a complete sequence [B, T]."""
+        pieces = self.starts(group, length)
+        parts = [jax.lax.dynamic_slice_in_dim(x, *piece, axis=1) for piece in pieces]
+        return jnp.concatenate(parts, axis=1)

@@ -1,0 +1,224 @@
+"""Splash attention of one row, by the kernels of JAX or of tokamax."""
+
+import abc
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+
+from praxis_lite.layers.attention.kernels.einsum import LogitOptions
+from praxis_lite.layers.attention.masks import AttentionMask
+from praxis_lite.layers.base.foreign_kernels import share_of_blocks
+from praxis_lite.layers.base.tokamax_internals import splash_kernels, splash_masks
+
+# N heads, T queries, G heads of keys and values, S keys, K dims per head.
+LANES = 128  # Of a TPU's vector registers; splash's block sizes are multiples of it.
+Ids = tuple[jax.Array, jax.Array] | None  # Segments of queries [T] and of keys [S].
+
+
+@dataclasses.dataclass(frozen=True)
+class SplashOfARow(abc.ABC):
+    """Splash attention of a row: from q [N, T, K], scaled, and k and v [G, S, K].
+
+    Attributes:
+      lengths: T and S, multiples of LANES.
+      num_heads: N.
+      mask: only its contexts are part of the kernel.
+      options: only the cap is part of the kernel.
+      interpret: run in interpret mode, which is slow, on any platform.
+      residual_name: the checkpoint name of residuals; None: no name.
+    """
+
+    lengths: tuple[int, int]
+    num_heads: int
+    mask: AttentionMask
+    options: LogitOptions
+    interpret: bool
+    residual_name: str | None = None
+
+    def attended(self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids) -> jax.Array:
+        """Returns differentiable outputs [N, T, K]."""
+        with self.noted():
+            return self.kernel()(q, k, v, self.segments(ids))
+
+    @abc.abstractmethod
+    def with_log_sums(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns outputs [N, T, K] and logsumexp, float32 [N, T]."""
+
+    @abc.abstractmethod
+    def gradients(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids, log_sums: jax.Array,
+        inner: jax.Array, d_encoded: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the gradients of q, k and v for a softmax over more keys than k.
+
+        Args:
+          log_sums: [N, T], logsumexp over all keys.
+          inner: [N, T], the products of outputs and their gradients.
+          d_encoded: [N, T, K], the gradients of outputs.
+        """
+
+    @abc.abstractmethod
+    def kernel(self, *, save_residuals: bool = False) -> Callable[..., Any]:
+        """Returns the library's kernel of (q, k, v, segments); no gradient with residuals."""
+
+    @abc.abstractmethod
+    def segments(self, ids: Ids) -> Any:
+        """Returns segments in the library's form."""
+
+    def mask_of_head(self, masks: ModuleType) -> Any:
+        """Returns the mask of a head, from the library's module of masks."""
+        left = None if self.mask.left_context is None else self.mask.left_context - 1
+        if left is None and self.mask.right_context is None:
+            return masks.FullMask(self.lengths)
+        return masks.LocalMask(self.lengths, (left, self.mask.right_context), offset=0)
+
+    @property
+    def block_sizes(self) -> tuple[int, int]:
+        """The block sizes of queries and keys."""
+        # With 512 the tiles of a fused backward kernel fit into a v5e's vector memory at 256 dims
+        # per head.
+        block_q, block_kv = (
+            max(size for size in (128, 256, 512) if length % size == 0) for length in self.lengths
+        )
+        return block_q, block_kv
+
+    def noted(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns a context that annotates kernels with the share of blocks that they compute."""
+        return share_of_blocks(self.share_of_blocks())
+
+    def share_of_blocks(self) -> float:
+        """Returns the share of blocks of logits with visible ones, which splash computes."""
+        (num_queries, num_keys), (block_q, block_kv) = self.lengths, self.block_sizes
+        first_q, first_kv = np.arange(0, num_queries, block_q), np.arange(0, num_keys, block_kv)
+        # The least and the largest distance from a key to a query within a block.
+        least = first_q[:, None] - (first_kv[None, :] + block_kv - 1)
+        most = first_q[:, None] + block_q - 1 - first_kv[None, :]
+        is_seen = np.ones_like(least, bool)
+        if self.mask.left_context is not None:
+            is_seen &= least < self.mask.left_context
+        if self.mask.right_context is not None:
+            is_seen &= most >= -self.mask.right_context
+        return float(is_seen.mean())
+
+
+class SplashOfJax(SplashOfARow):
+    """JAX's: a forward kernel (two products), one for dq (three), one for dk and dv (four)."""
+
+    def with_log_sums(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids
+    ) -> tuple[jax.Array, jax.Array]:
+        with self.noted():
+            encoded, (log_sums,) = self.kernel(save_residuals=True)(q, k, v, self.segments(ids))
+        return encoded, log_sums
+
+    def gradients(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids, log_sums: jax.Array,
+        inner: jax.Array, d_encoded: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        # Splash's own gradient is of a softmax over its keys. These private functions take sums
+        # over all keys.
+        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+        kernel = self.kernel(save_residuals=True)
+        sizes = kernel.kwargs["block_sizes"]
+        common = {
+            name: kernel.kwargs[name] for name in
+            ("is_mqa", "mask_value", "attn_logits_soft_cap", "mask_function", "interpret")
+        } | {name: getattr(sizes, name) for name in ("q_layout", "k_layout", "v_layout")}
+        arrays = q, k, v, self.segments(ids), None, log_sums, d_encoded, inner
+        with self.noted():
+            _, dk, dv = splash_attention_kernel._splash_attention_bwd_dkv(
+                *arrays, bq=sizes.block_q_dkv, bkv=sizes.block_kv_dkv,
+                bkv_compute=sizes.block_kv_dkv_compute, mask_info=kernel.dkv_mask_info,
+                use_fused_bwd_kernel=False, **common,
+            )
+            dq = splash_attention_kernel._splash_attention_bwd_dq(
+                *arrays, bq=sizes.block_q_dq, bkv=sizes.block_kv_dq,
+                mask_info=kernel.dq_mask_info, **common,
+            )
+        return dq, dk, dv
+
+    def kernel(self, *, save_residuals: bool = False) -> Callable[..., Any]:
+        # Imported here: Pallas is slow to import, and only needed on TPU.
+        from jax.experimental.pallas.ops.tpu.splash_attention import (
+            splash_attention_kernel as splash,
+        )
+        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+        block_q, block_kv = self.block_sizes
+        sizes = splash.BlockSizes(
+            block_q=block_q, block_kv=block_kv, block_q_dkv=block_q, block_kv_dkv=block_kv,
+            block_q_dq=block_q, block_kv_dq=block_kv,
+        )
+        mask = masks.MultiHeadMask([self.mask_of_head(masks)] * self.num_heads)
+        return splash.make_splash_mha(
+            mask, block_sizes=sizes, head_shards=1, q_seq_shards=1,
+            attn_logits_soft_cap=self.options.cap or None, interpret=self.interpret,
+            save_residuals=save_residuals, residual_checkpoint_name=self.residual_name,
+        )
+
+    def segments(self, ids: Ids) -> Any:
+        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+        return ids and splash_attention_kernel.SegmentIds(*ids)
+
+
+# Up to this number of blocks of keys each has its own dq, summed after the kernel. With more, the
+# kernel sums them into three arrays in the dtype of q.
+_MOST_DQ = 4
+
+
+class SplashOfTokamax(SplashOfARow):
+    """Tokamax's: a forward kernel (two products), and one backward (five; JAX's two have seven).
+
+    The numbers are JAX's: it uses exp, not tokamax's optional exp2 with queries that are rounded
+    again. For 16-bit queries dq is rounded for each block of keys.
+    """
+
+    def with_log_sums(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids
+    ) -> tuple[jax.Array, jax.Array]:
+        with self.noted():
+            encoded, sums = self.kernel(save_residuals=True)(q, k, v, self.segments(ids))
+        return encoded, sums["logsumexp"]
+
+    def gradients(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Ids, log_sums: jax.Array,
+        inner: jax.Array, d_encoded: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        kernel = self.kernel()
+        block_q, block_kv = self.block_sizes
+        shared = ("is_mqa", "mask_value", "mask_function", "config", "dkv_mask_sparsity")
+        with self.noted():
+            return splash_kernels()._splash_attention_bwd_dkv(
+                q, k, v, self.segments(ids), log_sums, d_encoded, inner, bq=block_q, bkv=block_kv,
+                bkv_compute=block_kv, mask_info=kernel.dkv_mask_info,
+                **{name: kernel.kwargs[name] for name in shared},
+            )
+
+    def kernel(self, *, save_residuals: bool = False) -> Callable[..., Any]:
+        splash = splash_kernels()
+        block_q, block_kv = self.block_sizes
+        # dq is summed in an output that aliases an input, which JAX's plain interpreter does not
+        # support.
+        adds_up = self.lengths[1] // block_kv > _MOST_DQ and self.interpret is not True
+        config = splash.SplashConfig(
+            block_q=block_q, block_kv=block_kv, block_q_dkv=block_q, block_kv_dkv=block_kv,
+            attn_logits_soft_cap=self.options.cap or None, use_base2_exp=False,
+            dq_reduction_steps=3 if adds_up else None, interpret=self.interpret,
+            residual_checkpoint_name=self.residual_name,
+        )
+        return splash.make_splash_mha(
+            self.mask_of_head(splash_masks()), config=config, q_seq_shards=1,
+            save_residuals=save_residuals,
+        )
+
+    def segments(self, ids: Ids) -> Any:
+        return ids and splash_kernels().SegmentIds(*ids)
