@@ -23,10 +23,12 @@ from praxis_lite.tools.sweep.settings import SweepSettings
 # Values of training's own loss that are judged in a trial.
 _MOST_LOSSES = 50
 _MOST_OUTPUT = 1 << 20  # Bytes of a launch's output, from its end.
-# Lets the kernel send SIGTERM to a process once its parent is gone (PR_SET_PDEATHSIG), however that
-# ended, and turns it into the command that follows.
+# Lets the kernel send SIGHUP to a process once its parent is gone (PR_SET_PDEATHSIG), however that
+# ended, and turns it into the command that follows. The kernel sends it again for each thread of
+# the parent that ends; a job ends at once at a second SIGTERM, and never at a second SIGHUP.
 _WITH_PARENT = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
+    "import ctypes, os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
+    "ctypes.CDLL(None).prctl(1, signal.SIGHUP); os.execv(sys.argv[1], sys.argv[1:])"
 )
 
 Values = list[tuple[int, float]]
@@ -64,7 +66,7 @@ class TrialJob:
         return self._main("plan", f"--topology={topology}")
 
     def start(self, command: list[str]) -> subprocess.Popen:
-        """Starts a command, which gets SIGTERM when this process ends (on Linux)."""
+        """Starts a command, which gets SIGHUP when this process ends (on Linux)."""
         self.output.parent.mkdir(parents=True, exist_ok=True)
         paths = [str(Path(praxis_lite.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -55,7 +55,7 @@ def test_a_sweep_that_was_killed_makes_no_step_twice(killed):
     texts = [(folder / f"s/trials/000{k}.txt").read_text() for k in range(3)]
     assert [text.count("\n$ ") + 1 for text in texts] == [1, 2, 1]
     assert f"restored the checkpoint of step {saved}\n" in texts[1] and 5 <= saved < 20
-    assert "stopped by SIGTERM" in texts[1]
+    assert "stopped by SIGHUP" in texts[1], texts[1]
     begun = re.findall(r"^trial (\d (?:begins|goes on)): ", again.out, re.M)
     assert begun == ["1 goes on", "2 begins"]
     assert not [*folder.glob("s/trials/*/*.lost.jsonl")]
