@@ -45,7 +45,7 @@ DIGITS = ["scikit-learn>=1.9.1,<2"]
 LM_EVAL = [*TEXT, "lm_eval>=0.4.13,<0.5"]
 # --mode=sweep: the searches, the pruners, and the journal of its trials.
 SWEEP = ["optuna>=5,<6"]
-# praxis_lite.interop.export: jax.export reads and writes with it, and does not bring it.
+# praxis_tools.export.export: jax.export reads and writes with it, and does not bring it.
 EXPORT = ["flatbuffers>=25.12.19"]
 # --mode=serve: the routes and answers of HTTP, and its connections.
 SERVE = ["starlette>=1.10,<2", "uvicorn>=0.54,<1"]
@@ -68,11 +68,11 @@ setup(
         "": ["*.pyi"],
         "praxis_lite": ["py.typed"],
         # The page of --mode=explain --html.
-        "praxis_lite.tools.explain": ["explain_page.html"],
+        "praxis_tools.explain": ["explain_page.html"],
         # The page of --mode=report --html.
-        "praxis_lite.tools.report": ["report_page.html"],
+        "praxis_tools.report": ["report_page.html"],
         # What is what in the models of Hugging Face, a table per family.
-        "praxis_lite.tools.huggingface": ["families/*.toml"],
+        "praxis_lite.huggingface": ["families/*.toml"],
     },
     install_requires=[
         # Everything that is computed. pip takes 0.10 on Python 3.11, and 0.12 on newer ones.

@@ -13,6 +13,7 @@ from praxis_lite.core import Learner
 from praxis_lite.decode import Sample
 from praxis_lite.experiments import lm
 from praxis_lite.experiments.finetune import LORA
+from praxis_lite.huggingface import DecoderSettings, lm_config, settings_in
 from praxis_lite.inputs import Documents, JsonLines, PackedText, PreferenceData, about_python
 from praxis_lite.inputs.tokenizers import has_tokenizer
 from praxis_lite.layers import (
@@ -24,7 +25,6 @@ from praxis_lite.layers import (
 )
 from praxis_lite.tasks.language_model import LanguageModelTask
 from praxis_lite.tasks.preference import DpoTask
-from praxis_lite.tools.huggingface import DecoderSettings, lm_config, settings_in
 
 __all__ = [
     "CausalLm", "ChatDpo", "ChatDpoLora", "ChatFull", "ChatLora",

@@ -4,31 +4,31 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from praxis_lite.core.errors import require
-from praxis_lite.files.whole_files import TRAINING_CONTINUES, launched_again
-from praxis_lite.interop.serving.mode import Serve
-from praxis_lite.run.command import run
-from praxis_lite.run.events import process_start
-from praxis_lite.run.experiment import registry
-from praxis_lite.run.goodput.goodput import time_section
-from praxis_lite.run.job import processes
-from praxis_lite.run.job.processes.standard_output import print_log
-from praxis_lite.run.job.processes.start import start
-from praxis_lite.run.job.processes.stuck.beats import StuckBeats
-from praxis_lite.run.modes.decode import Decode
-from praxis_lite.run.modes.evaluate import Evaluate
-from praxis_lite.run.modes.mode import CommandLine, Mode
-from praxis_lite.run.modes.options import parsed
-from praxis_lite.run.modes.summary import Summary
-from praxis_lite.run.modes.train import Train
-from praxis_lite.tools.modes.certify import Certify
-from praxis_lite.tools.modes.check import Check
-from praxis_lite.tools.modes.elastic import begin_elastic
-from praxis_lite.tools.modes.explain import Explain
-from praxis_lite.tools.modes.plan import Plan
-from praxis_lite.tools.modes.profile import Profile
-from praxis_lite.tools.modes.report import Report
-from praxis_lite.tools.modes.sweep import Sweep
-from praxis_lite.tools_of_jobs import TOOLS
+from praxis_lite.experiment import registry
+from praxis_lite.host.whole_files import TRAINING_CONTINUES, launched_again
+from praxis_lite.job import processes
+from praxis_lite.job.command import run
+from praxis_lite.job.events import process_start
+from praxis_lite.job.processes.standard_output import print_log
+from praxis_lite.job.processes.start import start
+from praxis_lite.modes.decode import Decode
+from praxis_lite.modes.evaluate import Evaluate
+from praxis_lite.modes.mode import CommandLine, Mode
+from praxis_lite.modes.options import parsed
+from praxis_lite.modes.summary import Summary
+from praxis_lite.modes.train import Train
+from praxis_tools.goodput.goodput import time_section
+from praxis_tools.modes.certify import Certify
+from praxis_tools.modes.check import Check
+from praxis_tools.modes.elastic import begin_elastic
+from praxis_tools.modes.explain import Explain
+from praxis_tools.modes.plan import Plan
+from praxis_tools.modes.profile import Profile
+from praxis_tools.modes.report import Report
+from praxis_tools.modes.sweep import Sweep
+from praxis_tools.serve.mode import Serve
+from praxis_tools.stuck.beats import StuckBeats
+from praxis_tools.tools_of_jobs import TOOLS
 
 MODES: Mapping[str, Mode] = {
     mode.name: mode for mode in (

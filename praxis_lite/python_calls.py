@@ -9,26 +9,26 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from praxis_lite.config.python_settings import Settings, as_texts
 from praxis_lite.core.callables import callable_name
 from praxis_lite.core.errors import ConfigError, require, require_choice
-from praxis_lite.run.config.python_settings import Settings, as_texts
-from praxis_lite.run.experiment import registry
-from praxis_lite.run.job.processes.interrupts import Interrupt
-from praxis_lite.run.modes.mode import CommandLine
-from praxis_lite.run.modes.train import begun, trained
-from praxis_lite.tools.modes.check import checked
-from praxis_lite.tools.modes.explain import explained
-from praxis_lite.tools.modes.plan import STEPS, planned
-from praxis_lite.tools_of_jobs import TOOLS
+from praxis_lite.experiment import registry
+from praxis_lite.job.processes.interrupts import Interrupt
+from praxis_lite.modes.mode import CommandLine
+from praxis_lite.modes.train import begun, trained
+from praxis_tools.modes.check import checked
+from praxis_tools.modes.explain import explained
+from praxis_tools.modes.plan import STEPS, planned
+from praxis_tools.tools_of_jobs import TOOLS
 
 if TYPE_CHECKING:
-    from praxis_lite.run.experiment.experiment import Experiment
-    from praxis_lite.run.trained_model import TrainedModel
-    from praxis_lite.run.trainer.hooks.hook import Hook
-    from praxis_lite.tools.explain.explain import Explanation
-    from praxis_lite.tools.plan.job_plan import Plan
-    from praxis_lite.tools.report.report import Report
-    from praxis_lite.tools.testing.certificate import Certificate
+    from praxis_lite.experiment.experiment import Experiment
+    from praxis_lite.trained_model.trained_model import TrainedModel
+    from praxis_lite.trainer.hooks.hook import Hook
+    from praxis_tools.check.certificate import Certificate
+    from praxis_tools.explain.explain import Explanation
+    from praxis_tools.plan.job_plan import Plan
+    from praxis_tools.report.report import Report
 
 
 def train(
@@ -65,7 +65,7 @@ def train(
     launched = begun(command)
     job, ended = trained(command, launched, TOOLS, hooks=hooks, stop_request=Interrupt)
 
-    from praxis_lite.run.trained_model import TrainedModel
+    from praxis_lite.trained_model.trained_model import TrainedModel
 
     return TrainedModel(
         job.partitioner, job.job, launched.config, job.files, ended.step,
@@ -167,8 +167,8 @@ def report(*job_log_dirs: str | os.PathLike[str]) -> "Report":
     Raises:
       ConfigError: a directory is no job's, or its files cannot be read.
     """
-    from praxis_lite.tools.report.job_reader import named_jobs
-    from praxis_lite.tools.report.report import ReportReader
+    from praxis_tools.report.job_reader import named_jobs
+    from praxis_tools.report.report import ReportReader
 
     return ReportReader(named_jobs([os.fspath(path) for path in job_log_dirs])).read()
 

@@ -34,7 +34,7 @@ ORDERS = {
         {"task"},
         {"partitioner"},
     ),
-    "praxis_lite/run": (
+    "praxis_lite/modes": (
         {"config", "events", "text_table"},
         {"job"},
         {"checkpoints", "generation", "goodput", "trackers"},
@@ -52,7 +52,7 @@ ORDERS = {
         {"report"},
         {"modes"},
     ),
-    "praxis_lite/interop": (
+    "praxis_tools/export": (
         {"inputs", "load"},
         {"program"},
         {"artifact"},
@@ -76,7 +76,7 @@ ORDERS = {
         {"bound_learner", "slots"},
         {"learner"},
     ),
-    "praxis_lite/run/trainer": (
+    "praxis_lite/trainer": (
         {
             "forward_pass", "layout_table", "loss_spikes", "metrics",
         },
@@ -92,7 +92,7 @@ ORDERS = {
         {"job_files"},
         {"launch"},
     ),
-    "praxis_lite/run/checkpoints": (
+    "praxis_lite/checkpoints": (
         {"steps", "stored_arrays"},
         {"orbax_write", "save_checks", "sharded_reading", "tools"},
         {"background_save"},
@@ -120,7 +120,7 @@ def imports(path: Path) -> tuple[str, ...]:
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: a relative import"
-            # `from praxis_lite.tools.explain import hlo` imports a module or a name of the package.
+            # `from praxis_tools.explain import hlo` imports a module or a name of the package.
             names += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             names += [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
@@ -217,7 +217,7 @@ def test_only_the_mesh_asks_jax_for_devices():
     of_jax = {text: files for text, files in asking.items() if text.startswith("jax")}
     mesh = {"praxis_lite/core/sharding/mesh.py"}
     # It is copied to where nothing of this library is.
-    mesh_or_loader = {*mesh, "praxis_lite/interop/load.py"}
+    mesh_or_loader = {*mesh, "praxis_tools/export/load.py"}
     assert of_jax == {"jax.devices": mesh_or_loader, "jax.default_backend": mesh_or_loader}
 
 

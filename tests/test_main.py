@@ -8,10 +8,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from praxis_lite.run.config.overrides import apply_overrides
-from praxis_lite.run.config.text import config_lines, dump_config
-from praxis_lite.run.experiment import registry
-from praxis_lite.run.job.job_dir import open_for_training
+from praxis_lite.config.overrides import apply_overrides
+from praxis_lite.config.text import config_lines, dump_config
+from praxis_lite.experiment import registry
+from praxis_lite.job.job_dir import open_for_training
 from tests.support.job_runs import CHECKOUT, home, launch, start_process
 
 TINY = "--exp=jobzoo.experiments.Tiny"
@@ -203,7 +203,7 @@ def test_a_mesh_smaller_than_the_accelerators_is_refused_unless_asked_for(tmp_pa
     assert "mesh.ici_mesh_shape" in message and "mesh.allow_unused_devices=true" in message
     # The words given are a setting that is taken: the next obstacle is that these are no devices.
     monkeypatch.setattr(
-        "praxis_lite.core.sharding.devices.grid.mesh_utils.create_device_mesh",
+        "praxis_lite.core.sharding.devices.device_order.mesh_utils.create_device_mesh",
         lambda *_, **__: sys.exit(77),
     )
     assert launch(*argv, "mesh.allow_unused_devices=true").code == 77

@@ -29,9 +29,9 @@ PIP_NAMES = {
 }
 # Modules that import a package of an extra at their top: nothing else imports them at its own.
 LATE = {
-    "praxis_lite.interop.serving.connections": "uvicorn",
-    "praxis_lite.interop.serving.endpoints": "starlette",
-    "praxis_lite.tools.lm_eval.lm": "lm_eval",
+    "praxis_tools.serve.connections": "uvicorn",
+    "praxis_tools.serve.endpoints": "starlette",
+    "praxis_tools.lm_eval.lm": "lm_eval",
 }
 # Late imports after `require_package`.
 ASKED_FOR = {"experiments.vision": "sklearn"}

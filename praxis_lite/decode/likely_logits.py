@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.collectives.varying import varying_alike
+from praxis_lite.core.collectives.varying import varying_alike
 
 # R rows, V classes.
 

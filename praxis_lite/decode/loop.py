@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.collectives.varying import on_any_device, varying_alike
+from praxis_lite.core.collectives.varying import on_any_device, varying_alike
 from praxis_lite.decode.cache_rows import batch_dims, repeat_rows
 from praxis_lite.decode.decoder import Decoder, Prompts
 from praxis_lite.decode.prefill import Prefix, cache_length, prefill

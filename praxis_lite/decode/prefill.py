@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from praxis_lite.collectives.varying import on_any_device, varying_alike
+from praxis_lite.core.collectives.varying import on_any_device, varying_alike
 from praxis_lite.decode.decoder import Decoder, Prompts
 from praxis_lite.decode.padding import layers_that_keep_padding, read, tell_of_slow_prompts
 from praxis_lite.layers.base.variables import rebuilt

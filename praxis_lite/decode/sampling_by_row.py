@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.collectives.varying import on_any_device
+from praxis_lite.core.collectives.varying import on_any_device
 from praxis_lite.decode.decoder import Prompts
 from praxis_lite.decode.likely_logits import kth_logit, nucleus_end
 from praxis_lite.decode.loop import DecodeState

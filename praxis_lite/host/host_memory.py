@@ -120,7 +120,7 @@ class FirstRuns:
             import jax
             from jax.sharding import NamedSharding
 
-            from praxis_lite.lowered.mended_products import mended
+            from praxis_lite.core.xla_workarounds.mended_products import mended
 
             arrays = [x for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
             shardings = [x.sharding for x in arrays if isinstance(x.sharding, NamedSharding)]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.core.user_lines import user_line
-from praxis_lite.files.whole_files import write_whole
+from praxis_lite.host.whole_files import write_whole
 
 
 class ElsewhereError(RuntimeError):

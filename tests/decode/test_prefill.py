@@ -16,7 +16,7 @@ from praxis_lite.decode.continuous_batching import ContinuousBatching, Prompt
 from praxis_lite.decode.decoder import Prompts
 from praxis_lite.decode.prefill import prefill
 from praxis_lite.layers import DotProductAttention, RgLruBlock, Transformer, TransformerLm
-from praxis_lite.layers.attention.cache import SPARE_PLACES
+from praxis_lite.layers.attention.kv_cache import SPARE_PLACES
 from tests.decode.toy_models import row_keys
 from tests.support.marks import slow_but
 

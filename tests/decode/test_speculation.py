@@ -15,8 +15,8 @@ from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
 from praxis_lite.decode import BeamSearch, Greedy, Sample
 from praxis_lite.decode.continuous_batching import ContinuousBatching, Prompt
 from praxis_lite.decode.speculation import drafts_of
-from praxis_lite.run.generation import changed_decoder
 from praxis_lite.tasks.language_model import LanguageModelTask
+from praxis_lite.trained_model.generation import changed_decoder
 from tests.decode.toy_models import Summing, row_keys
 from tests.support.marks import slow_but
 

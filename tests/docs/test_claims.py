@@ -11,9 +11,9 @@ from praxis_lite.core import MeshConfig, Partitioner, task
 from praxis_lite.core.learner import learner
 from praxis_lite.core.partitioner.compiler_options import init_options
 from praxis_lite.core.sharding import mesh
-from praxis_lite.run.experiment import experiment
-from praxis_lite.run.modes.options import parser_of
-from praxis_lite.run.trainer.metrics import progress
+from praxis_lite.experiment import experiment
+from praxis_lite.modes.options import parser_of
+from praxis_lite.trainer.metrics import progress
 from tests.clusters.test_queued_resources import DOCKER
 from tests.clusters.test_slurm import SBATCH
 from tests.test_import_direction import ORDERS
@@ -71,7 +71,7 @@ def test_every_flag_that_a_page_names_exists(page):
     local = {flag for flag in named if not flag.startswith("--xla_")}
     texts = [text for path in LIBRARY.rglob("*.py") if "add_argument" in (text := path.read_text())]
     texts += [path.read_text() for path in (ROOT / "Makefile", ROOT / "tests/support/api_page.py")]
-    for folder in ("benchmarks", "tests/faults", "tests/tools/testing/in_flight"):
+    for folder in ("benchmarks", "tests/faults", "tests/tools/certificates"):
         texts += [path.read_text() for path in (ROOT / folder).glob("*.py")]
     unknown = {flag for flag in local - FLAGS if not any(f'"{flag}"' in text for text in texts)}
     assert not unknown

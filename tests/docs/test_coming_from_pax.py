@@ -21,29 +21,29 @@ from praxis_lite import (
     optimizers,
     schedules,
 )
-from praxis_lite.collectives import explicit_collectives, mapped_weights
+from praxis_lite.checkpoints import checkpoints
+from praxis_lite.checkpoints.init import loading_rules
+from praxis_lite.config.class_attributes import configured
 from praxis_lite.core import make_mesh, sharding, task
+from praxis_lite.core.collectives import explicit_collectives, mapped_weights
 from praxis_lite.core.learner import learner, optimizer_groups
 from praxis_lite.core.partitioner import partitioner, steps, train_state
 from praxis_lite.core.sharding import inputs as sharding_inputs
 from praxis_lite.core.sharding import rules, weight_sharding
+from praxis_lite.experiment import early_stopping, experiment, registry
 from praxis_lite.inputs import numpy_data
 from praxis_lite.layers.activations import ACTIVATIONS
 from praxis_lite.layers.base import base_layer as weights
-from praxis_lite.layers.stacking.checkpoint_policy import CHECKPOINT_POLICIES
-from praxis_lite.run import trained_model
-from praxis_lite.run.checkpoints import checkpoints
-from praxis_lite.run.checkpoints.init import loading_rules
-from praxis_lite.run.config.class_attributes import configured
-from praxis_lite.run.experiment import early_stopping, experiment, registry
-from praxis_lite.run.modes.options import parser_of
-from praxis_lite.run.trainer import decoding, evaluation, metrics, trainer
-from praxis_lite.run.trainer.decoding.user_prompts import prompt_batch
+from praxis_lite.layers.stacking.remat_policies import CHECKPOINT_POLICIES
+from praxis_lite.modes.options import parser_of
+from praxis_lite.pax import job as pax_job
 from praxis_lite.tasks import image_classification, language_model, loss, sequence_to_sequence
-from praxis_lite.tools.pax import job as pax_job
+from praxis_lite.trained_model import trained_model
+from praxis_lite.trainer import decoding, evaluation, metrics, trainer
+from praxis_lite.trainer.decoding.user_prompts import prompt_batch
+from tests.pax.test_checkpoints import MADE_BY_PAX, lm
 from tests.support.every_case import assert_each
 from tests.support.goldens import golden
-from tests.tools.pax.test_checkpoints import MADE_BY_PAX, lm
 
 PAGE = (Path(__file__).parents[2] / "docs/coming_from_pax.md").read_text(encoding="utf-8")
 PLACES = (

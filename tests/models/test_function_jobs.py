@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from praxis_lite import ConfigError
+from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.config.text import load_config
 from praxis_lite.core import Partitioner, make_mesh
 from praxis_lite.experiments.functions import SIZES, DigitsMlpFsdp
 from praxis_lite.experiments.vision import digits
-from praxis_lite.run.checkpoints.checkpoints import Checkpoints
-from praxis_lite.run.config.text import load_config
-from praxis_lite.run.job.job_dir import JobDir
+from praxis_lite.job.job_dir import JobDir
 from tests.support.job_runs import home, launch, lines_of, loaded, succeed
 
 pytestmark = pytest.mark.slow

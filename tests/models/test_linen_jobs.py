@@ -10,12 +10,12 @@ import numpy as np
 import optax
 import pytest
 
+from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.config.text import load_config_file
 from praxis_lite.core import Partitioner, make_mesh
 from praxis_lite.experiments import linen
 from praxis_lite.experiments.linen_models import CausalLm
-from praxis_lite.run.checkpoints.checkpoints import Checkpoints
-from praxis_lite.run.config.text import load_config_file
-from praxis_lite.run.job.job_dir import JobDir
+from praxis_lite.job.job_dir import JobDir
 from tests.support.job_runs import as_it_died, home, lines_of, succeed
 
 pytestmark = pytest.mark.slow

@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[2]
 _MEMBERS = types.FunctionType | classmethod | property | functools.cached_property
 PAGE = ROOT / "docs/api.md"
 COMMANDS = (
-    "praxis_lite.main", "praxis_lite.run.checkpoints", "praxis_lite.inputs",
-    "praxis_lite.inputs.tokenizers", "praxis_lite.tools.huggingface", "praxis_lite.tools.lm_eval",
-    "praxis_lite.tools.pax.job", "praxis_lite.interop.export",
+    "praxis_lite.main", "praxis_lite.checkpoints", "praxis_lite.inputs",
+    "praxis_lite.inputs.tokenizers", "praxis_lite.huggingface", "praxis_tools.lm_eval",
+    "praxis_lite.pax.job", "praxis_tools.export.export",
 )
 HEAD = """\
 # Public names

@@ -10,9 +10,9 @@ import sys
 
 from jax._src.lib import _jax
 
-from praxis_lite.run.job import processes
-from praxis_lite.run.job.elastic.order import Order
-from praxis_lite.run.job.processes.start import connect_member, start
+from praxis_lite.job import processes
+from praxis_lite.job.processes.start import connect_member, start
+from praxis_tools.elastic.order import Order
 
 NAME = "praxis_lite/newest"
 

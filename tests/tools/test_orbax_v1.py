@@ -11,13 +11,13 @@ import tensorstore as ts
 from flax import nnx
 
 from praxis_lite import CheckpointLoadingRules, ConfigError
+from praxis_lite.checkpoints.checkpoints import Checkpoints
+from praxis_lite.checkpoints.init.nnx_checkpoint import NnxCheckpoint
+from praxis_lite.checkpoints.init.planning import plan_init
+from praxis_lite.checkpoints.nnx import mdl_vars_from_nnx
+from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.core import NnxModel
-from praxis_lite.run.checkpoints.checkpoints import Checkpoints
-from praxis_lite.run.checkpoints.init.nnx_checkpoint import NnxCheckpoint
-from praxis_lite.run.checkpoints.init.planning import plan_init
-from praxis_lite.run.checkpoints.steps.save_settings import SaveSettings
-from praxis_lite.tools.nnx import mdl_vars_from_nnx
-from tests.run.checkpoints.test_init_from_checkpoint import init
+from tests.checkpoints.test_init_from_checkpoint import init
 from tests.tools.orbax_v1 import v1, write_sharded
 from tests.tools.test_nnx import LOAD, Net, partitioner, wanted_of
 

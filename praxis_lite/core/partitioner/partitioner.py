@@ -21,7 +21,6 @@ from praxis_lite.core.partitioner.gradient_strategy import Gradients, GradientSt
 from praxis_lite.core.partitioner.task_on_mesh import TaskOnMesh
 from praxis_lite.core.partitioner.train_state import TrainState, layout_and_learner
 from praxis_lite.core.sharding.devices.axis_types import explicit_axes_of, with_auto_axes
-from praxis_lite.core.sharding.devices.xla_errors import without_xla_errors
 from praxis_lite.core.sharding.inputs import (
     GlobalBatch,
     global_batch,
@@ -32,6 +31,7 @@ from praxis_lite.core.sharding.inputs import (
 from praxis_lite.core.sharding.mesh_config import CompilerOptions
 from praxis_lite.core.sharding.padding import evenly
 from praxis_lite.core.task import Task
+from praxis_lite.core.xla_workarounds.xla_errors import without_xla_errors
 
 PyTree = Any
 
@@ -46,7 +46,7 @@ class Partitioner:
       mesh: what it has as Explicit axes are types of arrays in the train and eval steps. Arrays
         lie on the mesh of the same devices with Auto axes.
       gradients: how gradients and metrics are made, such as by ExplicitCollectives of
-        `praxis_lite.collectives`; None: XLA splits what one device would do.
+        `praxis_lite.core.collectives`; None: XLA splits what one device would do.
       compiler_options: as of `MeshConfig`.
 
     Attributes:

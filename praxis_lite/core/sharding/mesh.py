@@ -11,7 +11,11 @@ from jax.sharding import Mesh
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.devices.axis_types import AXIS_TYPES, mesh_of
-from praxis_lite.core.sharding.devices.grid import of_each_process, simulated_grid, torus_grid
+from praxis_lite.core.sharding.devices.device_order import (
+    of_each_process,
+    simulated_grid,
+    torus_grid,
+)
 from praxis_lite.core.sharding.devices.libtpu import leave_absent_tpus_alone
 from praxis_lite.core.sharding.mesh_config import MeshConfig
 

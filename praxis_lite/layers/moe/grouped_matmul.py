@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.collectives.varying import varying_axes
+from praxis_lite.core.collectives.varying import varying_axes
 from praxis_lite.core.errors import ConfigError, require_choice
 from praxis_lite.core.sharding.mesh import compiled_platform
 from praxis_lite.host.optional_packages import require_package

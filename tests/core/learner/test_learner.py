@@ -29,7 +29,7 @@ from praxis_lite.core.sharding.weight_spec import spec_items
 from praxis_lite.layers import BaseLayer, Linear, lora
 from praxis_lite.layers.base.variables import stacked
 from praxis_lite.optimizers import DynamicLossScale, regularized
-from praxis_lite.run.trainer.metrics.weighted import WeightedMean
+from praxis_lite.trainer.metrics.weighted import WeightedMean
 from tests.support.marks import slow_but
 
 F32 = jnp.dtype("float32")

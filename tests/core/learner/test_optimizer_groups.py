@@ -15,7 +15,7 @@ from praxis_lite.core.learner.optimizer_groups import optimizer_names
 from praxis_lite.core.learner.weight_groups import Group, grouped, merged, select
 from praxis_lite.core.sharding.weight_spec import spec_items
 from praxis_lite.optimizers import path_mask
-from praxis_lite.run.trainer.layout_table import optimizer_report
+from praxis_lite.trainer.layout_table import optimizer_report
 
 F32 = jnp.dtype("float32")
 SPECS = {

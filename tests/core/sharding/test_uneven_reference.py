@@ -19,7 +19,7 @@ from praxis_lite import Task
 from praxis_lite.core import Learner, MeshConfig, Partitioner, constrain, make_mesh
 from praxis_lite.layers import BaseLayer
 from praxis_lite.layers.base.base_layer import ones, zeros
-from praxis_lite.tools.explain import hlo
+from praxis_tools.explain import hlo
 from tests.support.goldens import golden, trimmed
 
 FILE = "reference/uneven_padding.json"

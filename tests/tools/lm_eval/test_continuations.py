@@ -7,7 +7,7 @@ import pytest
 from praxis_lite import ConfigError
 from praxis_lite.decode import Greedy, Sample
 from praxis_lite.inputs.tokenizers import ByteTokenizer, load_tokenizer
-from praxis_lite.tools.lm_eval.continuations import Continuations, Request
+from praxis_tools.lm_eval.continuations import Continuations, Request
 from tests.support.goldens import GOLDENS
 
 

@@ -11,11 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from praxis_lite import ConfigError
+from praxis_lite import ConfigError, huggingface
 from praxis_lite.core import MeshConfig, make_mesh
-from praxis_lite.tools import huggingface
-from praxis_lite.tools.lm_eval import harness_model
-from praxis_lite.tools.lm_eval.__main__ import main
+from praxis_tools.lm_eval import harness_model
+from praxis_tools.lm_eval.__main__ import main
 from tests.support import job_runs
 from tests.support.goldens import GOLDENS, golden
 from tests.support.lm_eval_tasks import CHATS, TASKS, model_directory, write_tasks

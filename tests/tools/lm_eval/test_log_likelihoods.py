@@ -8,19 +8,18 @@ import fiddle as fdl
 import numpy as np
 import pytest
 
-from praxis_lite import ConfigError
+from praxis_lite import ConfigError, huggingface
 from praxis_lite.core import MeshConfig, make_mesh
+from praxis_lite.experiment.registry import get_experiment
 from praxis_lite.inputs.text.length_classes import (
     all_length_classes,
     batches_by_length,
     length_class,
     length_of_prompts,
 )
-from praxis_lite.run.experiment.registry import get_experiment
-from praxis_lite.tools import huggingface
-from praxis_lite.tools.lm_eval import progress
-from praxis_lite.tools.lm_eval.evaluated_model import evaluated_model
-from praxis_lite.tools.lm_eval.log_likelihoods import LogLikelihoods
+from praxis_tools.lm_eval import progress
+from praxis_tools.lm_eval.evaluated_model import evaluated_model
+from praxis_tools.lm_eval.log_likelihoods import LogLikelihoods
 from tests.decode.toy_models import num_compiled
 from tests.support.lm_eval_tasks import model_directory
 

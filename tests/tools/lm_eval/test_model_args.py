@@ -3,7 +3,7 @@
 import pytest
 
 from praxis_lite import ConfigError, MeshConfig
-from praxis_lite.tools.lm_eval import model_args
+from praxis_tools.lm_eval import model_args
 
 
 @pytest.mark.parametrize("given, words", [

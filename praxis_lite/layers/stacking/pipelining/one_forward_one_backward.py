@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from praxis_lite.collectives.padding_rows import (
+from praxis_lite.core.collectives.padding_rows import (
     num_missing_rows,
     num_weights_of,
     with_padding_rows,

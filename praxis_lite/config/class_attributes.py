@@ -1,0 +1,118 @@
+"""`--set BATCH_SIZE=32`: attributes of an experiment's class, set before it makes its config."""
+
+import copy
+import re
+import types
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol, TypeVar
+
+import fiddle as fdl
+
+from praxis_lite.config.overrides import apply_overrides, value_at
+from praxis_lite.core.callables import callable_name
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.core.user_lines import user_line
+
+
+class _Experiment(Protocol):
+    def config(self) -> fdl.Config: ...
+
+
+_ExperimentT = TypeVar("_ExperimentT", bound=_Experiment)
+
+
+def configured(
+    experiment: type[_Experiment], settings: Sequence[str], packages: Collection[str] = ()
+) -> fdl.Config:
+    """Returns the config of an experiment with the settings of `--set` applied.
+
+    A setting whose path begins with an attribute of the class, its own or inherited, sets that
+    attribute of an instance, before the experiment makes its config; all others are fields of the
+    config.
+
+    Args:
+        experiment: the class.
+        settings: `path=value` each, see `apply_overrides`.
+        packages: top-level packages whose functions and classes may be named.
+
+    Raises:
+        ConfigError: no such path, or no value of that field's type; or the class's constructor
+            requires arguments.
+    """
+    return experiment_and_config(experiment, settings, packages)[1]
+
+
+def experiment_and_config(
+    experiment: type[_ExperimentT], settings: Sequence[str], packages: Collection[str] = ()
+) -> tuple[_ExperimentT, fdl.Config]:
+    """Returns the instance whose attributes the settings set, and the config, as `configured`."""
+    result, _, config = _configured(experiment, settings, packages)
+    return result, config
+
+
+def value_after(
+    experiment: type[_Experiment], settings: Sequence[str], path: str,
+    packages: Collection[str] = (),
+) -> Any:
+    """Returns the value that a path has once the settings of `--set` are applied.
+
+    Args:
+        experiment, settings, packages: as of `configured`.
+        path: of a field of the config, or of an attribute of the class.
+
+    Raises:
+        ConfigError: as `configured`, or there is no such path.
+    """
+    # Its attribute is among the values even if no setting names it.
+    _, values, config = _configured(experiment, settings, packages, also=_first_key(path))
+    known = _attributes(experiment)
+    return value_at(values if _first_key(path) in known else config, path, known)
+
+
+def _configured(
+    experiment: type[_ExperimentT], settings: Sequence[str], packages: Collection[str],
+    also: str = "",
+) -> tuple[_ExperimentT, fdl.Config, fdl.Config]:
+    """Returns the instance, its attributes that are set, as a config, and the config of the job."""
+    result, known = _made(experiment), _attributes(experiment)
+    local = [setting for setting in settings if _first_key(setting) in known]
+    named = {_first_key(item) for item in local} | ({also} & known.keys())
+    # Copies, for what the class holds is shared by all instances.
+    values = fdl.Config(_attributes_of, **copy.deepcopy({name: known[name] for name in named}))
+    apply_overrides(values, local, packages)
+    for name in named:
+        setattr(result, name, getattr(values, name))
+    config = result.config()
+    apply_overrides(config, [one for one in settings if one not in local], packages, known)
+    return result, values, config
+
+
+def _made(experiment: type[_ExperimentT]) -> _ExperimentT:
+    try:
+        return experiment()
+    except TypeError as error:
+        if user_line(error) is not None:
+            raise
+        raise ConfigError(
+            f"{callable_name(experiment)} is made without arguments: {error}. Give __init__ "
+            "defaults, or leave it out: an experiment's settings are its configs."
+        ) from error
+
+
+def _attributes(experiment: type) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for base in reversed(experiment.__mro__):
+        result |= vars(base)
+    no_values = (types.FunctionType, property, classmethod, staticmethod)
+    return {
+        name: value for name, value in result.items()
+        if not name.startswith("_") and not isinstance(value, no_values)
+    }
+
+
+def _attributes_of(**values):
+    """Stands for the class; without annotations, so that each value keeps its type."""
+
+
+def _first_key(setting: str) -> str:
+    return re.split(r"[.\[=]", setting, maxsplit=1)[0].strip()

@@ -1,0 +1,89 @@
+"""The config that a command line names: of an experiment, or of a job that was trained."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from praxis_lite.core.errors import ConfigError
+from praxis_lite.experiment import registry
+from praxis_lite.job.job_dir import JobDir
+
+if TYPE_CHECKING:
+    import fiddle as fdl
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchedConfig:
+    """The config that a command line made, and what config.json records of that command line.
+
+    Attributes:
+      experiment: the full name of its class.
+      settings: those of --set.
+      packages: whose functions and classes the config may name, besides the library's.
+      mesh_for: the experiment's; None: of a job's own config.
+      recorded: the config.json that the config was read from; None: the class made it.
+    """
+
+    config: "fdl.Config"
+    experiment: str
+    settings: Sequence[str] = ()
+    packages: Sequence[str] = ()
+    mesh_for: "Callable[[int], fdl.Config | None] | None" = None
+    recorded: Path | None = None
+
+
+def config_of_experiment(
+    name: str, settings: Sequence[str] = (), packages: Sequence[str] = ()
+) -> LaunchedConfig:
+    """Returns the config of an experiment with settings applied.
+
+    Args:
+      name: as for --exp.
+      settings, packages: as for --set and --packages.
+
+    Raises:
+      ConfigError: as `get_experiment` and `configured`.
+    """
+    experiment = registry.get_experiment(name, packages)
+
+    from praxis_lite.config.class_attributes import experiment_and_config
+
+    allowed = registry.allowed_packages(packages)
+    made, config = experiment_and_config(experiment, settings, allowed)
+    return LaunchedConfig(
+        config, registry.full_name(experiment), settings, allowed, mesh_for=made.mesh_for
+    )
+
+
+def config_of_job(
+    job_dir: JobDir, name: str | None = None, settings: Sequence[str] = (),
+    packages: Sequence[str] = (),
+) -> LaunchedConfig:
+    """Returns the recorded config of a job with settings applied.
+
+    Args:
+      name: of the experiment, as for --exp; None: whatever the job's is.
+      settings, packages: as for --set and --packages.
+
+    Raises:
+      ConfigError: the job is of another experiment; or as `recorded_config` and `apply_overrides`.
+    """
+    from praxis_lite.config.build import naming_settings
+    from praxis_lite.config.overrides import apply_overrides
+    from praxis_lite.experiment.recorded_job import recorded_config
+
+    allowed = registry.allowed_packages(packages)
+    loaded = recorded_config(job_dir, allowed)
+    if name is not None:
+        given = registry.full_name(registry.get_experiment(name, packages))
+        if given != loaded.experiment:
+            raise ConfigError(
+                f"{job_dir.path} belongs to {loaded.experiment}, but --exp names {given}. Leave "
+                "--exp out, or name that experiment's directory."
+            )
+    with naming_settings(loaded.config, job_dir.config_json):
+        apply_overrides(loaded.config, settings, allowed)
+    return LaunchedConfig(
+        loaded.config, loaded.experiment, settings, allowed, recorded=job_dir.config_json
+    )

@@ -1,0 +1,145 @@
+"""A command of the library: its options, its output, its signals, and its errors in a paragraph."""
+
+import argparse
+import os
+import signal
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from praxis_lite.core.errors import ConfigError, did_you_mean, printable
+from praxis_lite.host.lack_of_memory import lack_of_memory, out_of_memory
+from praxis_lite.host.user_errors import described, explained
+from praxis_lite.host.whole_files import DISK_FULL, not_written
+from praxis_lite.job.processes.peers import ending_together
+from praxis_lite.job.processes.signals import EndsBySignal
+from praxis_lite.job.processes.standard_output import (
+    open_what_is_closed,
+    output_may_be_lost,
+)
+
+
+def run(
+    command: Callable[[], int | None],
+    *,
+    goes_on: bool | Callable[[], bool],
+    traceback_txt: Callable[[], Path | None] = lambda: None,
+    wraps: bool = False,
+    then: Callable[[], str] = lambda: "",
+) -> None:
+    """Runs a command; exits with its status if that is not 0.
+
+    It is 2, after one paragraph, for what the user can mend, and 1 for an exception of the user's
+    own code. A signal ends it with one line and 128 + its number; for training see `StopRequest`.
+    What a command needs for long it imports itself: until then a signal ends in a traceback.
+
+    Args:
+        command: returns the status, None for 0.
+        goes_on: without its standard output; else it ends quietly, as programs of a pipe do. A
+            function is asked when the output is lost.
+        traceback_txt: the file for the traceback of the user's code; None: a new temporary one.
+        wraps: errors into lines of 100; else an error is one line, for scripts.
+        then: returns what the command does when it is launched again, for the error of a full disk.
+    """
+    open_what_is_closed()
+    with output_may_be_lost(goes_on=goes_on), EndsBySignal(), ending_together():
+        _find_users_packages()
+        _run(command, traceback_txt, wraps, then)
+
+
+def status_of(command: Callable[[], int | None], *, goes_on: bool) -> int:
+    """Returns the exit status of a command that `run` runs."""
+    try:
+        run(command, goes_on=goes_on)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
+
+
+def print_error(words: object, *, wraps: bool = True) -> None:
+    """Prints a paragraph to standard error, in lines of 100 letters or in a single line."""
+    text = printable(f"error: {words}")
+    if wraps:
+        text = textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
+    print(text, file=sys.stderr)
+
+
+def _run(
+    command: Callable[[], int | None], traceback_txt: Callable[[], Path | None], wraps: bool,
+    then: Callable[[], str],
+) -> None:
+    # Each exit keeps its exception as its context: `ending_together` tells other processes of it.
+    try:
+        if status := command():
+            sys.exit(status)
+    except KeyboardInterrupt:  # Not by a signal, or not in the main thread.
+        print("ended by SIGINT", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+    except ConfigError as error:
+        # Without what Fiddle appends to an exception of a constructor.
+        words = str(error.args[0] if error.args else "").split("\n\nFiddle context:")[0]
+        print_error(words, wraps=wraps)
+        sys.exit(error.exit_status)
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            words = not_written(error.filename or "A file", error, then())
+            print_error(words, wraps=wraps)
+            sys.exit(2)
+        if lacking := lack_of_memory(error):
+            where = (described(error) or "").rstrip(".")
+            print_error(out_of_memory(where or lacking), wraps=wraps)
+            sys.exit(2)
+        result = explained(error, traceback_txt())
+        if result is None:
+            raise
+        print_error(result.words, wraps=wraps)
+        sys.exit(result.status)
+
+
+def _find_users_packages() -> None:
+    """Puts the current directory at the end of sys.path.
+
+    So the user's packages are found without an installation. It is at the end, because
+    `python main.py` in a folder with a random.py must not import that file.
+    """
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are ConfigErrors.
+
+    Raises:
+        ConfigError: from `parse_args`: an option's value is wrong, or there is no such option.
+    """
+
+    former: Mapping[str, str] = {}  # Of others, by name without dashes: what to do instead.
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message.rstrip('.')}. --help lists the options.")
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        # Arguments without dashes may stand between options: --mode=report JOB --html=FILE JOB.
+        has_arguments = any(action.nargs == "*" for action in self._get_positional_actions())
+        parse = self.parse_known_intermixed_args if has_arguments else self.parse_known_args
+        parsed, unknown = parse(args, namespace)
+        if unknown:
+            raise ConfigError(self._unknown(unknown[0]))
+        return parsed
+
+    def _unknown(self, given: str) -> str:
+        word, _, value = given.lstrip("-").partition("=")
+        if word in self.former:
+            return f"There is no option --{word}. {self.former[word]}"
+        parsers = [self, *(
+            choice for action in self._actions if isinstance(action, argparse._SubParsersAction)
+            for choice in action.choices.values()
+        )]
+        actions = [action for parser in parsers for action in parser._actions]
+        flags = [flag for action in actions for flag in action.option_strings]
+        hint = did_you_mean(f"--{word}", flags, limit=1)
+        if value and "." in word:
+            hint = f" Fields of the config are set behind --set: --set {word}={value}."
+        return f"{given} is not an option of praxis_lite.{hint} --help lists them all."

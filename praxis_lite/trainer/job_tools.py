@@ -1,0 +1,75 @@
+"""What a job that trains is given besides its config, by whoever launches it."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from praxis_lite.job.events import Listener
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from praxis_lite.checkpoints.checkpoints import Checkpoints, Restored
+    from praxis_lite.checkpoints.init.initial_state import Note, Source
+    from praxis_lite.core.partitioner.train_state import StateLayout
+    from praxis_lite.experiment.experiment import Job
+    from praxis_lite.experiment.launched_config import LaunchedConfig
+    from praxis_lite.job.job_dir import JobDir
+    from praxis_lite.trainer.hooks.hook import Hook
+    from praxis_lite.trainer.job_on_mesh import JobOnMesh
+
+
+class SavedState(Protocol):
+    """The newest state that a job can resume from, such as the newest of its `Checkpoints`."""
+
+    def latest_step(self) -> int | None:
+        """Returns its step; None: nothing is saved."""
+        ...
+
+    def latest_data(self) -> Mapping[str, Any]:
+        """Returns the data that were saved with it."""
+        ...
+
+    def restore(self, layout: "StateLayout", mesh: "Mesh") -> "Restored":
+        """Returns it on a mesh, whatever mesh saved it."""
+        ...
+
+
+class OtherSaves(contextlib.AbstractContextManager):
+    """Saves a job's states elsewhere than among its checkpoints; by default there are none."""
+
+    def newest(self, checkpoints: "Checkpoints") -> SavedState:
+        """Returns the newest state of all, the same on all processes."""
+        return checkpoints
+
+    def hooks(self, job: "JobOnMesh") -> "Sequence[Hook]":
+        """Returns the hooks that save; they come before the one that saves checkpoints."""
+        return ()
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Frees its resources, however training ended."""
+
+
+@dataclasses.dataclass(frozen=True)
+class JobTools:
+    """What a job that trains is given besides its config; by default nothing.
+
+    `tools_of_jobs.py` has those of the command line and of `praxis_lite.train`.
+
+    Attributes:
+      sources: of initial states besides checkpoints, by the setting of `run` that names them.
+      hooks: returns hooks that come before those of every job.
+      recorder: returns a context whose listener hears the job's events while it trains.
+      other_saves: returns what saves the job's states elsewhere too.
+      on_devices: returns the job on a mesh of the devices that there are, if they may be others
+        than its own mesh has; it changes the config likewise.
+    """
+
+    sources: "Mapping[str, Source]" = dataclasses.field(default_factory=dict)
+    hooks: "Callable[[JobOnMesh], Sequence[Hook]]" = lambda job: ()
+    recorder: "Callable[[JobDir, Note], contextlib.AbstractContextManager[Listener]]" = (
+        lambda files, note: contextlib.nullcontext(Listener())
+    )
+    other_saves: "Callable[[JobOnMesh, Note], OtherSaves]" = lambda job, note: OtherSaves()
+    on_devices: "Callable[[Job, LaunchedConfig], Job]" = lambda job, launched: job
