@@ -59,7 +59,7 @@ setup(
     python_requires=">=3.11,<3.15",
     # tasks/ and experiments/ are at the top of a checkout, and installed inside the package.
     packages=[
-        *find_packages(include=["praxis_lite", "praxis_lite.*"]),
+        *find_packages(include=["praxis_lite", "praxis_lite.*", "praxis_tools", "praxis_tools.*"]),
         "praxis_lite.tasks", "praxis_lite.experiments",
     ],
     package_dir={"praxis_lite.tasks": "tasks", "praxis_lite.experiments": "experiments"},
@@ -73,6 +73,13 @@ setup(
         "praxis_tools.report": ["report_page.html"],
         # What is what in the models of Hugging Face, a table per family.
         "praxis_lite.huggingface": ["families/*.toml"],
+    },
+    entry_points={
+        "praxis_lite.modes": [
+            f"{mode.lower()} = praxis_tools.modes.{mode.lower()}:{mode}"
+            for mode in ("Explain", "Plan", "Check", "Sweep", "Profile", "Report", "Certify")
+        ] + ["serve = praxis_tools.serve.mode:Serve"],
+        "praxis_lite.job_tools": ["praxis_tools = praxis_tools.job_tools:TOOLS"],
     },
     install_requires=[
         # Everything that is computed. pip takes 0.10 on Python 3.11, and 0.12 on newer ones.

@@ -43,7 +43,7 @@ from praxis_lite.tasks.loss import LossTask  # noqa: E402
 from praxis_lite.trainer import launch  # noqa: E402
 from praxis_lite.trainer.evaluation import Evaluator  # noqa: E402
 from praxis_lite.trainer.job_on_mesh import JobOnMesh  # noqa: E402
-from praxis_tools.tools_of_jobs import TOOLS, hooks_of_tools  # noqa: E402
+from praxis_tools.job_tools import TOOLS, hooks_of_tools  # noqa: E402
 
 DIMS, ROWS, PER_TURN, NUM_TURNS, GOAL_MS = 8, 8, 20, 15, 1.0
 

@@ -41,8 +41,8 @@ from praxis_lite.experiment.launched_config import LaunchedConfig  # noqa: E402
 from praxis_lite.job.job_dir import JobDir  # noqa: E402
 from praxis_lite.trainer import launch  # noqa: E402
 from praxis_lite.trainer.job_on_mesh import JobOnMesh  # noqa: E402
+from praxis_tools.job_tools import TOOLS, hooks_of_tools  # noqa: E402
 from praxis_tools.plan.chips import CHIPS  # noqa: E402
-from praxis_tools.tools_of_jobs import TOOLS, hooks_of_tools  # noqa: E402
 from praxis_tools.utilization.utilization_hook import Utilization  # noqa: E402
 
 STEP_SECONDS, GOAL = 0.01, 1.01

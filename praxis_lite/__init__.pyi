@@ -1,5 +1,6 @@
 # Where each public name is defined; `__init__.py` loads it on first use.
 
+from praxis_lite.api import train as train
 from praxis_lite.checkpoints.checkpoints import Checkpoints as Checkpoints
 from praxis_lite.checkpoints.init.loading_rules import LOAD_ALL as LOAD_ALL
 from praxis_lite.checkpoints.init.loading_rules import (
@@ -20,11 +21,6 @@ from praxis_lite.experiment.run_settings import LossSpikeSettings as LossSpikeSe
 from praxis_lite.experiment.run_settings import ProfileSettings as ProfileSettings
 from praxis_lite.experiment.run_settings import StopSettings as StopSettings
 from praxis_lite.host.optional_packages import require_package as require_package
-from praxis_lite.python_calls import check as check
-from praxis_lite.python_calls import explain as explain
-from praxis_lite.python_calls import plan as plan
-from praxis_lite.python_calls import report as report
-from praxis_lite.python_calls import train as train
 from praxis_lite.trackers.mlflow import MLflow as MLflow
 from praxis_lite.trackers.prometheus import PrometheusTextfile as PrometheusTextfile
 from praxis_lite.trackers.tensorboard import TensorBoard as TensorBoard
@@ -36,3 +32,7 @@ from praxis_lite.trained_model.trained_model import TrainedModel as TrainedModel
 from praxis_lite.trainer.hooks.hook import Hook as Hook
 from praxis_lite.trainer.hooks.hook import StepMade as StepMade
 from praxis_lite.trainer.hooks.hook import StepMetrics as StepMetrics
+from praxis_tools.api import check as check
+from praxis_tools.api import explain as explain
+from praxis_tools.api import plan as plan
+from praxis_tools.api import report as report

@@ -1,5 +1,6 @@
-"""From a command line to its mode: the table of all modes, of the run and of the tools."""
+"""From a command line to its mode: the library's own, and those of installed packages."""
 
+import importlib.metadata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,25 +18,19 @@ from praxis_lite.modes.mode import CommandLine, Mode
 from praxis_lite.modes.options import parsed
 from praxis_lite.modes.summary import Summary
 from praxis_lite.modes.train import Train
-from praxis_tools.goodput.goodput import time_section
-from praxis_tools.modes.certify import Certify
-from praxis_tools.modes.check import Check
-from praxis_tools.modes.elastic import begin_elastic
-from praxis_tools.modes.explain import Explain
-from praxis_tools.modes.plan import Plan
-from praxis_tools.modes.profile import Profile
-from praxis_tools.modes.report import Report
-from praxis_tools.modes.sweep import Sweep
-from praxis_tools.serve.mode import Serve
-from praxis_tools.stuck.beats import StuckBeats
-from praxis_tools.tools_of_jobs import TOOLS
+from praxis_lite.trainer.job_tools import installed_job_tools
 
-MODES: Mapping[str, Mode] = {
-    mode.name: mode for mode in (
-        Train(TOOLS), Evaluate(), Decode(), Explain(), Plan(), Check(), Sweep(),
-        Summary(time_section), Profile(), Report(), Certify(), Serve(),
-    )
-}
+TOOLS = installed_job_tools()
+
+
+def _modes() -> dict[str, Mode]:
+    """Returns all modes: a package adds one by an entry point in the group `praxis_lite.modes`."""
+    installed = importlib.metadata.entry_points(group="praxis_lite.modes")
+    modes = [Train(TOOLS), Evaluate(), Decode(), Summary(TOOLS.summary_section)]
+    return {mode.name: mode for mode in (*modes, *(point.load()() for point in installed))}
+
+
+MODES: Mapping[str, Mode] = _modes()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -56,13 +51,17 @@ def main(argv: Sequence[str] | None = None) -> None:
             _list_experiments(command.packages)
             return None
         if command.elastic:
-            status = begin_elastic(command, argv, options["health_dir"])
+            require(
+                TOOLS.begin_elastic is not None, "--elastic", True,
+                "a job with praxis_tools, which supervises it", "Install praxis_tools.",
+            )
+            status = TOOLS.begin_elastic(command, argv, options["health_dir"])
             if status is not None:
                 return status
         else:
             start(
                 command.coordinator, command.num_processes, command.process_id,
-                command.start_seconds, command.job_log_dir, StuckBeats,
+                command.start_seconds, command.job_log_dir, TOOLS.beats,
             )
         require(
             mode.is_of_many_processes or processes.count() == 1,

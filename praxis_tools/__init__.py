@@ -1,4 +1,1 @@
-"""What looks at a run, predicts it, proves it, or brings weights from elsewhere.
-
-Nothing below needs any of it.
-"""
+"""praxis_tools: plans, explains, checks, reports, serves and supervises jobs of praxis_lite."""

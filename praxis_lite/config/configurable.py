@@ -16,7 +16,8 @@ from praxis_lite.public_names import homes_of
 # Functions of these only compute. Those of other public packages read files, start devices or
 # change global state, so a config may name their classes alone.
 _FUNCTIONS_OF = (
-    "praxis_lite.layers", "praxis_lite.models", "praxis_lite.optimizers", "praxis_lite.optimizers.schedules",
+    "praxis_lite.layers", "praxis_lite.models", "praxis_lite.optimizers",
+    "praxis_lite.optimizers.schedules",
 )
 _PURE_FUNCTIONS = {"constrain", "pax_outputs"}
 

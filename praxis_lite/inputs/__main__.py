@@ -98,7 +98,7 @@ def _prove(args: argparse.Namespace) -> int:
     """Prints the proof of a job's examples; returns 1 if something is wrong."""
     from praxis_lite.experiment.recorded_examples import proof_of_examples
     from praxis_lite.job.job_dir import open_for_reading
-    from praxis_tools.goodput.goodput import num_lost_steps
+    from praxis_lite.trainer.job_tools import installed_job_tools
 
     last = time.monotonic()
 
@@ -112,7 +112,7 @@ def _prove(args: argparse.Namespace) -> int:
     job_dir = open_for_reading(args.job, writes=False)
     proof = proof_of_examples(
         job_dir, packages=args.packages, settings=args.settings, recorded_only=args.recorded_only,
-        progress=progress, num_lost_steps=num_lost_steps(job_dir),
+        progress=progress, num_lost_steps=installed_job_tools().num_lost_steps(job_dir),
     )
     for line in proof.lines():
         print(printable(line))

@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from praxis_lite.job.events import Listener
+from praxis_lite.job.processes.beats import Beats
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -16,8 +18,12 @@ if TYPE_CHECKING:
     from praxis_lite.experiment.experiment import Job
     from praxis_lite.experiment.launched_config import LaunchedConfig
     from praxis_lite.job.job_dir import JobDir
+    from praxis_lite.modes.mode import CommandLine
     from praxis_lite.trainer.hooks.hook import Hook
     from praxis_lite.trainer.job_on_mesh import JobOnMesh
+
+
+BeginElastic = Callable[["CommandLine", Sequence[str] | None, str | None], int | None]
 
 
 class SavedState(Protocol):
@@ -55,7 +61,7 @@ class OtherSaves(contextlib.AbstractContextManager):
 class JobTools:
     """What a job that trains is given besides its config; by default nothing.
 
-    `tools_of_jobs.py` has those of the command line and of `praxis_lite.train`.
+    Those of the command line and of `praxis_lite.train` are `installed_job_tools()`.
 
     Attributes:
       sources: of initial states besides checkpoints, by the setting of `run` that names them.
@@ -64,6 +70,11 @@ class JobTools:
       other_saves: returns what saves the job's states elsewhere too.
       on_devices: returns the job on a mesh of the devices that there are, if they may be others
         than its own mesh has; it changes the config likewise.
+      begin_elastic: begins a launch with `--elastic`: (command, argv, health_dir) to the exit
+        status of a supervisor, or None in a worker. None: such launches are refused.
+      beats: how each process learns that another one has died.
+      summary_section: returns a further section of a job's summary, or "".
+      num_lost_steps: returns how many steps of a job were made again, as far as the recorder knows.
     """
 
     sources: "Mapping[str, Source]" = dataclasses.field(default_factory=dict)
@@ -73,3 +84,14 @@ class JobTools:
     )
     other_saves: "Callable[[JobOnMesh, Note], OtherSaves]" = lambda job, note: OtherSaves()
     on_devices: "Callable[[Job, LaunchedConfig], Job]" = lambda job, launched: job
+    begin_elastic: "BeginElastic | None" = None
+    beats: type[Beats] = Beats
+    summary_section: "Callable[[JobDir], str]" = lambda job_dir: ""
+    num_lost_steps: "Callable[[JobDir], int]" = lambda job_dir: 0
+
+
+def installed_job_tools() -> JobTools:
+    """Returns the tools that an entry point in the group `praxis_lite.job_tools` names, or none."""
+    for point in importlib.metadata.entry_points(group="praxis_lite.job_tools"):
+        return point.load()
+    return JobTools()

@@ -17,7 +17,7 @@ MdlVars = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class ShardedWeight:
-    """A device's block of a weight, inside `jax.shard_map`; `praxis_lite.core.collectives` makes them.
+    """A device's block of a weight, inside `jax.shard_map`; `core.collectives` makes them.
 
     Attributes:
       block: this device's part, padding included.

@@ -9,7 +9,8 @@
   if it did not. Those after the last step are in timeline.jsonl alone. (The line of a step is on
   disk before its evaluation and its save begin.)
 
-Where the chip is known, mfu and hfu are shares of its peak: praxis_tools/utilization/utilization_hook.py.
+Where the chip is known, mfu and hfu are shares of its peak:
+praxis_tools/utilization/utilization_hook.py.
 """
 
 STEP_TIME, INPUT_TIME, DISPATCH_TIME = "step_time", "input_time", "dispatch_time"

@@ -1,6 +1,6 @@
 """The parts that tools give to a job that trains: states to begin with, hooks, listeners, a mesh.
 
-The command line (`main.py`) and Python (`python_calls.py`) train with the same.
+setup.py names them in the entry point `praxis_lite.job_tools`.
 """
 
 import contextlib
@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 from praxis_lite.job.events import Listener, events
 from praxis_lite.trainer.job_tools import JobTools, OtherSaves
 from praxis_tools.elastic import order
-from praxis_tools.goodput.goodput import note_goodput
+from praxis_tools.goodput.goodput import note_goodput, num_lost_steps, time_section
 from praxis_tools.goodput.timeline import Timeline
+from praxis_tools.modes.elastic import begin_elastic
+from praxis_tools.stuck.beats import StuckBeats
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -114,4 +116,8 @@ TOOLS = JobTools(
     recorder=goodput_recorder,
     other_saves=peer_saves,
     on_devices=on_devices_of_generation,
+    begin_elastic=begin_elastic,
+    beats=StuckBeats,
+    summary_section=time_section,
+    num_lost_steps=num_lost_steps,
 )

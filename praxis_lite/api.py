@@ -1,0 +1,97 @@
+"""`train` in Python: takes what the command line takes, and raises what it prints."""
+
+import os
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from praxis_lite.config.python_settings import Settings, as_texts
+from praxis_lite.core.callables import callable_name
+from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.experiment import registry
+from praxis_lite.job.processes.interrupts import Interrupt
+from praxis_lite.modes.mode import CommandLine
+from praxis_lite.modes.train import begun, trained
+from praxis_lite.trainer.job_tools import installed_job_tools
+
+if TYPE_CHECKING:
+    from praxis_lite.experiment.experiment import Experiment
+    from praxis_lite.trained_model.trained_model import TrainedModel
+    from praxis_lite.trainer.hooks.hook import Hook
+
+
+def train(
+    experiment: "str | type[Experiment]",
+    job_log_dir: str | os.PathLike[str],
+    *,
+    settings: Settings = (),
+    hooks: "Sequence[Hook]" = (),
+    packages: Sequence[str] = (),
+) -> "TrainedModel":
+    """Returns the model that an experiment trains here, from nothing or from where its job stopped.
+
+    It is what `load` returns, on the job's mesh; the weights are read when they are first used. A
+    first Ctrl-C, or interrupt of a notebook's kernel, stops after the running step and saves it:
+    `stopped_by` is then "SIGINT", and the same call goes on. Before the first step, and the second
+    time, it is a KeyboardInterrupt. In a thread other than the main one no signal is heard.
+
+    Args:
+      experiment: a name, as for --exp, or a subclass of Experiment.
+      job_log_dir: where the job keeps its files.
+      settings: values by path, {"run.num_train_steps": 200}, or "path=value" each, as for --set.
+      hooks: what is done besides while the job trains, after the hooks of the experiment. They are
+        not recorded in config.json.
+      packages: of your own, as for --packages.
+
+    Raises:
+      ConfigError: a setting, the data or the mesh does not fit, or the directory is of another
+        job. What the code of the experiment or of a hook raises is raised as it is.
+    """
+    command = command_line("train", experiment, settings, packages)
+    command.job_log_dir = os.fspath(job_log_dir)
+    if threading.current_thread() is not threading.main_thread():
+        print("not in the main thread: no signal, such as Ctrl-C, stops this training", flush=True)
+    launched = begun(command)
+    job, ended = trained(
+        command, launched, installed_job_tools(), hooks=hooks, stop_request=Interrupt
+    )
+
+    from praxis_lite.trained_model.trained_model import TrainedModel
+
+    return TrainedModel(
+        job.partitioner, job.job, launched.config, job.files, ended.step,
+        experiment=launched.experiment, stopped_by=ended.stopped_by or ended.ended_early,
+    )
+
+
+def command_line(
+    mode: str, experiment: "str | type[Experiment]", settings: Settings, packages: Sequence[str]
+) -> CommandLine:
+    """Returns the command line that does the same as a call in Python.
+
+    Args:
+      experiment, settings, packages: as for `train`.
+    """
+    require(
+        not isinstance(packages, str), f"{mode}: packages", packages,
+        "a list of names, such as ['mypackage']",
+    )
+    texts = as_texts(settings)
+    return CommandLine(mode=mode, exp=_name(experiment), settings=texts, packages=list(packages))
+
+
+def _name(experiment: "str | type[Experiment]") -> str:
+    """Returns the name of an experiment; a class is registered if it is not."""
+    if isinstance(experiment, str):
+        return experiment
+    if not isinstance(experiment, type):
+        raise ConfigError(
+            f"The experiment is {experiment!r}; wanted is a name, such as 'lm.PyDocs', or a "
+            "subclass of Experiment: the class itself, not an instance."
+        )
+    if "<locals>" in experiment.__qualname__:
+        raise ConfigError(
+            f"{callable_name(experiment)} is defined in a function, where no other process finds "
+            "it. Define it at the top of a module or of a notebook."
+        )
+    return registry.full_name(registry.register_anew(experiment))
