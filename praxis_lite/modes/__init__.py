@@ -2,3 +2,7 @@
 
 Turns options into arguments, and never computes.
 """
+
+from praxis_lite.public_names import public_names
+
+__getattr__, __dir__, __all__ = public_names(__name__)

@@ -18,12 +18,8 @@ if TYPE_CHECKING:
     from praxis_lite.experiment.experiment import Job
     from praxis_lite.experiment.launched_config import LaunchedConfig
     from praxis_lite.job.job_dir import JobDir
-    from praxis_lite.modes.mode import CommandLine
     from praxis_lite.trainer.hooks.hook import Hook
     from praxis_lite.trainer.job_on_mesh import JobOnMesh
-
-
-BeginElastic = Callable[["CommandLine", Sequence[str] | None, str | None], int | None]
 
 
 class SavedState(Protocol):
@@ -84,7 +80,7 @@ class JobTools:
     )
     other_saves: "Callable[[JobOnMesh, Note], OtherSaves]" = lambda job, note: OtherSaves()
     on_devices: "Callable[[Job, LaunchedConfig], Job]" = lambda job, launched: job
-    begin_elastic: "BeginElastic | None" = None
+    begin_elastic: Callable[..., int | None] | None = None
     beats: type[Beats] = Beats
     summary_section: "Callable[[JobDir], str]" = lambda job_dir: ""
     num_lost_steps: "Callable[[JobDir], int]" = lambda job_dir: 0

@@ -19,7 +19,6 @@ from praxis_lite import (
     main,
     models,
     optimizers,
-    schedules,
 )
 from praxis_lite.checkpoints import checkpoints
 from praxis_lite.checkpoints.init import loading_rules
@@ -36,6 +35,7 @@ from praxis_lite.layers.activations import ACTIVATIONS
 from praxis_lite.layers.base import base_layer as weights
 from praxis_lite.layers.stacking.remat_policies import CHECKPOINT_POLICIES
 from praxis_lite.modes.options import parser_of
+from praxis_lite.optimizers import schedules
 from praxis_lite.pax import job as pax_job
 from praxis_lite.tasks import image_classification, language_model, loss, sequence_to_sequence
 from praxis_lite.trained_model import trained_model

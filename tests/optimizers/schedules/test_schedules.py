@@ -11,8 +11,9 @@ import numpy as np
 import optax
 import pytest
 
-from praxis_lite import ConfigError, schedules
+from praxis_lite import ConfigError
 from praxis_lite.config.text import dump_config, load_config
+from praxis_lite.optimizers import schedules
 from praxis_lite.optimizers.schedules import (
     constant,
     linear,
