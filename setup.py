@@ -67,6 +67,7 @@ setup(
         # Its types, for type checkers of code that imports it: stubs say where names are defined.
         "": ["*.pyi"],
         "praxis_lite": ["py.typed"],
+        "praxis_tools": ["py.typed"],
         # The page of --mode=explain --html.
         "praxis_tools.explain": ["explain_page.html"],
         # The page of --mode=report --html.

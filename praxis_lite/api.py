@@ -9,10 +9,10 @@ from praxis_lite.config.python_settings import Settings, as_texts
 from praxis_lite.core.callables import callable_name
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.experiment import registry
+from praxis_lite.installed_tools import installed_job_tools
 from praxis_lite.job.processes.interrupts import Interrupt
 from praxis_lite.modes.mode import CommandLine
 from praxis_lite.modes.train import begun, trained
-from praxis_lite.trainer.job_tools import installed_job_tools
 
 if TYPE_CHECKING:
     from praxis_lite.experiment.experiment import Experiment

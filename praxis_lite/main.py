@@ -7,6 +7,7 @@ from pathlib import Path
 from praxis_lite.core.errors import require
 from praxis_lite.experiment import registry
 from praxis_lite.host.whole_files import TRAINING_CONTINUES, launched_again
+from praxis_lite.installed_tools import installed_job_tools
 from praxis_lite.job import processes
 from praxis_lite.job.command import run
 from praxis_lite.job.events import process_start
@@ -18,7 +19,6 @@ from praxis_lite.modes.mode import CommandLine, Mode
 from praxis_lite.modes.options import parsed
 from praxis_lite.modes.summary import Summary
 from praxis_lite.modes.train import Train
-from praxis_lite.trainer.job_tools import installed_job_tools
 
 TOOLS = installed_job_tools()
 

@@ -49,10 +49,10 @@ PACKAGES = (
     "praxis_lite.experiments.seq2seq",
     "praxis_lite.experiments.vision",
     "praxis_lite.huggingface",
-    "praxis_tools.lm_eval",
     "praxis_lite.checkpoints.nnx",
     "praxis_lite.pax",
     "praxis_tools.check",
+    "praxis_tools.lm_eval",
 )
 
 

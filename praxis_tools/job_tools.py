@@ -16,33 +16,16 @@ from praxis_tools.modes.elastic import begin_elastic
 from praxis_tools.stuck.beats import StuckBeats
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
 
     import jax
 
-    from praxis_lite.checkpoints.init.initial_state import InitialState, Note
-    from praxis_lite.checkpoints.init.loading_rules import CheckpointLoadingRules
-    from praxis_lite.core.partitioner.train_state import StateLayout
+    from praxis_lite.checkpoints.init.initial_state import Note
     from praxis_lite.core.sharding.mesh_config import MeshConfig
     from praxis_lite.experiment.experiment import Job
     from praxis_lite.experiment.launched_config import LaunchedConfig
     from praxis_lite.job.job_dir import JobDir
     from praxis_lite.trainer.hooks.hook import Hook
     from praxis_lite.trainer.job_on_mesh import JobOnMesh
-
-
-def _from_huggingface(directory: str, layout: "StateLayout") -> "InitialState":
-    from praxis_lite.huggingface.pretrained import FromHuggingFace
-
-    return FromHuggingFace(directory, layout)
-
-
-def _from_checkpoints(
-    rules: "Mapping[str, CheckpointLoadingRules]", layout: "StateLayout"
-) -> "InitialState":
-    from praxis_lite.checkpoints.init.init_from_checkpoint import FromCheckpoints
-
-    return FromCheckpoints(rules, layout)
 
 
 @contextlib.contextmanager
@@ -108,10 +91,6 @@ def hooks_of_tools(job: "JobOnMesh") -> "list[Hook]":
 
 
 TOOLS = JobTools(
-    sources={
-        "init_from_checkpoint_rules": _from_checkpoints,
-        "init_from_huggingface": _from_huggingface,
-    },
     hooks=hooks_of_tools,
     recorder=goodput_recorder,
     other_saves=peer_saves,

@@ -23,6 +23,7 @@ ORDERS = {
         {"trainer"},
         {"modes", "pax", "trained_model"},
         {"huggingface"},
+        {"installed_tools"},
         {"api", "main"},
     ),
     "praxis_tools": (

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FILES = sorted(path for name in ("praxis_lite", "tasks", "experiments")
+FILES = sorted(path for name in ("praxis_lite", "praxis_tools", "tasks", "experiments")
                for path in (ROOT / name).rglob("*.py"))  # fmt: skip
 
 # Modules that load objects, or that compile or run text.

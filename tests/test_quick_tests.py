@@ -32,9 +32,9 @@ STAND_FOR = {
     "every way to say how weights are split":
         "core/sharding/test_five_ways.py::test_each_way_has_the_same_losses",
     "the partitioner by shard_map":
-        "collectives/test_explicit_collectives.py::test_the_notebooks_losses_and_accuracies",
+        "core/collectives/test_explicit_collectives.py::test_the_notebooks_losses_and_accuracies",
     "gradients by shard_map": (
-        "collectives/test_shard_map_layers.py"
+        "core/collectives/test_shard_map_layers.py"
         "::test_gradients_on_a_devices_rows_add_up_to_those_of_all_rows"
     ),
     "an experiment's gradients": (

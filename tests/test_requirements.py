@@ -18,10 +18,10 @@ from praxis_lite.host.optional_packages import PACKAGES, optional_module
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(
-    path for folder in ("praxis_lite", "tasks", "experiments")
+    path for folder in ("praxis_lite", "praxis_tools", "tasks", "experiments")
     for path in (ROOT / folder).rglob("*.py")
 )  # fmt: skip
-OURS = {"praxis_lite", "tasks", "experiments"}
+OURS = {"praxis_lite", "praxis_tools", "tasks", "experiments"}
 # pip's names of packages that are imported by another name.
 PIP_NAMES = {
     "orbax": "orbax-checkpoint", "array_record": "array-record", "google": "protobuf",

@@ -61,7 +61,7 @@ def is_allowed(module: str, name: str, packages: Collection[str]) -> bool:
         return is_public and parts[0] in PUBLIC.get(module, parts)
     top = module.partition(".")[0]
     is_ours = module.startswith(("praxis_lite.tasks.", "praxis_lite.experiments."))
-    return is_ours or (top in packages and top != "praxis_lite")
+    return is_ours or (top in packages and top not in ("praxis_lite", "praxis_tools"))
 
 
 def is_of_kind(module: str, value: Any) -> bool:

@@ -172,7 +172,7 @@ def _value_or_default(config: fdl.Buildable, key: str | int, value: Any) -> Any:
 
 
 def _is_ours(function: Any) -> bool:
-    return getattr(function, "__module__", "").startswith("praxis_lite.modes.")
+    return getattr(function, "__module__", "").startswith("praxis_lite.experiment.")
 
 
 def _parameter_types(config: fdl.Buildable) -> dict[Any, Any]:

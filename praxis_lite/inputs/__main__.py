@@ -97,8 +97,8 @@ def _digest(args: argparse.Namespace) -> int | None:
 def _prove(args: argparse.Namespace) -> int:
     """Prints the proof of a job's examples; returns 1 if something is wrong."""
     from praxis_lite.experiment.recorded_examples import proof_of_examples
+    from praxis_lite.installed_tools import installed_job_tools
     from praxis_lite.job.job_dir import open_for_reading
-    from praxis_lite.trainer.job_tools import installed_job_tools
 
     last = time.monotonic()
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -84,10 +83,3 @@ class JobTools:
     beats: type[Beats] = Beats
     summary_section: "Callable[[JobDir], str]" = lambda job_dir: ""
     num_lost_steps: "Callable[[JobDir], int]" = lambda job_dir: 0
-
-
-def installed_job_tools() -> JobTools:
-    """Returns the tools that an entry point in the group `praxis_lite.job_tools` names, or none."""
-    for point in importlib.metadata.entry_points(group="praxis_lite.job_tools"):
-        return point.load()
-    return JobTools()

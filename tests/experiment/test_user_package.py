@@ -63,7 +63,7 @@ def site(tmp_path_factory):
     source.mkdir()
     for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
         shutil.copy(CHECKOUT / name, source)
-    for name in ("praxis_lite", "tasks", "experiments"):
+    for name in ("praxis_lite", "praxis_tools", "tasks", "experiments"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(CHECKOUT / name, source / name, ignore=ignored)
     # What the package needs is in the environment already: nothing is fetched.
@@ -84,7 +84,7 @@ def site(tmp_path_factory):
 @pytest.mark.slow
 def test_the_wheel_holds_the_library_with_its_tasks_and_experiments_only(site):
     tops = {name for name in os.listdir(site) if not name.endswith(".dist-info")}
-    assert tops == {"praxis_lite"}
+    assert tops == {"praxis_lite", "praxis_tools"}
 
     def files(folder):
         kinds = (".py", ".pyi", ".toml", ".html", ".typed")
@@ -95,6 +95,7 @@ def test_the_wheel_holds_the_library_with_its_tasks_and_experiments_only(site):
     for name in ("tasks", "experiments"):
         expected |= {f"{name}/{path}" for path in files(CHECKOUT / name)}
     assert files(site / "praxis_lite") == expected
+    assert files(site / "praxis_tools") == files(CHECKOUT / "praxis_tools")
 
 
 OWN = """

@@ -157,7 +157,8 @@ def test_an_uneven_language_model_has_the_same_losses_where_data_is_explicit_and
     "names, only_user", PRIVATE.items(), ids=["_src", "interpreters", "core", "jaxlib", "tokamax"]
 )
 def test_private_names_of_jax_are_used_in_one_file_each(names, only_user):
-    folders = [ROOT / name for name in ("praxis_lite", "tasks", "experiments", "examples")]
+    names_of_ours = ("praxis_lite", "praxis_tools", "tasks", "experiments", "examples")
+    folders = [ROOT / name for name in names_of_ours]
     users = {
         path.relative_to(ROOT).as_posix()
         for folder in folders for path in folder.rglob("*.py")
@@ -172,7 +173,7 @@ def test_private_names_of_jax_are_used_in_one_file_each(names, only_user):
 def test_walks_over_modules_ask_for_flaxs_graph_mode():
     """A weight may be shared, which a tree forbids; nnx.compat takes graphs in any mode."""
     names = r"(?<!`)nnx\.(iter_graph|iter_modules|split|state|clone|merge_state)\("
-    folders = [ROOT / name for name in ("praxis_lite", "tasks", "experiments")]
+    folders = [ROOT / name for name in ("praxis_lite", "praxis_tools", "tasks", "experiments")]
     code = {path: path.read_text("utf-8") for folder in folders for path in folder.rglob("*.py")}
     users = {path for path, text in code.items() if re.search(names, text)}
     assert {path.name for path in users} <= {"nnx.py", "nnx_checkpoint.py"}  # Their docstrings.

@@ -52,7 +52,7 @@ def files_of(*folders):
 def test_every_mesh_of_the_library_is_made_in_one_place():
     places = {
         file.relative_to(ROOT).as_posix()
-        for file in files_of("praxis_lite", "tasks", "experiments", "examples")
+        for file in files_of("praxis_lite", "praxis_tools", "tasks", "experiments", "examples")
         if any(calls_of_jax(ast.parse(file.read_text())))
     }
     assert places == PLACES
