@@ -45,7 +45,7 @@ DIGITS = ["scikit-learn>=1.9.1,<2"]
 LM_EVAL = [*TEXT, "lm_eval>=0.4.13,<0.5"]
 # --mode=sweep: the searches, the pruners, and the journal of its trials.
 SWEEP = ["optuna>=5,<6"]
-# praxis_tools.export.export: jax.export reads and writes with it, and does not bring it.
+# praxis_tools.export: jax.export reads and writes with it, and does not bring it.
 EXPORT = ["flatbuffers>=25.12.19"]
 # --mode=serve: the routes and answers of HTTP, and its connections.
 SERVE = ["starlette>=1.10,<2", "uvicorn>=0.54,<1"]

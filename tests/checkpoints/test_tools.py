@@ -284,7 +284,7 @@ def test_nothing_of_jax_is_imported(job):
     )
     done = subprocess.run(
         [sys.executable, "-c", code, "diff", str(job[0]), "--step=3"],
-        cwd=Path(__file__).parents[3], capture_output=True, text=True,
+        cwd=Path(__file__).parents[2], capture_output=True, text=True,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -300,7 +300,7 @@ def test_progress_is_told_on_a_terminal_only(job, capsys, monkeypatch):
 def test_a_reader_that_has_seen_enough_is_no_error(job):
     code = "import sys; from praxis_lite.checkpoints.__main__ import main; sys.exit(main())"
     with subprocess.Popen(
-        [sys.executable, "-c", code, "show", str(job[0])], cwd=Path(__file__).parents[3],
+        [sys.executable, "-c", code, "show", str(job[0])], cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     ) as process:
         process.stdout.close()

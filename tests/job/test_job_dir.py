@@ -123,7 +123,7 @@ def test_a_directory_without_the_right_to_write_is_refused(tmp_path):
         os.chmod(top, 0o555)
         command = [sys.executable, "-c", code, job, f"{top}/new"]
         done = subprocess.run(
-            command, capture_output=True, text=True, cwd=Path(__file__).parents[3]
+            command, capture_output=True, text=True, cwd=Path(__file__).parents[2]
         )
         os.chmod(top, 0o755)
         os.chmod(job, 0o755)

@@ -21,7 +21,7 @@ PAGE = ROOT / "docs/api.md"
 COMMANDS = (
     "praxis_lite.main", "praxis_lite.checkpoints", "praxis_lite.inputs",
     "praxis_lite.inputs.tokenizers", "praxis_lite.huggingface", "praxis_tools.lm_eval",
-    "praxis_lite.pax.job", "praxis_tools.export.export",
+    "praxis_lite.pax.job", "praxis_tools.export",
 )
 HEAD = """\
 # Public names

@@ -1,4 +1,4 @@
-"""`python -m praxis_tools.export.export`: a job's directory, or Hugging Face's, as an artifact."""
+"""`python -m praxis_tools.export`: a job's directory, or Hugging Face's, as an artifact."""
 
 import json
 import os
@@ -15,11 +15,11 @@ from jax.experimental.compilation_cache import compilation_cache
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.huggingface import load as load_huggingface
 from praxis_lite.job.job_dir import JobDir
-from praxis_tools.export import export
+from praxis_tools.export import __main__ as export
 from praxis_tools.export import load as loader
 from tests.support.job_runs import CHECKOUT, home, loaded, succeed, trained
 
-LLAMA = Path(__file__).parents[1] / "goldens/hf/llama"
+LLAMA = Path(__file__).parents[2] / "goldens/hf/llama"
 
 
 def refused(capsys, *argv):
@@ -134,7 +134,7 @@ def test_a_directory_that_is_no_job_or_not_empty_is_refused(tmp_path, capsys):
 
 def test_the_command_runs_as_a_module():
     done = subprocess.run(
-        [sys.executable, "-m", "praxis_tools.export.export", "--help"], check=True, text=True,
-        capture_output=True, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        [sys.executable, "-m", "praxis_tools.export", "--help"], check=True, text=True,
+        capture_output=True, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
     )
     assert "--what {decode,predict}" in done.stdout and done.stderr == ""

@@ -1,6 +1,6 @@
 """Exports a job's decoding step or its model's call as StableHLO and weights, to run with jax only.
 
-    python -m praxis_tools.export.export JOB OUT --what=decode|predict [--mesh=1,2,2]
+    python -m praxis_tools.export JOB OUT --what=decode|predict [--mesh=1,2,2]
         [--batch=ROWS|b] [--length=TOKENS] [--platforms=cpu,cuda] [--step N] [--set path=value ...]
 """
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _export(argv: Sequence[str] | None) -> None:
     print_log()
     args = _parser().parse_args(argv)
-    require_package("flatbuffers", "praxis_tools.export.export")
+    require_package("flatbuffers", "praxis_tools.export")
     # Imported here, so that a signal during the import of jax prints no traceback.
     from praxis_lite.core.errors import format_bytes
     from praxis_lite.host.whole_files import new_directory
@@ -127,7 +127,7 @@ def _text_settings(task: Any) -> dict[str, Any]:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m praxis_tools.export.export", description=__doc__.partition("\n")[0],
+        prog="python -m praxis_tools.export", description=__doc__.partition("\n")[0],
         allow_abbrev=False,
     )
     add = parser.add_argument
