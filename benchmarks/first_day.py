@@ -139,7 +139,7 @@ ROWS = [
         "--include_path tasks --tasks what_comes_after", "lm_eval", found="what_comes_after"),
     Row("begin with the weights of a Pax job",
         "python -m praxis_lite.pax.job --packages=paxmodel --exp=paxmodel.FromPax --pax=pax "
-        "--job_log_dir=from_pax", found="began"),
+        "--job_log_dir=from_pax", found="created"),
 ]
 
 
