@@ -7,7 +7,6 @@ from typing import Any, Protocol
 import jax
 
 from praxis_lite.core.errors import ConfigError, is_whole, require
-from praxis_lite.core.learner.bound_learner import BoundLearner
 from praxis_lite.core.learner.gradients import GradientLimits, limits_by_optimizer
 from praxis_lite.core.learner.optimizer_factories import (
     OptimizerFactory,
@@ -24,6 +23,7 @@ from praxis_lite.core.learner.optimizer_groups import (
 from praxis_lite.core.learner.path_masks import compiled_patterns
 from praxis_lite.core.learner.schedule_free import has_averages
 from praxis_lite.core.learner.slots import extended_specs
+from praxis_lite.core.learner.update import BoundLearner
 from praxis_lite.core.learner.weight_groups import WeightGroups, grouped
 from praxis_lite.core.learner.whole_trees import looks_beyond
 from praxis_lite.core.sharding.weight_spec import knows_weights, spec_items

@@ -115,11 +115,6 @@ def optimizer_names(
     return names
 
 
-def check_mask_patterns(paths: Collection[str], patterns: Iterable[str]) -> None:
-    """Raises a ConfigError if a pattern of an optimizer's mask matches no weight of the model."""
-    matched_paths(paths, sorted(patterns), "A mask of an optimizer of the Learner")
-
-
 def matched_paths(
     paths: Collection[str], patterns: Iterable[str], setting: str, *, whole: bool = False
 ) -> set[str]:

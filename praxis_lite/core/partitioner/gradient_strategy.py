@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from jax.sharding import Mesh
 
-from praxis_lite.core.learner.bound_learner import BoundLearner
+from praxis_lite.core.learner.update import BoundLearner
 from praxis_lite.core.partitioner import accumulation, steps
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.task import Task

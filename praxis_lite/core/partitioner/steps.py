@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.core.learner.bound_learner import BoundLearner
+from praxis_lite.core.learner.update import BoundLearner
 from praxis_lite.core.learner.weight_groups import merged
 from praxis_lite.core.models import tallies
 from praxis_lite.core.partitioner import accumulation

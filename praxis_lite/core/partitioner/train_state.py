@@ -9,8 +9,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.learner.bound_learner import BoundLearner
 from praxis_lite.core.learner.slots import slot_memory, slot_specs
+from praxis_lite.core.learner.update import BoundLearner
 from praxis_lite.core.models.layers_apart import HostWeight
 from praxis_lite.core.models.model import abstract_mdl_vars, spec_leaves
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of

@@ -273,7 +273,7 @@ def _check_patterns(pairs: Sequence[tuple[str, Any]], paths: Sequence[str]) -> N
         )
 
 
-def _some(weights: Sequence[str], limit: int = 3) -> str:
-    if len(weights) <= limit:
+def _some(weights: Sequence[str]) -> str:
+    if len(weights) <= 3:
         return ", ".join(weights)
-    return f"{len(weights)} weights, such as {', '.join(weights[: limit - 1])}"
+    return f"{len(weights)} weights, such as {', '.join(weights[:2])}"

@@ -69,12 +69,11 @@ def only_axes(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
     return PartitionSpec(*map(entry_of, left))
 
 
-def stated(x: jax.Array, spec: PartitionSpec, what: str = "An activation") -> jax.Array:
+def stated(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """Returns `x` with a layout stated: to XLA over Auto axes, as its type over Explicit ones.
 
     Args:
       spec: without manual axes.
-      what: it is, for the message.
 
     Raises:
       ConfigError: Explicit axes do not divide a dim that the spec splits over them.
@@ -83,7 +82,7 @@ def stated(x: jax.Array, spec: PartitionSpec, what: str = "An activation") -> ja
     explicit = explicit_axes_of(mesh)
     if not explicit:
         return jax.lax.with_sharding_constraint(x, spec)
-    check_divides(x.shape, spec, what, mesh, explicit)
+    check_divides(x.shape, spec, "An activation", mesh, explicit)
     with jax.named_scope(STATED):
         x = jax.sharding.reshard(x, _still_reduced(x, only_axes(spec, explicit)))
     left = only_axes(spec, [axis for axis in mesh.axis_names if axis not in explicit])

@@ -1,4 +1,4 @@
-"""A learner's work on the weights of a model: slots at the start, updates, averages to evaluate."""
+"""The update of a model's weights by a learner, and the steps that are skipped (NaN, infinity)."""
 
 import dataclasses
 import functools
@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from praxis_lite.core.learner.ema import moving_average
 from praxis_lite.core.learner.gradients import global_norm
 from praxis_lite.core.learner.optimizer_factories import rate_at
-from praxis_lite.core.learner.optimizer_groups import check_mask_patterns
+from praxis_lite.core.learner.optimizer_groups import matched_paths
 from praxis_lite.core.learner.path_masks import collected_patterns
 from praxis_lite.core.learner.schedule_free import evaluation_params
 from praxis_lite.core.learner.weight_groups import WeightGroups, merged
@@ -57,7 +58,7 @@ class BoundLearner:
                 for name, group in self.groups.by_name.items()
             }
         paths = ["/".join(path) for path, _ in spec_items(self.groups.weight_specs)]
-        check_mask_patterns(paths, patterns)
+        matched_paths(paths, sorted(patterns), "A mask of an optimizer of the Learner")
         opt_states: dict[str, PyTree] = {
             "num_updates": jnp.zeros((), jnp.int32),
             "num_skipped_steps": jnp.zeros((), jnp.int32),
@@ -117,7 +118,7 @@ class BoundLearner:
             updates, slots = self._updates(local, norms, old["slots"], weights, loss)
             new = {"slots": slots, "params": optax.apply_updates(weights, updates)}
             if learner.ema_decay:
-                new["ema"] = _moving_average(old["ema"], weights, learner.ema_decay, num_updates)
+                new["ema"] = moving_average(old["ema"], weights, learner.ema_decay, num_updates)
             # Some optimizers return slots of another dtype than their init made.
             return self._stored(jax.tree.map(lambda n, o: typed_as(n.astype(o.dtype), o), new, old))
 
@@ -207,21 +208,3 @@ def _kept_if(
     if in_branch:
         return jax.lax.cond(is_kept, made, lambda old: old, old)
     return jax.tree.map(lambda new, old: jnp.where(is_kept, new, old), made(old), old)
-
-
-def _moving_average(
-    average: PyTree, params: PyTree, decay: float, num_updates: jax.Array
-) -> PyTree:
-    """Returns the average after another update: decay * average + (1 - decay) * params.
-
-    Pax's `apply_ema_weights`: the first average is a copy of the initial weights, and the decay of
-    update n is at most (1 + n) / (10 + n), so that these are soon forgotten.
-
-    Args:
-      average: of the params' structure; keeps its dtypes.
-      params: the weights before the update, so the average is an update behind, as in Pax.
-      decay: in [0, 1).
-      num_updates: made before this one.
-    """
-    decay = jnp.minimum(decay, (1.0 + num_updates) / (10.0 + num_updates))
-    return jax.tree.map(lambda a, p: (a - (1.0 - decay) * (a - p)).astype(a.dtype), average, params)
