@@ -26,10 +26,9 @@ def made(
 
     Raises:
       ConfigError: it is not a function of a learning rate, lacks another argument, or makes
-        something else; or as `checked_rate`. Names the owner.
+        something else; names the owner.
     """
     setting, example = f"{owner}.optimizer", "fdl.Partial(optax.adamw, b2=0.98)"
-    checked_rate(f"{owner}.learning_rate", learning_rate)
     if isinstance(optimizer, optax.GradientTransformation):
         raise ConfigError(
             f"{setting} is an optimizer that is built already. It has to be a function that builds "

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, few, require
@@ -130,13 +129,6 @@ def check_spec(spec: Any, call: str) -> None:
                 f"{call}: {path or 'the batch'} is {_described(x)}; wanted is a NumPy array: "
                 "np.asarray(...) of it."
             )
-
-
-def check_integers(call: str, **values: Any) -> None:
-    """Checks that values are integers; raises as `check_tree`."""
-    for name, value in values.items():
-        is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
-        require(is_integer, f"{call}: {name}", value, "an integer")
 
 
 def check_key(key: Any, name: str, may_be_none: bool = False) -> None:

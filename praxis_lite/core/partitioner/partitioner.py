@@ -181,7 +181,6 @@ class Partitioner:
 
     def key(self, seed: int) -> jax.Array:
         """Returns the run's key, on every device."""
-        arguments.check_integers("key", seed=seed)
         return replicated_key(jax.random.key(seed), self.mesh)
 
     def batch_key(self, seed: int, step: int, batch: int) -> jax.Array:
@@ -190,7 +189,6 @@ class Partitioner:
         Args:
           seed, step, batch: the run's, that of the weights, and the batch's index in its dataset.
         """
-        arguments.check_integers("batch_key", seed=seed, step=step, batch=batch)
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), batch)
         return replicated_key(key, self.mesh)
 
@@ -206,7 +204,6 @@ class Partitioner:
 
     def process_rows(self, num_rows: int) -> slice:
         """Returns the rows of a global batch that this process feeds."""
-        arguments.check_integers("process_rows", num_rows=num_rows)
         return process_rows(num_rows, self.mesh)
 
     def eval_mdl_vars(self, state: TrainState, *, use_ema: bool) -> PyTree:
