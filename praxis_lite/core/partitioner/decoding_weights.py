@@ -76,10 +76,6 @@ class DecodingWeights:
         specs = jax.tree.map(specs, layout.shapes, layout.specs, self._forms)
         self.layout = StateLayout(shapes, specs, layout.axis_sizes)
 
-    def layout_of(self, mdl_vars: PyTree) -> StateLayout:
-        """Returns the layout of weights in this form or, where they are not, in training's."""
-        return self.layout if self.layout.is_of(mdl_vars) else self._training
-
     def form_of(self, tree: PyTree) -> PyTree:
         """Returns a tree of arrays, of whatever sizes and mesh, in this form."""
         return jax.tree.map(lambda x, form: form.of(x), tree, self._forms)

@@ -244,8 +244,8 @@ class Partitioner:
 
         def on_the_mesh(mdl_vars: PyTree, *args: Any) -> Any:
             layout = self._mdl_layout
-            if not layout.is_of(mdl_vars):
-                layout = self.decoding_weights.layout_of(mdl_vars)
+            if not layout.is_of(mdl_vars) and self.decoding_weights.layout.is_of(mdl_vars):
+                layout = self.decoding_weights.layout
             arguments.check_tree(layout, mdl_vars, "with_mdl_vars: mdl_vars")
             with self.where.tracing():
                 args = tuple(
