@@ -1,4 +1,4 @@
-"""How a variable of an NNX module says that it splits: Flax's metadata, or a layer's mapping."""
+"""The declared split of a variable of an NNX module: Flax's metadata, or a layer's mapping."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Strategies: which rules split which array, by patterns of their paths.
+"""Strategies: the rules that split each array, chosen by patterns of their paths.
 
 For trees that declare nothing. Patterns and the string form are Big Vision's; a leaf has the rules
 of the first pattern that matches its whole path.
@@ -125,7 +125,7 @@ def rule_shardings(
       leaves: of a tree.
       strategy: (pattern, rules) pairs; see `parsed_rules`. A leaf has the rules of the first
         pattern that matches its whole path, applied in order, each to what the last one left.
-      job_mesh: sizes of the mesh axes, and what the job says of names and padding.
+      job_mesh: sizes of the mesh axes, and the job's settings of names and padding.
 
     Raises:
       ConfigError: two rules want one dim or one axis twice, an axis is not in the mesh, and what
@@ -156,7 +156,7 @@ def apply_rules(leaf: Leaf, rules: Sequence[Rule], job_mesh: JobMesh) -> RuledSp
         text, outcome = rule_text(rule), rule(spec, leaf, job_mesh)
         if not isinstance(outcome, Outcome):
             outcome = Outcome(outcome)
-        # Whatever a rule returns, of a user's own too, is one entry per dim and each axis once.
+        # A rule, also a user's, must return one entry per dim and each axis once.
         checked = to_partition_spec(
             outcome.spec, tuple(job_mesh.axis_sizes), rank=len(leaf.shape),
             path=f"{leaf.path}, split by {text}",

@@ -3,7 +3,7 @@
 Every mesh of the library is made here, with the type of each axis stated: JAX's own functions
 differ in what they take by default (`jax.make_mesh` Explicit, `Mesh` Auto).
 
-Arrays lie on meshes of Auto axes wherever they cross a program's boundary, for JAX has no type of
+Arrays are on meshes of Auto axes when they cross a program's boundary, because JAX has no type for
 an array that its devices do not divide. A mesh with Explicit axes makes them types inside the
 steps that are typed (`TaskOnMesh.typed`), by `jax.sharding.explicit_axes`.
 """
@@ -59,7 +59,7 @@ def is_typed() -> bool:
 
 
 def with_auto_axes(mesh: Mesh) -> Mesh:
-    """Returns the mesh of the same devices on which arrays lie: all its axes are Auto."""
+    """Returns the mesh of the same devices with Auto axes, which the state is on."""
     return mesh_of(mesh.devices, mesh.axis_names) if explicit_axes_of(mesh) else mesh
 
 
