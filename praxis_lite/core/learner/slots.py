@@ -18,6 +18,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from praxis_lite.core.learner.weight_groups import Group
+from praxis_lite.core.sharding.leaf_paths import path_of
 from praxis_lite.core.sharding.logical_axes import axes_of, entry_of
 from praxis_lite.core.sharding.memory_spaces import DEVICE, HOST
 from praxis_lite.core.sharding.padding import padded_shape
@@ -58,7 +59,7 @@ def extended_specs(
     )
 
     def extended(path: tuple, weight: WeightSpec) -> PartitionSpec:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        name = path_of(path)
         if weight.slot_axes is None:
             spec = weight.partition_spec(tuple(axis_sizes), name)
         else:

@@ -10,6 +10,7 @@ import inspect
 import math
 import operator
 import re
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ import optax
 from flax.traverse_util import unflatten_dict
 from jax.extend.core import jaxprs_in_params
 
-from praxis_lite.core.errors import ConfigError, few
+from praxis_lite.core.errors import ConfigError, few, shown
 from praxis_lite.core.jaxprs import followed, with_inner
 from praxis_lite.core.sharding.weight_spec import WeightSpec
 
@@ -145,6 +146,14 @@ def _refuse_what_optax_refuses(error: Exception, owner: str) -> None:
             "its gradient again within a step, as line searches do, and a training step makes "
             "them once. Take one that does not, such as optax.adamw, or optax.lbfgs with "
             "linesearch=None and a learning rate."
+        ) from None
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [frame for frame in frames if "/jax/" not in frame.filename.replace("\\", "/")]
+    if outside and "/optax/" in outside[-1].filename.replace("\\", "/"):
+        raise ConfigError(
+            f"{owner}.optimizer: optax ({outside[-1].name}) cannot update these weights: "
+            f"{shown(words, 500)} A training step has one gradient of each weight, of its whole "
+            "batch: optimizers of gradients per example, as for differential privacy, do not fit."
         ) from None
 
 

@@ -193,6 +193,7 @@ def test_each_auxiliary_optimizer_sees_all_of_its_own_weights():
         (lambda learning_rate: contrib.sam(
             optax.sgd(learning_rate), optax.sgd(0.1), opaque_mode=True
         ), "grad_fn"),
+        (chain(contrib.differentially_private_aggregate(1.0, 1.0, 1)), "per_example_global_norm"),
     ],
 )
 def test_what_computes_the_loss_again_is_refused_by_name(make, words):
