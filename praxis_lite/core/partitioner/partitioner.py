@@ -1,6 +1,7 @@
 """A task on a mesh: sharded init, and compiled train, eval and decode steps. Nothing else."""
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -189,7 +190,9 @@ class Partitioner:
         Args:
           seed, step, batch: the run's, that of the weights, and the batch's index in its dataset.
         """
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), step), batch)
+        # `fold_in` would round a float silently; `index` refuses it.
+        key = jax.random.fold_in(jax.random.key(seed), operator.index(step))
+        key = jax.random.fold_in(key, operator.index(batch))
         return replicated_key(key, self.mesh)
 
     def global_batch(self, inputs: PyTree, num_rows: int | None = None) -> GlobalBatch:
