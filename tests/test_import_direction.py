@@ -54,10 +54,10 @@ ORDERS = {
     ),
     "praxis_lite/core/learner": (
         {
-            "gradients", "optimizer_factories", "path_masks", "schedule_free", "whole_trees",
+            "ema", "gradients", "optimizer_factories", "path_masks", "schedule_free", "whole_trees",
         },
         {"optimizer_groups", "weight_groups"},
-        {"bound_learner", "slots"},
+        {"slots", "update"},
         {"learner"},
     ),
     "praxis_lite/trainer": (

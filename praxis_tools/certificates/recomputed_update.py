@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.core.learner.bound_learner import BoundLearner
+from praxis_lite.core.learner.update import BoundLearner
 from praxis_lite.core.partitioner import steps
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import TrainState

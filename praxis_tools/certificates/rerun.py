@@ -11,7 +11,7 @@ import numpy as np
 
 from praxis_lite.core.errors import OutOfMemory, format_bytes
 from praxis_lite.core.jaxprs import opened, with_inner
-from praxis_lite.core.learner.bound_learner import BoundLearner
+from praxis_lite.core.learner.update import BoundLearner
 from praxis_lite.core.partitioner import steps
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import TrainState

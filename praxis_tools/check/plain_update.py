@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.core.learner.bound_learner import BoundLearner
 from praxis_lite.core.learner.gradients import GradientLimits
+from praxis_lite.core.learner.update import BoundLearner
 from praxis_lite.core.learner.weight_groups import Group
 from praxis_lite.core.learner.whole_trees import updates_of
 from praxis_lite.core.partitioner.train_state import TrainState

@@ -8,7 +8,7 @@ import numpy as np
 from jax.extend import core
 
 from praxis_lite.core.jaxprs import RECOMPUTED, opened, plain
-from praxis_lite.core.learner import bound_learner
+from praxis_lite.core.learner.update import SCOPE
 from praxis_lite.core.partitioner import accumulation
 from praxis_lite.core.partitioner.gradient_strategy import Gradients
 from praxis_lite.core.partitioner.partitioner import Partitioner
@@ -59,7 +59,7 @@ def model_flops(jaxpr: Any) -> ModelFlops:
     flops, at_least = 0, False
     for eqn in map(plain, opened(jaxpr).eqns):
         scopes = str(eqn.source_info.name_stack)
-        if RECOMPUTED in scopes or scopes.split("/")[0] == bound_learner.SCOPE:
+        if RECOMPUTED in scopes or scopes.split("/")[0] == SCOPE:
             continue
         name, params = eqn.primitive.name, eqn.params
         if name in _MATMULS:

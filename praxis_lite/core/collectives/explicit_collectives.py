@@ -20,7 +20,7 @@ from praxis_lite.core.collectives.padding_rows import (
 )
 from praxis_lite.core.collectives.varying import varying_over
 from praxis_lite.core.errors import ConfigError, did_you_mean, require
-from praxis_lite.core.learner.bound_learner import BoundLearner
+from praxis_lite.core.learner.update import BoundLearner
 from praxis_lite.core.partitioner import accumulation, steps
 from praxis_lite.core.partitioner.gradient_strategy import Gradients
 from praxis_lite.core.partitioner.train_state import StateLayout

@@ -1,4 +1,4 @@
-"""The steps' needs of any model: init and apply over plain nested dicts."""
+"""The interface that steps need from a model: init and apply over plain nested dicts."""
 
 import abc
 import dataclasses
@@ -60,7 +60,7 @@ class Model(abc.ABC):
 
         Args:
           mdl_vars: unpadded arrays, or `ShardedWeight`s, which are gathered when used.
-          key: for dropout and the like in training; None: evaluation or decoding.
+          key: for dropout and other draws in training; None: evaluation or decoding.
           eval_key: for what the module's own random streams draw in evaluation or decoding; None:
             the same numbers in every pass.
         """

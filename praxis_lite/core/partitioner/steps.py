@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from praxis_lite.core.learner.bound_learner import BoundLearner
+from praxis_lite.core.learner.update import BoundLearner
 from praxis_lite.core.learner.weight_groups import merged
 from praxis_lite.core.models import tallies
 from praxis_lite.core.partitioner import accumulation
@@ -87,11 +87,11 @@ def train_step(
     new_params, opt_states, learner_scalars, is_skipped = bound.update(
         grads, state.opt_states, params, metrics["loss"][0]
     )
-    # A step that is skipped leaves no trace: NaN in a running mean would stay for ever.
+    # A skipped step leaves no trace: NaN in a running mean would stay forever.
     def unless_skipped(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(is_skipped, old, typed_as(new, old))
 
-    # Whatever the learner did to them, which has no gradient of them.
+    # These weights have no gradient, so the learner's update of them is replaced.
     moved = task.model.moved(params, sums)
     new_params = jax.tree.map(
         lambda new, old, m: new if m is old else unless_skipped(m, old), new_params, params, moved

@@ -1,4 +1,4 @@
-"""The axes of a mesh and their sizes, as an experiment says them."""
+"""MeshConfig: the axes of a mesh and their sizes, as an experiment specifies them."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ TPUS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """How many devices lie along each named axis.
+    """The number of devices along each named axis.
 
     Attributes:
       ici_mesh_shape: devices along each axis within a slice (fast interconnect). One size may be

@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from praxis_lite import MeshConfig
 from praxis_lite.config.build import build
-from praxis_lite.core.learner import bound_learner
-from praxis_lite.core.learner.bound_learner import BoundLearner
+from praxis_lite.core.learner import update as learner_update
 from praxis_lite.core.learner.gradients import GradientLimits
+from praxis_lite.core.learner.update import BoundLearner
 from praxis_lite.core.partitioner.task_on_mesh import TaskOnMesh
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path, path_of
 from praxis_lite.core.sharding.mesh import make_mesh
@@ -423,7 +423,7 @@ def wrong_updates() -> list[Fault]:
     slots = "opt_states/slots/unstacked/0"
     kinds = {
         "an average that is not updated": (
-            mock.patch.object(bound_learner, "_moving_average", lambda average, *_: average),
+            mock.patch.object(learner_update, "moving_average", lambda average, *_: average),
             "opt_states/ema/"),
         "the average of one weight that is not updated": (
             with_result(kept("ema/last/w")), "opt_states/ema/last/w"),

@@ -1,4 +1,4 @@
-"""In which order devices lie in a mesh: by process, by their interconnect, slice by slice."""
+"""The order of devices in a mesh: by process, by their interconnect, slice by slice."""
 
 import math
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ def torus_grid(config: MeshConfig, devices: Sequence[jax.Device]) -> np.ndarray:
 
 
 def _hosts_are_slices(config: MeshConfig, devices: Sequence[jax.Device]) -> bool:
-    """Returns True if a host is a slice, as with GPUs; False if the devices say their slice.
+    """Returns True if a host is a slice, as with GPUs; False if the devices name their slice.
 
     Raises:
       ConfigError: the DCN shape has another number of slices than there are of either.

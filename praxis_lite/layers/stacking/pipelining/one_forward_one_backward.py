@@ -16,7 +16,7 @@ from praxis_lite.core.collectives.padding_rows import (
     with_padding_rows,
 )
 from praxis_lite.core.errors import ConfigError
-from praxis_lite.core.learner.bound_learner import BoundLearner
+from praxis_lite.core.learner.update import BoundLearner
 from praxis_lite.core.partitioner import accumulation
 from praxis_lite.core.partitioner.gradient_strategy import Gradients
 from praxis_lite.core.partitioner.train_state import StateLayout

@@ -12,7 +12,7 @@ from praxis_lite.layers import Repeat
 from tests.tools.check import tiny
 from tests.tools.check.defects.defect import Defect, after, first_part, num_devices
 
-LEARNER = "praxis_lite.core.learner.bound_learner"
+LEARNER = "praxis_lite.core.learner.update"
 FETCHED = "praxis_lite.core.models.layers_apart:HostWeight.fetched"
 
 
@@ -47,7 +47,7 @@ def _of_the_layer_before(tree, *_):
 CHANGES = {
     "a slot left there": (f"{LEARNER}:BoundLearner._updates", _if_split(
         lambda actual, self, grads, norms, slots, weights, loss: (actual[0], slots))),
-    "an average left there": (f"{LEARNER}:_moving_average", _if_split(
+    "an average left there": (f"{LEARNER}:moving_average", _if_split(
         lambda average, old, params, decay, n: old)),
     "weights fetched for the layer before": (
         "praxis_lite.core.partitioner.train_state:StateLayout.in_layers",

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from tests.tools.check import tiny
 from tests.tools.check.defects.defect import Defect, after, num_devices, replaced
 
-LEARNER = "praxis_lite.core.learner.bound_learner"
+LEARNER = "praxis_lite.core.learner.update"
 UPDATES = f"{LEARNER}:BoundLearner._updates"
 BY_HAND = ("update by hand",)
 
@@ -55,13 +55,13 @@ ALWAYS = {
             jnp.maximum(norm**2 - max(
                 (jnp.sum(g * g) for g in jax.tree.leaves(grads)), key=lambda x: id(x)), 1e-6))),
     "averages the weights after the update": after(
-        f"{LEARNER}:_moving_average", lambda average, old, params, decay, n: jax.tree.map(
+        f"{LEARNER}:moving_average", lambda average, old, params, decay, n: jax.tree.map(
             lambda a, p: a + 0.01 * (p - a), average, params)),
     "averages with a decay of its own": replaced(
-        f"{LEARNER}:_moving_average", lambda old: lambda average, params, decay, n: old(
+        f"{LEARNER}:moving_average", lambda old: lambda average, params, decay, n: old(
             average, params, 0.5 * decay, n)),
     "keeps its first average": after(
-        f"{LEARNER}:_moving_average", lambda average, old, params, decay, n: old),
+        f"{LEARNER}:moving_average", lambda average, old, params, decay, n: old),
 }
 DEFECTS = [
     # A decay is not at its limit before the eighth step.
@@ -136,7 +136,7 @@ ON_A_MESH = {
     "clips by a device's norm": after(f"{LEARNER}:global_norm", _scaled_norm),
     "clips by a norm of matrices alone": after(f"{LEARNER}:global_norm", _norm_of_whole_weights),
     "counts whole weights once per device": after(f"{LEARNER}:global_norm", _counted_per_device),
-    "averages padded values": after(f"{LEARNER}:_moving_average", _average_of_padded),
+    "averages padded values": after(f"{LEARNER}:moving_average", _average_of_padded),
     "skips the step": replaced(f"{LEARNER}:BoundLearner.update", _skips),
 }
 DEFECTS += [

@@ -1,4 +1,4 @@
-"""A learner's work on the weights of a model: slots at the start, updates, averages to evaluate."""
+"""The update of a model's weights by a learner, and the steps that are skipped (NaN, infinity)."""
 
 import dataclasses
 import functools
@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from praxis_lite.core.learner.ema import moving_average
 from praxis_lite.core.learner.gradients import global_norm
 from praxis_lite.core.learner.optimizer_factories import rate_at
-from praxis_lite.core.learner.optimizer_groups import check_mask_patterns
+from praxis_lite.core.learner.optimizer_groups import matched_paths
 from praxis_lite.core.learner.path_masks import collected_patterns
 from praxis_lite.core.learner.schedule_free import evaluation_params
 from praxis_lite.core.learner.weight_groups import WeightGroups, merged
@@ -27,13 +28,13 @@ SCOPE = "learner"  # In the names of the operations of an update.
 
 @dataclasses.dataclass
 class BoundLearner:
-    """A learner and the weights of a model; `Learner.bind` makes it.
+    """A learner bound to the weights of a model; made by `Learner.bind`.
 
     Attributes:
       learner: the Learner, for its settings.
       groups: the optimizer of each weight.
-      weights_with_host_slots: paths of the weights whose slots lie in the host's memory.
-      layouts: if anything lies there, the StateLayouts of the trained "params" and, by name, of
+      weights_with_host_slots: paths of the weights whose slots are in the host's memory.
+      layouts: if anything is there, the StateLayouts of the trained "params" and, by name, of
         opt_states; set by the partitioner.
     """
 
@@ -45,7 +46,7 @@ class BoundLearner:
     def init(self, params: PyTree) -> dict[str, PyTree]:
         """Returns opt_states: counts of updates and skipped steps, and "slots" by group.
 
-        Where they are set, "ema" (the average of the trained weights) and "loss_scale" too.
+        If they are set, also "ema" (the average of the trained weights) and "loss_scale".
 
         Raises:
           ConfigError: a mask's pattern matches no weight.
@@ -57,7 +58,7 @@ class BoundLearner:
                 for name, group in self.groups.by_name.items()
             }
         paths = ["/".join(path) for path, _ in spec_items(self.groups.weight_specs)]
-        check_mask_patterns(paths, patterns)
+        matched_paths(paths, sorted(patterns), "A mask of an optimizer of the Learner")
         opt_states: dict[str, PyTree] = {
             "num_updates": jnp.zeros((), jnp.int32),
             "num_skipped_steps": jnp.zeros((), jnp.int32),
@@ -77,8 +78,8 @@ class BoundLearner:
     ) -> tuple[PyTree, dict[str, PyTree], dict[str, jax.Array], jax.Array]:
         """Returns (params, opt_states, scalars, is_skipped) after a step.
 
-        A step whose loss, gradient or rate is not finite, or whose gradient is too large, changes
-        neither parameters, slots nor average, and is counted; schedules do not advance with it.
+        A step is skipped if its loss, gradient or rate is not finite, or its gradient too large: it
+        changes neither parameters, slots nor average, and schedules do not advance. It is counted.
 
         Args:
           grads: float32, of the trained weights only.
@@ -86,8 +87,8 @@ class BoundLearner:
 
         Returns:
           The scalars are grad_norm (before clipping), learning_rate, learning_rate/NAME of each
-          auxiliary optimizer, num_skipped_steps, num_skipped_in_a_row, and of what is set
-          is_gradient_too_large (0 or 1) and loss_scale (the one this step was made with).
+          auxiliary optimizer, num_skipped_steps and num_skipped_in_a_row; and, if the learner has
+          such a limit or scale, is_gradient_too_large (0 or 1) and loss_scale (of this step).
         """
         learner, groups = self.learner, self.groups
         trainable, frozen = groups.split(params)
@@ -112,12 +113,12 @@ class BoundLearner:
         def made(kept: dict[str, PyTree]) -> dict[str, PyTree]:
             old = self._fetched(kept)
             weights = old["params"]
-            # Those on the host are not kept on the device from the norm to here.
+            # Gradients on the host are fetched again, not kept on the device since the norm.
             local = on_device() if self.layouts else for_norms
             updates, slots = self._updates(local, norms, old["slots"], weights, loss)
             new = {"slots": slots, "params": optax.apply_updates(weights, updates)}
             if learner.ema_decay:
-                new["ema"] = _moving_average(old["ema"], weights, learner.ema_decay, num_updates)
+                new["ema"] = moving_average(old["ema"], weights, learner.ema_decay, num_updates)
             # Some optimizers return slots of another dtype than their init made.
             return self._stored(jax.tree.map(lambda n, o: typed_as(n.astype(o.dtype), o), new, old))
 
@@ -143,12 +144,12 @@ class BoundLearner:
         return merged(trainable, frozen), new, scalars, ~is_kept
 
     def _fetched(self, trees: dict[str, PyTree]) -> dict[str, PyTree]:
-        """Returns weights and opt_states on the device; those of the host without padding."""
+        """Returns weights and opt_states on the device; those from the host without padding."""
         layouts = self.layouts
         return {k: layouts[k].unpad(x) if layouts else x for k, x in trees.items()}
 
     def _stored(self, trees: dict[str, PyTree]) -> dict[str, PyTree]:
-        """Returns them where `_fetched` had them from, those on the host padded again."""
+        """Returns them in the memory that `_fetched` took them from, padded if on the host."""
         layouts = self.layouts
         return {
             k: layouts[k].pad(x, only_on_host=True) if layouts else x for k, x in trees.items()
@@ -158,7 +159,7 @@ class BoundLearner:
         self, grads: PyTree, norms: dict[str, jax.Array], slots: dict[str, PyTree], weights: PyTree,
         loss: jax.Array,
     ) -> tuple[PyTree, dict[str, PyTree]]:
-        """Returns the updates of the weights, and the new slots; a layer of a stack at a time."""
+        """Returns the updates of the weights and the new slots, one layer of a stack at a time."""
         updates: dict[str, Any] = {}
         new_slots = {}
         for name, group in self.groups.by_name.items():
@@ -178,8 +179,8 @@ class BoundLearner:
     ) -> PyTree:
         """Returns the weights to evaluate and decode with.
 
-        They are made of what `Learner.eval_opt_states` returns: with `use_ema` the moving average,
-        else the averages of a schedule-free optimizer, or `params`.
+        With `use_ema` the moving average; otherwise the averages of a schedule-free optimizer, or
+        `params`. Of opt_states only `Learner.eval_opt_states` is read.
         """
         read = self.learner.eval_opt_states(opt_states, use_ema=use_ema)
         if not read:
@@ -195,33 +196,14 @@ class BoundLearner:
 def _kept_if(
     is_kept: jax.Array, made: Callable[[PyTree], PyTree], old: PyTree, *, in_branch: bool
 ) -> PyTree:
-    """Returns `made(old)`, or `old` unless `is_kept`.
+    """Returns `made(old)` if `is_kept`, else `old`.
 
     Args:
-      in_branch: by a condition. On a CPU, for a choice for each element has XLA:CPU write both out;
-        and where slots are fetched from the host, for else XLA fetches them as the step begins
-        (libtpu 0.0.51), and they take the memory of activations. Elsewhere by the choice, which
-        fuses with the update; a condition keeps its arguments apart from what made them, padding
-        from what is padded.
+      in_branch: True: by `jax.lax.cond`. Needed on CPU, where XLA would write out both operands of
+        an element-wise choice, and with slots on the host, which XLA (libtpu 0.0.51) would
+        otherwise fetch at the start of the step, into the memory of activations. False: by an
+        element-wise choice, which XLA fuses with the update.
     """
     if in_branch:
         return jax.lax.cond(is_kept, made, lambda old: old, old)
     return jax.tree.map(lambda new, old: jnp.where(is_kept, new, old), made(old), old)
-
-
-def _moving_average(
-    average: PyTree, params: PyTree, decay: float, num_updates: jax.Array
-) -> PyTree:
-    """Returns the average after another update: decay * average + (1 - decay) * params.
-
-    Pax's `apply_ema_weights`: the first average is a copy of the initial weights, and the decay of
-    update n is at most (1 + n) / (10 + n), so that these are soon forgotten.
-
-    Args:
-      average: of the params' structure; keeps its dtypes.
-      params: the weights before the update, so the average is an update behind, as in Pax.
-      decay: in [0, 1).
-      num_updates: made before this one.
-    """
-    decay = jnp.minimum(decay, (1.0 + num_updates) / (10.0 + num_updates))
-    return jax.tree.map(lambda a, p: (a - (1.0 - decay) * (a - p)).astype(a.dtype), average, params)
