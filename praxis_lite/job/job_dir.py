@@ -104,12 +104,7 @@ def open_for_training(path: str | os.PathLike[str], experiment: str) -> JobDir:
     It is made if it is absent. Raises ConfigError if it is an address or a file, cannot be made or
     written, or holds something else than this experiment's job.
     """
-    job = _named(path)
-    if job.path.exists():
-        _check_may_be_jobs(job)
-    else:
-        _make(job)
-    _check_writable(job)
+    job = open_for_meeting(path)
     if job.config_json.is_file():
         result = recorded_experiment(job)
         if result != experiment:
@@ -127,7 +122,7 @@ def open_for_meeting(path: str | os.PathLike[str]) -> JobDir:
     It is made if it is absent. Raises ConfigError as `open_for_training`, which the first worker
     calls.
     """
-    job = _named(path)
+    job = JobDir(local_directory(path))
     if job.path.exists():
         _check_may_be_jobs(job)
     else:
@@ -150,7 +145,7 @@ def _check_may_be_jobs(job: JobDir) -> None:
         _refuse(
             job,
             f"holds {', '.join(visible[:3])}{', ...' if len(visible) > 3 else ''} but no "
-            "config.json, so it is no job of praxis_lite. Name a new or an empty directory",
+            "config.json, so it is not a job of praxis_lite. Name a new or an empty directory",
         )
 
 
@@ -160,7 +155,7 @@ def open_for_reading(path: str | os.PathLike[str], *, writes: bool = True) -> Jo
     Raises ConfigError if it is an address, absent, a file or no job's; or, if results are to be
     written into it (`writes`), cannot be written.
     """
-    job = _named(path)
+    job = JobDir(local_directory(path))
     if not job.path.exists():
         near = next(parent for parent in job.path.parents if parent.exists())
         _refuse(
@@ -198,12 +193,8 @@ def recorded_experiment(job: JobDir) -> str:
     return result
 
 
-def _named(path: str | os.PathLike[str]) -> JobDir:
-    return JobDir(local_directory(path))
-
-
 def _near_jobs(job: JobDir) -> str:
-    """Returns words with the jobs that lie in the directory, or beside it under a near name."""
+    """Returns the end of a message: jobs in the directory, or next to it with a similar name."""
     inside = _jobs_in(job.path)
     if inside:
         return f": {few([str(job.path / name) for name in inside])}"

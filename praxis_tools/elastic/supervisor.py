@@ -11,7 +11,7 @@ import time
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.job.health_files import HealthFiles
 from praxis_lite.job.processes import signals
-from praxis_tools.elastic.leader import Leader, Says
+from praxis_tools.elastic.leader import Leader, Says, Settings
 from praxis_tools.elastic.members import (
     DIED,
     FAILED,
@@ -23,7 +23,6 @@ from praxis_tools.elastic.members import (
 )
 from praxis_tools.elastic.order import LOST_PEER_STATUS, Order
 from praxis_tools.elastic.peer_store import PeerStore
-from praxis_tools.elastic.settings import Settings
 from praxis_tools.elastic.sight import SILENT_SECONDS, Sight
 from praxis_tools.elastic.stuck_workers import report_stuck
 from praxis_tools.elastic.worker_process import (
@@ -236,9 +235,8 @@ class Supervisor:
         self._worker.give(Order(
             generation=newest, member=own, members=generation.members,
             stores=tuple(member.store if member else "" for member in members.values()),
-            store_key=self._key, coordinator=generation.coordinator,
-            num_slots=self._settings.num_members, reason=generation.why,
-            folder=str(self._settings.job.elastic),
+            key=self._key, coordinator=generation.coordinator,
+            num_slots=self._settings.num_members, folder=str(self._settings.job.elastic),
         ))
         self._beat(now=True)
 

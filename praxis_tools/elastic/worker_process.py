@@ -153,5 +153,4 @@ def end_of(status: int, reports: Mapping[str, Any], *, was_asked: bool) -> Worke
         kind, why = DIED, f"was killed by {signals.name(-status)}"
     elif status == 2:
         kind, why = REFUSED, why or "ended with status 2"
-    assert kind in (TRAINED, STOPPED, LOST_PEER, DIED, FAILED, REFUSED)
     return WorkerEnd(kind=kind, status=status, why=why or f"ended with status {status}", time=now)

@@ -32,9 +32,7 @@ def seen_by_host(
       process: its index among those that meet.
       unheard_seconds: since it told them, or since it was started.
     """
-    known = {field.name for field in dataclasses.fields(Progress)}
-    fields = {name: value for name, value in told.items() if name in known}
-    progress = Progress(**{"doing": "import", **fields, "process": process})
+    progress = Progress(**{"doing": "import", **told, "process": process})
     return _with_work(dataclasses.replace(
         progress, unheard_seconds=unheard_seconds,
         silent_seconds=progress.silent_seconds + unheard_seconds,

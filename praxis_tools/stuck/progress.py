@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import json
 import time
 from collections.abc import Callable
 
@@ -51,15 +50,6 @@ class Progress:
     ready_seconds: float = 0.0
     io_bytes: int = 0
     state: str = ""
-
-    def line(self) -> str:
-        """Returns it as a line of JSON."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def of_line(cls, line: str) -> "Progress":
-        """Returns the progress that `line` gave."""
-        return cls(**json.loads(line))
 
 
 class Noted(Listener):

@@ -42,7 +42,7 @@ class NewestState:
             if processes.is_first():
                 for line in told["lines"]:
                     note(line)
-            chosen, on_disk = told["choice"] and Choice.of_json(told["choice"]), told["on_disk"]
+            chosen, on_disk = told["choice"] and Choice(*told["choice"]), told["on_disk"]
         # The disk's steps are verified only if one of them may be used: that reads all of it.
         if chosen is None or (on_disk is not None and on_disk > chosen.step):
             self.step = checkpoints.latest_step()
@@ -74,4 +74,4 @@ def _decided(checkpoints: Checkpoints, stores: Sequence[StoreClient]) -> dict[st
     if lines:
         lines = [f"the memory of hosts: {'; '.join(lines)}"]
     on_disk = max(checkpoints.all_steps(), default=None)
-    return {"choice": choice and choice.as_json(), "lines": lines, "on_disk": on_disk}
+    return {"choice": choice, "lines": lines, "on_disk": on_disk}

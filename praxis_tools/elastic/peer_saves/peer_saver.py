@@ -165,7 +165,7 @@ def _described(pieces: Sequence[Piece], blocks: Sequence[memoryview]) -> list[di
 def stores_of(order: Order) -> list[StoreClient]:
     """Returns the stores of the members of a generation, in the order of their processes."""
     return [
-        StoreClient(address, order.store_key, f"process {member}")
+        StoreClient(address, order.key, f"process {member}")
         for member, address in zip(order.members, order.stores, strict=True)
     ]
 

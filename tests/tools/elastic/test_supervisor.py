@@ -18,9 +18,9 @@ from praxis_tools.elastic import (
     supervisor,
     worker_process,
 )
+from praxis_tools.elastic.leader import Settings
 from praxis_tools.elastic.members import Meeting
 from praxis_tools.elastic.order import LOST_PEER_STATUS
-from praxis_tools.elastic.settings import Settings
 from praxis_tools.elastic.supervisor import Supervisor
 from praxis_tools.stuck import Progress
 
