@@ -104,12 +104,9 @@ class PeerStore:
                 self._strangers.append(connection)
                 if len(self._strangers) > _MOST_STRANGERS:
                     _end(self._strangers.pop(0))  # So that silent ones keep nobody out.
-            try:
-                threading.Thread(
-                    target=self._serve, args=(connection,), name="peer store's client", daemon=True
-                ).start()
-            except RuntimeError:  # No more threads.
-                self._forget(connection)
+            threading.Thread(
+                target=self._serve, args=(connection,), name="peer store's client", daemon=True
+            ).start()
 
     def _serve(self, connection: socket.socket) -> None:
         try:
@@ -131,14 +128,11 @@ class PeerStore:
         except (OSError, ValueError):
             pass  # The client is gone, or has another version.
         finally:
-            self._forget(connection)
-
-    def _forget(self, connection: socket.socket) -> None:
-        with self._lock:
-            self._connections.discard(connection)
-            if connection in self._strangers:
-                self._strangers.remove(connection)
-        connection.close()
+            with self._lock:
+                self._connections.discard(connection)
+                if connection in self._strangers:
+                    self._strangers.remove(connection)
+            connection.close()
 
     def _answer(self, connection: socket.socket, request: dict[str, Any]) -> None:
         match request["do"]:

@@ -2,7 +2,3 @@
 
 Reads clocks and a file in the job's directory, and never an array.
 """
-
-from praxis_tools.goodput.goodput import Goodput, Launch, goodput_of
-
-__all__ = ["Goodput", "Launch", "goodput_of"]

@@ -5,11 +5,14 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from praxis_lite.core.errors import is_number, shown
 from praxis_lite.host.json_text import lines_of, parse_json
 from praxis_lite.job.events import KINDS
 
 # The end of a launch that made all its steps, or those until an early stop.
 THE_END = "the end"
+_MOST_SECONDS = 1e11  # More than three thousand years.
+_MOST_STEPS = 2**31
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +58,22 @@ def _span(line: str) -> Span | None:
     """Returns the span of a line, or None if the line is truncated or not a span."""
     try:
         span = Span(**parse_json(line))
-        seconds = {kind: float(span.seconds.get(kind, 0)) for kind in KINDS}
-        if span.first_step is not None and not 0 <= span.first_step <= span.last_step:
-            return None
+        first = span.first_step
+        is_valid = (
+            all(is_number(x) and 0 <= x < _MOST_SECONDS
+                for x in (span.launch, *span.seconds.values()))
+            and span.seconds.keys() <= set(KINDS)
+            and (first is None) == (span.last_step is None)
+            and all(type(step) is int and 0 <= first <= step < _MOST_STEPS
+                    for step in (first, span.last_step, span.lost_to) if step is not None)
+            and (span.ended_by is None or isinstance(span.ended_by, str))
+        )
     except (ValueError, TypeError, AttributeError):
         return None
-    return dataclasses.replace(span, seconds=seconds)
+    if not is_valid:
+        return None
+    return dataclasses.replace(
+        span, launch=float(span.launch),
+        seconds={kind: float(span.seconds.get(kind, 0)) for kind in KINDS},
+        ended_by=None if span.ended_by is None else shown(span.ended_by),
+    )

@@ -6,6 +6,7 @@ busy, or stuck.
 """
 
 import collections
+import contextlib
 import socket
 import threading
 import time
@@ -74,9 +75,8 @@ def exchange(name: str, text: str, timeout_seconds: float = 300.0) -> list[str]:
     service = client()
     if service is None:
         return [text]
-    if threading.current_thread() is not threading.main_thread():
-        return _exchanged(service, name, text, timeout_seconds)
-    with events.phase(MEETING):
+    is_main = threading.current_thread() is threading.main_thread()
+    with events.phase(MEETING) if is_main else contextlib.nullcontext():
         return _exchanged(service, name, text, timeout_seconds)
 
 

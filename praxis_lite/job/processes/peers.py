@@ -66,17 +66,15 @@ def end_with_connection() -> None:
         if (part := processes.membership()) is not None:
             end_now(part.lost_status)
         if not (_is_over.is_set() or _is_failing.is_set()):
-            _first_is_gone()
+            _end_after_first()
 
     if not processes.is_first():
         threading.Thread(target=watch, name="peers_connection", daemon=True).start()
 
 
-def _first_is_gone() -> NoReturn:
-    _end_after_first("is gone: it was killed, or its host or network failed")
-
-
-def _end_after_first(words: str) -> NoReturn:
+def _end_after_first(
+    words: str = "is gone: it was killed, or its host or network failed"
+) -> NoReturn:
     message = f"error: {processes.name(0)} {words}; so process {processes.index()} ends too\n"
     os.write(2, message.encode(errors="replace"))
     end_now(1)
@@ -216,7 +214,7 @@ def _listen() -> None:
                 continue
             if _is_over.is_set() or _is_failing.is_set():
                 return
-            _first_is_gone()
+            _end_after_first()
         if note["process"] == _NONE:
             return
         # Several processes may fail of the same: each says it in its own words.
@@ -244,7 +242,10 @@ def _beat() -> None:
             if (seconds := beats.silent(other)) >= SILENT_SECONDS:
                 _tell(other, beats.silent_in_words(other, seconds), 1)
         if reported is not None:
-            _end_for(reported)
+            _tell(reported, "is stuck, as reported above", 1)
+            if reported == process:
+                _is_failing.set()
+                _leave(1)
 
 
 def _beats_of_others(client: Any, process: int) -> dict[int, str]:
@@ -254,14 +255,6 @@ def _beats_of_others(client: Any, process: int) -> dict[int, str]:
         return {0: text} if text is not None else {}
     texts = {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(_BEATS)}
     return {k: text for k, text in texts.items() if k != process}
-
-
-def _end_for(process: int) -> None:
-    """Ends all processes for one that `Beats.look` reported: it is stuck."""
-    _tell(process, "is stuck, as reported above", 1)
-    if process == processes.index():
-        _is_failing.set()
-        _leave(1)
 
 
 def _watch_service() -> None:
