@@ -37,8 +37,8 @@ class JobDir:
       timeline_jsonl: what each launch spent its time on, a line per save.
       examples: the folder of lines on the rows that each process fed.
       loss_curve_png: the losses as a picture.
-      non_finite_txt: where NaN and infinities came from, of each step that run.debug_nans ran
-        again.
+      non_finite_txt: where NaN and infinities came from, for each step that run.debug_nans
+        repeated.
       residuals_jsonl: a line per profile and --mode=plan --measure: measured and predicted seconds.
       elastic_jsonl: a line for each time that processes of an elastic job died, left or came.
       elastic: the folder in which the supervisors of an elastic job meet.
@@ -49,7 +49,7 @@ class JobDir:
       tokenizers: the folder of copies of the tokenizers that the config names.
       tensorboard: the folder of TensorBoard's summaries.
       profiles: the folder of profiles, each by the first step that it traces.
-      profile_request: a file that asks for a profile; its text may say of how many steps.
+      profile_request: a file that asks for a profile; its text may give the number of steps.
       trackers: the folder of the run's id.
       checkpoints: the folder of checkpoints by step.
       beginning: a mark, there while a command begins the job with weights of another system.

@@ -32,7 +32,7 @@ class ChangeOfHands:
       mesh: devices along each axis.
       from_step: the step of the state that they continue from.
       source: of that state: "new", "disk" or "peers".
-      lost_steps: how many steps were made before and are made again.
+      lost_steps: how many steps were made before and are repeated.
       reached: True if it made a step.
       programs, compiled: how many programs its first process needed until then, and how many of
         them were not in the cache.

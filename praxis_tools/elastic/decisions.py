@@ -1,7 +1,7 @@
-"""The decision on what comes next: a pure function of the leader's view of all members.
+"""The next action of an elastic job: a pure function of the leader's view of all members.
 
-The leader is the living member with the lowest number. Two members that both take themselves for
-the leader do no harm: a generation's file is made once.
+The leader is the living member with the lowest number. Two members that both lead do no
+harm: a generation's file is made once.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from praxis_tools.elastic.members import (
     WorkerEnd,
 )
 
-# Where a process says that another is gone, and nothing yet says which.
+# The wait after a process has lost another one, until it is known which.
 CAUSE_SECONDS = 3.0
 # So many generations in a row that made no step end the job.
 MOST_FRUITLESS = 20
@@ -33,7 +33,7 @@ class View:
       alive: those whose supervisors live.
       generation: the newest, or None.
       is_asked_to_stop: its workers were asked to.
-      num_members: of the whole job.
+      num_members: of the complete job.
       min_members: with fewer no generation begins.
       waited: seconds since this leader began to look.
       start_seconds: how long the first generation waits for all members.

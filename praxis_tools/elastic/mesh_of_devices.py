@@ -54,7 +54,7 @@ def on_devices_of(
 
 
 def _filled(mesh: MeshConfig, num_devices: int) -> MeshConfig | None:
-    """Returns a mesh, -1 filled, if it has so many devices; else None."""
+    """Returns a mesh with -1 replaced by a size, or None if it does not have so many devices."""
     try:
         mesh = filled_mesh(mesh, num_devices)
     except ConfigError:  # The other sizes do not divide it.
@@ -63,10 +63,11 @@ def _filled(mesh: MeshConfig, num_devices: int) -> MeshConfig | None:
 
 
 def _given(config: Any, own: MeshConfig, num_devices: int, method: str) -> MeshConfig:
-    """Returns the mesh that an experiment's `mesh_for` gives, with the compiler options of its own.
+    """Returns the mesh of an experiment's `mesh_for`, by default with `own`'s compiler options.
 
     Args:
-      method: its name, for the errors.
+      own: the mesh of the experiment.
+      method: the name of `mesh_for`, for the errors.
     """
     call = f"{method}({num_devices})"
     example = f"fdl.Config(MeshConfig, ici_mesh_shape=..., axis_names={tuple(own.axis_names)})"

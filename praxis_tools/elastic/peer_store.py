@@ -1,7 +1,7 @@
-"""The memory of a host in which the state of training is kept, beside the disk.
+"""Saves of the training state in the memory of a host.
 
-The supervisor holds it, so it stays where a worker dies. It knows saves by their numbers, and
-nothing of arrays.
+The supervisor has this memory, so it survives the death of a worker. It stores saves by their
+numbers, as bytes.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _MOST_SHARE = 0.9  # Of the memory that is free, for a save.
 
 @dataclasses.dataclass(frozen=True)
 class _Held:
-    """A save in memory, which is given back once nothing reads it."""
+    """A save in memory, which is freed once nothing reads it."""
 
     header: bytes
     data: mmap.mmap
@@ -51,9 +51,9 @@ class _Held:
 class PeerStore:
     """Saves in the memory of this process, for the processes of its job: a context.
 
-    A thread takes connections; each has a separate thread, so none waits for another. A client that
-    does not have the key is not listened to; one that has it is trusted. A save is there once all
-    its bytes came and have their digest; of one that was cut off nothing stays.
+    A thread takes connections; each has a separate thread, so none waits for another. A client
+    that does not have the key is refused; one that has it is trusted. A save is stored once all its
+    bytes have come and match their digest; an incomplete one is discarded.
 
     Args:
       key: of the job.

@@ -1,4 +1,4 @@
-"""Who of the members lives, as a supervisor sees it: by beats that grow, and by connecting."""
+"""Which members are alive, as a supervisor sees it: by their beats, and by connecting to them."""
 
 import contextlib
 import dataclasses
@@ -71,8 +71,8 @@ class Sight:
         """Returns the members that live.
 
         Args:
-          taking_part: those that are held for living until they have been silent; others only once
-            their beats have grown, for files of former launches stay.
+          taking_part: members that count as alive until they have been silent. Others count only
+            once their beats have grown, because files of previous launches remain.
         """
         now = time.monotonic()
         return {

@@ -1,8 +1,8 @@
 """Messages to and from a peer store: who may send them, and their form on the wire.
 
 A message is a JSON object after its length; as many bytes as it specifies may follow it. Both sides
-first prove that they have the job's key (HMAC-SHA256 over numbers that each draws); what follows is
-neither signed nor encrypted, as JAX's own traffic is not.
+first prove that they have the job's key (HMAC-SHA256 over numbers that each draws); the traffic
+after that is neither signed nor encrypted, like JAX's own.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _PART_BYTES = 2**22  # Sent at a time: the time limit is one of each part.
 
 
 class SaveId(NamedTuple):
-    """A process's part of a save; the parts with equal generation and number are a whole state.
+    """A process's part of a save; the parts with equal generation and number are a complete state.
 
     Attributes:
       generation: of the elastic job that saved it.
@@ -38,7 +38,7 @@ class SaveId(NamedTuple):
 
 
 class StoreFailed(Exception):
-    """A peer store does not answer, or refuses a request; says whose it is, and why."""
+    """A peer store does not answer, or refuses a request; the message names its host and why."""
 
 
 def greet(connection: socket.socket, key: bytes, *, is_server: bool) -> None:

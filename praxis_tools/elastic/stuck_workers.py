@@ -1,4 +1,4 @@
-"""The workers of a generation that live and do nothing, as the leader sees them over time."""
+"""The stuck workers of a generation, as the leader finds them over time."""
 
 import contextlib
 import os
@@ -32,9 +32,9 @@ class StuckWorkers:
         self.seconds = 0.0
 
     def look(self, members: Mapping[int, Member], alive: Set[int]) -> dict[int, str]:
-        """Returns the stuck members by number, each with the reason in words; mostly none.
+        """Returns the stuck members by number, each with the reason as text.
 
-        If no worker is behind the others and yet none goes on, all of them are stuck.
+        If no worker is behind the others and yet none makes progress, all of them are stuck.
         """
         now = time.monotonic()
         if now - self._looked_at < _EVERY_SECONDS:
@@ -64,9 +64,9 @@ class StuckWorkers:
 
 
 def _collective(members: Mapping[int, Member], process: int) -> str:
-    """Returns the first collective of a step that needs a process, as a worker that waits knows it.
+    """Returns the first collective of a step that needs a process, as reported by a waiting worker.
 
-    "" if none has told.
+    "" if none has reported it.
     """
     for member in members.values():
         told = member.worker.get("first_collectives", [])

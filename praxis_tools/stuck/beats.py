@@ -1,4 +1,4 @@
-"""The beats of a job's processes that also tell how far each has come: who is stuck?"""
+"""Heartbeats with the progress of each process, by which the first process finds stuck ones."""
 
 import dataclasses
 import os
@@ -21,9 +21,9 @@ _STACKS = "praxis_lite/stacks"
 
 
 class StuckBeats(Beats):
-    """Heartbeats with the progress of each process, from which the first one finds stuck ones.
+    """Heartbeats with the progress of each process.
 
-    It asks a stuck process for its stacks: "asks" in its own beat.
+    The first process lists in "asks" of its own beat the stuck processes whose stacks it needs.
     """
 
     def __init__(self, seconds: float):

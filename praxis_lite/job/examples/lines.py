@@ -13,7 +13,7 @@ _NEWEST_BYTES = 2**16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Start:
-    """A process begins to train, or goes on after a roll-back.
+    """A process begins to train, or continues after a roll-back.
 
     Attributes:
       start: its number, from 1, the same on all processes.

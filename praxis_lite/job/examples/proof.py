@@ -1,4 +1,4 @@
-"""A record held against the data made again: the digest of each stretch, by its batches' rows."""
+"""The digests of a record, compared with those of the recomputed data."""
 
 from collections.abc import Callable, Iterator
 

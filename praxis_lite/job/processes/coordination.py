@@ -22,7 +22,7 @@ _lock = threading.Lock()
 
 
 class PeerLost(ConfigError):
-    """Another process of the job is gone, or did not come: this process cannot go on."""
+    """Another process of the job is gone, or did not come: this process cannot continue."""
 
 
 def client() -> Any:

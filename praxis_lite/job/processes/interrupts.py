@@ -1,4 +1,4 @@
-"""When a training in Python is asked to end: the process, a notebook say, goes on without it."""
+"""Signals and time limits for training that is called from Python, such as in a notebook."""
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.job.processes import signals
@@ -43,5 +43,5 @@ class Interrupt(StopRequest):
         return ConfigError(self._too_short()) if self._status else KeyboardInterrupt(self.reason)
 
     def _say_nothing_is_lost(self) -> None:
-        if not self._status:  # Else the error says so.
+        if not self._status:  # Otherwise the error contains it.
             super()._say_nothing_is_lost()

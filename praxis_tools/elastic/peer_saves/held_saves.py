@@ -77,7 +77,7 @@ def _undamaged(
     stores: Sequence[StoreClient], generation: int, number: int,
     holders: Mapping[int, Sequence[int]],
 ) -> tuple[dict[int, list[int]], list[str]]:
-    """Returns the holders of undamaged parts, and the damage in words."""
+    """Returns the holders of undamaged parts, and the damage as text."""
     asked = [(origin, index) for origin, indices in holders.items() for index in indices]
 
     def ask(item: tuple[int, int]) -> Any:
