@@ -9,7 +9,7 @@ The run reports through the `events` of this process:
 
 Without listeners these only measure the seconds of each kind (`JobEvents.seconds`), which the
 metrics of a step have. Goodput, the supervisor of an elastic job and the search for stuck processes
-are listeners: a subclass of `Listener` each, which `main.py` and `tools_of_jobs.py` add.
+are listeners: a subclass of `Listener` each, which `main.py` and `praxis_tools/job_tools.py` add.
 
 Facts that the run reports:
 
@@ -107,13 +107,13 @@ class JobEvents:
         self._listeners: tuple[Listener, ...] = ()
         self.launched()
 
-    def launched(self, began: float | None = None, kind: str = IMPORT) -> None:
+    def launched(self, began: float | None = None) -> None:
         """Resets all seconds, for a launch that began at `began`, in Unix seconds; None: now."""
         at = self._unix()
         with self._lock:
             self.began = at if began is None else min(began, at)
             self._seconds = dict.fromkeys(KINDS, 0.0)
-            self._phase, self._since = Phase(kind, kind, ""), self._now() - (at - self.began)
+            self._phase, self._since = Phase(IMPORT, IMPORT, ""), self._now() - (at - self.began)
 
     def begins(self, kind: str, step: int | None = None) -> None:
         """Begins a phase that lasts until the next one begins."""

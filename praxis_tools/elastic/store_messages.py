@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from praxis_lite.job.processes.addresses import split
+
 _VERIFY_SECONDS = 120.0  # That a store may take to read a save.
 STALL_SECONDS = 30.0  # A side that sends or takes nothing for so long is given up.
 _GREETING_SECONDS = 5.0
@@ -201,8 +203,7 @@ class StoreClient:
         self._idle.append(connection)
 
     def _connected(self) -> socket.socket:
-        host, _, port = self._address.rpartition(":")
-        connection = socket.create_connection((host.strip("[]"), int(port)), _GREETING_SECONDS)
+        connection = socket.create_connection(split(self._address), _GREETING_SECONDS)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             greet(connection, self._key, is_server=False)

@@ -1,13 +1,11 @@
 """The stuck workers of a generation, as the leader finds them over time."""
 
-import contextlib
-import os
 import time
 from collections.abc import Mapping, Set
 from pathlib import Path
 
-from praxis_lite.host.json_text import opened_to_append
 from praxis_lite.job.processes.stacks import asked_for
+from praxis_lite.job.processes.watchdog import write_report
 from praxis_tools.elastic.members import Generation, Member
 from praxis_tools.elastic.worker_process import WorkerProcess
 from praxis_tools.stuck import Decision, Progress
@@ -85,7 +83,4 @@ def report_stuck(worker: WorkerProcess, why: str, stacks_txt: Path) -> None:
         f"All threads:\n{stacks.rstrip()}" if stacks
         else f"It gives no stacks: {state_in_words(worker.pid) or 'it has ended'}."
     )
-    report = f"stuck: {why}. It is ended and replaced. {where}\n"
-    os.write(2, report.encode(errors="replace"))
-    with contextlib.suppress(OSError), opened_to_append(stacks_txt) as file:
-        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {report}")
+    write_report(f"stuck: {why}. It is ended and replaced. {where}\n", stacks_txt)

@@ -1,7 +1,6 @@
 """Heartbeats with the progress of each process, by which the first process finds stuck ones."""
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -104,7 +103,7 @@ def say(report: str) -> bool:
     """Reports that a process is stuck; returns True if the job is to end for that."""
     dog = watchdog.entered()
     if dog is None:
-        os.write(2, report.encode(errors="replace"))
+        watchdog.write_report(report, None)
         return False
     dog.say(report)
     return dog.may_end()

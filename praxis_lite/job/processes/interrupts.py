@@ -14,9 +14,7 @@ class Interrupt(StopRequest):
     is heard.
     """
 
-    def __init__(self, time_limit_seconds: float | None = None, *, num_processes: int = 1):
-        super().__init__(time_limit_seconds, num_processes=num_processes)
-        self._interrupts: int | None = None  # The signal that the main thread is to raise.
+    _interrupts: int | None = None  # The signal that the main thread is to raise.
 
     def _in_main(self, signum: int) -> None:
         self._let_thread_hear()

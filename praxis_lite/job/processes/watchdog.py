@@ -154,11 +154,7 @@ class Watchdog(contextlib.AbstractContextManager):
 
     def say(self, report: str) -> None:
         """Writes a report to standard error and to the file."""
-        _to_stderr(report)
-        if self._stacks_txt is not None:
-            # A report that cannot be written there is on standard error.
-            with contextlib.suppress(OSError), opened_to_append(self._stacks_txt) as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {report}")
+        write_report(report, self._stacks_txt)
 
 
 _entered: list[Watchdog] = []
@@ -169,9 +165,18 @@ def entered() -> Watchdog | None:
     return _entered[-1] if _entered else None
 
 
+def write_report(report: str, stacks_txt: Path | None) -> None:
+    """Writes a report to standard error, and appends it to a file, if one is given."""
+    _to_stderr(report)
+    if stacks_txt is not None:
+        # A report that cannot be written there is on standard error.
+        with contextlib.suppress(OSError), opened_to_append(stacks_txt) as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {report}")
+
+
 def _to_stderr(text: str) -> None:
     # Past Python's buffers: the thread that hangs may hold their lock.
-    data = text.encode()
+    data = text.encode(errors="replace")
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(2, data) :]
