@@ -64,7 +64,7 @@ def main() -> None:
         hosts.append((pipe, pipe.recv()))
     order = Order(
         generation=1, member=0, members=(0, 1), stores=tuple(address for _, address in hosts),
-        store_key=KEY, coordinator="",
+        key=KEY, coordinator="", num_slots=2,
     )
     stores = stores_of(order)
     with tempfile.TemporaryDirectory() as folder:

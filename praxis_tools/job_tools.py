@@ -58,7 +58,7 @@ def on_devices_of_generation(job: "Job", launched: "LaunchedConfig") -> "Job":
     from praxis_tools.elastic.compiled_programs import keep_compiled
     from praxis_tools.elastic.mesh_of_devices import on_devices_of
 
-    job = on_devices_of(taken.membership, job, launched, chosen_mesh)
+    job = on_devices_of(taken, job, launched, chosen_mesh)
     keep_compiled(taken)
     return job
 

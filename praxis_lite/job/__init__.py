@@ -1,4 +1,4 @@
-"""What does the operating system see of a job? Its directory, its lock, its processes.
+"""A job as the operating system sees it: its directory, its lock, its processes.
 
 Never sees a model, its weights or its data.
 """

@@ -31,14 +31,15 @@ def run(
 ) -> None:
     """Runs a command; exits with its status if that is not 0.
 
-    It is 2, after one paragraph, for what the user can mend, and 1 for an exception of the user's
-    own code. A signal ends it with one line and 128 + its number; for training see `StopRequest`.
-    What a command needs for long it imports itself: until then a signal ends in a traceback.
+    It is 2, after one paragraph, for errors that the user can fix, and 1 for an exception in the
+    user's code. A signal ends it with one line and 128 + its number; for training see
+    `StopRequest`. The command itself imports slow modules, because a signal before `run` ends in
+    a traceback.
 
     Args:
         command: returns the status, None for 0.
-        goes_on: without its standard output; else it ends quietly, as programs of a pipe do. A
-            function is asked when the output is lost.
+        goes_on: the command continues without its standard output; otherwise it ends quietly, as
+            programs in a pipe do. A function is called when the output is lost.
         traceback_txt: the file for the traceback of the user's code; None: a new temporary one.
         wraps: errors into lines of 100; else an error is one line, for scripts.
         then: returns what the command does when it is launched again, for the error of a full disk.
@@ -70,7 +71,7 @@ def _run(
     command: Callable[[], int | None], traceback_txt: Callable[[], Path | None], wraps: bool,
     then: Callable[[], str],
 ) -> None:
-    # Each exit keeps its exception as its context: `ending_together` tells other processes of it.
+    # Each exit has the exception as its context, from which `ending_together` informs the others.
     try:
         if status := command():
             sys.exit(status)

@@ -9,14 +9,14 @@ The run reports through the `events` of this process:
 
 Without listeners these only measure the seconds of each kind (`JobEvents.seconds`), which the
 metrics of a step have. Goodput, the supervisor of an elastic job and the search for stuck processes
-are listeners: a subclass of `Listener` each, which `main.py` and `tools_of_jobs.py` add.
+are listeners: a subclass of `Listener` each, which `main.py` and `praxis_tools/job_tools.py` add.
 
 Facts that the run reports:
 
     from_step, source   the state that the launch has: its step, and "new", "disk" or "peers"
     trains_from         the loop begins after this step, also after a roll-back
     made                the metrics of this step are known
-    lost_to             steps up to this one were made before, and are made again
+    lost_to             steps up to this one were made before, and are repeated
     ended_by            what stopped training, such as "SIGTERM"; None: it made its last step
     nothing_to_do       why the launch makes no step
     mesh, num_devices   of the job
@@ -34,15 +34,15 @@ from typing import Any, NamedTuple
 # The kinds of a process's seconds. At any time the main thread is in a single one.
 IMPORT = "import"  # From the start of the process: Python, libraries, the experiment's config.
 INIT = "init"  # All else around training: the mesh, tracing, checks, a new state, the loss curve.
-COMPILE = "compile"  # Programs of the job, wherever they are compiled.
+COMPILE = "compile"  # All programs of the job.
 RESTORE = "restore"  # Verifying and reading the job's checkpoint, at the start or in a roll-back.
 INPUT_WAIT = "input wait"  # The loop waits for a batch.
 STEP = "step"  # The rest of the loop over steps: the devices compute, metrics are written, hooks.
 EVALUATION = "evaluation"
-SAVE = "save"  # Training waits for a save; not what goes on in the background.
+SAVE = "save"  # Training waits for a save; saving in the background does not count.
 KINDS = (IMPORT, INIT, COMPILE, RESTORE, INPUT_WAIT, STEP, EVALUATION, SAVE)
 
-# Phases within others, which have no seconds of their own; any other text is one too.
+# Phases within others, whose seconds count as those of the outer phase, as do any other texts.
 DISPATCH = "dispatch"  # Devices of all processes are given a program in which they meet.
 ON_DEVICES = "on devices"  # The main thread waits until its devices have done their work.
 MEETING = "meeting"  # It waits for the other processes, on the host.
@@ -73,7 +73,7 @@ class Listener:
         """Called when a phase begins.
 
         Args:
-          step: that is saved or handed to the devices, if the run says so.
+          step: the one that is saved or dispatched to the devices, if the run specifies it.
         """
 
     def resumes(self, phase: Phase) -> None:
@@ -107,13 +107,13 @@ class JobEvents:
         self._listeners: tuple[Listener, ...] = ()
         self.launched()
 
-    def launched(self, began: float | None = None, kind: str = IMPORT) -> None:
-        """Starts to count anew, for a launch that began at `began`, in Unix seconds; None: now."""
+    def launched(self, began: float | None = None) -> None:
+        """Resets all seconds, for a launch that began at `began`, in Unix seconds; None: now."""
         at = self._unix()
         with self._lock:
             self.began = at if began is None else min(began, at)
             self._seconds = dict.fromkeys(KINDS, 0.0)
-            self._phase, self._since = Phase(kind, kind, ""), self._now() - (at - self.began)
+            self._phase, self._since = Phase(IMPORT, IMPORT, ""), self._now() - (at - self.began)
 
     def begins(self, kind: str, step: int | None = None) -> None:
         """Begins a phase that lasts until the next one begins."""

@@ -64,8 +64,8 @@ class HealthBeat(contextlib.AbstractContextManager):
 
     Attributes:
       files: the files, which are kept meanwhile.
-      is_hung: asked before each renewal, in a thread of its own. It cannot run while C code holds
-        Python's lock: then the file grows old as well.
+      is_hung: called before each renewal, in a separate thread. It cannot run while C code holds
+        Python's lock; then the file grows old as well.
     """
 
     def __init__(self, files: HealthFiles):

@@ -1,6 +1,6 @@
 """Private names of JAX (jax._src), of which there is no public form from jax 0.10 to 0.12.
 
-No other file uses them; tests/core/sharding/test_jax_canaries.py says when they have moved.
+No other file uses them; tests/core/sharding/test_jax_canaries.py fails when they have moved.
 """
 
 import sys

@@ -37,8 +37,8 @@ class JobDir:
       timeline_jsonl: what each launch spent its time on, a line per save.
       examples: the folder of lines on the rows that each process fed.
       loss_curve_png: the losses as a picture.
-      non_finite_txt: where NaN and infinities came from, of each step that run.debug_nans ran
-        again.
+      non_finite_txt: where NaN and infinities came from, for each step that run.debug_nans
+        repeated.
       residuals_jsonl: a line per profile and --mode=plan --measure: measured and predicted seconds.
       elastic_jsonl: a line for each time that processes of an elastic job died, left or came.
       elastic: the folder in which the supervisors of an elastic job meet.
@@ -49,7 +49,7 @@ class JobDir:
       tokenizers: the folder of copies of the tokenizers that the config names.
       tensorboard: the folder of TensorBoard's summaries.
       profiles: the folder of profiles, each by the first step that it traces.
-      profile_request: a file that asks for a profile; its text may say of how many steps.
+      profile_request: a file that asks for a profile; its text may give the number of steps.
       trackers: the folder of the run's id.
       checkpoints: the folder of checkpoints by step.
       beginning: a mark, there while a command begins the job with weights of another system.
@@ -104,12 +104,7 @@ def open_for_training(path: str | os.PathLike[str], experiment: str) -> JobDir:
     It is made if it is absent. Raises ConfigError if it is an address or a file, cannot be made or
     written, or holds something else than this experiment's job.
     """
-    job = _named(path)
-    if job.path.exists():
-        _check_may_be_jobs(job)
-    else:
-        _make(job)
-    _check_writable(job)
+    job = open_for_meeting(path)
     if job.config_json.is_file():
         result = recorded_experiment(job)
         if result != experiment:
@@ -127,7 +122,7 @@ def open_for_meeting(path: str | os.PathLike[str]) -> JobDir:
     It is made if it is absent. Raises ConfigError as `open_for_training`, which the first worker
     calls.
     """
-    job = _named(path)
+    job = JobDir(local_directory(path))
     if job.path.exists():
         _check_may_be_jobs(job)
     else:
@@ -150,7 +145,7 @@ def _check_may_be_jobs(job: JobDir) -> None:
         _refuse(
             job,
             f"holds {', '.join(visible[:3])}{', ...' if len(visible) > 3 else ''} but no "
-            "config.json, so it is no job of praxis_lite. Name a new or an empty directory",
+            "config.json, so it is not a job of praxis_lite. Name a new or an empty directory",
         )
 
 
@@ -160,7 +155,7 @@ def open_for_reading(path: str | os.PathLike[str], *, writes: bool = True) -> Jo
     Raises ConfigError if it is an address, absent, a file or no job's; or, if results are to be
     written into it (`writes`), cannot be written.
     """
-    job = _named(path)
+    job = JobDir(local_directory(path))
     if not job.path.exists():
         near = next(parent for parent in job.path.parents if parent.exists())
         _refuse(
@@ -198,12 +193,8 @@ def recorded_experiment(job: JobDir) -> str:
     return result
 
 
-def _named(path: str | os.PathLike[str]) -> JobDir:
-    return JobDir(local_directory(path))
-
-
 def _near_jobs(job: JobDir) -> str:
-    """Returns words with the jobs that lie in the directory, or beside it under a near name."""
+    """Returns the end of a message: jobs in the directory, or next to it with a similar name."""
     inside = _jobs_in(job.path)
     if inside:
         return f": {few([str(job.path / name) for name in inside])}"

@@ -20,8 +20,8 @@ class JobLock(contextlib.AbstractContextManager):
     """Holds the right to train in a directory while it is entered, or until the process dies.
 
     It is a lock (`flock`) on the hidden file `.training` there, which names its holder. The file is
-    never removed: a lock on a removed file would keep no other process out. `note` is told if the
-    file system knows no locks; training goes on without one.
+    never removed: a lock on a removed file would keep no other process out. If the file system has
+    no locks, `note` gets a line, and training continues without a lock.
 
     The processes of an elastic job share it (`is_shared`): one that is stopped would hold it for
     ever, and they have their own order (`praxis_tools/elastic`).

@@ -61,7 +61,7 @@ def open_shared(path: str, open_dir: Callable[[], JobDir]) -> JobDir:
         )
     if not processes.is_first():
         job = OtherJobDir(temporary_folder(), shared)
-        # What is read of a job that goes on.
+        # The files that are read when a job resumes.
         for source in (JobDir(shared).config_json, JobDir(shared).eval_metrics_jsonl):
             if source.is_file():
                 shutil.copy(source, job.path / source.name)

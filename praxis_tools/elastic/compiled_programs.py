@@ -1,7 +1,7 @@
 """The compiled programs of an elastic job, kept for all generations on the same mesh.
 
-They lie in the job's own directory, which all hosts share: the first process of a generation, the
-only one that JAX lets write for all, is another one after a death.
+They are stored in the job's directory, which all hosts share, because JAX lets only the first
+process of a generation write them, and after a death that is a process on another host.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ def keep_compiled(order: Order) -> None:
 
 
 def _report_programs() -> None:
-    """Tells the supervisor how many programs this process needed, and how many were in no cache."""
+    """Reports how many programs this process needed, and how many were not in the cache."""
     needed = cached = 0
 
     def count(name: str) -> None:
@@ -67,7 +67,7 @@ def _report_programs() -> None:
 
 
 def _let_all_write() -> None:
-    """Lets each process write programs; JAX asks for the number of the process, and wants 0."""
+    """Lets each process write programs; JAX lets only the process with the index 0."""
     writing, write = threading.local(), compiler._cache_write
 
     class State:

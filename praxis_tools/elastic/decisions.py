@@ -1,7 +1,7 @@
-"""The decision on what comes next: a pure function of the leader's view of all members.
+"""The next action of an elastic job: a pure function of the leader's view of all members.
 
-The leader is the living member with the lowest number. Two members that both take themselves for
-the leader do no harm: a generation's file is made once.
+The leader is the living member with the lowest number. Two members that both lead do no
+harm: a generation's file is made once.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from praxis_tools.elastic.members import (
     WorkerEnd,
 )
 
-# Where a process says that another is gone, and nothing yet says which.
+# The wait after a process has lost another one, until it is known which.
 CAUSE_SECONDS = 3.0
 # So many generations in a row that made no step end the job.
 MOST_FRUITLESS = 20
@@ -33,7 +33,7 @@ class View:
       alive: those whose supervisors live.
       generation: the newest, or None.
       is_asked_to_stop: its workers were asked to.
-      num_members: of the whole job.
+      num_members: of the complete job.
       min_members: with fewer no generation begins.
       waited: seconds since this leader began to look.
       start_seconds: how long the first generation waits for all members.
@@ -121,11 +121,11 @@ def decide(view: View) -> Decision:
     if trained := [end.status for end in ends.values() if end.kind == TRAINED]:
         at_work = [k for k in last.members if _is_in(view, k) and k not in ends]
         return Wait() if at_work else End(max(trained), "trained")
-    broken = _broken(view, last, ends, willing)
-    if broken is not None:
-        return broken
     came = tuple(k for k in willing if k not in last.members)
     left = tuple(k for k in last.members if k not in willing)
+    broken = _broken(view, ends, came, left, willing)
+    if broken is not None:
+        return broken
     if len(ends) == len(last.members):  # All stopped.
         return _after_stop(view, came, left, willing)
     if not (came or left) or view.is_asked_to_stop:
@@ -177,19 +177,19 @@ def _first(view: View, willing: tuple[int, ...]) -> Decision:
 
 
 def _broken(
-    view: View, last: Generation, ends: Mapping[int, WorkerEnd], willing: tuple[int, ...]
+    view: View, ends: Mapping[int, WorkerEnd], came: tuple[int, ...], left: tuple[int, ...],
+    willing: tuple[int, ...],
 ) -> Decision | None:
-    """Returns the decision where a process of the generation is gone; None: none is."""
+    """Returns the decision if a process of the generation is gone; None: none is."""
+    last = view.generation
     gone = [k for k in last.members if not _is_in(view, k)]
     causes = {k: end for k, end in ends.items() if end.kind in (DIED, FAILED)}
     lost = {k: end for k, end in ends.items() if end.kind == LOST_PEER}
     if not (gone or causes or lost or view.stuck):
         return None
-    if view.is_asked_to_stop and not gone and not causes and not view.stuck:
-        came = tuple(k for k in willing if k not in last.members)
-        left = tuple(k for k in last.members if k not in willing)
-        if came or left:  # Some stopped before others had begun to train.
-            return _after_stop(view, came, left, willing)
+    if view.is_asked_to_stop and (came or left) and not (gone or causes or view.stuck):
+        # Some stopped before others had begun to train.
+        return _after_stop(view, came, left, willing)
     failed = {k: end for k, end in causes.items() if end.kind == FAILED}
     times = [_saw_end(view, k) for k in (*causes, *lost)]
     if lost and not (gone or causes or view.stuck):

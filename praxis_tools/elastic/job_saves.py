@@ -44,16 +44,16 @@ class PeerSaves(OtherSaves):
         return NewestState(checkpoints, self._stores, self._note)
 
     def hooks(self, job: JobOnMesh) -> list[Hook]:
-        # Sooner done than the disk's: at a stop they are what is left if time runs out.
+        # Faster than a save on disk: at a stop it is complete even if time runs out.
         return [PeerSaveHook(job, self._saver)]
 
 
 class PeerSaveHook(Hook):
-    """Saves in the memory of hosts: at the start, every so many steps, and at a stop.
+    """Saves in the memory of hosts: at the start, every `every` steps, and at a stop.
 
-    At the start, because what the hosts hold then is of another generation, and lacks the part of
-    a host that died: the next one that dies is to cost no more. Not after the last step of all,
-    which goes to the disk.
+    A save at the start replaces that of the previous generation, which lacks the part of a host
+    that died: another death would make it incomplete. There is none after the very last step,
+    which is saved on disk.
     """
 
     def __init__(self, job: JobOnMesh, saver: PeerSaver):

@@ -1,11 +1,18 @@
 """The leader of an elastic job: sees all members, decides, and records the changes of hands."""
 
+import dataclasses
 import time
 from collections.abc import Mapping
-from typing import Any
 
+from praxis_lite.job.job_dir import JobDir
 from praxis_lite.job.processes.addresses import joined
-from praxis_tools.elastic.changes import changes_of_hands
+from praxis_tools.elastic.changes import (
+    ChangeOfHands,
+    change_of_hands,
+    changes_of_hands,
+    last_step_made,
+    record,
+)
 from praxis_tools.elastic.decisions import (
     Begin,
     Decision,
@@ -17,12 +24,32 @@ from praxis_tools.elastic.decisions import (
     has_stepped,
 )
 from praxis_tools.elastic.members import Generation, Meeting, Member
-from praxis_tools.elastic.record import last_step_made, record, record_line
-from praxis_tools.elastic.settings import Settings
 from praxis_tools.elastic.sight import Sight
 from praxis_tools.elastic.stuck_workers import StuckWorkers
 
 _SAY_AGAIN_SECONDS = 60.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings of an elastic job, from the command line.
+
+    Attributes:
+      argv: the command line that each worker gets.
+      job: the job's directory.
+      member, num_members: `--process_id` and `--num_processes`, or what a launcher says.
+      min_members: `--min_processes`.
+      start_seconds: how long the first generation waits for all members.
+      address: by which other hosts reach this host.
+    """
+
+    argv: tuple[str, ...]
+    job: JobDir
+    member: int
+    num_members: int
+    min_members: int
+    start_seconds: float
+    address: str
 
 
 class Says:
@@ -67,9 +94,9 @@ class Leader:
         if taking_part & alive:
             self._idle_since = time.monotonic()
         if generation is not None and generation.number not in self._recorded:
-            line = record_line(generation, members)
-            if line["reached"]:
-                self._record(line)
+            change = change_of_hands(generation, members)
+            if change.reached:
+                self._record(change)
         decision = decide(view := self._view(members, generation, alive))
         if isinstance(decision, Begin):
             # Others may have died with those that are known to be dead.
@@ -109,7 +136,7 @@ class Leader:
                     self._say(f"{why}: the running step is made and saved")
             case End(status, why):
                 if last is not None and last.number not in self._recorded:
-                    self._record(record_line(last, view.members))
+                    self._record(change_of_hands(last, view.members))
                 self._meeting.end(last.number if last else 0, status, why)
             case Begin():
                 self._begin(decision, view)
@@ -118,7 +145,7 @@ class Leader:
         noticed, last = time.time(), view.generation
         event = noticed - max(0.0, time.monotonic() - begin.event)
         if last is not None and last.number not in self._recorded:
-            self._record(record_line(last, view.members))
+            self._record(change_of_hands(last, view.members))
         first = view.members[begin.members[0]]
         generation = Generation(
             number=(last.number if last else 0) + 1, kind=begin.kind, who=begin.who, why=begin.why,
@@ -141,12 +168,12 @@ class Leader:
         """Returns the numbers of the generations that have a line."""
         return {change.generation for change in changes_of_hands(self._elastic_jsonl)}
 
-    def _record(self, line: dict[str, Any]) -> None:
+    def _record(self, change: ChangeOfHands) -> None:
         on_record = self._on_record()
-        self._recorded = on_record | {line["generation"]}
-        if line["generation"] in on_record:
+        self._recorded = on_record | {change.generation}
+        if change.generation in on_record:
             return  # Another leader was faster.
         try:
-            record(self._elastic_jsonl, line)
+            record(self._elastic_jsonl, change)
         except OSError as error:
             self._say(f"{self._elastic_jsonl} cannot be written: {error.strerror or error}")

@@ -1,8 +1,8 @@
 """The files by which supervisors see each other: members, generations, the end of the job.
 
-They lie in the job's directory, which all hosts share. A member writes its own file alone; a
-generation's file is made once, by whoever comes first. So no supervisor waits for another, and any
-of them may be gone at any time.
+They are stored in the job's directory, which all hosts share. A member writes only its own file; a
+generation's file is made once, by the member that comes first. So no supervisor waits for another,
+and any of them may be gone at any time.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ class WorkerEnd:
     Attributes:
       kind: TRAINED: the job is done; STOPPED: as it was asked to; LOST_PEER: another process was
         gone; DIED: by a signal; FAILED: by an exception; REFUSED: by an error that the user can
-        mend, so that no other try helps.
+        fix, so that a retry does not help.
       status: of the process, negative for a signal.
-      why: in words.
+      why: as text.
       time: in seconds of its host's time.monotonic.
     """
 
@@ -43,7 +43,7 @@ class WorkerEnd:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Member:
-    """A supervisor and its worker, as it says of itself about twice a second.
+    """A supervisor and its worker, as written by the supervisor about twice a second.
 
     Its times are in seconds of its host's time.monotonic: only differences of them mean something
     to other hosts.
@@ -95,7 +95,7 @@ class Generation:
       number: from 1; the largest counts.
       kind: "start", "died", "stuck", "left", "came" or "failed": what ended the one before.
       who: the numbers of the members that it happened to.
-      why: in words.
+      why: as text.
       members: in the order of their processes.
       incarnations: of the members, in that order.
       coordinator: "host:port" of JAX's coordination service.
@@ -157,7 +157,7 @@ class Meeting:
         os.replace(temporary, path)
 
     def read(self, member: int) -> Member | None:
-        """Returns a member as its file says, or None if it has none that can be read."""
+        """Returns a member from its file, or None if there is none that can be read."""
         try:
             fields = parse_json(content_of(self._members / f"{member}.json").decode())
             end = fields.pop("end")
@@ -176,7 +176,7 @@ class Meeting:
         """Returns the number of the newest generation; 0 if there is none.
 
         Args:
-          known: a generation that there is, from which it looks on; 0: in the whole folder.
+          known: a generation that exists; only later ones are looked for. 0: all are.
         """
         if not known:
             names = (name.partition(".") for name in os.listdir(self._generations))
@@ -227,7 +227,7 @@ class Meeting:
         (self._generations / f"{number}.end").unlink(missing_ok=True)
 
     def _make(self, name: str, fields: Mapping[str, Any]) -> bool:
-        """Makes a file that is seen whole, unless that name is taken."""
+        """Makes a complete file, unless that name is taken; returns True if it did."""
         temporary = self._generations / f".{name}.{secrets.token_hex(8)}"
         temporary.write_text(json.dumps(fields))
         try:

@@ -36,8 +36,9 @@ def on_devices_of(
       ConfigError: `mesh_for` returns something else than a mesh of these devices with the job's
         axes, or not the same on all processes; or as `choose`.
     """
-    num_devices = _num_simulated(job.mesh, part.num_slots) * len(part.members)
-    check_room_for_devices(simulate_devices(num_devices, processes.count()))
+    sizes = (*job.mesh.ici_mesh_shape, *(job.mesh.dcn_mesh_shape or ()))
+    num_each = math.ceil(abs(math.prod(sizes)) / part.num_slots)  # -1 counts as 1.
+    check_room_for_devices(simulate_devices(num_each * len(part.members), processes.count()))
     devices = all_devices()
     if _filled(job.mesh, len(devices)) is not None:
         return job
@@ -52,14 +53,8 @@ def on_devices_of(
     return dataclasses.replace(job, mesh=mesh)
 
 
-def _num_simulated(mesh: MeshConfig, num_processes: int) -> int:
-    """Returns how many devices a process simulates if all are there; -1 counts as 1."""
-    sizes = (*mesh.ici_mesh_shape, *(mesh.dcn_mesh_shape or ()))
-    return math.ceil(abs(math.prod(sizes)) / num_processes)
-
-
 def _filled(mesh: MeshConfig, num_devices: int) -> MeshConfig | None:
-    """Returns a mesh, -1 filled, if it has so many devices; else None."""
+    """Returns a mesh with -1 replaced by a size, or None if it does not have so many devices."""
     try:
         mesh = filled_mesh(mesh, num_devices)
     except ConfigError:  # The other sizes do not divide it.
@@ -68,18 +63,19 @@ def _filled(mesh: MeshConfig, num_devices: int) -> MeshConfig | None:
 
 
 def _given(config: Any, own: MeshConfig, num_devices: int, method: str) -> MeshConfig:
-    """Returns the mesh that an experiment's `mesh_for` gives, with the compiler options of its own.
+    """Returns the mesh of an experiment's `mesh_for`, by default with `own`'s compiler options.
 
     Args:
-      method: its name, for the errors.
+      own: the mesh of the experiment.
+      method: the name of `mesh_for`, for the errors.
     """
     call = f"{method}({num_devices})"
     example = f"fdl.Config(MeshConfig, ici_mesh_shape=..., axis_names={tuple(own.axis_names)})"
     mesh = build(config) if isinstance(config, fdl.Config) else None
     if not isinstance(mesh, MeshConfig):
         raise ConfigError(
-            f"{call} returns {shown(repr(config), 200)}, wanted the config of a MeshConfig, or "
-            f"None for the plan's choice: return {example}."
+            f"{call} returns {shown(repr(config), 200)}; expected the config of a MeshConfig, or "
+            f"None for the plan's choice. Return {example}."
         )
     if set(mesh.axis_names) != set(own.axis_names):
         raise ConfigError(
@@ -91,7 +87,7 @@ def _given(config: Any, own: MeshConfig, num_devices: int, method: str) -> MeshC
     if filled is None:
         raise ConfigError(
             f"{call} returns ici_mesh_shape {tuple(mesh.ici_mesh_shape)} and dcn_mesh_shape "
-            f"{mesh.dcn_mesh_shape and tuple(mesh.dcn_mesh_shape)}; wanted are {num_devices} "
+            f"{mesh.dcn_mesh_shape and tuple(mesh.dcn_mesh_shape)}; expected {num_devices} "
             "devices in all. Compute the shape from num_devices, or return None for the plan's "
             "choice."
         )

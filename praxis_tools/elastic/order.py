@@ -15,66 +15,46 @@ from typing import Any
 from praxis_lite.job.events import Listener, Phase
 from praxis_lite.job.processes import signals
 from praxis_lite.job.processes.membership import Membership
+from praxis_lite.job.processes.stacks import give_when_asked, stacks
+from praxis_tools.stuck.progress import own
 
 # The variable that makes a process a worker: "file descriptor of its reports:supervisor's PID".
 WORKER = "PRAXIS_LITE_WORKER"
 # The status of a worker that ends because another is gone (EX_TEMPFAIL).
 LOST_PEER_STATUS = 75
-# A worker that finds itself stopped for so long asks whether the others went on without it.
+# A worker that was stopped for so long checks whether the others continued without it.
 _STOPPED_SECONDS = 5.0
+_PROGRESS_SECONDS = 1.0
+# A worker that has waited for so long reports its stacks, because it may end before it is asked.
+_WAITS_SECONDS = 20.0
+# Of these stacks: they fit into the pipe, from which a supervisor that is stopped reads nothing.
+_MOST_CHARACTERS = 30_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Order:
-    """The part that a worker has in a generation of an elastic job.
+class Order(Membership):
+    """The part of a worker in a generation of an elastic job, and what it needs for that.
 
     Attributes:
-      generation: its number; each change of hands begins the next.
-      member: the number of this worker's host, `--process_id`, which stays the same.
-      members: of the generation, in the order of their processes.
-      stores: "host:port" of each member's peer store, in that order.
-      store_key: the secret by which the stores know the job's processes.
-      coordinator: "host:port" of JAX's coordination service in this generation.
-      num_slots: of processes in the whole job, `--num_processes`.
-      reason: why the generation began, in words.
+      stores: "host:port" of each member's peer store, in the order of their processes.
       folder: in which the supervisors meet.
     """
 
-    generation: int
-    member: int
-    members: tuple[int, ...]
     stores: tuple[str, ...]
-    store_key: bytes
-    coordinator: str
-    num_slots: int = 1
-    reason: str = ""
     folder: str = ""
-
-    @property
-    def index(self) -> int:
-        """The index of this worker's process among those of the generation."""
-        return self.members.index(self.member)
-
-    @property
-    def membership(self) -> Membership:
-        """The worker's part, as the run needs to know it."""
-        return Membership(
-            generation=self.generation, member=self.member, members=self.members,
-            num_slots=self.num_slots, coordinator=self.coordinator, key=self.store_key,
-            lost_status=LOST_PEER_STATUS,
-        )
+    lost_status: int = LOST_PEER_STATUS
 
     def line(self) -> str:
         """Returns the order as a line of JSON."""
-        return json.dumps({**dataclasses.asdict(self), "store_key": self.store_key.hex()}) + "\n"
+        return json.dumps({**dataclasses.asdict(self), "key": self.key.hex()}) + "\n"
 
     @classmethod
     def of_line(cls, line: str) -> "Order":
-        """Returns the order that `line` gave."""
+        """Returns the order that `line` returned."""
         fields = json.loads(line)
         return cls(**{
             **fields, "members": tuple(fields["members"]), "stores": tuple(fields["stores"]),
-            "store_key": bytes.fromhex(fields["store_key"]),
+            "key": bytes.fromhex(fields["key"]),
         })
 
 
@@ -88,12 +68,6 @@ def current() -> Order | None:
     return _order
 
 
-def take(order: Order | None, pipe: int) -> None:
-    """Makes an order that of this process, whose reports go to a file descriptor."""
-    global _order, _pipe
-    _order, _pipe = order, pipe
-
-
 def is_worker() -> bool:
     """Returns True if a supervisor started this process."""
     return WORKER in os.environ
@@ -105,22 +79,19 @@ def wait_for_order(prepare: Callable[[], None]) -> Order:
     Args:
       prepare: imports what the work needs, before there is an order.
     """
+    global _order, _pipe
     pipe, _, supervisor = os.environ.pop(WORKER).partition(":")
-    _ends_with_supervisor(int(supervisor))
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG.
+    if os.getppid() != int(supervisor):
+        os._exit(0)
     signals.hear_supervisor_alone()
     prepare()
     line = sys.stdin.readline()
     if not line:
         sys.exit(0)
-    take(Order.of_line(line), int(pipe))
+    _order, _pipe = Order.of_line(line), int(pipe)
     threading.Thread(target=_end_if_stopped_for_long, name="not stopped", daemon=True).start()
     return _order
-
-
-def _ends_with_supervisor(supervisor: int) -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG.
-    if os.getppid() != supervisor:
-        os._exit(0)
 
 
 def _end_if_stopped_for_long() -> None:
@@ -138,7 +109,7 @@ _phase = ""
 
 
 def tell_phase(name: str) -> None:
-    """Tells the supervisor what this process does from now on, as the goodput's kinds say it."""
+    """Reports what this process does from now on, as one of goodput's kinds."""
     global _phase
     name = "step" if name == "input wait" else name  # They alternate in each step.
     if _pipe >= 0 and name != _phase:
@@ -147,10 +118,10 @@ def tell_phase(name: str) -> None:
 
 
 def report(**fields: Any) -> None:
-    """Tells the supervisor values for JSON by name, which replace those it knew; any thread.
+    """Reports values for JSON by name, which replace earlier ones; from any thread.
 
-    Nothing happens in a run that is not elastic. A supervisor that is gone is no error: this
-    process ends with it.
+    Does nothing in a run that is not elastic. A supervisor that is gone is no error: this process
+    ends with it.
     """
     if _pipe < 0:
         return
@@ -161,7 +132,7 @@ def report(**fields: Any) -> None:
 
 
 class ToSupervisor(Listener):
-    """Tells the supervisor the events of this process."""
+    """Reports the events of this process to the supervisor."""
 
     def begins(self, phase: Phase, step: int | None) -> None:
         tell_phase(phase.counts_as)
@@ -171,3 +142,30 @@ class ToSupervisor(Listener):
 
     def report(self, facts: Mapping[str, Any]) -> None:
         report(**facts)
+
+
+def report_progress() -> None:
+    """Begins to report the progress of this worker, once a second, from a thread.
+
+    The supervisor gets `progress`, the fields of `Progress`, and `stacks_file`, the path for
+    `stacks.asked_for`. Once the worker waits it also gets `stacks`, and `first_collectives`: for
+    each process, as text, the first collective of a training step that needs its devices.
+    """
+    report(stacks_file=give_when_asked())
+    threading.Thread(target=_report_progress, name="progress", daemon=True).start()
+
+
+def _report_progress() -> None:
+    has_reported_wait = False
+    while True:
+        time.sleep(_PROGRESS_SECONDS)
+        progress = own.progress_of(_order.index)
+        report(progress=dataclasses.asdict(progress))
+        if progress.silent_seconds < _WAITS_SECONDS:
+            if has_reported_wait:
+                report(stacks="")
+            has_reported_wait = False  # The next program may be another one.
+        elif not has_reported_wait:
+            has_reported_wait = True
+            collectives = list(map(own.first_collective, range(len(_order.members))))
+            report(first_collectives=collectives, stacks=stacks()[:_MOST_CHARACTERS])

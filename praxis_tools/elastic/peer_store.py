@@ -1,7 +1,7 @@
-"""The memory of a host in which the state of training is kept, beside the disk.
+"""Saves of the training state in the memory of a host.
 
-The supervisor holds it, so it stays where a worker dies. It knows saves by their numbers, and
-nothing of arrays.
+The supervisor has this memory, so it survives the death of a worker. It stores saves by their
+numbers, as bytes.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _MOST_SHARE = 0.9  # Of the memory that is free, for a save.
 
 @dataclasses.dataclass(frozen=True)
 class _Held:
-    """A save in memory, which is given back once nothing reads it."""
+    """A save in memory, which is freed once nothing reads it."""
 
     header: bytes
     data: mmap.mmap
@@ -51,9 +51,9 @@ class _Held:
 class PeerStore:
     """Saves in the memory of this process, for the processes of its job: a context.
 
-    A thread takes connections; each has a separate thread, so none waits for another. A client that
-    does not have the key is not listened to; one that has it is trusted. A save is there once all
-    its bytes came and have their digest; of one that was cut off nothing stays.
+    A thread takes connections; each has a separate thread, so none waits for another. A client
+    that does not have the key is refused; one that has it is trusted. A save is stored once all its
+    bytes have come and match their digest; an incomplete one is discarded.
 
     Args:
       key: of the job.
@@ -104,12 +104,9 @@ class PeerStore:
                 self._strangers.append(connection)
                 if len(self._strangers) > _MOST_STRANGERS:
                     _end(self._strangers.pop(0))  # So that silent ones keep nobody out.
-            try:
-                threading.Thread(
-                    target=self._serve, args=(connection,), name="peer store's client", daemon=True
-                ).start()
-            except RuntimeError:  # No more threads.
-                self._forget(connection)
+            threading.Thread(
+                target=self._serve, args=(connection,), name="peer store's client", daemon=True
+            ).start()
 
     def _serve(self, connection: socket.socket) -> None:
         try:
@@ -131,14 +128,11 @@ class PeerStore:
         except (OSError, ValueError):
             pass  # The client is gone, or has another version.
         finally:
-            self._forget(connection)
-
-    def _forget(self, connection: socket.socket) -> None:
-        with self._lock:
-            self._connections.discard(connection)
-            if connection in self._strangers:
-                self._strangers.remove(connection)
-        connection.close()
+            with self._lock:
+                self._connections.discard(connection)
+                if connection in self._strangers:
+                    self._strangers.remove(connection)
+            connection.close()
 
     def _answer(self, connection: socket.socket, request: dict[str, Any]) -> None:
         match request["do"]:

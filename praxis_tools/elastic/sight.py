@@ -1,10 +1,10 @@
-"""Who of the members lives, as a supervisor sees it: by beats that grow, and by connecting."""
+"""Which members are alive, as a supervisor sees it: by their beats, and by connecting to them."""
 
 import contextlib
 import dataclasses
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from praxis_lite.job.processes import addresses
 from praxis_tools.elastic.members import Member, WorkerEnd
@@ -33,11 +33,10 @@ class Sight:
 
     Args:
       own: the number of the member that looks.
-      refuses: returns True if a host answers that nothing listens at its "host:port".
     """
 
-    def __init__(self, own: int, *, refuses: Callable[[str], bool] | None = None):
-        self._own, self._refuses = own, refuses or _refuses
+    def __init__(self, own: int):
+        self._own = own
         self._members: dict[int, _Seen] = {}
 
     def look(self, members: Mapping[int, Member | None]) -> None:
@@ -60,20 +59,20 @@ class Sight:
                 seen.has_grown, seen.is_refused = True, False
             elif now - max(seen.at, seen.asked_at) > _DOUBT_SECONDS and member.store:
                 seen.asked_at = now
-                seen.is_refused = k != self._own and self._refuses(member.store)
+                seen.is_refused = k != self._own and _refuses(member.store)
 
     def ask(self, members: Mapping[int, Member]) -> None:
         """Asks now whether hosts know the ports of these members, before they are relied on."""
         for k, member in members.items():
             if k in self._members and k != self._own and member.store:
-                self._members[k].is_refused = self._refuses(member.store)
+                self._members[k].is_refused = _refuses(member.store)
 
     def alive(self, taking_part: frozenset[int] = frozenset()) -> set[int]:
         """Returns the members that live.
 
         Args:
-          taking_part: those that are held for living until they have been silent; others only once
-            their beats have grown, for files of former launches stay.
+          taking_part: members that count as alive until they have been silent. Others count only
+            once their beats have grown, because files of previous launches remain.
         """
         now = time.monotonic()
         return {
@@ -94,6 +93,7 @@ class Sight:
 
 
 def _refuses(address: str) -> bool:
+    """Returns True if a host answers that nothing listens at its "host:port"."""
     with contextlib.suppress(OSError):
         try:
             socket.create_connection(addresses.split(address), timeout=0.3).close()

@@ -1,8 +1,8 @@
 """Messages to and from a peer store: who may send them, and their form on the wire.
 
 A message is a JSON object after its length; as many bytes as it specifies may follow it. Both sides
-first prove that they have the job's key (HMAC-SHA256 over numbers that each draws); what follows is
-neither signed nor encrypted, as JAX's own traffic is not.
+first prove that they have the job's key (HMAC-SHA256 over numbers that each draws); the traffic
+after that is neither signed nor encrypted, like JAX's own.
 """
 
 import contextlib
@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from praxis_lite.job.processes.addresses import split
+
 _VERIFY_SECONDS = 120.0  # That a store may take to read a save.
 STALL_SECONDS = 30.0  # A side that sends or takes nothing for so long is given up.
 _GREETING_SECONDS = 5.0
@@ -24,7 +26,7 @@ _PART_BYTES = 2**22  # Sent at a time: the time limit is one of each part.
 
 
 class SaveId(NamedTuple):
-    """A process's part of a save; the parts with equal generation and number are a whole state.
+    """A process's part of a save; the parts with equal generation and number are a complete state.
 
     Attributes:
       generation: of the elastic job that saved it.
@@ -38,7 +40,7 @@ class SaveId(NamedTuple):
 
 
 class StoreFailed(Exception):
-    """A peer store does not answer, or refuses a request; says whose it is, and why."""
+    """A peer store does not answer, or refuses a request; the message names its host and why."""
 
 
 def greet(connection: socket.socket, key: bytes, *, is_server: bool) -> None:
@@ -201,8 +203,7 @@ class StoreClient:
         self._idle.append(connection)
 
     def _connected(self) -> socket.socket:
-        host, _, port = self._address.rpartition(":")
-        connection = socket.create_connection((host.strip("[]"), int(port)), _GREETING_SECONDS)
+        connection = socket.create_connection(split(self._address), _GREETING_SECONDS)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             greet(connection, self._key, is_server=False)

@@ -1,13 +1,11 @@
-"""The workers of a generation that live and do nothing, as the leader sees them over time."""
+"""The stuck workers of a generation, as the leader finds them over time."""
 
-import contextlib
-import os
 import time
 from collections.abc import Mapping, Set
 from pathlib import Path
 
-from praxis_lite.host.json_text import opened_to_append
 from praxis_lite.job.processes.stacks import asked_for
+from praxis_lite.job.processes.watchdog import write_report
 from praxis_tools.elastic.members import Generation, Member
 from praxis_tools.elastic.worker_process import WorkerProcess
 from praxis_tools.stuck import Decision, Progress
@@ -32,9 +30,9 @@ class StuckWorkers:
         self.seconds = 0.0
 
     def look(self, members: Mapping[int, Member], alive: Set[int]) -> dict[int, str]:
-        """Returns the stuck members by number, each with the reason in words; mostly none.
+        """Returns the stuck members by number, each with the reason as text.
 
-        If no worker is behind the others and yet none goes on, all of them are stuck.
+        If no worker is behind the others and yet none makes progress, all of them are stuck.
         """
         now = time.monotonic()
         if now - self._looked_at < _EVERY_SECONDS:
@@ -64,9 +62,9 @@ class StuckWorkers:
 
 
 def _collective(members: Mapping[int, Member], process: int) -> str:
-    """Returns the first collective of a step that needs a process, as a worker that waits knows it.
+    """Returns the first collective of a step that needs a process, as reported by a waiting worker.
 
-    "" if none has told.
+    "" if none has reported it.
     """
     for member in members.values():
         told = member.worker.get("first_collectives", [])
@@ -85,7 +83,4 @@ def report_stuck(worker: WorkerProcess, why: str, stacks_txt: Path) -> None:
         f"All threads:\n{stacks.rstrip()}" if stacks
         else f"It gives no stacks: {state_in_words(worker.pid) or 'it has ended'}."
     )
-    report = f"stuck: {why}. It is ended and replaced. {where}\n"
-    os.write(2, report.encode(errors="replace"))
-    with contextlib.suppress(OSError), opened_to_append(stacks_txt) as file:
-        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {report}")
+    write_report(f"stuck: {why}. It is ended and replaced. {where}\n", stacks_txt)

@@ -11,7 +11,7 @@ import time
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.job.health_files import HealthFiles
 from praxis_lite.job.processes import signals
-from praxis_tools.elastic.leader import Leader, Says
+from praxis_tools.elastic.leader import Leader, Says, Settings
 from praxis_tools.elastic.members import (
     DIED,
     FAILED,
@@ -23,7 +23,6 @@ from praxis_tools.elastic.members import (
 )
 from praxis_tools.elastic.order import LOST_PEER_STATUS, Order
 from praxis_tools.elastic.peer_store import PeerStore
-from praxis_tools.elastic.settings import Settings
 from praxis_tools.elastic.sight import SILENT_SECONDS, Sight
 from praxis_tools.elastic.stuck_workers import report_stuck
 from praxis_tools.elastic.worker_process import (
@@ -35,8 +34,8 @@ from praxis_tools.elastic.worker_process import (
 _BEAT_SECONDS = 0.5
 # How often the files of others are looked at: of many hosts less often, for the file system's sake.
 _POLL_SECONDS, _POLL_SECONDS_PER_HOST = 0.1, 0.001
-# A supervisor that could not write its beat for so long ends its worker: the others take it for
-# gone a little later.
+# A supervisor that could not write its beat for so long ends its worker. A little later the others
+# consider it gone.
 _LEASE_SECONDS = SILENT_SECONDS - 4.0
 # A worker that ended twice in a row before a step is given a rest, twice as long each time.
 _REST_SECONDS = 30.0
@@ -173,7 +172,7 @@ class Supervisor:
             end = end_of(status, self._spare.reports, was_asked=False)
             self._own = dataclasses.replace(self._own, end=end)
         else:
-            # The other one works on; what is wrong is told when this host needs a new worker.
+            # The worker continues; the error is reported when this host needs a new worker.
             self._no_spare_until = time.monotonic() + _REST_SECONDS
         self._spare = None
 
@@ -236,9 +235,8 @@ class Supervisor:
         self._worker.give(Order(
             generation=newest, member=own, members=generation.members,
             stores=tuple(member.store if member else "" for member in members.values()),
-            store_key=self._key, coordinator=generation.coordinator,
-            num_slots=self._settings.num_members, reason=generation.why,
-            folder=str(self._settings.job.elastic),
+            key=self._key, coordinator=generation.coordinator,
+            num_slots=self._settings.num_members, folder=str(self._settings.job.elastic),
         ))
         self._beat(now=True)
 
@@ -274,7 +272,7 @@ class Supervisor:
         self._members[own] = self._own
         self._sight.look({**members, own: self._own})
         if not looks_at_all and self._leads():
-            self._look()  # Of all others only old news is known.
+            self._look()  # So far it looked at the previous leader alone.
 
     def _taking_part(self) -> frozenset[int]:
         if self._generation is None:
@@ -295,7 +293,7 @@ class Supervisor:
         """Returns True if this host, which leaves, has no work in the newest generation."""
         if self._worker is None or self._own.end is not None:
             others = self._alive() - {self._settings.member}
-            # The others need its word that it stopped, and its peer store, until they go on.
+            # Until the others continue, they need its report that it stopped, and its peer store.
             newest = self._generation.number if self._generation else 0
             return not others or not newest or self._own.generation < newest or all(
                 self._members[k].is_leaving for k in others

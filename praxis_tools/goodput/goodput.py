@@ -64,7 +64,7 @@ class Goodput:
     Attributes:
       launches: in their order.
       seconds: by kind, in the order of `KINDS`, those between launches as "idle", or "change of
-        hands" where an elastic job was about to go on.
+        hands" where an elastic job was about to continue.
       total_seconds: the sum of all kinds.
     """
 

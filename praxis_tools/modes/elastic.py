@@ -15,7 +15,6 @@ from praxis_lite.job.processes.start import connect_member, own_number
 from praxis_lite.modes.launched import job_log_dir
 from praxis_lite.modes.mode import CommandLine
 from praxis_tools.elastic import order
-from praxis_tools.elastic.stuck_worker import tell_supervisor
 from praxis_tools.stuck.progress import own
 
 
@@ -36,8 +35,8 @@ def begin_elastic(
     events.tell(order.ToSupervisor())
     events.tell(own)
     order.tell_phase("connect")
-    connect_member(taken.membership, command.start_seconds)
-    tell_supervisor(taken.index, len(taken.members))
+    connect_member(taken, command.start_seconds)
+    order.report_progress()
     if processes.is_first():
         names = ", ".join(map(str, taken.members))
         print(
@@ -47,7 +46,8 @@ def begin_elastic(
 
 
 def _supervise(command: CommandLine, argv: Sequence[str], health_dir: str | None) -> int:
-    from praxis_tools.elastic.supervisor import Settings, Supervisor
+    from praxis_tools.elastic.leader import Settings
+    from praxis_tools.elastic.supervisor import Supervisor
 
     member, num_members = own_number(
         command.coordinator, command.num_processes, command.process_id, os.environ

@@ -202,9 +202,9 @@ def _change(change: ChangeOfHands, axes: Mapping[str, np.ndarray]) -> dict[str, 
     return strict_json(
         {
             "generation": change.generation, "kind": change.kind, "why": change.why,
-            "from_step": change.from_step, "source": change.source, "lost": change.lost_steps,
+            "from_step": change.from_step, "source": change.source, "lost": change.lost_steps or 0,
             "devices": change.num_devices,
-            "mesh": ", ".join(f"{axis} {size}" for axis, size in change.mesh.items()),
+            "mesh": ", ".join(f"{axis} {size}" for axis, size in (change.mesh or {}).items()),
             "reached": change.reached,
             "seconds": dict(change.seconds), "total": change.total, "axes": at,
         },

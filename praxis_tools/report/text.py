@@ -134,7 +134,7 @@ def changes_text(job: JobState) -> str:
         rows.append([
             str(change.generation),
             "" if change.from_step is None else str(change.from_step),
-            str(change.lost_steps), str(change.num_devices or ""), f"{change.total:.1f}",
+            str(change.lost_steps or 0), str(change.num_devices or ""), f"{change.total:.1f}",
             ", ".join(f"{part} {value:.1f}" for part, value in longest if value >= 0.05),
             shown(f"{change.kind}: {change.why}", 100) + " (made no step)" * (not change.reached),
         ])

@@ -1,6 +1,6 @@
-"""Which process of a job hangs, though it lives, and what do the others wait for?
+"""Which process of a job is alive but stuck, and what do the others wait for?
 
-The decision is a function of what all processes tell of themselves; it never sees a process, a
+The decision is a function of the progress that all processes report; it never sees a process, a
 clock or a file.
 """
 

@@ -1,7 +1,6 @@
-"""The beats of a job's processes that also tell how far each has come: who is stuck?"""
+"""Heartbeats with the progress of each process, by which the first process finds stuck ones."""
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,9 +20,9 @@ _STACKS = "praxis_lite/stacks"
 
 
 class StuckBeats(Beats):
-    """Heartbeats with the progress of each process, from which the first one finds stuck ones.
+    """Heartbeats with the progress of each process.
 
-    It asks a stuck process for its stacks: "asks" in its own beat.
+    The first process lists in "asks" of its own beat the stuck processes whose stacks it needs.
     """
 
     def __init__(self, seconds: float):
@@ -104,7 +103,7 @@ def say(report: str) -> bool:
     """Reports that a process is stuck; returns True if the job is to end for that."""
     dog = watchdog.entered()
     if dog is None:
-        os.write(2, report.encode(errors="replace"))
+        watchdog.write_report(report, None)
         return False
     dog.say(report)
     return dog.may_end()

@@ -1,8 +1,8 @@
 """The decision which process is stuck, from the progress of all of them over time.
 
-In a collective program all wait for whoever has come to the fewest places. That process is stuck if
-the others have waited long, and nothing moves in it. How long is long depends on what it does, and
-on how long the same has taken it before (`Observed`).
+In a collective program all processes wait for the one that has come to the fewest places. It is
+stuck if the others have waited long and it does no work. How long is long depends on its phase, and
+on how long the same phase has taken it before (`Observed`).
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class Stuck:
         behind the others.
       seconds: how long the others have waited for them, or all together.
       waiting: the last progress of the processes that wait.
-      why: in words.
+      why: as text.
     """
 
     processes: tuple[Progress, ...]
@@ -37,7 +37,7 @@ class Stuck:
 
 
 class Decision:
-    """Decides who is stuck, from observations. It has no clock: given the same it says the same.
+    """Decides from observations which process is stuck. It has no clock, so it is deterministic.
 
     Of an elastic job the leading supervisor makes one for each generation.
 
@@ -83,7 +83,7 @@ class Decision:
         least = min(item.last.arrived for item in self._observed)
         behind = [item for item in self._observed if item.last.arrived == least]
         reasons = [item.why_stuck(self._now) for item in behind]
-        if not all(reasons):  # One of them goes on: the rest may wait for it.
+        if not all(reasons):  # One of them makes progress: the rest may wait for it.
             return None
         since = min(item.behind_since for item in behind)
         return self._stuck(behind, since, "; ".join(dict.fromkeys(reasons)))

@@ -1,4 +1,4 @@
-"""A process as it was observed over time: since when it is silent, and whether it moves."""
+"""The observations of a process over time: how long it is silent, and whether it works."""
 
 import collections
 import itertools
@@ -6,24 +6,24 @@ import math
 
 from praxis_tools.stuck.progress import MEETING, ON_DEVICES, Progress
 
-# How long the others have waited for a process in which nothing moves.
+# How long the others have waited for a process that does no work.
 WAIT_SECONDS = 35.0
-# How long a process that moves may be silent where it is expected to be quick.
+# How long a process that works may be silent in a phase that is expected to be short.
 BUSY_SECONDS = 300.0
-# How long may take what has not been seen to take less: a first step on the devices, a save that
+# The limit for a phase whose usual time is not known: a first step on the devices, a save that
 # waits for a file system in another process (FUSE).
 UNKNOWN_SECONDS = 600.0
-# So many times the longest that the same has taken before is no reason to worry.
+# Up to these multiples of its longest time so far a phase is not stuck.
 _TIMES_STILL, _TIMES_BUSY = 3.0, 10.0
-# A process moves if it uses so much of a core, or reads and writes so many bytes, over a window; or
-# if a thread is ready to run for so much of it, on a host with too few cores. Its own threads
-# (beats, the timeline, trackers) take about 1% of a core.
+# A process works if it uses at least this share of a core, or reads and writes this many bytes, in
+# a window; or if its threads are ready to run for this share of the window, on a host with too few
+# cores. Our own threads (beats, the timeline, trackers) take about 1% of a core.
 _WINDOW_SECONDS, _LEAST_WINDOW = 20.0, 10.0
 _CORES, _BYTES, _READY = 0.05, 2**20, 0.5
 # A thread of it should tell its progress every second or two.
 _UNHEARD_SECONDS = 25.0
 
-# A process that moves may do these for as long as it will.
+# Phases without a limit for a process that works.
 LONG = ("import", "init", "connect", "compile", "restore", "save")
 
 
@@ -31,7 +31,7 @@ class Observed:
     """The observations of a process; times are in seconds of the observer's clock.
 
     Attributes:
-      last: what it told last; None: nothing yet.
+      last: its last progress; None: none yet.
       changed_at: when its last sign of life was seen.
       state_since: when its state was first seen as it is now.
       behind_since: when another process was first seen to wait for it; None: none does.
@@ -44,7 +44,7 @@ class Observed:
         self._samples: collections.deque[tuple[float, Progress]] = collections.deque()
 
     def take(self, item: Progress, now: float) -> None:
-        """Takes the progress that the process tells."""
+        """Takes the progress that the process reports."""
         last, self.last = self.last, item
         if last is None or item.state != last.state:
             self.state_since = now
@@ -98,7 +98,7 @@ class Observed:
         else:
             most = UNKNOWN_SECONDS if self.last.state == "D" and doing in LONG else WAIT_SECONDS
         if usual is None or doing.endswith((ON_DEVICES, MEETING)):
-            usual = 0.0  # It may have waited for others, which says nothing of its own time.
+            usual = 0.0  # It may have waited for others, so its own time is not known.
         return max(most, WAIT_SECONDS, _TIMES_STILL * usual)
 
     def _is_unheard(self) -> bool:
@@ -119,8 +119,8 @@ class Observed:
     def _ready_seconds(self) -> float:
         """Returns for how long of the window a thread was ready to run.
 
-        Between two samples that is at most the time that passed. What is told is a sum over the
-        threads that were found: one that was missed once comes back with the seconds of its life.
+        Between two samples that is at most the time that passed. The samples are sums over the
+        threads that were found: one that was missed once reappears with its total seconds.
         """
         return sum(
             min(max(item.ready_seconds - before.ready_seconds, 0.0), now - then)

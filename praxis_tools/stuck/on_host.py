@@ -1,4 +1,4 @@
-"""The state and the work of a process, as the operating system of its host tells them."""
+"""The state and the work of a process, as reported by the operating system of its host."""
 
 import contextlib
 import dataclasses
@@ -28,13 +28,11 @@ def seen_by_host(
 
     Args:
       pid: its number.
-      told: the fields of `Progress` that it told last; {}: none yet.
+      told: the fields of `Progress` that it reported last; {}: none yet.
       process: its index among those that meet.
-      unheard_seconds: since it told them, or since it was started.
+      unheard_seconds: since it reported them, or since it was started.
     """
-    known = {field.name for field in dataclasses.fields(Progress)}
-    fields = {name: value for name, value in told.items() if name in known}
-    progress = Progress(**{"doing": "import", **fields, "process": process})
+    progress = Progress(**{"doing": "import", **told, "process": process})
     return _with_work(dataclasses.replace(
         progress, unheard_seconds=unheard_seconds,
         silent_seconds=progress.silent_seconds + unheard_seconds,
@@ -42,7 +40,7 @@ def seen_by_host(
 
 
 def state_in_words(pid: int) -> str:
-    """Returns in words the state of a living process of this host; "": unknown."""
+    """Returns as text the state of a living process of this host; "": unknown."""
     words = []
     if (state := _stat(pid)[0]) not in ("", "Z"):
         words.append(f"it {_STATES.get(state, 'lives')} (state {state})")
@@ -67,7 +65,7 @@ def _with_work(progress: Progress, pid: int) -> Progress:
 
 
 def _stat(pid: int) -> tuple[str, float]:
-    """Returns the state, and the CPU seconds of a process and its former children."""
+    """Returns the state, and the CPU seconds of a process and its ended children."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         # The name of the program, in brackets, may hold blanks and brackets.
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")

@@ -1,8 +1,7 @@
-"""The progress of a process: noted by its main thread, told to whoever decides who is stuck."""
+"""The progress of a process, noted by its main thread; the basis for finding stuck processes."""
 
 import collections
 import dataclasses
-import json
 import time
 from collections.abc import Callable
 
@@ -27,11 +26,11 @@ class Progress:
       dispatched: the last training step that it handed to the devices; None: none yet.
       arrived: to how many of the places it has come at which all processes meet: steps and batches
         of evaluations that it was about to hand to the devices, barriers on the host. All come to
-        the same places in the same order, so whoever has come to the fewest is waited for.
+        the same places in the same order, so the others wait for the one with the fewest.
       silent_seconds: since its last sign of life, as its own host measures it: it came to a place,
         ended a step, or began or ended to do something.
-      unheard_seconds: since a thread of it last told all this, which grows while a process is
-        stopped, or while C code keeps Python's lock.
+      unheard_seconds: since a thread of it last reported all this; grows while the process is
+        stopped, or while C code holds Python's lock.
       cpu_seconds: used so far by the process and its children.
       ready_seconds: that its living threads, and those of its children, ran or waited for a core.
       io_bytes: read and written so far by the process.
@@ -52,22 +51,13 @@ class Progress:
     io_bytes: int = 0
     state: str = ""
 
-    def line(self) -> str:
-        """Returns it as a line of JSON."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def of_line(cls, line: str) -> "Progress":
-        """Returns the progress that `line` gave."""
-        return cls(**json.loads(line))
-
 
 class Noted(Listener):
     """What this process does and how far it has come, as the events of its main thread tell it.
 
     Attributes:
       first_collective: returns the first collective of a training step that needs the devices of a
-        process, by its index, in words; "": it is not known.
+        process, by its index, as text; "": it is not known.
 
     Args:
       now: seconds that never go back.

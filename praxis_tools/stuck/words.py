@@ -5,7 +5,7 @@ from collections.abc import Callable
 from praxis_tools.stuck.decision import Stuck
 from praxis_tools.stuck.progress import MEETING, ON_DEVICES, Progress
 
-# A process that has told nothing for longer may have come further meanwhile.
+# A process that has reported nothing for longer may have made progress meanwhile.
 _HEARD_SECONDS = 5.0
 
 
@@ -58,7 +58,7 @@ def _where(progress: Progress) -> str:
 def _perhaps_in_what(
     stuck: Stuck, name: Callable[[int], str], first_collective: Callable[[int], str]
 ) -> str:
-    """Returns where an observer waits for a process that may have come further than it told."""
+    """Returns where an observer waits for a process whose last report may be outdated."""
     observer = max(stuck.waiting, key=lambda item: item.arrived)
     words = f"; {name(observer.process)}: {_where(observer)}"
     collective = first_collective(stuck.processes[0].process)

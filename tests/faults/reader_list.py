@@ -209,7 +209,7 @@ def _read_job(folder: Path) -> None:
     from praxis_lite.config.text import load_config_file
     from praxis_lite.job.job_dir import JobDir
     from praxis_lite.trainer.metrics.json_lines import read_json_lines
-    from praxis_tools.goodput import goodput_of
+    from praxis_tools.goodput.goodput import goodput_of
 
     loaded = load_config_file(folder / "job/config.json", packages=("faultzoo",))
     build(loaded.config)

@@ -13,7 +13,7 @@ from praxis_lite import CheckpointLoadingRules, ConfigError
 from praxis_lite.checkpoints.checkpoints import Checkpoints
 from praxis_lite.checkpoints.init.sources import located
 from praxis_lite.checkpoints.tools import steps_directory
-from praxis_lite.job.job_dir import JobDir, open_for_reading, open_for_training
+from praxis_lite.job.job_dir import open_for_reading, open_for_training
 from praxis_lite.job.shared_job_dir import open_shared
 from praxis_lite.pax.checkpoints import read_pax_checkpoint
 
@@ -32,23 +32,6 @@ def test_a_new_directory_is_made_with_its_parents_and_reopened(tmp_path):
     assert job == open_for_reading(tmp_path / "a" / "b")
     assert job.config_txt.read_text() == "run.seed=7\nrun.num_train_steps=13\n"
     assert sorted(os.listdir(job.path)) == ["config.json", "config.txt"]
-
-
-def test_the_files_have_the_names_that_the_readme_gives():
-    job = JobDir(Path("/d"))
-    names = [job.config_json, job.config_txt, job.layout_txt, job.metrics_jsonl]
-    names += [job.eval_metrics_jsonl, job.loss_curve_png, job.tensorboard, job.checkpoints]
-    assert [str(name.relative_to("/d")) for name in names] == [
-        "config.json",
-        "config.txt",
-        "layout.txt",
-        "metrics.jsonl",
-        "eval_metrics.jsonl",
-        "loss_curve.png",
-        "tensorboard",
-        "checkpoints",
-    ]
-    assert str(job.decode_jsonl("prompts", 257)) == "/d/decode/prompts/257.jsonl"
 
 
 def test_an_empty_directory_or_one_with_hidden_files_only_is_taken(tmp_path):

@@ -27,10 +27,8 @@ from tests.support.marks import slow_but
 
 # Names of folders that some library takes for something else.
 NAMES = [
-    "run[1]", "run[!a]", "a*b", "what?", "{a,b}", "[", "a b", "it's", 'a"b', "new\nline", "50%",
-    "#1", "a:b", "a=b", "-x", "é", "e\u0301", "日本", "...", "~user", "$HOME", "gs",
-    "x" * 255, "&;|",
-    "N.saving", "7", "checkpoints", "a,b", "%s", "\u2028", "\t",
+    "run[1]", "a*b?", "{a,b}", "new\nline", "50%s", "a:b=c", "e\u0301日本", "~user", "$HOME", "...",
+    "x" * 255, "N.saving", "7", "checkpoints",
 ]
 
 

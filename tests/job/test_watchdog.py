@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from praxis_lite.job.processes import watchdog
 from praxis_lite.job.processes.watchdog import SAVING, Watchdog
 from tests.support.job_runs import CHECKOUT
 
@@ -27,16 +28,23 @@ class Reports:
             assert self._changed.wait_for(lambda: len(self.texts) >= count, timeout=60)
 
 
+@pytest.fixture
+def reports(monkeypatch):
+    result = Reports()
+    monkeypatch.setattr(watchdog, "_to_stderr", result.write)
+    return result
+
+
 def hang_here(reports, count):
     reports.wait_for(count)
 
 
-def test_a_report_says_what_was_done_and_where_every_thread_is(tmp_path):
-    reports, idle = Reports(), threading.Event()
+def test_a_report_says_what_was_done_and_where_every_thread_is(tmp_path, reports):
+    idle = threading.Event()
     threads = [threading.Thread(target=idle.wait, name=f"idle {i}") for i in range(3)]
     for thread in threads:
         thread.start()
-    with Watchdog(0.1, exits=False, stacks_txt=tmp_path / "s.txt", write=reports.write) as dog:
+    with Watchdog(0.1, exits=False, stacks_txt=tmp_path / "s.txt") as dog:
         hang_here(reports, 1)
         dog.step_ended(7)
         hang_here(reports, 2)
@@ -57,9 +65,9 @@ def test_a_report_says_what_was_done_and_where_every_thread_is(tmp_path):
     assert all(text in written for text in reports.texts[:3])
 
 
-def test_the_second_report_of_a_hang_comes_after_twice_the_time():
-    reports, seconds = Reports(), []
-    with Watchdog(0.1, exits=False, write=reports.write) as dog:
+def test_the_second_report_of_a_hang_comes_after_twice_the_time(reports):
+    seconds = []
+    with Watchdog(0.1, exits=False) as dog:
         dog.step_ended(1)
         started = time.monotonic()
         for count in (1, 2, 3):
@@ -69,14 +77,13 @@ def test_the_second_report_of_a_hang_comes_after_twice_the_time():
     assert seconds[0] >= 0.1 and seconds[1] >= 0.2 and seconds[2] >= 0.4
 
 
-def test_what_goes_on_is_not_reported():
-    reports = Reports()
-    with Watchdog(5.0, exits=True, write=reports.write) as dog:
+def test_what_goes_on_is_not_reported(reports):
+    with Watchdog(5.0, exits=True) as dog:
         for step in range(20):
             time.sleep(0.01)
             dog.step_ended(step)
             dog.alive()
-    with Watchdog(None, exits=True, write=reports.write) as dog:
+    with Watchdog(None, exits=True) as dog:
         dog.step_ended(1)
         assert not any(thread.name == "watchdog" for thread in threading.enumerate())
     assert reports.texts == []
@@ -141,7 +148,7 @@ def test_a_process_that_hangs_ends_if_asked_to_but_not_while_it_saves(where, tmp
         assert done.stderr in (tmp_path / "stacks.txt").read_text() or where in SAVES
 
 
-def test_no_save_begins_between_a_report_and_the_end_that_it_says():
+def test_no_save_begins_between_a_report_and_the_end_that_it_says(monkeypatch):
     order, is_over = [], threading.Event()
 
     def save():
@@ -158,6 +165,8 @@ def test_no_save_begins_between_a_report_and_the_end_that_it_says():
     def end(status):
         order.append("ended")
 
-    with Watchdog(0.1, exits=True, write=write, end=end) as dog:
+    monkeypatch.setattr(watchdog, "_to_stderr", write)
+    monkeypatch.setattr(watchdog, "end_now", end)
+    with Watchdog(0.1, exits=True) as dog:
         assert is_over.wait(60)
     assert order == ["reported", "ended", "saving"]

@@ -1,5 +1,5 @@
-"""Was every example of a run used exactly once, in order, whoever fed it?
+"""Was every example of a run used exactly once, in order?
 
-Knows the lines that each process wrote of the rows that it fed, and the data made again; never
-sees a step, an array on a device or a checkpoint.
+Compares the lines that each process wrote about the rows that it fed with the recomputed data.
+Never sees a step, an array on a device or a checkpoint.
 """

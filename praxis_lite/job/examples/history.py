@@ -1,4 +1,4 @@
-"""The part of a record that counts: each step by the start that made it for good, in order."""
+"""The valid part of a record: each step by the last start that made it, in order."""
 
 import dataclasses
 import itertools
@@ -13,7 +13,7 @@ _MOST_FAULTS = 50
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The steps of a start that no later start made again.
+    """The steps of a start that no later start repeated.
 
     Attributes:
       starts: the lines of its processes, in their order.
@@ -60,7 +60,7 @@ class History:
       notes: sentences on what is no fault.
       starts: how many there were.
       num_launches: of the job.
-      num_lost_steps: how many steps on record were made again later.
+      num_lost_steps: how many recorded steps were repeated later.
     """
 
     parts: Sequence[Part]
@@ -106,7 +106,7 @@ def history_of(record: Record, saved_step: int | None) -> History:
     """Returns the lines of a record that count.
 
     Args:
-      saved_step: of the newest checkpoint, which the job would go on from; None: there is none.
+      saved_step: of the newest checkpoint, from which the job would resume; None: there is none.
     """
     groups = {
         number: list(group)
@@ -153,16 +153,16 @@ def history_of(record: Record, saved_step: int | None) -> History:
 def _chain(
     groups: Mapping[int, Sequence[Start]], ends: Mapping[int, int], step: int
 ) -> list[tuple[int, int]]:
-    """Returns the starts that made the steps to `step` for good, and the last step of each.
+    """Returns the starts that made the steps up to `step` last, and the last valid step of each.
 
-    A start went on from what the newest start before it had made of its step.
+    A start resumed from the state that the newest earlier start had after the same step.
     """
     chain, number = [], max(groups, default=0) + 1
     while step > 0:
         before = [item for item in groups if item < number and groups[item][0].step < step]
         if not before:
             break
-        # A start whose line of that step is gone leaves a gap, which is told later.
+        # A start without a line of that step leaves a gap, which `_check_order` reports.
         number = max([item for item in before if ends[item] >= step] or before)
         chain.append((number, min(step, ends[number])))
         if (first := groups[number][0]).is_new:

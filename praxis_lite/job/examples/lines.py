@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,11 @@ from typing import Any
 from praxis_lite.host.json_text import lines_of, parse_json
 
 _NEWEST_BYTES = 2**16
-_MOST_NUMBER = 2**53
-_DIGEST = re.compile("[0-9a-f]{16}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Start:
-    """A process begins to train, or goes on after a roll-back.
+    """A process begins to train, or continues after a roll-back.
 
     Attributes:
       start: its number, from 1, the same on all processes.
@@ -133,49 +130,14 @@ def next_start(folder: Path) -> int:
 
 
 def _item(text: str) -> Start | Stretch | None:
-    """Returns the item of a line, or None if the line makes no sense."""
+    """Returns the item of a line, or None if the line is truncated or not one of them."""
     try:
         fields = parse_json(text)
         kind = Stretch if "digest" in fields else Start
-        item = kind(**{name: _frozen(value) for name, value in fields.items()})
+        return kind(**{name: _frozen(value) for name, value in fields.items()})
     except (ValueError, TypeError, AttributeError):
         return None
-    return item if _is_sound(item) else None
 
 
 def _frozen(value: Any) -> Any:
-    return tuple(_frozen(inner) for inner in value) if isinstance(value, list) else value
-
-
-def _is_sound(item: Start | Stretch) -> bool:
-    if not (_are_numbers(item.start, item.process) and _are_numbers(*_list(item.skipped))):
-        return False
-    if isinstance(item, Stretch):
-        pairs = (item.steps, item.batches)
-        is_digest = isinstance(item.digest, str) and _DIGEST.fullmatch(item.digest)
-        return bool(is_digest) and all(_is_range(pair) for pair in pairs)
-    return (
-        _are_numbers(item.step, item.num_processes, item.batch_size)
-        and item.process < item.num_processes
-        and (item.generation is None or _are_numbers(item.generation))
-        and all(_is_range(pair) and pair[1] <= item.batch_size for pair in _list(item.rows))
-        and all(isinstance(value, int | float) for value in (item.time, item.launch))
-        and all(isinstance(value, str) for value in (item.host, item.data))
-        and isinstance(item.mesh, dict) and _are_numbers(*item.mesh.values())
-        and isinstance(item.versions, dict)
-        and all(isinstance(value, str) for value in item.versions.values())
-    )
-
-
-def _list(value: Any) -> tuple:
-    return value if isinstance(value, tuple) else (None,)
-
-
-def _are_numbers(*values: Any) -> bool:
-    return all(type(value) is int and 0 <= value < _MOST_NUMBER for value in values)
-
-
-def _is_range(pair: Any) -> bool:
-    return (
-        isinstance(pair, tuple) and len(pair) == 2 and _are_numbers(*pair) and pair[0] <= pair[1]
-    )
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

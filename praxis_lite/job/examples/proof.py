@@ -1,21 +1,22 @@
-"""A record held against the data made again: the digest of each stretch, by its batches' rows."""
+"""The digests of a record, compared with those of the recomputed data."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from praxis_lite.inputs.base import TRAIN, InputPipeline
 from praxis_lite.inputs.batches import checked_batches
 from praxis_lite.inputs.processes.row_digests import row_digests, total
-from praxis_lite.job.examples.history import History, Part
-
-Progress = Callable[[int, int], None]  # Told how many steps are compared, of how many.
+from praxis_lite.job.examples.history import History
 
 
 def faults_of_data(
-    history: History, pipeline: InputPipeline, progress: Progress = lambda done, of: None
+    history: History, pipeline: InputPipeline, progress: Callable[[int, int], None]
 ) -> list[str]:
     """Returns sentences on the stretches whose rows are not those that the pipeline makes.
+
+    Args:
+      progress: called with the number of steps that have been compared, and of all.
 
     Raises:
       ConfigError: the pipeline is wrong, or ends before.
@@ -46,7 +47,12 @@ def faults_of_data(
             fed = [number for number in fed if part.stretches[number].steps[1] > step]
             done += 1
             progress(done, num_steps)
-        faults += _differences(part, [f"{value % 2**64:016x}" for value in sums])
+        faults += [
+            f"steps {item.steps[0]} to {item.steps[1]} (start {part.number}, process "
+            f"{item.process}): the recorded digest is {item.digest}, that of the data is {digest}"
+            for item, value in zip(part.stretches, sums, strict=True)
+            if item.digest != (digest := f"{value % 2**64:016x}")
+        ]
     return faults
 
 
@@ -65,11 +71,3 @@ def _digests(history: History, pipeline: InputPipeline) -> Iterator[np.ndarray]:
                 yield row_digests(batch, index)
                 break
         following += 1
-
-
-def _differences(part: Part, actual: Sequence[str]) -> list[str]:
-    return [
-        f"steps {item.steps[0]} to {item.steps[1]} (start {part.number}, process {item.process}): "
-        f"the recorded digest is {item.digest}, that of the data is {digest}"
-        for item, digest in zip(part.stretches, actual, strict=True) if item.digest != digest
-    ]

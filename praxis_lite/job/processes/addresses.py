@@ -24,7 +24,7 @@ def own_address(coordinator: str | None) -> str:
     It is a loopback address if the coordinator's is, or there is no network. The coordinator's name
     may have no address: in Kubernetes while its pod is not there.
     """
-    host = (coordinator or "").rpartition(":")[0].strip("[]")
+    host = split(coordinator)[0] if coordinator else ""
     # The last address stands for any other network (RFC 5737).
     for target in filter(None, (host, socket.gethostname(), "192.0.2.1")):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The beats of a job's processes, as a process sees them: who is silent."""
+"""Heartbeats between the processes of a job, by which a process learns which others are silent."""
 
 import json
 import os
@@ -12,10 +12,10 @@ _GONE = (
 
 
 class Beats:
-    """Signs that processes live, sent every few seconds through JAX's coordination service.
+    """Heartbeats, sent every few seconds through JAX's coordination service.
 
-    A beat is a JSON object: its "number", the "pid" of its process, and what `more` returns. A
-    subclass looks for more than silence, such as processes that live but are stuck.
+    A beat is a JSON object: its "number", the "pid" of its process, and the values of `more`. A
+    subclass can look for more than silence, such as processes that are alive but stuck.
 
     Args:
       seconds: between two beats.
@@ -32,7 +32,7 @@ class Beats:
         return json.dumps({"number": self._number, "pid": os.getpid(), **self.more()})
 
     def more(self) -> dict[str, Any]:
-        """Returns values for JSON that the beat has besides."""
+        """Returns further values of the beat, for JSON."""
         return {}
 
     def see(self, beats: Mapping[int, str]) -> None:
@@ -55,15 +55,15 @@ class Beats:
         return None
 
     def silent(self, process: int) -> float:
-        """Returns for how many seconds a process has not been heard of."""
+        """Returns the seconds since the newest beat of a process."""
         return self._num_silent.get(process, 0) * self._seconds
 
     def silent_in_words(self, process: int, seconds: float) -> str:
-        """Returns for how long a process has been silent, and why that may be."""
+        """Returns as text how long a process has been silent, and possible reasons."""
         return f"has not been heard of for {seconds:.0f} s: {self.why_silent(process, seconds)}"
 
     def why_silent(self, process: int, seconds: float) -> str:
-        """Returns why a process may be silent, and what else is known of it."""
+        """Returns possible reasons for the silence of a process, and its last known progress."""
         return _GONE
 
 

@@ -1,4 +1,4 @@
-"""Decisions of the first process, told to all of a job's processes."""
+"""Decisions of the first process, sent to all processes of a job."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +17,7 @@ def from_first(name: str, decide: Callable[[], Any]) -> Any:
       name: of what is decided; the n-th call with a name meets the n-th of the other processes.
 
     Raises:
-      ConfigError: `decide` raised; with its words. The first process raises its very error.
+      ConfigError: `decide` raised; with the same message. The first process raises its own error.
     """
     told, own_error = {}, None
     if processes.is_first():

@@ -6,6 +6,7 @@ busy, or stuck.
 """
 
 import collections
+import contextlib
 import socket
 import threading
 import time
@@ -21,7 +22,7 @@ _lock = threading.Lock()
 
 
 class PeerLost(ConfigError):
-    """Another process of the job is gone, or did not come: this process cannot go on."""
+    """Another process of the job is gone, or did not come: this process cannot continue."""
 
 
 def client() -> Any:
@@ -74,9 +75,8 @@ def exchange(name: str, text: str, timeout_seconds: float = 300.0) -> list[str]:
     service = client()
     if service is None:
         return [text]
-    if threading.current_thread() is not threading.main_thread():
-        return _exchanged(service, name, text, timeout_seconds)
-    with events.phase(MEETING):
+    is_main = threading.current_thread() is threading.main_thread()
+    with events.phase(MEETING) if is_main else contextlib.nullcontext():
         return _exchanged(service, name, text, timeout_seconds)
 
 

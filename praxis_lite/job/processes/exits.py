@@ -30,16 +30,16 @@ os.register_at_fork(after_in_child=_told.clear)
 
 
 def tell_ends(told: Callable[[int, str], None]) -> None:
-    """Lets `told` be called with the status and the reason before `end_now` ends this process."""
+    """Registers a function that `end_now` calls with the status and the reason."""
     _told.append(told)
 
 
 def end_now(status: int, why: str = "") -> NoReturn:
-    """Ends the process at once, from any thread, whatever the others are doing.
+    """Ends the process at once, from any thread, in any state of the other threads.
 
     Args:
-      why: what the other processes of the job are told, such as "was ended by SIGTERM"; "": they
-        know, or hear nothing.
+      why: the reason for the other processes of the job, such as "was ended by SIGTERM"; "": they
+        know it, or are not informed.
     """
     if why:
         for told in _told:

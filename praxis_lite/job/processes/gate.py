@@ -1,13 +1,13 @@
 """An authenticating gate in front of JAX's coordination service, which has no authentication.
 
 The service listens on a Unix socket that its user alone can open. On the first process's host a
-gate takes connections to the coordinator's address, and passes on those that prove that they have
-the job's key (HMAC-SHA256 over numbers that both sides draw). Each other process has a gate of its
-own, which gives that proof. The proof holds only between processes that were started with the same
-number of processes. What follows is neither signed nor encrypted.
+gate takes connections to the coordinator's address, and forwards those that prove that they have
+the job's key (HMAC-SHA256 over numbers that both sides draw). Each other process has its own gate,
+which gives that proof. The proof is valid only between processes that were started with the same
+number of processes. The traffic after it is neither signed nor encrypted.
 
-A gate is a process of its own, so that it works on while its parent holds Python's lock; it ends
-with its parent. This file is its program, and imports nothing but the standard library.
+A gate is a separate process, so that it also works while its parent holds Python's lock; it ends
+with its parent. This file is its program, and imports only the standard library.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 _PROOF_SECONDS = 5.0
-_MOST_STRANGERS = 32  # Connections without a proof. Of one more the oldest is closed.
+_MOST_STRANGERS = 32  # Connections without a proof. One more closes the oldest.
 # For the first process's gate and the key's file to appear.
 _START_SECONDS = 15.0
 _AGAIN_SECONDS = 0.2
@@ -38,7 +38,7 @@ _gates: list["Gate"] = []  # Until this process ends.
 
 
 class Gate:
-    """A gate in a process of its own.
+    """A gate, which runs in a separate process.
 
     Args:
       address: host and port of the coordinator, to listen on in the first process, else to reach.
@@ -50,7 +50,7 @@ class Gate:
       service: "unix:PATH", for JAX's service and its clients.
 
     Raises:
-      OSError: the port is taken, or the host is none of this machine.
+      OSError: the port is in use, or the host is not an address of this machine.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""When a training in Python is asked to end: the process, a notebook say, goes on without it."""
+"""Signals and time limits for training that is called from Python, such as in a notebook."""
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.job.processes import signals
@@ -14,9 +14,7 @@ class Interrupt(StopRequest):
     is heard.
     """
 
-    def __init__(self, time_limit_seconds: float | None = None, *, num_processes: int = 1):
-        super().__init__(time_limit_seconds, num_processes=num_processes)
-        self._interrupts: int | None = None  # The signal that the main thread is to raise.
+    _interrupts: int | None = None  # The signal that the main thread is to raise.
 
     def _in_main(self, signum: int) -> None:
         self._let_thread_hear()
@@ -43,5 +41,5 @@ class Interrupt(StopRequest):
         return ConfigError(self._too_short()) if self._status else KeyboardInterrupt(self.reason)
 
     def _say_nothing_is_lost(self) -> None:
-        if not self._status:  # Else the error says so.
+        if not self._status:  # Otherwise the error contains it.
             super()._say_nothing_is_lost()

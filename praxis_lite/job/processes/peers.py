@@ -1,10 +1,9 @@
-"""Ends all processes of a job when any of them ends before its time, and names it and the reason.
+"""Ends all processes of a job when any of them ends early, and reports which one and why.
 
-Without it the others would wait in a collective: JAX aborts them, naming no host, when a heartbeat
-has been missed for 100 s. Each process has threads here. One writes a beat to JAX's coordination
-service, and reads the beats of the others: the first process those of all, which tell it who is
-silent; the others that of the first. Another waits there for
-word that a process has ended, and a third sees whether the service answers at all.
+Without it the others would wait in a collective until JAX aborts them, naming no host. Each process
+has three threads for this. One writes a beat to JAX's coordination service and reads the beats of
+others: the first process reads all of them, the other processes that of the first. The second
+waits for a note that a process has ended. The third checks that the service answers at all.
 """
 
 import contextlib
@@ -29,11 +28,11 @@ from praxis_lite.job.processes.stacks import AlarmOfLock
 BEAT_SECONDS = 2.0
 # A process that is alive may hold Python's lock for a while.
 SILENT_SECONDS = 20.0
-_LOCK_SECONDS = 16.0  # Then it writes its stacks, before the others hold it for silent.
+_LOCK_SECONDS = 16.0  # Then it writes its stacks, before the others report it as silent.
 # JAX's own. It sends a beat in half of it, so it aborts 25 to 50 s after a death, later than this
 # file acts.
 JAX_HEARTBEAT_SECONDS = 50
-# How long the first process, which has the service, stays so that the others hear its word.
+# The first process runs the service, so it stays for so long that the others can read its note.
 _LINGER_SECONDS = 3.0
 _TELL_SECONDS = 1.0
 
@@ -43,7 +42,7 @@ _threads: list[threading.Thread] = []
 _seen: list[Beats] = []  # By this process, once it watches.
 _num_answers = 0  # Of the service, to this process's beats.
 _is_over = threading.Event()  # Training has ended well, on all processes.
-_is_failing = threading.Event()  # This process says itself why it ends.
+_is_failing = threading.Event()  # This process reports itself why it ends.
 
 
 def watch(beats: type[Beats] = Beats) -> None:
@@ -66,17 +65,15 @@ def end_with_connection() -> None:
         if (part := processes.membership()) is not None:
             end_now(part.lost_status)
         if not (_is_over.is_set() or _is_failing.is_set()):
-            _first_is_gone()
+            _end_after_first()
 
     if not processes.is_first():
         threading.Thread(target=watch, name="peers_connection", daemon=True).start()
 
 
-def _first_is_gone() -> NoReturn:
-    _end_after_first("is gone: it was killed, or its host or network failed")
-
-
-def _end_after_first(words: str) -> NoReturn:
+def _end_after_first(
+    words: str = "is gone: it was killed, or its host or network failed"
+) -> NoReturn:
     message = f"error: {processes.name(0)} {words}; so process {processes.index()} ends too\n"
     os.write(2, message.encode(errors="replace"))
     end_now(1)
@@ -113,9 +110,9 @@ def ending_together() -> Iterator[None]:
 
 
 def _let_the_first_end_last() -> None:
-    """Ends the workers of an elastic job but the first, which has the service and waits for them.
+    """Ends all workers of an elastic job except the first, which runs the service and waits.
 
-    JAX itself lets none wait that may be lost, and aborts those that find the service gone.
+    With recoverability JAX does not wait for them, and aborts those that lose the service.
     """
     if not processes.is_first():
         processes.client().key_value_set(f"{_ENDED}/{processes.index()}", ".")
@@ -128,10 +125,10 @@ def _let_the_first_end_last() -> None:
 
 
 def _end_member(error: BaseException) -> NoReturn:
-    """Ends a process of an elastic job; its supervisor tells the others."""
+    """Ends a process of an elastic job; its supervisor informs the others."""
     cause = error.__context__ if isinstance(error, SystemExit) else error
     if isinstance(cause, PeerLost) or _is_of_a_collective(error):
-        # Most likely. If it is the devices' own fault, this line is what tells it.
+        # A lost process is the most likely cause, but the devices may have failed: print the error.
         words = next(iter(str(cause).splitlines()), "")[:500]
         print(f"lost another process, or the devices failed: {words}", file=sys.stderr, flush=True)
         events.report(why=f"has lost another process, or its devices failed: {words}")
@@ -143,7 +140,7 @@ def _end_member(error: BaseException) -> NoReturn:
 
 def _fail(error: BaseException) -> NoReturn:
     if _is_of_a_collective(error):
-        # Most likely its peer is gone: _listen hears which one that is, and ends this process.
+        # Most likely a peer is gone: `_listen` learns which one, and ends this process.
         threading.Event().wait(SILENT_SECONDS + 5 * BEAT_SECONDS)
     _is_failing.set()
     code, words = _status_and_words(error)
@@ -152,7 +149,7 @@ def _fail(error: BaseException) -> NoReturn:
 
 
 def _status_and_words(error: BaseException) -> tuple[int, str]:
-    """Returns the status of an exception and how it ended this process, having printed it."""
+    """Prints an exception; returns its exit status, and a text for the other processes."""
     code = 1
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 1
@@ -164,7 +161,7 @@ def _status_and_words(error: BaseException) -> tuple[int, str]:
 
 
 def _is_of_a_collective(error: BaseException) -> bool:
-    """Returns True if an exception, or its cause, is of the devices or their links."""
+    """Returns True if an exception or one of its causes came from the devices or their links."""
     for cause in causes(error):
         if isinstance(cause, OutOfMemory):
             return False
@@ -174,17 +171,17 @@ def _is_of_a_collective(error: BaseException) -> bool:
 
 
 def _tell(process: int, words: str, code: int) -> None:
-    """Says to all that a process has ended; what was said first counts."""
+    """Notes for all processes that one has ended; the first note counts."""
     note = json.dumps({"process": process, "words": words, "code": code})
     with contextlib.suppress(RuntimeError):
         processes.client().key_value_set(_ENDED, note)
 
 
 def _tell_of_own_end(code: int, words: str) -> None:
-    """Says to all that this process ends, whatever its main thread does; takes seconds at most."""
+    """Notes for all that this process ends, in any state of its main thread; takes seconds."""
     if not _is_over.is_set():
         _is_failing.set()
-        # The service may be stopped: then no call of it returns.
+        # The service may be stopped; then its calls never return.
         told = threading.Thread(target=_tell, args=(processes.index(), words, code), daemon=True)
         told.start()
         told.join(_TELL_SECONDS)
@@ -192,7 +189,7 @@ def _tell_of_own_end(code: int, words: str) -> None:
 
 
 def _linger() -> None:
-    """Lets the others hear what was said: the first process has the service."""
+    """Waits so that the others can read the note, if this is the process that runs the service."""
     if processes.is_first() and processes.membership() is None:
         threading.Event().wait(_LINGER_SECONDS)
 
@@ -202,7 +199,7 @@ def _leave(code: int) -> NoReturn:
         with contextlib.suppress(Exception):
             stream.flush()
     _linger()
-    # No clean-up of JAX's: it would wait for the process that is gone.
+    # JAX's own clean-up would wait for the process that is gone.
     end_now(code)
 
 
@@ -216,10 +213,10 @@ def _listen() -> None:
                 continue
             if _is_over.is_set() or _is_failing.is_set():
                 return
-            _first_is_gone()
+            _end_after_first()
         if note["process"] == _NONE:
             return
-        # Several processes may fail of the same: each says it in its own words.
+        # Several processes may fail for the same reason: each then prints its own error.
         if note["process"] != processes.index() and not _is_failing.wait(1.0):
             words = f"{processes.name(note['process'])} {note['words']}"
             line = f"[{processes.name(processes.index())}] error: {words}; so this process ends too"
@@ -244,11 +241,14 @@ def _beat() -> None:
             if (seconds := beats.silent(other)) >= SILENT_SECONDS:
                 _tell(other, beats.silent_in_words(other, seconds), 1)
         if reported is not None:
-            _end_for(reported)
+            _tell(reported, "is stuck, as reported above", 1)
+            if reported == process:
+                _is_failing.set()
+                _leave(1)
 
 
 def _beats_of_others(client: Any, process: int) -> dict[int, str]:
-    """Returns the newest beats of all others to the first process; that of the first to others."""
+    """Returns the newest beats of all others in the first process, else that of the first."""
     if not processes.is_first():
         text = value_of(client, f"{_BEATS}/0")
         return {0: text} if text is not None else {}
@@ -256,18 +256,10 @@ def _beats_of_others(client: Any, process: int) -> dict[int, str]:
     return {k: text for k, text in texts.items() if k != process}
 
 
-def _end_for(process: int) -> None:
-    """Ends all processes for one that `Beats.look` reported: it is stuck."""
-    _tell(process, "is stuck, as reported above", 1)
-    if process == processes.index():
-        _is_failing.set()
-        _leave(1)
-
-
 def _watch_service() -> None:
-    """Ends this process if the first process, which has the service, is stopped but not gone.
+    """Ends this process if the first process, which runs the service, is stopped but not gone.
 
-    And lets the stacks be written where C code keeps Python's lock, so that no thread beats: the
+    Also lets the stacks be written if C code holds Python's lock, so that no thread can run: the
     others see that as silence.
     """
     num_answers = num_silent = 0

@@ -1,4 +1,4 @@
-"""Signals that ask a process to end, or for a profile: heard at once, whatever it is doing.
+"""Signals that ask a process to end or for a profile, heard at once in any state of the process.
 
 Python runs the handler of a signal in the main thread, between two bytecodes: a compiler or a wait
 for devices holds it up for minutes. Underneath, C code writes the number of the signal to a socket
@@ -26,7 +26,7 @@ STOPS_WORKER = signal.SIGUSR2
 # It asks for a profile; unheard it would end the process.
 PROFILES = signal.SIGUSR1
 
-# A byte beside those of signals, behind which there are none that came before.
+# A byte that is not the number of a signal: all signals that came before it have been read.
 _MARK = 255
 # The thread may wait for a lock that the main thread holds.
 _HEAR_SECONDS = 1.0
@@ -36,12 +36,12 @@ CLEAN_UP_SECONDS = 2.0
 
 
 class SignalListener(contextlib.AbstractContextManager):
-    """Hears SIGNALS and PROFILES while it is entered; a subclass says what they mean.
+    """Hears SIGNALS and PROFILES while it is entered; a subclass defines what they do.
 
     A worker hears STOPS_WORKER in place of SIGNALS.
 
     Outside the main thread Python installs no handlers, so no signal is heard there. A signal that
-    was ignored before stays ignored, and a handler that the user's code has for PROFILES stays.
+    was ignored before stays ignored, and the user's handler of PROFILES is kept.
     """
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class SignalListener(contextlib.AbstractContextManager):
                 self._wakes_at = None
                 self._time_is_up()
                 continue
-            # `timeout` signals its command and then the command's group: what comes at once is one.
+            # `timeout` signals its command and then the command's group: that counts as one signal.
             for signum in dict.fromkeys(self._read.recv(64)):
                 if signum in _asking:
                     self._heard(signum)
@@ -218,7 +218,7 @@ def hear_supervisor_alone() -> None:
 
 
 def _unheard(signum: int, frame: object) -> None:
-    """Does nothing. SIG_IGN would be that of the programs that a worker starts, too."""
+    """Does nothing. SIG_IGN would be inherited by the programs that a worker starts."""
 
 
 _asking: tuple[int, ...] = SIGNALS
@@ -233,6 +233,6 @@ def _forget() -> None:
             signal.signal(item, signal.SIG_DFL)
 
 
-# A forked worker has no thread that listens, and would write its signals to the parent's socket: a
+# A forked worker has no listening thread, and would write its signals to the parent's socket: a
 # pool that ends its workers would end the training.
 os.register_at_fork(after_in_child=_forget)

@@ -1,4 +1,4 @@
-"""The stacks of a process's threads: of this process, and of another that is asked for them."""
+"""The stacks of the threads of this process, and of another process on request."""
 
 import contextlib
 import ctypes
@@ -13,16 +13,16 @@ from pathlib import Path
 
 from praxis_lite.job.processes.exits import temporary_folder
 
-# It asks a process for its stacks; `faulthandler` answers in C, whoever keeps Python's lock.
+# Asks a process for its stacks. `faulthandler` answers in C, even while C code holds Python's lock.
 # The signals with names have other meanings (`job/processes/signals.py`).
 _ASKS = signal.SIGRTMIN + 3
 _MOST_CHARACTERS = 100_000
 
 
 def stacks() -> str:
-    """Returns the stacks of all threads but this, the main thread's first."""
+    """Returns the stacks of all threads but the calling one, the main thread's first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    alike: dict[str, list[str]] = {}  # A pool's idle threads all wait at the same place.
+    alike: dict[str, list[str]] = {}  # The idle threads of a pool all have the same stack.
     main, local = threading.main_thread().ident, threading.get_ident()
     for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
         if ident != local:
@@ -65,10 +65,10 @@ def asked_for(pid: int, path: str, seconds: float = 3.0) -> str:
 
 
 class AlarmOfLock(contextlib.AbstractContextManager):
-    """Writes the stacks of this process to standard error, unless it is put off in time.
+    """Writes the stacks of this process to standard error, unless it is postponed in time.
 
-    It is the kernel's timer, so it fires where C code keeps Python's lock and no thread of Python
-    runs. Where the system has none (it is Linux's), nothing is written.
+    It is a timer of the kernel, so it fires even if C code holds Python's lock and no thread of
+    Python runs. Systems other than Linux have none; there nothing is written.
 
     Args:
       seconds: after which it fires.
@@ -91,7 +91,7 @@ class AlarmOfLock(contextlib.AbstractContextManager):
         return self
 
     def put_off(self, seconds: float | None = None) -> None:
-        """Lets it fire after its seconds from now, or after others; 0: never."""
+        """Lets it fire so many seconds from now, by default its own number; 0: never."""
         if self._libc is not None:
             spec = _Timer(after=int(self._seconds if seconds is None else seconds))
             self._libc.timer_settime(self._timer, 0, ctypes.byref(spec), None)

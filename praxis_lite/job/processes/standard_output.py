@@ -16,7 +16,7 @@ from praxis_lite.job.processes.signals import say
 def to_nothing(number: int) -> None:
     """Points a file descriptor, open or closed, to /dev/null."""
     null = os.open(os.devnull, os.O_RDWR)
-    if null != number:  # The lowest that is free may be the one.
+    if null != number:  # `open` takes the lowest free number, which may be this one.
         os.dup2(null, number)
         os.close(null)
 
@@ -55,9 +55,9 @@ class _MayBeLost:
 
 
 def open_what_is_closed() -> None:
-    """Puts /dev/null in the place of a standard stream that was closed, as by `1>&-`.
+    """Opens /dev/null for each standard stream that was closed, as by `1>&-`.
 
-    A file of the job would else get its number, and be written into by whoever prints.
+    Otherwise a file of the job would get its descriptor, and `print` would write into that file.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
@@ -74,8 +74,8 @@ def output_may_be_lost(*, goes_on: bool | Callable[[], bool]) -> Iterator[None]:
     """Lets a program outlive its standard output and standard error.
 
     Args:
-      goes_on: True: it then goes on without them. False: it ends quietly, as programs of a pipe do.
-        A function is asked when the output is lost.
+      goes_on: True: it then continues without them. False: it ends quietly, as programs in a pipe
+        do. A function is called when the output is lost.
     """
     asked = goes_on if callable(goes_on) else lambda: goes_on
     before = sys.stdout, sys.stderr
@@ -86,7 +86,7 @@ def output_may_be_lost(*, goes_on: bool | Callable[[], bool]) -> Iterator[None]:
     sys.stdout, sys.stderr = local
     try:
         yield
-        for stream in local:  # A short output may lie in Python's buffers as a whole.
+        for stream in local:  # A short output may be entirely in Python's buffers.
             stream.flush()
     finally:
         for stream in local:
@@ -103,7 +103,7 @@ class _Print(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         # The output of other processes than the first is dropped, but not their warnings.
         is_heard = processes.is_first() or record.levelno < logging.WARNING
-        # A name that is no UTF-8 has no bytes of its own on a terminal.
+        # A file name that is not UTF-8 cannot be encoded for a terminal.
         words = printable(record.getMessage())
         print(words, file=sys.stdout if is_heard else sys.stderr, flush=True)
 

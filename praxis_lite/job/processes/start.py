@@ -1,4 +1,4 @@
-"""The ways in which a job's processes find each other: flags, or a launcher's variables."""
+"""Connects the processes of a job, which find each other by flags or a launcher's variables."""
 
 import contextlib
 import os
@@ -124,7 +124,7 @@ def find_others(
     process_id: int | None,
     environment: Mapping[str, str],
 ) -> tuple[dict[str, Any] | None, str]:
-    """Returns the arguments of jax.distributed.initialize, and where they were found, in words.
+    """Returns the arguments of jax.distributed.initialize, and where they were found, as text.
 
     (None, "") if this process is alone. Raises ConfigError as `start`; asks nothing of JAX.
     """
@@ -162,7 +162,7 @@ def find_others(
 def _launcher(environment: Mapping[str, str]) -> tuple[str, int | None, int | None]:
     for launcher, (size, rank) in _LAUNCHERS.items():
         if size in environment and rank in environment:
-            # A script of sbatch without srun runs once, whatever the number of its tasks.
+            # A script of sbatch without srun runs once, for any number of its tasks.
             if launcher == "SLURM" and not all(name in environment for name in _SLURM_STEP):
                 continue
             return launcher, int(environment[size]), int(environment[rank])
@@ -229,9 +229,9 @@ def _complete(settings: Mapping[str, Any], seconds: int) -> Mapping[str, Any]:
 
 @contextlib.contextmanager
 def _key_file(settings: Mapping[str, Any], job_log_dir: str | None) -> Iterator[Path | None]:
-    """Yields the file by which processes tell each other the job's key while they connect.
+    """Yields the file that contains the job's key while the processes connect.
 
-    None: there is no place for it that all can read.
+    None: there is no directory for it that all processes can read.
     """
     host, port = addresses.split(settings["coordinator_address"])
     if is_loopback(host):
@@ -248,7 +248,7 @@ def _key_file(settings: Mapping[str, Any], job_log_dir: str | None) -> Iterator[
     yield file
     if settings["process_id"] == 0:
         file.unlink(missing_ok=True)
-        if not is_there:  # Whether the job may begin is decided later.
+        if not is_there:  # It is not yet known whether the job may begin.
             with contextlib.suppress(OSError):
                 file.parent.rmdir()
 
@@ -264,7 +264,7 @@ def _connect(
     """
     import jax
 
-    # It would swallow SIGTERM.
+    # JAX's preemption service would swallow SIGTERM.
     jax.config.update("jax_enable_preemption_service", False)
     is_connected = threading.Event()
 

@@ -25,7 +25,7 @@ class StopConsensus:
     The processes meet over a mesh.
 
     Attributes:
-      wanted_by: which of them wanted to stop when `reached` last returned True, in words.
+      wanted_by: the processes that wanted to stop when `reached` last returned True, as text.
       save_is_due: True if a checkpoint was due by the first process's clock, when `reached` was
         last called; the same on all processes.
       profile_steps: how many steps a process asked to profile, as the last call of `reached`
@@ -56,7 +56,7 @@ class StopConsensus:
             self._own_seconds += seconds
 
     def saved(self) -> None:
-        """Tells that a checkpoint was just begun: what was due before is so no more."""
+        """Notes that a checkpoint was just begun, so an earlier request for one is void."""
         self.save_is_due, self._has_saved = False, True
 
     def reached(

@@ -1,4 +1,4 @@
-"""When a job is asked to end: by a signal, or by its time limit."""
+"""Requests to end a job, by a signal or by its time limit."""
 
 import threading
 import time
@@ -26,7 +26,7 @@ class StopRequest(signals.SignalListener):
 
     Attributes:
       reason: what asked this process to end, such as "SIGTERM", or None.
-      profile_is_asked: SIGUSR1 came; whoever makes the profile sets it back.
+      profile_is_asked: SIGUSR1 came; the code that makes the profile resets it.
     """
 
     def __init__(self, time_limit_seconds: float | None = None, *, num_processes: int = 1):
@@ -34,7 +34,7 @@ class StopRequest(signals.SignalListener):
         self._time_limit_seconds = time_limit_seconds
         self._is_alone = num_processes == 1
         self._has_begun, self._newest_step = False, None
-        # Reentrant: the handler runs in the main thread, wherever that is.
+        # Reentrant: the handler interrupts the main thread, which may hold the lock.
         self._lock = threading.RLock()
         self._has_stepped = self._leaves = False
         self._status = 0  # Of an end before any step.
@@ -114,7 +114,7 @@ class StopRequest(signals.SignalListener):
         return f"; {self._newest()}"
 
     def _newest(self) -> str:
-        """Returns the newest checkpoint in words."""
+        """Returns as text which checkpoint is the newest."""
         if self._newest_step is not None:
             return f"the newest checkpoint is of step {self._newest_step}"
         if not self._has_begun:
@@ -132,7 +132,7 @@ class StopRequest(signals.SignalListener):
         signals.say(f"{self.reason}: ended; nothing is lost, for {self._newest()}")
 
     def _too_short(self) -> str:
-        """Returns the words for a time limit that is over before any step."""
+        """Returns the message for a time limit that ends before any step."""
         return (
             f"{self.reason} is over before a step was made, and {self._newest()}. It has to be "
             "longer than restoring and compiling take: raise run.stopping.time_limit_seconds."

@@ -1,4 +1,4 @@
-"""Says where a job hangs: stack traces when no step has ended for a set time."""
+"""Reports where a job hangs: the stacks of its threads when no step has ended for a set time."""
 
 import contextlib
 import faulthandler
@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from praxis_lite.host.json_text import opened_to_append
 from praxis_lite.job.events import events
@@ -28,20 +27,19 @@ _ADVICE = {
 class Watchdog(contextlib.AbstractContextManager):
     """Reports, while it is entered, that there was no sign of life for `seconds` (None: never).
 
-    A report is a line with the last step and what was being done, and the stacks of all threads.
-    The next one comes after twice the time. If stuck C code keeps Python's lock, so that no thread
-    of Python runs, `faulthandler` writes the stacks after up to twice the time.
+    A report goes to standard error. It is a line with the last step and the present work, followed
+    by the stacks of all threads. The next one comes after twice the time. If C code that hangs
+    holds Python's lock, so that no thread of Python runs, `faulthandler` writes the stacks after up
+    to twice the time.
 
     Args:
       exits: the process ends after the first report, with status 1, but not while it saves: within
-        `during(SAVING)`, or while `is_saving` returns True, as it does for saves that go on in the
-        background. They begin within `during(SAVING)` only.
-      stacks_txt: a file that gets the reports too; None: there is no such file.
-      write: takes the reports; None: they go to standard error.
-      end: ends the process.
+        `during(SAVING)`, or while `is_saving` returns True for a save in the background. Saves
+        begin within `during(SAVING)` only.
+      stacks_txt: a file to which the reports are also appended; None: there is no such file.
 
     Attributes:
-      last_sign: when the last sign of life was, in seconds of time.monotonic.
+      last_sign: the time of the last sign of life, in seconds of time.monotonic.
     """
 
     def __init__(
@@ -51,12 +49,9 @@ class Watchdog(contextlib.AbstractContextManager):
         exits: bool,
         is_saving: Callable[[], bool] = lambda: False,
         stacks_txt: Path | None = None,
-        write: Callable[[str], None] | None = None,
-        end: Callable[[int], Any] = end_now,
     ):
         self._seconds, self._stacks_txt = seconds, stacks_txt
         self._exits, self._is_saving = exits, is_saving
-        self._write, self._end = write or _to_stderr, end
         self._step: int | None = None
         self._doing = COMPILING
         # Held from the decision that the process ends until it does, so that no save begins.
@@ -66,13 +61,13 @@ class Watchdog(contextlib.AbstractContextManager):
         self._thread: threading.Thread | None = None
 
     def step_ended(self, step: int) -> None:
-        """Starts the clock anew, and keeps the step for the reports."""
+        """Restarts the clock, and stores the step for the reports."""
         events.progress(step)
         self._step, self._doing = step, TRAINING
         self.last_sign = self._last_step = time.monotonic()
 
     def alive(self) -> None:
-        """Starts the clock anew: a sign of life, though no step has ended."""
+        """Restarts the clock: a sign of life without the end of a step."""
         events.progress()
         self.last_sign = time.monotonic()
 
@@ -84,7 +79,7 @@ class Watchdog(contextlib.AbstractContextManager):
 
     @contextlib.contextmanager
     def during(self, doing: str) -> Iterator[None]:
-        """Starts the clock anew at both ends, and says in a report what was being done."""
+        """Restarts the clock at both ends; a report within names this work."""
         before = self._doing
         self._now_doing(doing)
         with events.phase(doing):
@@ -155,15 +150,11 @@ class Watchdog(contextlib.AbstractContextManager):
         )
         self.say(report)
         if ends:
-            self._end(1)
+            end_now(1)
 
     def say(self, report: str) -> None:
         """Writes a report to standard error and to the file."""
-        self._write(report)
-        if self._stacks_txt is not None:
-            # A report that cannot be written there has been said already.
-            with contextlib.suppress(OSError), opened_to_append(self._stacks_txt) as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {report}")
+        write_report(report, self._stacks_txt)
 
 
 _entered: list[Watchdog] = []
@@ -174,9 +165,18 @@ def entered() -> Watchdog | None:
     return _entered[-1] if _entered else None
 
 
+def write_report(report: str, stacks_txt: Path | None) -> None:
+    """Writes a report to standard error, and appends it to a file, if one is given."""
+    _to_stderr(report)
+    if stacks_txt is not None:
+        # A report that cannot be written there is on standard error.
+        with contextlib.suppress(OSError), opened_to_append(stacks_txt) as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {report}")
+
+
 def _to_stderr(text: str) -> None:
     # Past Python's buffers: the thread that hangs may hold their lock.
-    data = text.encode()
+    data = text.encode(errors="replace")
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(2, data) :]

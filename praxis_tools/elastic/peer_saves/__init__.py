@@ -1,4 +1,4 @@
-"""How is the state kept in the memory of hosts, and made again from there on another mesh?
+"""Saves of the state in the memory of hosts, and restoring them on another mesh.
 
-Never sees a disk but to compare steps, nor decides when a job saves.
+Uses the disk only to compare steps, and does not decide when a job saves.
 """

@@ -1,10 +1,10 @@
-"""The saves in the memory of hosts: the newest whole save, and its arrays."""
+"""The saves in the memory of hosts: the newest complete save, and its arrays."""
 
 import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -15,41 +15,29 @@ from praxis_lite.job.processes.coordination import PeerLost
 from praxis_tools.elastic.peer_saves.pieces import Box, covers
 from praxis_tools.elastic.store_messages import SaveId, StoreClient, StoreFailed
 
-Holders = Mapping[int, Sequence[int]]  # By origin: the indices of the stores that hold its part.
 _NUM_THREADS = 16
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """A whole save that was found.
+class Choice(NamedTuple):
+    """A complete save that was found. It is a list in JSON, from which `Choice(*list)` restores it.
 
     Attributes:
       generation, number: of the save.
       step: of the state.
-      holders: who holds which part.
+      holders: the origin of each part, and the indices of the stores that hold it.
     """
 
     generation: int
     number: int
     step: int
-    holders: Holders
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns values for JSON."""
-        return {**dataclasses.asdict(self), "holders": list(self.holders.items())}
-
-    @classmethod
-    def of_json(cls, values: Mapping[str, Any]) -> "Choice":
-        """Returns the choice that gave `values`."""
-        return cls(**{**values, "holders": dict(values["holders"])})
+    holders: Sequence[tuple[int, Sequence[int]]]
 
 
 def newest_whole(stores: Sequence[StoreClient]) -> tuple[Choice | None, list[str]]:
-    """Returns the newest save whose parts are all held undamaged, or None.
+    """Returns the newest save of which each part is stored undamaged somewhere, or None.
 
-    Each store reads what it holds of that save, at once, to compare it with its digest.
-
-    Returns also why newer ones cannot be used, in words.
+    All stores compare their parts of that save with their digests at the same time. Also returns
+    the reasons why newer saves cannot be used.
     """
     reasons: list[str] = []
     held: dict[tuple[int, int], dict[int, list[int]]] = collections.defaultdict(dict)
@@ -71,7 +59,7 @@ def newest_whole(stores: Sequence[StoreClient]) -> tuple[Choice | None, list[str
             continue
         step, members = headers[0]["step"], headers[0]["members"]
         if all(covers(*leaf) for leaf in _boxes(headers)):
-            return Choice(generation, number, step, holders), reasons
+            return Choice(generation, number, step, list(holders.items())), reasons
         missing = [f"process {member}" for member in members if member not in holders]
         reasons.append(f"nobody holds the part of {' and '.join(missing)} of step {step} any more")
     return None, reasons
@@ -86,9 +74,10 @@ def _tried(ask: Callable[[], Any]) -> Any:
 
 
 def _undamaged(
-    stores: Sequence[StoreClient], generation: int, number: int, holders: Holders
+    stores: Sequence[StoreClient], generation: int, number: int,
+    holders: Mapping[int, Sequence[int]],
 ) -> tuple[dict[int, list[int]], list[str]]:
-    """Returns the holders of undamaged parts, and the damage in words."""
+    """Returns the holders of undamaged parts, and the damage as text."""
     asked = [(origin, index) for origin, indices in holders.items() for index in indices]
 
     def ask(item: tuple[int, int]) -> Any:
@@ -147,7 +136,7 @@ class HeldSave:
         items = [
             (SaveId(choice.generation, choice.number, origin),
              sorted(indices, key=lambda index: index != own))
-            for origin, indices in choice.holders.items()
+            for origin, indices in choice.holders
         ]
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
             headers = list(pool.map(lambda item: _header(stores, *item), items))

@@ -1,4 +1,4 @@
-"""The newest state that a job can go on from: on disk, or in the memory of hosts."""
+"""The newest state from which a job can resume: on disk, or in the memory of hosts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ from praxis_tools.elastic.store_messages import StoreClient
 class NewestState:
     """The newest state of a job, chosen when it is made; the same on all processes.
 
-    A whole peer save is used unless the disk has a newer step: it is there sooner.
+    A complete peer save is used unless the disk has a newer step, because it is read faster.
 
     Attributes:
       step: the number of steps that were made; None: there is no state.
@@ -42,7 +42,7 @@ class NewestState:
             if processes.is_first():
                 for line in told["lines"]:
                     note(line)
-            chosen, on_disk = told["choice"] and Choice.of_json(told["choice"]), told["on_disk"]
+            chosen, on_disk = told["choice"] and Choice(*told["choice"]), told["on_disk"]
         # The disk's steps are verified only if one of them may be used: that reads all of it.
         if chosen is None or (on_disk is not None and on_disk > chosen.step):
             self.step = checkpoints.latest_step()
@@ -55,11 +55,11 @@ class NewestState:
         return self.step
 
     def latest_data(self) -> Mapping[str, Any]:
-        """Returns the data that were saved beside the state."""
+        """Returns the data that were saved with the state."""
         return self._held.manifest["data"] if self._held else self._checkpoints.latest_data()
 
     def restore(self, layout: StateLayout, mesh: Mesh) -> Restored:
-        """Returns the state on `mesh`, whatever mesh saved it; raises as `Checkpoints.restore`."""
+        """Returns the state on `mesh`, saved on any mesh; raises as `Checkpoints.restore`."""
         if not self._held:
             return self._checkpoints.restore(layout, mesh)
         held = self._held
@@ -69,9 +69,9 @@ class NewestState:
 
 
 def _decided(checkpoints: Checkpoints, stores: Sequence[StoreClient]) -> dict[str, Any]:
-    """Returns the peer save to go on from, if any, and the lines to print; as JSON."""
+    """Returns the peer save to resume from, if any, and the lines to print; for JSON."""
     choice, lines = newest_whole(stores)
     if lines:
         lines = [f"the memory of hosts: {'; '.join(lines)}"]
     on_disk = max(checkpoints.all_steps(), default=None)
-    return {"choice": choice and choice.as_json(), "lines": lines, "on_disk": on_disk}
+    return {"choice": choice, "lines": lines, "on_disk": on_disk}

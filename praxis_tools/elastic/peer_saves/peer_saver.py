@@ -28,9 +28,9 @@ class PeerSaver:
     """Saves a state into the memory of hosts, in the background: a context.
 
     Each process gives its pieces to the store of its own host and to that of the next member, on
-    another host where there is one. Once all have done so they drop the saves before: so there is
-    a whole save at any time, whoever dies meanwhile. A save waits for the one before it rather than
-    being left out, for what a death costs is bounded by it.
+    another host where there is one. Once all have done so they drop the saves before. So there is
+    a complete save at any time, even if one host dies meanwhile. A save waits for the one before
+    it and is never skipped, because that bounds the cost of a death.
 
     Attributes:
       step: of the newest save that was begun; 0: none was.
@@ -69,7 +69,7 @@ class PeerSaver:
         """Begins to save; the state may be donated once this returns.
 
         Args:
-          data: beside the state, as `Checkpoints.save` takes it.
+          data: saved with the state, as by `Checkpoints.save`.
         """
         began = time.monotonic()
         self.wait()
@@ -123,7 +123,7 @@ class PeerSaver:
         try:
             texts = self._exchange(f"peer save {save.generation}/{save.number}", error)
         except Exception:
-            return  # Others may have met: then this save is whole, else the one before is.
+            return  # If the others have met, this save is complete, otherwise the one before is.
         if errors := list(dict.fromkeys(filter(None, texts))):
             if self._order.index == 0:
                 self._note(
@@ -165,7 +165,7 @@ def _described(pieces: Sequence[Piece], blocks: Sequence[memoryview]) -> list[di
 def stores_of(order: Order) -> list[StoreClient]:
     """Returns the stores of the members of a generation, in the order of their processes."""
     return [
-        StoreClient(address, order.store_key, f"process {member}")
+        StoreClient(address, order.key, f"process {member}")
         for member, address in zip(order.members, order.stores, strict=True)
     ]
 

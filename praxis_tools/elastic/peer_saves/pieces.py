@@ -1,7 +1,7 @@
-"""The pieces of a state: boxes of its arrays' true values, each kept by a single process.
+"""The pieces of a state: boxes of its unpadded arrays, each stored by a single process.
 
-A value that several devices hold is cut nowhere else than on the mesh; the processes that hold it
-share such pieces among them, so that of a state that is on all hosts each one keeps its part.
+The boxes are the shards of the mesh. The processes that hold a replicated shard divide such shards
+among them, so each of them stores only a part of a replicated state.
 """
 
 import collections
@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
 
 Box = tuple[tuple[int, int], ...]  # From and to, along each dim.
-_MOST_BYTES = 2**24  # Of a piece, where it has more than one row: a reader may want a part of it.
+_MOST_BYTES = 2**24  # Of a piece with several rows, because a reader may need a part of it.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,7 @@ def generation(job, members, *settings):
             held.callback(worker.kill)
             worker.give(Order(
                 generation=1, member=member, members=members, stores=("",) * len(members),
-                store_key=b"key", coordinator=coordinator, num_slots=2, folder=str(job.elastic),
+                key=b"key", coordinator=coordinator, num_slots=2, folder=str(job.elastic),
             ))
         until = time.monotonic() + 300
         while any(worker.status() is None for worker in workers):

@@ -18,9 +18,9 @@ from praxis_tools.elastic import (
     supervisor,
     worker_process,
 )
+from praxis_tools.elastic.leader import Settings
 from praxis_tools.elastic.members import Meeting
 from praxis_tools.elastic.order import LOST_PEER_STATUS
-from praxis_tools.elastic.settings import Settings
 from praxis_tools.elastic.supervisor import Supervisor
 from praxis_tools.stuck import Progress
 
@@ -234,12 +234,23 @@ def world(tmp_path, monkeypatch):
     return lambda n, **settings: World(tmp_path, monkeypatch, n, **settings)
 
 
+@pytest.fixture
+def working(world):
+    """Returns a function that makes a world in which all hosts train together."""
+
+    def make(n, **settings):
+        w = world(n, **settings)
+        for k in range(n):
+            w.start(k)
+        w.until(lambda: w.works_with(range(n)))
+        return w
+
+    return make
+
+
 @pytest.mark.parametrize("skew", [0.0, 3600.0, -3600.0])
-def test_all_hosts_that_die_or_come_back_are_followed_whatever_their_clocks(world, skew):
-    w = world(4, skew=skew)
-    for k in range(4):
-        w.start(k)
-    w.until(lambda: w.works_with(range(4)))
+def test_all_hosts_that_die_or_come_back_are_followed_whatever_their_clocks(working, skew):
+    w = working(4, skew=skew)
     w.kill_worker(2)  # Its host has another worker ready.
     w.until(lambda: w.works_with(range(4)))
     w.kill_host(0)
@@ -259,11 +270,8 @@ def test_all_hosts_that_die_or_come_back_are_followed_whatever_their_clocks(worl
 
 
 @pytest.mark.parametrize("skew", [0.0, 3600.0, -3600.0])
-def test_a_host_whose_worker_ends_twice_before_a_step_rests_half_a_minute(world, skew):
-    w = world(3, skew=skew)
-    for k in range(3):
-        w.start(k)
-    w.until(lambda: w.works_with(range(3)))
+def test_a_host_whose_worker_ends_twice_before_a_step_rests_half_a_minute(working, skew):
+    w = working(3, skew=skew)
     for _ in range(2):  # The first ends after a step.
         before = len(w.workers)
         w.kill_worker(2)
@@ -276,11 +284,8 @@ def test_a_host_whose_worker_ends_twice_before_a_step_rests_half_a_minute(world,
 
 
 @pytest.mark.parametrize("skew", [0.0, 3600.0, -3600.0])
-def test_processes_that_all_lost_another_begin_again_after_three_seconds(world, skew):
-    w = world(3, skew=skew)
-    for k in range(3):
-        w.start(k)
-    w.until(lambda: w.works_with(range(3)))
+def test_processes_that_all_lost_another_begin_again_after_three_seconds(working, skew):
+    w = working(3, skew=skew)
     for worker in w.workers:
         worker.code = LOST_PEER_STATUS
     began = w.clock.seconds
@@ -288,11 +293,8 @@ def test_processes_that_all_lost_another_begin_again_after_three_seconds(world, 
     assert 3 <= w.clock.seconds - began < 5
 
 
-def test_a_leader_that_dies_after_long_is_alone_in_it(world):
-    w = world(3)
-    for k in range(3):
-        w.start(k)
-    w.until(lambda: w.works_with(range(3)))
+def test_a_leader_that_dies_after_long_is_alone_in_it(working):
+    w = working(3)
     for _ in range(200):  # Meanwhile the others look at the leader alone.
         w.tick()
     w.kill_host(0)
@@ -303,10 +305,9 @@ def test_a_leader_that_dies_after_long_is_alone_in_it(world):
     assert last["seconds"]["notice"] < 5
 
 
-def test_a_spare_worker_that_dies_disturbs_nobody(world):
-    w = world(2)
-    w.start(0), w.start(1)
-    w.until(lambda: w.works_with(range(2)) and w.hosts[1]._spare)
+def test_a_spare_worker_that_dies_disturbs_nobody(working):
+    w = working(2)
+    w.until(lambda: w.hosts[1]._spare)
     w.hosts[1]._spare.code = -9
     for _ in range(20):
         w.tick()
@@ -316,22 +317,16 @@ def test_a_spare_worker_that_dies_disturbs_nobody(world):
     w.until(lambda: w.works_with(range(2)))
 
 
-def test_a_host_that_is_stopped_is_left_behind_and_takes_part_again_when_it_goes_on(world):
-    w = world(3)
-    for k in range(3):
-        w.start(k)
-    w.until(lambda: w.works_with(range(3)))
+def test_a_host_that_is_stopped_is_left_behind_and_takes_part_again_when_it_goes_on(working):
+    w = working(3)
     w.stop_host(0)
     w.until(lambda: w.works_with([1, 2]))
     w.stopped.clear()
     w.until(lambda: w.works_with(range(3)))
 
 
-def test_a_worker_that_is_stopped_is_named_and_replaced(world, capfd):
-    w = world(3)
-    for k in range(3):
-        w.start(k)
-    w.until(lambda: w.works_with(range(3)))
+def test_a_worker_that_is_stopped_is_named_and_replaced(working, capfd):
+    w = working(3)
     w.stop_worker(1)
     w.until(lambda: "stuck" in w.kinds(), 60)
     change = json.loads(w.lines()[-1])
@@ -353,11 +348,8 @@ def test_the_stacks_of_a_stuck_worker_that_ended_before_it_was_asked_are_those_t
         assert after == "All threads:\nMainThread:\n  in hang"
 
 
-def test_with_fewer_than_min_processes_it_waits(world):
-    w = world(3, min_members=2)
-    for k in range(3):
-        w.start(k)
-    w.until(lambda: w.works_with(range(3)))
+def test_with_fewer_than_min_processes_it_waits(working):
+    w = working(3, min_members=2)
     w.kill_host(1), w.kill_host(2)
     before = w.at
     for _ in range(200):
@@ -376,11 +368,8 @@ def test_the_end_of_training_ends_all_with_its_status(world):
     assert w.at == 40
 
 
-def test_a_signal_to_all_ends_the_job(world):
-    w = world(3)
-    for k in range(3):
-        w.start(k)
-    w.until(lambda: w.works_with(range(3)))
+def test_a_signal_to_all_ends_the_job(working):
+    w = working(3)
     for k in range(3):
         w.leave(k)
     w.until(lambda: not w.hosts)
@@ -388,10 +377,8 @@ def test_a_signal_to_all_ends_the_job(world):
     assert w.saved == w.at
 
 
-def test_an_error_of_the_users_ends_the_job_the_second_time(world):
-    w = world(2)
-    w.start(0), w.start(1)
-    w.until(lambda: w.works_with(range(2)))
+def test_an_error_of_the_users_ends_the_job_the_second_time(working):
+    w = working(2)
 
     def fail():
         for worker in w.workers:
@@ -418,11 +405,8 @@ def test_a_wrong_command_line_ends_all_with_status_2(world, monkeypatch):
     ("seed", "num_events"),
     [(0, 8), *(pytest.param(seed, 60, marks=pytest.mark.slow) for seed in range(1, 4))],
 )
-def test_random_histories_lose_at_most_an_interval_and_always_go_on(world, seed, num_events):
-    rng, w = random.Random(seed), world(5)
-    for k in range(5):
-        w.start(k)
-    w.until(lambda: w.works_with(range(5)))
+def test_random_histories_lose_at_most_an_interval_and_always_go_on(working, seed, num_events):
+    rng, w = random.Random(seed), working(5)
     for _ in range(num_events):
         for _ in range(rng.choice((1, 1, 1, 2))):
             working = [k for k in w.hosts if k not in w.stopped]

@@ -8,8 +8,7 @@ import pytest
 from praxis_lite.job.events import COMPILE, IMPORT, RESTORE, SAVE, STEP
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trainer.metrics.json_lines import lines_if_any
-from praxis_tools.goodput import goodput_of
-from praxis_tools.goodput.goodput import IDLE, LOST_STEP
+from praxis_tools.goodput.goodput import IDLE, LOST_STEP, goodput_of
 from tests.support.job_runs import home, launch, start_process
 from tests.support.line_jobs import LINE
 

@@ -44,7 +44,7 @@ class Hosts:
         return Order(
             generation=self.generation, member=members[0] if member is None else member,
             members=tuple(members), stores=tuple(self.stores[k].address for k in members),
-            store_key=KEY, coordinator="",
+            key=KEY, coordinator="", num_slots=len(members),
         )
 
     def clients(self, members: Sequence[int]):

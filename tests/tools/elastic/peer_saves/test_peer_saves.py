@@ -325,7 +325,7 @@ def test_the_neighbour_is_on_another_host_where_there_is_one(addresses, expected
     members = tuple(range(len(addresses)))
     actual = [
         neighbour_of(Order(generation=1, member=member, members=members, stores=tuple(addresses),
-                           store_key=b"", coordinator=""))
+                           key=b"", coordinator="", num_slots=len(members)))
         for member in members
     ]
     assert actual == expected

@@ -2,8 +2,8 @@
 
 import pytest
 
+from praxis_tools.elastic.changes import last_step_made
 from praxis_tools.elastic.members import Generation, Member
-from praxis_tools.elastic.record import last_step_made
 
 
 def generation(number, members, last_step):
