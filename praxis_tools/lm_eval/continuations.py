@@ -22,7 +22,7 @@ from praxis_lite.inputs.text.token_ids import token_ids
 from praxis_tools.lm_eval.evaluated_model import EvaluatedModel
 from praxis_tools.lm_eval.progress import Progress
 
-# A look at the texts waits for the devices. Until the next look, rows that should end go on.
+# Reading the texts waits for the devices. Until they are read, rows that should end continue.
 STEPS_BETWEEN_LOOKS = 8
 # Settings of Greedy and Sample by the names that transformers has for them.
 GREEDY_SETTINGS = {"repetition_penalty": "repetition_penalty"}
@@ -82,7 +82,7 @@ class Continuations:
         most = self._model.max_length - max_new_tokens
         if most < 1:
             raise ConfigError(
-                f"max_gen_toks is {max_new_tokens}; wanted is less than max_length, "
+                f"max_gen_toks is {max_new_tokens}; expected less than max_length, "
                 f"{self._model.max_length}, so that a context has room. Lower it: --gen_kwargs "
                 "max_gen_toks=NUMBER."
             )
@@ -132,7 +132,7 @@ class Continuations:
         if not request.context:
             raise ConfigError(
                 "A request of generate_until has an empty context, and the tokenizer puts nothing "
-                "before it. Say add_bos_token=True, or mend the task."
+                "before it. Set add_bos_token=True, or fix the task."
             )
         size = self._model.partitioner.task.num_ids().get("ids")
         ids = token_ids(request.context, "A context", size, ndim=1)
