@@ -83,14 +83,10 @@ class Decoder(abc.ABC):
         most = 2**31 - 1  # Steps are counted in int32.
         self._require("max_decode_steps", 1 <= self.max_decode_steps <= most, "1 or more")
         self._require("seqlen", self.seqlen is None or self.seqlen >= 1, "None, or 1 or more")
-        has_chunks = self.prefill_chunk_size is not None
+        size = self.prefill_chunk_size
         self._require(
-            "prefill_chunk_size", not has_chunks or self.prefill_chunk_size >= 1,
-            "None, or 1 or more",
-        )
-        self._require(
-            "prefill_chunk_size", not has_chunks or self.fprop_for_prefix,
-            "None with fprop_for_prefix=False, which takes a token at a time",
+            "prefill_chunk_size", size is None or (size >= 1 and self.fprop_for_prefix),
+            "None, or 1 or more; None with fprop_for_prefix=False, which reads a token at a time",
         )
         self._require(
             "min_decode_steps", 0 <= self.min_decode_steps < self.max_decode_steps,

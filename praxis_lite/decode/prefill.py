@@ -4,11 +4,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from praxis_lite.core.collectives.varying import on_any_device, varying_alike
 from praxis_lite.decode.decoder import Decoder, Prompts
-from praxis_lite.decode.padding import layers_that_keep_padding, read, tell_of_slow_prompts
+from praxis_lite.decode.padding import (
+    layers_of,
+    layers_that_keep_padding,
+    read,
+    tell_of_slow_prompts,
+)
 from praxis_lite.layers.base.variables import rebuilt
 from praxis_lite.layers.embedding.rotary_scaling import DynamicRotary
 
@@ -56,7 +60,8 @@ def prefill(decoder: Decoder, model: Any, prompts: Prompts) -> Prefix:
     size = decoder.prefill_chunk_size if decoder.fprop_for_prefix else 1
     if size is None or (decoder.fprop_for_prefix and size >= prompt_length):
         positions = {}
-        if reads_length(model):  # Of the text, which padding does not make longer.
+        # These angles depend on the length of the text, which padding does not make longer.
+        if any(isinstance(layer, DynamicRotary) for _, layer in layers_of(model)):
             true = jnp.minimum(jnp.arange(prompt_length, dtype=jnp.int32), jnp.max(last))
             positions = {"positions": true[None, :]}
         logits, cache = model(ids, paddings=paddings, cache=cache, **positions)
@@ -74,14 +79,6 @@ def prefill(decoder: Decoder, model: Any, prompts: Prompts) -> Prefix:
             newest = new[jnp.arange(num_rows), jnp.maximum(last - first, 0)].astype(jnp.float32)
             logits = jnp.where((last >= first)[:, None], newest, logits)
     return Prefix(logits, cache, logprobs, max_steps(decoder, prompts))
-
-
-def reads_length(model: Any) -> bool:
-    """Returns True if a layer of the model has angles that depend on the length of the text."""
-    module = getattr(model, "model", model)  # Of a ConditionedDecoder.
-    return isinstance(module, nnx.Module) and any(
-        isinstance(layer, DynamicRotary) for _, layer in nnx.compat.iter_modules(module)
-    )
 
 
 def max_steps(decoder: Decoder, prompts: Prompts) -> jax.Array:

@@ -74,10 +74,10 @@ class Greedy(Decoder):
         self._require("num_cache_slots", self.num_cache_slots >= 0, "0 (batches) or more")
         self._require("num_speculative_tokens", self.num_speculative_tokens >= 0, "0 or more")
         self._require("prompt_lookup_max", self.prompt_lookup_max >= 1, "1 or more")
-        self._require("num_cached_prefixes", self.num_cached_prefixes >= 0, "0 or more")
+        num = self.num_cached_prefixes
         self._require(
-            "num_cached_prefixes", self.fprop_for_prefix or not self.num_cached_prefixes,
-            "0 with fprop_for_prefix=False, which reads a token at a time",
+            "num_cached_prefixes", num == 0 or (num > 0 and self.fprop_for_prefix),
+            "0 or more; 0 with fprop_for_prefix=False, which reads a token at a time",
         )
 
     def check_vocabulary(self, size: int, of_tokenizer: Collection[int] = ()) -> None:
