@@ -1,4 +1,4 @@
-"""Rows that are decoded together, each with a temperature, top_k and top_p of its own."""
+"""Decodes rows together, each with its own temperature, top_k and top_p."""
 
 import dataclasses
 import math
@@ -28,14 +28,14 @@ class Likeliest(NamedTuple):
 class SampleByRow(Greedy):
     """Decodes each row by its own settings, greedy or drawn, in a single program.
 
-    A row's tokens are those of Greedy, or of Sample with k=0 and its temperature and p. What no
-    row asks for is not computed: noise, limits, or the likeliest tokens.
+    A row's tokens are those of Greedy, or of Sample with k=0 and its temperature and p. Noise,
+    limits and the likeliest tokens are computed only if a row needs them.
 
     Attributes:
-      temperature: of a row that says nothing else; 0: the most likely token.
+      temperature: of rows without a setting; 0: the most likely token.
       top_k: the same; only the k most likely tokens, and those as likely, can be drawn; 0: all.
       top_p: the same; as `Sample.p`, among those that top_k leaves.
-      num_likeliest: N; of rows that want them the likeliest tokens of each step are kept.
+      num_likeliest: N; the likeliest tokens of each step are stored for rows that ask for them.
       num_kept_steps: C.
     """
 

@@ -73,10 +73,13 @@ class Decode(Mode):
 
 
 def _prompts(texts: Sequence[str], file: Path | None, *, chat: bool) -> "list[Prompt]":
-    """Returns the prompts of --prompt and --prompts; none if neither is given."""
+    """Returns the prompts of --prompt and --prompts; with --chat a text is a user's message."""
     if not texts and file is None:
         return []
-    from praxis_lite.trainer.decoding.user_prompts import as_conversations, read_prompts
+    from praxis_lite.trainer.decoding.user_prompts import read_prompts
 
     prompts = [*texts, *(read_prompts(file.expanduser()) if file is not None else ())]
-    return as_conversations(prompts) if chat else prompts
+    return [
+        [{"role": "user", "content": item}] if chat and isinstance(item, str) else item
+        for item in prompts
+    ]

@@ -34,8 +34,8 @@ def load(
     Args:
       job_log_dir: of the job.
       step: of the checkpoint, or "best", or None for the newest.
-      mesh: "attached", which suits a notebook, is all accelerators that are attached, or one CPU
-        device if there are none, whatever the job was trained on. "job" is the job's own mesh; its
+      mesh: "attached", for notebooks: all attached accelerators, or one CPU device if there are
+        none, no matter what the job was trained on. "job" is the job's own mesh; its
         devices are simulated if there are no accelerators and JAX has not started yet. Or a
         MeshConfig.
       settings: values by path, or "path=value" each, as for --set.

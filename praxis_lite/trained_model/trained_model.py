@@ -49,8 +49,9 @@ class TrainedModel:
 
     Of `praxis_lite.train` the weights are read from the checkpoint when they are first used. Each
     method compiles when it is called for the first time with arrays of some shapes. To decode, the
-    weights of stacked layers are copied once, a layer each, and kept beside the stacks, for each
-    form that a decoder's settings give them. A notebook shows the loss curve and the last numbers.
+    weights of stacked layers are copied once, layer by layer, and cached next to the stacks, for
+    each form that a decoder's settings give them. A notebook shows the loss curve and the last
+    numbers.
 
     Attributes:
       step: of the checkpoint.
@@ -107,7 +108,7 @@ class TrainedModel:
     def mdl_vars(self) -> Any:
         """The weights on the mesh as the compiled steps take them: padded and split.
 
-        They are those to evaluate with: averages, if run.evaluation.use_ema_states says so.
+        They are the averages if run.evaluation.use_ema_states is set.
         """
         return self.mdl_vars_with(use_ema=self.job.run.evaluation.use_ema_states)
 

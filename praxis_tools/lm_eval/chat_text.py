@@ -8,7 +8,7 @@ from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.inputs.tokenizers.chat_messages import as_messages, text_of
 from praxis_lite.inputs.tokenizers.chat_template import RefusedConversation
 
-# Stands behind the message to go on with, to find its end in the text; as in transformers.
+# Follows the message to continue, to find its end in the text; as in transformers.
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _log = logging.getLogger(__name__)
 
@@ -18,11 +18,11 @@ def chat_text(
 ) -> str:
     """Returns a conversation's text.
 
-    A template that refuses it gets it once more without the system's messages; the log says so.
+    A template that refuses it is applied again without the system's messages; this is logged.
 
     Args:
-      add_generation_prompt: True: an answer of the model is to come next; False: the model goes on
-        with the last message, which has no end then.
+      add_generation_prompt: True: an answer of the model comes next; False: the model continues the
+        last message, which then has no end.
 
     Raises:
       ConfigError: there is no template, or it refuses the conversation or leaves out its end.
@@ -49,7 +49,7 @@ def _text(
     if not tag:
         raise ConfigError(
             f"The chat template of {tokenizer} leaves out the end of the last message, so that the "
-            "model cannot go on with it. Mend the template, or run the task without it."
+            "model cannot continue it. Fix the template, or run the task without it."
         )
     # A template that trims messages has trimmed the tag's blank too.
     return begin if rest.startswith(" ") else begin.rstrip()

@@ -22,7 +22,7 @@ from praxis_lite.inputs.text.token_ids import token_ids
 from praxis_tools.lm_eval.evaluated_model import EvaluatedModel
 from praxis_tools.lm_eval.progress import Progress
 
-# A look at the texts waits for the devices. Until the next look, rows that should end go on.
+# Reading the texts waits for the devices. Until they are read, rows that should end continue.
 STEPS_BETWEEN_LOOKS = 8
 # Settings of Greedy and Sample by the names that transformers has for them.
 GREEDY_SETTINGS = {"repetition_penalty": "repetition_penalty"}
@@ -73,34 +73,19 @@ class Continuations:
         drawn = {our: settings[name] for name, our in SAMPLE_SETTINGS.items() if name in settings}
         return for_tokenizer(Sample(**result, **{"k": 0, **drawn}), self._model.tokenizer)
 
-    def max_context(self, max_new_tokens: int) -> int:
-        """Returns the most ids of a context that leave room for the new tokens.
-
-        Raises:
-          ConfigError: there is none.
-        """
-        most = self._model.max_length - max_new_tokens
-        if most < 1:
-            raise ConfigError(
-                f"max_gen_toks is {max_new_tokens}; wanted is less than max_length, "
-                f"{self._model.max_length}, so that a context has room. Lower it: --gen_kwargs "
-                "max_gen_toks=NUMBER."
-            )
-        return most
-
     def of(self, requests: Sequence[Request]) -> list[str]:
         """Returns the text that each request's new tokens add, up to the first stop string.
 
-        A context that leaves no room for the new tokens loses its first ids; the log says so.
+        A context that leaves no room for the new tokens loses its first ids, with a warning.
 
         Raises:
-          ConfigError: a context is empty.
+          ConfigError: A context is empty, or max_gen_toks leaves no room for any.
         """
-        contexts, tokenizer = [self._cut(request) for request in requests], self._model.tokenizer
+        contexts, tokenizer = list[np.ndarray](), self._model.tokenizer
         groups: dict[Any, list[int]] = defaultdict(list)
-        for place, (context, request) in enumerate(zip(contexts, requests, strict=True)):
-            most = self.max_context(request.decoder.max_decode_steps)
-            length = length_class(len(context), most)
+        for place, request in enumerate(requests):
+            context, length = self._context(request)
+            contexts.append(context)
             groups[length, request.decoder, request.until].append(place)
         texts = [""] * len(requests)
         progress = Progress("continued", len(requests))
@@ -126,23 +111,30 @@ class Continuations:
                 texts[place] = continuation_text(tokenizer, contexts[place], ids, until).text
         return texts
 
-    def _cut(self, request: Request) -> np.ndarray:
-        """Returns a request's context, without the first ids if it is too long."""
-        most = self.max_context(request.decoder.max_decode_steps)
+    def _context(self, request: Request) -> tuple[np.ndarray, int]:
+        """Returns a context, without its first ids if it is too long, and its padded length."""
+        num_new = request.decoder.max_decode_steps
+        most = self._model.max_length - num_new
+        if most < 1:
+            raise ConfigError(
+                f"max_gen_toks is {num_new}; expected less than max_length, "
+                f"{self._model.max_length}, so that a context has room. Lower it: --gen_kwargs "
+                "max_gen_toks=NUMBER."
+            )
         if not request.context:
             raise ConfigError(
                 "A request of generate_until has an empty context, and the tokenizer puts nothing "
-                "before it. Say add_bos_token=True, or mend the task."
+                "before it. Set add_bos_token=True, or fix the task."
             )
         size = self._model.partitioner.task.num_ids().get("ids")
         ids = token_ids(request.context, "A context", size, ndim=1)
         if len(ids) > most:
             _log.warning(
                 "a context of %d ids and %d new ones exceed max_length, %d: the first %d ids are "
-                "left out", len(ids), request.decoder.max_decode_steps, self._model.max_length,
-                len(ids) - most,
+                "left out", len(ids), num_new, self._model.max_length, len(ids) - most,
             )
-        return ids[-most:]
+        ids = ids[-most:]
+        return ids, length_class(len(ids), most)
 
     def _prompt(self, place: int, context: np.ndarray, length: int) -> Prompt:
         ids = np.pad(context, (0, length - len(context)))

@@ -15,7 +15,7 @@ from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.trained_model.trained_model import TrainedModel
 from praxis_lite.trainer.decoding.user_prompts import check_language_model
 
-# Where nothing tells the length, as in lm_eval's other adapters.
+# If the length is not known, as in lm_eval's other adapters.
 USUAL_LENGTH = 2048
 
 
@@ -52,7 +52,7 @@ def evaluated_model(
 
     Raises:
       ConfigError: it is something else, no causal language model, or has no tokenizer for text;
-        the model has not so many positions; there are several processes.
+        the model has fewer positions; there are several processes.
     """
     require(
         isinstance(model, TrainedModel | HuggingFaceModel), "harness_model: model",

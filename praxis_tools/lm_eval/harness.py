@@ -33,16 +33,16 @@ def harness_model(
         positions, or without an end of those as the rows of the job's training data have. What is
         longer loses its first tokens.
       add_bos_token: True: texts begin with the tokenizer's beginning of a text; False: with
-        nothing; None: as the tokenizer says.
-      prefix_token_id: stands before texts that have no context; None: the tokenizer's beginning of
+        nothing; None: as the tokenizer does.
+      prefix_token_id: precedes texts that have no context; None: the tokenizer's beginning of
         a text, or else its end.
       seed: of draws, where a task asks for a temperature.
       num_cached_prefixes, num_speculative_tokens: of `praxis_lite.decode.Greedy`, for
         continuations: examples before a question are read once; drafts are checked.
 
     Raises:
-      ConfigError: lm_eval is not installed; the model is no causal language model of texts; an
-        argument has no such value.
+      ConfigError: lm_eval is not installed; the model is not a causal language model of texts;
+        an argument has a wrong value.
     """
     require_package("lm_eval", "harness_model")
     num_rows = whole_number(batch_size, "batch_size", 1)

@@ -76,7 +76,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def max_gen_toks(self) -> int:
-        """The new tokens of requests that do not say how many."""
+        """The number of new tokens of requests that do not set it."""
         return min(USUAL_NEW_TOKENS, max(1, self.max_length // 2))
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None) -> list[int]:
@@ -149,12 +149,12 @@ class HarnessModel(TemplateLM):
             return None
         if chat_template not in (True, "default"):
             raise ConfigError(
-                f"--apply_chat_template names {chat_template!r}; wanted is no name, for the "
-                "template is the tokenizer's default."
+                f"--apply_chat_template names {chat_template!r}; expected no name, because "
+                "the template is the tokenizer's default."
             )
         if self.tokenizer.chat is None:
             raise ConfigError(
-                f"{self.tokenizer} has no chat template. Put one beside its files, as "
+                f"{self.tokenizer} has no chat template. Put one next to its files, as "
                 "chat_template.jinja, or leave out --apply_chat_template."
             )
         return self.tokenizer.chat.source

@@ -50,7 +50,7 @@ class LogLikelihoods:
     def of(self, pairs: Sequence[Pair]) -> list[Score]:
         """Returns the score of each pair of context and continuation.
 
-        A pair of more than max_length + 1 ids loses the first ones; the log says so.
+        A pair of more than max_length + 1 ids loses the first ones, which is logged.
 
         Raises:
           ConfigError: a context or a continuation has no id, a continuation has more than
@@ -76,8 +76,8 @@ class LogLikelihoods:
         if not context or not continuation:
             raise ConfigError(
                 f"A request has {len(context)} ids of context and {num_scored} of continuation; "
-                "wanted is one of each at least. Mend the task: a continuation is no empty text, "
-                "and its tokens are not parts of the context's."
+                "expected at least one of each. Fix the task: the continuation must not be empty, "
+                "and its tokens must not be part of the context's."
             )
         if num_scored > most:
             raise ConfigError(

@@ -15,7 +15,7 @@ from praxis_tools.lm_eval.harness import harness_model
 _log = logging.getLogger(__name__)
 USUAL_ROWS = 32
 OF_LOADING = ("job", "pretrained", "step", "mesh", "settings", "packages")
-# Arguments that lm_eval's command line always gives; here the mesh says which devices.
+# Arguments that lm_eval's command line always gives; here the mesh decides the devices.
 NOT_FOLLOWED = ("device", "max_batch_size")
 OF_THE_MODEL = (
     "batch_size", "max_length", "add_bos_token", "prefix_token_id", "seed", "num_cached_prefixes",
@@ -31,8 +31,8 @@ def model_of_args(given: Mapping[str, Any]) -> Any:
         of the job's checkpoint; `mesh`: "attached" (the default: all accelerators), "job" (that of
         the job's config) or sizes of the axes, "1x4x2"; `settings`, a text or a list as for --set;
         `packages` of the user's own; and the arguments of `harness_model`. A batch_size of "auto"
-        is 32. lm_eval's `device` and `max_batch_size` are not followed, which the log says. None
-        stands for an argument that is not given.
+        is 32. lm_eval's `device` and `max_batch_size` are ignored, and logged. None means that an
+        argument is not given.
 
     Raises:
       ConfigError: an argument is not known, or has no such value; as `load` and `harness_model`.
@@ -40,12 +40,12 @@ def model_of_args(given: Mapping[str, Any]) -> Any:
     given = {name: value for name, value in given.items() if value is not None}
     for name in NOT_FOLLOWED:
         if name in given:
-            _log.info("%s=%s is not followed: the mesh says which devices", name, given.pop(name))
+            _log.info("%s=%s is ignored: the mesh decides the devices", name, given.pop(name))
     known = (*OF_LOADING, *OF_THE_MODEL)
     for name in given.keys() - set(known):
         raise ConfigError(
             f"lm_eval gives the model {name}={given[name]!r}; known here are {', '.join(known)}."
-            f"{did_you_mean(name, known)} Leave it out, or mend its name in --model_args."
+            f"{did_you_mean(name, known)} Leave it out, or fix its name in --model_args."
         )
     sources = [name for name in ("job", "pretrained") if name in given]
     require(
@@ -76,7 +76,7 @@ def _job(given: Mapping[str, Any]) -> TrainedModel:
 def _pretrained(given: Mapping[str, Any]) -> HuggingFaceModel:
     for name in ("step", "packages"):
         require(
-            name not in given, f"{name}, beside pretrained=DIR,", given.get(name), "no value",
+            name not in given, f"{name}, next to pretrained=DIR,", given.get(name), "no value",
             "It belongs to job=DIR.",
         )
     return load_on_devices(

@@ -1,7 +1,5 @@
 """Texts as ids by the rules of lm_eval's adapter of transformers (`hf`)."""
 
-import functools
-
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.inputs.text.token_ids import whole_number
 from praxis_lite.inputs.tokenizers.base import Tokenizer
@@ -13,7 +11,7 @@ class TextIds:
     Args:
       tokenizer: of the model.
       add_bos_token: True: each text begins with the tokenizer's beginning of a text and has no
-        other special tokens around it; False: it has none at all; None: as the tokenizer says. A
+        other special tokens around it; False: it has none at all; None: as the tokenizer does. A
         text that has the beginning already, as chat templates write it, gets no other.
       prefix_token_id: the id before a text that has no context; None: the tokenizer's beginning of
         a text, or without any its end of a text.
@@ -37,6 +35,7 @@ class TextIds:
         )
         self.tokenizer, self._add_bos_token = tokenizer, add_bos_token
         self.prefix_id = _prefix_id(tokenizer, prefix_token_id)
+        self._prefix_text = tokenizer.decode([self.prefix_id])
 
     def of(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
         """Returns the ids of a text.
@@ -46,19 +45,12 @@ class TextIds:
         """
         adds = add_special_tokens
         if adds is None:
-            adds = not self._has_beginning(text)
+            adds = not self._prefix_text or not text.startswith(self._prefix_text)
         if not adds or self._add_bos_token is False:
             return self.tokenizer.encode(text, False).tolist()
         if self._add_bos_token:
             return [self.tokenizer.bos_id, *self.tokenizer.encode(text, False).tolist()]
         return self.tokenizer.encode(text).tolist()
-
-    def _has_beginning(self, text: str) -> bool:
-        return bool(self._prefix_text) and text.startswith(self._prefix_text)
-
-    @functools.cached_property
-    def _prefix_text(self) -> str:
-        return self.tokenizer.decode([self.prefix_id])
 
 
 def _prefix_id(tokenizer: Tokenizer, given: int | None) -> int:
@@ -70,6 +62,6 @@ def _prefix_id(tokenizer: Tokenizer, given: int | None) -> int:
     if tokenizer.eos_id is not None:
         return tokenizer.eos_id
     raise ConfigError(
-        f"{tokenizer} has neither a beginning nor an end of a text, which stands before a text "
-        "without context. Name an id: prefix_token_id=NUMBER."
+        f"{tokenizer} has neither a beginning nor an end of a text, one of which must precede a "
+        "text without context. Set prefix_token_id=NUMBER."
     )

@@ -1,4 +1,4 @@
-"""Errors that a client gets, in the form that OpenAI's client reads."""
+"""Errors for clients, in the form that OpenAI's client reads."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,11 +11,11 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """An answer that is an error.
+    """An error that is sent to the client.
 
     Args:
       status: of HTTP.
-      message: what was found, what was wanted, what to change.
+      message: What was found, what was expected, what to change.
       param: the field of the request that is wrong.
       code: a word for programs.
       headers: of the answer.

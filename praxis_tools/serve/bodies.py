@@ -1,4 +1,4 @@
-"""The JSON of answers, whole and in chunks, as OpenAI's API has it."""
+"""The JSON of answers, complete or in chunks, as in OpenAI's API."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tokens of an answer as text that can be sent: whole characters, no stop string, log-probs."""
+"""Tokens of an answer as text that can be sent: complete characters, no stop string, log-probs."""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -46,7 +46,7 @@ class ChoiceText:
 
     Attributes:
       num_tokens: that were made for it, up to the one that ended it.
-      finish_reason: "stop" (an end of text or a stop string) or "length"; None while it goes on.
+      finish_reason: "stop" (an end of text or a stop string) or "length"; None before the end.
     """
 
     def __init__(

@@ -5,13 +5,13 @@ from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-# Connections without a complete request. Of one more the oldest is closed.
+# Connections without a complete request. If there are more, the oldest is closed.
 MOST_WAITING = 128
 # For a client to send the head of its request, from the connection or the answer before.
 HEAD_SECONDS = 10.0
-# For a client to take some of an answer that fills the buffers.
+# For a client to read some of an answer that fills the buffers.
 STALL_SECONDS = 30.0
-_LAST_SECONDS = 60.0  # To take the end of an answer.
+_LAST_SECONDS = 60.0  # To read the end of an answer.
 _LOOK_SECONDS = 1.0
 
 

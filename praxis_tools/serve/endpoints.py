@@ -1,8 +1,7 @@
-"""The endpoints: requests of HTTP to answers, whole or as server-sent events."""
+"""The HTTP endpoints: answers as one JSON body or as server-sent events."""
 
 import asyncio
 import contextlib
-import dataclasses
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -23,30 +22,15 @@ from praxis_tools.serve import bodies, requests
 from praxis_tools.serve.answer import Answer, Delta
 from praxis_tools.serve.api_error import ApiError
 from praxis_tools.serve.engine import Engine
+from praxis_tools.serve.requests import Limits
 from praxis_tools.serve.served_model import ServedModel
 
 MOST_BYTES = 4 << 20  # Of a body.
 BODY_SECONDS = 30.0  # For a client to send it.
-# Of an answer that nobody gets.
+# Of an answer that no client receives.
 _CLIENT_GONE = ApiError(499, "The client has gone.", code="client_gone")
 _PREFIX = "praxis_lite_serve"  # Of names in /metrics.
 T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """Limits of a request.
-
-    Attributes:
-      seconds: the most that it may take, its time in the queue included.
-      api_key: that clients must show; None: none.
-      hosts: names of this host that a client may have asked for; None: any. A page of a foreign
-        site in a browser on this machine would ask for another one.
-    """
-
-    seconds: float
-    api_key: str | None = None
-    hosts: frozenset[str] | None = None
 
 
 def application(model: ServedModel, engine: Engine, limits: Limits) -> Starlette:
@@ -105,7 +89,7 @@ def application(model: ServedModel, engine: Engine, limits: Limits) -> Starlette
         ))
 
     async def failed(http: HttpRequest, error: Exception) -> Response:
-        return _error(ApiError(500, "The server has failed. Its output says why.", code="failed"))
+        return _error(ApiError(500, "The server has failed. Its output shows why.", code="failed"))
 
     return Starlette(
         routes=[
@@ -120,7 +104,7 @@ def _checked(
     path: str, endpoint: Callable[[HttpRequest], Awaitable[Response]], limits: Limits,
     answers: prometheus_client.Counter,
 ) -> Callable[[HttpRequest], Awaitable[Response]]:
-    """Returns the endpoint for clients that may ask, its answers counted."""
+    """Returns the endpoint with checks of host and API key, and a count of its answers."""
 
     async def checked(http: HttpRequest) -> Response:
         try:
@@ -143,7 +127,7 @@ def _checked(
 
 
 class _EngineNumbers(Collector):
-    """The numbers of an engine, at the time of each request."""
+    """Collects the numbers of an engine for each request of /metrics."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -166,18 +150,18 @@ def _check_key(http: HttpRequest, key: str | None) -> None:
     given = http.headers.get("authorization", "").removeprefix("Bearer ")
     if not hmac.compare_digest(given.encode(), key.encode()):
         raise ApiError(
-            401, "The API key is missing or another one. Send Authorization: Bearer KEY.",
+            401, "The API key is missing or wrong. Send Authorization: Bearer KEY.",
             code="invalid_api_key",
         )
 
 
 async def _body(http: HttpRequest) -> bytes:
-    """Returns the body of a request. Raises ApiError if it is no JSON, too large or too slow."""
+    """Returns the body of a request. Raises ApiError if it is not JSON, too large or too slow."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        # A page of a foreign site may send other types without being asked by the browser.
+        # Browsers let foreign pages send other types without asking the server first.
         raise ApiError(
-            415, f"The Content-Type is {kind!a:.80}; wanted is application/json.",
+            415, f"The Content-Type is {kind!a:.80}; expected application/json.",
         )
     body = bytearray()
     try:
@@ -200,9 +184,8 @@ async def _response(http: HttpRequest, answer: Answer, name: str) -> Response:
     deltas = answer.deltas()
     try:
         if not answer.request.stream:
-            pieces = await _unless_gone(http, _all(deltas))
-            return _json(bodies.whole(answer, name, pieces))
-        # Until there is a token an error has a status of its own.
+            return _json(bodies.whole(answer, name, await _unless_gone(http, _all(deltas))))
+        # Before the first token an error still has its own status.
         first = await _unless_gone(http, anext(deltas))
     except BaseException:
         answer.cancel()
@@ -215,7 +198,7 @@ async def _all(deltas: AsyncIterator[Delta]) -> list[Delta]:
 
 
 async def _unless_gone(http: HttpRequest, result: Awaitable[T]) -> T:
-    """Returns the result; raises ApiError, for nobody, if the client goes away before."""
+    """Returns the result; raises ApiError if the client disconnects first."""
 
     async def gone() -> None:
         while (await http.receive())["type"] != "http.disconnect":
@@ -235,7 +218,7 @@ async def _unless_gone(http: HttpRequest, result: Awaitable[T]) -> T:
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events; however they end, what has not ended in the engine is cancelled."""
+    """Server-sent events; at their end, generations that have not ended are cancelled."""
 
     def __init__(self, answer: Answer, events: AsyncIterator[bytes]):
         super().__init__(

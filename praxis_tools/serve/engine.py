@@ -16,7 +16,7 @@ from praxis_tools.serve.api_error import ApiError
 
 # Most steps between two looks at the queue: so long a newcomer waits for a free row.
 STEPS_BETWEEN_LOOKS = 4
-RETRY_SECONDS = 1  # Said to a client that finds the queue full.
+RETRY_SECONDS = 1  # Sent to a client that finds the queue full.
 # Tokens with their log-probs, the likeliest first.
 Likeliest = Sequence[tuple[int, float]]
 
@@ -26,7 +26,7 @@ class Piece:
     """New tokens of a generation.
 
     Attributes:
-      likeliest: of each token those that were likeliest, if they are wanted.
+      likeliest: For each token the likeliest ones in its place, if they were asked for.
       done: nothing follows.
       error: why it has ended before its time; None: it has not.
     """
@@ -47,7 +47,7 @@ class Generation:
       seed, choice: the key is that of the seed, with this number folded in, as in
         `Decoder.__call__` with the key of the seed. No two answers to a request without a seed
         have the same number, whatever their prompts.
-      num_likeliest: tokens to deliver beside each that is made.
+      num_likeliest: Likeliest tokens to deliver with each token.
       deliver: takes each piece, in the engine's thread.
     """
 
@@ -71,7 +71,7 @@ class Engine:
       batching: of a SampleByRow.
       mdl_vars: as its programs take them.
       prompt_lengths: to which prompts are padded, upwards.
-      most_waiting: generations beside those in rows.
+      most_waiting: Generations in addition to those in rows.
 
     Attributes:
       num_tokens, num_prompts: made and read so far.
@@ -140,7 +140,7 @@ class Engine:
             self._changed.notify()
 
     def cancel(self, generations: Sequence[Generation]) -> None:
-        """Lets generations end now, wherever they are; those that have ended are ended."""
+        """Ends generations, in rows or in the queue; ignores those that have ended."""
         with self._changed:
             for generation in generations:
                 if generation in self._waiting:
@@ -150,15 +150,15 @@ class Engine:
             self._changed.notify()
 
     def drain(self, seconds: float) -> None:
-        """Lets `run` return once all that was taken is done, or after so many seconds."""
+        """Makes `run` return once all generations have ended, or after `seconds`."""
         with self._changed:
             if not self.is_draining:
                 self._ends_at = time.monotonic() + seconds
             self._changed.notify()
 
     def run(self) -> None:
-        """Decodes until it is drained; whatever ends it, each generation gets its last piece."""
-        error = ApiError(500, "The server has failed. Its output says why.", code="failed")
+        """Decodes until it is drained; in any case each generation gets its last piece."""
+        error = ApiError(500, "The server has failed. Its output shows why.", code="failed")
         try:
             while self._goes_on():
                 self._turn()
@@ -183,7 +183,7 @@ class Engine:
             return has_work and time.monotonic() < self._ends_at
 
     def _turn(self) -> None:
-        """Frees the rows of who has left, fills them with who waits, and makes a few steps."""
+        """Frees the rows of cancelled generations, admits waiting ones, and makes a few steps."""
         rows = self._rows
         with self._changed:
             for index, generation in list(self._in_rows.items()):

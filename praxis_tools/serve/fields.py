@@ -1,23 +1,23 @@
-"""Values in the JSON of a request: what each may be, and the error that names the field."""
+"""The fields of a request in JSON: their expected values, and errors that name the field."""
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
 from praxis_lite.core.errors import did_you_mean, is_number, shown
 from praxis_tools.serve.api_error import ApiError
 
-# Returns a value as it is used, or None if it is none of the wanted.
+# Returns a value as it is used, or None if it is not one of the expected values.
 Check = Callable[[Any], Any]
 
 
-class Field:
-    """A request's field that is read: the expected values, in words, and the check."""
+class Field(NamedTuple):
+    """A field of a request: a description of the expected values, and their check."""
 
-    def __init__(self, expected: str, check: Check):
-        self.expected, self.check = expected, check
+    expected: str
+    check: Check
 
 
 def whole(least: int, most: int) -> Field:
@@ -41,7 +41,7 @@ TEXT = Field("a text", lambda x: x if isinstance(x, str) else None)
 
 
 def only(*values: Any, because: str) -> Field:
-    """Returns a field without effect: it may only have the values that hold in any case."""
+    """Returns a field without effect, which may only have the values that change nothing."""
 
     def check(x: Any) -> Any:
         return True if any(x == value and type(x) is type(value) for value in values) else None
@@ -50,22 +50,22 @@ def only(*values: Any, because: str) -> Field:
 
 
 def read(body: bytes, known: Mapping[str, Field]) -> dict[str, Any]:
-    """Returns the fields of a request; null stands for a field that is not given.
+    """Returns the fields of a request; a field of null counts as not given.
 
     Raises:
-      ApiError: the body is no JSON object, has another field, or a field another value.
+      ApiError: The body is not a JSON object, or has an unknown field or a wrong value.
     """
     try:
         given = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise ApiError(400, f"The body is no JSON: {error}.", code="invalid_json") from None
+        raise ApiError(400, f"The body is not JSON: {error}.", code="invalid_json") from None
     if not isinstance(given, dict):
-        raise ApiError(400, f"The body is {_json(given)}; wanted is a JSON object.")
+        raise ApiError(400, f"The body is {_json(given)}; expected a JSON object.")
     return checked(given, known, "")
 
 
 def checked(given: Mapping[str, Any], known: Mapping[str, Field], within: str) -> dict[str, Any]:
-    """Returns the fields of an object; `within` stands before their names in messages.
+    """Returns the fields of an object; `within` precedes their names in messages.
 
     Raises:
       ApiError: as `read`.
@@ -77,13 +77,13 @@ def checked(given: Mapping[str, Any], known: Mapping[str, Field], within: str) -
             continue
         if name not in known:
             raise ApiError(
-                400, f"{path} is no field that is known here; known are {', '.join(known)}."
+                400, f"{path} is not a known field; known are {', '.join(known)}."
                 f"{did_you_mean(name, known)} Leave it out.", param=path, code="unknown_field",
             )
         result[name] = known[name].check(value)
         if result[name] is None:
             raise ApiError(
-                400, f"{path} is {_json(value)}; wanted is {known[name].expected}.", param=path,
+                400, f"{path} is {_json(value)}; expected {known[name].expected}.", param=path,
                 code="invalid_value",
             )
     return result

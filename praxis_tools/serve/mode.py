@@ -73,9 +73,9 @@ class Serve(Mode):
     def run(
         self, command: CommandLine, *, step: int | str | None, hf: str | None, **options: Any
     ) -> None:
-        """Serves; raises ConfigError before anything compiles if that cannot be."""
-        for package in ("starlette", "uvicorn"):
-            require_package(package, "--mode=serve")
+        """Serves; raises ConfigError before anything compiles if it cannot."""
+        require_package("starlette", "--mode=serve")
+        require_package("uvicorn", "--mode=serve")
         if (hf is None) == (command.job_log_dir is None):
             raise ConfigError(
                 "--mode=serve needs --job_log_dir=DIR, a job's directory, or --hf=DIR, a model of "
@@ -85,12 +85,12 @@ class Serve(Mode):
             seconds = options[name]
             require(0 < seconds < 1e6, f"--{name}", seconds, "a number of seconds above 0")
         require(
-            hf is None or (step is None and command.exp is None), "--step or --exp, beside --hf,",
+            hf is None or (step is None and command.exp is None), "--step or --exp, next to --hf,",
             step or command.exp, "left out", "They belong to a job.",
         )
         from praxis_tools.serve.server import bound_socket
 
-        # Before the weights are read: a port that is taken is an error at once.
+        # Before the weights are read, so that a port that is taken is an error at once.
         with bound_socket(options["host"], options.pop("port")) as listening:
             if hf is not None:
                 _serve_huggingface(command, hf, listening, **options)
@@ -132,6 +132,7 @@ def _serve(
     model_name: str | None, host: str, api_key_variable: str | None, num_rows: int,
     max_length: int | None, max_queue: int, request_seconds: float, drain_seconds: float,
 ) -> None:
+    from praxis_tools.serve.requests import Limits
     from praxis_tools.serve.served_model import served
     from praxis_tools.serve.server import serve
 
@@ -148,13 +149,10 @@ def _serve(
     )
     if not is_loopback(host) and api_key is None:
         print(
-            f"warning: --host={host} can be reached by other machines, and no API key is asked "
-            "for: whoever reaches it can use it. Say --api_key_variable=NAME.", flush=True,
+            f"warning: other machines can reach --host={host}, and no API key is required, so "
+            "anyone who reaches it can use it. Set --api_key_variable=NAME.", flush=True,
         )
     if model.tokenizer.chat is None:
         print("the tokenizer has no chat template: /v1/chat/completions is refused", flush=True)
-    serve(
-        model, engine, listening, request_seconds=request_seconds, drain_seconds=drain_seconds,
-        api_key=api_key, note=lambda line: print(line, flush=True),
-        hosts=LOOPBACK_HOSTS if is_loopback(host) else None,
-    )
+    limits = Limits(request_seconds, api_key, LOOPBACK_HOSTS if is_loopback(host) else None)
+    serve(model, engine, listening, limits, drain_seconds)

@@ -14,7 +14,7 @@ from praxis_tools.serve.fields import FLAG, TEXT, Field, checked, number, only, 
 # Prompts times n: of a request.
 MOST_CHOICES = 128
 MOST_STOPS, MOST_STOP_CHARACTERS = 16, 256
-# Tokens that can be named with their log-probs beside the chosen one.
+# Likeliest tokens that a request may ask for in addition to the chosen one.
 MOST_LOGPROBS = 20
 COMPLETION_TOKENS = 16  # Where max_tokens is not given, as in OpenAI's API.
 
@@ -30,7 +30,7 @@ class Request:
       prompts: a text or token ids each; of a chat its conversation.
       max_tokens: most new ones; None: of a chat as many as there is room for, else 16.
       seed: None: drawn.
-      num_logprobs: of tokens beside the chosen one; None: no log-probs at all.
+      num_logprobs: Tokens in addition to the chosen one; None: no log-probs at all.
     """
 
     is_chat: bool
@@ -46,6 +46,22 @@ class Request:
     num_logprobs: int | None = None
     stream: bool = False
     include_usage: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Limits of a request.
+
+    Attributes:
+      seconds: The most that it may take, including its time in the queue.
+      api_key: The key that clients must send; None: none.
+      hosts: Host headers that are answered; None: any. A foreign page in a browser on this machine
+        would send another one.
+    """
+
+    seconds: float
+    api_key: str | None = None
+    hosts: frozenset[str] | None = None
 
 
 def completion(body: bytes) -> Request:
@@ -64,12 +80,12 @@ def chat(body: bytes) -> Request:
     num_logprobs = given.get("top_logprobs", 0) if given.get("logprobs") else None
     if num_logprobs is None and "top_logprobs" in given:
         raise ApiError(
-            400, "top_logprobs is given without logprobs; say logprobs: true.",
+            400, "top_logprobs is given without logprobs; set logprobs: true.",
             param="top_logprobs", code="invalid_value",
         )
     if given.get("tools") and "tool_choice" not in given:
         raise ApiError(
-            400, "tools are given without tool_choice; say tool_choice: none. The prompt names the "
+            400, "tools are given without tool_choice; set tool_choice: none. The prompt names the "
             "tools then, and a call is part of the answer's text.", param="tools",
             code="invalid_value",
         )
@@ -86,7 +102,7 @@ def _common(given: Mapping[str, Any], num_prompts: int) -> dict[str, Any]:
     stream, options = given.get("stream", False), given.get("stream_options", {})
     if options and not stream:
         raise ApiError(
-            400, "stream_options is given without stream; say stream: true, or leave it out.",
+            400, "stream_options is given without stream; set stream: true, or leave it out.",
             param="stream_options", code="invalid_value",
         )
     if num_prompts * given.get("n", 1) > MOST_CHOICES:
@@ -159,7 +175,7 @@ _SAMPLING = {
         "a number above 0 and at most 1",
         lambda x: number(0, 1).check(x) or None,
     ),
-    # As in vLLM, where -1 stands for all as well.
+    # As in vLLM, where -1 means all as well.
     "top_k": Field(
         "a whole number, 0 or -1 for all tokens",
         lambda x: max(x, 0) if type(x) is int and -1 <= x < 2**31 else None,

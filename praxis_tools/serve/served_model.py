@@ -19,7 +19,7 @@ from praxis_tools.serve.api_error import ApiError
 from praxis_tools.serve.engine import STEPS_BETWEEN_LOOKS, Engine
 from praxis_tools.serve.requests import COMPLETION_TOKENS, MOST_LOGPROBS, Request
 
-# Most tokens of a row where nobody says: a cache for more may not fit.
+# Most tokens of a row by default: a cache for more may not fit.
 USUAL_LENGTH = 4096
 
 
@@ -66,7 +66,7 @@ class ServedModel:
         return prompts
 
     def most_new(self, num_ids: int, request: Request) -> int:
-        """Returns how many tokens may follow a prompt of so many ids."""
+        """Returns how many tokens may follow a prompt of `num_ids` ids."""
         room = self.max_length - num_ids
         if request.max_tokens is None:
             return room if request.is_chat else min(room, COMPLETION_TOKENS)
@@ -103,7 +103,7 @@ def served(
       num_rows, most_waiting: as of `Engine`.
 
     Raises:
-      ConfigError: it is no causal language model with a tokenizer, has not so many positions, or
+      ConfigError: It is not a causal language model with a tokenizer, has too few positions, or
         there are several processes.
     """
     task = partitioner.task
@@ -115,8 +115,8 @@ def served(
     max_length = whole_number(max_length, "--max_length", 2, **most)
     whole_number(num_rows, "--num_rows", 1)
     whole_number(most_waiting, "--max_queue", 1)
-    # What the job says of how tokens are computed, and not of which.
-    kept = {
+    # The job's settings of how tokens are computed, but not of which tokens are chosen.
+    settings = {
         name: getattr(task.decoder, name, getattr(SampleByRow, name))
         for name in (
             "num_speculative_tokens", "prompt_lookup_max", "prefill_chunk_size",
@@ -127,7 +127,7 @@ def served(
     decoder = SampleByRow(
         max_decode_steps=max_length - 1, seqlen=max_length, eos_id=task.decoder.eos_id,
         num_likeliest=min(MOST_LOGPROBS, task.num_ids().get("ids", MOST_LOGPROBS)),
-        num_kept_steps=STEPS_BETWEEN_LOOKS * (1 + kept["num_speculative_tokens"]), **kept,
+        num_kept_steps=STEPS_BETWEEN_LOOKS * (1 + settings["num_speculative_tokens"]), **settings,
     )
     lengths = all_length_classes(max_length)
     batching = ContinuousBatching(

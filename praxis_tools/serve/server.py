@@ -3,27 +3,26 @@
 import socket
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError, require
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.job.processes import signals
 from praxis_tools.serve.engine import Engine
+from praxis_tools.serve.requests import Limits
 from praxis_tools.serve.served_model import ServedModel
 
-NEEDED_BY = "--mode=serve"
 # For the last bytes of answers to reach their clients.
 LAST_SECONDS = 5
-# Connections beside those whose requests wait or are in rows.
+# Connections in addition to those whose requests wait or are in rows.
 MORE_CONNECTIONS = 256
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Returns a socket that has the port, and takes no connection yet.
+    """Returns a socket that is bound to the port, and accepts no connection yet.
 
     Raises:
-      ConfigError: the port is taken, or the host is none of this machine.
+      ConfigError: The port is taken, or the address is not one of this machine.
     """
     require(0 <= port < 2**16, "--port", port, "a number from 0 (a free one) to 65535")
     result = None
@@ -45,53 +44,49 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def serve(
-    model: ServedModel, engine: Engine, listening: socket.socket, *, request_seconds: float,
-    drain_seconds: float, api_key: str | None = None, hosts: frozenset[str] | None = None,
-    note: Callable[[str], None] = print,
+    model: ServedModel, engine: Engine, listening: socket.socket, limits: Limits,
+    drain_seconds: float,
 ) -> None:
     """Serves until a signal comes, then ends the requests under way. In the main thread.
 
     Args:
-      listening: of `bound_socket`; opened once all is compiled.
-      request_seconds, api_key, hosts: as of `Limits`.
-      drain_seconds: after a signal, for what is under way.
-      note: told when it is ready.
+      listening: From `bound_socket`; opened once everything is compiled.
+      drain_seconds: Time for the requests under way after a signal.
     """
-    with Running(
-        model, engine, listening, request_seconds=request_seconds, api_key=api_key, hosts=hosts
-    ) as running, _DrainsBySignal(engine, drain_seconds):
-        note(
+    with (
+        Running(model, engine, listening, limits) as running,
+        _DrainsBySignal(engine, drain_seconds),
+    ):
+        print(
             f"ready: {running.url}/v1 serves {model.name}: {engine.num_rows} answers at a time, of "
-            f"{model.max_length} tokens with their prompts"
+            f"{model.max_length} tokens with their prompts", flush=True,
         )
         engine.run()
 
 
 class Running:
-    """The endpoints of an engine in a thread of their own, while it is entered.
+    """Serves the endpoints of an engine in a separate thread while it is entered.
 
-    Entering compiles the engine's programs and opens the port; `Engine.run` is the caller's.
+    Entering compiles the engine's programs and opens the port; the caller calls `Engine.run`.
 
     Attributes:
-      url: without a path.
+      url: Without a path.
     """
 
     def __init__(
-        self, model: ServedModel, engine: Engine, listening: socket.socket, *,
-        request_seconds: float, api_key: str | None = None, hosts: frozenset[str] | None = None,
+        self, model: ServedModel, engine: Engine, listening: socket.socket, limits: Limits
     ):
-        uvicorn = optional_module("uvicorn", NEEDED_BY)
-        optional_module("starlette", NEEDED_BY)
+        uvicorn = optional_module("uvicorn", "--mode=serve")
         from praxis_tools.serve.connections import limited
-        from praxis_tools.serve.endpoints import BODY_SECONDS, Limits, application
+        from praxis_tools.serve.endpoints import BODY_SECONDS, application
 
         self._engine, self._socket = engine, listening
         host, port = listening.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         self._server = uvicorn.Server(uvicorn.Config(
-            application(model, engine, Limits(request_seconds, api_key, hosts)),
+            application(model, engine, limits),
             log_level="warning", access_log=False, server_header=False, lifespan="off",
-            http=limited(request_seconds, BODY_SECONDS), ws="none",
+            http=limited(limits.seconds, BODY_SECONDS), ws="none",
             timeout_graceful_shutdown=LAST_SECONDS,
             limit_concurrency=engine.num_rows + engine.most_waiting + MORE_CONNECTIONS,
         ))
@@ -116,7 +111,7 @@ class Running:
 
 
 class _DrainsBySignal(signals.SignalListener):
-    """Lets an engine end at the first signal; the second ends the process at once."""
+    """Drains an engine at the first signal; the second ends the process at once."""
 
     def __init__(self, engine: Engine, seconds: float):
         super().__init__()

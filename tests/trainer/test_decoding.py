@@ -13,7 +13,7 @@ from praxis_lite.config.text import dump_config, load_config_file
 from praxis_lite.decode import BeamSearch
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trainer.metrics.json_lines import read_json_lines
-from tests.support.job_runs import copy_of_trained, launch, start_process, succeed, trained
+from tests.support.job_runs import copy_of_trained, launch, start_process, succeed
 
 ONE_DEVICE = "mesh.ici_mesh_shape=1,1,1"
 SAMPLE = (
@@ -208,7 +208,3 @@ def test_a_file_of_decoded_prompts_is_whole_or_absent(decoded, monkeypatch):
     with pytest.raises(AssertionError, match="in the middle of the"):  # It did not succeed.
         decode(job, ONE_DEVICE)
     assert job.decode_jsonl("prompts", 7).read_text() == before
-
-
-def test_the_trained_job_is_as_training_left_it():
-    assert not (trained()[0].path / "decode").exists()

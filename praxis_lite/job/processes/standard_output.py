@@ -109,9 +109,10 @@ class _Print(logging.Handler):
 
 
 def print_log() -> None:
-    """Prints the library's log, such as the choice of an attention kernel and its reason."""
-    log = logging.getLogger("praxis_lite")
-    if not log.handlers:
-        log.addHandler(_Print())
-        log.setLevel(logging.INFO)
-        log.propagate = False  # Some library's handler of all logs would print it again.
+    """Prints the logs of both packages, such as the choice of an attention kernel."""
+    for name in ("praxis_lite", "praxis_tools"):
+        log = logging.getLogger(name)
+        if not log.handlers:
+            log.addHandler(_Print())
+            log.setLevel(logging.INFO)
+            log.propagate = False  # Some library's handler of all logs would print it again.

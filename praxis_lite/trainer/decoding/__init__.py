@@ -1,1 +1,1 @@
-"""Prompts in, continuations out: on the terminal as they come, and in files."""
+"""Continues prompts, prints continuations as they come, and writes them to files."""

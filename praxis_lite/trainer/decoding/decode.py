@@ -1,6 +1,7 @@
 """--mode=decode: a job's datasets of prompts, the prompts of a user, or a conversation."""
 
 import dataclasses
+import functools
 import io
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -39,14 +40,12 @@ def decode(
     )
     decoder = _restored(job, step, batchings)
     for name, pipeline in job.decode_datasets.items():
-        if prompts is None:
-            records = decoder.records(name, pipeline)
-        else:
-            records = _decoded_aloud(decoder, pipeline, prompts)
         path = job.files.decode_jsonl(name, decoder.step)
         if prompts is None:
+            records = decoder.records(name, pipeline)
             write_records(path, records, print)
         else:
+            records = _decoded_aloud(decoder, pipeline, prompts)
             add_records(path, records)
         count = "1 record" if len(records) == 1 else f"{len(records)} records"
         print(f"decoded {count} of {name} with the weights of step {decoder.step}: {path}")
@@ -55,7 +54,7 @@ def decode(
 def chat(job: JobOnMesh, step: int | str | None, lines: Iterable[str]) -> None:
     """Answers line after line of a conversation with the weights of a checkpoint.
 
-    What was said before, on both sides, is part of each prompt, by the tokenizer's chat template.
+    Each prompt contains the conversation so far, by the tokenizer's chat template.
 
     Raises ConfigError if there are several processes, or as `prompt_batch`.
     """
@@ -101,7 +100,8 @@ def _decoded_aloud(
     titles = [title(prompt, task.tokenizer) for prompt in prompts]
     batch = pipeline.rows(0, slice(0, pipeline.batch_size))
     ids = [row[:n] for row, n in zip(batch["ids"], batch["prefix_lengths"], strict=True)]
-    aloud = Continuations(titles, ids, task.tokenizer, task.decoder)
+    write = functools.partial(print, end="", flush=True)
+    aloud = Continuations(titles, ids, task.tokenizer, task.decoder, write)
     records = decoder.records(COMMAND_LINE, pipeline, aloud.add)
     aloud.add_rest(records)
     return records

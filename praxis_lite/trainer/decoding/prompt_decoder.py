@@ -19,7 +19,7 @@ from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.inputs.batches import checked_batches
 from praxis_lite.trainer.checks.memory import compile_step
 
-# A look at the tokens waits for the devices. Until the next one, rows that should end go on.
+# Reading the tokens waits for the devices. Until they are read, rows that should end continue.
 STEPS_BETWEEN_LOOKS = 8
 # Most rows that are decoded at a time for a watcher.
 MOST_WATCHED_ROWS = 8
@@ -37,7 +37,6 @@ class PromptDecoder:
       seed: of the sampling; the step and the batch's index are folded in.
       first_batch: index of a pipeline's first batch in the keys, where several pipelines are parts
         of one dataset, such as the turns of a chat.
-      note: told how many model steps the prompts took, under continuous batching.
       batchings: the compiled programs of continuous batching, by rows and length of a prompt;
         decoders of other checkpoints may share them.
     """
@@ -46,7 +45,6 @@ class PromptDecoder:
     mdl_vars: Any
     step: int
     seed: int
-    note: Callable[[str], None] = print
     batchings: Batchings = dataclasses.field(default_factory=dict, repr=False)
     first_batch: int = 0
 
@@ -55,24 +53,22 @@ class PromptDecoder:
     ) -> list[dict[str, Any]]:
         """Returns the task's records of all prompts of a dataset, in their order.
 
-        `watch` is told new tokens as they come, if the decoder makes them one after the other and
-        there is one process. Their index counts true rows x hypotheses.
+        `watch` is called with new tokens as they come, if the decoder makes them one after the
+        other and there is one process. Their index counts real rows x hypotheses.
 
         Raises ConfigError if a batch has ids that the model has no row for, or if the decoder needs
         all prompts in one process and there are several.
         """
         task = self.partitioner.task
         decoder = task.decoder
-        is_continuous = is_watched = False
-        if isinstance(decoder, Greedy):
-            is_watched = watch is not None and jax.process_count() == 1
-            is_continuous = decoder.num_cache_slots > 0 or is_watched
-        decoded = self._batch_by_batch
-        if is_continuous:
-            decoded = functools.partial(self._continuously, watch=watch if is_watched else None)
+        if not isinstance(decoder, Greedy) or jax.process_count() > 1:
+            watch = None
+        if watch is not None or (isinstance(decoder, Greedy) and decoder.num_cache_slots):
+            decoded = self._continuously(name, pipeline, watch)
+        else:
+            decoded = self._batch_by_batch(name, pipeline)
         return [
-            record
-            for inputs, outputs in decoded(name, pipeline)
+            record for inputs, outputs in decoded
             for record in task.decode_to_records(inputs, jax.device_get(outputs))
         ]
 
@@ -87,7 +83,7 @@ class PromptDecoder:
     def _batch_by_batch(self, name: str, pipeline: InputPipeline) -> Iterator[tuple[Any, Any]]:
         """Yields inputs and outputs of each batch.
 
-        Both are whole in every process, because records need all of a batch.
+        Both are complete in every process, because records need all of a batch.
         """
         num_rows = pipeline.batch_size
         rows = self.partitioner.process_rows(num_rows)
@@ -137,7 +133,7 @@ class PromptDecoder:
 
         looks: dict[str, Any] = {} if watch is None else {"num_steps": 1}
         if decoder.stop_strings:
-            # Other tokens than the encoded ones may make up a stop string; only the text tells.
+            # Other tokens than the encoded ones may spell a stop string; only the text shows it.
             def text_of(prompt: Prompt) -> ContinuationText:
                 ids = prompt.ids[: prompt.length]
                 return ContinuationText(task.tokenizer, ids, decoder.stop_strings)
@@ -153,7 +149,7 @@ class PromptDecoder:
             outputs["logprobs"][hyp, start : start + len(new.ids)] = new.logprobs
             outputs["decode_lengths"][hyp] += len(new.ids)
         if watch is None:
-            self.note(batching.latest.summary(f"rows of {name}"))
+            print(batching.latest.summary(f"rows of {name}"))
         for inputs, outputs in batches:
             yield inputs, decoder.outputs_of(outputs)
 

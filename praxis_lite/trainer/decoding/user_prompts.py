@@ -39,12 +39,12 @@ Prompts = str | Mapping[str, Any] | Conversation | Sequence[Prompt]
 
 # What tasks that continue prompts read.
 _PROMPT_INPUTS = {"ids", "prefix_lengths", "weights"}
-# Where a line of a file has its prompt.
+# Keys under which a line of a file may have its prompt.
 PROMPT_KEYS = ("prompt", "messages", "conversations")
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Returns the prompts of a file: lines, or of NAME.jsonl what stands under a key of each.
+    """Returns the prompts of a file: its lines, or in NAME.jsonl the value of a key of each line.
 
     The key is "prompt", of a text or of messages, or "messages" or "conversations"; next to
     messages may be the CONTEXT_KEYS. Blank lines are left out.
@@ -68,7 +68,7 @@ def read_prompts(path: Path) -> list[Prompt]:
                 if line.strip()
             ]
         else:
-            # Not splitlines: U+2028 and the like stand within a text.
+            # Not splitlines: U+2028 and similar characters may be part of a text.
             lines = re.split("\r\n|\r|\n", decoded(data, name, is_file=True))
             prompts = [line for line in lines if line.strip()]
     if not prompts:
@@ -89,13 +89,6 @@ def _of_json(line: bytes, where: str) -> Prompt:
         f'{where} is {shown(line.decode())}; expected {{"prompt": TEXT}}, or {{"messages": '
         f'[{{"role": "user", "content": TEXT}}, ...]}}, perhaps with {", ".join(CONTEXT_KEYS)}.'
     )
-
-
-def as_conversations(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Returns the prompts with each text as a user's message."""
-    return [
-        [{"role": "user", "content": item}] if isinstance(item, str) else item for item in prompts
-    ]
 
 
 def with_prompts(job: Job, prompts: Sequence[Prompt]) -> Job:
@@ -155,7 +148,7 @@ def check_language_model(task: Task, user: str) -> None:
       user: What needs it, for messages.
 
     Raises:
-      ConfigError: it does not, or its tokenizer is not the model's; says why.
+      ConfigError: It does not, or its tokenizer is not the model's; gives the reason.
     """
     tokenizer = task.tokenizer
     if set(task.required_decode_inputs) != _PROMPT_INPUTS or tokenizer is None:
@@ -189,7 +182,7 @@ def prompt_ids(
       size: of the vocabulary, which ids that are given must not exceed.
 
     Raises:
-      ConfigError: it is none of the kinds, has other ids, or there is no chat template.
+      ConfigError: It is not a prompt, has ids out of range, or there is no chat template.
     """
     with none_skipped():
         if isinstance(prompt, str):

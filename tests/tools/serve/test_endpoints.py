@@ -185,10 +185,10 @@ def test_another_models_name_is_not_found(client):
 
 
 @pytest.mark.parametrize("path, body, headers, status, words", [
-    ("/v1/completions", b"{", {}, 400, "no JSON"),
-    ("/v1/completions", b"[" * 2000, {}, 400, "no JSON"),
+    ("/v1/completions", b"{", {}, 400, "not JSON"),
+    ("/v1/completions", b"[" * 2000, {}, 400, "not JSON"),
     ("/v1/completions", b"[" * 900 + b"]" * 900, {}, 400, "JSON object"),
-    ("/v1/completions", b'{"prompt": "\\ud800"}', {}, 400, "no JSON"),
+    ("/v1/completions", b'{"prompt": "\\ud800"}', {}, 400, "not JSON"),
     ("/v1/completions", b'{"prompt": "a"}', {}, 400, "model is missing"),
     ("/v1/completions", b"a" * (4 << 20) + b"a", {}, 413, "more than"),
     ("/v1/completions", b"{}", {"Content-Type": "text/plain"}, 415, "application/json"),
@@ -197,7 +197,7 @@ def test_another_models_name_is_not_found(client):
     ("/v1/embeddings", b"{}", {}, 404, "/v1/chat/completions"),
     ("/v1/models", b"{}", {}, 405, "GET /v1/models"),
 ])  # fmt: skip
-def test_hostile_requests_get_an_error_in_words(url, path, body, headers, status, words):
+def test_hostile_requests_get_an_error_message(url, path, body, headers, status, words):
     headers = {"Content-Type": "application/json"} | headers
     with pytest.raises(urllib.error.HTTPError) as error:
         urllib.request.urlopen(urllib.request.Request(url + path, body, headers))

@@ -11,15 +11,11 @@ import numpy as np
 import pytest
 
 from praxis_lite import ConfigError
-from praxis_lite.decode.continuous_batching import ContinuousBatching
-from praxis_lite.decode.sampling_by_row import SampleByRow
 from praxis_tools.serve.api_error import ApiError
-from praxis_tools.serve.engine import Engine, Generation
+from praxis_tools.serve.engine import Generation
 from praxis_tools.serve.server import bound_socket
 from tests.decode.toy_models import num_compiled
 from tests.tools.serve.toy_server import (
-    END,
-    MODEL,
     NAME,
     TEXT,
     L,
@@ -99,25 +95,6 @@ def test_nothing_compiles_once_the_port_is_open():
         assert num_compiled() == before
 
 
-@pytest.mark.slow
-def test_a_warm_engine_compiles_nothing_for_shared_beginnings():
-    decoder = SampleByRow(max_decode_steps=63, seqlen=64, eos_id=END, num_cached_prefixes=2)
-    batching = ContinuousBatching(decoder, lambda mdl_vars: MODEL, 2, (16, 64))
-    engine = Engine(batching, None, (16, 64), 9)
-    engine.warm_up()
-    before = num_compiled()
-    beginning = [97] * 18  # A block of 16 and two more.
-    with decoding(engine):
-        asked = [
-            item for i in range(5)
-            for item in submitted(engine, 1, ids=[*beginning, 98 + i], max_tokens=3)
-        ]
-        for item in asked:
-            assert item.done.wait(30)
-    assert [len(item.ids) for item in asked] == [3] * 5
-    assert num_compiled() == before
-
-
 def test_who_leaves_frees_the_row_and_the_place_in_the_queue():
     model, engine = model_and_engine(most_waiting=4)
     leaving = submitted(engine, R, ids=(200,), cancels=True)  # No end of the text is near.
@@ -151,7 +128,7 @@ def test_a_failure_of_the_devices_reaches_every_client_and_the_caller(monkeypatc
 
 def test_limits_as_a_client_sees_them():
     model, engine = model_and_engine(most_waiting=1)
-    given = {"request_seconds": 0.3, "api_key": "secret", "hosts": frozenset({"127.0.0.1"})}
+    given = {"seconds": 0.3, "api_key": "secret", "hosts": frozenset({"127.0.0.1"})}
     with serving(engine, model, **given) as running:
         def answer(url=running.url, key="secret", **settings):
             body = json.dumps({"model": NAME, "prompt": "a", "n": 1} | settings).encode()

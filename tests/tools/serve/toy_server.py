@@ -13,6 +13,7 @@ from praxis_lite.decode.sampling_by_row import SampleByRow
 from praxis_lite.inputs.tokenizers import ByteTokenizer
 from praxis_lite.inputs.tokenizers.chat_template import ChatTemplate
 from praxis_tools.serve.engine import STEPS_BETWEEN_LOOKS, Engine
+from praxis_tools.serve.requests import Limits
 from praxis_tools.serve.served_model import ServedModel
 from praxis_tools.serve.server import Running, bound_socket
 from tests.decode.toy_models import Recurrent
@@ -52,8 +53,8 @@ def model_and_engine(most_waiting=200):
 @contextlib.contextmanager
 def serving(engine, model, **settings):
     """Yields the endpoints of an engine; nothing is decoded unless `decoding` is entered too."""
-    settings = {"request_seconds": 60.0} | settings
-    with Running(model, engine, bound_socket("127.0.0.1", 0), **settings) as running:
+    limits = Limits(**{"seconds": 60.0} | settings)
+    with Running(model, engine, bound_socket("127.0.0.1", 0), limits) as running:
         yield running
 
 
