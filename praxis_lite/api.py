@@ -94,4 +94,7 @@ def _name(experiment: "str | type[Experiment]") -> str:
             f"{callable_name(experiment)} is defined in a function, where no other process finds "
             "it. Define it at the top of a module or of a notebook."
         )
-    return registry.full_name(registry.register_anew(experiment))
+    name = callable_name(experiment)
+    registry.registered.pop(name, None)  # A reloaded module defines its classes again.
+    registry.register(experiment)
+    return name

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from praxis_lite.core.callables import callable_name
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.experiment import registry
 from praxis_lite.job.job_dir import JobDir
@@ -52,7 +53,7 @@ def config_of_experiment(
     allowed = registry.allowed_packages(packages)
     made, config = experiment_and_config(experiment, settings, allowed)
     return LaunchedConfig(
-        config, registry.full_name(experiment), settings, allowed, mesh_for=made.mesh_for
+        config, callable_name(experiment), settings, allowed, mesh_for=made.mesh_for
     )
 
 
@@ -76,7 +77,7 @@ def config_of_job(
     allowed = registry.allowed_packages(packages)
     loaded = recorded_config(job_dir, allowed)
     if name is not None:
-        given = registry.full_name(registry.get_experiment(name, packages))
+        given = callable_name(registry.get_experiment(name, packages))
         if given != loaded.experiment:
             raise ConfigError(
                 f"{job_dir.path} belongs to {loaded.experiment}, but --exp names {given}. Leave "

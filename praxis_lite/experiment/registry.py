@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 # Where the library's own experiments are.
 HOME = "praxis_lite.experiments"
-# The module of a notebook's cells, and of a script.
+# The module of a notebook's cells and of scripts.
 _MAIN = "__main__"
 
 # Classes by full name.
@@ -43,7 +43,7 @@ def register(experiment: ExperimentT) -> ExperimentT:
             f"@register on {experiment!r}, which is not a subclass of Experiment: write "
             "`class MyLm(Experiment):`."
         )
-    key = full_name(experiment)
+    key = callable_name(experiment)
     known = registered.get(key)
     if known not in (None, experiment) and not _is_interactive(experiment.__module__):
         raise ConfigError(
@@ -52,22 +52,6 @@ def register(experiment: ExperimentT) -> ExperimentT:
         )
     registered[key] = experiment
     return experiment
-
-
-def register_anew(experiment: ExperimentT) -> ExperimentT:
-    """Registers a class as `register` does; replaces one of the same name, as of a reloaded module.
-
-    Raises:
-        ConfigError: it is not a subclass of Experiment.
-    """
-    if isinstance(experiment, type):
-        registered.pop(full_name(experiment), None)
-    return register(experiment)
-
-
-def full_name(experiment: type) -> str:
-    """Returns `module.Class`: the name under which a class is registered and recorded."""
-    return callable_name(experiment)
 
 
 def allowed_packages(listed: Sequence[str] = ()) -> tuple[str, ...]:
