@@ -94,7 +94,7 @@ def new_directory(path: Path, last: str) -> Iterator[Path]:
     except BaseException as error:
         _take_back(path, partial, moved, is_new)
         if isinstance(error, OSError) and not isinstance(error, ConfigError):
-            raise not_written(path, error, "it writes them anew") from error
+            raise not_written(path, error) from error
         raise
 
 
@@ -115,35 +115,12 @@ def _sync(path: Path) -> None:
         os.close(file)
 
 
-# What a training does when it is launched again.
-TRAINING_CONTINUES = "training goes on from its newest checkpoint"
-_then = ""
-
-
-@contextlib.contextmanager
-def launched_again(then: str) -> Iterator[None]:
-    """Sets, within the context, what errors about files say that the same command will do next."""
-    global _then
-    before, _then = _then, then
-    try:
-        yield
-    finally:
-        _then = before
-
-
-def not_written(
-    path: str | os.PathLike[str], error: OSError, then: str | None = None
-) -> ConfigError:
-    """Returns the error for a file that could not be written.
-
-    Args:
-      then: what the same command does when it is launched again; None: as `launched_again`.
-    """
-    then = _then if then is None else then
-    mend = "Make room, or mend the file system"
+def not_written(path: str | os.PathLike[str], error: OSError) -> ConfigError:
+    """Returns the error for a file that could not be written."""
+    fix = "Make room, or fix the file system"
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
-        mend = "Its directory was moved or deleted: put it back"
+        fix = "Its directory was moved or deleted: put it back"
     return ConfigError(
-        f"{os.fspath(path)} could not be written: {error.strerror or error}. {mend}, and launch "
-        f"the same command again{': ' * bool(then)}{then}."
+        f"{os.fspath(path)} could not be written: {error.strerror or error}. {fix}, and launch the "
+        "same command again."
     )

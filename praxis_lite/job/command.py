@@ -27,7 +27,6 @@ def run(
     goes_on: bool | Callable[[], bool],
     traceback_txt: Callable[[], Path | None] = lambda: None,
     wraps: bool = False,
-    then: Callable[[], str] = lambda: "",
 ) -> None:
     """Runs a command; exits with its status if that is not 0.
 
@@ -41,12 +40,11 @@ def run(
             function is asked when the output is lost.
         traceback_txt: the file for the traceback of the user's code; None: a new temporary one.
         wraps: errors into lines of 100; else an error is one line, for scripts.
-        then: returns what the command does when it is launched again, for the error of a full disk.
     """
     open_what_is_closed()
     with output_may_be_lost(goes_on=goes_on), EndsBySignal(), ending_together():
         _find_users_packages()
-        _run(command, traceback_txt, wraps, then)
+        _run(command, traceback_txt, wraps)
 
 
 def status_of(command: Callable[[], int | None], *, goes_on: bool) -> int:
@@ -67,8 +65,7 @@ def print_error(words: object, *, wraps: bool = True) -> None:
 
 
 def _run(
-    command: Callable[[], int | None], traceback_txt: Callable[[], Path | None], wraps: bool,
-    then: Callable[[], str],
+    command: Callable[[], int | None], traceback_txt: Callable[[], Path | None], wraps: bool
 ) -> None:
     # Each exit keeps its exception as its context: `ending_together` tells other processes of it.
     try:
@@ -84,8 +81,7 @@ def _run(
         sys.exit(error.exit_status)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in DISK_FULL:
-            words = not_written(error.filename or "A file", error, then())
-            print_error(words, wraps=wraps)
+            print_error(not_written(error.filename or "A file", error), wraps=wraps)
             sys.exit(2)
         if lacking := lack_of_memory(error):
             where = (described(error) or "").rstrip(".")
@@ -115,7 +111,7 @@ class Parser(argparse.ArgumentParser):
         ConfigError: from `parse_args`: an option's value is wrong, or there is no such option.
     """
 
-    former: Mapping[str, str] = {}  # Of others, by name without dashes: what to do instead.
+    pax_options: Mapping[str, str] = {}  # The counterparts here, by name without dashes.
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message.rstrip('.')}. --help lists the options.")
@@ -131,8 +127,11 @@ class Parser(argparse.ArgumentParser):
 
     def _unknown(self, given: str) -> str:
         word, _, value = given.lstrip("-").partition("=")
-        if word in self.former:
-            return f"There is no option --{word}. {self.former[word]}"
+        if word in self.pax_options:
+            return (
+                f"There is no option --{word}. That is an option of Pax's; here it is "
+                f"{self.pax_options[word]}: docs/coming_from_pax.md."
+            )
         parsers = [self, *(
             choice for action in self._actions if isinstance(action, argparse._SubParsersAction)
             for choice in action.choices.values()
