@@ -48,6 +48,21 @@ class MissingPackage(ConfigError):
     package: str
 
 
+class NeedsPackage:
+    """A class whose instances may need an optional package; errors name all that a config needs.
+
+    Attributes:
+      needed_package: the name under which it is imported; None: the class needs none.
+    """
+
+    needed_package: str | None = None
+
+    def check(self) -> None:
+        """Raises ConfigError if the package is not installed."""
+        if self.needed_package is not None:
+            require_package(self.needed_package, type(self).__name__)
+
+
 def optional_module(name: str, needed_by: str) -> ModuleType:
     """Imports and returns a module of the PACKAGES.
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from praxis_lite.host.optional_packages import optional_module, require_package
+from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
 
 # The tag by which the next launch finds its run: MLflow chooses the ids of runs itself.
@@ -31,13 +31,11 @@ class MLflow(Tracker):
       every: as `Tracker.every`.
     """
 
+    needed_package = "mlflow"
+
     tracking_uri: str | None = None
     experiment: str | None = None
     every: int | None = None
-
-    def check(self) -> None:
-        """Raises ConfigError if MLflow is not installed."""
-        require_package("mlflow", "MLflow")
 
     def start(self, run: TrackedRun) -> None:
         """Begins the run, or continues that of an earlier launch."""

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
+from praxis_lite.host.optional_packages import NeedsPackage
+
 # How a launch ended: at its last step, by a signal or a limit, or by an exception.
 Ending = Literal["finished", "stopped", "failed"]
 
@@ -36,7 +38,7 @@ class TrackedRun:
     note: Callable[[str], None] = print
 
 
-class Tracker:
+class Tracker(NeedsPackage):
     """A service, or files of another program, that shows the numbers of a run. Subclass it.
 
     A job has its trackers by name in `RunConfig.trackers`. Each works on a copy, in a separate
@@ -59,6 +61,7 @@ class Tracker:
 
     def check(self) -> None:
         """Raises ConfigError if a setting or a package is missing, before anything compiles."""
+        super().check()
 
     def start(self, run: TrackedRun) -> None:
         """Begins a launch of a run, or continues that of an earlier launch: see `run.id`."""

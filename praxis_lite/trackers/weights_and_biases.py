@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from praxis_lite.host.optional_packages import optional_module, require_package
+from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
 
 # W&B's own limits are 90 s and none, and its wait for them is part of the end of a process.
@@ -27,14 +27,12 @@ class WeightsAndBiases(Tracker):
       every: as `Tracker.every`.
     """
 
+    needed_package = "wandb"
+
     project: str | None = None
     entity: str | None = None
     tags: Sequence[str] = ()
     every: int | None = None
-
-    def check(self) -> None:
-        """Raises ConfigError if wandb is not installed."""
-        require_package("wandb", "WeightsAndBiases")
 
     def start(self, run: TrackedRun) -> None:
         """Begins the run, or continues that of an earlier launch."""
