@@ -1,4 +1,4 @@
-"""Language models every second layer of which is a mixture of experts, on an axis of their own."""
+"""Language models with a mixture of experts, on a separate mesh axis, in every second layer."""
 
 import fiddle as fdl
 

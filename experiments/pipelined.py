@@ -1,4 +1,4 @@
-"""Language models whose layers lie on stages of the mesh and are trained as a pipeline."""
+"""Language models whose layers are placed on stages of the mesh and trained as a pipeline."""
 
 import fiddle as fdl
 
@@ -28,7 +28,7 @@ def pipelined(task, **settings):
     """Returns a language model's task config with a Pipeline for its stack, split for `mesh`."""
     model = task.model
     model.stacked_transformer_tpl = fdl.Partial(Pipeline, num_stages=2, **settings)
-    # Weights are whole along "data": split there, each tick would gather them again.
+    # Weights are replicated along "data": if split there, each tick would gather them again.
     set_sharding_params(model, {**SHARDING_PRESETS["megatron"], "batch": BATCH_OF_STAGE})
     model.softmax_tpl.activation_split_dims_mapping = (BATCH, None, "mdl")
     model.softmax_tpl.lookup_split_dims_mapping = (BATCH, None, None)
