@@ -1,4 +1,4 @@
-"""Files that a reader sees whole: the old or the new file, whenever the process is killed."""
+"""Writes files atomically: readers see the old or the new file, even if the process is killed."""
 
 import contextlib
 import errno
@@ -15,7 +15,7 @@ from praxis_lite.core.errors import ConfigError, few
 # A disk, a quota or a file that is full.
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
-# In a directory that is being written: the files that are not whole yet.
+# In a directory that is being written: the files that are not complete yet.
 PARTIAL = ".partial"
 
 
@@ -25,10 +25,10 @@ def user_cache() -> Path:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file next to `path`, on disk, and then gives it that name.
+    """Writes a file next to `path`, syncs it, and then renames it.
 
-    A kill may leave that file, `.NAME.*.new`, behind. Raises ConfigError if it cannot be written;
-    an old file stays as it is.
+    A killed process may leave that file, `.NAME.*.new`. Raises ConfigError if it cannot be written;
+    an old file is unchanged.
     """
     # Another name for each writer: several processes may write the same file.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
@@ -54,17 +54,17 @@ def write_picture(path: Path, figure: Any, *, dpi: int) -> None:
 
 @contextlib.contextmanager
 def new_directory(path: Path, last: str) -> Iterator[Path]:
-    """Yields a folder for files that come into a new or an empty directory once all are written.
+    """Yields a folder whose files are moved into a new or empty directory once all are written.
 
-    What a killed process left in that folder, `.partial` in the directory, is removed; so the same
-    command goes on. If what follows fails the directory is as it was.
+    The files of a killed process in that folder, `.partial` in the directory, are removed. If the
+    body fails, the directory is unchanged.
 
     Args:
-      path: of the directory.
-      last: the name of the file that comes last, without which readers see nothing.
+      path: The directory.
+      last: The name of the file that is moved last; without it readers ignore the directory.
 
     Raises:
-      ConfigError: the directory has files, or the disk does not take some.
+      ConfigError: The directory has files, or some cannot be written.
     """
     partial, moved = path / PARTIAL, []
     is_new = not path.exists()
