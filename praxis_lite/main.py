@@ -1,4 +1,4 @@
-"""From a command line to its mode: the library's own, and those of installed packages."""
+"""Runs a command line in its mode: one of the library, or of an installed package."""
 
 import importlib.metadata
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ MODES: Mapping[str, Mode] = _modes()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line; exits 2, with a paragraph, for errors that the user can mend.
+    """Runs the command line; exits 2, with a paragraph, for errors that the user can fix.
 
     It exits 3 if training has ended, and is saved, but its last step was skipped, and 1 if
     --mode=check found a difference.

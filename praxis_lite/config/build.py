@@ -1,4 +1,4 @@
-"""A config becomes objects; errors of constructors and of files name the path in the config."""
+"""Builds a config's objects; errors of constructors and files name the path in the config."""
 
 import contextlib
 import re
@@ -20,7 +20,7 @@ from praxis_lite.host.optional_packages import (
 )
 from praxis_lite.host.user_errors import own_words
 
-# What Fiddle appends to an exception of a constructor.
+# The text that Fiddle appends to an exception of a constructor.
 _FIDDLE = "\n\nFiddle context:"
 _PLACE = re.compile(r"\n\nFiddle context: failed to construct or call (.+?) at <root>(\S*) with ")
 
@@ -70,7 +70,7 @@ def naming_settings(config: fdl.Buildable, recorded: Path | None = None) -> Iter
     the other missing packages that the config needs; one about a setting, where it was read.
 
     Args:
-      recorded: the config.json that `config` was read from; None: the experiment's class made it.
+      recorded: The config.json that `config` was read from; None: the experiment's class made it.
     """
     try:
         yield
@@ -129,7 +129,7 @@ def _names_setting(message: str, config: fdl.Buildable) -> bool:
 
 
 def _without_fiddle(error: Exception) -> Exception:
-    """Returns the exception that a constructor raised, which Fiddle puts into a proxy."""
+    """Returns the exception that a constructor raised, which Fiddle wraps in a proxy."""
     while "proxy_base_exception" in vars(error):
         error = vars(error)["proxy_base_exception"]
     return error

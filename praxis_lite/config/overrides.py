@@ -23,8 +23,8 @@ from praxis_lite.config.paths import (
     holds_only_literals,
     item_type,
     join,
+    kwargs_type,
     settings_of,
-    takes_any_name,
 )
 from praxis_lite.config.values import UNKNOWN, WrongType, parse_value
 from praxis_lite.core.errors import ConfigError, shown
@@ -149,11 +149,10 @@ def _child(node: Any, annotation: Any, token: str) -> tuple[Any, Any, Any] | Non
     if isinstance(node, dict) and takes(hint := item_type(annotation, token)) == "instance":
         return token, UNSET, hint
     settings = settings_of(node)
-    if settings is not None and token.isidentifier() and not token.startswith("__"):
-        takes_any, hint = takes_any_name(settings)
-        if takes_any:
-            return token, UNSET, hint
-    return None
+    if settings is None or not token.isidentifier() or token.startswith("__"):
+        return None
+    hint = kwargs_type(settings)
+    return None if hint is None else (token, UNSET, hint)
 
 
 def _assign(config: fdl.Buildable, key: str | int, value: Any) -> None:

@@ -105,10 +105,9 @@ def settings_of(value: Any) -> fdl.Buildable | None:
     return None
 
 
-def takes_any_name(config: fdl.Buildable) -> tuple[bool, Any]:
-    """Returns (True if the callable has `**kwargs`, their annotation)."""
-    hints = _parameter_types(config)
-    return "**" in hints, hints.get("**", UNKNOWN)
+def kwargs_type(config: fdl.Buildable) -> Any | None:
+    """Returns the annotation of `**kwargs`, maybe `UNKNOWN`; None if the callable has none."""
+    return _parameter_types(config).get("**")
 
 
 def join(path: str, key: Any) -> str:
@@ -134,8 +133,6 @@ def describe(value: Any) -> str:
         return f"<{type(value).__name__} of {len(value)}>"
     if callable(value):
         return f"<{callable_name(value)}>"
-    if value is None or isinstance(value, bool | int | float | str):
-        return f"<{value!r}>"  # Of another type than its annotation says.
     return f"<{callable_name(type(value))}>"
 
 

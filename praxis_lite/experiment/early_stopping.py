@@ -33,7 +33,7 @@ class EarlyStopping:
         require(is_whole(self.patience), "early_stopping.patience", self.patience, expected)
         require(
             self.min_delta >= 0, "early_stopping.min_delta", self.min_delta, "0 or more",
-            "early_stopping.mode says what counts as better.",
+            "early_stopping.mode sets the better direction.",
         )
 
     def watched_in(self, values: Mapping[str, float], step: int) -> float:

@@ -1,4 +1,4 @@
-"""The config that a command line names: of an experiment, or of a job that was trained."""
+"""The config that a command line names: of an experiment, or of a trained job."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class LaunchedConfig:
-    """The config that a command line made, and what config.json records of that command line.
+    """The config of a command line, and the facts about it that config.json records.
 
     Attributes:
-      experiment: the full name of its class.
-      settings: those of --set.
-      packages: whose functions and classes the config may name, besides the library's.
-      mesh_for: the experiment's; None: of a job's own config.
-      recorded: the config.json that the config was read from; None: the class made it.
+      experiment: The full name of its class.
+      settings: The values of --set.
+      packages: Packages whose functions and classes the config may name, besides the library's.
+      mesh_for: The method of the experiment; None: the config is a recorded one.
+      recorded: The config.json that the config was read from; None: the class made it.
     """
 
     config: "fdl.Config"
@@ -40,11 +40,11 @@ def config_of_experiment(
     """Returns the config of an experiment with settings applied.
 
     Args:
-      name: as for --exp.
-      settings, packages: as for --set and --packages.
+      name: As for --exp.
+      settings, packages: As for --set and --packages.
 
     Raises:
-      ConfigError: as `get_experiment` and `configured`.
+      ConfigError: As `get_experiment` and `configured`.
     """
     experiment = registry.get_experiment(name, packages)
 
@@ -64,11 +64,11 @@ def config_of_job(
     """Returns the recorded config of a job with settings applied.
 
     Args:
-      name: of the experiment, as for --exp; None: whatever the job's is.
-      settings, packages: as for --set and --packages.
+      name: Of the experiment, as for --exp; None: the job's experiment.
+      settings, packages: As for --set and --packages.
 
     Raises:
-      ConfigError: the job is of another experiment; or as `recorded_config` and `apply_overrides`.
+      ConfigError: The job is of another experiment; or as `recorded_config` and `apply_overrides`.
     """
     from praxis_lite.config.build import naming_settings
     from praxis_lite.config.overrides import apply_overrides

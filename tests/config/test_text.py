@@ -1,4 +1,4 @@
-"""A config written, read again, and refused where its text asks for more."""
+"""A config written, read again, and refused if its text names more than it may."""
 
 import copy
 import functools
