@@ -185,7 +185,7 @@ class Experiment:
             message = f"a {name}, expected an fdl.Config, such as {_EXAMPLES.get(method, '')}."
         else:
             message = (
-                f"a {name}, expected its config, so that --set can reach its fields: write "
+                f"a built {name}, expected its config, so that --set can reach its fields: write "
                 f"fdl.Config({name}, ...) in place of {name}(...)."
             )
         raise ConfigError(f"{self._name()}.{method}(){what} returns {message}")
