@@ -32,7 +32,7 @@ from pod_rows import EXPERT_MESHES, PEERS, ROWS, WITH_EXPERTS, model_of
 
 from praxis_lite.core import Learner, MeshConfig, Partitioner, make_mesh
 from praxis_lite.core.collectives import ExplicitCollectives
-from praxis_lite.experiment.compiler_options import merged_options
+from praxis_lite.core.sharding.mesh_config import merged_options
 from praxis_lite.layers import set_sharding_params
 from praxis_lite.layers.whole_model.sharding_presets import COMPILER_OPTIONS, SHARDING_PRESETS
 from praxis_lite.tasks.language_model import LanguageModelTask

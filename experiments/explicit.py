@@ -23,7 +23,7 @@ __all__ = [
 
 
 class Classifier(nn.Module):
-    """Two dense layers, as the notebook has them; not a word on devices."""
+    """Two dense layers, as in the notebook, without any sharding."""
 
     hidden_size: int = 512
     dropout_rate: float = 0.1

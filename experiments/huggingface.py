@@ -31,7 +31,7 @@ __all__ = [
     "questions",
 ]
 
-# Where there is no HF_DIR.
+# The settings without HF_DIR.
 TINY = DecoderSettings(
     vocab_size=257, model_dims=48, hidden_dims=109, num_layers=3, num_heads=6, num_kv_heads=2,
     dim_per_head=12, use_gated_activation=True,

@@ -28,24 +28,25 @@ def train(
     hooks: "Sequence[Hook]" = (),
     packages: Sequence[str] = (),
 ) -> "TrainedModel":
-    """Returns the model that an experiment trains here, from nothing or from where its job stopped.
+    """Trains an experiment, or resumes its job, and returns the trained model.
 
-    It is what `load` returns, on the job's mesh; the weights are read when they are first used. A
-    first Ctrl-C, or interrupt of a notebook's kernel, stops after the running step and saves it:
-    `stopped_by` is then "SIGINT", and the same call goes on. Before the first step, and the second
-    time, it is a KeyboardInterrupt. In a thread other than the main one no signal is heard.
+    The result is the same as that of `load`, on the job's mesh; the weights are read when they are
+    first used. A first Ctrl-C, or interrupt of a notebook's kernel, stops after the running step
+    and saves it: `stopped_by` is then "SIGINT", and the same call resumes the job. Before the first
+    step, and the second time, it raises KeyboardInterrupt. In a thread other than the main one
+    signals have no effect.
 
     Args:
-      experiment: a name, as for --exp, or a subclass of Experiment.
-      job_log_dir: where the job keeps its files.
-      settings: values by path, {"run.num_train_steps": 200}, or "path=value" each, as for --set.
-      hooks: what is done besides while the job trains, after the hooks of the experiment. They are
-        not recorded in config.json.
-      packages: of your own, as for --packages.
+      experiment: A name, as for --exp, or a subclass of Experiment.
+      job_log_dir: The job's directory.
+      settings: Values by path, {"run.num_train_steps": 200}, or "path=value" each, as for --set.
+      hooks: Further hooks, called after those of the experiment. They are not recorded in
+        config.json.
+      packages: Your packages, as for --packages.
 
     Raises:
-      ConfigError: a setting, the data or the mesh does not fit, or the directory is of another
-        job. What the code of the experiment or of a hook raises is raised as it is.
+      ConfigError: A setting, the data or the mesh is wrong, or the directory belongs to another
+        job. Exceptions of the experiment's code or of a hook are raised unchanged.
     """
     command = command_line("train", experiment, settings, packages)
     command.job_log_dir = os.fspath(job_log_dir)
@@ -86,12 +87,15 @@ def _name(experiment: "str | type[Experiment]") -> str:
         return experiment
     if not isinstance(experiment, type):
         raise ConfigError(
-            f"The experiment is {experiment!r}; wanted is a name, such as 'lm.PyDocs', or a "
-            "subclass of Experiment: the class itself, not an instance."
+            f"The experiment is {experiment!r}; expected a name, such as 'lm.PyDocs', or a "
+            "subclass of Experiment: the class, not an instance."
         )
     if "<locals>" in experiment.__qualname__:
         raise ConfigError(
             f"{callable_name(experiment)} is defined in a function, where no other process finds "
             "it. Define it at the top of a module or of a notebook."
         )
-    return registry.full_name(registry.register_anew(experiment))
+    name = callable_name(experiment)
+    registry.registered.pop(name, None)  # A reloaded module defines its classes again.
+    registry.register(experiment)
+    return name

@@ -1,4 +1,4 @@
-"""The tools of a job that trains: praxis_lite's own, and those of an installed package."""
+"""The tools of a training job: those of praxis_lite, and those of an installed package."""
 
 import dataclasses
 import importlib.metadata
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def installed_job_tools() -> JobTools:
     """Returns the tools of the entry point in the group `praxis_lite.job_tools`, or none.
 
-    The sources of initial states that praxis_lite itself has are always among them.
+    The sources of initial states of praxis_lite are always among them.
     """
     points = importlib.metadata.entry_points(group="praxis_lite.job_tools")
     tools = next((point.load() for point in points), JobTools())

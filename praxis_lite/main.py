@@ -1,4 +1,4 @@
-"""From a command line to its mode: the library's own, and those of installed packages."""
+"""Runs a command line in its mode: one of the library, or of an installed package."""
 
 import importlib.metadata
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,6 @@ from pathlib import Path
 
 from praxis_lite.core.errors import require
 from praxis_lite.experiment import registry
-from praxis_lite.host.whole_files import TRAINING_CONTINUES, launched_again
 from praxis_lite.installed_tools import installed_job_tools
 from praxis_lite.job import processes
 from praxis_lite.job.command import run
@@ -34,7 +33,7 @@ MODES: Mapping[str, Mode] = _modes()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line; exits 2, with a paragraph, for errors that the user can mend.
+    """Runs the command line; exits 2, with a paragraph, for errors that the user can fix.
 
     It exits 3 if training has ended, and is saved, but its last step was skipped, and 1 if
     --mode=check found a difference.
@@ -68,11 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"The number of processes of --mode={command.mode}", processes.count(), "1",
             "Start it once, without --coordinator.",
         )
-        with launched_again(then()):
-            return mode.run(command, **options)
-
-    def then() -> str:
-        return TRAINING_CONTINUES if mode is not None and command.mode == "train" else ""
+        return mode.run(command, **options)
 
     def traceback_txt() -> Path | None:
         is_open = command.job_dir is not None and processes.is_first()
@@ -83,7 +78,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         goes_on=lambda: mode is not None and mode.goes_on and not command.list,
         traceback_txt=traceback_txt,
         wraps=True,
-        then=then,
     )
 
 

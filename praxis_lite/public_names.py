@@ -1,6 +1,6 @@
-"""The names that a user may import, by package: docs/api.md shows them. All else may move.
+"""The names that a user may import, by package: docs/api.md lists them. Others may move.
 
-A package's `__init__.pyi` says where each of its names is defined, and its `__init__.py`
+A package's `__init__.pyi` names the module of each of its names, and its `__init__.py`
 
     __getattr__, __dir__, __all__ = public_names(__name__)
 

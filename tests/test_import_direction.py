@@ -62,7 +62,7 @@ ORDERS = {
     ),
     "praxis_lite/trainer": (
         {
-            "forward_pass", "layout_table", "loss_spikes", "metrics",
+            "compilation_cache", "forward_pass", "layout_table", "loss_spikes", "metrics",
         },
         {"checks"},
         {"job_on_mesh", "summary"},

@@ -10,6 +10,7 @@ import pytest
 
 from praxis_lite.config.overrides import apply_overrides
 from praxis_lite.config.text import config_lines, dump_config
+from praxis_lite.core.callables import callable_name
 from praxis_lite.experiment import registry
 from praxis_lite.job.job_dir import open_for_training
 from tests.support.job_runs import CHECKOUT, home, launch, start_process
@@ -236,7 +237,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path):
 def begun_job(folder: Path):
     """Returns the directory of a job of Tiny that has no checkpoint yet."""
     experiment = registry.get_experiment("jobzoo.experiments.Tiny", ["jobzoo"])
-    config, name = experiment().config(), registry.full_name(experiment)
+    config, name = experiment().config(), callable_name(experiment)
     job = open_for_training(folder, name)
     job.write_config(dump_config(config, name), config_lines(config))
     return job

@@ -199,8 +199,8 @@ def test_an_exception_of_the_users_comes_through_and_nothing_stays_locked(
 
 @pytest.mark.parametrize("arguments, words", [
     ({"settings": {"run.num_train_stepz": 7}}, "run.num_train_steps"),
-    ({"settings": {"run.num_train_steps": "many"}}, "num_train_steps: found 'many', wanted int"),
-    ({"settings": {"run.num_train_steps": 1.5}}, "found '1.5', wanted int"),
+    ({"settings": {"run.num_train_steps": "many"}}, "num_train_steps: found 'many', expected int"),
+    ({"settings": {"run.num_train_steps": 1.5}}, "found '1.5', expected int"),
     ({"settings": "run.seed=1"}, "settings is 'run.seed=1'"),
     ({"hooks": [print]}, r"hooks\[0\] is <built-in function print>; wanted is a Hook"),
     ({"packages": "jobzoo"}, "packages is 'jobzoo'; wanted is a list"),

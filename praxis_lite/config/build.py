@@ -1,4 +1,4 @@
-"""A config becomes objects; errors of constructors and of files name the path in the config."""
+"""Builds a config's objects; errors of constructors and files name the path in the config."""
 
 import contextlib
 import re
@@ -10,13 +10,17 @@ from typing import Any
 import fiddle as fdl
 
 from praxis_lite.config.paths import iterate_fields
-from praxis_lite.core.callables import callable_name
 from praxis_lite.core.errors import ConfigError, few, printable, shown
 from praxis_lite.core.user_lines import LIBRARY_FOLDERS, user_line
-from praxis_lite.host.optional_packages import MissingPackage, install_line, is_installed
+from praxis_lite.host.optional_packages import (
+    MissingPackage,
+    NeedsPackage,
+    install_line,
+    is_installed,
+)
 from praxis_lite.host.user_errors import own_words
 
-# What Fiddle appends to an exception of a constructor.
+# The text that Fiddle appends to an exception of a constructor.
 _FIDDLE = "\n\nFiddle context:"
 _PLACE = re.compile(r"\n\nFiddle context: failed to construct or call (.+?) at <root>(\S*) with ")
 
@@ -25,9 +29,9 @@ def build(config: fdl.Config) -> Any:
     """Returns the object that `fdl.build` makes.
 
     Raises:
-        ConfigError: a class or function of an installed package refuses its arguments, or a class
-            lacks methods; names the path. What the user's or the library's own code raises is
-            raised as it is: the very exception.
+        ConfigError: A class or function of an installed package refuses its arguments, or a class
+            lacks methods; names the path. Exceptions of the user's or the library's own code are
+            raised unchanged.
     """
     try:
         return fdl.build(config)
@@ -41,24 +45,21 @@ def build(config: fdl.Config) -> Any:
         name, path = place.groups()
         path = path.lstrip(".").replace("['", ".").replace("']", "")
         words = own_words(error)
-        hint = "Mend the class, or its arguments in the experiment."
+        hint = "Fix the class, or its arguments in the experiment."
         if "'rngs'" in words:
-            hint = f"It is called with rngs later: write fdl.Partial({name}, ...) in its place."
+            hint = f"It is called with rngs later: write fdl.Partial({name}, ...) instead."
         raise ConfigError(
             f"{path}: {name} cannot be made: {shown(words, 1000).rstrip('.')}. {hint}"
         ) from error
 
 
-# The optional packages that classes and values in a config need.
-_PACKAGES_OF_CLASSES = {
-    "MLflow": "mlflow", "WeightsAndBiases": "wandb", "Tfds": "tensorflow_datasets",
-    "TfRecords": "google_crc32c", "ImageFiles": "PIL",
-}
+# The optional packages that settings need, by the last name of the path and the value; "": any.
+# Classes declare their package themselves, as a NeedsPackage.
 _PACKAGES_OF_SETTINGS = {
     ("quantization", "int8"): "qwix", ("quantization", "float8"): "qwix",
     ("atten_kernel", "tokamax"): "tokamax", ("expert_kernel", "tokamax"): "tokamax",
+    ("init_from_huggingface", ""): "safetensors", ("tokenizer", ""): "tokenizers",
 }
-_PACKAGES_OF_PATHS = {"init_from_huggingface": "safetensors", "tokenizer": "tokenizers"}
 
 
 @contextlib.contextmanager
@@ -69,7 +70,7 @@ def naming_settings(config: fdl.Buildable, recorded: Path | None = None) -> Iter
     the other missing packages that the config needs; one about a setting, where it was read.
 
     Args:
-      recorded: the config.json that `config` was read from; None: the experiment's class made it.
+      recorded: The config.json that `config` was read from; None: the experiment's class made it.
     """
     try:
         yield
@@ -99,14 +100,14 @@ def _other_missing_packages(config: fdl.Buildable, package: str) -> str:
     """Returns a sentence on further missing packages and how to install all of them, or ""."""
     needed = []
     for field in iterate_fields(config):
-        name = field.path.rpartition(".")[2]
         if isinstance(field.value, fdl.Buildable):
-            class_name = callable_name(fdl.get_callable(field.value)).rpartition(".")[2]
-            needed.append(_PACKAGES_OF_CLASSES.get(class_name))
+            function = fdl.get_callable(field.value)
+            if isinstance(function, type) and issubclass(function, NeedsPackage):
+                needed.append(function.needed_package)
         elif isinstance(field.value, str):
-            needed.append(_PACKAGES_OF_SETTINGS.get((name, field.value)))
-            needed.append(_PACKAGES_OF_PATHS.get(name))
-    needed = dict.fromkeys(name for name in needed if name and name != package)
+            name = field.path.rpartition(".")[2]
+            needed += [_PACKAGES_OF_SETTINGS.get((name, value)) for value in (field.value, "")]
+    needed = dict.fromkeys(name for name in needed if name not in (None, package))
     others = [name for name in needed if not is_installed(name)]
     if not others:
         return ""
@@ -128,7 +129,7 @@ def _names_setting(message: str, config: fdl.Buildable) -> bool:
 
 
 def _without_fiddle(error: Exception) -> Exception:
-    """Returns the exception that a constructor raised, which Fiddle puts into a proxy."""
+    """Returns the exception that a constructor raised, which Fiddle wraps in a proxy."""
     while "proxy_base_exception" in vars(error):
         error = vars(error)["proxy_base_exception"]
     return error

@@ -1,7 +1,8 @@
-"""Fields as text, functions and classes among them: `optax.lion`, `optax.constant_schedule()`.
+"""Converts fields to text and back, including functions and classes by their names.
 
-A name is the function or class itself, with the fields below it as its settings (a template, an
-optimizer). With `()` it is what that returns (a config of its own, such as a schedule's).
+A name such as `optax.lion` is the function or class itself, with the fields below it as its
+settings (a template, an optimizer). With `()`, as in `optax.constant_schedule()`, it is the result
+of the call, and becomes a config.
 """
 
 import collections.abc
@@ -17,22 +18,20 @@ from praxis_lite.config.paths import Unknown, describe, holds_only_literals, set
 from praxis_lite.config.values import UNKNOWN, format_value, is_plain, union_parts
 from praxis_lite.core.errors import did_you_mean
 
-_PLAIN = (bool, int, float, str, bytes, complex, type(None))
-
 
 def text_of_value(value: Any, annotation: Any) -> str | None:
-    """Returns the text behind `path=`, which `--set` turns into the same value, or None.
+    """Returns the text after `path=` that `--set` turns into the same value, or None.
 
-    None if the value is not there to be seen, if it holds configs that have lines of their own, and
-    if it is a default without a name.
+    None if the value is not known, if it contains configs, which have separate lines, or if it is a
+    default without a name.
     """
     if isinstance(value, Unknown):
         return None
     if not holds_only_literals(value):
         return _full_name(value)
     text = format_value(value, annotation)
-    # A value of another type than its annotation says is written all the same.
-    return repr(value) if text is None and _is_plain(value) else text
+    # A value that does not match its annotation is written as well.
+    return format_value(value, UNKNOWN) if text is None else text
 
 
 def shown_value(value: Any, annotation: Any) -> str:
@@ -42,7 +41,7 @@ def shown_value(value: Any, annotation: Any) -> str:
 
 
 def _full_name(value: Any) -> str | None:
-    # An instance of a dataclass stands for the call that makes it, with `()`, as a Config does.
+    # A dataclass instance is written as the call that makes it, with `()`, like a Config.
     symbol = None if isinstance(value, fdl.Buildable | functools.partial) else name_of(value)
     if symbol is not None:
         return ".".join(symbol)
@@ -53,22 +52,14 @@ def _full_name(value: Any) -> str | None:
     return ".".join(symbol) + ("()" if isinstance(settings, fdl.Config) else "")
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(_is_plain(item) for pair in value.items() for item in pair)
-    if type(value) in (list, tuple, set, frozenset):
-        return all(_is_plain(element) for element in value)
-    return type(value) in _PLAIN
-
-
 def parse_callable(text: str, present: Any, annotation: Any, packages: Collection[str]) -> Any:
     """Returns the function, class or config that `text` names, or None.
 
     Args:
-        text: a name, full or bare (see `names.named`), with `()` or without.
-        present: what stands there: a Config or a Partial gives way to its like.
-        annotation: of the field; where it is a class, a Config makes the instance.
-        packages: top-level packages whose functions and classes it may name.
+        text: A name, full or bare (see `names.named`), with `()` or without.
+        present: The present value: a Config is replaced by a Config, a Partial by a Partial.
+        annotation: Of the field; if it is a class, the result is a Config of the instance.
+        packages: Top-level packages whose functions and classes it may name.
     """
     name, is_called = text.removesuffix("()"), text.endswith("()")
     value = named(name, packages, _places(present, annotation))
@@ -89,7 +80,7 @@ def takes(annotation: Any) -> str | None:
 
 
 def suggestion(text: str, present: Any, annotation: Any) -> str:
-    """Returns ' Did you mean lion?' with names that may stand in the place of `present`, or ''."""
+    """Returns ' Did you mean lion?' with names that may replace `present`, or ''."""
     if {int, float, str, bool} & set(_kinds(annotation)):
         return ""  # No name may have been meant.
     return did_you_mean(text.removesuffix("()"), names_in(_places(present, annotation)))

@@ -27,17 +27,17 @@ def configured(
     """Returns the config of an experiment with the settings of `--set` applied.
 
     A setting whose path begins with an attribute of the class, its own or inherited, sets that
-    attribute of an instance, before the experiment makes its config; all others are fields of the
+    attribute of an instance before the experiment makes its config; all others set fields of the
     config.
 
     Args:
-        experiment: the class.
+        experiment: The class.
         settings: `path=value` each, see `apply_overrides`.
-        packages: top-level packages whose functions and classes may be named.
+        packages: Top-level packages whose functions and classes may be named.
 
     Raises:
-        ConfigError: no such path, or no value of that field's type; or the class's constructor
-            requires arguments.
+        ConfigError: There is no such path, the value has another type than the field, or the
+            class's constructor requires arguments.
     """
     return experiment_and_config(experiment, settings, packages)[1]
 
@@ -46,7 +46,25 @@ def experiment_and_config(
     experiment: type[_ExperimentT], settings: Sequence[str], packages: Collection[str] = ()
 ) -> tuple[_ExperimentT, fdl.Config]:
     """Returns the instance whose attributes the settings set, and the config, as `configured`."""
-    result, _, config = _configured(experiment, settings, packages)
+    try:
+        result = experiment()
+    except TypeError as error:
+        if user_line(error) is not None:
+            raise
+        raise ConfigError(
+            f"{callable_name(experiment)} is built without arguments: {error}. Give __init__ "
+            "defaults, or leave it out: an experiment's settings are its configs."
+        ) from error
+    known = _attributes(experiment)
+    local = [setting for setting in settings if _first_key(setting) in known]
+    # Copies, because all instances share the values of the class.
+    values = copy.deepcopy({_first_key(item): known[_first_key(item)] for item in local})
+    values = fdl.Config(_attributes_of, **values)
+    apply_overrides(values, local, packages)
+    for name, value in values.__arguments__.items():
+        setattr(result, name, value)
+    config = result.config()
+    apply_overrides(config, [one for one in settings if one not in local], packages, known)
     return result, config
 
 
@@ -57,46 +75,17 @@ def value_after(
     """Returns the value that a path has once the settings of `--set` are applied.
 
     Args:
-        experiment, settings, packages: as of `configured`.
-        path: of a field of the config, or of an attribute of the class.
+        experiment, settings, packages: As for `configured`.
+        path: Of a field of the config, or of an attribute of the class.
 
     Raises:
-        ConfigError: as `configured`, or there is no such path.
+        ConfigError: As `configured`, or there is no such path.
     """
-    # Its attribute is among the values even if no setting names it.
-    _, values, config = _configured(experiment, settings, packages, also=_first_key(path))
-    known = _attributes(experiment)
-    return value_at(values if _first_key(path) in known else config, path, known)
-
-
-def _configured(
-    experiment: type[_ExperimentT], settings: Sequence[str], packages: Collection[str],
-    also: str = "",
-) -> tuple[_ExperimentT, fdl.Config, fdl.Config]:
-    """Returns the instance, its attributes that are set, as a config, and the config of the job."""
-    result, known = _made(experiment), _attributes(experiment)
-    local = [setting for setting in settings if _first_key(setting) in known]
-    named = {_first_key(item) for item in local} | ({also} & known.keys())
-    # Copies, for what the class holds is shared by all instances.
-    values = fdl.Config(_attributes_of, **copy.deepcopy({name: known[name] for name in named}))
-    apply_overrides(values, local, packages)
-    for name in named:
-        setattr(result, name, getattr(values, name))
-    config = result.config()
-    apply_overrides(config, [one for one in settings if one not in local], packages, known)
-    return result, values, config
-
-
-def _made(experiment: type[_ExperimentT]) -> _ExperimentT:
-    try:
-        return experiment()
-    except TypeError as error:
-        if user_line(error) is not None:
-            raise
-        raise ConfigError(
-            f"{callable_name(experiment)} is made without arguments: {error}. Give __init__ "
-            "defaults, or leave it out: an experiment's settings are its configs."
-        ) from error
+    made, config = experiment_and_config(experiment, settings, packages)
+    known, name = _attributes(experiment), _first_key(path)
+    if name in known:
+        config = fdl.Config(_attributes_of, **{name: getattr(made, name)})
+    return value_at(config, path, known)
 
 
 def _attributes(experiment: type) -> dict[str, Any]:

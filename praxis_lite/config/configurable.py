@@ -1,7 +1,7 @@
 """The names that a config may have: classes and functions that compute, and the user's packages.
 
-`module:name` in a job's config.json becomes an import and then a call, so a config that someone
-else wrote runs no code of packages that the user did not list.
+`module:name` in a job's config.json becomes an import and then a call, so a third-party config
+must not run code of packages that the user did not list.
 """
 
 import sys
@@ -13,16 +13,16 @@ from praxis_lite.config.values import is_dtype
 from praxis_lite.core.errors import shown
 from praxis_lite.public_names import homes_of
 
-# Functions of these only compute. Those of other public packages read files, start devices or
-# change global state, so a config may name their classes alone.
+# Functions of these packages only compute. Those of other public packages read files, start devices
+# or change global state, so a config may name only their classes.
 _FUNCTIONS_OF = (
     "praxis_lite.layers", "praxis_lite.models", "praxis_lite.optimizers",
     "praxis_lite.optimizers.schedules",
 )
 _PURE_FUNCTIONS = {"constrain", "pax_outputs"}
 
-# The library's public names: files move, these stay. Of two packages that show one thing, the first
-# is written.
+# The library's public names: files move, these stay. If two packages export the same object, the
+# name of the first one is written.
 PUBLIC = {
     package: frozenset(
         name for name in homes_of(package) if name != "Checkpoints" and
@@ -48,7 +48,7 @@ BUILTINS = ("bool", "dict", "float", "frozenset", "int", "list", "set", "slice",
 
 
 def is_allowed(module: str, name: str, packages: Collection[str]) -> bool:
-    """Returns True if a config may name `module:name`; looks at the words and imports nothing."""
+    """Returns True if a config may name `module:name`; imports nothing."""
     parts = name.split(".")
     if not all(part.isidentifier() for part in (*parts, *module.split("."))):
         return False
@@ -67,28 +67,32 @@ def is_allowed(module: str, name: str, packages: Collection[str]) -> bool:
 def is_of_kind(module: str, value: Any) -> bool:
     """Returns True if an object of a module is of a kind that a config may hold."""
     if module in ARRAY_LIBRARIES:
-        return is_dtype(value) or isinstance(value, _array_functions())
+        import jax.numpy
+        import numpy
+
+        functions = numpy.ufunc | jax.numpy.ufunc | type(jax.numpy.tanh)
+        return is_dtype(value) or isinstance(value, functions)
     if module in LAYER_LIBRARIES:
         return isinstance(value, type) and issubclass(value, sys.modules[module].Module)
     return not isinstance(value, types.ModuleType)
 
 
 def refused(where: str, module: str, name: str) -> str:
-    """Returns the paragraph about a name that a config may not have."""
+    """Returns the error message for a name that a config may not have."""
     if module == "__main__":
         return (
             f"{where} names {shown(f'{module}.{name}')}, which a notebook or a script defined, and "
             "which only that can use: define it, and call praxis_lite.load(DIR, "
             "packages=['__main__']). For --mode=eval and other processes define it in a module of "
-            "a package of yours, train from there, and name the package with --packages."
+            "your package, train from there, and name the package with --packages."
         )
     top = module.partition(".")[0]
     is_own = top not in ("builtins", "praxis_lite", *sys.stdlib_module_names) and not any(
         library.partition(".")[0] == top for library in LIBRARIES
     )
-    hint = "Put a function or class of your own, in your package, around it."
+    hint = "Wrap it in a function or class in your package."
     if is_own:
-        hint = f"If {shown(top)} is a package of your own, add --packages={shown(top)}."
+        hint = f"If {shown(top)} is your package, add --packages={shown(top)}."
     elif top == "praxis_lite":
         hint = f"docs/api.md lists the public names. {hint}"
     return (
@@ -98,10 +102,3 @@ def refused(where: str, module: str, name: str) -> str:
         "jax.numpy and numpy; and layers of flax. "
         f"{hint}"
     )
-
-
-def _array_functions() -> tuple[type, ...]:
-    import jax.numpy
-    import numpy
-
-    return numpy.ufunc, jax.numpy.ufunc, type(jax.numpy.tanh)

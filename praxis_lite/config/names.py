@@ -1,4 +1,4 @@
-"""The object that a name in a config leads to, and the name that an object is written by."""
+"""Finds the object that a name in a config means, and the name under which an object is written."""
 
 import enum
 import importlib
@@ -18,7 +18,7 @@ from praxis_lite.config.configurable import (
 from praxis_lite.core.callables import imported_module
 from praxis_lite.core.errors import ConfigError
 
-# Where a bare name behind --set is looked up.
+# Modules in which a bare name after --set is looked up.
 SHORT = (
     "praxis_lite",
     "praxis_lite.layers",
@@ -36,11 +36,11 @@ def imported(module: str, name: str) -> Any:
     """Imports `module:name`, already checked to be allowed.
 
     Raises:
-        ConfigError: it is not there, or is not a class, function or constant defined there. What
-            the module itself raises comes as it is.
+        ConfigError: It does not exist, or is not a class, function or constant defined there.
+            Exceptions of the module itself are raised unchanged.
     """
     gone = (
-        f"config.json names {module}.{name}, which is not there: the code has changed since the "
+        f"config.json names {module}.{name}, which does not exist: the code has changed since the "
         "job began, or its package is not on sys.path. Restore it, or start a new job."
     )
     if module == "__main__":
@@ -50,7 +50,7 @@ def imported(module: str, name: str) -> Any:
         )
     result = _holder(module)
     for depth, part in enumerate(name.split(".")):
-        # Not getattr of an instance: a name leads to what stands in modules and classes only.
+        # Only modules and classes have named attributes; getattr of an instance may run code.
         if depth > 0 and not isinstance(result, type):
             raise ConfigError(refused("config.json", module, name))
         result = getattr(result, part, None)
@@ -64,38 +64,38 @@ def imported(module: str, name: str) -> Any:
     return result
 
 
-def named(text: str, packages: Collection[str], beside: Sequence[str] = ()) -> Any:
-    """Returns the object that a name behind `--set` means, or None if a config may not name it.
+def named(text: str, packages: Collection[str], nearby: Sequence[str] = ()) -> Any:
+    """Returns the object that a name after `--set` means, or None if a config may not name it.
 
     Args:
-        text: a full name, `optax.lion`; or a bare one, `lion`, which is looked up in the modules
-            `beside` and SHORT, in this order.
-        packages: top-level packages of the user's own.
-        beside: modules that define what is to be replaced.
+        text: A full name, `optax.lion`; or a bare one, `lion`, which is looked up in the modules
+            `nearby` and SHORT, in this order.
+        packages: The user's top-level packages.
+        nearby: Modules that define the present value or the annotated class.
     """
     parts = text.split(".")
     if len(text) > 200 or not all(part.isidentifier() for part in parts):
         return None
     splits = [(".".join(parts[:n]), ".".join(parts[n:])) for n in range(len(parts) - 1, 0, -1)]
-    for module, name in splits or [(place, text) for place in (*beside, *SHORT)]:
-        is_beside = module in beside and module in sys.modules
-        may_look = is_beside or is_allowed(module, name, packages)
+    for module, name in splits or [(place, text) for place in (*nearby, *SHORT)]:
+        is_nearby = module in nearby and module in sys.modules
+        may_look = is_nearby or is_allowed(module, name, packages)
         value = _shown_in(module, name) if may_look else None
         symbol = None if value is None else name_of(value)
-        # A module shows what others define: the place of the definition decides.
+        # Modules export names that others define: the defining module decides.
         if symbol is not None and is_allowed(*symbol, packages):
             return imported(*symbol)
     return None
 
 
-def names_in(beside: Sequence[str]) -> list[str]:
+def names_in(nearby: Sequence[str]) -> list[str]:
     """Returns the bare names of functions and classes that `named` knows."""
     names = {
-        name for place in (*beside, *SHORT) for name, item in vars(_loaded(place) or object).items()
+        name for place in (*nearby, *SHORT) for name, item in vars(_loaded(place) or object).items()
         if callable(item) and not name.startswith("_")
-        and (place in beside or is_allowed(place, name, ()))
+        and (place in nearby or is_allowed(place, name, ()))
     }
-    # Of ours they are there when they are asked for.
+    # The library's names are loaded on first use, so they are not in vars().
     ours = {name for place in SHORT for name in PUBLIC.get(place, ()) if not name.isupper()}
     return sorted(names | ours)
 
@@ -103,7 +103,7 @@ def names_in(beside: Sequence[str]) -> list[str]:
 def name_of(value: Any) -> tuple[str, str] | None:
     """Returns (module, name) under which `value` itself is imported, or None.
 
-    It is the library's public name for it, if there is one: private modules move.
+    It is the library's public name, if there is one: private modules move.
     """
     if isinstance(value, enum.Enum):
         owner = name_of(type(value))
@@ -144,10 +144,10 @@ def _is_defined_in(value: Any, module: str, depth: int) -> bool:
         place = type(value).__module__
     top = module.partition(".")[0]
     if module in ARRAY_LIBRARIES:
-        return True  # jax.numpy shows some of numpy's; the kind decides.
+        return True  # jax.numpy exports some names of numpy; the kind decides.
     if module not in (*LIBRARIES, *PUBLIC) and depth == 0:
         return place == module
-    # Classes of the user's inherit methods from praxis_lite's, and libraries show jaxlib's.
+    # The user's classes inherit methods from praxis_lite, and libraries export names of jaxlib.
     others = ("jaxlib",) if module in LIBRARIES else ("praxis_lite",)
     return place.partition(".")[0] in (top, *others)
 

@@ -1,12 +1,12 @@
-"""A config as nested JSON objects: written, and read again.
+"""Writes a config as nested JSON objects, and reads it.
 
-A number, a text, true, false and null stand for themselves; everything else is an object with the
-kind as its first key, as in `{"tuple": [1, 2]}`, `{"name": "jax.nn:gelu"}` or
+Numbers, texts, true, false and null are written as such; everything else is an object with the kind
+as its first key, as in `{"tuple": [1, 2]}`, `{"name": "jax.nn:gelu"}` or
 
     {"Config": "praxis_lite:RunConfig", "arguments": {"num_train_steps": 7}, "id": 3}
 
-What stands in several places is written at the first one, with an "id", and as `{"again": 3}` at
-the others. So the text has no cycles.
+A shared object is written in its first place, with an "id", and as `{"again": 3}` in the others. So
+the text has no cycles.
 """
 
 import functools
@@ -31,15 +31,15 @@ _BUILDABLES = {"Config": fdl.Config, "Partial": fdl.Partial}
 
 
 def write(value: Any, packages: Collection[str]) -> Any:
-    """Returns the JSON value from which `read` makes `value` again.
+    """Returns the JSON value from which `read` rebuilds `value`.
 
     Args:
-        value: a config, or what may stand in one.
-        packages: top-level packages whose functions and classes it may name.
+        value: A config, or a value in one.
+        packages: Top-level packages whose functions and classes it may name.
 
     Raises:
-        ConfigError: it holds what text cannot, such as a lambda or an array, or a name that is not
-            allowed; names the path.
+        ConfigError: It contains a value that has no text form, such as a lambda or an array, or a
+            name that is not allowed; names the path.
     """
     return _Writer(packages).write(value, "")
 
@@ -48,10 +48,10 @@ def read(node: Any, packages: Collection[str]) -> Any:
     """Returns the value of a JSON node, as `write` writes it.
 
     Args:
-        packages: top-level packages whose functions and classes it may name.
+        packages: Top-level packages whose functions and classes it may name.
 
     Raises:
-        ConfigError: it has another form, or a name that is not allowed or not there.
+        ConfigError: It has another form, or a name that is not allowed or does not exist.
     """
     return _Reader(packages).read(node, "config")
 
@@ -68,7 +68,7 @@ class _Writer:
     def __init__(self, packages: Collection[str]):
         self._packages = packages
         self._num_ids = 0
-        # The value is kept too, for a freed one's id could come again.
+        # With the value, because the id of a freed object may be reused.
         self._written: dict[int, tuple[Any, dict[str, Any] | None]] = {}
 
     def write(self, value: Any, path: str) -> Any:
@@ -76,7 +76,7 @@ class _Writer:
             return value
         if type(value) is float:
             return value if math.isfinite(value) else {"float": repr(value)}
-        # A tuple is what it holds, wherever it stands.
+        # A tuple is immutable, so it need not be shared.
         is_shared = isinstance(value, fdl.Buildable | functools.partial) or type(value) in (
             list, dict, set,
         )
@@ -85,7 +85,7 @@ class _Writer:
         if id(value) in self._written:
             node = self._written[id(value)][1]
             if node is None:
-                raise ConfigError(f"{path}: the config holds itself. Take it out of there.")
+                raise ConfigError(f"{path}: the config contains itself. Remove it there.")
             if "id" not in node:
                 self._num_ids += 1
                 node["id"] = self._num_ids

@@ -15,7 +15,7 @@ from praxis_lite.config.callables import (
     takes,
     text_of_value,
 )
-from praxis_lite.config.override_errors import check_form, no_such_path, wanted_here
+from praxis_lite.config.override_errors import check_form, expected_here, no_such_path
 from praxis_lite.config.paths import (
     UNSET,
     Unknown,
@@ -23,8 +23,8 @@ from praxis_lite.config.paths import (
     holds_only_literals,
     item_type,
     join,
+    kwargs_type,
     settings_of,
-    takes_any_name,
 )
 from praxis_lite.config.values import UNKNOWN, WrongType, parse_value
 from praxis_lite.core.errors import ConfigError, shown
@@ -42,19 +42,20 @@ def apply_overrides(
 ) -> list[str]:
     """Sets fields of `config` in place; returns a line 'path: old -> new' for each.
 
-    A config that stands in several places is changed in all of them.
+    A config that is shared by several fields is changed in all of them.
 
     Args:
-        config: the root.
+        config: The root.
         settings: `path=value` each. A path walks the arguments of configs, the keys of dicts and
             the indices of sequences: `datasets.train.batch_size`, `mesh.ici_mesh_shape[1]` or
-            `mesh.ici_mesh_shape.1`. A value is a Python literal, a bare word, items split by
+            `mesh.ici_mesh_shape.1`. A value is a Python literal, a bare word, items separated by
             commas, or the name of a function or class.
-        packages: top-level packages of the user's own, whose functions and classes may be named.
-        attributes: of the experiment's class, for the errors: `configured` sets them.
+        packages: The user's top-level packages, whose functions and classes may be named.
+        attributes: Attributes of the experiment's class, for the errors: `configured` sets them.
 
     Raises:
-        ConfigError: no such path, or no value of that field's type. Settings before it are applied.
+        ConfigError: There is no such path, or the value has another type than the field. Settings
+            before it are applied.
     """
     for number, setting in enumerate(settings, start=1):
         check_form(setting, settings[number:])
@@ -72,10 +73,10 @@ def value_at(config: fdl.Buildable, path: str, attributes: Collection[str] = ())
 def check_required(config: fdl.Buildable) -> None:
     """Checks that every `fdl.Config` has the arguments that its callable requires.
 
-    An `fdl.Partial` may lack some: whoever calls it gives them.
+    An `fdl.Partial` may lack some: its caller gives them.
 
     Raises:
-        ConfigError: names the paths.
+        ConfigError: Some are missing; names their paths.
     """
     missing = _unset_paths(config, "")
     if missing:
@@ -148,11 +149,10 @@ def _child(node: Any, annotation: Any, token: str) -> tuple[Any, Any, Any] | Non
     if isinstance(node, dict) and takes(hint := item_type(annotation, token)) == "instance":
         return token, UNSET, hint
     settings = settings_of(node)
-    if settings is not None and token.isidentifier() and not token.startswith("__"):
-        takes_any, hint = takes_any_name(settings)
-        if takes_any:
-            return token, UNSET, hint
-    return None
+    if settings is None or not token.isidentifier() or token.startswith("__"):
+        return None
+    hint = kwargs_type(settings)
+    return None if hint is None else (token, UNSET, hint)
 
 
 def _assign(config: fdl.Buildable, key: str | int, value: Any) -> None:
@@ -163,21 +163,20 @@ def _assign(config: fdl.Buildable, key: str | int, value: Any) -> None:
 
 
 def _replaced(container: Any, key: str | int, value: Any) -> Any:
-    # A new container, for the old one may be a default, or a constant of the user's module.
+    # A new container, because the old one may be a default or a constant of the user's module.
     if isinstance(container, dict):
-        # What stands beside it becomes part of the config too, which holds no instances.
-        beside = {name: _as_config(item) for name, item in container.items()}
-        return {**beside, key: value}
+        # The other items become part of the config too, which holds no dataclass instances.
+        others = {
+            name: settings_of(item) or item
+            if dataclasses.is_dataclass(item) and not isinstance(item, type) else item
+            for name, item in container.items()
+        }
+        return {**others, key: value}
     if (settings := settings_of(container)) is not None:
         _assign(settings, key, value)
         return settings
     items = [*container[:key], value, *container[key + 1 :]]
     return container._make(items) if hasattr(container, "_make") else type(container)(items)
-
-
-def _as_config(item: Any) -> Any:
-    is_instance = dataclasses.is_dataclass(item) and not isinstance(item, type)
-    return (settings_of(item) or item) if is_instance else item
 
 
 def _checked_value(
@@ -203,12 +202,12 @@ def _checked_value(
             return result
         if is_config and not _is_single(present):
             raise ConfigError(
-                f"{path}: holds configs, and --set sets them one by one, by the fields below it."
+                f"{path} holds configs; --set sets the fields below it one by one."
             ) from None
         hint = suggestion(text, present, annotation) if may_be_named else ""
         raise ConfigError(
-            f"{path}: found {shown(repr(text), 200)}, wanted "
-            f"{wanted_here(wrong, annotation, text, may_be_named)}. It is now "
+            f"{path}: found {shown(repr(text), 200)}, expected "
+            f"{expected_here(wrong, annotation, text, may_be_named)}. It is now "
             f"{shown_value(present, annotation)}.{hint}"
         ) from None
 

@@ -17,7 +17,7 @@ from praxis_lite.core.callables import callable_name
 
 @dataclasses.dataclass(frozen=True)
 class Unknown:
-    """Stands for a value that is not there to be seen."""
+    """A placeholder for a value that is not known."""
 
     text: str
 
@@ -31,10 +31,10 @@ class Field:
     """A field of a config.
 
     Attributes:
-        path: from the root, as `--set` takes it.
-        value: what is set, or the default, or an `Unknown`.
-        annotation: of the callable's parameter, or `UNKNOWN`.
-        is_settable: True if `--set` may replace it as a whole: it holds no configs and functions.
+        path: From the root, as `--set` takes it.
+        value: The value that is set, or the default, or an `Unknown`.
+        annotation: Of the callable's parameter, or `UNKNOWN`.
+        is_settable: True if `--set` may replace it completely: it holds no configs or functions.
     """
 
     path: str
@@ -53,7 +53,7 @@ def iterate_fields(config: fdl.Buildable) -> Iterator[Field]:
 
 
 def children(node: Any, annotation: Any) -> list[tuple[str | int, Any, Any]]:
-    """Returns (key, value, annotation) of what stands directly below a config, dict or sequence."""
+    """Returns (key, value, annotation) of each item directly below a config, dict or sequence."""
     if isinstance(node, fdl.Buildable):
         hints = _parameter_types(node)
         arguments = fdl.ordered_arguments(node, include_defaults=True, include_unset=True)
@@ -100,26 +100,25 @@ def settings_of(value: Any) -> fdl.Buildable | None:
         if dataclasses.is_dataclass(value) and not isinstance(value, Unknown | type):
             fields = [field.name for field in dataclasses.fields(value) if field.init]
             return fdl.Config(type(value), **{name: getattr(value, name) for name in fields})
-    except (TypeError, ValueError, AttributeError):  # It has no signature, or another than it says.
+    except (TypeError, ValueError, AttributeError):  # It has no signature, or a wrong one.
         pass
     return None
 
 
-def takes_any_name(config: fdl.Buildable) -> tuple[bool, Any]:
-    """Returns (True if the callable has `**kwargs`, their annotation)."""
-    hints = _parameter_types(config)
-    return "**" in hints, hints.get("**", UNKNOWN)
+def kwargs_type(config: fdl.Buildable) -> Any | None:
+    """Returns the annotation of `**kwargs`, maybe `UNKNOWN`; None if the callable has none."""
+    return _parameter_types(config).get("**")
 
 
 def join(path: str, key: Any) -> str:
-    """Returns the path of what stands under `key` below `path`."""
+    """Returns the path of the item `key` below `path`."""
     if isinstance(key, str) and all(part.isidentifier() for part in key.split("-")):
         return f"{path}.{key}" if path else key
     return f"{path}[{key!r}]"
 
 
 def describe(value: Any) -> str:
-    """Returns a value without a literal in angle brackets, the same in every process."""
+    """Returns a text in angle brackets for a value without a literal, the same in every process."""
     if isinstance(value, Unknown):
         return value.text
     if isinstance(value, fdl.Buildable):
@@ -134,8 +133,6 @@ def describe(value: Any) -> str:
         return f"<{type(value).__name__} of {len(value)}>"
     if callable(value):
         return f"<{callable_name(value)}>"
-    if value is None or isinstance(value, bool | int | float | str):
-        return f"<{value!r}>"  # Of another type than its annotation says.
     return f"<{callable_name(type(value))}>"
 
 
@@ -165,14 +162,12 @@ def _value_or_default(config: fdl.Buildable, key: str | int, value: Any) -> Any:
         factories = {field.name: field.default_factory for field in dataclasses.fields(function)}
         factory = factories.get(key, dataclasses.MISSING)
         if factory is not dataclasses.MISSING:
-            # Ours make settings and no more; a user's may do anything.
-            is_known = factory in (dict, list, tuple, set) or _is_ours(factory)
+            # The library's factories only make settings; a user's may do anything.
+            is_known = factory in (dict, list, tuple, set) or factory.__module__.startswith(
+                "praxis_lite.experiment."
+            )
             return factory() if is_known else MADE_BY_CLASS
     return UNSET if value is fdl.NO_VALUE else value
-
-
-def _is_ours(function: Any) -> bool:
-    return getattr(function, "__module__", "").startswith("praxis_lite.experiment.")
 
 
 def _parameter_types(config: fdl.Buildable) -> dict[Any, Any]:
@@ -202,16 +197,13 @@ def _resolved_annotations(function: Any) -> dict[str, Any]:
         if "__dataclass_fields__" in vars(owner):
             annotations = {}
             for base in reversed(owner.__mro__):
-                local = _own_annotations(base).items()
+                local = inspect.get_annotations(base).items()
                 annotations |= {key: _evaluate(hint, base) for key, hint in local}
             return annotations
         function = function.__init__
     function = inspect.unwrap(function)
-    return {key: _evaluate(hint, function) for key, hint in _own_annotations(function).items()}
-
-
-def _own_annotations(owner: Any) -> dict[str, Any]:
-    return inspect.get_annotations(owner) if callable(owner) else {}
+    hints = inspect.get_annotations(function)
+    return {key: _evaluate(hint, function) for key, hint in hints.items()}
 
 
 def _evaluate(hint: Any, owner: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Settings given in Python: values by path, as the texts that `--set` and config.json know."""
+"""Converts settings given in Python, values by path, to the texts of `--set`."""
 
 import dataclasses
 import enum
@@ -19,28 +19,28 @@ def as_texts(settings: Settings) -> tuple[str, ...]:
     """Returns settings as "path=value" each, as for `--set`.
 
     Args:
-      settings: such texts, or values by path. A value is a number, a text, None, a dtype, a member
+      settings: Such texts, or values by path. A value is a number, a text, None, a dtype, a member
         of an enum, or lists, tuples, sets and dicts of them; a function or a class that a config
         may name; or a config (`fdl.Config`) or an instance of a dataclass, whose arguments follow.
 
     Raises:
-      ConfigError: there is no text for a value, or `settings` is neither.
+      ConfigError: A value has no text form, or `settings` is neither of the two.
     """
     if isinstance(settings, Mapping):
         return tuple(text for path, value in settings.items() for text in _texts(path, value))
     is_texts = isinstance(settings, Sequence) and not isinstance(settings, str | bytes)
     if not is_texts or not all(isinstance(text, str) for text in settings):
         raise ConfigError(
-            f"settings is {shown(repr(settings))}; wanted is a dict of values by path, such as "
+            f"settings is {shown(repr(settings))}; expected a dict of values by path, such as "
             "{'run.num_train_steps': 200}, or a list of texts, such as ['run.num_train_steps=200']."
         )
     return tuple(settings)
 
 
 def _texts(path: str, value: Any) -> list[str]:
-    """Returns the text of a value, and behind it those of a config's arguments."""
+    """Returns the text of a value, followed by those of a config's arguments."""
     if not isinstance(path, str):
-        raise ConfigError(f"settings has the key {path!r}; wanted is a path, such as 'run.seed'.")
+        raise ConfigError(f"settings has the key {path!r}; expected a path, such as 'run.seed'.")
     if is_dtype(value) or isinstance(value, enum.Enum) or holds_only_literals(value):
         text = _literal(value)
         if text is None:
@@ -59,15 +59,13 @@ def _texts(path: str, value: Any) -> list[str]:
 
 
 def _call_of(value: Any) -> fdl.Config | None:
-    """Returns the call that makes an instance of a dataclass, without defaults; of others None."""
+    """Returns the call that makes a dataclass instance, without defaults; None for others."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return None
-    given = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)
-             if field.init}
-    for field in dataclasses.fields(value):
-        if field.name in given and given[field.name] == field.default:
-            del given[field.name]
-    return fdl.Config(type(value), **given)
+    return fdl.Config(type(value), **{
+        field.name: getattr(value, field.name) for field in dataclasses.fields(value)
+        if field.init and getattr(value, field.name) != field.default
+    })
 
 
 def _literal(value: Any) -> str | None:
@@ -90,8 +88,8 @@ def _plain(value: Any) -> Any:
 
 def _refused(value: Any) -> str:
     return (
-        f"{shown(repr(value), 200)} is no value that config.json can hold; wanted are numbers, "
-        "texts, None, lists and dicts of them, and functions and classes by their names, such as "
-        "optax.lion, with their arguments by path. Name it at the top of a module or a notebook, "
+        f"{shown(repr(value), 200)} cannot be stored in config.json; expected numbers, texts, "
+        "None, lists and dicts of them, and functions and classes by their names, such as "
+        "optax.lion, with their arguments by path. Define it at the top of a module or a notebook, "
         "or return it in a method of the experiment."
     )

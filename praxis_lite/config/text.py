@@ -1,4 +1,4 @@
-"""A config as text: JSON from which it is rebuilt, and lines for people."""
+"""Converts a config to JSON, from which it is rebuilt, and to lines for people."""
 
 import dataclasses
 import json
@@ -21,12 +21,12 @@ from praxis_lite.host.json_text import parse_json, read_json
 
 @dataclasses.dataclass(frozen=True)
 class LoadedConfig:
-    """What `config.json` holds.
+    """The content of `config.json`.
 
     Attributes:
-        config: of the whole job, overrides applied.
-        experiment: the full name of the experiment's class.
-        overrides: the settings as they were given to `--set`.
+        config: Of the complete job, overrides applied.
+        experiment: The full name of the experiment's class.
+        overrides: The settings as they were given to `--set`.
     """
 
     config: fdl.Config
@@ -44,14 +44,14 @@ def dump_config(
     """Returns JSON text from which `load_config` rebuilds `config` exactly, shared parts shared.
 
     Args:
-        config: of the whole job.
-        experiment: the full name of the experiment's class; its package may be named.
-        overrides: the settings of `--set`, for the record.
-        packages: further top-level packages whose functions and classes the config may name.
+        config: Of the complete job.
+        experiment: The full name of the experiment's class; its package may be named.
+        overrides: The settings of `--set`, for the record.
+        packages: Further top-level packages whose functions and classes the config may name.
 
     Raises:
-        ConfigError: a value that text cannot hold, such as a lambda or an array, or a function
-            from a package that `load_config` would refuse; names the path.
+        ConfigError: A value has no text form, such as a lambda or an array, or is a function from a
+            package that `load_config` would refuse; names the path.
     """
     node = nodes.write(config, {experiment.partition(".")[0], *packages})
     header = {"format": FORMAT, "experiment": experiment, "overrides": list(overrides)}
@@ -64,13 +64,13 @@ def load_config(text: str, *, packages: Collection[str] = ()) -> LoadedConfig:
     A name is imported only after it has been checked.
 
     Args:
-        text: of `config.json`.
-        packages: top-level packages whose functions and classes the text may name, besides
-            `praxis_lite.experiments` and `.tasks`: the text itself opens none.
+        text: The content of `config.json`.
+        packages: Top-level packages whose functions and classes the text may name, in addition to
+            `praxis_lite.experiments` and `.tasks`. The text itself cannot add packages.
 
     Raises:
-        ConfigError: damaged text, a name outside the allowed packages, or one that the code no
-            longer has.
+        ConfigError: The text is damaged, or has a name outside the allowed packages or one that the
+            code no longer has.
     """
     try:
         parsed = parse_json(text)
@@ -86,7 +86,8 @@ def load_config_file(path: Path, *, packages: Collection[str] = ()) -> LoadedCon
 
 def _loaded(parsed: Any, packages: Collection[str]) -> LoadedConfig:
     if type(parsed) is not dict or not {"format", "experiment", "config"} <= set(parsed):
-        raise damaged("the text", "wanted an object with format, experiment, overrides and config")
+        keys = "format, experiment, overrides and config"
+        raise damaged("the text", f"expected an object with {keys}")
     if parsed["format"] != FORMAT or type(parsed["format"]) is not int:
         raise ConfigError(
             f"config.json has format {shown(json.dumps(parsed['format']))}; this praxis_lite reads "
@@ -108,14 +109,14 @@ def _loaded(parsed: Any, packages: Collection[str]) -> LoadedConfig:
 def config_lines(config: fdl.Config) -> list[str]:
     """Returns a line `path=value` for every field, in the order of the roots.
 
-    It is quoted for a shell, so that each line can be pasted behind `--set`. A field without a
+    It is quoted for a shell, so that each line can be pasted after `--set`. A field without a
     value, which the function's caller gives, has no line.
     """
     return [f"{path}={shlex.quote(text)}" for path, text in _texts(config).items()]
 
 
 def config_values(config: fdl.Config) -> dict[str, str | int | float | bool]:
-    """Returns the value of every field by path; texts, but for numbers and true or false."""
+    """Returns the value of every field by path: numbers and booleans as such, others as text."""
     values = {field.path: field.value for field in iterate_fields(config)}
     return {
         path: values[path] if isinstance(values[path], bool | int | float) else text
@@ -125,17 +126,16 @@ def config_values(config: fdl.Config) -> dict[str, str | int | float | bool]:
 
 def config_difference(old: fdl.Config, new: fdl.Config) -> list[str]:
     """Returns a line 'run.seed: 0 -> 7' for every field that differs, in the order of the roots."""
-    texts = _texts(old), _texts(new)
-    differing = [
-        path for path in dict.fromkeys([*texts[1], *texts[0]])
-        if texts[0].get(path) != texts[1].get(path)
-    ]
+    before, after = _texts(old), _texts(new)
 
-    def said(path: str, texts: dict[str, str]) -> str:
-        below = any(text.startswith((f"{path}.", f"{path}[")) for text in texts)
+    def value_text(texts: dict[str, str], path: str) -> str:
+        below = any(other.startswith((f"{path}.", f"{path}[")) for other in texts)
         return texts.get(path, "(below)" if below else "(absent)")
 
-    return [f"{path}: {said(path, texts[0])} -> {said(path, texts[1])}" for path in differing]
+    return [
+        f"{path}: {value_text(before, path)} -> {value_text(after, path)}"
+        for path in dict.fromkeys([*after, *before]) if before.get(path) != after.get(path)
+    ]
 
 
 def _texts(config: fdl.Config) -> dict[str, str]:

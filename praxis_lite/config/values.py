@@ -1,4 +1,4 @@
-"""Text to a checked value and back: what may stand behind the `=` of `--set`."""
+"""Converts the text after the `=` of `--set` to a checked value, and back."""
 
 import ast
 import collections.abc
@@ -19,27 +19,26 @@ _MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 
 
 class WrongType(Exception):
-    """The text has no value of the wanted type; `str()` of the error names the type."""
+    """The text has no value of the expected type; `str()` of the error names the type."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Word:
-    """A piece of text that is no Python literal, with the text it was read from."""
+    """A text that is not a Python literal."""
 
     text: str
 
 
 def parse_value(text: str, annotation: Any, present: Any = None) -> Any:
-    """Returns the value that `text` means where `annotation` is wanted.
+    """Returns the value of type `annotation` that `text` means.
 
     Args:
-        text: a Python literal, `none`, `true`, `false`, a bare word, or items split by commas.
-        annotation: of the parameter, or `UNKNOWN`; then the value must have
-            the type of `present`.
-        present: the present value or the default.
+        text: A Python literal, `none`, `true`, `false`, a bare word, or items separated by commas.
+        annotation: Of the parameter, or `UNKNOWN`; then the value must have the type of `present`.
+        present: The present value or the default.
 
     Raises:
-        WrongType: it means no such value.
+        WrongType: The text has no such value.
     """
     if is_dtype(present) or _names_dtype(annotation):
         return _parse_dtype(text, annotation, present)
@@ -51,7 +50,7 @@ def parse_value(text: str, annotation: Any, present: Any = None) -> Any:
         with contextlib.suppress(WrongType):
             return _fit(read, text, annotation, lenient)
     if read is None and present is None:
-        return None  # `width: int = None`, as older code has it.
+        return None  # `width: int = None`, as in older code.
     raise WrongType(type_name(annotation))
 
 
@@ -66,7 +65,7 @@ def format_value(value: Any, annotation: Any) -> str | None:
         candidates = [value.name]
     elif type(value) is tuple and value:
         items = [item if isinstance(item, str) else repr(item) for item in value]
-        # Without brackets a shell leaves it alone.
+        # Without brackets it needs no quotes in a shell.
         candidates = [",".join(items) + ("," if len(value) == 1 else ""), repr(value)]
     for text in candidates:
         if text == text.strip() and text.isprintable():
@@ -88,7 +87,7 @@ def _are_same(item: Any, other: Any) -> bool:
 
 
 def is_bare_word(text: str) -> bool:
-    """Returns True if a text, without quotes, means itself, and no number, None or sequence."""
+    """Returns True if a text without quotes is read as that text, not as a number or sequence."""
     is_number = text.lower().lstrip("-") in ("inf", "nan")
     return _read(text) == _Word(text) and text.isprintable() and not is_number
 
@@ -107,7 +106,7 @@ def type_name(annotation: Any) -> str:
         return annotation.__name__
     text = str(annotation).replace("NoneType", "None")
     text = text.replace("typing.", "").replace("collections.abc.", "")
-    # A module of a package's own: optax._src.base.GradientTransformation is optax's.
+    # Omits private modules: optax._src.base.GradientTransformation is optax's.
     return re.sub(r"\._\w+\.(?:\w+\.)*", ".", text)
 
 
@@ -131,13 +130,13 @@ def is_dtype(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, numpy.dtype | type):
         return False
-    # jnp.float32 is a class of its own, with a dtype; ml_dtypes' are numpy's generic types.
+    # jnp.float32 is a class with an attribute dtype; those of ml_dtypes are generic types of numpy.
     has_dtype = isinstance(getattr(value, "dtype", None), numpy.dtype)
     return isinstance(value, numpy.dtype) or has_dtype or issubclass(value, numpy.generic)
 
 
 def dtype_name(value: Any) -> str:
-    """Returns 'bfloat16' for `jnp.bfloat16`, `jnp.dtype('bfloat16')` and their like."""
+    """Returns 'bfloat16' for `jnp.bfloat16` or `jnp.dtype('bfloat16')`."""
     return sys.modules["numpy"].dtype(value).name
 
 
@@ -156,7 +155,7 @@ def _read(text: str) -> Any:
 
 
 def _fit(read: Any, text: str | None, expected: Any, lenient: bool) -> Any:
-    """Returns `read` as `wanted`; `text` is its source, None inside a container."""
+    """Returns `read` as a value of type `expected`; `text` is its source, None in a container."""
     if expected in (UNKNOWN, Any, object) or isinstance(expected, typing.TypeVar):
         return _plain(read)
     if expected is None or expected is types.NoneType:
@@ -225,7 +224,7 @@ def _plain(read: Any) -> Any:
 
 
 def _type_of(present: Any) -> Any:
-    """Returns the type that a value must have to stand where `present` stands."""
+    """Returns the type that a value must have to replace `present`."""
     if present is None or present is UNKNOWN:
         return UNKNOWN
     if type(present) in (tuple, list) and present:

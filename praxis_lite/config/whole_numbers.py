@@ -1,4 +1,4 @@
-"""Whole numbers among the settings of a dataclass: that they are some, and in range."""
+"""Checks the type and range of the integer settings of a dataclass."""
 
 import dataclasses
 import math
@@ -16,11 +16,11 @@ def check_whole_numbers(
     """Checks each field of a dataclass that is annotated as `int` or `int | None`.
 
     Args:
-      path: of the settings in a job, "run.checkpoints".
-      ranges: the least and the largest number of fields that may be other than 1 or more.
+      path: Of the settings in a job, "run.checkpoints".
+      ranges: The smallest and the largest value of fields whose range is not "1 or more".
 
     Raises:
-      ConfigError: a number is of another type, or out of its range.
+      ConfigError: A number has the wrong type, or is out of its range.
     """
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)

@@ -1,4 +1,4 @@
-"""When training ends before its last step: a metric that no longer gets better."""
+"""Ends training before its last step, when a metric no longer improves."""
 
 import dataclasses
 import math
@@ -10,16 +10,16 @@ from praxis_lite.core.errors import ConfigError, is_whole, require
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EarlyStopping:
-    """Ends training when a metric has not got better for several evaluations.
+    """Ends training when a metric has not improved for several evaluations.
 
     Attributes:
-        metric: as evaluations are printed, with the dataset before it: `heldout/loss`.
+        metric: The dataset and the metric, as evaluations are printed: `heldout/loss`.
         mode: "min" or "max", the better direction.
-        patience: training ends after this many evaluations in a row without an improvement.
-        min_delta: by how much an improvement must beat the best value so far.
+        patience: Training ends after this many evaluations in a row without an improvement.
+        min_delta: By how much an improvement must beat the best value so far.
 
     Raises:
-        ConfigError: a setting out of range.
+        ConfigError: A setting is out of range.
     """
 
     metric: str
@@ -33,7 +33,7 @@ class EarlyStopping:
         require(is_whole(self.patience), "early_stopping.patience", self.patience, expected)
         require(
             self.min_delta >= 0, "early_stopping.min_delta", self.min_delta, "0 or more",
-            "early_stopping.mode says what counts as better.",
+            "early_stopping.mode sets the better direction.",
         )
 
     def watched_in(self, values: Mapping[str, float], step: int) -> float:
@@ -52,7 +52,7 @@ class EarlyStopping:
         return values[self.metric]
 
     def reason_to_stop(self, values: Mapping[int, float]) -> str | None:
-        """Returns why training ends now, in words, or None if it goes on.
+        """Returns why training ends now, or None if it continues.
 
         Args:
           values: of the metric by step, of all evaluations so far. NaN counts as no improvement.

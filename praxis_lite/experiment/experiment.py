@@ -1,4 +1,4 @@
-"""What an experiment says: configs of the mesh, the task, the data and the run."""
+"""Experiments: configs of the mesh, the task, the data and the run."""
 
 import copy
 import dataclasses
@@ -10,7 +10,7 @@ import fiddle as fdl
 
 from praxis_lite.core.callables import callable_name
 from praxis_lite.core.errors import ConfigError, require
-from praxis_lite.experiment.compiler_options import merged_options
+from praxis_lite.core.sharding.mesh_config import merged_options
 from praxis_lite.experiment.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What `fdl.build` makes of an experiment's config; its fields are the roots of every path.
+    """The result of `fdl.build` of an experiment's config; its fields are the roots of every path.
 
     Attributes:
-        mesh: the devices and their axes.
-        task: the model, its loss and its learner.
-        datasets: pipelines by name; `train` is trained on, the others are evaluated on.
-        decode_datasets: pipelines of prompts by name.
-        run: how long and how often.
-        partitioner: compiles the steps, called with the task and the mesh. None: `Partitioner`.
-        hooks: `Hook`s: what is done while the job trains, in this order.
+        mesh: The devices and their axes.
+        task: The model, its loss and its learner.
+        datasets: Pipelines by name; `train` is trained on, the others are evaluated on.
+        decode_datasets: Pipelines of prompts by name.
+        run: How long the job runs, and how often it saves, evaluates and reports.
+        partitioner: Compiles the steps; called with the task and the mesh. None: `Partitioner`.
+        hooks: `Hook`s, called in this order while the job trains.
     """
 
     mesh: "MeshConfig"
@@ -47,7 +47,7 @@ class Job:
     hooks: Sequence[Any] = ()
 
 
-# What a method of an experiment returns, for the errors.
+# Examples of what the methods of an experiment return, for the errors.
 _EXAMPLES = {
     "mesh": "fdl.Config(MeshConfig, ici_mesh_shape=(1, 4, 2))",
     "task": "fdl.Config(LanguageModelTask, model=fdl.Partial(TransformerLm, ...), learner=...)",
@@ -63,18 +63,18 @@ _OF_DATA = (
 
 
 class Experiment:
-    """A thing to run: subclass it, say `@register`, launch it by name.
+    """Base class of experiments: subclass it, decorate it with `@register`, launch it by name.
 
     Every method returns configs (`fdl.Config`), never built objects. A variant subclasses an
-    experiment, overrides one method and edits what `super()` gave.
+    experiment, overrides a method and edits the result of `super()`.
 
     Attributes of the class, such as `BATCH_SIZE = 16`, which methods read as `self.BATCH_SIZE`, are
     set by `--set BATCH_SIZE=32` before the methods run.
 
     Attributes:
-        SHARDING_PRESET: a word for `set_sharding_params`, such as "megatron", which overrides the
+        SHARDING_PRESET: A name for `set_sharding_params`, such as "megatron", which overrides the
             splits of the task's model and of the batches' rows, and adds the preset's options to
-            those of `mesh().compiler_options`, which come first. None: the task's own count.
+            `mesh().compiler_options`, which take precedence. None: the task's splits are used.
     """
 
     SHARDING_PRESET: str | None = None
@@ -84,10 +84,10 @@ class Experiment:
         raise self._missing("mesh")
 
     def mesh_for(self, num_devices: int) -> fdl.Config | None:
-        """Returns the config of the `MeshConfig` of an elastic job that has so many devices left.
+        """Returns the config of the `MeshConfig` of an elastic job with `num_devices` devices left.
 
-        It is asked where `mesh()` has another number of them, and has the same axes. None, unless
-        overridden: the plan's formulas choose the fastest legal mesh within the devices' memory.
+        It is called where `mesh()` has another number of devices, and must have the same axes.
+        None, the default: the plan's formulas choose the fastest legal mesh that fits in memory.
         """
         return None
 
@@ -122,24 +122,26 @@ class Experiment:
         """Returns the whole config: mesh, task, datasets, decode_datasets, run, hooks and the rest.
 
         Raises:
-            ConfigError: a method is missing, or returns something else than it should.
+            ConfigError: A method is missing, or returns a value of the wrong kind.
         """
-        result, base = {item: getattr(type(self), item) for item in _EXAMPLES}, vars(Experiment)
-        if missing := [element for element, local in result.items()
-                       if local in base.values() or not callable(local)]:
+        if missing := [
+            name for name in _EXAMPLES
+            if getattr(type(self), name) is vars(Experiment)[name]
+            or not callable(getattr(type(self), name))
+        ]:
             raise self._missing(*missing)
         run = self._checked("run", self.run())
         function = fdl.get_callable(run)
         if not (isinstance(function, type) and issubclass(function, RunConfig)):
             raise ConfigError(
-                f"{self._name()}.run() configures {_callable_name(run)}, wanted RunConfig: "
+                f"{self._name()}.run() configures {_callable_name(run)}, expected RunConfig: "
                 "return fdl.Config(RunConfig, num_train_steps=...)."
             )
         partitioner = self.partitioner()
         if partitioner is not None and not isinstance(partitioner, fdl.Partial):
             raise ConfigError(
-                f"{self._name()}.partitioner() returns {type(partitioner).__name__}, wanted an "
-                "fdl.Partial, for the task and the mesh are given later: return "
+                f"{self._name()}.partitioner() returns {type(partitioner).__name__}, expected an "
+                "fdl.Partial, because the task and the mesh are given later: return "
                 "fdl.Partial(Partitioner, gradients=...)."
             )
         config = fdl.Config(
@@ -151,9 +153,16 @@ class Experiment:
             run=run,
             partitioner=partitioner,
         )
-        if hooks := self._checked_hooks():
-            config.hooks = hooks
-        # A copy, so that one job's --set does not reach a class's attribute, and so another job.
+        hooks = self.hooks()
+        require(
+            isinstance(hooks, list | tuple), f"The result of {self._name()}.hooks()", hooks,
+            "a list of configs: return [fdl.Config(MyHook, every=100)]",
+        )
+        if hooks:
+            config.hooks = [
+                self._checked("hooks", hook, f"[{index}]") for index, hook in enumerate(hooks)
+            ]
+        # A copy, so that the --set of one job does not change a class attribute for another job.
         config = copy.deepcopy(config)
         if self.SHARDING_PRESET is not None:
             _set_preset(config, self.SHARDING_PRESET)
@@ -164,20 +173,19 @@ class Experiment:
             return result
         name = type(result).__name__
         if result is None:
-            message = "None, wanted an fdl.Config: is a `return` missing?"
-        elif isinstance(result, fdl.Partial):
-            name = _callable_name(result)
-            message = f"an fdl.Partial of {name}, wanted a Config: write fdl.Config({name}, ...)."
-        elif isinstance(result, type):
-            name = result.__name__
-            message = f"the class {name}, wanted its config: write fdl.Config({name}, ...)."
+            message = "None, expected an fdl.Config: is a `return` missing?"
+        elif isinstance(result, fdl.Partial | type):
+            is_class = isinstance(result, type)
+            name = result.__name__ if is_class else _callable_name(result)
+            kind = "the class" if is_class else "an fdl.Partial of"
+            message = f"{kind} {name}, expected a Config: write fdl.Config({name}, ...)."
         elif method.endswith("datasets") and not hasattr(result, "fingerprint"):
             message = f"a {name}, expected the config of a pipeline{_OF_DATA}"
         elif type(result).__module__ == "builtins":
-            message = f"a {name}, wanted an fdl.Config, such as {_EXAMPLES.get(method, '')}."
+            message = f"a {name}, expected an fdl.Config, such as {_EXAMPLES.get(method, '')}."
         else:
             message = (
-                f"a built {name}, wanted its config, so that --set can reach its fields: write "
+                f"a built {name}, expected its config, so that --set can reach its fields: write "
                 f"fdl.Config({name}, ...) in place of {name}(...)."
             )
         raise ConfigError(f"{self._name()}.{method}(){what} returns {message}")
@@ -192,14 +200,6 @@ class Experiment:
             check_dataset_name(name, f"{self._name()}.{method}()")
         return {name: self._checked(method, item, f"[{name!r}]") for name, item in result.items()}
 
-    def _checked_hooks(self) -> list[fdl.Config]:
-        hooks = self.hooks()
-        require(
-            isinstance(hooks, list | tuple), f"The result of {self._name()}.hooks()", hooks,
-            "a list of configs: return [fdl.Config(MyHook, every=100)]",
-        )
-        return [self._checked("hooks", hook, f"[{index}]") for index, hook in enumerate(hooks)]
-
     def _missing(self, *methods: str) -> ConfigError:
         examples = "; ".join(f"def {item}(self): return {_EXAMPLES[item]}" for item in methods)
         named = ", ".join(f"{method}()" for method in methods)
@@ -211,7 +211,7 @@ class Experiment:
 
 
 def _set_preset(config: fdl.Config, preset: str) -> None:
-    # Imported here, because the layers need jax, and most experiments need not wait for them.
+    # Imported here, because the layers import jax, which most experiments do not need here.
     from praxis_lite.layers.whole_model.sharding_presets import (
         COMPILER_OPTIONS,
         SHARDING_PRESETS,

@@ -1,10 +1,11 @@
-"""The config that a command line names: of an experiment, or of a job that was trained."""
+"""The config that a command line names: of an experiment, or of a trained job."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from praxis_lite.core.callables import callable_name
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.experiment import registry
 from praxis_lite.job.job_dir import JobDir
@@ -15,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class LaunchedConfig:
-    """The config that a command line made, and what config.json records of that command line.
+    """The config of a command line, and the facts about it that config.json records.
 
     Attributes:
-      experiment: the full name of its class.
-      settings: those of --set.
-      packages: whose functions and classes the config may name, besides the library's.
-      mesh_for: the experiment's; None: of a job's own config.
-      recorded: the config.json that the config was read from; None: the class made it.
+      experiment: The full name of its class.
+      settings: The values of --set.
+      packages: Packages whose functions and classes the config may name, besides the library's.
+      mesh_for: The method of the experiment; None: the config is a recorded one.
+      recorded: The config.json that the config was read from; None: the class made it.
     """
 
     config: "fdl.Config"
@@ -39,11 +40,11 @@ def config_of_experiment(
     """Returns the config of an experiment with settings applied.
 
     Args:
-      name: as for --exp.
-      settings, packages: as for --set and --packages.
+      name: As for --exp.
+      settings, packages: As for --set and --packages.
 
     Raises:
-      ConfigError: as `get_experiment` and `configured`.
+      ConfigError: As `get_experiment` and `configured`.
     """
     experiment = registry.get_experiment(name, packages)
 
@@ -52,7 +53,7 @@ def config_of_experiment(
     allowed = registry.allowed_packages(packages)
     made, config = experiment_and_config(experiment, settings, allowed)
     return LaunchedConfig(
-        config, registry.full_name(experiment), settings, allowed, mesh_for=made.mesh_for
+        config, callable_name(experiment), settings, allowed, mesh_for=made.mesh_for
     )
 
 
@@ -63,11 +64,11 @@ def config_of_job(
     """Returns the recorded config of a job with settings applied.
 
     Args:
-      name: of the experiment, as for --exp; None: whatever the job's is.
-      settings, packages: as for --set and --packages.
+      name: Of the experiment, as for --exp; None: the job's experiment.
+      settings, packages: As for --set and --packages.
 
     Raises:
-      ConfigError: the job is of another experiment; or as `recorded_config` and `apply_overrides`.
+      ConfigError: The job is of another experiment; or as `recorded_config` and `apply_overrides`.
     """
     from praxis_lite.config.build import naming_settings
     from praxis_lite.config.overrides import apply_overrides
@@ -76,7 +77,7 @@ def config_of_job(
     allowed = registry.allowed_packages(packages)
     loaded = recorded_config(job_dir, allowed)
     if name is not None:
-        given = registry.full_name(registry.get_experiment(name, packages))
+        given = callable_name(registry.get_experiment(name, packages))
         if given != loaded.experiment:
             raise ConfigError(
                 f"{job_dir.path} belongs to {loaded.experiment}, but --exp names {given}. Leave "

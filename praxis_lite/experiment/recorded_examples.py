@@ -1,4 +1,4 @@
-"""The proof of a job's examples: its record, held against its config's data."""
+"""The proof of a job's examples: compares its record with the data of its config."""
 
 import dataclasses
 import itertools
@@ -21,11 +21,11 @@ class ExamplesProof:
     """The result of a proof of a job's examples.
 
     Attributes:
-      history: the part of the record that counts.
-      faults: sentences; none: all is as it should be.
-      notes: sentences on what is no fault.
-      num_lost_steps: how many steps were made again later.
-      is_recomputed: True if the data were made again and compared.
+      history: The part of the record that counts.
+      faults: Sentences; empty: every example was used exactly once, in order.
+      notes: Sentences about differences that are not faults.
+      num_lost_steps: How many steps were repeated later.
+      is_recomputed: True if the data was recomputed and compared.
     """
 
     history: History
@@ -36,7 +36,7 @@ class ExamplesProof:
 
     @property
     def num_rollbacks(self) -> int:
-        """How often a launch went back from a loss spike."""
+        """How often a launch was rolled back from a loss spike."""
         return self.history.starts - self.history.num_launches
 
     def lines(self) -> list[str]:
@@ -75,14 +75,14 @@ def proof_of_examples(
     """Returns the proof of a job's examples.
 
     Args:
-      last_step: up to which they are looked at; None: to that of the newest checkpoint.
-      packages, settings: as for --packages and --set, such as where the data are now.
-      recorded_only: True: the data are not made again.
-      progress: told how many steps are compared, of how many.
-      num_lost_steps: made again later, also those between two saves, which are on no record.
+      last_step: The last step that is checked; None: the step of the newest checkpoint.
+      packages, settings: As for --packages and --set, such as the present location of the data.
+      recorded_only: True: the data is not recomputed.
+      progress: Called with the number of compared steps and the number of all steps.
+      num_lost_steps: Steps that were repeated later, including unrecorded ones between two saves.
 
     Raises:
-      ConfigError: there is no record, or the data cannot be made.
+      ConfigError: There is no record, or the data cannot be read.
     """
     record = read_record(job_dir.examples)
     if not record.starts and not record.stretches:
@@ -129,7 +129,7 @@ def train_pipeline(
 
 
 def _words(part: Part) -> str:
-    """Returns a line on the steps of a start: whose they are."""
+    """Returns a line on the steps of a start, with its processes and mesh."""
     first = part.starts[0]
     mesh = ", ".join(f"{axis} {size}" for axis, size in first.mesh.items())
     generation = "" if first.generation is None else f", generation {first.generation}"

@@ -1,7 +1,7 @@
 """The config of a trained job, with the job's own tokenizers and the data that a mode reads.
 
-A job stands alone. When training begins, each directory of a tokenizer that its config names is
-copied into the job's own, normalized, and eval, decode and load() read the copy.
+A job is self-contained. When training begins, each tokenizer directory that its config names is
+normalized and copied into the job's directory, and eval, decode and load() read the copy.
 """
 
 import os
@@ -21,14 +21,14 @@ from praxis_lite.inputs.tokenizers.files import CONFIG, has_tokenizer, names_of_
 from praxis_lite.inputs.tokenizers.json_tokenizer import JsonTokenizer
 from praxis_lite.job.job_dir import JobDir
 
-# The directory that a copy was made of, as the config names it.
+# The source directory of a copy, as the config names it.
 CAME_FROM = "came_from.txt"
-# A field that names one, or the argument of a tokenizer's class that stands there.
+# A field that names a directory, or the argument of a tokenizer's class in that field.
 _TOKENIZER = re.compile(r"(.*[.\]])?tokenizer(\.path)?")
 
 
 def recorded_config(job_dir: JobDir, packages: Collection[str]) -> LoadedConfig:
-    """Returns the config in a job's config.json, its tokenizers those that the job keeps.
+    """Returns the config in a job's config.json, with the job's copies of its tokenizers.
 
     Raises:
       ConfigError: as `load_config_file`.
@@ -44,12 +44,12 @@ def recorded_config(job_dir: JobDir, packages: Collection[str]) -> LoadedConfig:
 
 
 def keep_tokenizers(config: fdl.Buildable, job_dir: JobDir) -> None:
-    """Copies the tokenizers that a config names into its job's directory, as they are now.
+    """Copies the tokenizers that a config names into its job's directory.
 
-    A copy is in the normalized form, which needs no transformers.
+    A copy is in the normalized form, which does not need transformers.
 
     Raises:
-      ConfigError: a file cannot be read or written.
+      ConfigError: A file cannot be read or written.
     """
     directories = dict.fromkeys(directory for _, directory in _tokenizers(config))
     local = _kept_tokenizers(job_dir)
@@ -61,7 +61,7 @@ def keep_tokenizers(config: fdl.Buildable, job_dir: JobDir) -> None:
         target = local.setdefault(directory, job_dir.tokenizers / str(len(local)))
         try:
             target.mkdir(parents=True, exist_ok=True)
-            # config.json too, which may name the ends of a text.
+            # Also config.json, which may have eos_token_id.
             for name in {CONFIG, *names_of_tokenizer(source), *names_of_tokenizer(target)}:
                 if (source / name).is_file():
                     (target / name).parent.mkdir(exist_ok=True)
@@ -94,7 +94,7 @@ def check_tokenizers(config: fdl.Buildable) -> None:
         settings = " ".join(f"{path}=DIR" for path in paths)
         raise ConfigError(
             f"There is no directory {printable(directory)} with a tokenizer, which "
-            f"{' and '.join(paths)} {'names' if len(paths) == 1 else 'name'}. Say where it is now: "
+            f"{' and '.join(paths)} {'names' if len(paths) == 1 else 'name'}. Give its new path: "
             f"--set {settings}."
         )
 
@@ -103,11 +103,11 @@ def keep_only(config: fdl.Buildable, mode: str, *, has_prompts: bool = False) ->
     """Removes from the config of a trained job its hooks, and the data that a mode does not read.
 
     Args:
-      mode: "eval", "decode", or another, which reads all.
-      has_prompts: True: the prompts to decode are given by the command line.
+      mode: "eval", "decode", or another mode, which reads all data.
+      has_prompts: True: the command line gives the prompts to decode.
     """
     if "hooks" in config.__arguments__:
-        del config.hooks  # They may reach for what is there in training alone.
+        del config.hooks  # They may use objects that exist only in training.
     if mode == "eval" and isinstance(config.datasets, Mapping):
         config.datasets = {name: item for name, item in config.datasets.items() if name != TRAIN}
         config.decode_datasets = {}
@@ -125,7 +125,7 @@ def _tokenizers(config: fdl.Buildable) -> Iterator[tuple[str, str]]:
 
 
 def _kept_tokenizers(job_dir: JobDir) -> dict[str, Path]:
-    """Returns the copies that a job has, by the directory that each was made of."""
+    """Returns the copies that a job has, by the source directory of each."""
     return {
         os.fsdecode(path.read_bytes()): path.parent
         for path in sorted(job_dir.tokenizers.glob(f"*/{CAME_FROM}")) if path.is_file()

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 # Where the library's own experiments are.
 HOME = "praxis_lite.experiments"
-# The module of a notebook's cells, and of a script.
+# The module of a notebook's cells and of scripts.
 _MAIN = "__main__"
 
 # Classes by full name.
@@ -43,7 +43,7 @@ def register(experiment: ExperimentT) -> ExperimentT:
             f"@register on {experiment!r}, which is not a subclass of Experiment: write "
             "`class MyLm(Experiment):`."
         )
-    key = full_name(experiment)
+    key = callable_name(experiment)
     known = registered.get(key)
     if known not in (None, experiment) and not _is_interactive(experiment.__module__):
         raise ConfigError(
@@ -54,38 +54,23 @@ def register(experiment: ExperimentT) -> ExperimentT:
     return experiment
 
 
-def register_anew(experiment: ExperimentT) -> ExperimentT:
-    """Registers a class as `register` does; replaces one of the same name, as of a reloaded module.
-
-    Raises:
-        ConfigError: it is not a subclass of Experiment.
-    """
-    if isinstance(experiment, type):
-        registered.pop(full_name(experiment), None)
-    return register(experiment)
-
-
-def full_name(experiment: type) -> str:
-    """Returns `module.Class`: the name under which a class is registered and recorded."""
-    return callable_name(experiment)
-
-
 def allowed_packages(listed: Sequence[str] = ()) -> tuple[str, ...]:
     """Returns the packages whose experiments can be launched, and whose names a config may have.
 
     They are `praxis_lite.experiments`, the `listed` ones of `--packages`, those with an experiment
-    that this process has registered, and in a notebook what its cells define ("__main__").
+    that this process has registered, and in a notebook the module of its cells ("__main__").
 
     Raises:
-        ConfigError: a listed one is not a name, one of Python's own packages, or not on sys.path.
+        ConfigError: A listed one is not a name, is a package of Python itself, or is not on
+            sys.path.
     """
     for package in listed:
         if package == _MAIN:
             continue
         if not package.isidentifier() or package in sys.stdlib_module_names:
             raise ConfigError(
-                f"--packages={shown(package)} is not a package of your own; expected top-level "
-                "names with commas between them, such as --packages=mypackage,other."
+                f"--packages={shown(package)} is not one of your packages; expected top-level "
+                "names separated by commas, such as --packages=mypackage,other."
             )
         if importlib.util.find_spec(package) is None:
             raise ConfigError(
@@ -104,12 +89,12 @@ def get_experiment(name: str, packages: Sequence[str] = ()) -> "type[Experiment]
     to find the class by its last name.
 
     Args:
-        name: the full name, `mypackage.experiments.MyLm`; or without its package: `lm.PyDocs` is
-            `praxis_lite.experiments.lm.PyDocs`; or the class alone, `PyDocs`.
-        packages: of the user, on sys.path.
+        name: The full name, `mypackage.experiments.MyLm`; or without its package: `lm.PyDocs` is
+            `praxis_lite.experiments.lm.PyDocs`; or only the class, `PyDocs`.
+        packages: The user's packages, on sys.path.
 
     Raises:
-        ConfigError: no experiment, or more than one, has the name; or it is not registered.
+        ConfigError: No experiment, or more than one, has the name; or it is not registered.
     """
     if not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(
@@ -194,8 +179,8 @@ def _unknown(name: str, allowed: Sequence[str]) -> str:
     )
     text = f"There is no experiment {shown(name)} in {', '.join(allowed)}.{hint}"
     if name.startswith(("tasks.", "paxml.", "praxis.")):
-        return f"{text} That is a name of Pax's: docs/coming_from_pax.md has its counterpart."
-    return f"{text} --packages=mypackage adds a package of your own."
+        return f"{text} That is a name in Pax: docs/coming_from_pax.md has its counterpart."
+    return f"{text} --packages=mypackage adds your package."
 
 
 def _is_interactive(module: str) -> bool:

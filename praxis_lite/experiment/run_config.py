@@ -23,40 +23,40 @@ class RunConfig:
     """How long a job runs, and how often it saves, evaluates and reports.
 
     Attributes:
-        num_train_steps: updates from step 0 to the end of training; a resumed job counts on.
-        seed: of the initial weights, dropout and sampling. The data has its own.
-        checkpoints: when it saves, and which checkpoints stay.
-        peer_save_every_steps: steps between saves of the state into the memory of the job's hosts,
-            of which one may die; for jobs with `--elastic`. None: such a job goes on from its
+        num_train_steps: Updates from step 0 to the end of training; a resumed job counts on.
+        seed: Of the initial weights, dropout and sampling. The data has a separate seed.
+        checkpoints: When it saves, and which checkpoints are kept.
+        peer_save_every_steps: Steps between saves of the state into the memory of the job's hosts,
+            one of which may die; for jobs with `--elastic`. None: such a job resumes from its
             newest checkpoint.
-        evaluation: when it evaluates, on how much, and with which weights.
-        stopping: what ends training before its last step.
-        loss_spikes: what is a loss spike, and what follows it.
-        profile: which steps are profiled, and by which processes.
-        trackers: by name, services and files that show the run besides the job's own. None: no
-            tracker, so that `--set run.trackers.tensorboard=None` takes away that of every job.
-        log_every_steps: steps between printed lines if the output is not a terminal. None: about 20
+        evaluation: When it evaluates, on how much, and with which weights.
+        stopping: Conditions that end training before its last step.
+        loss_spikes: The size of a loss spike, and the action that follows.
+        profile: The steps that are profiled, and by which processes.
+        trackers: By name, services and files that show the run in addition to the job's files. None
+            as a value: no tracker; `--set run.trackers.tensorboard=None` removes the default one.
+        log_every_steps: Steps between printed lines if the output is not a terminal. None: about 20
             lines in a run. `metrics.jsonl` has every step in any case.
-        accept_changed_data: names in the fingerprint of the training data, such as "seed" or
+        accept_changed_data: Names in the fingerprint of the training data, such as "seed" or
             "corpus.sha256", that may differ from the checkpoint's.
-        decode_use_ema_states: decode with the moving averages of `Learner.ema_decay`.
-        debug_nans: run a step whose loss or gradient is not finite again, and name the first layer
-            with a non-finite output. The loop then waits for each step.
-        certify_every_steps: steps between certificates: the step is made again on a few of its
-            rows, with the devices moved and on another mesh, its update is recomputed, and all
-            copies of the state are compared (docs/check.md). 500 costs about 1.1 %. None: none are
-            made, as on one device.
-        certify_action: after a difference, "stop" saves and ends the job with an error, "report"
-            saves, says it and goes on.
-        init_from_checkpoint_rules: by the directory of a job, for weights that do not start at
+        decode_use_ema_states: Decode with the moving averages of `Learner.ema_decay`.
+        debug_nans: Rerun a step whose loss or gradient is not finite, and name the first layer with
+            a non-finite output. The loop then waits for each step.
+        certify_every_steps: Steps between certificates: the step is repeated on a few of its rows,
+            with the devices permuted and on another mesh, its update is recomputed, and all copies
+            of the state are compared (docs/check.md). 500 costs about 1.1 %. None: no certificates,
+            as on one device.
+        certify_action: After a difference, "stop" saves and ends the job with an error, "report"
+            saves, prints a line and continues.
+        init_from_checkpoint_rules: By the directory of a job, for weights that do not start at
             random; of two rules that name a weight, the first wins.
-        init_from_huggingface: a directory with a model of Hugging Face, which has all weights but
+        init_from_huggingface: A directory with a Hugging Face model, which has all weights except
             those of adapters.
-        frozen_may_be_new: a new job may freeze weights that nothing has trained, such as random
-            features; without it that is an error, for adapters over noise learn nothing.
+        frozen_may_be_new: A new job may freeze weights that were never trained, such as random
+            features; without it that is an error, because adapters over noise learn nothing.
 
     Raises:
-        ConfigError: a value of the wrong type or out of range.
+        ConfigError: A value has the wrong type or is out of range.
     """
 
     num_train_steps: int
@@ -91,14 +91,15 @@ class RunConfig:
             "trackers by name, such as {'wandb': fdl.Config(WeightsAndBiases)}", CHANGE,
         )
         for name, tracker in self.trackers.items():
+            if tracker is None:
+                continue
             require(
-                tracker is None or isinstance(tracker, Tracker), f"run.trackers.{name}", tracker,
+                isinstance(tracker, Tracker), f"run.trackers.{name}", tracker,
                 "a Tracker, such as TensorBoard() or WeightsAndBiases(), or None", CHANGE,
             )
             require(
-                tracker is None or tracker.every is None or is_whole(tracker.every),
-                f"run.trackers.{name}.every", tracker and tracker.every,
-                "a number of steps, 1 or more, or None", CHANGE,
+                tracker.every is None or is_whole(tracker.every), f"run.trackers.{name}.every",
+                tracker.every, "a number of steps, 1 or more, or None", CHANGE,
             )
         require_choice("run.certify_action", self.certify_action, ("stop", "report"))
         require(
@@ -115,7 +116,7 @@ class RunConfig:
         require(
             self.init_from_huggingface is None or not self.init_from_checkpoint_rules,
             "run.init_from_huggingface", self.init_from_huggingface,
-            "None beside run.init_from_checkpoint_rules", CHANGE,
+            "None with run.init_from_checkpoint_rules", CHANGE,
         )
         require(
             not isinstance(self.accept_changed_data, str), "run.accept_changed_data",
@@ -124,10 +125,7 @@ class RunConfig:
 
     @property
     def init_from(self) -> tuple[str, Any] | None:
-        """The name and the value of the setting from which a new job takes its weights.
-
-        None if they are drawn. Only one of the two settings may be given.
-        """
+        """The name and value of the setting that initial weights come from; None: random ones."""
         if self.init_from_huggingface is not None:
             return "init_from_huggingface", self.init_from_huggingface
         rules = self.init_from_checkpoint_rules

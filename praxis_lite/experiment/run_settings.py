@@ -1,11 +1,11 @@
-"""Parts of a RunConfig: evaluations, the ends of training, loss spikes, profiles."""
+"""The parts of a RunConfig: evaluation, stopping, loss spikes and profiles."""
 
 import dataclasses
 import re
 from typing import Literal
 
 from praxis_lite.config.whole_numbers import CHANGE, check_whole_numbers
-from praxis_lite.core.errors import require
+from praxis_lite.core.errors import require, require_choice
 from praxis_lite.experiment.early_stopping import EarlyStopping
 
 
@@ -14,15 +14,15 @@ class EvaluationSettings:
     """When a job evaluates, on how much, and with which weights (`run.evaluation`).
 
     Attributes:
-        every_steps: steps between evaluations on every dataset but `train`. None: one, at the end.
-        max_batches: batches of each dataset that an evaluation reads. None: all, one pass.
-        use_ema_states: evaluate with the moving averages of `Learner.ema_decay`.
-        by_follower: the job makes no evaluation itself: `--mode=eval --follow`, in a process of its
-            own, evaluates its checkpoints, and the job takes the values for `run.stopping.early`
-            and `run.checkpoints.best`.
+        every_steps: Steps between evaluations on every dataset but `train`. None: one, at the end.
+        max_batches: Batches of each dataset that an evaluation reads. None: all, one pass.
+        use_ema_states: Evaluate with the moving averages of `Learner.ema_decay`.
+        by_follower: The job does not evaluate: `--mode=eval --follow`, in a separate process,
+            evaluates its checkpoints, and the job uses the values for `run.stopping.early` and
+            `run.checkpoints.best`.
 
     Raises:
-        ConfigError: a number of the wrong type or out of range, or every_steps beside by_follower.
+        ConfigError: A number of the wrong type or out of range, or every_steps with by_follower.
     """
 
     every_steps: int | None = None
@@ -34,7 +34,7 @@ class EvaluationSettings:
         check_whole_numbers("run.evaluation", self)
         require(
             not self.by_follower or self.every_steps is None, "run.evaluation.every_steps",
-            self.every_steps, "None beside run.evaluation.by_follower=True", CHANGE,
+            self.every_steps, "None with run.evaluation.by_follower=True", CHANGE,
         )
 
 
@@ -43,17 +43,17 @@ class StopSettings:
     """What ends training before its last step (`run.stopping`).
 
     Attributes:
-        early: ends training when a metric no longer gets better.
-        max_skipped_steps_in_a_row: training ends with an error after this many steps in a row whose
+        early: Ends training when a metric no longer improves.
+        max_skipped_steps_in_a_row: Training ends with an error after this many steps in a row whose
             loss or gradient was not finite or too large. None: never.
-        time_limit_seconds: training stops after so long, as on SIGTERM; set it below the
-            scheduler's limit, and above what restoring and compiling take. None: never.
-        watchdog_seconds: the stack traces of all threads are reported when no step ends for so
+        time_limit_seconds: Training stops after this time, as on SIGTERM; set it below the
+            scheduler's limit, and above the time for restoring and compiling. None: never.
+        watchdog_seconds: The stack traces of all threads are reported when no step ends for this
             long. None: never.
-        watchdog_exits: then also end the process.
+        watchdog_exits: Then also end the process.
 
     Raises:
-        ConfigError: a number of the wrong type or out of range.
+        ConfigError: A number of the wrong type or out of range.
     """
 
     early: EarlyStopping | None = None
@@ -71,14 +71,14 @@ class LossSpikeSettings:
     """The size of a loss that is a spike, and the action that follows (`run.loss_spikes`).
 
     Attributes:
-        factor: a loss above this many times the median of the last 100, if that is positive, is a
+        factor: A loss above this many times the median of the last 100, if that is positive, is a
             spike. Lines of metrics.jsonl then have `is_loss_spike` and `num_batches_left_out`.
             None: nothing is a spike.
-        action: "report" it, or "roll_back": go back to the newest checkpoint before it, or to the
-            start, and leave out the batch.
+        action: "report" it, or "roll_back": return to the newest checkpoint before it, or to the
+            start, and skip the batch.
 
     Raises:
-        ConfigError: a setting out of range.
+        ConfigError: A setting is out of range.
     """
 
     factor: float | None = None
@@ -90,10 +90,7 @@ class LossSpikeSettings:
             factor is None or (isinstance(factor, int | float) and factor > 1),
             "run.loss_spikes.factor", factor, "a number above 1, or None", CHANGE,
         )
-        require(
-            self.action in ("report", "roll_back"), "run.loss_spikes.action", self.action,
-            "'report' or 'roll_back'", CHANGE,
-        )
+        require_choice("run.loss_spikes.action", self.action, ("report", "roll_back"))
         require(
             self.action == "report" or factor is not None, "run.loss_spikes.factor", factor,
             "a number, such as 3.0, where run.loss_spikes.action is 'roll_back'", CHANGE,
@@ -108,25 +105,22 @@ class ProfileSettings:
 
     Attributes:
         steps: "100:103" for steps 100, 101 and 102, counted from 1; "100:103,500:502" for two
-            profiles, in ascending order. None: none is made unasked.
+            profiles, in ascending order. None: only on request.
         processes: "first": the first process traces its devices; "all": every process does.
 
     Raises:
-        ConfigError: a setting of the wrong form, or ranges that are empty, overlap or go backwards.
+        ConfigError: A setting of the wrong form, or ranges that are empty, overlap or go backwards.
     """
 
     steps: str | None = None
     processes: Literal["first", "all"] = "first"
 
     def __post_init__(self) -> None:
-        require(
-            self.processes in ("first", "all"), "run.profile.processes", self.processes,
-            "'first' or 'all'", CHANGE,
-        )
+        require_choice("run.profile.processes", self.processes, ("first", "all"))
         require(
             self.steps is None or (isinstance(self.steps, str) and _RANGES.fullmatch(self.steps)),
             "run.profile.steps", self.steps,
-            "FIRST:END, such as '100:103' for steps 100 to 102, several split by commas, or None",
+            "FIRST:END, such as '100:103' for steps 100 to 102, separated by commas, or None",
             CHANGE,
         )
         end = 1

@@ -9,8 +9,8 @@ from typing import IO, Any
 
 from praxis_lite.core.errors import ConfigError
 
-# Of brackets within each other: deeper ones would end whatever walks through them. How many
-# Python's own parser takes changes with its version.
+# Deeper nesting would exceed the recursion limit of code that walks through the value. The limit of
+# Python's parser changes with its version.
 MOST_NESTED = 200
 _BLOCK = 1 << 16  # Bytes that are read at once from the end of a file.
 
@@ -31,7 +31,7 @@ def parse_json(text: str) -> Any:
 
 
 def is_nested(value: Any, most: int) -> bool:
-    """Returns True if lists and objects lie within each other more than `most` deep."""
+    """Returns True if lists and objects are nested more than `most` deep."""
     level = [value]
     for _ in range(most):
         level = [
@@ -56,7 +56,7 @@ def lines_of(path: Path, newest: int | None = None) -> list[str]:
     """Returns the lines of a file that a job adds to while it trains; [] if there is no such file.
 
     Args:
-      newest: the lines in so many bytes at its end, the first of which may be cut; None: all lines.
+      newest: Only the lines in so many bytes at its end, the first of which may be cut; None: all.
 
     Raises:
       ConfigError: it cannot be read.

@@ -1,4 +1,4 @@
-"""Files that a reader sees whole: the old or the new file, whenever the process is killed."""
+"""Writes files atomically: readers see the old or the new file, even if the process is killed."""
 
 import contextlib
 import errno
@@ -15,7 +15,7 @@ from praxis_lite.core.errors import ConfigError, few
 # A disk, a quota or a file that is full.
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
-# In a directory that is being written: the files that are not whole yet.
+# In a directory that is being written: the files that are not complete yet.
 PARTIAL = ".partial"
 
 
@@ -25,10 +25,10 @@ def user_cache() -> Path:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file next to `path`, on disk, and then gives it that name.
+    """Writes a file next to `path`, syncs it, and then renames it.
 
-    A kill may leave that file, `.NAME.*.new`, behind. Raises ConfigError if it cannot be written;
-    an old file stays as it is.
+    A killed process may leave that file, `.NAME.*.new`. Raises ConfigError if it cannot be written;
+    an old file is unchanged.
     """
     # Another name for each writer: several processes may write the same file.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
@@ -54,17 +54,17 @@ def write_picture(path: Path, figure: Any, *, dpi: int) -> None:
 
 @contextlib.contextmanager
 def new_directory(path: Path, last: str) -> Iterator[Path]:
-    """Yields a folder for files that come into a new or an empty directory once all are written.
+    """Yields a folder whose files are moved into a new or empty directory once all are written.
 
-    What a killed process left in that folder, `.partial` in the directory, is removed; so the same
-    command goes on. If what follows fails the directory is as it was.
+    The files of a killed process in that folder, `.partial` in the directory, are removed. If the
+    body fails, the directory is unchanged.
 
     Args:
-      path: of the directory.
-      last: the name of the file that comes last, without which readers see nothing.
+      path: The directory.
+      last: The name of the file that is moved last; without it readers ignore the directory.
 
     Raises:
-      ConfigError: the directory has files, or the disk does not take some.
+      ConfigError: The directory has files, or some cannot be written.
     """
     partial, moved = path / PARTIAL, []
     is_new = not path.exists()
@@ -94,7 +94,7 @@ def new_directory(path: Path, last: str) -> Iterator[Path]:
     except BaseException as error:
         _take_back(path, partial, moved, is_new)
         if isinstance(error, OSError) and not isinstance(error, ConfigError):
-            raise not_written(path, error, "it writes them anew") from error
+            raise not_written(path, error) from error
         raise
 
 
@@ -115,35 +115,12 @@ def _sync(path: Path) -> None:
         os.close(file)
 
 
-# What a training does when it is launched again.
-TRAINING_CONTINUES = "training goes on from its newest checkpoint"
-_then = ""
-
-
-@contextlib.contextmanager
-def launched_again(then: str) -> Iterator[None]:
-    """Sets, within the context, what errors about files say that the same command will do next."""
-    global _then
-    before, _then = _then, then
-    try:
-        yield
-    finally:
-        _then = before
-
-
-def not_written(
-    path: str | os.PathLike[str], error: OSError, then: str | None = None
-) -> ConfigError:
-    """Returns the error for a file that could not be written.
-
-    Args:
-      then: what the same command does when it is launched again; None: as `launched_again`.
-    """
-    then = _then if then is None else then
-    mend = "Make room, or mend the file system"
+def not_written(path: str | os.PathLike[str], error: OSError) -> ConfigError:
+    """Returns the error for a file that could not be written."""
+    fix = "Make room, or fix the file system"
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
-        mend = "Its directory was moved or deleted: put it back"
+        fix = "Its directory was moved or deleted: put it back"
     return ConfigError(
-        f"{os.fspath(path)} could not be written: {error.strerror or error}. {mend}, and launch "
-        f"the same command again{': ' * bool(then)}{then}."
+        f"{os.fspath(path)} could not be written: {error.strerror or error}. {fix}, and launch the "
+        "same command again."
     )

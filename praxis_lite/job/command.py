@@ -27,7 +27,6 @@ def run(
     goes_on: bool | Callable[[], bool],
     traceback_txt: Callable[[], Path | None] = lambda: None,
     wraps: bool = False,
-    then: Callable[[], str] = lambda: "",
 ) -> None:
     """Runs a command; exits with its status if that is not 0.
 
@@ -42,12 +41,11 @@ def run(
             programs in a pipe do. A function is called when the output is lost.
         traceback_txt: the file for the traceback of the user's code; None: a new temporary one.
         wraps: errors into lines of 100; else an error is one line, for scripts.
-        then: returns what the command does when it is launched again, for the error of a full disk.
     """
     open_what_is_closed()
     with output_may_be_lost(goes_on=goes_on), EndsBySignal(), ending_together():
         _find_users_packages()
-        _run(command, traceback_txt, wraps, then)
+        _run(command, traceback_txt, wraps)
 
 
 def status_of(command: Callable[[], int | None], *, goes_on: bool) -> int:
@@ -68,8 +66,7 @@ def print_error(words: object, *, wraps: bool = True) -> None:
 
 
 def _run(
-    command: Callable[[], int | None], traceback_txt: Callable[[], Path | None], wraps: bool,
-    then: Callable[[], str],
+    command: Callable[[], int | None], traceback_txt: Callable[[], Path | None], wraps: bool
 ) -> None:
     # Each exit has the exception as its context, from which `ending_together` informs the others.
     try:
@@ -85,8 +82,7 @@ def _run(
         sys.exit(error.exit_status)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in DISK_FULL:
-            words = not_written(error.filename or "A file", error, then())
-            print_error(words, wraps=wraps)
+            print_error(not_written(error.filename or "A file", error), wraps=wraps)
             sys.exit(2)
         if lacking := lack_of_memory(error):
             where = (described(error) or "").rstrip(".")
@@ -116,7 +112,7 @@ class Parser(argparse.ArgumentParser):
         ConfigError: from `parse_args`: an option's value is wrong, or there is no such option.
     """
 
-    former: Mapping[str, str] = {}  # Of others, by name without dashes: what to do instead.
+    pax_options: Mapping[str, str] = {}  # The counterparts here, by name without dashes.
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message.rstrip('.')}. --help lists the options.")
@@ -132,8 +128,11 @@ class Parser(argparse.ArgumentParser):
 
     def _unknown(self, given: str) -> str:
         word, _, value = given.lstrip("-").partition("=")
-        if word in self.former:
-            return f"There is no option --{word}. {self.former[word]}"
+        if word in self.pax_options:
+            return (
+                f"There is no option --{word}. That is an option of Pax's; here it is "
+                f"{self.pax_options[word]}: docs/coming_from_pax.md."
+            )
         parsers = [self, *(
             choice for action in self._actions if isinstance(action, argparse._SubParsersAction)
             for choice in action.choices.values()

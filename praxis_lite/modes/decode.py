@@ -40,8 +40,8 @@ class Decode(Mode):
         )
         options.add_argument(
             "--chat", action="store_true",
-            help="the prompts are what a user says, by the tokenizer's chat template; without "
-            "prompts: read from the terminal, one after the other",
+            help="the prompts are messages of a user, formatted by the tokenizer's chat template; "
+            "without prompts: read from the terminal, one after the other",
         )
 
     def run(
@@ -50,8 +50,8 @@ class Decode(Mode):
     ) -> None:
         """Decodes; raises ConfigError as `decode` does."""
         require(
-            not (follow and chat), "--chat", chat, "left out beside --follow",
-            "A conversation has a single checkpoint.",
+            not (follow and chat), "--chat", chat, "no --chat with --follow",
+            "A conversation uses a single checkpoint.",
         )
         texts = _prompts(prompt or (), prompts, chat=chat)
         checkpoints = each_checkpoint(command, step, follow_seconds if follow else None)

@@ -1,4 +1,4 @@
-"""`main.py --mode=eval`: evaluates a checkpoint of a job, or each as it comes."""
+"""`main.py --mode=eval`: evaluates a checkpoint of a job, or each new one."""
 
 import argparse
 
@@ -42,7 +42,7 @@ def add_step(options: argparse._ArgumentGroup) -> None:
 def _step(word: str) -> int | str:
     if word != "best" and not word.isdecimal():
         raise argparse.ArgumentTypeError(
-            f"{word!r} is no checkpoint: wanted is a step's number, or best; without --step it is "
-            "the newest"
+            f"{word!r} is not a checkpoint: expected the number of a step, or best; without --step "
+            "it is the newest"
         )
     return word if word == "best" else int(word)

@@ -20,7 +20,7 @@ def add_follow(options: argparse._ArgumentGroup) -> None:
     options.add_argument(
         "--follow", action="store_true",
         help="take each new checkpoint of a job that trains in another process, until the job "
-        "ends; of several that have come meanwhile, the newest",
+        "ends; of several new ones, the newest",
     )
     options.add_argument(
         "--follow_seconds", metavar="N", type=int, default=_SILENT_SECONDS,
@@ -35,16 +35,16 @@ def each_checkpoint(
     """Returns a function that calls its argument with each checkpoint to take.
 
     Args:
-      step: of --step.
-      silent_seconds: of --follow_seconds, or None without --follow: `step` is then the only
-        checkpoint. With --follow this waits for the first checkpoint of the job.
+      step: The value of --step.
+      silent_seconds: The value of --follow_seconds, or None without --follow: `step` is then the
+        only checkpoint. With --follow this waits for the first checkpoint of the job.
 
     Raises:
-      ConfigError: an option does not go with --follow, or no checkpoint came in time.
+      ConfigError: An option conflicts with --follow, or no checkpoint came in time.
     """
     if silent_seconds is None:
         return lambda take: take(step)
-    require(step is None, "--step", step, "left out beside --follow, which takes each new one")
+    require(step is None, "--step", step, "no --step with --follow, which takes each new one")
     require(
         silent_seconds > 0, "--follow_seconds", silent_seconds, "a number of seconds, 1 or more"
     )

@@ -1,4 +1,4 @@
-"""From a command line to its config, checked, and from there to a job on its mesh."""
+"""Makes the checked config of a command line, and from it a job on its mesh."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 
 def experiment_of(command: CommandLine, *, trains: bool = False) -> LaunchedConfig:
-    """Returns the config of --exp and --set, and says which experiment it is.
+    """Returns the config of --exp and --set, and prints the experiment's name.
 
     Args:
       trains: True: --job_log_dir is opened for training and becomes `command.job_dir`.
 
     Raises:
-      ConfigError: there is no such experiment, a setting or the directory is wrong, a required
+      ConfigError: There is no such experiment, a setting or the directory is wrong, a required
         field or a tokenizer is missing.
     """
     if command.exp is None:
         raise ConfigError(
-            f"--mode={command.mode} needs --exp=NAME; --list shows the names there are."
+            f"--mode={command.mode} needs --exp=NAME; --list shows the names."
         )
     launched = config_of_experiment(command.exp, command.settings, command.packages)
     if trains:
@@ -48,16 +48,16 @@ def experiment_of(command: CommandLine, *, trains: bool = False) -> LaunchedConf
 def recorded_job_of(
     command: CommandLine, reads: str, *, has_prompts: bool = False
 ) -> LaunchedConfig:
-    """Returns the config of a trained job, --set applied, and says which job it is.
+    """Returns the config of a trained job with --set applied, and prints the job's name.
 
     The job's directory becomes `command.job_dir`.
 
     Args:
-      reads: "eval" or "decode", whose data is left in the config.
-      has_prompts: the prompts to decode are given, so that no dataset of them is read.
+      reads: "eval" or "decode": the mode whose data stays in the config.
+      has_prompts: The prompts to decode are given, so no dataset of prompts is read.
 
     Raises:
-      ConfigError: there is no such job, or as `experiment_of`.
+      ConfigError: There is no such job, or as `experiment_of`.
     """
     path = job_log_dir(command)
     job_dir = open_shared(path, lambda: open_for_reading(path))
@@ -84,17 +84,17 @@ def job_on_mesh(
 ) -> Iterator["JobOnMesh"]:
     """Yields the job on its mesh, all of it checked, nothing compiled.
 
-    Within, an error about a file names the setting of the file, and an error of memory the arrays
-    that are large.
+    Within the context, an error about a file names the setting of the file, and an error about
+    memory names the largest arrays.
 
     Args:
-      checked_for: the mode of `partitioner_of`.
-      prompts: decoded instead of the experiment's.
-      same: what the processes must agree on besides the config.
-      on_devices: as of `JobTools`.
+      checked_for: The mode of `partitioner_of`.
+      prompts: Decoded instead of the experiment's.
+      same: Values that must be the same in all processes, in addition to the config.
+      on_devices: As in `JobTools`.
 
     Raises:
-      ConfigError: the mesh, the data, the task and the run do not fit together; or the processes
+      ConfigError: The mesh, the data, the task and the run do not fit together; or the processes
         were started with different command lines.
     """
     _check_same_command(command, launched, same or {})
@@ -126,7 +126,7 @@ def job_log_dir(command: CommandLine) -> str:
         raise ConfigError(f"--mode={command.mode} needs --job_log_dir=DIR, the job's directory.")
     if not command.job_log_dir:
         raise ConfigError(
-            "--job_log_dir is empty, as where a variable of the shell is not set. Name a directory."
+            "--job_log_dir is empty. Is a variable of the shell not set? Name a directory."
         )
     return command.job_log_dir
 

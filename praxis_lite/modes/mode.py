@@ -17,10 +17,10 @@ class CommandLine:
     """The options that every mode takes, as they were given.
 
     Attributes:
-      elastic, min_processes: of --mode=train alone.
-      job_dir: the job's directory, set once it is known to be this job's. The traceback of an
-        error in the user's code is kept there.
-      began: when the launch began, in Unix seconds; None: once it is asked to train.
+      elastic, min_processes: Of --mode=train alone.
+      job_dir: The job's directory, set once it is known to belong to this job. The traceback of an
+        error in the user's code is stored there.
+      began: When the launch began, in Unix seconds; None: when `begun` is called.
     """
 
     mode: str = "train"
@@ -40,9 +40,9 @@ class CommandLine:
 
 
 class Mode(abc.ABC):
-    """What main.py does with an experiment or a job.
+    """An action of main.py on an experiment or a job.
 
-    A mode of your own is a subclass in a package of yours, named in full:
+    A custom mode is a subclass in your package, named in full:
 
         # mypackage/modes.py
         from praxis_lite.modes import Mode
@@ -62,13 +62,13 @@ class Mode(abc.ABC):
 
         main.py --packages=mypackage --mode=mypackage.modes.Latency --exp=lm.PyDocs --repeats=3
 
-    The file of a mode is imported before options are read: it imports jax, and what needs jax, in
-    `run` alone. Errors that a user can mend are ConfigErrors: one paragraph, exit status 2.
+    The file of a mode is imported before options are read: import jax, and modules that need jax,
+    inside `run`. Errors that a user can fix are ConfigErrors: one paragraph, exit status 2.
 
     Attributes:
-      name: of the mode on the command line; a mode that is named in full needs none.
-      summary: what the mode does, a line of --help.
-      goes_on: True: it ends its work even if nobody reads its output any longer, for its results
+      name: The mode's name on the command line; a mode that is named in full needs none.
+      summary: A line of --help.
+      goes_on: True: it finishes its work even if its output is no longer read, because its results
         are files.
       is_of_many_processes: True: several processes (--coordinator) may run it together.
     """
@@ -79,12 +79,12 @@ class Mode(abc.ABC):
     is_of_many_processes: bool = False
 
     def add_options(self, options: argparse._ArgumentGroup) -> None:  # noqa: B027
-        """Adds the options that this mode has besides those of `CommandLine`."""
+        """Adds the options that this mode has in addition to those of `CommandLine`."""
 
     @abc.abstractmethod
     def run(self, command: CommandLine, **options: Any) -> int | None:
         """Does the work; returns the exit status, None for 0.
 
         Args:
-          options: the values of `add_options`, by name.
+          options: The values of the options of `add_options`, by name.
         """

@@ -1,4 +1,4 @@
-"""The hooks of a training that a cluster watches and ends: health files, the time to end in."""
+"""Hooks for training on a cluster: health files, and the grace period after SIGTERM."""
 
 import math
 import time
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Health(Hook):
-    """Makes `ready` once a step of this launch has ended; `alive` grows old while the loop hangs.
+    """Creates `ready` when a step of this launch has ended; stops renewing `alive` in a hang.
 
     Args:
       beat: of the launch.
@@ -37,14 +37,14 @@ class Health(Hook):
 
 
 class Grace(Hook):
-    """Warns once if the time from SIGTERM to the end may be longer than a cluster waits.
+    """Warns once if stopping after SIGTERM may take longer than the cluster waits.
 
-    The end takes the running step, the step in which all processes agree on it, the wait for a save
-    that is being written, and the last save. The longest of each are measured, and saved with the
-    checkpoints, so that a job that goes on warns when it begins.
+    Stopping takes the running step, the step in which all processes agree on it, the wait for a
+    save in progress, and the last save. The longest of each are measured, and saved with the
+    checkpoints, so that a resumed job warns when it begins.
 
     Args:
-      seconds: that the cluster waits between SIGTERM and SIGKILL.
+      seconds: The time that the cluster waits between SIGTERM and SIGKILL.
     """
 
     waits = False

@@ -1,4 +1,4 @@
-"""The command line as options: those that every mode has, and those of the mode that it names."""
+"""Parses the command line: the options of every mode, and those of the mode that it names."""
 
 import argparse
 import dataclasses
@@ -12,7 +12,7 @@ from praxis_lite.experiment.registry import allowed_packages
 from praxis_lite.job.command import Parser
 from praxis_lite.modes.mode import CommandLine, Mode
 
-# Options and modes of Pax, and what is there for them here.
+# Options and modes of Pax, and their counterparts here.
 PAX_OPTIONS = {
     "fdl_config": "--exp=NAME with --set path=value", "fdl_flags_override": "--set path=value",
     "tfds_data_dir": "the path of a Tfds source", "eval_on_test": "a dataset of that name",
@@ -32,11 +32,11 @@ def parsed(
     """Returns the options that every mode has, the mode, and the values of its own options.
 
     Args:
-      argv: None: the process's own.
-      modes: by name, besides which a user's package may have some.
+      argv: None: the arguments of this process.
+      modes: By name; a user's package may have others.
 
     Raises:
-      ConfigError: there is no such option, the mode has no use for it, or its value is wrong.
+      ConfigError: There is no such option, the mode does not use it, or its value is wrong.
     """
     first = Parser(add_help=False)
     _add_common(first, modes)
@@ -57,10 +57,7 @@ def parser_of(name: str, mode: Mode, modes: Modes) -> Parser:
         prog="main.py", formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Trains, evaluates, decodes, explains, plans or checks an experiment.",
     )
-    parser.former = {
-        name: f"That is an option of Pax's; here it is {here}: docs/coming_from_pax.md."
-        for name, here in PAX_OPTIONS.items()
-    }
+    parser.pax_options = PAX_OPTIONS
     _add_common(parser, modes)
     flags = _flags(mode)
     if flags:
@@ -90,7 +87,7 @@ def file_to_write(example: str) -> Callable[[str], Path]:
         path = Path(given)
         if path.is_dir() or not path.name:
             raise argparse.ArgumentTypeError(
-                f"{given} is a directory; wanted is a file, such as {path / example}"
+                f"{given} is a directory; expected a file, such as {path / example}"
             )
         if not path.parent.is_dir():
             raise argparse.ArgumentTypeError(
@@ -105,14 +102,14 @@ def _add_common(parser: Parser, modes: Modes) -> None:
     parser.add_argument("--exp", metavar="NAME", help="experiment: lm.PyDocs, mypackage.mod.MyLm")
     parser.add_argument(
         "--packages", metavar="NAME,...", type=names, action="extend", default=[],
-        help="packages of your own, in which --exp is looked up besides praxis_lite.experiments",
+        help="your packages, in which --exp is looked up in addition to praxis_lite.experiments",
     )
     parser.add_argument(
         "--job_log_dir", metavar="DIR", help="where the job keeps its files"
     )
     parser.add_argument(
         "--mode", metavar="MODE", type=_mode,
-        help=f"{', '.join(modes)}, or module.Class of a package of yours; default: "
+        help=f"{', '.join(modes)}, or module.Class of your package; default: "
         f"{CommandLine.mode}",
     )
     parser.add_argument(
@@ -122,7 +119,7 @@ def _add_common(parser: Parser, modes: Modes) -> None:
     )
     parser.add_argument(
         "--coordinator", metavar="HOST:PORT",
-        help="of several processes: where the first one can be reached. Under SLURM, Open MPI, "
+        help="for several processes: the address of the first one. Under SLURM, Open MPI, "
         "Kubernetes and on TPU slices none of these flags is needed",
     )
     parser.add_argument("--num_processes", metavar="N", type=int, help="how many there are")
@@ -179,12 +176,12 @@ def _described(name: str, mode: Mode) -> str:
 
 
 class _OfOtherModes(argparse.Action):
-    """Refuses an option that the mode has no use for."""
+    """Refuses an option that only other modes use."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
         option_string: str | None = None,
     ) -> None:
         raise ConfigError(
-            f"{self.option_strings[0]} {self.const} has no use for it. Leave it out."
+            f"{self.option_strings[0]} {self.const} does not use it. Leave it out."
         )

@@ -8,10 +8,10 @@ from praxis_lite.modes.mode import CommandLine, Mode
 
 
 class Summary(Mode):
-    """Prints losses, evaluations, where the time went, continuations, where everything is.
+    """Prints losses, evaluations, goodput, continuations, and the job's files.
 
     Args:
-      more: another section, as for `summary`.
+      more: Returns another section, as for `summary`.
     """
 
     name = "summary"

@@ -1,4 +1,4 @@
-"""`main.py --mode=train`: trains an experiment, from nothing or from where its job stopped."""
+"""`main.py --mode=train`: trains an experiment, or resumes its job."""
 
 import argparse
 import contextlib
@@ -29,14 +29,14 @@ class LastStepUnsound(ConfigError):
 
 
 class Train(Mode):
-    """Trains, and goes on with a job that was stopped.
+    """Trains an experiment, or resumes a job that was stopped.
 
     Args:
       tools: as for `launch.train`.
     """
 
     name = "train"
-    summary = "trains an experiment, or goes on with its job"
+    summary = "trains an experiment, or resumes its job"
     goes_on = True
     is_of_many_processes = True
 
@@ -51,28 +51,27 @@ class Train(Mode):
         )
         options.add_argument(
             "--metrics_host", metavar="ADDRESS",
-            help="of --metrics_port: the address to listen on, 0.0.0.0 for all; default: this "
-            "machine alone can fetch them",
+            help="with --metrics_port: the address to listen on, 0.0.0.0 for all; default: only "
+            "this machine can fetch them",
         )
         options.add_argument(
             "--health_dir", metavar="DIR",
-            help="a directory of this process alone for the files `alive`, renewed every second, "
-            "and `ready`, there while it trains: docs/clusters.md",
+            help="a directory, for this process only, for the files `alive`, renewed every second, "
+            "and `ready`, present while it trains: docs/clusters.md",
         )
         options.add_argument(
             "--grace_seconds", metavar="S", type=int,
             help="how long the cluster waits between SIGTERM and SIGKILL: a line warns if a step "
             "and a save take longer",
         )
-
         options.add_argument(
             "--elastic", action="store_true",
-            help="of several processes: when one dies, hangs or leaves, the others go on without "
-            "it, on a mesh of what is left; when it comes back it joins them",
+            help="for several processes: when one dies, hangs or leaves, the others continue "
+            "without it, on a mesh of the remaining devices; when it comes back it joins them",
         )
         options.add_argument(
             "--min_processes", metavar="N", type=int,
-            help="of --elastic: with fewer the job waits for more; default: 1",
+            help="with --elastic: with fewer processes the job waits for more; default: 1",
         )
 
     def run(
@@ -83,11 +82,11 @@ class Train(Mode):
         """Trains; raises ConfigError as `launch.train` does."""
         require(
             command.elastic or command.min_processes is None, "--min_processes",
-            command.min_processes, "given beside --elastic", "Add --elastic.",
+            command.min_processes, "no --min_processes without --elastic", "Add --elastic.",
         )
         require(
             metrics_host is None or metrics_port is not None, "--metrics_port", metrics_port,
-            "a port, beside --metrics_host", "Add --metrics_port=N.",
+            "a port, because --metrics_host is given", "Add --metrics_port=N.",
         )
         trackers = {}
         if metrics_port is not None:
@@ -103,7 +102,7 @@ def _hooks_on_clusters(
     command: CommandLine, health_dir: str | None, grace_seconds: int | None,
     held: contextlib.ExitStack,
 ) -> "list[Hook]":
-    """Returns the hooks of --health_dir, whose files `held` keeps, and of --grace_seconds."""
+    """Returns the hooks of --health_dir, whose files `held` closes, and of --grace_seconds."""
     hooks: list[Hook] = []
     require(
         grace_seconds is None or grace_seconds > 0, "--grace_seconds", grace_seconds,
@@ -113,7 +112,7 @@ def _hooks_on_clusters(
         from praxis_lite.job import health_files
         from praxis_lite.modes import on_clusters
 
-        # The files of an elastic job are its supervisors'.
+        # In an elastic job the supervisors write these files.
         if health_dir is not None and processes.membership() is None:
             directory = health_files.directory_of(health_dir, command.job_log_dir)
             files = health_files.HealthFiles(directory)
@@ -124,7 +123,7 @@ def _hooks_on_clusters(
 
 
 def begun(command: CommandLine) -> "LaunchedConfig":
-    """Returns the config of the command's experiment, checked; the launch begins with it.
+    """Begins a launch: returns the checked config of the command's experiment.
 
     Raises:
       ConfigError: as `experiment_of`.
@@ -145,7 +144,7 @@ def trained(
     Args:
       launched: of `begun`.
       tools, stop_request: as for `launch.train`.
-      hooks, trackers: besides those of the experiment, after them.
+      hooks, trackers: In addition to those of the experiment, after them.
 
     Raises:
       ConfigError: as `launch.train`.
@@ -172,5 +171,5 @@ def trained(
 
 def _port(text: str) -> int:
     if not (text.isdecimal() and int(text) < 2**16):
-        raise argparse.ArgumentTypeError(f"{text} is no port; wanted is a number from 0 to 65535")
+        raise argparse.ArgumentTypeError(f"{text} is not a port; expected 0 to 65535")
     return int(text)

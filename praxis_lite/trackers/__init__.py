@@ -1,4 +1,4 @@
-"""Where else is a run shown? TensorBoard, Weights & Biases, MLflow, Prometheus, a user's service.
+"""Trackers: TensorBoard, Weights & Biases, MLflow, Prometheus, or a user's service.
 
-Never sees a device, a model or the loop: a tracker gets numbers, texts and pictures by step.
+A tracker gets numbers, texts and pictures by step, and knows no device, model or loop.
 """

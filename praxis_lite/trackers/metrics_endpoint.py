@@ -24,13 +24,13 @@ MOST_CONNECTIONS = 16
 class MetricsEndpoint(Tracker):
     """Answers GET /metrics with the newest numbers, in the text format of Prometheus.
 
-    If the port is in use a note says so, and training goes on without the endpoint.
+    If the port is in use, a note is printed, and training continues without the endpoint.
 
     Attributes:
-      port: 0: a free one, which a line names.
-      host: the address that it listens on. The default is reached from this machine alone.
+      port: 0: a free one, which is printed.
+      host: The address that it listens on. The default can be reached from this machine only.
         Requests must name this machine in their Host header.
-      every: as `Tracker.every`.
+      every: As `Tracker.every`.
     """
 
     newest_alone = True
@@ -71,9 +71,9 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    """A thread for each of the newest connections; the oldest is closed when there is one more.
+    """Serves each connection in a thread; if there are too many, the oldest one is closed.
 
-    So clients that are slow or silent keep nobody out, and take few of the job's file descriptors.
+    So slow or silent clients block nobody, and use few of the job's file descriptors.
     """
 
     daemon_threads = True

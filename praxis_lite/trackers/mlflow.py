@@ -7,10 +7,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from praxis_lite.host.optional_packages import optional_module, require_package
+from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
 
-# The tag by which the next launch finds its run: MLflow chooses the ids of runs itself.
+# The tag by which the next launch finds its run: MLflow chooses the ids of runs.
 RUN_ID_TAG = "praxis_lite.run_id"
 _STATES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 # MLflow's limits: characters of a key and of a param, and params in one request.
@@ -22,22 +22,20 @@ class MLflow(Tracker):
     """Records a job in MLflow, all its launches as a single run.
 
     A setting that changed between two launches keeps its first value as a param, because MLflow's
-    params never change; the new one is the tag "changed.PATH".
+    params never change; the new value is the tag "changed.PATH".
 
     Attributes:
-      tracking_uri: a server, "https://...", or a database, "sqlite:////path/mlflow.db". None: as
-        MLFLOW_TRACKING_URI says, or else MLflow's default.
-      experiment: MLflow's name for runs that belong together. None: that of the experiment.
-      every: as `Tracker.every`.
+      tracking_uri: A server, "https://...", or a database, "sqlite:////path/mlflow.db". None:
+        MLFLOW_TRACKING_URI, or else MLflow's default.
+      experiment: The name of MLflow's experiment. None: the name of the job's experiment.
+      every: As `Tracker.every`.
     """
+
+    needed_package = "mlflow"
 
     tracking_uri: str | None = None
     experiment: str | None = None
     every: int | None = None
-
-    def check(self) -> None:
-        """Raises ConfigError if MLflow is not installed."""
-        require_package("mlflow", "MLflow")
 
     def start(self, run: TrackedRun) -> None:
         """Begins the run, or continues that of an earlier launch."""

@@ -64,13 +64,13 @@ class NewestNumbers(Collector):
 class PrometheusTextfile(Tracker):
     """Writes the newest numbers of a run into a file, at most once a second.
 
-    The file is replaced as a whole each time. Raises ConfigError, before anything compiles, if the
+    The file is replaced atomically each time. Raises ConfigError, before anything compiles, if the
     directory does not exist.
 
     Attributes:
-      directory: that of node_exporter's --collector.textfile.directory; the file there is
+      directory: The value of node_exporter's --collector.textfile.directory; the file there is
         praxis_lite_ID.prom. None: the file is JOB/metrics.prom.
-      every: as `Tracker.every`.
+      every: As `Tracker.every`.
     """
 
     newest_alone = True
@@ -82,12 +82,12 @@ class PrometheusTextfile(Tracker):
         """Raises ConfigError if the directory does not exist."""
         require(
             self.directory is None or Path(self.directory).is_dir(),
-            "PrometheusTextfile.directory", self.directory, "a directory that is there, or None",
-            "Make it, or name another one.",
+            "PrometheusTextfile.directory", self.directory, "a directory that exists, or None",
+            "Create it, or name another one.",
         )
 
     def start(self, run: TrackedRun) -> None:
-        """Writes the file, which says that the run is running."""
+        """Writes the file with the gauge praxis_lite_running 1."""
         folder = run.job_log_dir if self.directory is None else Path(self.directory)
         name = "metrics" if self.directory is None else f"praxis_lite_{run.id}"
         self._path, self._numbers = folder / f"{name}.prom", NewestNumbers(run)
@@ -99,7 +99,7 @@ class PrometheusTextfile(Tracker):
         self._write()
 
     def end(self, ending: Ending) -> None:
-        """Writes that the run no longer runs."""
+        """Writes the file with the gauge praxis_lite_running 0."""
         self._numbers.is_running = False
         self._write()
 

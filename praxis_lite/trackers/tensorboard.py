@@ -1,4 +1,4 @@
-"""TensorBoard as a tracker: curves, the config, and hyperparameters beside the run's losses."""
+"""TensorBoard as a tracker: curves, the config, and hyperparameters with the run's losses."""
 
 import contextlib
 import dataclasses
@@ -14,11 +14,11 @@ from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
 class TensorBoard(Tracker):
     """Writes summaries into JOB/tensorboard, for `tensorboard --logdir=JOB/tensorboard`.
 
-    The files are tensorboardX's, which needs no tensorflow. Without it (extra "plots") a note says
-    so, and nothing is written.
+    The files are written by tensorboardX, which does not need tensorflow. Without it (extra
+    "plots") a note is printed, and nothing is written.
 
     Attributes:
-      every: as `Tracker.every`.
+      every: As `Tracker.every`.
     """
 
     every: int | None = None
@@ -26,7 +26,7 @@ class TensorBoard(Tracker):
     def start(self, run: TrackedRun) -> None:
         """Begins an event file. Raises ConfigError if tensorboardX is missing."""
         log_dir = run.job_log_dir / "tensorboard"
-        # Not its SummaryWriter: a full disk ends that one's thread, and then it blocks.
+        # Not SummaryWriter: a full disk ends its thread, and then it blocks.
         writer, self._event_pb2, self._summary = (
             optional_module(f"tensorboardX.{name}", f"{log_dir}, for TensorBoard,")
             for name in ("event_file_writer", "proto.event_pb2", "summary")

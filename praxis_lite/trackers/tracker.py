@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
+from praxis_lite.host.optional_packages import NeedsPackage
+
 # How a launch ended: at its last step, by a signal or a limit, or by an exception.
 Ending = Literal["finished", "stopped", "failed"]
 
@@ -18,11 +20,11 @@ class TrackedRun:
       name: of the job's directory.
       experiment: the full name of the experiment's class.
       job_log_dir: the job's directory.
-      config: of the whole job, by path, as `config.txt` has it; numbers and true or false as such.
-      facts: about this launch, by name: mesh, devices, host, versions, number of parameters.
-      first_step: the number of steps that were made before.
-      evaluated: the names of the datasets that the job evaluates on.
-      note: prints a line for the user; from any thread.
+      config: Of the complete job, by path, as in `config.txt`; numbers and booleans as such.
+      facts: About this launch, by name: mesh, devices, host, versions, number of parameters.
+      first_step: The number of steps that were made before.
+      evaluated: The names of the datasets that the job evaluates on.
+      note: Prints a line for the user; may be called from any thread.
     """
 
     id: str
@@ -36,7 +38,7 @@ class TrackedRun:
     note: Callable[[str], None] = print
 
 
-class Tracker:
+class Tracker(NeedsPackage):
     """A service, or files of another program, that shows the numbers of a run. Subclass it.
 
     A job has its trackers by name in `RunConfig.trackers`. Each works on a copy, in a separate
@@ -48,10 +50,10 @@ class Tracker:
     settings; `start` imports and connects.
 
     Attributes:
-      every: steps between the steps whose numbers it gets. None: run.log_every_steps, or about 200
-        steps in a run. The last step and all evaluations come in any case.
-      newest_alone: True: it gets the newest numbers once a second, and none of those before, as
-        where only the present counts.
+      every: Steps between the steps whose numbers it gets. None: run.log_every_steps, or about 200
+        steps in a run. It always gets the last step and all evaluations.
+      newest_alone: True: it gets only the newest numbers, at most once a second.
+      needed_package: The import name of an optional package that it needs; `check` requires it.
     """
 
     every: int | None = None
@@ -59,15 +61,16 @@ class Tracker:
 
     def check(self) -> None:
         """Raises ConfigError if a setting or a package is missing, before anything compiles."""
+        super().check()
 
     def start(self, run: TrackedRun) -> None:
         """Begins a launch of a run, or continues that of an earlier launch: see `run.id`."""
 
     def go_on_from(self, step: int) -> None:
-        """Hides the records of later steps, which are made and recorded again.
+        """Hides the records of later steps, which are recomputed and recorded again.
 
-        Called after `start`, and when a run goes back before a loss spike. A tracker that does not
-        override this method gets no step again that an earlier launch made.
+        Called after `start`, and when a run returns to a step before a loss spike. A tracker that
+        does not override this method does not get the steps of an earlier launch again.
         """
 
     def scalars(self, step: int, scalars: Mapping[str, float]) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
 
-# Calls that wait for a tracker that hangs: some tens of megabytes with fifty numbers each.
+# Queued calls of a tracker that hangs: some tens of megabytes with fifty numbers each.
 MOST_WAITING = 10_000
-# Between two steps for a tracker that wants the newest numbers alone.
+# Between two steps for a tracker that wants only the newest numbers.
 NEWEST_SECONDS = 1.0
 
 
@@ -52,7 +52,7 @@ class TrackerThread(threading.Thread):
     ):
         super().__init__(name=f"tracker {name}", daemon=True)
         self.notes: collections.deque[str] = collections.deque()
-        # A copy, because a tracker among the settings may be in those of another job too.
+        # A copy, because another job may have the same tracker in its settings.
         self._tracker, self._label = copy.copy(tracker), name
         self._run = dataclasses.replace(run, note=self.notes.append)
         self.is_due, self._newest_at = is_due, -math.inf
@@ -61,19 +61,19 @@ class TrackerThread(threading.Thread):
         self._recorded_step = self._recorded_evaluation = 0
 
     def go_on_from(self, step: int, recorded_step: int, recorded_evaluation: int) -> None:
-        """Announces that training goes on after a step.
+        """Announces that training continues after a step.
 
         Args:
-          recorded_step: the newest step that was made before; a tracker that cannot hide later
-            steps gets none up to it a second time.
-          recorded_evaluation: the newest step that was evaluated before.
+          recorded_step: The newest step that was made before; a tracker that cannot hide later
+            steps does not get the steps up to it again.
+          recorded_evaluation: The newest step that was evaluated before.
         """
         if type(self._tracker).go_on_from is Tracker.go_on_from:
             self._recorded_step, self._recorded_evaluation = recorded_step, recorded_evaluation
         self._call(self._tracker.go_on_from, step)
 
     def made(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Gives the tracker the numbers of a step, if their turn has come."""
+        """Gives the tracker the numbers of a step, if it is due."""
         if step <= self._recorded_step or not self.is_due(step):
             return
         if self._tracker.newest_alone:

@@ -6,10 +6,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from praxis_lite.host.optional_packages import optional_module, require_package
+from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.trackers.tracker import Ending, TrackedRun, Tracker
 
-# W&B's own limits are 90 s and none, and its wait for them is part of the end of a process.
+# W&B's defaults are 90 s and no limit, and a process waits for them when it ends.
 _TIMEOUT_SECONDS = 20
 
 
@@ -17,33 +17,31 @@ _TIMEOUT_SECONDS = 20
 class WeightsAndBiases(Tracker):
     """Records a job in Weights & Biases, all its launches as a single run.
 
-    `WANDB_API_KEY`, `WANDB_BASE_URL`, `WANDB_MODE=offline` and others count as they do everywhere
+    `WANDB_API_KEY`, `WANDB_BASE_URL`, `WANDB_MODE=offline` and others apply as usual
     (https://docs.wandb.ai). Offline runs are in JOB/wandb, a folder per launch, for `wandb sync`.
-    Numbers are drawn by the metric "step".
+    Numbers are plotted over the metric "step".
 
     Attributes:
-      project, entity: where the run is. None: as W&B's environment says.
-      tags: words to find it by.
-      every: as `Tracker.every`.
+      project, entity: Where the run is stored. None: W&B's environment variables or defaults.
+      tags: Tags of the run.
+      every: As `Tracker.every`.
     """
+
+    needed_package = "wandb"
 
     project: str | None = None
     entity: str | None = None
     tags: Sequence[str] = ()
     every: int | None = None
 
-    def check(self) -> None:
-        """Raises ConfigError if wandb is not installed."""
-        require_package("wandb", "WeightsAndBiases")
-
     def start(self, run: TrackedRun) -> None:
         """Begins the run, or continues that of an earlier launch."""
         self._wandb = optional_module("wandb", "WeightsAndBiases")
         settings = self._wandb.Settings(
-            # The job's output stays the job's, and the process ends when the job does.
+            # W&B does not redirect the job's output, nor delay the end of the process.
             console="off", silent=True, disable_git=True, save_code=False,
             init_timeout=_TIMEOUT_SECONDS, finish_timeout=_TIMEOUT_SECONDS,
-            # Points that are not on disk are lost if the process is killed; W&B's own is 15 s.
+            # Points that are not on disk are lost if the process is killed; the default is 15 s.
             x_transaction_log_flush_interval=1.0,
         )
         self._run = self._wandb.init(
@@ -59,7 +57,7 @@ class WeightsAndBiases(Tracker):
             run.note(f"Weights & Biases: {self._run.url}")
 
     def scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Records numbers beside their step."""
+        """Records numbers with their step."""
         self._run.log({"step": step, **scalars})
 
     def text(self, step: int, name: str, text: str) -> None:

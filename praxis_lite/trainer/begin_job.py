@@ -13,6 +13,7 @@ from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.config.build import build
 from praxis_lite.config.overrides import check_required
 from praxis_lite.config.text import config_lines, dump_config
+from praxis_lite.core.callables import callable_name
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.experiment import registry
@@ -35,7 +36,7 @@ def new_job_dir(
       ConfigError: the experiment is unknown, or the directory has a job, has other files or cannot
         be written.
     """
-    name = registry.full_name(registry.get_experiment(experiment, packages))
+    name = callable_name(registry.get_experiment(experiment, packages))
     job_dir = open_for_training(job_log_dir, name)
     with JobLock(job_dir.path, print):
         if job_dir.config_json.exists():

@@ -11,12 +11,10 @@ from praxis_lite.core.errors import ConfigError, require_choice
 from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.sharding.mesh import filled_mesh, make_mesh, simulate_devices
-from praxis_lite.core.sharding.mesh_config import CompilerOptions
-from praxis_lite.experiment.compiler_options import merged_options
+from praxis_lite.core.sharding.mesh_config import CompilerOptions, merged_options
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.experiment.run_config import RunConfig
 from praxis_lite.host.host_memory import check_room_for_devices
-from praxis_lite.host.whole_files import user_cache
 from praxis_lite.inputs.base import TRAIN, InputPipeline
 from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.job import processes
@@ -30,6 +28,7 @@ from praxis_lite.trainer.checks.job_checks import (
     check_watched_metrics,
 )
 from praxis_lite.trainer.checks.memory import check_fits, compile_step
+from praxis_lite.trainer.compilation_cache import use_compilation_cache
 from praxis_lite.trainer.layout_table import mesh_text
 
 
@@ -181,9 +180,3 @@ def compile_together(steps: Iterable[tuple[Step, InputPipeline, str]]) -> None:
         for step, pipeline, name in steps:
             compile_step(step, pipeline, name, processes.count_on_this_host())
         processes.exchange("the steps are compiled", "", 3600)
-
-
-def use_compilation_cache() -> None:
-    """Lets JAX keep compiled programs, so that the second launch of a job starts at once."""
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(user_cache() / "xla"))

@@ -9,6 +9,7 @@ from typing import Any
 from praxis_lite.config.build import build
 from praxis_lite.config.class_attributes import value_after
 from praxis_lite.config.overrides import check_required
+from praxis_lite.core.callables import callable_name
 from praxis_lite.core.errors import ConfigError, printable, require
 from praxis_lite.experiment import registry
 from praxis_lite.experiment.launched_config import config_of_experiment
@@ -135,7 +136,7 @@ def _settings(
                 "run.evaluation.every_steps"
             )
     return SweepSettings(
-        experiment=registry.full_name(experiment), packages=sorted(command.packages), space=space,
+        experiment=callable_name(experiment), packages=sorted(command.packages), space=space,
         search=search, num_trials=num_trials, metric=metric, num_steps=run.num_train_steps,
         **chosen,
     )

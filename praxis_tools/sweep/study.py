@@ -72,7 +72,7 @@ class Study:
             before = None if recorded is None else SweepSettings.of_json(recorded)
         except (ValueError, LookupError, TypeError, OSError) as error:
             if isinstance(error, OSError) and error.errno in DISK_FULL:
-                raise not_written(journal, error, "it goes on with the sweep") from error
+                raise not_written(journal, error) from error
             raise ConfigError(
                 f"{journal} is damaged, or no sweep of praxis_lite wrote it ({error}). Restore the "
                 "file, or name another directory."

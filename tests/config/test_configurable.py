@@ -14,7 +14,8 @@ REFUSED = """
     praxis_lite:load praxis_lite:register praxis_lite:Checkpoints praxis_lite.core:simulate_devices
     praxis_lite.inputs:language_reference praxis_tools.check:check_on_meshes
     praxis_lite.main:main praxis_lite.job.job_dir:open_for_training
-    praxis_lite.experiments.lm:fdl praxis_lite.experiments.lm:PyDocs.__init__
+    praxis_lite.experiments.lm:fdl praxis_lite.experiments.lm:fdl.build
+    praxis_lite.experiments.lm:PyDocs.__init__ praxis_lite_evil:f
     jax.numpy:save jax.numpy:load jax.numpy:zeros numpy:save numpy:memmap numpy:fromfile
     flax.linen:tabulate flax.nnx:jit jax.profiler:start_server jax.lax:linalg
     optax:_src.base.identity jax._src.nn.functions:gelu zoo:x a..b:c os.system \uff4fs:system

@@ -87,7 +87,7 @@ def test_a_value_is_read_as_the_annotation_says(setting, value):
 
 
 @pytest.mark.parametrize(
-    ("setting", "wanted"),
+    ("setting", "expected"),
     [
         ("width=7.0", "int"),
         ("width=true", "int"),
@@ -109,11 +109,12 @@ def test_a_value_is_read_as_the_annotation_says(setting, value):
         ("color=GREEN", "Color"),
     ],
 )
-def test_a_wrong_type_names_path_value_and_type(setting, wanted):
+def test_a_wrong_type_names_path_value_and_type(setting, expected):
     path, _, text = setting.partition("=")
     with pytest.raises(ConfigError) as caught:
         layer_with(setting)
-    assert str(caught.value).startswith(f"task[0].{path}: found {text!r}, wanted {wanted}. It is")
+    message = f"task[0].{path}: found {text!r}, expected {expected}. It is"
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,7 @@ def test_a_config_gives_way_only_to_a_name_or_to_what_its_annotation_says():
     for path in ("run=7", "task.0=7", "datasets.train.corpus=a.txt"):
         with pytest.raises(ConfigError, match=r"optax\.lion"):
             apply_overrides(job(), [path])
-    with pytest.raises(ConfigError, match="datasets: .*--set"):
+    with pytest.raises(ConfigError, match="datasets .*--set"):
         apply_overrides(job(), ["datasets={}"])
 
 
@@ -255,12 +256,8 @@ def test_a_wrong_value_is_told_what_may_stand_there_in_words(configured, setting
         apply_overrides(fdl.Config(configured), [setting])
 
 
-def all_paths(config):
-    return [field.path for field in iterate_fields(config)]
-
-
 def test_all_paths_holds_defaults_positions_and_names():
-    paths = all_paths(job())
+    paths = [field.path for field in iterate_fields(job())]
     expected = {
         "run.seed",
         "mesh.dcn_mesh_shape",
@@ -273,14 +270,6 @@ def test_all_paths_holds_defaults_positions_and_names():
     assert expected <= set(paths) and len(paths) == len(set(paths))
 
 
-def test_every_listed_path_can_be_resolved():
-    for path in all_paths(job()):
-        try:
-            apply_overrides(job(), [f"{path}=<x>"])
-        except ConfigError as error:
-            assert f"{path}: " in str(error)  # ... and not "no such field".
-
-
 def test_required_fields_of_configs_are_asked_for_those_of_partials_are_not():
     check_required(job())  # zoo.power's `step` comes from its caller.
     config = job()
@@ -290,14 +279,6 @@ def test_required_fields_of_configs_are_asked_for_those_of_partials_are_not():
         check_required(config)
     apply_overrides(config, ["run.num_train_steps=7", "datasets.train.corpus.path=c"])
     check_required(config)
-
-
-def test_of_many_like_paths_five_are_listed():
-    config = fdl.Config(zoo.chain, *(fdl.Config(zoo.Layer) for _ in range(13)))
-    with pytest.raises(ConfigError) as caught:
-        apply_overrides(fdl.Config(zoo.Pipeline, config), ["corpus[7].widht=7"])
-    listed = str(caught.value).partition("The nearest are ")[2].rstrip(".").split(", ")
-    assert listed[0] == "corpus[7].width" and len(listed) == 5
 
 
 @pytest.mark.parametrize("setting", [

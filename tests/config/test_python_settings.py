@@ -82,8 +82,8 @@ def test_texts_are_taken_as_they_are():
 
 
 @pytest.mark.parametrize("settings, words", [
-    ("run.seed=1", "'run.seed=1'; wanted is a dict"),
-    ([("run.seed", 1)], "wanted is a dict"),
+    ("run.seed=1", "'run.seed=1'; expected a dict"),
+    ([("run.seed", 1)], "expected a dict"),
     (7, "settings is 7"),
     ({7: 1}, "the key 7"),
     ({"a": np.ones(3)}, r"a: array\(\[1"),

@@ -1,8 +1,7 @@
-"""A config written, read again, and refused where its text asks for more."""
+"""A config written, read again, and refused if its text names more than it may."""
 
 import copy
 import functools
-import json
 import shlex
 
 import fiddle as fdl
@@ -159,23 +158,8 @@ def test_what_text_cannot_hold_is_refused_by_path(value, words):
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("module", ["os", "subprocess", "zebra", "praxis_lite_evil", "builtins"])
-def test_a_name_outside_is_refused_before_anything_is_imported(module):
-    with pytest.raises(ConfigError, match=rf"{module}\.system"):
-        load(with_corpus(module, "system"))
-
-
 def with_corpus(module, name):
     return dump_config(job(), NAME).replace("tests.support.callables:Corpus", f"{module}:{name}")
-
-
-def test_a_detour_through_an_allowed_module_is_refused():
-    with pytest.raises(ConfigError, match=r"tests\.support\.job_runs\.os\.system"):
-        load(with_corpus("tests.support.job_runs", "os.system"))
-    with pytest.raises(ConfigError, match=r"tests\.support\.callables\.Layer\.__init__"):
-        load(with_corpus("tests.support.callables", "Layer.__init__"))
-    with pytest.raises(ConfigError, match=r"builtins\.eval"):
-        load(with_corpus("builtins", "eval"))
 
 
 def test_a_foreign_package_is_refused_at_the_start_and_can_be_allowed():
@@ -194,20 +178,6 @@ def test_code_that_has_changed_is_named():
         load(with_corpus("tests.support.callables.gone", "Corpus"))
     with pytest.raises(ConfigError, match=r"corpus\.path.*config\.json"):
         load(with_corpus("tests.support.callables", "Mesh"))
-
-
-def test_a_parameter_of_the_job_itself_that_is_gone_is_named():
-    fields = json.loads(dump_config(fdl.Config(zoo.Corpus, "a"), NAME))
-    for name in ("other", "x" * 5_000):
-        fields["config"]["arguments"] = {name: 1}
-        with pytest.raises(ConfigError, match=f"^{name[:100]}.*config.json") as refused:
-            load_config(json.dumps(fields), packages=["tests"])
-        assert len(str(refused.value)) < 1_000
-
-
-def test_another_format_is_refused():
-    with pytest.raises(ConfigError, match=r"config\.json.* format 7"):
-        load_config(dump_config(job(), NAME).replace('"format": 3', '"format": 7'))
 
 
 def test_every_line_can_be_pasted_behind_set():

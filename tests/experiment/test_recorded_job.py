@@ -11,6 +11,7 @@ from praxis_lite import ConfigError
 from praxis_lite.config.build import naming_settings
 from praxis_lite.config.class_attributes import configured
 from praxis_lite.config.text import dump_config
+from praxis_lite.core.callables import callable_name
 from praxis_lite.experiment import registry
 from praxis_lite.experiment.recorded_job import (
     check_tokenizers,
@@ -36,7 +37,7 @@ def recorded(tmp_path):
     config = configured(experiment, [f"corpus.tokenizer={tokenizer}"])
     job = JobDir(tmp_path / "job")
     job.path.mkdir()
-    name = registry.full_name(experiment)
+    name = callable_name(experiment)
     job.write_config(dump_config(config, name), [])
     return job, config, tokenizer
 

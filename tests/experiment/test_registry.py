@@ -8,6 +8,7 @@ import textwrap
 import pytest
 
 from praxis_lite import ConfigError, Experiment
+from praxis_lite.core.callables import callable_name
 from praxis_lite.experiment import registry
 
 EXPERIMENT = """
@@ -57,7 +58,7 @@ def test_a_short_a_full_and_a_bare_name_mean_the_same_class(packages, name):
 
 def test_a_users_package_is_found_by_full_name(packages):
     actual = registry.get_experiment("zoo.deep.lm.MyLm", ["zoo"])
-    assert registry.full_name(actual) == "zoo.deep.lm.MyLm"
+    assert callable_name(actual) == "zoo.deep.lm.MyLm"
     assert registry.get_experiment("MyLm", ["zoo"]) is actual
 
 

@@ -36,7 +36,7 @@ def run(name, job, *settings):
 
 
 PAIRS = r'wanted is a pair \(value, weight\) of scalars .* return \{"loss": \(loss, weight\)\}'
-# What the paragraph says, found and wanted.
+# The found and the expected values in the message.
 REFUSED = {
     "NoPairs": rf"Returns.compute_loss returns float32\[\] as 'loss'; {PAIRS}",
     "Scalar": rf"compute_loss returns float32\[\]; {PAIRS}",
@@ -62,7 +62,7 @@ REFUSED = {
     "AbstractTask": "task: NoComputeLoss cannot be made: .*abstract.*compute_loss",
     "AbstractPipeline": "datasets.train: L.*batches.*element_spec.*fingerprint.*num_batches",
     "Empty": r"no methods mesh\(\), task\(\), datasets\(\), run\(\). Add.*def mesh",
-    "MeshTuple": r"mesh\(\) returns a tuple, wanted an fdl.Config, such as fdl.Config\(MeshConfig",
+    "MeshTuple": r"mesh\(\) returns a tuple, expected .* such as fdl.Config\(MeshConfig",
     "ListOfArrays": "InMemory.arrays is <class 'list'>; .*a dict of arrays by name",
 }
 
@@ -171,7 +171,7 @@ def test_options_that_there_are_not_are_told_the_nearest():
         ("--job_dir=x",): "--job_log_dir?",
         ("run.seed=3",): "--set run.seed=3",
         ("--run.seed=3",): "--set run.seed=3",
-        ("--mode=test",): "'test'; wanted is one of train, eval, decode, explain",
+        ("--mode=test",): "'test'; wanted is one of train, eval, decode",
         ("--mode=eval", "--step=last"): "'last'",
     }.items():
         assert words in refused(*argv)

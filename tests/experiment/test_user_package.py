@@ -16,6 +16,7 @@ from praxis_lite import ConfigError
 from praxis_lite.config.class_attributes import configured
 from praxis_lite.config.text import config_lines
 from praxis_lite.core import Partitioner, make_mesh
+from praxis_lite.core.callables import callable_name
 from praxis_lite.experiment import registry
 from praxis_lite.trainer.decoding.user_prompts import prompt_batch
 from praxis_lite.trainer.metrics.json_lines import read_json_lines
@@ -153,8 +154,8 @@ def test_a_short_name_in_both_is_refused_and_a_full_one_means_itself(own, monkey
     with pytest.raises(ConfigError, match=f" {' or '.join(names)}:"):
         find("lm.PyDocs")
     for name in names:
-        assert registry.full_name(find(name)) == name
-    assert registry.full_name(find("mine.Mine")) == "experiments.mine.Mine"
+        assert callable_name(find(name)) == name
+    assert callable_name(find("mine.Mine")) == "experiments.mine.Mine"
 
 
 @pytest.mark.parametrize("name", ["tasks", "experiments"])

@@ -97,3 +97,22 @@ class MeshConfig:
 
     def __str__(self) -> str:
         return f"The mesh {dict(zip(self.axis_names, self.shape, strict=True))}"
+
+
+def merged_options(first: CompilerOptions | None, more: CompilerOptions | None) -> CompilerOptions:
+    """Returns the options of both; `first`, with its "tpu" for all kinds of TPU, takes precedence.
+
+    A name that ends in "?", which XLA may lack, is the same option as the name without it.
+    """
+    first, more = first or {}, more or {}
+    merged = {}
+    for name in more | first:
+        own = dict(first.get(name, {}))
+        of_all = first.get("tpu", {}) if name in TPUS.values() else {}
+        before = {key.removesuffix("?") for key in (*own, *of_all)}
+        others = {
+            key: value for key, value in more.get(name, {}).items()
+            if key.removesuffix("?") not in before
+        }
+        merged[name] = others | own
+    return merged
