@@ -1,4 +1,4 @@
-"""A state's arrays written as files: what Orbax does for us, and nothing else of it.
+"""Writes a state's arrays to files with Orbax; nothing else of Orbax is used.
 
 Only OCDBT is written. Orbax's CheckpointManager is not used: it takes a stray folder for the
 newest step, deletes in place, and reports a failed save late or never. Nor does Orbax restore:
@@ -9,15 +9,13 @@ import asyncio
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
 from orbax.checkpoint._src import asyncio_utils
-from orbax.checkpoint._src.checkpointers import async_checkpointer
-from orbax.checkpoint._src.futures import future, signaling_client
+from orbax.checkpoint._src.futures import future
 
 from praxis_lite.checkpoints.stored_arrays import ITEMS
 from praxis_lite.core.partitioner.train_state import TrainState
@@ -30,7 +28,7 @@ def _is_not_of_orbax(record: logging.LogRecord) -> bool:
     return "orbax" not in record.pathname
 
 
-# What fails is raised, and told in our words; its traceback in the log would say it twice.
+# Failures are raised as our own errors; Orbax's log would report them twice.
 logging.getLogger("absl").addFilter(_is_not_of_orbax)
 
 
@@ -45,7 +43,7 @@ def _run_to_the_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
         asyncio.set_event_loop(loop)
         return loop.run_until_complete(coroutine)
     except BaseException:
-        loop.set_exception_handler(lambda loop, context: None)  # One failure is told, not each.
+        loop.set_exception_handler(lambda loop, context: None)  # Only the first failure is told.
         raise
     finally:
         while left := asyncio.all_tasks(loop):
@@ -57,20 +55,6 @@ def _run_to_the_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 asyncio_utils._run_sync_via_new_loop = _run_to_the_end
-
-
-class _SteadyTime:
-    """The module `time`, with a `time()` that no change of the system's clock moves."""
-
-    time = staticmethod(time.monotonic)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(time, name)
-
-
-# Orbax computes deadlines from the wall clock: where that is set, a save fails or never ends.
-for _module in (async_checkpointer, future, signaling_client):
-    _module.time = _SteadyTime()
 
 
 class CancelledWrite(Exception):

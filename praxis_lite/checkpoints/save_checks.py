@@ -46,7 +46,7 @@ def check_names(layout: StateLayout) -> None:
         if parts in stored:
             refuse(stored[parts], shown)
         stored[parts] = shown
-    # Sorted, what lies inside a leaf stands right behind it.
+    # In sorted order, a name inside a leaf comes directly after the leaf.
     in_order = sorted(stored)
     for outer, inner in zip(in_order, in_order[1:], strict=False):
         if inner[: len(outer)] == outer:
