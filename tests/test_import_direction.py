@@ -70,7 +70,7 @@ ORDERS = {
         {"restored_weights"},
         {"begin_job", "evaluation"},
         {"decoding", "hooks"},
-        {"job_tools", "late_metrics"},
+        {"job_tools", "step_metrics"},
         {"starting_point"},
         {"trainer"},
         {"job_files"},

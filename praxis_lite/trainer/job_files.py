@@ -1,4 +1,4 @@
-"""What a launch writes into its job's directory besides metrics and checkpoints."""
+"""Files of a launch in its job's directory other than metrics and checkpoints."""
 
 from collections.abc import Callable
 
@@ -74,18 +74,6 @@ def write_layout(partitioner: Partitioner, files: JobDir) -> None:
         print(f"note: {note}")
     for warning in layout_warnings(layout):
         print(f"WARNING: {warning}")
-
-
-def has_loss_curve(files: JobDir) -> bool:
-    """Returns True if the picture of a job's losses is newer than the lines that it shows."""
-    try:
-        drawn = files.loss_curve_png.stat().st_mtime_ns
-        return all(
-            path.stat().st_mtime_ns < drawn
-            for path in (files.metrics_jsonl, files.eval_metrics_jsonl) if path.exists()
-        )
-    except OSError:
-        return False
 
 
 def draw_loss_curve(files: JobDir, step: int, note: Callable[[str], None]) -> None:

@@ -149,11 +149,11 @@ def partitioner_on(
     """Returns the job's task on a mesh, by the job's own partitioner if any.
 
     Args:
-      more_options: of the compiler, besides those of `job.mesh`, which count first.
+      more_options: of the compiler, in addition to those of `job.mesh`, which take precedence.
     """
     options = merged_options(job.mesh.compiler_options, more_options)
     options = {name: given for name, given in options.items() if given}
-    # A partitioner of the user's own may take none.
+    # A custom partitioner may take none.
     settings = {"compiler_options": options} if options else {}
     return (job.partitioner or Partitioner)(job.task, mesh, **settings)
 

@@ -132,7 +132,7 @@ def test_texts_of_continuations_may_have_any_letters(tmp_path):
                      "    goes on | c", "            | d\\x1b[31m"]
 
 
-@pytest.mark.parametrize("line", ["[" * 100_000, "7", "{", '"a"', "\udcff", ""])
+@pytest.mark.parametrize("line", ["7", "{", '"a"', "\udcff", ""])
 def test_lines_that_are_no_records_are_counted(line, tmp_path):
     path = JobDir(tmp_path).decode_jsonl("p", 7)
     path.parent.mkdir(parents=True)

@@ -18,7 +18,6 @@ from praxis_lite.trainer.checks.id_sizes import num_ids_of
 from praxis_lite.trainer.checks.job_checks import check_num_batches, check_tokens, why_bytes
 from praxis_lite.trainer.checks.memory import check_batch_fits
 from praxis_lite.trainer.checks.resume import flat
-from praxis_lite.trainer.checks.step_of_data import step_for
 
 
 def check_datasets(job: Job, partitioner: Partitioner, root: str, mode: str) -> None:
@@ -57,6 +56,18 @@ def check_datasets(job: Job, partitioner: Partitioner, root: str, mode: str) -> 
     if processes.count() > 1:
         fingerprints = {path: pipeline.fingerprint() for path, pipeline in pipelines.items()}
         check_same("The processes' data differ", dict(flat(fingerprints, "")))
+
+
+def step_for(partitioner: Partitioner, root: str, name: str) -> Step:
+    """Returns the step for batches of a dataset of a job.
+
+    Args:
+      root: the field of the job that has the dataset: "datasets" or "decode_datasets".
+      name: of the dataset; "train" is trained on, others are evaluated on.
+    """
+    if root == "decode_datasets":
+        return partitioner.decode_step
+    return partitioner.train_step if name == TRAIN else partitioner.eval_step
 
 
 def check_reads(step: Step, spec: Mapping[str, jax.ShapeDtypeStruct], name: str) -> None:

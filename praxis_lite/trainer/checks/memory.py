@@ -45,7 +45,7 @@ def check_fits(layout: StateLayout, mesh: Mesh, mode: str) -> None:
     each = sum(leaf.bytes_per_device for leaf in leaves)
     what = "The state of training" if is_training else "What is evaluated or decoded with"
     if devices[0].platform == "cpu":
-        # A step makes each device a buffer of its own; arrays that were read may share one.
+        # A step makes a buffer for each device; arrays that were read may share one.
         needed = each * len(devices) if is_training else sum(
             math.prod(leaf.padded_shape) * leaf.dtype.itemsize for leaf in leaves
         )
@@ -109,7 +109,7 @@ def compile_step(
 ) -> jax.stages.Compiled:
     """Compiles a step for the batches of a dataset, before it runs: the first call finds it.
 
-    Products that XLA may permute are mended, and told. For batches of the same shapes it returns
+    Products that XLA may permute are fixed, with a note. For batches of the same shapes it returns
     the same program, without checking memory again.
 
     Args:
@@ -156,9 +156,9 @@ def compile_init(partitioner: Partitioner, key: jax.Array) -> None:
 
 @contextlib.contextmanager
 def saying_what_is_large(layout: StateLayout) -> Iterator[None]:
-    """Turns an out-of-memory error of the compiler, a device or the host into a paragraph.
+    """Turns an out-of-memory error of the compiler, a device or the host into an OutOfMemory.
 
-    It is an OutOfMemory that names what was asked for, and the largest arrays of the state.
+    It names what was allocated, and the largest arrays of the state.
     """
     try:
         yield

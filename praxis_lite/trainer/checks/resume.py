@@ -1,4 +1,4 @@
-"""Can a job go on from a checkpoint: with the data and the seed that it was trained with?"""
+"""Checks that a job resumes with the data and the seed that its checkpoint was trained with."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,10 +13,10 @@ from praxis_lite.inputs.position import step_of
 def check_resumable(
     data: Mapping[str, Any], pipeline: InputPipeline, accepted: Sequence[str] = ()
 ) -> list[str]:
-    """Checks that the training data goes on where the checkpoint left it.
+    """Checks that the training data continues where the checkpoint left it.
 
     Args:
-      data: what was saved beside the state, `DataPosition.as_json`.
+      data: saved with the state, by `DataPosition.as_json`.
       accepted: names that may differ (run.accept_changed_data), with all names below them.
 
     Returns:
@@ -61,7 +61,7 @@ RUN_SEED = "run.seed"
 
 
 def check_same_seed(data: Mapping[str, Any], run: RunConfig) -> list[str]:
-    """Raises ConfigError if dropout would go on with another seed than the checkpoint's.
+    """Raises ConfigError if dropout would continue with another seed than the checkpoint's.
 
     Returns a line if another seed was accepted (run.accept_changed_data); `data` as
     `check_resumable`.

@@ -21,7 +21,7 @@ def plot_loss_curve(metrics_path: str | os.PathLike[str], png_path: str | os.Pat
                     eval_path: str | os.PathLike[str] | None = None, title: str = "") -> None:
     """Draws loss against step: training faint and smoothed, evaluations as points.
 
-    The learning rate, if the lines have one, gets a panel of its own below. Of files above 4 MiB
+    The learning rate, if the lines have one, gets a separate panel below. Of files above 4 MiB
     some 8,000 lines are drawn, evenly spread, so a long run takes no longer. Raises ConfigError if
     no line has a loss, or if the picture cannot be written; one that was there stays.
 
@@ -57,7 +57,7 @@ def plot_loss_curve(metrics_path: str | os.PathLike[str], png_path: str | os.Pat
 
     loss_axes.set_ylabel("loss")
     rate_axes.set_xlabel("step")
-    # Names are no formulas, whatever dollars they have.
+    # Names may contain dollars and are not formulas.
     loss_axes.set_title(title, loc="left", fontsize=12, fontweight="bold", parse_math=False)
     for text in loss_axes.legend(frameon=False, loc="upper right").get_texts():
         text.set_parse_math(False)

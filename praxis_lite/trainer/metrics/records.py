@@ -1,7 +1,4 @@
-"""A JSON line per row of a dataset: what was decoded of it, or what its evaluation gave.
-
-What was decoded is read without trust, from files of any size.
-"""
+"""A JSON line per row of a dataset: its decoded text, or the outputs of its evaluation."""
 
 import contextlib
 import dataclasses
@@ -31,10 +28,10 @@ def write_records(
     with _alone(path):
         if path.exists() and content_of(path) != content:
             number = 1
-            while (former := path.with_name(f"{path.name}.{number}")).exists():
+            while (renamed := path.with_name(f"{path.name}.{number}")).exists():
                 number += 1
-            os.replace(path, former)
-            note(f"{path} had other records; they are in {former.name} now")
+            os.replace(path, renamed)
+            note(f"{path} had other records; they are in {renamed.name} now")
         write_whole(path, content)
 
 
@@ -106,13 +103,13 @@ class DecodedFile:
         Raises:
           OSError: it cannot be read.
         """
-        # A command line adds its records to those of others before.
+        # Command lines add their records at the end.
         takes_newest = self.dataset == COMMAND_LINE
         with opened(self.path) as file:
             size = os.fstat(file.fileno()).st_size
             begin = max(0, size - _MOST_READ) if takes_newest else 0
             file.seek(begin)
-            # Not splitlines: U+2028 and the like stand within a text.
+            # Not splitlines: a text may contain U+2028 and similar characters.
             lines = file.read(_MOST_READ).decode("utf-8", "replace").split("\n")
         lines = lines[1 if begin else 0 :]
         if _pair(lines[-1]) is None:
@@ -139,7 +136,7 @@ def _pair(line: str) -> tuple[str, str] | None:
             return None
         prompt = record.pop("prompt", "")
         return _text(prompt), _text(record.get("continuation", record))
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
 
 
