@@ -86,7 +86,7 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
         """Moves the lines of steps after the `last` to the file of lost lines."""
         finish_last_line(file)
         cut, newest, size = None, 0, os.fstat(file.fileno()).st_size
-        for offset, _, line in _newest_first(self.path, file):
+        for offset, line in _newest_first(self.path, file):
             step = line["step"]
             if step > last:
                 newest = step if cut is None else newest
@@ -214,7 +214,7 @@ def newest_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
     """
     if path.exists():
         with _opened_lines(path) as file:
-            for _, _, line in _newest_first(path, file):
+            for _, line in _newest_first(path, file):
                 yield with_non_finite(line)
 
 
@@ -236,22 +236,20 @@ def sampled_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
             if offset > done and text.endswith(b"\n"):
                 done = offset
                 yield with_non_finite(_line_at(path, file, offset, text))
-        for offset, _, line in itertools.islice(_newest_first(path, file), 1):
+        for offset, line in itertools.islice(_newest_first(path, file), 1):
             if offset > done:
                 yield with_non_finite(line)
 
 
-def _newest_first(
-    path: pathlib.Path, file: IO[bytes]
-) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
-    """Yields (offset, text, line) of the lines of a file, the last one that is complete first."""
+def _newest_first(path: pathlib.Path, file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields (offset, line) of the lines of a file, the last one that is complete first."""
     is_last = True
     for offset, text in lines_from_end(file):
         if is_last and not is_json(text):
             is_last = bool(not text)  # What follows the last line break; and a line cut short.
             continue
         is_last = False
-        yield offset, text, _line_at(path, file, offset, text)
+        yield offset, _line_at(path, file, offset, text)
 
 
 def _line_at(path: pathlib.Path, file: IO[bytes], offset: int, text: bytes) -> dict[str, Any]:
