@@ -81,20 +81,6 @@ def test_lines_that_are_lost_at_the_end_are_an_error_or_a_note_beside_another(tm
     assert "File too large" in words and len(notes) == 3
 
 
-def test_a_limited_number_of_lines_is_kept_and_the_others_are_counted(
-    tmp_path, at_once, monkeypatch
-):
-    monkeypatch.setattr(kept_lines, "_MOST_LINES", 3)
-    path, notes = tmp_path / "metrics.jsonl", []
-    with JsonLinesWriter(path, -1, notes.append) as writer:
-        with files_of_at_most(0):
-            for step in range(1, 8):
-                writer.write({"step": step})
-        writer.write({"step": 8})
-    assert steps_in(path) == [6, 7, 8]
-    assert notes[1].endswith("with 3 lines of steps 6 to 8, and 5 before them are lost")
-
-
 def test_a_disk_that_stays_full_is_tried_once_a_second(tmp_path, monkeypatch):
     path, now = tmp_path / "metrics.jsonl", [100.0]
     monkeypatch.setattr(kept_lines.time, "monotonic", lambda: now[0])

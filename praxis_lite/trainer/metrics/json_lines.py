@@ -322,13 +322,6 @@ def evaluation_lines(path: pathlib.Path) -> list[dict[str, Any]]:
     return _checked(path, "a text 'dataset' and numbers", _is_evaluation)
 
 
-def sampled_evaluations(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns `evaluation_lines`; of a file above 4 MiB those of `sampled_lines`."""
-    if not path.exists() or path.stat().st_size <= _SMALL_BYTES:
-        return evaluation_lines(path)
-    return [line for line in sampled_lines(path) if _is_evaluation(line)]
-
-
 def _is_evaluation(line: Mapping[str, Any]) -> bool:
     return isinstance(line.get("dataset"), str) and all(
         is_number(value) for name, value in line.items() if name != "dataset"
