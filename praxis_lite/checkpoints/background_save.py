@@ -38,6 +38,7 @@ class BackgroundSave:
       step: of the state.
       error: what made it fail, or None if nothing did so far.
       failed_alone: True if it failed where others of several processes may not have.
+      opened: the directory under the path that Orbax gets; None: it has not begun.
 
     Args:
       directory: of all steps.
@@ -59,7 +60,7 @@ class BackgroundSave:
         self._directory, self._manifest, self._published = directory, manifest, published
         self._folder = directory / f"{self.step}.saving"
         self._meeting = _Meeting(name)
-        self._opened: _OpenFolder | None = None
+        self.opened: OpenFolder | None = None
         self._writing: OrbaxWrite | None = None
         # Waited for in place of the thread: up to Python 3.12 a thread whose `join` a signal has
         # interrupted counts as ended, though it runs.
@@ -75,9 +76,9 @@ class BackgroundSave:
         try:
             if processes.is_first():
                 self._clear()
-            self._opened = _OpenFolder(self._directory)  # Kept: `why` reads its name.
+            self.opened = OpenFolder(self._directory)  # Kept: `why` reads its name.
             self._writing = OrbaxWrite(self._meeting.meet)
-            self._writing.begin(self._opened.path / self._folder.name, state)
+            self._writing.begin(self.opened.path / self._folder.name, state)
         except Exception as error:
             self.failed_alone = processes.count() > 1
             self._fail(error)
@@ -147,7 +148,7 @@ class BackgroundSave:
                 step_dirs.remove_leftover(path)
 
 
-class _OpenFolder:
+class OpenFolder:
     """A folder that is open while this object lives, under a path that Orbax uses unchanged.
 
     Orbax globs the paths that it is given ("run[1]" matches "run1"), and etils takes /gs/... for a

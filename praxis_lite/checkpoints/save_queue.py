@@ -5,7 +5,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from praxis_lite.checkpoints.background_save import BackgroundSave, FailedSave, why
+from praxis_lite.checkpoints.background_save import (
+    BackgroundSave,
+    FailedSave,
+    OpenFolder,
+    why,
+)
 from praxis_lite.checkpoints.steps.retention import retained_steps
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.checkpoints.steps.verified_steps import VerifiedSteps
@@ -34,7 +39,7 @@ class SaveQueue:
         self._saved = saved
         self._numbers = itertools.count()
         self._in_flight: BackgroundSave | None = None
-        self._newest: BackgroundSave | None = None
+        self._opened: OpenFolder | None = None
         self._num_failed, self._retry_at = 0, float("inf")
 
     def begin(self, state: TrainState, manifest: dict[str, Any]) -> None:
@@ -47,9 +52,9 @@ class SaveQueue:
         try:
             save.begin(state)
         finally:
-            # Kept until the next save has begun: a cancelled save may leave writes in TensorStore's
-            # threads, which name the folder by the number of an open file.
-            self._newest = save
+            # Kept open until the next save has begun: a cancelled save may leave writes in
+            # TensorStore's threads, which name the folder by the number of an open file.
+            self._opened = save.opened
 
     def end(self, state: TrainState, manifest: dict[str, Any]) -> None:
         """Waits until the save in flight is whole, beginning it again where it failed."""

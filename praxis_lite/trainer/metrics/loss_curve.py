@@ -21,9 +21,9 @@ def plot_loss_curve(metrics_path: str | os.PathLike[str], png_path: str | os.Pat
                     eval_path: str | os.PathLike[str] | None = None, title: str = "") -> None:
     """Draws loss against step: training faint and smoothed, evaluations as points.
 
-    The learning rate, if the lines have one, gets a separate panel below. Of metrics above
-    4 MiB some 8,000 lines are drawn, evenly spread, so a long run takes no longer. Raises ConfigError if
-    no line has a loss, or if the picture cannot be written; one that was there stays.
+    The learning rate, if the lines have one, gets a separate panel below. Of metrics above 4 MiB
+    some 8,000 lines are drawn, evenly spread, so a long run takes no longer. Raises ConfigError if
+    no line has a loss, or if the picture cannot be written; an old picture stays then.
 
     Args:
       metrics_path: lines with `step`, `loss` and perhaps `learning_rate`.
