@@ -1,8 +1,10 @@
 """Checks that a job resumes with the data and the seed that its checkpoint was trained with."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from flax.traverse_util import flatten_dict
 
 from praxis_lite.core.errors import ConfigError, did_you_mean
 from praxis_lite.experiment.run_config import RunConfig
@@ -26,9 +28,9 @@ def check_resumable(
       ConfigError: the checkpoint was trained with another pipeline; names what differs, with both
         values. Or the data has no such name as one that is accepted.
     """
-    # JSON makes a list of a tuple, so both are compared as JSON has them.
+    # Both are compared as JSON has them, with lists instead of tuples; by name: "corpus.sha256".
     old, new = (
-        dict(flat(json.loads(json.dumps(item))))
+        flatten_dict(json.loads(json.dumps(item)), sep=".")
         for item in (data["fingerprint"], pipeline.fingerprint())
     )
     names = sorted(old.keys() | new.keys())
@@ -93,12 +95,3 @@ def notes_on_resume(datasets: Mapping[str, InputPipeline]) -> list[str]:
             "run that resumes at step k first makes the k batches before it again"
         )
     return lines
-
-
-def flat(fingerprint: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields each value of nested mappings with its name: `corpus.sha256`."""
-    for name, value in fingerprint.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
