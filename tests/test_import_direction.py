@@ -65,6 +65,7 @@ ORDERS = {
             "forward_pass", "layout_table", "loss_spikes", "metrics",
         },
         {"checks"},
+        {"compilation"},
         {"job_on_mesh", "summary"},
         {"job_history"},
         {"restored_weights"},

@@ -19,8 +19,8 @@ from praxis_lite.inputs.batches import checked_batches, non_finite_rows
 from praxis_lite.inputs.numpy_data import InMemory
 from praxis_lite.job.events import COMPILE, DISPATCH, ON_DEVICES, events
 from praxis_lite.trainer.checks.id_sizes import num_ids_of
-from praxis_lite.trainer.checks.memory import compile_step
-from praxis_lite.trainer.job_on_mesh import JobOnMesh, compile_together
+from praxis_lite.trainer.compilation import compile_step, compile_together
+from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.metrics.json_lines import append_lines
 from praxis_lite.trainer.metrics.packed import Packed, packed
 from praxis_lite.trainer.metrics.progress import metric_text

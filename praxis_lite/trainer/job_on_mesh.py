@@ -1,14 +1,13 @@
 """A job on its mesh: all of it checked, nothing compiled."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from praxis_lite.core.errors import ConfigError, require_choice
-from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.sharding.mesh import filled_mesh, make_mesh, simulate_devices
 from praxis_lite.core.sharding.mesh_config import CompilerOptions
@@ -16,7 +15,6 @@ from praxis_lite.experiment.compiler_options import merged_options
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.experiment.run_config import RunConfig
 from praxis_lite.host.host_memory import check_room_for_devices
-from praxis_lite.host.whole_files import user_cache
 from praxis_lite.inputs.base import TRAIN, InputPipeline
 from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.job import processes
@@ -29,7 +27,8 @@ from praxis_lite.trainer.checks.job_checks import (
     check_parts,
     check_watched_metrics,
 )
-from praxis_lite.trainer.checks.memory import check_fits, compile_step
+from praxis_lite.trainer.checks.memory import check_fits
+from praxis_lite.trainer.compilation import use_compilation_cache
 from praxis_lite.trainer.layout_table import mesh_text
 
 
@@ -163,27 +162,3 @@ def print_compiler_options(partitioner: Partitioner) -> None:
     if options := partitioner.train_options:
         words = ", ".join(f"{name}={value}" for name, value in options.items())
         print(f"compiler options: {words}", flush=True)
-
-
-def compile_together(steps: Iterable[tuple[Step, InputPipeline, str]]) -> None:
-    """Lets several processes compile, each at its pace, before they meet in a step.
-
-    Gloo, between processes on CPU, waits no longer than 30 s for the others in its first
-    collective.
-
-    Args:
-      steps: each with a dataset and its name, "datasets.train".
-
-    Raises:
-      OutOfMemory: as `compile_step`, of all processes of this host together.
-    """
-    if processes.count() > 1:
-        for step, pipeline, name in steps:
-            compile_step(step, pipeline, name, processes.count_on_this_host())
-        processes.exchange("the steps are compiled", "", 3600)
-
-
-def use_compilation_cache() -> None:
-    """Lets JAX keep compiled programs, so that the second launch of a job starts at once."""
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(user_cache() / "xla"))

@@ -23,6 +23,7 @@ from praxis_lite.trainer.checks.job_checks import (
     notes_on_batch_size,
 )
 from praxis_lite.trainer.checks.resume import notes_on_resume
+from praxis_lite.trainer.compilation import compile_together
 from praxis_lite.trainer.hooks.hook import check_hooks
 from praxis_lite.trainer.hooks.skipped_steps import num_skipped_in_a_row
 from praxis_lite.trainer.hooks.standard import hooks_of
@@ -35,7 +36,7 @@ from praxis_lite.trainer.job_history import (
     when_checkpoints_come,
     why_stopped_early,
 )
-from praxis_lite.trainer.job_on_mesh import JobOnMesh, compile_together
+from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.job_tools import JobTools, OtherSaves, SavedState
 from praxis_lite.trainer.loss_spikes import LossSpike, RollBacks
 from praxis_lite.trainer.metrics.progress import ProgressLine
