@@ -45,11 +45,11 @@ class ConfigFiles:
         Before other files: a launch that is stopped from here on leaves a job to resume.
         """
         if not self._files.config_json.is_file():
-            self._write()
+            self._files.write_config(self.json, self._lines)
 
     def write(self) -> None:
         """Writes config.json and config.txt, and copies the tokenizers that the config names."""
-        self._write()
+        self._files.write_config(self.json, self._lines)
         if processes.is_first():
             keep_tokenizers(self._launched.config, self._files)
 
@@ -57,9 +57,6 @@ class ConfigFiles:
         """Returns how the config differs from that of the launch before."""
         before = load_config_file(self._files.config_json, packages=self._launched.packages)
         return config_difference(before.config, self._launched.config)
-
-    def _write(self) -> None:
-        self._files.write_config(self.json, self._lines)
 
 
 def write_layout(partitioner: Partitioner, files: JobDir) -> None:

@@ -52,9 +52,7 @@ def _continuations(file: DecodedFile, num_prompts: int) -> str:
         ) from None
     number, of = len(decoded.pairs), decoded.num_lines
     head = f"Continuations ({file.dataset}, step {file.step}"
-    if not decoded.is_whole:
-        head += f", {number} of more than {of}"
-    elif number < of:
+    if number < of:
         head += f", {number} of {of}"
     if decoded.num_unreadable:
         head += f", unreadable lines: {decoded.num_unreadable}"

@@ -143,19 +143,6 @@ def test_lines_that_are_no_records_are_counted(line, tmp_path):
     assert lines == 2 * ["  prompt    | a", '    goes on | {"score": 3}']
 
 
-def test_of_a_huge_file_a_part_is_read(tmp_path):
-    job = JobDir(tmp_path)
-    records = [{"prompt": f"{n}", "continuation": "x" * 10_000} for n in range(500)]
-    for dataset in ("p", COMMAND_LINE):
-        write_lines(job.decode_jsonl(dataset, 7), records)
-    newest, first = (text.split("  prompt    | ") for text in summary(job).split("\n\n")[:2])
-    assert first[0] == "Continuations (p, step 7, 3 of more than 417)\n"
-    assert newest[0] == "Continuations (command_line, step 7, 3 of more than 417)\n"
-    assert [text.split()[0] for text in (*first[1:], *newest[1:])] == [
-        "0", "1", "2", "497", "498", "499",
-    ]
-
-
 def test_lines_of_metrics_may_lack_numbers(tmp_path):
     job = JobDir(tmp_path)
     lines = [{"step": 1}, {"step": 2, "loss": "text"}, {"step": 3, "loss": 7}]
