@@ -111,7 +111,7 @@ class MetricsColumns:
         for part in text.splitlines():
             try:
                 line = json.loads(part)
-            except ValueError:
+            except (ValueError, RecursionError):
                 line = None
             if isinstance(line, dict) and is_step(line.get("step")):
                 lines.append(line)

@@ -38,7 +38,7 @@ _CHECKED_BYTES = 1 << 16
 _SMALL_BYTES = 4 * 2**20
 _NUM_SAMPLES = 8192
 
-_NOT_A_LINE = (ValueError, TypeError, KeyError)
+_NOT_A_LINE = (ValueError, TypeError, KeyError, RecursionError)
 
 
 class JsonLinesWriter(contextlib.AbstractContextManager):

@@ -129,7 +129,7 @@ def _pair(line: bytes) -> tuple[str, str] | None:
             return None
         prompt = record.pop("prompt", "")
         return _text(prompt), _text(record.get("continuation", record))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
