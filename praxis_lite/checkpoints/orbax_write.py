@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
+import tensorstore as ts
 from orbax.checkpoint._src import asyncio_utils
 from orbax.checkpoint._src.futures import future
 
@@ -55,6 +56,26 @@ def _run_to_the_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 asyncio_utils._run_sync_via_new_loop = _run_to_the_end
+
+_cancellable = asyncio_utils.cancellable
+
+
+async def _cancellable_but_commits(awaitable: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns the result of an awaitable that may be cancelled, unless TensorStore commits it.
+
+    TensorStore finishes a commit that nobody awaits any more, and would make the folder again after
+    it was removed: `_run_to_the_end` waits for the task that is shielded here.
+    """
+    if isinstance(awaitable, ts.Future):
+        awaitable = asyncio.shield(_result_of(awaitable))
+    return await _cancellable(awaitable, *args, **kwargs)
+
+
+async def _result_of(commit: ts.Future) -> Any:
+    return await commit
+
+
+asyncio_utils.cancellable = _cancellable_but_commits
 
 
 class CancelledWrite(Exception):
