@@ -51,7 +51,7 @@ def measured(num_steps: int, every: int) -> tuple[float, float]:
         folder = Path(name)
         job = JobDir(folder)
         with (
-            JsonLinesWriter(job.metrics_jsonl, None) as writer,
+            JsonLinesWriter(job.metrics_jsonl, -1) as writer,
             Trackers(threads_in(job, every), job, print) as trackers,
         ):
             trackers.go_on_from(0)

@@ -6,7 +6,7 @@ from praxis_lite.checkpoints.init.loading_rules import LOAD_ALL as LOAD_ALL
 from praxis_lite.checkpoints.init.loading_rules import (
     CheckpointLoadingRules as CheckpointLoadingRules,
 )
-from praxis_lite.checkpoints.steps.save_settings import BestCheckpoints as BestCheckpoints
+from praxis_lite.checkpoints.steps.retention import BestCheckpoints as BestCheckpoints
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings as SaveSettings
 from praxis_lite.core.errors import ConfigError as ConfigError
 from praxis_lite.core.sharding.mesh_config import MeshConfig as MeshConfig

@@ -62,15 +62,16 @@ ORDERS = {
     ),
     "praxis_lite/trainer": (
         {
-            "compilation_cache", "forward_pass", "layout_table", "loss_spikes", "metrics",
+            "forward_pass", "layout_table", "loss_spikes", "metrics",
         },
         {"checks"},
+        {"compilation"},
         {"job_on_mesh", "summary"},
         {"job_history"},
         {"restored_weights"},
         {"begin_job", "evaluation"},
         {"decoding", "hooks"},
-        {"job_tools", "late_metrics"},
+        {"job_tools", "step_metrics"},
         {"starting_point"},
         {"trainer"},
         {"job_files"},

@@ -21,21 +21,18 @@ from praxis_lite.job.command import Parser, status_of
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status; prints the answer, or the reason of a failure on standard error."""
     status = status_of(lambda: _run(argv), goes_on=False)
-    # Of `| head`, which has seen enough.
+    # `| head` closes the pipe early; that is no failure.
     return 0 if status == 128 + signal.SIGPIPE else status
 
 
 def _run(argv: Sequence[str] | None) -> int:
     options = vars(_parser().parse_args(argv))
     command, job_log_dir = options.pop("command"), options.pop("job_log_dir")
-    try:
-        return command(tools.steps_directory(job_log_dir), **options)
-    finally:
-        _progress("", 1.0)
+    return command(tools.steps_directory(job_log_dir), **options)
 
 
 def _ls(directory: Path, *, step: int | None) -> int:
-    steps = tools.list_steps(directory, _progress)
+    steps = tools.list_steps(directory)
     if step is not None:
         steps = [item for item in steps if item.name.partition(".")[0] == str(step)]
     _print(tools.listing(steps))
@@ -56,7 +53,7 @@ def _verify(directory: Path, *, step: int | None) -> int:
         raise ConfigError(f"{directory} has no step to verify, only what was set aside.")
     status = 0
     for step in steps:
-        wrong = tools.what_is_wrong_within(directory / str(step), _progress)
+        wrong = tools.what_is_wrong_within(directory / str(step))
         _print([f"step {step}: {line}" for line in wrong or ["good"]])
         status |= bool(wrong)
     return int(status)
@@ -76,18 +73,15 @@ def _diff(
         raise ConfigError(
             f"Both sides are {first}. Name another job, or two steps with --step and --other_step."
         )
-    is_different = False
-    for line in step_differences(first, second, _progress):
-        if not is_different:
-            _print([f"first:  {first}", f"second: {second}"])
-        is_different = True
-        _print([line])
-    return int(is_different)
+    lines = list(step_differences(first, second))
+    if lines:
+        _print([f"first:  {first}", f"second: {second}", *lines])
+    return int(bool(lines))
 
 
 def _digest(directory: Path, *, step: int | None, leaves: bool) -> int:
     step_dir = tools.step_dir_of(directory, step)
-    digests = leaf_digests(step_dir, _progress)
+    digests = leaf_digests(step_dir)
     if leaves:
         _print([f"{digest}  {path}" for path, digest in digests.items()])
     _print([f"{combined(digests)}  {step_dir}"])
@@ -131,16 +125,8 @@ def _step(text: str) -> int:
 
 
 def _print(lines: Sequence[str]) -> None:
-    _progress("", 1.0)
     for line in lines:
         print(line, flush=True)
-
-
-def _progress(what: str, share: float) -> None:
-    """Writes how far the reading is, on a terminal only; "" wipes it out."""
-    if sys.stderr.isatty():
-        text = f"{share:4.0%} {what[:70]}" if what else ""
-        print(f"\r{text:<78}\r", end="", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A single save: the state taken to the host at once, all else in a thread of its own.
+"""A single save: the state is copied to the host at once, all else happens in a thread.
 
 Orbax writes `N.saving`. Then the first process checks that all arrays are in it, digests and
 syncs every file, writes the manifest and the commit, and renames the folder to its number. A
@@ -38,6 +38,7 @@ class BackgroundSave:
       step: of the state.
       error: what made it fail, or None if nothing did so far.
       failed_alone: True if it failed where others of several processes may not have.
+      opened: the directory under the path that Orbax gets; None: it has not begun.
 
     Args:
       directory: of all steps.
@@ -59,7 +60,7 @@ class BackgroundSave:
         self._directory, self._manifest, self._published = directory, manifest, published
         self._folder = directory / f"{self.step}.saving"
         self._meeting = _Meeting(name)
-        self._opened: _OpenFolder | None = None
+        self.opened: OpenFolder | None = None
         self._writing: OrbaxWrite | None = None
         # Waited for in place of the thread: up to Python 3.12 a thread whose `join` a signal has
         # interrupted counts as ended, though it runs.
@@ -70,14 +71,14 @@ class BackgroundSave:
     def begin(self, state: TrainState) -> None:
         """Returns once `state` is on the host, or once that has failed; see `error`.
 
-        An exception that a signal raises here cancels the save, and goes on.
+        An exception that a signal raises here cancels the save, and propagates.
         """
         try:
             if processes.is_first():
                 self._clear()
-            self._opened = _OpenFolder(self._directory)  # Kept: `why` reads its name.
+            self.opened = OpenFolder(self._directory)  # Kept: `why` reads its name.
             self._writing = OrbaxWrite(self._meeting.meet)
-            self._writing.begin(self._opened.path / self._folder.name, state)
+            self._writing.begin(self.opened.path / self._folder.name, state)
         except Exception as error:
             self.failed_alone = processes.count() > 1
             self._fail(error)
@@ -102,7 +103,7 @@ class BackgroundSave:
         self._ended.wait()
 
     def cancel(self) -> bool:
-        """Ends the save early and removes its files; returns False if it was over already.
+        """Ends the save early and removes its files; returns False if it had ended already.
 
         Another process, that does not cancel it, hears of it once its own part is written. It is
         waited for, but not for long; what it writes later is removed by the next launch.
@@ -147,11 +148,12 @@ class BackgroundSave:
                 step_dirs.remove_leftover(path)
 
 
-class _OpenFolder:
-    """A folder that is open while this object lives, under a path that Orbax takes as it is.
+class OpenFolder:
+    """A folder that is open while this object lives, under a path that Orbax uses unchanged.
 
     Orbax globs the paths that it is given ("run[1]" matches "run1"), and etils takes /gs/... for a
-    bucket. Among the open files of a process the folder's path has no such characters.
+    bucket. A path of an open file has no such characters. The number of the file must not be
+    reused while Orbax or TensorStore may still write: see `SaveQueue.begin`.
 
     Attributes:
       path: "/proc/self/fd/N"; the folder's own where the system has no such paths.
@@ -190,12 +192,12 @@ class _Meeting:
     def tell(self, error: str, seconds: float) -> None:
         """Tells an error, unless it is what another process told; waits `seconds` for them."""
         if self._left:
-            with contextlib.suppress(Exception):  # What it says is known here.
+            with contextlib.suppress(Exception):  # Its message is known here.
                 self.meet(error or "an error without words", seconds)
 
 
 def why(error: BaseException) -> str:
-    """Returns the reason of a failure in a few words: the system's, and the place, if known."""
+    """Returns the reason of a failure as a short message: the system's, and the path, if known."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (_place(str(error.filename)) if error.filename else "")
     text = " ".join(str(error).split()).rstrip(".")

@@ -1,7 +1,7 @@
 """Checkpoints of a TrainState: saved in the background, verified and compared before a restore.
 
-What Orbax stores are the padded arrays of the mesh that saved; a manifest beside them has the
-unpadded shapes. A restore compares those first, then cuts and pads to the shapes of its own mesh.
+Orbax stores the padded arrays of the mesh that saved; a manifest next to them has the unpadded
+shapes. A restore compares those first, then cuts and pads to the shapes of its own mesh.
 
 Of several processes all save and restore; the first one decides which step it is, and writes,
 renames and deletes all that Orbax does not.
@@ -46,7 +46,7 @@ class Restored:
     Attributes:
       step: of the checkpoint.
       state: a TrainState on the mesh.
-      data: what was saved beside it: the position of the training data.
+      data: what was saved with it: the position of the training data.
       from_memory: True if it comes from the memory of hosts and not from the disk.
     """
 
@@ -61,7 +61,7 @@ class Checkpoints:
 
     KeyboardInterrupt, that a second signal raises in Python, cancels the save in flight.
 
-    In a loop of your own, whatever mesh saved:
+    In a custom loop, on any mesh:
 
         with Checkpoints("folder", saving=SaveSettings()) as checkpoints:
             if checkpoints.latest_step() is None:
@@ -122,7 +122,7 @@ class Checkpoints:
         except FailedSave as failed:
             if error is None:
                 raise
-            # What is on its way already is not to be hidden by this.
+            # The first exception must not be hidden by this one.
             self._note(str(failed))
 
     def raise_if_failed(self) -> None:
@@ -131,7 +131,7 @@ class Checkpoints:
             self._queue.raise_if_failed()
 
     def is_saving(self) -> bool:
-        """Returns True while a save goes on in the background; from any thread."""
+        """Returns True while a save runs in the background; from any thread."""
         return self._queue is not None and self._queue.is_saving()
 
     def retry_is_due(self) -> bool:
@@ -163,7 +163,7 @@ class Checkpoints:
         return from_first(self._name, lambda: self._steps.best(self._best))
 
     def latest_data(self) -> Mapping[str, Any]:
-        """Returns the position of the training data that was saved beside the newest state."""
+        """Returns the position of the training data that was saved with the newest state."""
         return self._chosen(None)[1]["data"]
 
     def leaves(self, step: Step = None) -> dict[str, jax.ShapeDtypeStruct]:
@@ -191,7 +191,7 @@ class Checkpoints:
         that is there already is replaced once the new one is whole.
 
         Args:
-          data: beside the state, such as the position of the training data; as JSON. It is in
+          data: saved with the state, such as the position of the training data; as JSON. It is in
             `Restored.data` and `latest_data`.
           metrics: of this very state, such as {"heldout/loss": 1.5}, for `best`.
           is_last: wait until it is saved; what fails is tried again with this very state.
@@ -235,7 +235,7 @@ class Checkpoints:
         step: Step = None,
         opt_states_keys: Sequence[str] | None = None,
     ) -> Restored:
-        """Returns a state on `mesh`, whatever mesh saved it.
+        """Returns a state on `mesh`; it may have been saved on another.
 
         Args:
           layout: of the whole TrainState.

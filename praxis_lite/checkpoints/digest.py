@@ -1,4 +1,4 @@
-"""A digest of a step's values without padding: the same on every mesh that may have saved them."""
+"""A digest of a step's values without padding: the same for every mesh that saved them."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import numpy as np
 import xxhash
 
 from praxis_lite.checkpoints.stored_arrays import StoredArray, stored_arrays
-from praxis_lite.checkpoints.tools import Progress, manifest_of, no_progress, told
+from praxis_lite.checkpoints.tools import manifest_of, tracked
 
 
 def digest_of(step_dir: Path) -> str:
@@ -18,13 +18,13 @@ def digest_of(step_dir: Path) -> str:
     return combined(leaf_digests(step_dir))
 
 
-def leaf_digests(step_dir: Path, progress: Progress = no_progress) -> dict[str, str]:
+def leaf_digests(step_dir: Path) -> dict[str, str]:
     """Returns a digest per leaf, by path: of its dtype, and of its shape and values unpadded.
 
     0.0 and -0.0, and NaNs of other bits, are different.
     """
     arrays = stored_arrays(step_dir, manifest_of(step_dir))
-    return {array.path: _digest(array) for array in told(arrays, progress)}
+    return {array.path: _digest(array) for array in tracked(list(arrays.values()))}
 
 
 def combined(digests: dict[str, str]) -> str:

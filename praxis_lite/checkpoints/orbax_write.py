@@ -1,4 +1,4 @@
-"""A state's arrays written as files: what Orbax does for us, and nothing else of it.
+"""Writes a state's arrays to files with Orbax; nothing else of Orbax is used.
 
 Only OCDBT is written. Orbax's CheckpointManager is not used: it takes a stray folder for the
 newest step, deletes in place, and reports a failed save late or never. Nor does Orbax restore:
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
+import tensorstore as ts
 from orbax.checkpoint._src import asyncio_utils
 from orbax.checkpoint._src.checkpointers import async_checkpointer
 from orbax.checkpoint._src.futures import future, signaling_client
@@ -30,7 +31,7 @@ def _is_not_of_orbax(record: logging.LogRecord) -> bool:
     return "orbax" not in record.pathname
 
 
-# What fails is raised, and told in our words; its traceback in the log would say it twice.
+# Failures are raised as our own errors; Orbax's log would report them twice.
 logging.getLogger("absl").addFilter(_is_not_of_orbax)
 
 
@@ -45,7 +46,7 @@ def _run_to_the_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
         asyncio.set_event_loop(loop)
         return loop.run_until_complete(coroutine)
     except BaseException:
-        loop.set_exception_handler(lambda loop, context: None)  # One failure is told, not each.
+        loop.set_exception_handler(lambda loop, context: None)  # Only the first failure is told.
         raise
     finally:
         while left := asyncio.all_tasks(loop):
@@ -57,6 +58,26 @@ def _run_to_the_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 asyncio_utils._run_sync_via_new_loop = _run_to_the_end
+
+_cancellable = asyncio_utils.cancellable
+
+
+async def _cancellable_but_commits(awaitable: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns the result of an awaitable that may be cancelled, unless TensorStore commits it.
+
+    TensorStore finishes a commit that nobody awaits any more, and would make the folder again after
+    it was removed: `_run_to_the_end` waits for the task that is shielded here.
+    """
+    if isinstance(awaitable, ts.Future):
+        awaitable = asyncio.shield(_result_of(awaitable))
+    return await _cancellable(awaitable, *args, **kwargs)
+
+
+async def _result_of(commit: ts.Future) -> Any:
+    return await commit
+
+
+asyncio_utils.cancellable = _cancellable_but_commits
 
 
 class _SteadyTime:

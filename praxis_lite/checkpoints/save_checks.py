@@ -1,6 +1,7 @@
 """Checks of a state before it is saved: its names, and that its numbers are finite."""
 
 import functools
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -19,21 +20,14 @@ from praxis_lite.core.sharding.memory_spaces import to_device
 def check_names(layout: StateLayout) -> None:
     """Checks that no two leaves have the same name in a checkpoint.
 
-    Orbax joins names by "." and writes two leaves of one name over each other without a word; we
-    join them by "/".
+    Orbax joins names by "." and silently writes two leaves of one name over each other; we join
+    them by "/".
 
     Raises:
       ConfigError: two leaves would share a name, or one would lie inside another; a name is empty,
         or has nothing between two "." or "/"; or a dtype cannot be stored.
     """
-
-    def refuse(first: str, second: str) -> None:
-        raise ConfigError(
-            f"{first} and {second} would have one name in a checkpoint, where '.' and '/' part "
-            "names. Rename one of them."
-        )
-
-    stored = {}
+    stored = []
     for path, _ in jax.tree.leaves_with_path(layout.shapes):
         names = [jax.tree_util.keystr((key,), simple=True) for key in path]
         parts = tuple(part for name in names for part in re.split("[./]", name))
@@ -43,14 +37,14 @@ def check_names(layout: StateLayout) -> None:
                 f"{shown} cannot be saved: a name in it is empty, or begins or ends with '.' or "
                 "'/', or has two of them in a row. Rename it."
             )
-        if parts in stored:
-            refuse(stored[parts], shown)
-        stored[parts] = shown
-    # Sorted, what lies inside a leaf stands right behind it.
-    in_order = sorted(stored)
-    for outer, inner in zip(in_order, in_order[1:], strict=False):
+        stored.append((parts, shown))
+    # In sorted order, a name that equals another or is inside it comes directly after it.
+    for (outer, first), (inner, second) in itertools.pairwise(sorted(stored)):
         if inner[: len(outer)] == outer:
-            refuse(stored[outer], stored[inner])
+            raise ConfigError(
+                f"{first} and {second} would have one name in a checkpoint, where '.' and '/' "
+                "separate names. Rename one of them."
+            )
     for leaf in layout.leaves():
         try:
             ts.dtype(str(leaf.dtype))

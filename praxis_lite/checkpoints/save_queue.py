@@ -5,7 +5,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from praxis_lite.checkpoints.background_save import BackgroundSave, FailedSave, why
+from praxis_lite.checkpoints.background_save import (
+    BackgroundSave,
+    FailedSave,
+    OpenFolder,
+    why,
+)
+from praxis_lite.checkpoints.steps.retention import retained_steps
 from praxis_lite.checkpoints.steps.save_settings import SaveSettings
 from praxis_lite.checkpoints.steps.verified_steps import VerifiedSteps
 from praxis_lite.core.partitioner.train_state import TrainState
@@ -33,16 +39,22 @@ class SaveQueue:
         self._saved = saved
         self._numbers = itertools.count()
         self._in_flight: BackgroundSave | None = None
+        self._opened: OpenFolder | None = None
         self._num_failed, self._retry_at = 0, float("inf")
 
     def begin(self, state: TrainState, manifest: dict[str, Any]) -> None:
         """Begins a save; none is in flight."""
         self._retry_at = float("inf")
-        self._in_flight = BackgroundSave(
+        save = self._in_flight = BackgroundSave(
             self._steps.directory, manifest, f"{self._name}, save {next(self._numbers)}",
             self._published,
         )
-        self._in_flight.begin(state)
+        try:
+            save.begin(state)
+        finally:
+            # Kept open until the next save has begun: a cancelled save may leave writes in
+            # TensorStore's threads, which name the folder by the number of an open file.
+            self._opened = save.opened
 
     def end(self, state: TrainState, manifest: dict[str, Any]) -> None:
         """Waits until the save in flight is whole, beginning it again where it failed."""
@@ -91,8 +103,8 @@ class SaveQueue:
         failed = f"The checkpoint of step {save.step} could not be saved: {why(save.error)}"
         if self._num_failed > retries or save.failed_alone:
             raise FailedSave(
-                f"{failed}. {self._steps.newest_in_words()} Make room, or mend what failed; the "
-                "same command then goes on from there. With run.checkpoints.retries=N a save that "
+                f"{failed}. {self._steps.newest_in_words()} Make room, or fix the cause; the same "
+                "command then resumes from there. With run.checkpoints.retries=N a save that "
                 "fails is tried again."
             ) from save.error
         self._retry_at = time.monotonic() + self._settings.retry_seconds
@@ -100,12 +112,17 @@ class SaveQueue:
         return False
 
     def _published(self, step: int) -> None:
-        """Tells of a step that is whole, and deletes on the first process what need not stay."""
+        """Reports a step that is complete; on the first process deletes what is not retained."""
         self._saved(step)
         if not processes.is_first():
             return
         self._steps.forget(step)
+        settings, steps = self._settings, self._steps.committed()
         try:
-            self._steps.delete_all_but(self._settings.kept)
+            retained = retained_steps(
+                steps, self._steps.metrics(), settings.max_to_keep, settings.keep_every_steps,
+                settings.best,
+            )
+            self._steps.delete(set(steps) - retained)
         except Exception as error:  # The save did not fail: the next one tries this again.
             self._note(f"old checkpoints could not be deleted: {why(error)}")

@@ -13,14 +13,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from praxis_lite.checkpoints.steps.manifest import Leaves, check_same, manifest_leaf
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout, TrainState
 
-# Bytes that are read at a time besides what they become: the host's share of a large state must
-# not be in memory twice.
+# Bytes that are read at a time: the host's share of a large state must not be in memory twice.
 _MOST_BYTES_AT_ONCE = 4 * 10**9
 _NUM_THREADS = 16
 
 
 class ReadableArray(Protocol):
-    """An array whose parts can be read, wherever it is stored."""
+    """An array whose parts can be read, from disk or from memory."""
 
     def read_block(self, index: tuple[slice, ...]) -> np.ndarray:
         """Returns a part that lies within the unpadded array."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from praxis_lite.checkpoints.stored_arrays import StoredArray, stored_arrays
-from praxis_lite.checkpoints.tools import Progress, manifest_of, no_progress, told
+from praxis_lite.checkpoints.tools import manifest_of, tracked
 
 _ORIGINS = {
     "data": "the position in the training data", "config_xxh3_128": "the config's digest",
@@ -16,7 +16,7 @@ _ORIGINS = {
 }
 
 
-def step_differences(first: Path, second: Path, progress: Progress = no_progress) -> Iterator[str]:
+def step_differences(first: Path, second: Path) -> Iterator[str]:
     """Yields a line for each difference between two steps' values and origins.
 
     How values are stored (mesh, specs, padding) does not count.
@@ -28,10 +28,10 @@ def step_differences(first: Path, second: Path, progress: Progress = no_progress
     arrays = [stored_arrays(*element) for element in zip((first, second), manifests, strict=True)]
     for key, what in _ORIGINS.items():
         yield from _origin(what, *(manifest[key] for manifest in manifests))
-    for array in told(dict(sorted((arrays[1] | arrays[0]).items())), progress):
-        path, item, other = array.path, *(result.get(array.path) for result in arrays)
+    for path in tracked(sorted(arrays[0] | arrays[1])):
+        item, other = (result.get(path) for result in arrays)
         if item is None or other is None:
-            only = "second" if item is None else "first"
+            only, array = ("second", other) if item is None else ("first", item)
             yield f"{path}: only in the {only}, {array.dtype.name}{list(array.shape)}"
             continue
         if item.shape != other.shape:

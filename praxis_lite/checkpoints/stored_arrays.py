@@ -51,11 +51,6 @@ class StoredArray:
     def dtype(self) -> np.dtype:
         return self.array.dtype.numpy_dtype
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the padded array, decoded."""
-        return math.prod(self.padded_shape) * self.dtype.itemsize
-
     def parts(self) -> Iterator[slice]:
         """Yields the rows to read at a time: those of one chunk, or of several up to 64 MiB."""
         yield from self._parts(self.shape)

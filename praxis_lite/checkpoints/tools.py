@@ -5,20 +5,22 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from rich.console import Console
+from rich.progress import track
 
 from praxis_lite.checkpoints.steps import step_dirs, step_files
 from praxis_lite.checkpoints.steps.manifest import COMMIT_JSON, MANIFEST_JSON
-from praxis_lite.checkpoints.stored_arrays import StoredArray, stored_arrays
+from praxis_lite.checkpoints.stored_arrays import stored_arrays
 from praxis_lite.core.errors import ConfigError, few, format_bytes
 from praxis_lite.host.text_table import table_lines
 from praxis_lite.job.local_directory import local_directory
 
-Progress = Callable[[str, float], None]  # Told what is read, and the share that is done.
+_Item = TypeVar("_Item")
 _SET_ASIDE = {
     "damaged": "quarantined",
     "saving": "saving, or left by a save that was cut short",
@@ -27,17 +29,12 @@ _SET_ASIDE = {
 }
 
 
-def no_progress(what: str, share: float) -> None:
-    """Shows nothing."""
-
-
-def told(arrays: Mapping[str, StoredArray], progress: Progress) -> Iterator[StoredArray]:
-    """Yields the arrays in order, and tells how far that is, by their bytes."""
-    done, total = 0, sum(array.num_bytes for array in arrays.values())
-    for path, array in arrays.items():
-        progress(path, done / max(total, 1))
-        done += array.num_bytes
-        yield array
+def tracked(items: Sequence[_Item]) -> Iterable[_Item]:
+    """Yields the items; on a terminal it shows meanwhile, on standard error, how many are done."""
+    console = Console(stderr=True)
+    return track(
+        items, "reading", console=console, transient=True, disable=not console.is_terminal
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,12 +103,10 @@ def manifest_of(step_dir: Path) -> dict[str, Any]:
     return manifest
 
 
-def list_steps(directory: Path, progress: Progress = no_progress) -> list[ListedStep]:
+def list_steps(directory: Path) -> list[ListedStep]:
     """Returns all steps of a directory, and the leftovers of others; reads every file of a step."""
-    steps = [str(step) for step in step_dirs.numbered_steps(directory)]
     listed = []
-    for count, name in enumerate(steps):
-        progress(f"step {name}", count / len(steps))
+    for name in tracked([str(step) for step in step_dirs.numbered_steps(directory)]):
         wrong = what_is_wrong(directory / name)
         if not wrong or (directory / name).exists():  # Else deleted by a job that is at work there.
             listed.append(_listed(directory / name, few(wrong, 2, "; ") or "good"))
@@ -129,12 +124,12 @@ def what_is_wrong(step_dir: Path) -> list[str]:
         return [f"foreign: {error}"]
 
 
-def what_is_wrong_within(step_dir: Path, progress: Progress = no_progress) -> list[str]:
+def what_is_wrong_within(step_dir: Path) -> list[str]:
     """Returns the errors of a step, having decoded every array and looked at its padding."""
     if wrong := what_is_wrong(step_dir):
         return wrong
     try:
-        for array in told(stored_arrays(step_dir, manifest_of(step_dir)), progress):
+        for array in tracked(list(stored_arrays(step_dir, manifest_of(step_dir)).values())):
             try:
                 if not array.padding_is_zero():
                     wrong.append(f"{array.path} has a padding that is not zero")

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from praxis_lite.checkpoints.steps.save_settings import check_watched_metric
+from praxis_lite.checkpoints.steps.retention import check_watched_metric
 from praxis_lite.core.errors import ConfigError, is_whole, require
 
 

@@ -87,8 +87,9 @@ class TrainedModel:
         return f"TrainedModel({self.experiment}, step {self.step}{numbers}; {mesh}; {self.job_dir})"
 
     def _repr_html_(self) -> str:
-        title = f"{self.experiment}, step {self.step}"
-        return html_of(title, str(self.job_dir), self.metrics, self.evaluations)
+        title, curve = f"{self.experiment}, step {self.step}", self._files.loss_curve_png
+        png = curve.read_bytes() if curve.is_file() else b""
+        return html_of(title, str(self.job_dir), self.metrics, self.evaluations, png)
 
     @property
     def metrics(self) -> dict[str, np.ndarray]:

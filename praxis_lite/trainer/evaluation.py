@@ -19,13 +19,13 @@ from praxis_lite.inputs.batches import checked_batches, non_finite_rows
 from praxis_lite.inputs.numpy_data import InMemory
 from praxis_lite.job.events import COMPILE, DISPATCH, ON_DEVICES, events
 from praxis_lite.trainer.checks.id_sizes import num_ids_of
-from praxis_lite.trainer.checks.memory import compile_step
-from praxis_lite.trainer.job_on_mesh import JobOnMesh, compile_together
+from praxis_lite.trainer.compilation import compile_step, compile_together
+from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.metrics.json_lines import append_lines
 from praxis_lite.trainer.metrics.packed import Packed, packed
 from praxis_lite.trainer.metrics.progress import metric_text
 from praxis_lite.trainer.metrics.records import write_records
-from praxis_lite.trainer.metrics.weighted import WeightedMean, WeightedScalars
+from praxis_lite.trainer.metrics.weighted import WeightedMean
 from praxis_lite.trainer.restored_weights import restored_weights
 
 Batch = Mapping[str, np.ndarray]
@@ -36,8 +36,8 @@ class Evaluator:
     """Means of a task's metrics over a pass of datasets, or `max_eval_batches` of it.
 
     Attributes:
-      note: told of NaN in a dataset whose metrics are not finite.
-      seed: of the keys that a task may draw with (`Task.compute_eval_loss`).
+      note: prints a line, on NaN in a dataset whose metrics are not finite.
+      seed: of the keys with which a task may draw (`Task.compute_eval_loss`).
     """
 
     partitioner: Partitioner
@@ -59,7 +59,7 @@ class Evaluator:
           step: of the weights.
           should_stop: asked before each batch. If it returns True, None is returned.
           examples: filled, by dataset, with the task's per-example outputs: a record for each row
-            that is no padding. None: they are not worked out.
+            that is not padding. None: they are not computed.
 
         Raises:
           ConfigError: a batch has ids that the model has no row for.
@@ -85,12 +85,12 @@ class Evaluator:
                 key = partitioner.batch_key(self.seed, step, index)
                 with events.phase(DISPATCH):
                     outputs = run(mdl_vars, batch, key)
-                metrics, *others = (outputs,) if examples is None else outputs
+                metrics, *row_outputs = (outputs,) if examples is None else outputs
                 if pending is not None:
-                    _add(mean, records, *_on_host(*pending))
-                pending = packed(metrics), others
+                    _add(mean, records, *pending)
+                pending = packed(metrics), row_outputs
             if pending is not None:
-                _add(mean, records, *_on_host(*pending))
+                _add(mean, records, *pending)
             if examples is not None and records:
                 examples[name] = records
             results[name] = {**mean.result(), **pipeline.baselines()}
@@ -108,21 +108,19 @@ class Evaluator:
                 return
 
 
-def _on_host(metrics: Packed, others: list[Any]) -> Any:
-    with events.phase(ON_DEVICES):
-        return metrics.on_host(), *jax.device_get(others)
-
-
 def _add(
-    mean: WeightedMean,
-    records: list[dict[str, Any]],
-    metrics: WeightedScalars,
-    outputs: Mapping[str, Any] | None = None,
-    is_true_row: Any = None,
+    mean: WeightedMean, records: list[dict[str, Any]], metrics: Packed, row_outputs: list[Any]
 ) -> None:
-    mean.add(metrics)
-    if outputs:
-        records += records_of(outputs, is_true_row)
+    """Waits for the outputs of a batch, and adds its metrics and a record for each real row.
+
+    Args:
+      row_outputs: per-example outputs, and which rows are real; [] if they are not collected.
+    """
+    with events.phase(ON_DEVICES):
+        scalars, row_outputs = metrics.on_host(), jax.device_get(row_outputs)
+    mean.add(scalars)
+    if row_outputs and row_outputs[0]:
+        records += records_of(*row_outputs)
 
 
 def evaluate(job: JobOnMesh, step: int | str | None) -> None:

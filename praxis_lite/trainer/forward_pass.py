@@ -1,4 +1,4 @@
-"""A model's own call, compiled for a mesh, on whatever arrays its caller has."""
+"""A model's own call, compiled for a mesh, on arrays of any shapes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ def forward_pass(partitioner: Partitioner) -> Callable[..., Any]:
 
     Arrays among the arguments, or in trees there, have rows first, which are split over the mesh
     like those of a batch. Other arguments, such as flags, reach the model unchanged. A model of
-    plain functions has no call; `task.predict(params, *args, None)` stands in for it.
+    plain functions has no call; `task.predict(params, *args, None)` is used instead.
     """
     compiled = jax.jit(
         forward_on_the_mesh(partitioner), static_argnums=2, out_shardings=partitioner.replicated
@@ -92,7 +92,7 @@ def check_call(task: Task, args: Sequence[Any], named: Mapping[str, Any]) -> Non
     sizes = task.num_ids()
     if not {"ids", "src_ids"} & sizes.keys():
         return
-    # A model of sources and targets, or of ids, whatever it calls these.
+    # A model of sources and targets, or of ids, by any argument names.
     order = ("src_ids", "ids") if "src_ids" in sizes else ("ids",)
     given = dict(zip(order, args, strict=False)) | {
         LEAVES_OF_ARGUMENTS.get(name, name): x for name, x in named.items()

@@ -1,4 +1,4 @@
-"""What a launch writes into its job's directory besides metrics and checkpoints."""
+"""Files of a launch in its job's directory other than metrics and checkpoints."""
 
 from collections.abc import Callable
 
@@ -45,11 +45,11 @@ class ConfigFiles:
         Before other files: a launch that is stopped from here on leaves a job to resume.
         """
         if not self._files.config_json.is_file():
-            self._write()
+            self._files.write_config(self.json, self._lines)
 
     def write(self) -> None:
         """Writes config.json and config.txt, and copies the tokenizers that the config names."""
-        self._write()
+        self._files.write_config(self.json, self._lines)
         if processes.is_first():
             keep_tokenizers(self._launched.config, self._files)
 
@@ -57,9 +57,6 @@ class ConfigFiles:
         """Returns how the config differs from that of the launch before."""
         before = load_config_file(self._files.config_json, packages=self._launched.packages)
         return config_difference(before.config, self._launched.config)
-
-    def _write(self) -> None:
-        self._files.write_config(self.json, self._lines)
 
 
 def write_layout(partitioner: Partitioner, files: JobDir) -> None:
@@ -74,18 +71,6 @@ def write_layout(partitioner: Partitioner, files: JobDir) -> None:
         print(f"note: {note}")
     for warning in layout_warnings(layout):
         print(f"WARNING: {warning}")
-
-
-def has_loss_curve(files: JobDir) -> bool:
-    """Returns True if the picture of a job's losses is newer than the lines that it shows."""
-    try:
-        drawn = files.loss_curve_png.stat().st_mtime_ns
-        return all(
-            path.stat().st_mtime_ns < drawn
-            for path in (files.metrics_jsonl, files.eval_metrics_jsonl) if path.exists()
-        )
-    except OSError:
-        return False
 
 
 def draw_loss_curve(files: JobDir, step: int, note: Callable[[str], None]) -> None:

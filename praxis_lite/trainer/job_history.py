@@ -17,7 +17,7 @@ from praxis_lite.trainer.metrics.json_lines import evaluation_lines, newest_line
 def lacks_evaluation(
     run: RunConfig, eval_sets: Collection[str], job: JobDir, step: int
 ) -> bool:
-    """Returns True if a job that goes on from a step has yet to evaluate it.
+    """Returns True if a job that resumes from a step has yet to evaluate it.
 
     The state before the first step, which hosts may hold in memory, is never evaluated.
     """
@@ -104,11 +104,7 @@ def is_complete(job: JobDir, step: int, packages: Collection[str] = ()) -> bool:
       packages: of the user, that its config may name.
     """
     run = build(load_config_file(job.config_json, packages=packages).config.run)
-    if step >= run.num_train_steps:
-        return True
-    early = run.stopping.early
-    values = watched_history(early, job, step)
-    return early is not None and early.reason_to_stop(values) is not None
+    return step >= run.num_train_steps or why_stopped_early(run, job, step) is not None
 
 
 def losses_before(run: RunConfig, job: JobDir) -> list[float]:
@@ -127,7 +123,7 @@ def evaluates(run: RunConfig, step: int) -> bool:
 
 
 def when_checkpoints_come(run: RunConfig, first_step: int) -> str:
-    """Returns a line: when a run that begins at `first_step` saves its first checkpoint."""
+    """Returns a line on when a run that begins at `first_step` saves checkpoints."""
     steps, seconds = run.checkpoints.every_steps, run.checkpoints.seconds_between
     due = []
     if steps is not None:
@@ -152,7 +148,7 @@ def unsound_end(
     It was skipped, or its evaluation is not finite. Called once all of the run is on disk.
 
     Args:
-      num_skipped: so many steps in a row, up to the last, were skipped.
+      num_skipped: number of steps in a row, up to the last, that were skipped.
       eval_sets: the datasets of the evaluations, of which the newest counts.
     """
     where = (
@@ -162,7 +158,7 @@ def unsound_end(
     )
     advice = (
         f"Look at loss, grad_norm and learning_rate in metrics.jsonl, and {where}; lower the "
-        "learning rate, clip the gradient, mend the data, or take bfloat16 in place of float16. To "
+        "learning rate, clip the gradient, fix the data, or take bfloat16 in place of float16. To "
         "go on from here, raise run.num_train_steps."
     )
     if num_skipped:

@@ -1,14 +1,13 @@
 """A job on its mesh: all of it checked, nothing compiled."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from praxis_lite.core.errors import ConfigError, require_choice
-from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.sharding.mesh import filled_mesh, make_mesh, simulate_devices
 from praxis_lite.core.sharding.mesh_config import CompilerOptions, merged_options
@@ -27,8 +26,8 @@ from praxis_lite.trainer.checks.job_checks import (
     check_parts,
     check_watched_metrics,
 )
-from praxis_lite.trainer.checks.memory import check_fits, compile_step
-from praxis_lite.trainer.compilation_cache import use_compilation_cache
+from praxis_lite.trainer.checks.memory import check_fits
+from praxis_lite.trainer.compilation import use_compilation_cache
 from praxis_lite.trainer.layout_table import mesh_text
 
 
@@ -148,11 +147,11 @@ def partitioner_on(
     """Returns the job's task on a mesh, by the job's own partitioner if any.
 
     Args:
-      more_options: of the compiler, besides those of `job.mesh`, which count first.
+      more_options: of the compiler, in addition to those of `job.mesh`, which take precedence.
     """
     options = merged_options(job.mesh.compiler_options, more_options)
     options = {name: given for name, given in options.items() if given}
-    # A partitioner of the user's own may take none.
+    # A custom partitioner may take none.
     settings = {"compiler_options": options} if options else {}
     return (job.partitioner or Partitioner)(job.task, mesh, **settings)
 
@@ -162,21 +161,3 @@ def print_compiler_options(partitioner: Partitioner) -> None:
     if options := partitioner.train_options:
         words = ", ".join(f"{name}={value}" for name, value in options.items())
         print(f"compiler options: {words}", flush=True)
-
-
-def compile_together(steps: Iterable[tuple[Step, InputPipeline, str]]) -> None:
-    """Lets several processes compile, each at its pace, before they meet in a step.
-
-    Gloo, between processes on CPU, waits no longer than 30 s for the others in its first
-    collective.
-
-    Args:
-      steps: each with a dataset and its name, "datasets.train".
-
-    Raises:
-      OutOfMemory: as `compile_step`, of all processes of this host together.
-    """
-    if processes.count() > 1:
-        for step, pipeline, name in steps:
-            compile_step(step, pipeline, name, processes.count_on_this_host())
-        processes.exchange("the steps are compiled", "", 3600)

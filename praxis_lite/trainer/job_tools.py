@@ -1,4 +1,4 @@
-"""What a job that trains is given besides its config, by whoever launches it."""
+"""What the launcher gives a job that trains, in addition to its config."""
 
 import contextlib
 import dataclasses
@@ -33,7 +33,7 @@ class SavedState(Protocol):
         ...
 
     def restore(self, layout: "StateLayout", mesh: "Mesh") -> "Restored":
-        """Returns it on a mesh, whatever mesh saved it."""
+        """Returns it on any mesh; it may have been saved on another."""
         ...
 
 
@@ -54,7 +54,7 @@ class OtherSaves(contextlib.AbstractContextManager):
 
 @dataclasses.dataclass(frozen=True)
 class JobTools:
-    """What a job that trains is given besides its config; by default nothing.
+    """What a job that trains is given in addition to its config; by default nothing.
 
     Those of the command line and of `praxis_lite.train` are `installed_job_tools()`.
 
@@ -69,7 +69,7 @@ class JobTools:
         status of a supervisor, or None in a worker. None: such launches are refused.
       beats: how each process learns that another one has died.
       summary_section: returns a further section of a job's summary, or "".
-      num_lost_steps: returns how many steps of a job were made again, as far as the recorder knows.
+      num_lost_steps: returns how many steps of a job were recomputed, as far as the recorder knows.
     """
 
     sources: "Mapping[str, Source]" = dataclasses.field(default_factory=dict)

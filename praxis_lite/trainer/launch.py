@@ -16,23 +16,19 @@ from praxis_lite.job.events import COMPILE, RESTORE, SAVE, events
 from praxis_lite.job.job_lock import JobLock
 from praxis_lite.job.processes.stopping import StopRequest
 from praxis_lite.trainer import trainer
+from praxis_lite.trainer.checks.datasets import step_for
 from praxis_lite.trainer.checks.job_checks import (
     check_batches_left,
     check_first_batches,
     notes_on_batch_size,
 )
 from praxis_lite.trainer.checks.resume import notes_on_resume
-from praxis_lite.trainer.checks.step_of_data import step_for
+from praxis_lite.trainer.compilation import compile_together
 from praxis_lite.trainer.hooks.hook import check_hooks
 from praxis_lite.trainer.hooks.skipped_steps import num_skipped_in_a_row
 from praxis_lite.trainer.hooks.standard import hooks_of
 from praxis_lite.trainer.hooks.tracking import trackers_of
-from praxis_lite.trainer.job_files import (
-    ConfigFiles,
-    draw_loss_curve,
-    has_loss_curve,
-    write_layout,
-)
+from praxis_lite.trainer.job_files import ConfigFiles, draw_loss_curve, write_layout
 from praxis_lite.trainer.job_history import (
     metrics_by_step,
     nothing_to_do,
@@ -40,7 +36,7 @@ from praxis_lite.trainer.job_history import (
     when_checkpoints_come,
     why_stopped_early,
 )
-from praxis_lite.trainer.job_on_mesh import JobOnMesh, compile_together
+from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.job_tools import JobTools, OtherSaves, SavedState
 from praxis_lite.trainer.loss_spikes import LossSpike, RollBacks
 from praxis_lite.trainer.metrics.progress import ProgressLine
@@ -120,7 +116,7 @@ def _finished_before(job: JobOnMesh, start: StartingPoint, reason: str) -> Train
     """Returns the end of a job with nothing left to train, and reports why that is so."""
     print(reason)
     events.report(nothing_to_do=reason)
-    if not has_loss_curve(job.files):
+    if not job.files.loss_curve_png.exists():
         draw_loss_curve(job.files, start.step, print)
     ended_early = why_stopped_early(job.run, job.files, start.step)
     return Trained(start.step, num_skipped_in_a_row(start.state), ended_early=ended_early)

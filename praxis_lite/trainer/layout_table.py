@@ -146,7 +146,7 @@ def _wasteful(layout: StateLayout) -> list[tuple[str, float]]:
 
 
 def _others(leaves: Sequence[LeafLayout]) -> str:
-    """Returns how many weights and slots there are besides the first leaf, in brackets; or ""."""
+    """Returns how many weights and slots there are after the first leaf, in brackets; or ""."""
     kinds = ["weights" if kind_of(leaf) == "weights" else "slots" for leaf in leaves]
     first, others = kinds[0], collections.Counter(kinds[1:])
     counts = [
@@ -160,8 +160,8 @@ def _others(leaves: Sequence[LeafLayout]) -> str:
 def bytes_per_device(layout: StateLayout) -> dict[str, int]:
     """Returns the bytes of a device's "weights", "optimizer slots" and "averaged weights (EMA)".
 
-    Weights include variables that are not trained, slots the counts of steps. Padding is included,
-    and left out is what lies in the host's memory.
+    Weights include variables that are not trained, slots the counts of steps. Padding is included;
+    arrays in the host's memory are not.
     """
     totals: dict[str, int] = collections.defaultdict(int)
     for leaf in layout.leaves():
@@ -169,14 +169,9 @@ def bytes_per_device(layout: StateLayout) -> dict[str, int]:
     return {kind: totals[kind] for kind in ("weights", "optimizer slots", _EMA) if kind in totals}
 
 
-def host_bytes_per_device(layout: StateLayout) -> int:
-    """Returns the bytes of a device's part of the state that lie in its host's memory."""
-    return sum(leaf.bytes_per_device for leaf in layout.leaves() if leaf.is_on_host)
-
-
 def host_note(layout: StateLayout) -> str:
-    """Returns a sentence on what of the state lies in the host's memory, or ""."""
-    on_host = host_bytes_per_device(layout)
+    """Returns a sentence on the part of the state in the host's memory, or ""."""
+    on_host = sum(leaf.bytes_per_device for leaf in layout.leaves() if leaf.is_on_host)
     return f"Its host keeps {format_bytes(on_host)} more of the state for it." if on_host else ""
 
 

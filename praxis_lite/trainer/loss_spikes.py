@@ -1,17 +1,17 @@
-"""Spikes among losses, and the number of times that a run goes back to before a spike."""
+"""Spikes among losses, and the number of times that a run is rolled back to before a spike."""
 
 import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any
 
 from praxis_lite.core.errors import ConfigError
 
-NUM_LOSSES = 100  # A loss is compared with so many before it,
-MIN_LOSSES = 10  # and is no spike if there are fewer than these.
+NUM_LOSSES = 100  # A loss is compared with at most this many before it,
+MIN_LOSSES = 10  # and is not a spike if there are fewer than this.
 MAX_ROLL_BACKS = 5
 
 
@@ -37,7 +37,7 @@ class SpikeDetector:
     Args:
       factor: a loss above this many times the median is a spike; None: there are no spikes. Nor
         are there any while the median is not above 0, as of a log-likelihood.
-      before: the losses of the steps before, as `losses_of` returns them.
+      before: the losses of the steps before, as `losses_of_newest` returns them.
     """
 
     def __init__(self, factor: float | None, before: Iterable[float] = ()):
@@ -60,19 +60,18 @@ class SpikeDetector:
         return None
 
 
-def losses_of(lines: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Returns the losses that the next loss is compared with, from the lines of metrics.jsonl."""
-    return losses_of_newest(reversed(lines))
-
-
 def losses_of_newest(lines: Iterable[Mapping[str, Any]]) -> list[float]:
-    """Returns `losses_of` by lines of which the newest comes first, as many as that takes."""
+    """Returns the losses that the next loss is compared with, the oldest first.
+
+    Args:
+      lines: of metrics.jsonl, the newest first; only as many are read as are needed.
+    """
     losses = (line["loss"] for line in lines if not line.get("is_loss_spike"))
     return list(itertools.islice(filter(math.isfinite, losses), NUM_LOSSES))[::-1]
 
 
 class RollBacks:
-    """Counts how often a run went back without getting beyond a step."""
+    """Counts how often a run was rolled back without getting beyond a step."""
 
     def __init__(self):
         self._furthest, self._num = -1, 0

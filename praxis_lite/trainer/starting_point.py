@@ -12,8 +12,8 @@ from praxis_lite.checkpoints.steps import step_dirs
 from praxis_lite.core.partitioner.train_state import TrainState
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.job.events import COMPILE, RESTORE, events
-from praxis_lite.trainer.checks.memory import compile_init
 from praxis_lite.trainer.checks.resume import check_resumable, check_same_seed
+from praxis_lite.trainer.compilation import compile_init
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.job_tools import SavedState
 from praxis_lite.trainer.loss_spikes import LossSpike

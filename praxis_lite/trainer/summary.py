@@ -1,4 +1,4 @@
-"""A job's results as a person wants to read them, from the files in its directory."""
+"""A job's results as text, from the files in its directory."""
 
 import textwrap
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def summary(
       more: returns another section, which comes after the evaluations; "": none.
     """
     columns = columns_in(job.metrics_jsonl)
-    with np.errstate(all="ignore"):  # Nobody knows who wrote the file.
+    with np.errstate(all="ignore"):  # The columns may contain any numbers.
         parts = [
             _training(columns), _evaluations(job), more(job), _times_of_a_step(columns),
             *(text for _, _, text in continuations(job, num_prompts)), _places(job),
@@ -52,9 +52,7 @@ def _continuations(file: DecodedFile, num_prompts: int) -> str:
         ) from None
     number, of = len(decoded.pairs), decoded.num_lines
     head = f"Continuations ({file.dataset}, step {file.step}"
-    if not decoded.is_whole:
-        head += f", {number} of more than {of}"
-    elif number < of:
+    if number < of:
         head += f", {number} of {of}"
     if decoded.num_unreadable:
         head += f", unreadable lines: {decoded.num_unreadable}"
@@ -75,7 +73,7 @@ def _training(columns: Columns) -> str:
 
 
 def _evaluations(job: JobDir) -> str:
-    # A process beside the training may have added those of former steps later.
+    # Another process may have added evaluations of earlier steps later.
     by_step = sorted(lines_if_any(job.eval_metrics_jsonl), key=lambda line: line["step"])
     newest = {str(line.get("dataset", "")): line for line in by_step}
     lines = []

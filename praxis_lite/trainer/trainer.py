@@ -19,11 +19,11 @@ from praxis_lite.trainer.hooks.hook import Hook, StepMade, by_name, overrides
 from praxis_lite.trainer.hooks.loop import Loop
 from praxis_lite.trainer.hooks.skipped_steps import num_skipped_in_a_row
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
-from praxis_lite.trainer.late_metrics import LateMetrics, PendingStep
 from praxis_lite.trainer.loss_spikes import LossSpike
 from praxis_lite.trainer.metrics.device_clock import DeviceClock
 from praxis_lite.trainer.metrics.packed import packed
 from praxis_lite.trainer.starting_point import StartingPoint
+from praxis_lite.trainer.step_metrics import LateMetrics, PendingStep
 
 
 @dataclasses.dataclass(frozen=True)

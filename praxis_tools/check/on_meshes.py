@@ -15,7 +15,7 @@ from praxis_lite.core.sharding.mesh import attached_devices, filled_mesh, simula
 from praxis_lite.experiment.experiment import Experiment
 from praxis_lite.experiment.launched_config import LaunchedConfig
 from praxis_lite.trainer.checks.job_checks import check_parts
-from praxis_lite.trainer.compilation_cache import use_compilation_cache
+from praxis_lite.trainer.compilation import use_compilation_cache
 from praxis_tools.check.bisect import REFUSALS, first_difference
 from praxis_tools.check.certificate import Certificate, mesh_name
 from praxis_tools.check.check import Check, CheckFailed

@@ -20,7 +20,7 @@ from praxis_lite.core.xla_workarounds.mended_products import mended
 from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.layers.attention.attentions import DotProductAttention
 from praxis_lite.layers.attention.latent import MultiHeadLatentAttention
-from praxis_lite.trainer.checks.step_of_data import step_for
+from praxis_lite.trainer.checks.datasets import step_for
 from praxis_lite.trainer.layout_table import (
     layout_table,
     layout_warnings,

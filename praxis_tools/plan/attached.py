@@ -14,7 +14,7 @@ from praxis_lite.core.partitioner.compiled_steps import Step
 from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.experiment.experiment import Job
 from praxis_lite.inputs.base import TRAIN
-from praxis_lite.trainer.checks.memory import compile_step
+from praxis_lite.trainer.compilation import compile_step
 from praxis_lite.trainer.job_on_mesh import partitioner_of
 from praxis_tools.plan.plan_text import figures, plan_text, seconds_text
 from praxis_tools.plan.predict import plan_of_compiled

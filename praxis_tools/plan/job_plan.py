@@ -13,7 +13,7 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.train_state import StateLayout
 from praxis_lite.core.sharding.inputs import num_rows_of
 from praxis_lite.experiment.experiment import Job
-from praxis_lite.trainer.compilation_cache import use_compilation_cache
+from praxis_lite.trainer.compilation import use_compilation_cache
 from praxis_lite.trainer.job_on_mesh import print_compiler_options
 from praxis_lite.trainer.layout_table import layout_warnings, mesh_text
 from praxis_tools.explain.compiler_warnings import explained_warnings

@@ -102,7 +102,7 @@ def _serve_huggingface(
     command: CommandLine, directory: str, listening: "socket.socket", **options: Any
 ) -> None:
     from praxis_lite.huggingface.model import load_on_devices
-    from praxis_lite.trainer.compilation_cache import use_compilation_cache
+    from praxis_lite.trainer.compilation import use_compilation_cache
 
     use_compilation_cache()
     model = load_on_devices(

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint._src import asyncio_utils
 from orbax.checkpoint._src.checkpointers import async_checkpointer
@@ -243,8 +244,8 @@ def test_a_save_that_fails_is_told_before_the_next_step(tmp_path, monkeypatch):
     assert isinstance(caught.value, ConfigError) and caught.value.__cause__ is FULL
     assert str(caught.value).startswith(
         "The checkpoint of step 7 could not be saved: No space left on device (/disk/7.saving). "
-        f"The newest checkpoint is of step 3, in {tmp_path}. Make room, or mend what failed; the "
-        "same command then goes on from there."
+        f"The newest checkpoint is of step 3, in {tmp_path}. Make room, or fix the cause; the same "
+        "command then resumes from there."
     )
     assert names_in(tmp_path) == ["3"] and step_files.verify(tmp_path / "3") == []
 
@@ -625,6 +626,24 @@ def test_when_one_write_fails_the_others_have_ended_too(tmp_path, monkeypatch):
             checkpoints.wait()
         assert len(began) == len(ended) == 2
     assert names_in(tmp_path) == []
+
+
+def test_a_commit_of_tensorstore_has_ended_when_a_cancelled_save_returns():
+    """Else it would make the folder again after its files were removed."""
+    ended, (promise, commit) = [], tensorstore.Promise.new()
+
+    def commits():
+        ended.append(0)
+        promise.set_result(None)
+
+    async def save():
+        asyncio.get_running_loop().call_soon(asyncio.current_task().cancel)
+        threading.Timer(0.1, commits).start()
+        await asyncio_utils.cancellable(commit)
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio_utils.run_sync(save())
+    assert ended == [0]
 
 
 def is_waiting(frame):

@@ -289,14 +289,6 @@ def test_nothing_of_jax_is_imported(job):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_progress_is_told_on_a_terminal_only(job, capsys, monkeypatch):
-    assert run(capsys, "digest", job[0])[2] == ""
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    code, out, err = run(capsys, "digest", job[0])
-    assert code == 0 and f"\r  0% {EMB}" in err and "% opt_states/slots" in err
-    assert err.endswith("\r" + " " * 78 + "\r") and "\n" not in err and "\r" not in out
-
-
 def test_a_reader_that_has_seen_enough_is_no_error(job):
     code = "import sys; from praxis_lite.checkpoints.__main__ import main; sys.exit(main())"
     with subprocess.Popen(

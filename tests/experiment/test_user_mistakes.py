@@ -163,7 +163,7 @@ def test_a_nan_in_the_data_is_named_by_batch_and_rows(in_a_row, tmp_path):
     words = "datasets.train: batch 2 (counted from 0) has NaN in 'y', rows 3, 7"
     assert words in done.out
     # Where the run ends for it, that is what it says.
-    assert (f"{words}: mend the data" in " ".join(done.err.split())) == (in_a_row == "1")
+    assert (f"{words}: fix the data" in " ".join(done.err.split())) == (in_a_row == "1")
 
 
 def test_options_that_there_are_not_are_told_the_nearest():

@@ -49,7 +49,7 @@ def at_once(monkeypatch):
 
 def test_lines_that_do_not_fit_are_kept_and_written_once_there_is_room(tmp_path, at_once):
     path, notes = tmp_path / "metrics.jsonl", []
-    with JsonLinesWriter(path, None, notes.append) as writer:
+    with JsonLinesWriter(path, -1, notes.append) as writer:
         writer.write({"step": 1, "loss": 2.5})
         before = path.read_bytes()
         with files_of_at_most(len(before) + 7):
@@ -81,25 +81,11 @@ def test_lines_that_are_lost_at_the_end_are_an_error_or_a_note_beside_another(tm
     assert "File too large" in words and len(notes) == 3
 
 
-def test_a_limited_number_of_lines_is_kept_and_the_others_are_counted(
-    tmp_path, at_once, monkeypatch
-):
-    monkeypatch.setattr(kept_lines, "_MOST_LINES", 3)
-    path, notes = tmp_path / "metrics.jsonl", []
-    with JsonLinesWriter(path, None, notes.append) as writer:
-        with files_of_at_most(0):
-            for step in range(1, 8):
-                writer.write({"step": step})
-        writer.write({"step": 8})
-    assert steps_in(path) == [6, 7, 8]
-    assert notes[1].endswith("with 3 lines of steps 6 to 8, and 5 before them are lost")
-
-
 def test_a_disk_that_stays_full_is_tried_once_a_second(tmp_path, monkeypatch):
     path, now = tmp_path / "metrics.jsonl", [100.0]
     monkeypatch.setattr(kept_lines.time, "monotonic", lambda: now[0])
     opens = mock.Mock(side_effect=descriptor)
-    with JsonLinesWriter(path, None, lambda line: None) as writer:
+    with JsonLinesWriter(path, -1, lambda line: None) as writer:
         monkeypatch.setattr(kept_lines, "descriptor", opens)
         with files_of_at_most(0):
             for step in range(1, 101):
@@ -159,7 +145,7 @@ def test_a_job_whose_lines_are_lost_says_so_and_ends_with_status_2_all_else_save
 
 def test_lines_that_cannot_be_moved_stay(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with JsonLinesWriter(path, None) as writer:
+    with JsonLinesWriter(path, -1) as writer:
         for step in range(1, 5):
             writer.write({"step": step})
     before = path.read_bytes()
@@ -187,7 +173,7 @@ def test_tensorboard_says_so_once_and_training_goes_on(tmp_path):
 
 def test_a_picture_that_cannot_be_drawn_leaves_the_old_one(tmp_path):
     lines, picture = tmp_path / "m.jsonl", tmp_path / "loss.png"
-    with JsonLinesWriter(lines, None) as writer:
+    with JsonLinesWriter(lines, -1) as writer:
         writer.write({"step": 1, "loss": 2.5})
         writer.write({"step": 2, "loss": 1.5})
     plot_loss_curve(lines, picture)

@@ -46,7 +46,7 @@ from praxis_lite.layers import rotary_lm
 from praxis_lite import (
     EvaluationSettings, Experiment, MeshConfig, RunConfig, SaveSettings, StopSettings, register,
 )
-from praxis_lite.checkpoints.steps.save_settings import BestCheckpoints
+from praxis_lite.checkpoints.steps.retention import BestCheckpoints
 from praxis_lite.decode import Sample
 from praxis_lite.experiment.early_stopping import EarlyStopping
 from praxis_lite.inputs import InMemory, TextCorpus, TextPrompts

@@ -21,7 +21,7 @@ from praxis_lite.trainer.loss_spikes import (
     LossSpike,
     RollBacks,
     SpikeDetector,
-    losses_of,
+    losses_of_newest,
 )
 from praxis_lite.trainer.metrics.json_lines import read_json_lines
 from tests.support import process_pairs
@@ -60,8 +60,8 @@ def test_a_resumed_run_finds_the_same_spikes(stop):
     lines = [{"loss": x, "is_loss_spike": int(whole.median_below(x) is not None)} for x in losses]
     finite = [x for x in lines[:stop] if math.isfinite(x["loss"])]
     window = [x["loss"] for x in finite if not x["is_loss_spike"]][-100:]
-    assert losses_of(lines[:stop]) == window
-    resumed = SpikeDetector(3.0, losses_of(lines[:stop]))
+    assert losses_of_newest(reversed(lines[:stop])) == window
+    resumed = SpikeDetector(3.0, window)
     actual = [int(resumed.median_below(x) is not None) for x in losses[stop:]]
     assert actual == [line["is_loss_spike"] for line in lines[stop:]]
 

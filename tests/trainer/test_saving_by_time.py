@@ -1,11 +1,11 @@
-"""Checkpoints by time, and the lines of steps that a killed job had made."""
+"""Checkpoints by time, and the lines of steps that a killed job did not save."""
 
 import pytest
 
 from praxis_lite import ConfigError, RunConfig, SaveSettings
 from praxis_lite.job.processes.stop_consensus import StopConsensus
 from praxis_lite.trainer.job_history import when_checkpoints_come
-from praxis_lite.trainer.metrics.json_lines import JsonLinesWriter, read_json_lines
+from praxis_lite.trainer.metrics.json_lines import read_json_lines
 from tests.support.job_runs import copy_of_trained, launch
 
 
@@ -18,7 +18,7 @@ from tests.support.job_runs import copy_of_trained, launch
         ({"every_seconds": 0}, None, "all its steps are lost"),
     ],
 )
-def test_a_job_that_says_nothing_saves_by_time(settings, seconds, words):
+def test_a_job_without_settings_saves_by_time(settings, seconds, words):
     run = RunConfig(num_train_steps=100, checkpoints=SaveSettings(**settings))
     assert run.checkpoints.seconds_between == seconds
     assert words in when_checkpoints_come(run, 37)
@@ -39,22 +39,8 @@ def test_a_save_is_due_until_one_is_begun(mesh_of):
     assert not consensus.save_is_due
 
 
-def test_lines_of_steps_that_are_made_again_are_kept_in_a_file_of_their_own(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    for first, last in ((0, 9), (5, 8), (0, 2)):
-        with JsonLinesWriter(path, first) as writer:
-            for step in range(first + 1, last + 1):
-                writer.write({"step": step, "loss": float(10 * last + step)})
-    assert [line["step"] for line in read_json_lines(path)] == [1, 2]
-    lost = read_json_lines(tmp_path / "metrics.lost.jsonl")
-    assert [line["step"] for line in lost] == [6, 7, 8, 9, *range(1, 9)]
-    # Of the run that made them.
-    assert [line["loss"] for line in lost[:4]] == [96.0, 97.0, 98.0, 99.0]
-    assert lost[-1]["loss"] == 88.0 and lost[4]["loss"] == 91.0
-
-
 @pytest.mark.slow
-def test_a_job_saves_by_the_clock_and_says_what_it_makes_again(tmp_path):
+def test_a_job_saves_by_the_clock_and_reports_the_steps_that_it_recomputes(tmp_path):
     job = copy_of_trained(tmp_path / "job")
     again = launch(
         "--exp=jobzoo.experiments.Tiny", f"--job_log_dir={job.path}", "--set",

@@ -132,7 +132,7 @@ def test_texts_of_continuations_may_have_any_letters(tmp_path):
                      "    goes on | c", "            | d\\x1b[31m"]
 
 
-@pytest.mark.parametrize("line", ["[" * 100_000, "7", "{", '"a"', "\udcff", ""])
+@pytest.mark.parametrize("line", ["7", "{", '"a"', "\udcff", ""])
 def test_lines_that_are_no_records_are_counted(line, tmp_path):
     path = JobDir(tmp_path).decode_jsonl("p", 7)
     path.parent.mkdir(parents=True)
@@ -141,19 +141,6 @@ def test_lines_that_are_no_records_are_counted(line, tmp_path):
     head, *lines = summary(JobDir(tmp_path)).split("\n\n")[0].splitlines()
     assert head == "Continuations (p, step 7, 2 of 3, unreadable lines: 1)"
     assert lines == 2 * ["  prompt    | a", '    goes on | {"score": 3}']
-
-
-def test_of_a_huge_file_a_part_is_read(tmp_path):
-    job = JobDir(tmp_path)
-    records = [{"prompt": f"{n}", "continuation": "x" * 10_000} for n in range(500)]
-    for dataset in ("p", COMMAND_LINE):
-        write_lines(job.decode_jsonl(dataset, 7), records)
-    newest, first = (text.split("  prompt    | ") for text in summary(job).split("\n\n")[:2])
-    assert first[0] == "Continuations (p, step 7, 3 of more than 417)\n"
-    assert newest[0] == "Continuations (command_line, step 7, 3 of more than 417)\n"
-    assert [text.split()[0] for text in (*first[1:], *newest[1:])] == [
-        "0", "1", "2", "497", "498", "499",
-    ]
 
 
 def test_lines_of_metrics_may_lack_numbers(tmp_path):

@@ -1,4 +1,4 @@
-"""Weights that are frozen before anything has trained them: adapters over noise."""
+"""Refuses weights that are frozen before anything has trained them: adapters over noise."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -9,7 +9,7 @@ from praxis_lite.core.sharding.weight_spec import WeightSpec, spec_items
 from praxis_lite.layers.whole_model.adapters import ADAPTER_WEIGHTS
 
 Path = tuple[str, ...]
-# Weights beside a frozen one that are so many times smaller adapt it.
+# Weights next to a frozen one that are this many times smaller adapt it.
 _THIN = 2
 
 
@@ -18,8 +18,8 @@ def check_frozen_base(
 ) -> None:
     """Checks that the weights that a new state freezes come from somewhere.
 
-    It is refused where adapters, or other thin weights, are trained beside a frozen matrix that is
-    drawn; and where more than half of all parameters are such matrices. A vector may be anything
+    It is refused where adapters, or other thin weights, are trained next to a frozen matrix that
+    is drawn; and where more than half of all parameters are such matrices. A vector may be anything
     that is counted or set, such as a correction of loads.
 
     Args:

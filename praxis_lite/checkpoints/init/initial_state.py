@@ -1,4 +1,4 @@
-"""Where the state of a new job comes from: a protocol; and the rest of that state, made."""
+"""Where the state of a new job comes from: a protocol, and the creation of all other arrays."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
@@ -40,7 +40,7 @@ class InitialState(Protocol):
     def read(self, mesh: Mesh, note: Note) -> Mapping[str, jax.Array]:
         """Returns the arrays by path, padded, in their shards; tells `note` how far it is.
 
-        Several processes call it together, and each makes the shards of its own devices.
+        Several processes call it together; each makes the shards of its devices.
         """
         ...
 

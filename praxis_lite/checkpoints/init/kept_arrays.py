@@ -1,7 +1,6 @@
 """Weights in the form that a state keeps, made of whole ones that were read; and the way back."""
 
 import dataclasses
-import functools
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -91,15 +90,15 @@ def whole_arrays(
         local = {name: leaf_of[f"{path}/{name}"] for name in form.parts}
 
         def whole(
-            parts: Mapping[str, jax.Array], path: str = path, form: PackedForm = form,
-            local: Mapping[str, LeafLayout] = local,
+            parts: Mapping[str, jax.Array], form: PackedForm = form,
+            local: Mapping[str, LeafLayout] = local, leaf: LeafLayout = whole_leaf[path],
         ) -> jax.Array:
-            true = {name: x[tuple(map(slice, local[name].shape))] for name, x in parts.items()}
-            return _padded(form.of_parts(true).astype(form.spec.dtype), whole_leaf[path])
+            logical = {name: x[tuple(map(slice, local[name].shape))] for name, x in parts.items()}
+            return _padded(form.of_parts(logical).astype(form.spec.dtype), leaf)
 
         parts = {name: result.pop(f"{path}/{name}") for name in form.parts}
         sharding = NamedSharding(mesh, whole_leaf[path].spec)
-        result[path] = jax.jit(functools.partial(whole), out_shardings=sharding)(parts)
+        result[path] = jax.jit(whole, out_shardings=sharding)(parts)
     return result
 
 

@@ -27,7 +27,7 @@ class CheckpointLoadingRules:
       load_rules: (pattern, template) each. A variable whose name matches is loaded from the one
         named `template.format(*groups)`, with "/" or "." between names; "ema/params/..." is the
         moving average of a weight. The first match wins. LOAD_ALL takes all as they are.
-      ignore_rules: patterns of variables that this checkpoint does not give, whatever matches.
+      ignore_rules: patterns of variables that this checkpoint never provides.
       cast_rules: patterns of variables that may have another floating dtype in the checkpoint, and
         are cast; those of opt_states begin with "opt_states/". Without it that is an error.
       directory: of the job, of its checkpoints, or of one step; by default the key of these rules.
@@ -37,7 +37,7 @@ class CheckpointLoadingRules:
         The first checkpoint that says so wins.
       load_opt_states: all opt_states too; the first checkpoint wins.
       partial_load_opt_states: the slots of the weights that are loaded, where they have the same
-        place, shape and dtype, and the counts of their optimizers, from which schedules go on.
+        place, shape and dtype, and the counts of their optimizers, from which schedules continue.
       load_ema_states: "params/..." are taken from the moving averages too, where there are any.
       safe_load: a pattern that matches nothing is an error.
 

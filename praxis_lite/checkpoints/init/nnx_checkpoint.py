@@ -159,21 +159,13 @@ def _is_checkpoint(directory: Path) -> bool:
 
 
 def _step_folders(directory: Path) -> dict[int, Path]:
-    """Returns the checkpoints in a folder by step, in order; {} if it is itself a checkpoint.
-
-    Raises:
-      ConfigError: two have one number.
-    """
-    steps: dict[int, Path] = {}
+    """Returns the checkpoints in a folder by step, in order; {} if it is itself a checkpoint."""
     if _is_checkpoint(directory) or not directory.is_dir():
-        return steps
-    for path in sorted(directory.iterdir()):
-        match = _STEP.fullmatch(path.name)
-        if match and _is_checkpoint(path):
-            if int(match[1]) in steps:
-                names = shown(f"{steps[int(match[1])].name} and {path.name}")
-                raise ConfigError(f"{directory} has two folders of one step, {names}. Name one.")
-            steps[int(match[1])] = path
+        return {}
+    steps = {
+        int(match[1]): path for path in directory.iterdir()
+        if (match := _STEP.fullmatch(path.name)) and _is_checkpoint(path)
+    }
     return dict(sorted(steps.items()))
 
 

@@ -24,7 +24,7 @@ class Source(NamedTuple):
     Attributes:
       directory: of the checkpoint.
       step: of the checkpoint, or None if it is one of Orbax's without steps.
-      rule: in words.
+      rule: as text.
       path: in the checkpoint.
       cast_from: the array's dtype there, or None if it is the one that is wanted.
     """
@@ -89,7 +89,7 @@ class InitPlan:
 
 
 def name_of(path: str) -> str:
-    """Returns the name by which rules know what lies at a path in a state."""
+    """Returns the name that rules use for a path in a state."""
     return path.removeprefix("mdl_vars/")
 
 

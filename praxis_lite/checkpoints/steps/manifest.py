@@ -42,20 +42,16 @@ def new_manifest(
       best: the fields of the job's BestCheckpoints, or None if it has no such setting.
       config_digest: of `digest_of_config`, or "" if the config is not known.
     """
+    leaves = {leaf.path: manifest_leaf(leaf) for leaf in layout.leaves() if leaf.path != "step"}
     return {
-        "format": FORMAT, "step": step, "leaves": manifest_leaves(layout), "files": {},
+        "format": FORMAT, "step": step, "leaves": leaves, "files": {},
         "data": dict(data), "config_xxh3_128": config_digest, "versions": dict(_versions()),
         "mesh": dict(layout.axis_sizes), "metrics": dict(metrics), "best": best,
     }
 
 
-def manifest_leaves(layout: "StateLayout") -> dict[str, dict[str, Any]]:
-    """Returns by path a manifest's entry of each array: JSON's types only. `step` is apart."""
-    return {leaf.path: manifest_leaf(leaf) for leaf in layout.leaves() if leaf.path != "step"}
-
-
 def manifest_leaf(leaf: "LeafLayout") -> dict[str, Any]:
-    """Returns a manifest's entry of an array."""
+    """Returns a manifest's entry of an array, of JSON's types only."""
     return {
         "shape": list(leaf.shape),
         "padded_shape": list(leaf.padded_shape),
@@ -90,7 +86,7 @@ def check_same(step_dir: Path, saved: Leaves, wanted: Leaves) -> None:
 
 
 def digest_of_config(config_json: str) -> str:
-    """Returns the digest of a job's config.json, whatever --set it was made with."""
+    """Returns the digest of a job's config.json without the --set that it was made with."""
     config = json.loads(config_json)
     config.pop("overrides", None)
     return xxhash.xxh3_128_hexdigest(json.dumps(config, sort_keys=True).encode())

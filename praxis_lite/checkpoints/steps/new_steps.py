@@ -1,4 +1,4 @@
-"""The new steps of a job that trains in another process, each as it comes, until the job ends."""
+"""The new steps of a job that trains in another process, as they are saved, until it ends."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ class NewSteps:
 
     def __init__(self, job_dir: JobDir, silent_seconds: float, note: Callable[[str], None]):
         self._job_dir, self._silent_seconds, self._note = job_dir, silent_seconds, note
-        # Of the steps that were there at the last look, by number: those that are made again count
+        # Of the steps that were there at the last look, by number: those that are saved again count
         # as new.
         self._seen: dict[int, tuple[int, int]] = {}
 

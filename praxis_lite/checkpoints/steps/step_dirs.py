@@ -2,7 +2,7 @@
 
 A folder with a plain number is a step. It gets that name by one rename, after all in it is written
 and on disk, and loses it by another before anything in it is deleted. So a folder with a plain
-number is whole, whatever was interrupted, unless it was damaged later. (No Orbax and no JAX here:
+number is complete after any interruption, unless it was damaged later. (No Orbax and no JAX here:
 the tools start at once.)
 
     N            a step                        N.saving*    is being written
@@ -81,7 +81,7 @@ def publish(saving: Path, step_dir: Path) -> None:
 
 
 def put_aside(step_dir: Path, kind: str) -> Path:
-    """Renames `N` to `N.KIND`, or `N.KIND-2`, ..., whichever is free; returns where it is now."""
+    """Renames `N` to the first free name of `N.KIND`, `N.KIND-2`, ...; returns the new path."""
     target, number = step_dir.with_name(f"{step_dir.name}.{kind}"), 1
     while os.path.lexists(target):
         number += 1
@@ -92,7 +92,7 @@ def put_aside(step_dir: Path, kind: str) -> Path:
 
 
 def remove(step_dir: Path) -> None:
-    """Deletes a step; whatever stops this, no folder with its number is left."""
+    """Deletes a step; if this is interrupted, no folder with its number is left."""
     remove_leftover(put_aside(step_dir, "deleting"))
 
 

@@ -1,4 +1,4 @@
-"""Which steps of a directory may be used: those that are whole, each verified before its first use.
+"""The steps of a directory that may be used: the complete ones, each verified before its first use.
 
 A step is verified once per process: the newest when a job starts, others when they are asked for.
 That reads every byte of it, under a second per GiB that is in memory, else as fast as the disk. A
@@ -7,12 +7,12 @@ leaves it where it is, for a training process may be at work there.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from praxis_lite.checkpoints.steps import step_dirs, step_files
-from praxis_lite.checkpoints.steps.save_settings import BestCheckpoints
+from praxis_lite.checkpoints.steps.retention import BestCheckpoints
 from praxis_lite.core.errors import ConfigError, few
 
 Step = int | Literal["best"] | None  # None stands for the newest.
@@ -97,7 +97,7 @@ class VerifiedSteps:
             if recorded is None:
                 return None
             wanted = BestCheckpoints(**recorded)
-        return self._first_whole(lambda: wanted.ranked(self._metrics()))
+        return self._first_whole(lambda: wanted.ranked(self.metrics()))
 
     def choose(self, step: Step, best: BestCheckpoints | None) -> int:
         """Returns the step that is meant, verified.
@@ -129,7 +129,7 @@ class VerifiedSteps:
                 self._refuse(result, wrong)
             raise StepLost(
                 f"The checkpoint of step {result} in {self.directory} is damaged: "
-                f"{_in_words(wrong)}. {advice}"
+                f"{few(wrong, separator='; ')}. {advice}"
             )
         return result
 
@@ -172,12 +172,11 @@ class VerifiedSteps:
         self._skipped.discard(step)
         self._manifests.pop(step, None)
 
-    def delete_all_but(self, kept: Callable[[Sequence[int], Metrics], set[int]]) -> None:
-        """Deletes the steps that need not stay, and what was abandoned."""
-        steps = self.committed()
+    def delete(self, steps: Collection[int]) -> None:
+        """Deletes these steps, and the abandoned ones."""
         for path in step_dirs.set_aside(self.directory, "abandoned"):
             self._removes(path)
-        for step in set(steps) - kept(steps, self._metrics()):
+        for step in steps:
             try:
                 step_dirs.remove(self._dir(step))
             except OSError as error:
@@ -198,7 +197,8 @@ class VerifiedSteps:
             return f"The newest checkpoint is of step {steps[-1]}, in {self.directory}."
         return f"There is no other checkpoint in {self.directory}."
 
-    def _metrics(self) -> Metrics:
+    def metrics(self) -> Metrics:
+        """Returns the metrics of each committed step."""
         later = self._evaluated()
         return {
             step: {**later.get(step, {}), **self.manifest(step).get("metrics", {})}
@@ -237,11 +237,8 @@ class VerifiedSteps:
         else:
             self._skipped.add(step)
             done = "skipped"
-        self._note(f"the checkpoint of step {step} is damaged ({_in_words(wrong)}): {done}")
+        reasons = few(wrong, separator="; ")
+        self._note(f"the checkpoint of step {step} is damaged ({reasons}): {done}")
 
     def _dir(self, step: int) -> Path:
         return self.directory / str(step)
-
-
-def _in_words(wrong: Sequence[str]) -> str:
-    return few(wrong, separator="; ")

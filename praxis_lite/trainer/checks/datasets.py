@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import jax
+from flax.traverse_util import flatten_dict
 
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.partitioner.compiled_steps import Step
@@ -17,8 +18,6 @@ from praxis_lite.job.processes.same_everywhere import check_same
 from praxis_lite.trainer.checks.id_sizes import num_ids_of
 from praxis_lite.trainer.checks.job_checks import check_num_batches, check_tokens, why_bytes
 from praxis_lite.trainer.checks.memory import check_batch_fits
-from praxis_lite.trainer.checks.resume import flat
-from praxis_lite.trainer.checks.step_of_data import step_for
 
 
 def check_datasets(job: Job, partitioner: Partitioner, root: str, mode: str) -> None:
@@ -56,7 +55,19 @@ def check_datasets(job: Job, partitioner: Partitioner, root: str, mode: str) -> 
             partitioner.eval_examples.trace(spec)
     if processes.count() > 1:
         fingerprints = {path: pipeline.fingerprint() for path, pipeline in pipelines.items()}
-        check_same("The processes' data differ", dict(flat(fingerprints, "")))
+        check_same("The processes' data differ", flatten_dict(fingerprints, sep="."))
+
+
+def step_for(partitioner: Partitioner, root: str, name: str) -> Step:
+    """Returns the step for batches of a dataset of a job.
+
+    Args:
+      root: the field of the job that has the dataset: "datasets" or "decode_datasets".
+      name: of the dataset; "train" is trained on, others are evaluated on.
+    """
+    if root == "decode_datasets":
+        return partitioner.decode_step
+    return partitioner.train_step if name == TRAIN else partitioner.eval_step
 
 
 def check_reads(step: Step, spec: Mapping[str, jax.ShapeDtypeStruct], name: str) -> None:

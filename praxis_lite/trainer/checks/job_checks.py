@@ -45,8 +45,9 @@ def _check_part(path: str, actual: Any, expected: type) -> None:
     if not isinstance(actual, expected):
         article = "an" if expected.__name__[0] in "AEIOU" else "a"
         raise ConfigError(
-            f"{path} is built as a {type(actual).__name__}, wanted {article} {expected.__name__}. "
-            "Mend it in the experiment, or start a new job if config.json was changed."
+            f"{path} is built as a {type(actual).__name__}; expected {article} "
+            f"{expected.__name__}. Fix it in the experiment, or start a new job if config.json was "
+            "changed."
         )
 
 
@@ -152,7 +153,7 @@ def notes_on_batch_size(pipeline: InputPipeline) -> list[str]:
     """Returns a warning for each training pipeline whose batch is larger than its data."""
     pipeline = _without_workers(pipeline)
     if isinstance(pipeline, Mixture):
-        return []  # A source has its own length, and no batch of its own.
+        return []  # A source has its own length, and no separate batch.
     num_examples = getattr(pipeline, "num_examples", None)
     if num_examples is None or num_examples >= pipeline.batch_size:
         return []

@@ -2,32 +2,25 @@
 
 import contextlib
 import math
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from praxis_lite.core.errors import ConfigError, OutOfMemory, format_bytes
-from praxis_lite.core.partitioner.compiled_steps import Step
-from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
-from praxis_lite.core.xla_workarounds.mended_products import mended
 from praxis_lite.host import host_memory
 from praxis_lite.host.lack_of_memory import lack_of_memory
-from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.trainer.layout_table import shape_text
 
 _NUM_NAMED = 3
-_SMALLER_STATE = (
+SMALLER_STATE = (
     "Split it over more devices (mesh.ici_mesh_shape, with a sharding preset such as fsdp, or "
     "Learner.slot_mesh_axes for slots alone), keep slots on the host (Learner.host_slots), take an "
     "optimizer with smaller slots (adafactor, lion, low_precision_slots in "
     "bfloat16), or make the model smaller"
 )
-_SMALLER_STEP = (
+SMALLER_STEP = (
     "set Learner.gradient_accumulation_steps, fprop_dtype=bfloat16 or a checkpoint_policy of the "
     "stack"
 )
@@ -45,7 +38,7 @@ def check_fits(layout: StateLayout, mesh: Mesh, mode: str) -> None:
     each = sum(leaf.bytes_per_device for leaf in leaves)
     what = "The state of training" if is_training else "What is evaluated or decoded with"
     if devices[0].platform == "cpu":
-        # A step makes each device a buffer of its own; arrays that were read may share one.
+        # A step makes a buffer for each device; arrays that were read may share one.
         needed = each * len(devices) if is_training else sum(
             math.prod(leaf.padded_shape) * leaf.dtype.itemsize for leaf in leaves
         )
@@ -55,7 +48,7 @@ def check_fits(layout: StateLayout, mesh: Mesh, mode: str) -> None:
         message = (
             f"{what} takes {format_bytes(needed)} on {len(devices)} simulated devices, which share "
             f"this machine's memory, and {format_bytes(int(available))} are available here. "
-            f"{_largest(leaves)} {_SMALLER_STATE}; of simulated devices each has a copy of what is "
+            f"{_largest(leaves)} {SMALLER_STATE}; of simulated devices each has a copy of what is "
             "not split, so take fewer of them, or devices that exist."
         )
     else:
@@ -65,7 +58,7 @@ def check_fits(layout: StateLayout, mesh: Mesh, mode: str) -> None:
             return
         message = (
             f"{what} does not fit: each device of the mesh holds {format_bytes(each)} of it, and "
-            f"has {format_bytes(int(available))} of memory. {_largest(leaves)} {_SMALLER_STATE}."
+            f"has {format_bytes(int(available))} of memory. {_largest(leaves)} {SMALLER_STATE}."
         )
     raise ConfigError(f"{message} --mode=explain needs no memory for it.")
 
@@ -104,61 +97,11 @@ def check_batch_fits(
         )
 
 
-def compile_step(
-    step: Step, pipeline: InputPipeline, name: str, num_processes: int = 1
-) -> jax.stages.Compiled:
-    """Compiles a step for the batches of a dataset, before it runs: the first call finds it.
-
-    Products that XLA may permute are mended, and told. For batches of the same shapes it returns
-    the same program, without checking memory again.
-
-    Args:
-      name: of the dataset, "datasets.train".
-      num_processes: how many of this host are about to run it.
-
-    Raises:
-      OutOfMemory: the devices are simulated, and this host cannot hold what the step makes.
-    """
-    spec = pipeline.element_spec()
-    leaves, structure = jax.tree.flatten(spec)
-    key = structure, *((x.shape, jnp.dtype(x.dtype)) for x in leaves)
-    programs = _compiled.setdefault(step, {})
-    if key in programs:
-        return programs[key]
-    compiled = mended(step.lower(spec), step.where.mesh).compile()
-    devices = step.where.mesh.local_devices
-    advice = f"Make {name}.batch_size, or its rows, smaller" + (
-        f"; {_SMALLER_STEP}" if step.trains else ", or take fprop_dtype=bfloat16"
-    )
-    if len(devices) > 1:
-        advice += "; take fewer simulated devices, for each has a copy of what is not split"
-    host_memory.check_program_fits(
-        compiled, devices, f"{step.title} on {name}",
-        f"{advice}; or hosts that have more memory.", num_processes,
-    )
-    programs[key] = compiled
-    return compiled
-
-
-_compiled: "weakref.WeakKeyDictionary[Step, dict[Any, jax.stages.Compiled]]" = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def compile_init(partitioner: Partitioner, key: jax.Array) -> None:
-    """Compiles the init of a new state; as `compile_step`, in its errors too."""
-    lowered = partitioner.init.trace(key).lower()
-    host_memory.check_program_fits(
-        mended(lowered, partitioner.mesh).compile(), partitioner.mesh.local_devices,
-        "Making a new state", f"{_SMALLER_STATE}.",
-    )
-
-
 @contextlib.contextmanager
 def saying_what_is_large(layout: StateLayout) -> Iterator[None]:
-    """Turns an out-of-memory error of the compiler, a device or the host into a paragraph.
+    """Turns an out-of-memory error of the compiler, a device or the host into an OutOfMemory.
 
-    It is an OutOfMemory that names what was asked for, and the largest arrays of the state.
+    It names what was allocated, and the largest arrays of the state.
     """
     try:
         yield
@@ -172,8 +115,8 @@ def saying_what_is_large(layout: StateLayout) -> Iterator[None]:
         raise OutOfMemory(
             f"The job ran out of memory: {lacking}. Each device holds {format_bytes(each)} of the "
             "state of training; gradients, activations and the batch come on top. "
-            f"{_largest(layout.leaves())} For smaller activations lower batch_size, {_SMALLER_STEP}"
-            f". {_SMALLER_STATE}."
+            f"{_largest(layout.leaves())} For smaller activations lower batch_size, {SMALLER_STEP}"
+            f". {SMALLER_STATE}."
         ) from error
 
 

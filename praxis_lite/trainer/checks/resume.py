@@ -1,8 +1,10 @@
-"""Can a job go on from a checkpoint: with the data and the seed that it was trained with?"""
+"""Checks that a job resumes with the data and the seed that its checkpoint was trained with."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from flax.traverse_util import flatten_dict
 
 from praxis_lite.core.errors import ConfigError, did_you_mean
 from praxis_lite.experiment.run_config import RunConfig
@@ -13,10 +15,10 @@ from praxis_lite.inputs.position import step_of
 def check_resumable(
     data: Mapping[str, Any], pipeline: InputPipeline, accepted: Sequence[str] = ()
 ) -> list[str]:
-    """Checks that the training data goes on where the checkpoint left it.
+    """Checks that the training data continues where the checkpoint left it.
 
     Args:
-      data: what was saved beside the state, `DataPosition.as_json`.
+      data: saved with the state, by `DataPosition.as_json`.
       accepted: names that may differ (run.accept_changed_data), with all names below them.
 
     Returns:
@@ -26,9 +28,9 @@ def check_resumable(
       ConfigError: the checkpoint was trained with another pipeline; names what differs, with both
         values. Or the data has no such name as one that is accepted.
     """
-    # JSON makes a list of a tuple, so both are compared as JSON has them.
+    # Both are compared as JSON has them, with lists instead of tuples; by name: "corpus.sha256".
     old, new = (
-        dict(flat(json.loads(json.dumps(item))))
+        flatten_dict(json.loads(json.dumps(item)), sep=".")
         for item in (data["fingerprint"], pipeline.fingerprint())
     )
     names = sorted(old.keys() | new.keys())
@@ -61,7 +63,7 @@ RUN_SEED = "run.seed"
 
 
 def check_same_seed(data: Mapping[str, Any], run: RunConfig) -> list[str]:
-    """Raises ConfigError if dropout would go on with another seed than the checkpoint's.
+    """Raises ConfigError if dropout would continue with another seed than the checkpoint's.
 
     Returns a line if another seed was accepted (run.accept_changed_data); `data` as
     `check_resumable`.
@@ -93,12 +95,3 @@ def notes_on_resume(datasets: Mapping[str, InputPipeline]) -> list[str]:
             "run that resumes at step k first makes the k batches before it again"
         )
     return lines
-
-
-def flat(fingerprint: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields each value of nested mappings with its name: `corpus.sha256`."""
-    for name, value in fingerprint.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

@@ -12,10 +12,11 @@ from praxis_lite.inputs.batches import checked_spec
 from praxis_lite.job import processes
 from praxis_lite.job.job_dir import COMMAND_LINE
 from praxis_lite.trainer.checks.datasets import check_reads
+from praxis_lite.trainer.compilation import compile_together
 from praxis_lite.trainer.decoding.prompt_decoder import Batchings, PromptDecoder
 from praxis_lite.trainer.decoding.streaming import Continuations
 from praxis_lite.trainer.decoding.user_prompts import Message, Prompt, prompt_batch, title
-from praxis_lite.trainer.job_on_mesh import JobOnMesh, compile_together
+from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.metrics.records import add_records, write_records
 from praxis_lite.trainer.restored_weights import restored_weights
 

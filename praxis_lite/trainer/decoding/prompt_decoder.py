@@ -17,7 +17,7 @@ from praxis_lite.decode.sampling import Greedy
 from praxis_lite.decode.stop_strings import ContinuationText
 from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.inputs.batches import checked_batches
-from praxis_lite.trainer.checks.memory import compile_step
+from praxis_lite.trainer.compilation import compile_step
 
 # Reading the tokens waits for the devices. Until they are read, rows that should end continue.
 STEPS_BETWEEN_LOOKS = 8

@@ -12,9 +12,9 @@ from praxis_lite.trainer.job_on_mesh import JobOnMesh
 
 
 class Evaluations(Hook):
-    """Evaluates on every dataset but `train`, every so many steps and at the last.
+    """Evaluates on every dataset but `train`, every `evaluation.every_steps` and at the last step.
 
-    Before the first step it makes the evaluation that a former run was stopped in.
+    Before the first step it makes the evaluation in which the previous run was stopped.
     """
 
     def __init__(self, job: JobOnMesh):
@@ -38,7 +38,7 @@ class Evaluations(Hook):
         self._evaluate(made.step, made.state)
 
     def _evaluate(self, step: int, state: TrainState) -> None:
-        """Evaluates a state and tells the hooks, unless the job is asked to stop meanwhile."""
+        """Evaluates a state and passes the result to the hooks, unless the job is asked to stop."""
         loop, run = self._loop, self._job.run
         with (
             loop.watchdog.during(f"evaluating step {step}"),
@@ -55,7 +55,7 @@ class Evaluations(Hook):
 
 
 class EarlyStops(Hook):
-    """Ends training when a metric has not got better for several evaluations."""
+    """Ends training when a metric has not improved for several evaluations."""
 
     every, waits = None, False
 

@@ -1,4 +1,4 @@
-"""Evaluations by a follower, a process of its own: read as they come, for an early end."""
+"""Evaluations by a follower, a separate process: read as they arrive, for early stopping."""
 
 import math
 import os
@@ -56,7 +56,7 @@ class FollowedEvaluations(Hook):
         self._looked_at = time.monotonic()
         try:
             size = os.stat(self._path).st_size
-        except OSError:  # The next line of training's own says it.
+        except OSError:  # The next evaluation by training itself reports it.
             return
         if size == self._size:
             return

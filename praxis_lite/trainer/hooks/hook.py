@@ -1,4 +1,4 @@
-"""A hook of the training loop: something that is done beside the steps, every so many of them."""
+"""A hook of the training loop: an action between the steps, every so many of them."""
 
 import contextlib
 import dataclasses
@@ -62,15 +62,15 @@ class StepMetrics:
 
 
 class Hook(contextlib.AbstractContextManager):
-    """Something that is done while a job trains, every so many steps. Subclass it.
+    """An action while a job trains, every so many steps. Subclass it.
 
     An experiment names its hooks in `hooks()`, a line each: `[fdl.Config(WeightNorms, every=100)]`;
     they run in this order, after the evaluation of a step and before it is saved.
 
-    Every process of a job makes each call, in the same order. So whatever compiles, or reads an
-    array of the state, every process does; files and services are the first process's alone
-    (`loop.is_first`). An exception ends training as one in a step does; the newest checkpoint is
-    what training goes on from, and `__exit__` of every hook is called, with the exception.
+    Every process of a job makes each call, in the same order. So every process must take part in
+    what compiles or reads an array of the state; files and services belong to the first process
+    alone (`loop.is_first`). An exception ends training as one in a step does; training resumes
+    from the newest checkpoint, and `__exit__` of every hook is called, with the exception.
 
     A hook is entered as a context when training begins and left when it ends. A roll-back from a
     loss spike leaves it, without an exception, and enters it again: `restore` puts it back.
@@ -90,7 +90,7 @@ class Hook(contextlib.AbstractContextManager):
         """Raises ConfigError if the hook does not fit the job, before anything compiles."""
 
     def restore(self, saved: Any) -> None:
-        """Takes what `to_save` gave when the state was saved that training goes on from.
+        """Takes what `to_save` returned when the state was saved from which training resumes.
 
         Args:
           saved: None at a new start, or if the hook was not there.
@@ -114,7 +114,8 @@ class Hook(contextlib.AbstractContextManager):
         """Called after a step has begun on the devices.
 
         Returns:
-          Why training ends with this step, in words, on all processes alike; None: it goes on.
+          Why training ends with this step, as a message, the same on all processes; None: it
+          continues.
         """
 
     def add_metrics(self, metrics: StepMetrics) -> Mapping[str, Any]:
@@ -150,7 +151,7 @@ METHODS = {
 
 
 def overrides(hook: Hook, method: str) -> bool:
-    """Returns True if a hook has a method of its own."""
+    """Returns True if a hook overrides a method of `Hook`."""
     return getattr(type(hook), method) is not getattr(Hook, method)
 
 

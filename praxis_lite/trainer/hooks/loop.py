@@ -12,7 +12,7 @@ from praxis_lite.job.events import COMPILE, events
 from praxis_lite.job.processes.stop_consensus import StopConsensus
 from praxis_lite.job.processes.stopping import StopRequest
 from praxis_lite.job.processes.watchdog import Watchdog
-from praxis_lite.trainer.checks.memory import compile_step
+from praxis_lite.trainer.compilation import compile_step
 from praxis_lite.trainer.hooks.hook import Hook, overrides
 from praxis_lite.trainer.hooks.profile_requests import ProfileRequests
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
@@ -22,7 +22,7 @@ Results = Mapping[str, Mapping[str, float]]
 
 
 class Loop:
-    """A job that trains: its parts, and its end, as far as known. It never holds a state.
+    """A job that trains: its parts, and why it ends, as far as known. It never holds a state.
 
     Attributes:
       job: the task on its mesh, the data, `run` and the files of the job's directory.
@@ -39,9 +39,9 @@ class Loop:
       results: of the evaluation of the newest step, by dataset; None if it was not evaluated.
       spike: the loss spike for which the run is rolled back, or None.
       saved_at: when the newest checkpoint was begun, in seconds of time.monotonic.
-      profile_steps: how many steps a profile shall have that was asked for and is not begun; 0: no
-        profile was. The same on all processes.
-      has_asked: this process asks the others for a profile, and has no answer yet.
+      profile_steps: number of steps of a profile that was requested and has not begun; 0: none
+        was. The same on all processes.
+      has_asked: this process has requested a profile, and the others have not answered yet.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Loop:
             hook.after_profile(folder)
 
     def end(self, reason: str | None) -> None:
-        """Ends training with this step, given a reason; the first reason is said."""
+        """Ends training with this step, if there is a reason; the first reason is reported."""
         self.reason = self.reason or reason
 
     def is_last(self, step: int) -> bool:

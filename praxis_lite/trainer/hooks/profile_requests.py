@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from praxis_lite.core.errors import shown
-from praxis_lite.host.json_text import opened
 from praxis_lite.job import processes
 from praxis_lite.job.processes.stopping import StopRequest
 
@@ -35,18 +34,15 @@ class ProfileRequests:
         now = time.monotonic()
         if self._looks and now - self._looked_at >= _SECONDS:
             self._looked_at = now
-            if self._file.is_symlink() or self._file.exists():
+            if self._file.exists():
                 return self._read() or NUM_STEPS * asked
         return NUM_STEPS * asked
 
     def _read(self) -> int:
         """Returns the number of steps that the file asks for; 0, and a line, if it is none."""
         try:
-            try:
-                with opened(self._file) as file:
-                    text = file.read(81).decode(errors="replace").strip()
-            finally:
-                self._file.unlink()
+            text = self._file.read_text(errors="replace").strip()
+            self._file.unlink()
         except OSError as error:
             self._looks = False
             self._note(
@@ -57,7 +53,7 @@ class ProfileRequests:
         is_number = re.fullmatch(r"\d{1,4}", text, re.ASCII) and 1 <= int(text) <= MAX_STEPS
         if text and not is_number:
             self._note(
-                f"{self._file.name} says {shown(text)!r}, and no profile is made; wanted is a "
+                f"{self._file.name} has {shown(text)!r}, so no profile is made; expected a "
                 f"number of steps from 1 to {MAX_STEPS}, or an empty file for {NUM_STEPS}"
             )
             return 0

@@ -1,4 +1,4 @@
-"""JAX's profiler over a few steps, and its files; a fault of it never ends the run."""
+"""Runs JAX's profiler over a few steps and writes its files; its errors never end the run."""
 
 import contextlib
 import logging
@@ -26,7 +26,7 @@ class Profiler:
 
     Attributes:
       steps: of the profile that is being made, or None. Kept until its end even if the trace could
-        not be begun, so that all processes go on alike.
+        not be begun, so that all processes continue alike.
       note: prints a line.
     """
 
@@ -47,7 +47,7 @@ class Profiler:
         folder = self._job.files.profiles / str(steps.start)
         with self._never_ending_the_run(f"no profile is made of {_words(steps)}"):
             if processes.is_first():
-                # Of steps that a former launch had made and lost.
+                # Of steps that a previous launch made and lost.
                 shutil.rmtree(folder, ignore_errors=True)
             unfinished = _unfinished(folder)
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -120,9 +120,9 @@ def _stop() -> None:
 
 
 def _unfinished(folder: Path) -> Path:
-    """Returns the folder that this process traces into, beside that of the profile.
+    """Returns the folder into which this process traces, next to that of the profile.
 
-    The first process may come to the beginning after others, and removes the profile's folder.
+    The first process may begin after others, and removes the profile's folder.
     """
     return folder.with_name(f".process_{processes.index()}")
 

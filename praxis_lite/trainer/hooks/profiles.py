@@ -1,4 +1,4 @@
-"""Profiles while a job trains: the steps that they begin and end with."""
+"""The first and the last steps of profiles while a job trains."""
 
 import contextlib
 from collections.abc import Iterator
@@ -68,7 +68,7 @@ class ProfileEnds(Hook):
     """Ends a profile when its last step is made, before that is evaluated or saved.
 
     The first of a job's hooks. If the job is asked to end it has little time, and that is for its
-    checkpoint: the profile is given up.
+    checkpoint: the profile is discarded.
     """
 
     every = None

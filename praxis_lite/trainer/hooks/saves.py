@@ -1,4 +1,4 @@
-"""Saves while a job trains: when, and what is saved besides the state."""
+"""When a job saves while it trains, and what is saved in addition to the state."""
 
 import json
 import time
@@ -16,9 +16,9 @@ from praxis_lite.trainer.job_on_mesh import JobOnMesh
 
 
 class Saves(Hook):
-    """Saves every so many steps, after so many seconds, again after a failure, and at the end.
+    """Saves by steps, by seconds, again after a failure, and at the end.
 
-    The last of a job's hooks, so that what the others have to save is of the same step.
+    It comes after the hooks whose values it saves, so that these are of the same step.
     """
 
     def __init__(self, job: JobOnMesh):

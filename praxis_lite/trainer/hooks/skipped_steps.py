@@ -1,4 +1,4 @@
-"""Steps that changed nothing because a number was not finite: said, and in the end an error."""
+"""Steps that were skipped because a number was not finite: reported, and too many are an error."""
 
 import math
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from praxis_lite.trainer.job_on_mesh import JobOnMesh
 
 
 class SkippedSteps(Hook):
-    """Says that a step was skipped and what its data has; too many in a row end training."""
+    """Reports skipped steps and NaN in their data; too many in a row end training."""
 
     every, waits = None, False
 
@@ -68,7 +68,7 @@ class SkippedSteps(Hook):
             else "There is no checkpoint from before"
         )
         if data:
-            advice = f"{data}: mend the data"
+            advice = f"{data}: fix the data"
         elif self._job.run.debug_nans:
             advice = f"run.debug_nans found where it was made: {self._job.files.non_finite_txt}"
         else:
@@ -86,7 +86,7 @@ class SkippedSteps(Hook):
 
 
 def _without_weight(metrics: StepMetrics) -> str | None:
-    """Returns words if no row that this process has of a batch weighs anything, or None."""
+    """Returns a message if all weights of this process's rows are 0, else None."""
     weights = metrics.inputs.get("weights") if isinstance(metrics.inputs, Mapping) else None
     if weights is None or not np.size(weights) or np.any(np.asarray(weights) != 0):
         return None
@@ -99,8 +99,8 @@ def _check_rates(line: Mapping[str, Any]) -> None:
         is_rate = name.startswith("learning_rate") and math.isfinite(value)
         if is_rate and not 0 <= value <= MAX_LEARNING_RATE:
             raise ConfigError(
-                f"The {name} of step {line['step']} is {value:g}; wanted is a rate from 0 to "
-                f"{MAX_LEARNING_RATE:g}. A model learns nothing at this one: mend the schedule."
+                f"The {name} of step {line['step']} is {value:g}; expected a rate from 0 to "
+                f"{MAX_LEARNING_RATE:g}. A model learns nothing at this rate: fix the schedule."
             )
 
 

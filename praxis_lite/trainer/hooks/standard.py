@@ -7,7 +7,7 @@ from praxis_lite.trainer.hooks.examples import Examples
 from praxis_lite.trainer.hooks.followed import FollowedEvaluations
 from praxis_lite.trainer.hooks.hook import Hook
 from praxis_lite.trainer.hooks.loss_spikes import LossSpikes
-from praxis_lite.trainer.hooks.metrics_files import MetricsFiles, Progress
+from praxis_lite.trainer.hooks.metrics_jsonl import MetricsFiles, Progress
 from praxis_lite.trainer.hooks.profiler import Profiler
 from praxis_lite.trainer.hooks.profiles import ProfileBegins, ProfileEnds
 from praxis_lite.trainer.hooks.saves import Saves
@@ -16,7 +16,7 @@ from praxis_lite.trainer.hooks.tracking import Trackers, Tracking
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.metrics.progress import ProgressLine
 
-# Returns the hooks that tools add to a job, which the run does not know (`tools_of_jobs.py`).
+# Returns the hooks that `JobTools` add to a job.
 MoreHooks = Callable[[JobOnMesh], Sequence[Hook]]
 
 
@@ -30,7 +30,7 @@ def hooks_of(
         # A profile has neither what is done after its last step, nor before its first.
         ProfileEnds(job, profiler),
         *more(job),
-        # Files come first: what is said or raised after them is on disk.
+        # Files come first: a step is on disk before a later hook reports it or raises.
         MetricsFiles(job), Examples(job), Tracking(trackers), Progress(job, progress),
         LossSpikes(job), SkippedSteps(job), EarlyStops(job),
         Evaluations(job), FollowedEvaluations(job, trackers),

@@ -1,4 +1,4 @@
-"""metrics.jsonl and eval_metrics.jsonl as columns of numbers, of long files that grow, too."""
+"""metrics.jsonl and eval_metrics.jsonl as columns of numbers, also while the files grow."""
 
 import json
 import operator
@@ -36,7 +36,7 @@ class MetricsColumns:
         """Reads the lines that were added since the last call; returns True if there are any.
 
         A last line without its end is left for the next call. A file that was replaced or cut, as
-        a run does that makes steps again, is read anew; one that is gone, or not there yet, has no
+        a run does that recomputes steps, is read anew; one that is gone, or not there yet, has no
         lines.
 
         Raises:
@@ -61,8 +61,8 @@ class MetricsColumns:
             return had_lines
         except OSError as error:
             raise ConfigError(
-                f"{self._path} cannot be read ({error.strerror or error}). A run writes it; take "
-                "away what lies in its place."
+                f"{self._path} cannot be read ({error.strerror or error}). A run writes it; "
+                "remove what is in its place."
             ) from None
 
     def columns(self) -> Columns:
@@ -88,7 +88,7 @@ class MetricsColumns:
         self._blocks: list[Columns] = []
 
     def _read_blocks(self, file: IO[bytes]) -> None:
-        rest: list[bytes] = []  # Of a line that goes on in the next block.
+        rest: list[bytes] = []  # Of a line that continues in the next block.
         while data := file.read(_BLOCK):
             end = data.rfind(b"\n") + 1
             if end:
@@ -139,7 +139,7 @@ def columns_of(lines: Sequence[Mapping[str, Any]]) -> Columns:
 def columns_by_dataset(lines: Sequence[Mapping[str, Any]]) -> dict[str, Columns]:
     """Returns the columns of the lines of each dataset, in the order of their steps.
 
-    A process beside the training may have added those of former steps later.
+    Another process may have added lines of earlier steps later.
     """
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for line in sorted(lines, key=lambda line: line["step"]):

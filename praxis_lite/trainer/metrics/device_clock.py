@@ -1,4 +1,4 @@
-"""The devices' time of each step, measured by a thread that waits for it beside the loop."""
+"""The devices' time of each step, measured by a thread that waits for it."""
 
 import contextlib
 import queue
@@ -11,7 +11,7 @@ import jax
 
 
 class OnDevices:
-    """A step on the devices: begun, and at some time over.
+    """A step that was started on the devices.
 
     Args:
       called: when its call began, in seconds of `now`.
@@ -24,13 +24,13 @@ class OnDevices:
         self._end: float | None = None
 
     def end(self) -> float:
-        """Returns when it was over: now, if that was not noted before."""
+        """Returns when it ended: now, if no end was recorded before."""
         if self._end is None:
             self._end = self._now()
         return self._end
 
     def seconds(self) -> float:
-        """Returns the seconds that it took, once it is known to be over."""
+        """Returns the seconds that it took; called once it has ended."""
         end, began = self.end(), self._called
         if self._before is not None:
             began = max(began, self._before.end())

@@ -34,7 +34,7 @@ _LEADING_KEYS = ("step", "dataset", "loss")
 # At the end of a file, whose lines are checked before others are added.
 _CHECKED_BYTES = 1 << 16
 
-# `sampled_lines` reads all of a smaller file; and so many lines of a larger one.
+# `sampled_lines` reads all of a smaller file, and this number of lines of a larger one.
 _SMALL_BYTES = 4 * 2**20
 _NUM_SAMPLES = 8192
 
@@ -51,13 +51,13 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
     evaluations, which other processes add in any order, all are read.
     Raises ConfigError if one of these lines cannot be read, or the file cannot be written at first.
     If it cannot be written later its lines are kept (`KeptLines`); if they cannot be written at the
-    end either, leaving the context raises ConfigError, or notes it on the way of another exception.
+    end either, leaving the context raises ConfigError, or prints a note during another exception.
 
     Numbers have as many digits as float64 needs, so float32 round-trips bit for bit. NaN and the
     infinities are written as the strings "NaN", "Infinity" and "-Infinity".
 
     Args:
-      resume_step: None: every line is moved; sys.maxsize: every line stays.
+      resume_step: the last step whose lines stay; -1: none do.
       note: told when the file cannot be written, and when it can be again.
 
     Attributes:
@@ -67,7 +67,7 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], resume_step: int | None,
+        self, path: str | os.PathLike[str], resume_step: int,
         note: Callable[[str], None] = print,
     ):
         self.path = pathlib.Path(path)
@@ -77,7 +77,7 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
         with no_other_changes(self.path):
             try:
                 with _opened_to_change(self.path) as file:
-                    self._move_lost(file, -1 if resume_step is None else resume_step)
+                    self._move_lost(file, resume_step)
                 self._lines = KeptLines(self.path, note)
             except OSError as error:
                 raise not_written(self.path, error) from error
@@ -86,7 +86,7 @@ class JsonLinesWriter(contextlib.AbstractContextManager):
         """Moves the lines of steps after the `last` to the file of lost lines."""
         finish_last_line(file)
         cut, newest, size = None, 0, os.fstat(file.fileno()).st_size
-        for offset, _, line in _newest_first(self.path, file):
+        for offset, line in _newest_first(self.path, file):
             step = line["step"]
             if step > last:
                 newest = step if cut is None else newest
@@ -214,7 +214,7 @@ def newest_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
     """
     if path.exists():
         with _opened_lines(path) as file:
-            for _, _, line in _newest_first(path, file):
+            for _, line in _newest_first(path, file):
                 yield with_non_finite(line)
 
 
@@ -236,22 +236,20 @@ def sampled_lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
             if offset > done and text.endswith(b"\n"):
                 done = offset
                 yield with_non_finite(_line_at(path, file, offset, text))
-        for offset, _, line in itertools.islice(_newest_first(path, file), 1):
+        for offset, line in itertools.islice(_newest_first(path, file), 1):
             if offset > done:
                 yield with_non_finite(line)
 
 
-def _newest_first(
-    path: pathlib.Path, file: IO[bytes]
-) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
-    """Yields (offset, text, line) of the lines of a file, the last one that is complete first."""
+def _newest_first(path: pathlib.Path, file: IO[bytes]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields (offset, line) of the lines of a file, the last one that is complete first."""
     is_last = True
     for offset, text in lines_from_end(file):
         if is_last and not is_json(text):
             is_last = bool(not text)  # What follows the last line break; and a line cut short.
             continue
         is_last = False
-        yield offset, text, _line_at(path, file, offset, text)
+        yield offset, _line_at(path, file, offset, text)
 
 
 def _line_at(path: pathlib.Path, file: IO[bytes], offset: int, text: bytes) -> dict[str, Any]:
@@ -291,8 +289,8 @@ def _opened_lines(path: pathlib.Path) -> Iterator[IO[bytes]]:
         raise ConfigError(f"{path}: no such file; a run writes it in its job_log_dir.") from None
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read ({error.strerror or error}). A run writes it; take away what "
-            "lies in its place."
+            f"{path} cannot be read ({error.strerror or error}). A run writes it; remove what "
+            "is in its place."
         ) from None
 
 
@@ -312,11 +310,6 @@ def training_lines(path: pathlib.Path) -> list[dict[str, Any]]:
     Raises:
       ConfigError: as `read_json_lines`, or a line's loss is no number.
     """
-    return list(each_training_line(path))
-
-
-def each_training_line(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """Yields `training_lines`, so that a long file needs no memory."""
     return _checked(path, "a number 'loss'", lambda line: is_number(line.get("loss")))
 
 
@@ -326,14 +319,7 @@ def evaluation_lines(path: pathlib.Path) -> list[dict[str, Any]]:
     Raises:
       ConfigError: as `read_json_lines`, or a line has no dataset, or a metric that is no number.
     """
-    return list(_checked(path, "a text 'dataset' and numbers", _is_evaluation))
-
-
-def sampled_evaluations(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns `evaluation_lines`; of a file above 4 MiB those of `sampled_lines`."""
-    if not path.exists() or path.stat().st_size <= _SMALL_BYTES:
-        return evaluation_lines(path)
-    return [line for line in sampled_lines(path) if _is_evaluation(line)]
+    return _checked(path, "a text 'dataset' and numbers", _is_evaluation)
 
 
 def _is_evaluation(line: Mapping[str, Any]) -> bool:
@@ -344,15 +330,15 @@ def _is_evaluation(line: Mapping[str, Any]) -> bool:
 
 def _checked(
     path: pathlib.Path, expected: str, is_right: Callable[[Mapping[str, Any]], bool]
-) -> Iterator[dict[str, Any]]:
-    lines = _each_line(path) if path.exists() else ()
+) -> list[dict[str, Any]]:
+    lines = lines_if_any(path)
     for number, line in enumerate(lines, start=1):
         if not is_right(line):
             raise ConfigError(
-                f"{path}, line {number} is {str(line)[:80]}; wanted is {expected}. Mend or remove "
+                f"{path}, line {number} is {str(line)[:80]}; expected {expected}. Fix or remove "
                 "that line."
             )
-        yield line
+    return lines
 
 
 def json_line(line: Mapping[str, Any]) -> str:
@@ -364,7 +350,7 @@ def json_line(line: Mapping[str, Any]) -> str:
 
 
 def strict_json(value: Any, key: str) -> Any:
-    """Returns `value` as what strict JSON can hold: NaN and the infinities become words.
+    """Returns `value` as what strict JSON can hold: NaN and the infinities become texts.
 
     Numbers, texts, scalar arrays, and mappings and lists of them are taken. For others a ValueError
     names the `key`.
@@ -390,7 +376,7 @@ def strict_json(value: Any, key: str) -> Any:
 
 
 def with_non_finite(value: Any) -> Any:
-    """Returns a value of a line with "NaN" and the infinities, wherever in it, as floats."""
+    """Returns a value of a line with "NaN" and the infinities as floats, at any depth."""
     if isinstance(value, str):
         return _NON_FINITE.get(value, value)
     if isinstance(value, dict):

@@ -1,6 +1,5 @@
-"""Lines added to a file, and kept in memory for as long as the disk does not take them."""
+"""Lines added to a file, and kept in memory while the disk does not take them."""
 
-import collections
 import contextlib
 import os
 import pathlib
@@ -10,16 +9,15 @@ from collections.abc import Callable
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.host.json_text import descriptor
 
-_MOST_LINES = 10_000  # Some megabytes.
 _RETRY_SECONDS = 1.0
 
 
 class KeptLines:
-    """A file that lines are added to, each at once; a disk that fails ends nothing.
+    """A file to which each line is added at once; a disk that fails ends nothing.
 
-    Lines that cannot be written (a full disk, an input/output error) are kept, the newest 10,000,
-    and tried again with a later line, a second later at the earliest.
-    `note` is told when that begins, and when they are in the file.
+    Lines that cannot be written (a full disk, an input/output error) are kept and tried again with
+    a later line, a second later at the earliest. A note reports when that begins, and when they are
+    in the file.
 
     Args:
       path: of the file, which is made if its directory is there.
@@ -32,14 +30,12 @@ class KeptLines:
     def __init__(self, path: pathlib.Path, note: Callable[[str], None]):
         self._path, self._note = path, note
         self._file: int | None = self._opened()
-        self._lines = collections.deque[tuple[int, str]](maxlen=_MOST_LINES)
-        self._num_dropped = 0
+        self._lines: list[tuple[int, str]] = []
         self._error: OSError | None = None
         self._retry_at = 0.0
 
     def add(self, step: int, text: str) -> None:
         """Writes the line of a step, or keeps it."""
-        self._num_dropped += len(self._lines) == _MOST_LINES
         self._lines.append((step, text))
         if self._error is None or time.monotonic() >= self._retry_at:
             self._write()
@@ -57,11 +53,14 @@ class KeptLines:
             self._write()
         self._drop_file()
         if self._lines:
-            error = self._lost()
+            message = (
+                f"{self._path} could not be written: {_reason(self._error)}; {self._of_steps()} "
+                "are lost. Make room, or repair the file system, before the next launch."
+            )
             self._lines.clear()
             if is_last_word:
-                raise error
-            self._note(f"note: {error}")
+                raise ConfigError(message)
+            self._note(f"note: {message}")
 
     def _write(self) -> None:
         text = "".join(text for _, text in self._lines).encode()
@@ -79,9 +78,8 @@ class KeptLines:
             self._failed(error)
             return
         if self._error is not None:
-            dropped = f", and {self._num_dropped} before them are lost" * bool(self._num_dropped)
-            self._note(f"{self._path} can be written again, with {self._of_steps()}{dropped}")
-        self._error, self._num_dropped = None, 0
+            self._note(f"{self._path} can be written again, with {self._of_steps()}")
+        self._error = None
         self._lines.clear()
 
     def _opened(self) -> int:
@@ -92,8 +90,8 @@ class KeptLines:
         self._retry_at = time.monotonic() + _RETRY_SECONDS
         if self._error is None:
             self._note(
-                f"note: {self._path} cannot be written: {_reason(error)}. Training goes on; the "
-                f"lines of up to {_MOST_LINES:,} steps are kept until the file can be written"
+                f"note: {self._path} cannot be written: {_reason(error)}. Training continues; the "
+                "lines are kept in memory until the file can be written"
             )
         self._error = error
 
@@ -108,14 +106,6 @@ class KeptLines:
         if steps[0] == steps[-1]:
             return f"the line of step {steps[0]}"
         return f"{len(steps):,} lines of steps {steps[0]} to {steps[-1]}"
-
-    def _lost(self) -> ConfigError:
-        dropped = f"{self._num_dropped:,} lines and " * bool(self._num_dropped)
-        return ConfigError(
-            f"{self._path} could not be written: {_reason(self._error)}; {dropped}"
-            f"{self._of_steps()} are lost. Make room, or repair the file system, before the next "
-            "launch."
-        )
 
 
 def _reason(error: OSError) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.host.optional_packages import optional_module
 from praxis_lite.host.whole_files import write_picture
-from praxis_lite.trainer.metrics.json_lines import sampled_evaluations, sampled_lines
+from praxis_lite.trainer.metrics.json_lines import evaluation_lines, sampled_lines
 
 _TRAIN_COLOR = "#1f5fa8"
 _EVAL_COLORS = ("#d1495b", "#2e8b57", "#8e5ea2", "#e08e0b")
@@ -21,9 +21,9 @@ def plot_loss_curve(metrics_path: str | os.PathLike[str], png_path: str | os.Pat
                     eval_path: str | os.PathLike[str] | None = None, title: str = "") -> None:
     """Draws loss against step: training faint and smoothed, evaluations as points.
 
-    The learning rate, if the lines have one, gets a panel of its own below. Of files above 4 MiB
+    The learning rate, if the lines have one, gets a separate panel below. Of metrics above 4 MiB
     some 8,000 lines are drawn, evenly spread, so a long run takes no longer. Raises ConfigError if
-    no line has a loss, or if the picture cannot be written; one that was there stays.
+    no line has a loss, or if the picture cannot be written; an old picture stays then.
 
     Args:
       metrics_path: lines with `step`, `loss` and perhaps `learning_rate`.
@@ -53,11 +53,11 @@ def plot_loss_curve(metrics_path: str | os.PathLike[str], png_path: str | os.Pat
     loss_axes.plot(steps, smooth_losses, color=_TRAIN_COLOR, linewidth=2,
                    label=f"training, smoothed: {smooth_losses[-1]:.3f}")
     if eval_path is not None:
-        _draw_evaluations(loss_axes, sampled_evaluations(pathlib.Path(eval_path)))
+        _draw_evaluations(loss_axes, evaluation_lines(pathlib.Path(eval_path)))
 
     loss_axes.set_ylabel("loss")
     rate_axes.set_xlabel("step")
-    # Names are no formulas, whatever dollars they have.
+    # Names may contain dollars and are not formulas.
     loss_axes.set_title(title, loc="left", fontsize=12, fontweight="bold", parse_math=False)
     for text in loss_axes.legend(frameon=False, loc="upper right").get_texts():
         text.set_parse_math(False)

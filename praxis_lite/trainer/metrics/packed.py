@@ -26,7 +26,7 @@ class Packed:
     structure: Any = None
 
     def on_host(self) -> PyTree:
-        """Waits for the scalars; returns the tree of NumPy scalars, each of its own dtype."""
+        """Waits for the scalars; returns the tree of NumPy scalars, each with its dtype."""
         arrays = jax.device_get(self.arrays)
         if self.structure is None:
             return arrays

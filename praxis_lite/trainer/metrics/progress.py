@@ -1,4 +1,4 @@
-"""The progress of a run: a live line on a terminal, a few whole lines anywhere else."""
+"""The progress of a run: a live line on a terminal, a few complete lines anywhere else."""
 
 import contextlib
 import math
@@ -25,7 +25,7 @@ class ProgressLine(contextlib.AbstractContextManager):
 
     Args:
       num_steps: the run's last step.
-      log_every_steps: at least 1. None: about 20 lines for the run, whatever its length.
+      log_every_steps: at least 1. None: about 20 lines for the run, however long.
       first_step: the step that this process starts from: 0, or the one it restored.
       clock: seconds that never go back.
     """
@@ -76,7 +76,7 @@ class ProgressLine(contextlib.AbstractContextManager):
         self._stream.flush()
 
     def close(self) -> None:
-        """Leaves the last state standing as a whole line; a second call does nothing."""
+        """Leaves the last state as a complete line; a second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -112,7 +112,7 @@ class ProgressLine(contextlib.AbstractContextManager):
         return parts
 
     def _text(self, width: float = math.inf) -> str:
-        """Returns the newest state as a line of at most so many columns."""
+        """Returns the newest state as a line of at most `width` columns."""
         parts = self._described(*self._newest)
         for name in _LEAVES_OUT:
             if len("  ".join(parts.values())) <= width:

@@ -24,7 +24,7 @@ class Pause:
 
     Attributes:
       every_steps: it comes after each step that this divides; None: not by steps.
-      every_seconds: it comes after so many seconds; None: not by time.
+      every_seconds: seconds between two pauses; None: not by time.
     """
 
     every_steps: int | None = None

@@ -1,8 +1,6 @@
-"""A JSON line per row of a dataset: what was decoded of it, or what its evaluation gave.
+"""A JSON line per row of a dataset: its decoded text, or the outputs of its evaluation."""
 
-What was decoded is read without trust, from files of any size.
-"""
-
+import collections
 import contextlib
 import dataclasses
 import json
@@ -15,8 +13,6 @@ from praxis_lite.host.json_text import content_of, opened
 from praxis_lite.host.whole_files import not_written, write_whole
 from praxis_lite.job.job_dir import COMMAND_LINE, JobDir
 from praxis_lite.trainer.metrics.json_lines import no_other_changes, strict_json
-
-_MOST_READ = 4 << 20  # Bytes of a file.
 
 
 def write_records(
@@ -31,10 +27,10 @@ def write_records(
     with _alone(path):
         if path.exists() and content_of(path) != content:
             number = 1
-            while (former := path.with_name(f"{path.name}.{number}")).exists():
+            while (renamed := path.with_name(f"{path.name}.{number}")).exists():
                 number += 1
-            os.replace(path, former)
-            note(f"{path} had other records; they are in {former.name} now")
+            os.replace(path, renamed)
+            note(f"{path} had other records; they are in {renamed.name} now")
         write_whole(path, content)
 
 
@@ -77,16 +73,13 @@ class Decoded:
     Attributes:
       pairs: the prompt and the continuation of each, in their order in the file. The continuation
         of a record without that field is the rest of it, as JSON.
-      num_lines: in the part of the file that was read.
-      num_unreadable: how many of the lines that were asked for are no JSON objects. A last line
-        that is cut short is not counted.
-      is_whole: that part is the whole file.
+      num_lines: of the file; a last line that is cut short is not counted.
+      num_unreadable: how many of the lines that were asked for are no JSON objects.
     """
 
     pairs: list[tuple[str, str]]
     num_lines: int
     num_unreadable: int
-    is_whole: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,20 +99,17 @@ class DecodedFile:
         Raises:
           OSError: it cannot be read.
         """
-        # A command line adds its records to those of others before.
-        takes_newest = self.dataset == COMMAND_LINE
+        takes_newest = self.dataset == COMMAND_LINE  # Command lines add their records at the end.
+        lines, num_lines = collections.deque[bytes](maxlen=most), 0
         with opened(self.path) as file:
-            size = os.fstat(file.fileno()).st_size
-            begin = max(0, size - _MOST_READ) if takes_newest else 0
-            file.seek(begin)
-            # Not splitlines: U+2028 and the like stand within a text.
-            lines = file.read(_MOST_READ).decode("utf-8", "replace").split("\n")
-        lines = lines[1 if begin else 0 :]
-        if _pair(lines[-1]) is None:
-            lines.pop()
-        pairs = list(map(_pair, lines[-most:] if takes_newest else lines[:most]))
+            for line in file:
+                if line.endswith(b"\n"):
+                    num_lines += 1
+                    if takes_newest or num_lines <= most:
+                        lines.append(line)
+        pairs = list(map(_pair, lines))
         known = [pair for pair in pairs if pair is not None]
-        return Decoded(known, len(lines), len(pairs) - len(known), size <= _MOST_READ)
+        return Decoded(known, num_lines, len(pairs) - len(known))
 
 
 def decoded_files(job: JobDir) -> list[DecodedFile]:
@@ -131,7 +121,7 @@ def decoded_files(job: JobDir) -> list[DecodedFile]:
     return sorted(files, key=lambda file: (file.dataset, file.step))
 
 
-def _pair(line: str) -> tuple[str, str] | None:
+def _pair(line: bytes) -> tuple[str, str] | None:
     """Returns the prompt and the continuation of a line, or None if it is no JSON object."""
     try:
         record = json.loads(line)

@@ -1,4 +1,6 @@
-"""The columns of metrics.jsonl that depend on clocks, in seconds of the process that writes it.
+"""How the times of a step are measured: columns of metrics.jsonl, in seconds of its writer.
+
+`trainer/step_metrics.py` measures all but device_time.
 
 - step_time: from the end of the step before to the end of this one, as the loop sees them; without
   compiling, evaluations and saves, and without hooks that wait.

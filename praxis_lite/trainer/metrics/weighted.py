@@ -4,9 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from praxis_lite.core.errors import ConfigError, require
+from praxis_lite.core.errors import require
 
 # Value and weight are scalars: Python numbers, NumPy or JAX arrays of shape ().
 WeightedScalars = Mapping[str, tuple[Any, Any]]
@@ -15,7 +13,7 @@ WeightedScalars = Mapping[str, tuple[Any, Any]]
 class WeightedMean:
     """Mean of each metric over all that was added: sum(value * weight) / sum(weight), in float64.
 
-    A pair of weight 0 is left out: a batch of filler rows may report NaN, and 0 * NaN would spoil
+    A pair of weight 0 is left out: a batch of padding rows may report NaN, and 0 * NaN would spoil
     the whole mean. A NaN that has weight stays.
     """
 
@@ -24,29 +22,17 @@ class WeightedMean:
         self._weights: dict[str, float] = {}
 
     def add(self, scalars: WeightedScalars) -> None:
-        """Adds a batch's metrics.
-
-        Raises ConfigError if a value or weight is no scalar, or a weight is negative or not finite.
-        """
+        """Adds a batch's metrics; raises ConfigError if a weight is negative or not finite."""
         for name, (value, weight) in scalars.items():
-            value, weight = _scalar(name, "value", value), _scalar(name, "weight", weight)
+            weight = float(weight)
             require(
                 math.isfinite(weight) and weight >= 0, f"The weight of metric {name!r}", weight,
                 "a finite number from 0 on",
             )
             if weight > 0:
-                self._sums[name] = self._sums.get(name, 0.0) + value * weight
+                self._sums[name] = self._sums.get(name, 0.0) + float(value) * weight
                 self._weights[name] = self._weights.get(name, 0.0) + weight
 
     def result(self) -> dict[str, float]:
         """Returns the means; a metric of total weight 0 has none and is left out, never NaN."""
         return {name: total / self._weights[name] for name, total in self._sums.items()}
-
-
-def _scalar(name: str, role: str, array: Any) -> float:
-    array = np.asarray(array)
-    if array.shape != ():
-        raise ConfigError(
-            f"metric {name!r}: the {role} has shape {array.shape}, want a scalar (). Reduce it in "
-            "the task: value = sum(x * w) / sum(w), weight = sum(w).")
-    return float(array)

@@ -20,7 +20,7 @@ from praxis_lite.core.xla_workarounds.mended_products import MendedFunction, men
 from praxis_lite.host.host_memory import FirstRuns
 from praxis_lite.layers import SHARDING_PRESETS
 from praxis_lite.models import FunctionModel
-from praxis_lite.trainer.checks.memory import compile_step
+from praxis_lite.trainer.compilation import compile_step
 from praxis_tools.check import check_on_meshes
 from praxis_tools.explain import hlo
 from praxis_tools.explain.explain import explain

@@ -11,7 +11,7 @@ from praxis_lite.trainer.metrics.loss_curve import plot_loss_curve, smoothed
 
 
 def write_lines(path, lines):
-    with JsonLinesWriter(path, None) as writer:
+    with JsonLinesWriter(path, -1) as writer:
         for line in lines:
             writer.write(line)
     return path

@@ -1,4 +1,4 @@
-"""Our own checkpoints, written with today's Orbax and the former: read, and saved beside."""
+"""Our checkpoints that two minor versions of Orbax wrote: read, and saved to."""
 
 import json
 import zipfile
@@ -15,10 +15,6 @@ from tests.checkpoints.test_checkpoints import assert_same_true_values
 from tests.support.goldens import GOLDENS
 
 WRITTEN = sorted((GOLDENS / "own_checkpoints").glob("orbax-*.zip"))
-
-
-def test_today_and_the_former_minor_version_are_there():
-    assert [path.stem for path in WRITTEN] == ["orbax-0.11.40", "orbax-0.12.8"]
 
 
 @pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.stem)

@@ -1,4 +1,4 @@
-"""Reports of a run to people: a line of progress, files of metrics."""
+"""When metrics.jsonl, eval_metrics.jsonl and the line of progress are written."""
 
 import contextlib
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ from praxis_lite.trainer.metrics.step_times import EVALUATION_TIME, SAVE_TIME
 
 
 class MetricsFiles(Hook):
-    """Writes metrics.jsonl and eval_metrics.jsonl.
+    """Writes metrics.jsonl a step late, and eval_metrics.jsonl after each evaluation.
 
-    Lines of steps after the first are moved away, for these steps are made again.
+    Lines of steps after the first are moved away, because these steps are recomputed.
     """
 
     every, waits = None, False

@@ -1,4 +1,7 @@
-"""The numbers and times of a step, read while the next runs: no device waits for the host."""
+"""Measures the times of a step and reads its metrics, while the next step runs.
+
+So the devices never wait for the host. `metrics/step_times.py` defines each time.
+"""
 
 import dataclasses
 import time
