@@ -100,6 +100,8 @@ setup(
         "xxhash>=4.1,<5",
         # Metrics of long jobs as columns: json.loads takes three times as long.
         "orjson>=3.11.5,<4",
+        # Progress of long commands on a terminal; flax brings it too.
+        "rich>=13,<16",
         # The newest metrics of a run for Prometheus; Orbax brings it too.
         "prometheus-client>=0.26,<1",
         # Datasets whose examples are found by their number, and ArrayRecord files of them.

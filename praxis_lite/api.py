@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from praxis_lite.trained_model.trained_model import TrainedModel
     from praxis_lite.trainer.hooks.hook import Hook
 
+__all__ = ("command_line", "train")
+
 
 def train(
     experiment: "str | type[Experiment]",

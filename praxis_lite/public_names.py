@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+__all__ = ("public_names",)
+
 PACKAGES = (
     "praxis_lite",
     "praxis_lite.core",

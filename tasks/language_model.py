@@ -45,8 +45,8 @@ OPTIONAL_INPUTS = {
     "paddings": "paddings",
     "inputs_indicator": "inputs_indicator",
 }
-# The decoder of a task that names none; with a temperature it draws.
-LIKELIEST_TOKENS = Sample(temperature=0.0)
+# A decoder whose temperature can be set.
+_GREEDY = Sample(temperature=0.0)
 PER_ROW_SETTINGS = ("temperature", "per_example_max_decode_steps")
 
 
@@ -83,7 +83,7 @@ class LanguageModelTask(Task):
         fprop_dtype: jnp.dtype | None = None,
         quantization: str | None = None,
         tokenizer: Tokenizer | str | None = None,
-        decoder: Decoder = LIKELIEST_TOKENS,
+        decoder: Decoder = _GREEDY,
         metrics: Mapping[str, Metric] | None = None,
     ):
         super().__init__(

@@ -17,11 +17,10 @@ from praxis_lite.core import (
     require,
     share_outputs,
 )
-from praxis_lite.decode import Decoder, cache_length, for_tokenizer, stored_forms
+from praxis_lite.decode import Decoder, Sample, cache_length, for_tokenizer, stored_forms
 from praxis_lite.inputs.tokenizers import Tokenizer, as_tokenizer
 from praxis_lite.layers import aux_loss
 from praxis_lite.tasks.language_model import (
-    LIKELIEST_TOKENS,
     paddings_with_filler,
     reports_of_batches,
 )
@@ -38,6 +37,8 @@ OPTIONAL_INPUTS = {
     "segment_ids": "target_segment_ids",
     "segment_pos": "target_segment_pos",
 }
+# A decoder whose temperature can be set.
+_GREEDY = Sample(temperature=0.0)
 
 
 class SequenceToSequenceTask(Task):
@@ -74,7 +75,7 @@ class SequenceToSequenceTask(Task):
         inputs_split_mapping: Mapping[str, Any] | None = None,
         fprop_dtype: jnp.dtype | None = None,
         tokenizer: Tokenizer | str | None = None,
-        decoder: Decoder = LIKELIEST_TOKENS,
+        decoder: Decoder = _GREEDY,
         metrics: Mapping[str, Metric] | None = None,
     ):
         super().__init__(

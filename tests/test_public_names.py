@@ -62,6 +62,31 @@ def test_pages_import_public_names_alone(page):
         assert set(modules) <= set(api_page.COMMANDS)
 
 
+def test_tools_import_public_names_and_names_for_tools_alone():
+    names = api_page.names_for_tools()
+    homes = {(home, name) for package in PACKAGES for name, home in homes_of(package).items()}
+    for path in sorted((ROOT / "praxis_tools").rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        used = {(module, name) for module, name in private(source) if module.startswith("praxis_l")}
+        modules = {name: f"{module}.{name}" for module, name in used if is_module(module, name)}
+        attributes = {
+            (modules[node.value.id], node.attr) for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+            and node.value.id in modules and not node.attr.startswith("__")
+        }
+        of_modules = {(module, name) for module, name in used if name not in modules}
+        unknown = {
+            (module, name) for module, name in (of_modules | attributes) - homes
+            if name not in names.get(module, ())
+        }
+        assert not unknown, path
+
+
+def is_module(package, name):
+    path = ROOT.joinpath(*package.split("."), name)
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
 def test_pages_have_imports_to_look_at():
     assert sum(len(list(imports(block))) for page in PAGES for block in blocks(page)) > 60
 

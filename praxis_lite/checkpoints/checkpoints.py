@@ -34,6 +34,8 @@ from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout, Tr
 from praxis_lite.job.local_directory import local_directory
 from praxis_lite.job.processes.broadcast import from_first
 
+__all__ = ("Checkpoints", "Restored")
+
 PyTree = Any
 # Several may be open in a process; all processes open them in one order.
 _numbers = itertools.count()

@@ -8,6 +8,8 @@ import xxhash
 from praxis_lite.checkpoints.stored_arrays import StoredArray, stored_arrays
 from praxis_lite.checkpoints.tools import manifest_of, tracked
 
+__all__ = ("digest_of",)
+
 
 def digest_of(step_dir: Path) -> str:
     """Returns the digest of a step: XXH3-128 of its leaves' paths and digests, in order.

@@ -13,6 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from praxis_lite.checkpoints.steps.manifest import Leaves, check_same, manifest_leaf
 from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout, TrainState
 
+__all__ = ("read_state",)
+
 # Bytes that are read at a time: the host's share of a large state must not be in memory twice.
 _MOST_BYTES_AT_ONCE = 4 * 10**9
 _NUM_THREADS = 16

@@ -20,6 +20,8 @@ from praxis_lite.host.optional_packages import (
 )
 from praxis_lite.host.user_errors import own_words
 
+__all__ = ("build",)
+
 # The text that Fiddle appends to an exception of a constructor.
 _FIDDLE = "\n\nFiddle context:"
 _PLACE = re.compile(r"\n\nFiddle context: failed to construct or call (.+?) at <root>(\S*) with ")

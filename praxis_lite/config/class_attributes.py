@@ -13,6 +13,8 @@ from praxis_lite.core.callables import callable_name
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.user_lines import user_line
 
+__all__ = ("value_after",)
+
 
 class _Experiment(Protocol):
     def config(self) -> fdl.Config: ...

@@ -29,6 +29,8 @@ from praxis_lite.config.paths import (
 from praxis_lite.config.values import UNKNOWN, WrongType, parse_value
 from praxis_lite.core.errors import ConfigError, shown
 
+__all__ = ("check_required",)
+
 _TOKEN = re.compile(
     r"""\.?([^.\[\]=]+) | \[ (-?\d+) \] | \[ '([^']*)' \] | \[ "([^"]*)" \]""", re.X
 )

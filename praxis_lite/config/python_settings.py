@@ -12,6 +12,8 @@ from praxis_lite.config.paths import holds_only_literals, join
 from praxis_lite.config.values import UNKNOWN, format_value, is_bare_word, is_dtype
 from praxis_lite.core.errors import ConfigError, shown
 
+__all__ = ("Settings",)
+
 Settings = Mapping[str, Any] | Sequence[str]
 
 

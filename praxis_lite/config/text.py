@@ -18,6 +18,8 @@ from praxis_lite.core.callables import callable_name
 from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.host.json_text import parse_json, read_json
 
+__all__ = ("LoadedConfig", "load_config_file")
+
 
 @dataclasses.dataclass(frozen=True)
 class LoadedConfig:

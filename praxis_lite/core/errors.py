@@ -6,6 +6,11 @@ import logging
 import math
 from collections.abc import Collection, Iterable, Sequence
 
+__all__ = (
+    "ConfigError", "OutOfMemory", "did_you_mean", "few", "format_bytes", "is_number", "is_whole",
+    "printable", "require", "require_choice", "shown",
+)
+
 
 class ConfigError(ValueError):
     """A setting, an input or a file that a user can fix.

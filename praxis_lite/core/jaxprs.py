@@ -11,6 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+__all__ = (
+    "FURTHER_TURNS", "RECOMPUTED", "followed", "of_loop", "opened", "plain", "widens", "with_inner",
+)
+
 # The scope, in names of operations, of what is computed again: by jax.checkpoint, and by our own
 # backward passes.
 RECOMPUTED = "rematted_computation"

@@ -6,6 +6,8 @@ import sysconfig
 import traceback
 from pathlib import Path
 
+__all__ = ("LIBRARY_FOLDERS",)
+
 _PACKAGE = Path(__file__).parents[1]
 # Where the library's own files are; experiments in a checkout belong to its owner.
 LIBRARY_FOLDERS = tuple(

@@ -20,6 +20,8 @@ from praxis_lite.decode.sampling import Greedy
 from praxis_lite.decode.stop_strings import ContinuationText
 from praxis_lite.host.host_memory import FirstRuns
 
+__all__ = ("ContinuousBatching", "Prompt")
+
 # R rows, P longest prompt, M most new tokens.
 PyTree = Any
 Program = Callable[..., Any]

@@ -13,6 +13,8 @@ from praxis_lite.core.errors import require, require_choice
 from praxis_lite.decode.padding import check_has_rows
 from praxis_lite.decode.speculation import check_takes_back
 
+__all__ = ("Decoder", "Prompts")
+
 # B prompts, P longest prompt, S = num_hyps continuations of each, M = max_decode_steps new tokens.
 
 # Arrays by name; see `Decoder.__call__`.

@@ -15,6 +15,8 @@ from flax import nnx
 from praxis_lite.decode.cache_rows import batch_dims, keep_rows
 from praxis_lite.layers.base.variables import rebuilt
 
+__all__ = ("check_has_rows",)
+
 # B batch, T time, V classes.
 PyTree = Any
 

@@ -16,6 +16,8 @@ from praxis_lite.decode.padding import (
 from praxis_lite.layers.base.variables import rebuilt
 from praxis_lite.layers.embedding.rotary_scaling import DynamicRotary
 
+__all__ = ("cache_length", "prefill")
+
 # B batch, P longest prompt, V classes.
 
 

@@ -11,6 +11,8 @@ from praxis_lite.core.errors import require
 if TYPE_CHECKING:
     from praxis_lite.decode.continuous_batching import ContinuousBatching
 
+__all__ = ("NewTokens", "Prompt", "Rows")
+
 # P longest prompt, N likeliest tokens.
 PyTree = Any
 

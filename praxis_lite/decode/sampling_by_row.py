@@ -13,6 +13,8 @@ from praxis_lite.decode.likely_logits import kth_logit, nucleus_end
 from praxis_lite.decode.loop import DecodeState
 from praxis_lite.decode.sampling import Greedy
 
+__all__ = ("SampleByRow",)
+
 # R rows, V classes, N likeliest tokens, C newest steps.
 
 

@@ -9,6 +9,8 @@ from praxis_lite.decode.sampling import Greedy
 from praxis_lite.inputs.tokenizers.base import Tokenizer
 from praxis_lite.inputs.tokenizers.streaming import StreamingDecoder
 
+__all__ = ("ContinuationText", "continuation_text", "for_tokenizer")
+
 # After these texts a stop string is tokenized as within a text.
 _TEXTS_BEFORE = ("", "a", ".", "\n")
 

@@ -13,6 +13,8 @@ from praxis_lite.job.job_dir import JobDir
 if TYPE_CHECKING:
     import fiddle as fdl
 
+__all__ = ("LaunchedConfig", "config_of_experiment")
+
 
 @dataclasses.dataclass(frozen=True)
 class LaunchedConfig:

@@ -13,6 +13,8 @@ from praxis_lite.job.examples.history import History, Part, history_of
 from praxis_lite.job.examples.lines import read_record
 from praxis_lite.job.job_dir import JobDir
 
+__all__ = ("ExamplesProof", "proof_of_examples", "train_pipeline")
+
 EXACTLY_ONCE = "every example exactly once, in order"
 
 

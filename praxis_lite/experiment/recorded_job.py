@@ -21,6 +21,8 @@ from praxis_lite.inputs.tokenizers.files import CONFIG, has_tokenizer, names_of_
 from praxis_lite.inputs.tokenizers.json_tokenizer import JsonTokenizer
 from praxis_lite.job.job_dir import JobDir
 
+__all__ = ("tokenizers_of",)
+
 # The source directory of a copy, as the config names it.
 CAME_FROM = "came_from.txt"
 # A field that names a directory, or the argument of a tokenizer's class in that field.

@@ -16,6 +16,8 @@ from praxis_lite.host.user_errors import described
 if TYPE_CHECKING:
     from praxis_lite.experiment.experiment import Experiment
 
+__all__ = ("allowed_packages", "get_experiment", "register")
+
 ExperimentT = TypeVar("ExperimentT", bound="type[Experiment]")
 
 _log = logging.getLogger(__name__)

@@ -17,6 +17,8 @@ from praxis_lite.core.errors import OutOfMemory, format_bytes
 if TYPE_CHECKING:
     import jax
 
+__all__ = ("FirstRuns", "available_bytes", "check_program_fits", "check_room_for_devices")
+
 # The kernel's figures are estimates: what is refused lacks more than that.
 _SLACK = 1.05
 

@@ -9,6 +9,8 @@ import ipaddress
 import re
 from collections.abc import Sequence, Set
 
+__all__ = ("LOOPBACK_HOSTS", "asks_for", "is_loopback")
+
 # Names of this machine for itself.
 LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 _HOST = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([a-zA-Z0-9._-]+))(?::([0-9]{1,5}))?", re.ASCII)

@@ -9,6 +9,10 @@ from typing import IO, Any
 
 from praxis_lite.core.errors import ConfigError
 
+__all__ = (
+    "content_of", "descriptor", "lines_of", "opened", "opened_to_append", "parse_json", "read_json",
+)
+
 # Deeper nesting would exceed the recursion limit of code that walks through the value. The limit of
 # Python's parser changes with its version.
 MOST_NESTED = 200

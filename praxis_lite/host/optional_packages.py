@@ -7,6 +7,8 @@ from types import ModuleType
 
 from praxis_lite.core.errors import ConfigError
 
+__all__ = ("optional_module", "require_package")
+
 # By import name: the name for pip, and the extra of setup.py that installs it; None: the plain
 # installation does, if the package exists for this Python version.
 PACKAGES: dict[str, tuple[str, str | None]] = {

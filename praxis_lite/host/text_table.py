@@ -2,6 +2,8 @@
 
 from collections.abc import Collection, Sequence
 
+__all__ = ("table_lines", "unique_ends")
+
 
 def table_lines(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
     """Returns the rows as lines, their columns aligned.

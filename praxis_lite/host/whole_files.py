@@ -12,6 +12,8 @@ from typing import Any
 
 from praxis_lite.core.errors import ConfigError, few
 
+__all__ = ("DISK_FULL", "new_directory", "not_written", "write_picture", "write_whole")
+
 # A disk, a quota or a file that is full.
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 

@@ -23,6 +23,8 @@ from praxis_lite.core.errors import (
 )
 from praxis_lite.huggingface.decoder_settings import DecoderSettings
 
+__all__ = ("family_of", "settings_in")
+
 VALUES = ("constants", "defaults")  # Parts of a table in which false is a value.
 _MERGED = ("settings", "unused", "only", "reasons", "read_as", *VALUES, "tensors")
 EMBEDDING, HEAD = "embedding", "head"

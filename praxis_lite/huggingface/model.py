@@ -27,6 +27,8 @@ from praxis_lite.inputs.text.token_ids import token_ids, whole_number
 from praxis_lite.trained_model.generation import changed_decoder
 from praxis_lite.trainer.forward_pass import forward_pass
 
+__all__ = ("EXPERIMENT", "HuggingFaceModel", "load", "load_on_devices")
+
 EXPERIMENT = "huggingface.CausalLm"
 AXIS_NAMES = ("replica", "data", "mdl")
 

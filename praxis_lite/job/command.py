@@ -20,6 +20,8 @@ from praxis_lite.job.processes.standard_output import (
     output_may_be_lost,
 )
 
+__all__ = ("Parser", "run")
+
 
 def run(
     command: Callable[[], int | None],

@@ -31,6 +31,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+__all__ = (
+    "COMPILE", "DISPATCH", "EVALUATION", "IMPORT", "INIT", "INPUT_WAIT", "JobEvents", "KINDS",
+    "Listener", "MEETING", "ON_DEVICES", "Phase", "RESTORE", "SAVE", "STEP", "events",
+)
+
 # The kinds of a process's seconds. At any time the main thread is in a single one.
 IMPORT = "import"  # From the start of the process: Python, libraries, the experiment's config.
 INIT = "init"  # All else around training: the mesh, tracing, checks, a new state, the loss curve.

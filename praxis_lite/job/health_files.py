@@ -7,6 +7,8 @@ from pathlib import Path
 
 from praxis_lite.core.errors import ConfigError, require
 
+__all__ = ("HealthFiles", "directory_of")
+
 # A probe takes a file of a minute for that of a dead process: a busy machine may miss many beats.
 BEAT_SECONDS = 1.0
 

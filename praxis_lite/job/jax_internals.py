@@ -7,6 +7,8 @@ import sys
 import types
 from typing import Any
 
+__all__ = ("compilation_cache_modules",)
+
 
 def distributed_state() -> Any:
     """Returns JAX's own record of the connection of processes; None before jax is imported."""

@@ -13,6 +13,8 @@ from praxis_lite.host.json_text import read_json
 from praxis_lite.host.whole_files import write_whole
 from praxis_lite.job.local_directory import local_directory
 
+__all__ = ("JobDir", "open_for_meeting", "open_for_reading", "recorded_experiment")
+
 # The dataset's name in decode/ of what a command line asks for with --prompt and --prompts.
 COMMAND_LINE = "command_line"
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from praxis_lite.core.errors import ConfigError
 
+__all__ = ("JobLock", "is_training")
+
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)
 # `is_training` holds the lock for a moment: a training that starts just then tries again.
 _TRIES, _RETRY_SECONDS = 5, 0.02

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from praxis_lite.core.errors import ConfigError, shown
 
+__all__ = ("local_directory",)
+
 
 def local_directory(path: str | os.PathLike[str]) -> Path:
     """Returns an absolute path without "..", "~" at its start expanded; there may be nothing there.

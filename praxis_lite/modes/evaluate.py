@@ -6,6 +6,8 @@ from praxis_lite.modes.following import add_follow, each_checkpoint
 from praxis_lite.modes.launched import job_on_mesh, recorded_job_of
 from praxis_lite.modes.mode import CommandLine, Mode
 
+__all__ = ("add_step",)
+
 
 class Evaluate(Mode):
     """Evaluates a checkpoint on every dataset but `train`."""

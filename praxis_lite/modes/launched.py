@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from praxis_lite.trainer.decoding.user_prompts import Prompt
     from praxis_lite.trainer.job_on_mesh import JobOnMesh
 
+__all__ = ("experiment_of", "job_log_dir", "job_on_mesh", "recorded_job_of")
+
 
 def experiment_of(command: CommandLine, *, trains: bool = False) -> LaunchedConfig:
     """Returns the config of --exp and --set, and prints the experiment's name.

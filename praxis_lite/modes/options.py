@@ -12,6 +12,8 @@ from praxis_lite.experiment.registry import allowed_packages
 from praxis_lite.job.command import Parser
 from praxis_lite.modes.mode import CommandLine, Mode
 
+__all__ = ("file_to_write", "names")
+
 # Options and modes of Pax, and their counterparts here.
 PAX_OPTIONS = {
     "fdl_config": "--exp=NAME with --set path=value", "fdl_flags_override": "--set path=value",

@@ -9,6 +9,8 @@ import numpy as np
 from praxis_lite.trainer.metrics.columns import Columns
 from praxis_lite.trainer.metrics.progress import metric_text
 
+__all__ = ("html_of",)
+
 # Of the last step: what a person looks for first, as far as it is there.
 _SHOWN = ("loss", "learning_rate", "grad_norm", "step_time", "tokens_per_second", "mfu")
 

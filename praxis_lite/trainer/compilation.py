@@ -16,6 +16,8 @@ from praxis_lite.inputs.base import InputPipeline
 from praxis_lite.job import processes
 from praxis_lite.trainer.checks.memory import SMALLER_STATE, SMALLER_STEP
 
+__all__ = ("compile_step", "use_compilation_cache")
+
 _compiled: "weakref.WeakKeyDictionary[Step, dict[Any, jax.stages.Compiled]]" = (
     weakref.WeakKeyDictionary()
 )

@@ -13,6 +13,8 @@ from praxis_lite.host.host_memory import FirstRuns
 from praxis_lite.inputs.leaves import narrow
 from praxis_lite.inputs.text.token_ids import token_ids
 
+__all__ = ("LEAVES_OF_ARGUMENTS", "arrays_of", "forward_on_the_mesh")
+
 # What models call the leaves of a batch.
 LEAVES_OF_ARGUMENTS = {"positions": "segment_pos", "inputs": "src_ids", "targets": "ids"}
 

@@ -13,6 +13,8 @@ from praxis_lite.job.processes.broadcast import from_first
 from praxis_lite.trainer.loss_spikes import losses_of_newest
 from praxis_lite.trainer.metrics.json_lines import evaluation_lines, newest_lines
 
+__all__ = ("evaluates", "evaluations", "is_complete")
+
 
 def lacks_evaluation(
     run: RunConfig, eval_sets: Collection[str], job: JobDir, step: int

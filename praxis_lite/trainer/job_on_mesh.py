@@ -30,6 +30,8 @@ from praxis_lite.trainer.checks.memory import check_fits
 from praxis_lite.trainer.compilation import use_compilation_cache
 from praxis_lite.trainer.layout_table import mesh_text
 
+__all__ = ("JobOnMesh", "partitioner_of", "partitioner_on", "print_compiler_options")
+
 
 @dataclasses.dataclass(frozen=True)
 class JobOnMesh:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from praxis_lite.trainer.hooks.hook import Hook
     from praxis_lite.trainer.job_on_mesh import JobOnMesh
 
+__all__ = ("JobTools", "OtherSaves", "SavedState")
+
 
 class SavedState(Protocol):
     """The newest state that a job can resume from, such as the newest of its `Checkpoints`."""

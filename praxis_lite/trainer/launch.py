@@ -43,6 +43,8 @@ from praxis_lite.trainer.metrics.progress import ProgressLine
 from praxis_lite.trainer.starting_point import StartingPoint, States
 from praxis_lite.trainer.trainer import Trained
 
+__all__ = ("train",)
+
 
 def train(
     job: JobOnMesh, launched: LaunchedConfig, tools: JobTools | None = None, *,

@@ -14,6 +14,11 @@ from praxis_lite.core.sharding.weight_spec import spec_items
 from praxis_lite.host.json_text import read_json
 from praxis_lite.host.text_table import table_lines
 
+__all__ = (
+    "LayoutArray", "bytes_per_device", "host_note", "kind_of", "layout_table", "layout_warnings",
+    "leaf_table", "mesh_text", "padding_notes", "read_layout", "shape_text", "split_text",
+)
+
 # From here on an array is worth a warning: a smaller one costs less than the reader's attention.
 LARGE_BYTES = 1 << 20
 WASTEFUL_PADDING = 0.10

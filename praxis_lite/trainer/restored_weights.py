@@ -7,6 +7,8 @@ from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.job.job_dir import JobDir
 from praxis_lite.trainer.job_history import metrics_by_step
 
+__all__ = ("restored_weights",)
+
 
 def restored_weights(
     partitioner: Partitioner, job_dir: JobDir, step: int | str | None, use_ema: bool

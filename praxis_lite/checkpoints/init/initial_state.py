@@ -11,6 +11,8 @@ from praxis_lite.core.partitioner.partitioner import Partitioner
 from praxis_lite.core.partitioner.train_state import StateLayout, TrainState
 from praxis_lite.job.job_dir import JobDir
 
+__all__ = ("Note",)
+
 PyTree = Any
 Note = Callable[[str], None]
 

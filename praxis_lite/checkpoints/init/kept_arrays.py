@@ -11,6 +11,8 @@ from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
 from praxis_lite.core.sharding.memory_spaces import DEVICE
 from praxis_lite.layers.whole_model.packed_weights import PackedForm
 
+__all__ = ("whole_layout",)
+
 
 def whole_layout(layout: StateLayout) -> StateLayout:
     """Returns the layout with the weights as their layers declare them: a leaf for each."""

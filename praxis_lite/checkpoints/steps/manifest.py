@@ -20,6 +20,8 @@ from praxis_lite.core.errors import ConfigError, few
 if TYPE_CHECKING:  # The tools read manifests without JAX.
     from praxis_lite.core.partitioner.train_state import LeafLayout, StateLayout
 
+__all__ = ("digest_of_config", "new_manifest", "parse_manifest")
+
 FORMAT = 2
 MANIFEST_JSON, COMMIT_JSON = "manifest.json", "commit.json"
 _PACKAGES = ("praxis_lite", "jax", "jaxlib", "flax", "orbax-checkpoint", "numpy")

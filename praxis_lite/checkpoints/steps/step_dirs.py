@@ -21,6 +21,8 @@ from typing import Any
 from praxis_lite.checkpoints.steps.manifest import COMMIT_JSON, MANIFEST_JSON, commit_text
 from praxis_lite.checkpoints.steps.step_files import sync_directory
 
+__all__ = ("committed_steps", "numbered_steps")
+
 # What a kill in a save or in a deletion leaves behind.
 LEFTOVERS = ("saving", "deleting")
 

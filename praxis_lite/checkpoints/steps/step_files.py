@@ -16,6 +16,8 @@ from praxis_lite.checkpoints.steps.manifest import (
 )
 from praxis_lite.core.errors import ConfigError
 
+__all__ = ("committed_manifest",)
+
 _CHUNK_BYTES = 1 << 20
 _NUM_THREADS = 8
 

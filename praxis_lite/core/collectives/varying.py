@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+__all__ = ("varying_over",)
+
 PyTree = Any
 
 

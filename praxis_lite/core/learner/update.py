@@ -21,6 +21,8 @@ from praxis_lite.core.sharding.devices.axis_types import typed_as
 from praxis_lite.core.sharding.mesh import compiled_platform
 from praxis_lite.core.sharding.weight_spec import spec_items
 
+__all__ = ("BoundLearner", "SCOPE")
+
 PyTree = Any
 
 SCOPE = "learner"  # In the names of the operations of an update.

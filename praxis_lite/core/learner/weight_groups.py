@@ -17,6 +17,8 @@ from praxis_lite.core.sharding.devices.axis_types import stated, typed_alike
 from praxis_lite.core.sharding.memory_spaces import is_on_host
 from praxis_lite.core.sharding.weight_spec import spec_items
 
+__all__ = ("Group",)
+
 PyTree = Any
 Path = tuple[str, ...]
 

@@ -24,6 +24,8 @@ from praxis_lite.core.errors import ConfigError, few, shown
 from praxis_lite.core.jaxprs import followed, with_inner
 from praxis_lite.core.sharding.weight_spec import WeightSpec
 
+__all__ = ("updates_of",)
+
 PyTree = Any
 Path = tuple[str, ...]
 _NOTHING: frozenset[int] = frozenset()

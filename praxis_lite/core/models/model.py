@@ -11,6 +11,8 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.core.sharding.weight_spec import WeightSpec
 
+__all__ = ("MdlVars", "Model", "spec_leaves")
+
 # {"params": nested dict, "non_trainable": nested dict}, of arrays or of what describes them.
 MdlVars = dict[str, Any]
 

@@ -22,6 +22,8 @@ from praxis_lite.core.sharding.memory_spaces import to_device
 from praxis_lite.core.sharding.split_dims import constrain
 from praxis_lite.core.task import WeightedScalars
 
+__all__ = ("LossFn", "value_and_grad")
+
 PyTree = Any
 Batch = Mapping[str, jax.Array]
 # (fixed, params, non_trainable, inputs, key) -> (what is differentiated, (metrics, new

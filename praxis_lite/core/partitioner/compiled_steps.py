@@ -17,6 +17,8 @@ from praxis_lite.core.sharding.inputs import (
 from praxis_lite.core.xla_workarounds.narrow_scans import narrow_scans
 from praxis_lite.core.xla_workarounds.xla_errors import without_xla_errors
 
+__all__ = ("Step", "StepOfWeights")
+
 PyTree = Any
 
 

@@ -16,6 +16,8 @@ from praxis_lite.core.sharding.devices.axis_types import typed_as
 from praxis_lite.core.sharding.memory_spaces import to_device
 from praxis_lite.core.task import Task
 
+__all__ = ("eval_step", "train_step")
+
 
 def init_state(task: Task, key: jax.Array, learner: BoundLearner | None = None) -> TrainState:
     """Returns a fresh state: variables drawn at their logical shapes, empty slots, step 0.

@@ -20,6 +20,8 @@ from praxis_lite.core.sharding.padding import pad_tree, padded_shape, unpad_tree
 from praxis_lite.core.sharding.weight_sharding import decide_shardings
 from praxis_lite.core.task import Task
 
+__all__ = ("LeafLayout", "StateLayout", "TrainState")
+
 PyTree = Any
 
 

@@ -13,6 +13,11 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.leaf_paths import leaves_with_path
 from praxis_lite.core.sharding.split_dims import SplitDims, constrain, to_partition_spec
 
+__all__ = (
+    "GlobalBatch", "InputsSplitMapping", "abstract_global_batch", "batch_spec", "global_batch",
+    "is_true_row", "num_rows_of", "replicated_key", "reshard_by_rank",
+)
+
 PyTree = Any
 # Split dims of a batch's arrays by their rank: "map_1d", "map_2d", ...; None: not resharded.
 InputsSplitMapping = Mapping[str, SplitDims] | None

@@ -5,6 +5,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 from praxis_lite.core.errors import ConfigError, did_you_mean, require
 
+__all__ = ("MeshRules", "axes_of", "logical_to_mesh_axes")
+
 MeshAxes = None | str | tuple[str, ...]
 LogicalAxes = Sequence[None | str | tuple[str, ...]]
 LogicalAxisRules = Sequence[tuple[str, MeshAxes]]

@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+__all__ = ("to_device",)
+
 PyTree = Any
 
 DEVICE, HOST = "device", "pinned_host"

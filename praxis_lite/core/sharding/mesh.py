@@ -19,6 +19,11 @@ from praxis_lite.core.sharding.devices.device_order import (
 from praxis_lite.core.sharding.devices.libtpu import leave_absent_tpus_alone
 from praxis_lite.core.sharding.mesh_config import MeshConfig
 
+__all__ = (
+    "all_devices", "attached_devices", "attached_mesh", "compiled_platform", "filled_mesh",
+    "make_mesh", "simulate_devices", "simulated_devices",
+)
+
 MAX_SIMULATED_DEVICES = 256
 _SCHEDULER_FLAG = "xla_cpu_enable_concurrency_optimized_scheduler"
 

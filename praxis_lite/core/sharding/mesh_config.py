@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from praxis_lite.core.errors import ConfigError, require, require_choice
 from praxis_lite.core.sharding.devices.axis_types import AXIS_TYPES
 
+__all__ = ("MeshConfig", "TPUS")
+
 CompilerOptions = Mapping[str, Mapping[str, bool | int | float | str]]
 # Names of TPUs, as topologies and compiler_options have them, by `jax.Device.device_kind`.
 TPUS = {

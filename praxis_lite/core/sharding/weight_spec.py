@@ -11,6 +11,8 @@ from jax.sharding import PartitionSpec
 from praxis_lite.core.sharding.memory_spaces import DEVICE
 from praxis_lite.core.sharding.split_dims import DimSplit, SplitDims, to_partition_spec
 
+__all__ = ("WeightSpec", "spec_items")
+
 
 @dataclasses.dataclass(frozen=True)
 class WeightSpec:

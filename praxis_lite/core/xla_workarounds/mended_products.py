@@ -28,6 +28,8 @@ from praxis_lite.core.xla_workarounds.product_orders import (
     products_at_risk,
 )
 
+__all__ = ("MendedFunction", "mended", "mended_export")
+
 _COMPARE = "compare the job with one device by --mode=check"
 _NOT_MENDED = f"It could not be mended: before you rely on it, {_COMPARE}"
 _NOT_READ = "Products that XLA may permute on three axes of a mesh were not looked for"

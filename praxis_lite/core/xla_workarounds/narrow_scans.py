@@ -14,6 +14,8 @@ from jax.extend.core import primitives
 
 from praxis_lite.core.jaxprs import opened, plain, rewritten, widens
 
+__all__ = ("narrow_scans",)
+
 
 def narrow_scans(jaxpr: Any) -> Any:
     """Returns a program whose scans cast what they stack after the loop rather than in it."""

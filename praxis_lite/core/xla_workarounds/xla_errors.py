@@ -37,6 +37,8 @@ from jax.interpreters import mlir
 from praxis_lite.core.jaxprs import rewritten
 from praxis_lite.core.sharding.devices.axis_types import is_typed, type_spec, untyped
 
+__all__ = ("without_xla_errors",)
+
 PyTree = Any
 
 

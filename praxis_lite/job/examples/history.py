@@ -8,6 +8,8 @@ from praxis_lite.core.errors import few
 from praxis_lite.inputs.position import DataPosition
 from praxis_lite.job.examples.lines import Record, Start, Stretch
 
+__all__ = ("Part",)
+
 _MOST_FAULTS = 50
 
 

@@ -9,6 +9,8 @@ from praxis_lite.inputs.batches import checked_batches
 from praxis_lite.inputs.processes.row_digests import row_digests, total
 from praxis_lite.job.examples.history import History
 
+__all__ = ("faults_of_data",)
+
 
 def faults_of_data(
     history: History, pipeline: InputPipeline, progress: Callable[[int, int], None]

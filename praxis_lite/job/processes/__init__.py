@@ -16,7 +16,7 @@ from praxis_lite.job.processes.coordination import (
 )
 from praxis_lite.job.processes.membership import membership
 
-__all__ = [
+__all__ = (
     "client", "count", "count_on_this_host", "exchange", "host", "index", "is_first",
     "learn_hosts", "membership", "name",
-]
+)

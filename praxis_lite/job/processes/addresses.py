@@ -6,6 +6,8 @@ import socket
 
 from praxis_lite.host.host_names import is_loopback
 
+__all__ = ("joined", "own_address", "split")
+
 
 def split(address: str) -> tuple[str, int]:
     """Returns host and port of "HOST:PORT"."""

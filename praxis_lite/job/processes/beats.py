@@ -5,6 +5,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+__all__ = ("Beats", "value_of")
+
 _GONE = (
     "it was killed, or its host or network failed, or it is stopped, or C code keeps Python's lock "
     "(then its stacks are on its standard error)"

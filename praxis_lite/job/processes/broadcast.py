@@ -7,6 +7,8 @@ from typing import Any
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.job import processes
 
+__all__ = ("from_first",)
+
 _SECONDS = 3600.0  # That the others wait: the first may verify a large step meanwhile.
 
 

@@ -16,6 +16,8 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.job.events import MEETING, events
 from praxis_lite.job.jax_internals import distributed_state
 
+__all__ = ("PeerLost",)
+
 _hosts: list[str] = []
 _uses: collections.Counter[str] = collections.Counter()
 _lock = threading.Lock()

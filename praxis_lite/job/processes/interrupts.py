@@ -4,6 +4,8 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.job.processes import signals
 from praxis_lite.job.processes.stopping import StopRequest
 
+__all__ = ("Interrupt",)
+
 
 class Interrupt(StopRequest):
     """Hears signals and a time limit as StopRequest does, and never ends the process.

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+__all__ = ("Membership",)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Membership:

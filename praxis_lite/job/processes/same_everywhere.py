@@ -9,6 +9,8 @@ from typing import Any
 from praxis_lite.core.errors import ConfigError, shown
 from praxis_lite.job import processes
 
+__all__ = ("check_same", "versions")
+
 _PACKAGES = ("praxis_lite", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 

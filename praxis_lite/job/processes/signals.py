@@ -16,6 +16,8 @@ from typing import Any
 
 from praxis_lite.job.processes.exits import end_now
 
+__all__ = ("STOPS_WORKER", "SignalListener", "hear_supervisor_alone", "name", "say")
+
 # SIGHUP: the terminal is gone. Under nohup it is ignored, and stays so.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from praxis_lite.job.processes.exits import temporary_folder
 
+__all__ = ("asked_for", "give_when_asked", "stacks")
+
 # Asks a process for its stacks. `faulthandler` answers in C, even while C code holds Python's lock.
 # The signals with names have other meanings (`job/processes/signals.py`).
 _ASKS = signal.SIGRTMIN + 3

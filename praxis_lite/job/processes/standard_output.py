@@ -12,6 +12,8 @@ from praxis_lite.core.errors import printable
 from praxis_lite.job import processes
 from praxis_lite.job.processes.signals import say
 
+__all__ = ("print_log",)
+
 
 def to_nothing(number: int) -> None:
     """Points a file descriptor, open or closed, to /dev/null."""

@@ -21,6 +21,8 @@ from praxis_lite.job.processes.gate import Gate, user_folder
 from praxis_lite.job.processes.membership import Membership, join
 from praxis_lite.job.processes.standard_output import to_nothing
 
+__all__ = ("connect_member", "own_number")
+
 START_SECONDS = 45
 
 # What a launcher calls the number of its processes, and which of them this is.

@@ -13,6 +13,8 @@ from praxis_lite.job.events import events
 from praxis_lite.job.processes.exits import end_now
 from praxis_lite.job.processes.stacks import stacks
 
+__all__ = ("SAVING", "entered", "write_report")
+
 COMPILING = "compiling the first step"
 TRAINING = "training"
 SAVING = "saving"

@@ -17,6 +17,8 @@ from praxis_lite.core.collectives.vmapped_axes import is_before_vmap
 from praxis_lite.core.sharding.devices.axis_types import explicit_axes_of, only_axes
 from praxis_lite.core.sharding.logical_axes import axes_of
 
+__all__ = ("SHARE_OF_BLOCKS",)
+
 PyTree = Any
 SHARE_OF_BLOCKS = "share_of_blocks"  # An attribute of kernels in a program's text.
 

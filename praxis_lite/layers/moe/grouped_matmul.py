@@ -16,6 +16,8 @@ from praxis_lite.layers.base.base_layer import pad_to
 from praxis_lite.layers.base.foreign_kernels import share_of_blocks
 from praxis_lite.layers.moe import grouped_tokamax
 
+__all__ = ("tiling",)
+
 # R rows, L experts, K dims of inputs, N dims of outputs.
 EXPERT_KERNELS = ("auto", "ragged_dot", "megablox", "tokamax")
 _SETTING = "TransformerFeedForwardMoe.expert_kernel"

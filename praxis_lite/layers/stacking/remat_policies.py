@@ -13,6 +13,8 @@ from praxis_lite.core.errors import ConfigError, did_you_mean, require_choice
 from praxis_lite.core.jaxprs import opened, with_inner
 from praxis_lite.layers.base.activation_names import named, offloaded
 
+__all__ = ("CHECKPOINT_POLICIES",)
+
 _POLICIES = jax.checkpoint_policies
 
 # Activations are named where they are computed, by `activation_names.named`.

@@ -19,6 +19,8 @@ from praxis_lite.trainer.checks.id_sizes import num_ids_of
 from praxis_lite.trainer.checks.job_checks import check_num_batches, check_tokens, why_bytes
 from praxis_lite.trainer.checks.memory import check_batch_fits
 
+__all__ = ("check_reads", "step_for")
+
 
 def check_datasets(job: Job, partitioner: Partitioner, root: str, mode: str) -> None:
     """Raises ConfigError if the datasets in a field of a job do not fit its task and its mesh.

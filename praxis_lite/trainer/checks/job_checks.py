@@ -19,6 +19,8 @@ from praxis_lite.inputs.tokenizers.plain import ByteTokenizer
 from praxis_lite.inputs.workers import WithWorkers
 from praxis_lite.trainer.metrics.step_times import HFU, MFU, TIMES
 
+__all__ = ("check_parts",)
+
 
 def check_parts(job: Any) -> None:
     """Raises ConfigError if a job's parts have wrong types, for a config.json may say anything."""

@@ -13,6 +13,8 @@ from praxis_lite.host import host_memory
 from praxis_lite.host.lack_of_memory import lack_of_memory
 from praxis_lite.trainer.layout_table import shape_text
 
+__all__ = ("bytes_of_a_device", "check_fits")
+
 _NUM_NAMED = 3
 SMALLER_STATE = (
     "Split it over more devices (mesh.ici_mesh_shape, with a sharding preset such as fsdp, or "

@@ -33,6 +33,8 @@ from praxis_lite.inputs.tokenizers.plain import ByteTokenizer, TokenIds
 from praxis_lite.job.job_dir import COMMAND_LINE
 from praxis_lite.trainer.checks.job_checks import check_parts
 
+__all__ = ("check_language_model", "prompt_ids")
+
 # A mapping is a row of a conversation, which may have tools and documents next to its messages.
 Prompt = str | Sequence[int] | Sequence[Message] | Mapping[str, Any] | Conversation
 Prompts = str | Mapping[str, Any] | Conversation | Sequence[Prompt]

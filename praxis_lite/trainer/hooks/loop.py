@@ -18,6 +18,8 @@ from praxis_lite.trainer.hooks.profile_requests import ProfileRequests
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 from praxis_lite.trainer.loss_spikes import LossSpike
 
+__all__ = ("Loop",)
+
 Results = Mapping[str, Mapping[str, float]]
 
 

@@ -14,6 +14,8 @@ from praxis_lite.host.whole_files import write_whole
 from praxis_lite.inputs.base import TRAIN
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 
+__all__ = ("HLO_PROTO", "HLO_TXT", "ProfileFacts", "read_facts")
+
 # Beside profile.json. The program's text has the names that the trace has.
 HLO_TXT = "train_step.hlo.txt"
 HLO_PROTO = "train_step.hlo_proto.pb"  # The same with its buffers, as xprof reads it.

@@ -14,6 +14,8 @@ from praxis_lite.trainer.hooks.hook import Hook, StepMade, by_name, overrides
 from praxis_lite.trainer.hooks.loop import Loop
 from praxis_lite.trainer.job_on_mesh import JobOnMesh
 
+__all__ = ("data_to_save",)
+
 
 class Saves(Hook):
     """Saves by steps, by seconds, again after a failure, and at the end.

@@ -14,6 +14,8 @@ from praxis_lite.core.errors import ConfigError
 from praxis_lite.host.json_text import opened
 from praxis_lite.trainer.metrics.json_lines import is_step, with_non_finite
 
+__all__ = ("MetricsColumns", "columns_by_dataset")
+
 Columns = dict[str, np.ndarray]
 
 # Bytes that are read at once: more would take the system longer to give memory for.

@@ -25,6 +25,11 @@ from praxis_lite.host.json_text import (
 from praxis_lite.host.whole_files import not_written, write_whole
 from praxis_lite.trainer.metrics.kept_lines import KeptLines
 
+__all__ = (
+    "append_lines", "evaluation_lines", "is_step", "json_line", "lines_if_any", "read_json_lines",
+    "strict_json", "training_lines",
+)
+
 # Strict JSON has no such numbers, and a reader in another language would stop at a bare NaN.
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 

@@ -10,6 +10,8 @@ from typing import Any, TextIO
 from praxis_lite.trainer.metrics.rates import Rates, count_of
 from praxis_lite.trainer.metrics.step_times import HFU, MFU
 
+__all__ = ("count_of", "metric_text")
+
 _REDRAW_SECONDS = 0.2  # Five redraws a second: smooth to the eye, free to the loop.
 LINES_PER_RUN = 20  # Where nobody watches.
 # A terminal that is too narrow for all of the line lacks these first.

@@ -14,6 +14,8 @@ from praxis_lite.host.whole_files import not_written, write_whole
 from praxis_lite.job.job_dir import COMMAND_LINE, JobDir
 from praxis_lite.trainer.metrics.json_lines import no_other_changes, strict_json
 
+__all__ = ("decoded_files",)
+
 
 def write_records(
     path: Path, records: Sequence[Mapping[str, Any]], note: Callable[[str], None]

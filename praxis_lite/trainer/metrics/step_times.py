@@ -15,6 +15,8 @@ Where the chip is known, mfu and hfu are shares of its peak:
 praxis_tools/utilization/utilization_hook.py.
 """
 
+__all__ = ("HFU", "MFU", "STEP_TIME")
+
 STEP_TIME, INPUT_TIME, DISPATCH_TIME = "step_time", "input_time", "dispatch_time"
 DEVICE_TIME, EVALUATION_TIME, SAVE_TIME = "device_time", "evaluation_time", "save_time"
 TIMES = (STEP_TIME, INPUT_TIME, DISPATCH_TIME, DEVICE_TIME, EVALUATION_TIME, SAVE_TIME)

@@ -22,6 +22,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from praxis_lite.core.errors import ConfigError
 from praxis_lite.core.sharding.logical_axes import axes_of, entry_of
 
+__all__ = ("STATED", "explicit_axes_of", "mesh_of", "untyped")
+
 PyTree = Any
 # As `MeshConfig.axis_types` names them.
 AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
