@@ -72,7 +72,7 @@ def parser_of(name: str, mode: Mode, modes: Modes) -> Parser:
         if flag not in flags:
             parser.add_argument(
                 flag, action=_OfOtherModes, help=argparse.SUPPRESS, nargs="*",
-                default=argparse.SUPPRESS, const=f"goes with {' and '.join(names)}; --mode={name}",
+                default=argparse.SUPPRESS, const=f"goes with {', '.join(names)}; --mode={name}",
             )
     return parser
 
