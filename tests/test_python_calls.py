@@ -153,7 +153,8 @@ def test_it_is_shown_by_its_curve_and_its_last_numbers(model):
     last = model.metrics["loss"][-1]
     assert f"{TINY}, step 7, loss {last:.4f}, heldout loss" in repr(model)
     html = model._repr_html_()
-    assert f"loss {last:.4g}" in html and html.count('<img width="640"') == 1
+    assert f"loss {last:.4g}" in html and html.count("<polyline") == 2
+    assert html.count("<circle") == 3
 
 
 def test_the_same_job_goes_on_on_another_mesh_in_the_same_process(tmp_path):

@@ -1,13 +1,12 @@
 """A trained model as a notebook and `repr` show it: its loss curve and its last numbers."""
 
-import base64
 import html
 from collections.abc import Mapping
 
 import numpy as np
 
-from praxis_lite.trainer.metrics.columns import Columns
 from praxis_lite.trainer.metrics.progress import metric_text
+from praxis_lite.trainer.metrics.svg_curve import Columns, legend, loss_svg
 
 __all__ = ("html_of",)
 
@@ -25,28 +24,24 @@ def text_of(metrics: Columns, evaluations: Mapping[str, Columns]) -> str:
 
 
 def html_of(
-    title: str, place: str, metrics: Columns, evaluations: Mapping[str, Columns],
-    loss_curve_png: bytes = b"",
+    title: str, place: str, metrics: Columns, evaluations: Mapping[str, Columns]
 ) -> str:
     """Returns an HTML element: a title, the loss curve, and the last numbers of each dataset.
 
     Args:
       place: the job's directory.
       metrics, evaluations: columns as `TrainedModel` has them.
-      loss_curve_png: the content of the job's loss_curve.png; b"" if it has none.
     """
-    last = [("training", _last(metrics, _SHOWN))]
-    last += [(name, _last(columns, tuple(columns))) for name, columns in evaluations.items()]
+    last = [_last(metrics, _SHOWN)]
+    last += [_last(columns, tuple(columns)) for columns in evaluations.values()]
     rows = "".join(
-        f'<tr><td style="text-align:left">{html.escape(name)}</td>'
-        f'<td style="text-align:left">{html.escape(numbers)}</td></tr>'
-        for name, numbers in last if numbers
+        f'<tr><td style="text-align:left"><span style="color:{color}">&#9679;</span> '
+        f'{html.escape(name)}</td><td style="text-align:left">{html.escape(numbers)}</td></tr>'
+        for (name, color), numbers in zip(legend(list(evaluations)), last, strict=True) if numbers
     )
-    data = base64.b64encode(loss_curve_png).decode()
-    picture = f'<img width="640" alt="loss" src="data:image/png;base64,{data}">' if data else ""
     return (
         f"<div><b>{html.escape(title)}</b><br><small>{html.escape(place)}</small><br>"
-        f"{picture}<table>{rows}</table></div>"
+        f"{loss_svg(metrics, evaluations)}<table>{rows}</table></div>"
     )
 
 

@@ -87,9 +87,8 @@ class TrainedModel:
         return f"TrainedModel({self.experiment}, step {self.step}{numbers}; {mesh}; {self.job_dir})"
 
     def _repr_html_(self) -> str:
-        title, curve = f"{self.experiment}, step {self.step}", self._files.loss_curve_png
-        png = curve.read_bytes() if curve.is_file() else b""
-        return html_of(title, str(self.job_dir), self.metrics, self.evaluations, png)
+        title = f"{self.experiment}, step {self.step}"
+        return html_of(title, str(self.job_dir), self.metrics, self.evaluations)
 
     @property
     def metrics(self) -> dict[str, np.ndarray]:
