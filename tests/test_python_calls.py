@@ -213,7 +213,7 @@ def test_what_is_wrong_is_a_config_error_at_once(tmp_path, arguments, words):
 
 @pytest.mark.parametrize("experiment, words", [
     ("lm.PyDoc", "lm.PyDocs"),
-    (pl.Experiment(), "the class itself"),
+    (pl.Experiment(), "the class, not an instance"),
     (int, "not a subclass of Experiment"),
     (type("Local", (pl.Experiment,), {"__qualname__": "test.<locals>.Local"}), "top of a module"),
 ])
@@ -407,7 +407,7 @@ def test_classes_of_a_notebook_survive_in_it_and_elsewhere_it_is_said_what_to_do
     elsewhere = start_process("--mode=eval", f"--job_log_dir={tmp_path}", cwd=tmp_path)
     err = " ".join(elsewhere.communicate()[1].split())
     assert elsewhere.returncode == 2 and "__main__.Net" in err
-    assert "in a module of a package of yours" in err
+    assert "in a module of your package" in err
     assert shlex.split(JobDir(tmp_path).config_txt.read_text())  # Its names are written, too.
 
 

@@ -70,9 +70,11 @@ def parser_of(name: str, mode: Mode, modes: Modes) -> Parser:
             elsewhere.setdefault(flag, []).append(f"--mode={other}")
     for flag, names in elsewhere.items():
         if flag not in flags:
+            *first, last = names
+            modes_text = f"{', '.join(first)} and {last}" if first else last
             parser.add_argument(
                 flag, action=_OfOtherModes, help=argparse.SUPPRESS, nargs="*",
-                default=argparse.SUPPRESS, const=f"goes with {', '.join(names)}; --mode={name}",
+                default=argparse.SUPPRESS, const=f"goes with {modes_text}; --mode={name}",
             )
     return parser
 

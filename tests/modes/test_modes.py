@@ -88,8 +88,8 @@ def test_a_mode_that_cannot_run_is_named_in_a_paragraph(argv, status, words, run
 
 @pytest.mark.parametrize("argv, words", [
     (["--mode=trian"], "train?"),
-    (["--mode=plan", "--measur", "--step=3"], "--mode=eval and --mode=decode"),
-    (["--mode=plan", "--step"], "--mode=eval and --mode=decode"),
+    (["--mode=plan", "--measur", "--step=3"], "--mode=eval, --mode=decode"),
+    (["--mode=plan", "--step"], "--mode=eval, --mode=decode"),
     (["--mode=eval", "--prompts=x"], "--mode=decode; --mode=eval "),
     (["--mode=check", "--steps=train"], "--steps: invalid int value: 'train'"),
     (["--chatt"], "--chat?"),
